@@ -1,0 +1,125 @@
+"""Every error this package raises, in one tree.
+
+    QRewardError
+    ├── ConfigurationError      the YAML, dict or DictConfig has mistakes; lists all of them
+    ├── InputError              samples that cannot be read or turned into a request
+    ├── JournalError            the record of verdicts cannot be read or written
+    ├── EngineError             the engine was used in a way it cannot serve (closed, wrong event loop)
+    ├── RewardMissing           an adapter's way to leave a failed sample out of training; carries the Failed
+    ├── InvalidVerdict          a judge answered, but not with a valid verdict
+    └── SourceError             one attempt at one source failed
+        ├── Throttled           429, or 503 with Retry-After: the source asks for a pause
+        ├── TransientError      time-outs, resets, 5xx, garbled replies: another try may help
+        └── PermanentError      the source will not answer this request
+            └── SourceUnusable  ... nor any other: 401, 403, 404
+
+The classes of `SourceError` are what the scheduler decides by, so a source maps every foreign exception to one of them
+at its boundary. Messages are made of facts of ours (names, statuses, paths, limits) and scrubbed excerpts of replies;
+no key, header or prompt ever gets into one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .samples import Failed
+
+
+class QRewardError(Exception):
+    """Base class of all errors of this package."""
+
+
+@dataclass(frozen=True)
+class Mistake:
+    """One mistake in a configuration.
+
+    `path` is where it stands ("sources.fast.limits.concurency"), `problem` says what is wrong, `remedy` what to write.
+    """
+
+    path: str
+    problem: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.path or '(top level)'}: {self.problem}" + (f" {self.remedy}" if self.remedy else "")
+
+
+class ConfigurationError(QRewardError):
+    """The configuration has mistakes. `mistakes` holds all of them, in the order of the file."""
+
+    def __init__(self, mistakes: Sequence[Mistake], *, origin: str = "configuration") -> None:
+        self.mistakes = tuple(mistakes)
+        self.origin = origin
+        count = f"{len(self.mistakes)} mistake" + ("" if len(self.mistakes) == 1 else "s")
+        super().__init__(f"{count} in {origin}:\n" + "\n".join(f"  - {mistake}" for mistake in self.mistakes))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Ray pickles the errors of its actors; the default reduction would pass the message as `mistakes`.
+        return _rebuild_configuration_error, (self.mistakes, self.origin)
+
+
+def _rebuild_configuration_error(mistakes: Sequence[Mistake], origin: str) -> ConfigurationError:
+    return ConfigurationError(mistakes, origin=origin)
+
+
+class InputError(QRewardError):
+    """Samples that cannot be read, or that cannot be turned into a request."""
+
+
+class JournalError(QRewardError):
+    """The journal cannot be opened, read or written."""
+
+
+class EngineError(QRewardError):
+    """The engine cannot serve this call: it is closed, or it runs in another event loop."""
+
+
+class RewardMissing(QRewardError):
+    """A sample has no reward, and its configuration says to leave it out rather than to train on a made-up number."""
+
+    def __init__(self, failed: Failed) -> None:
+        self.failed = failed
+        super().__init__(f"no reward for this sample, leave it out of training: {failed.describe()}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return RewardMissing, (self.failed,)
+
+
+class InvalidVerdict(QRewardError):
+    """A judge answered, but not with a valid verdict (not one unique strict JSON, not finite, out of range, a
+    refusal).
+    """
+
+
+class SourceError(QRewardError):
+    """One attempt at one source failed.
+
+    `status` is the HTTP status where there was one.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class Throttled(SourceError):
+    """The source asks for a pause: `retry_after_s` is its own word in seconds from now, None if it gave none."""
+
+    def __init__(self, message: str, *, status: int | None = None, retry_after_s: float | None = None) -> None:
+        super().__init__(message, status=status)
+        self.retry_after_s = retry_after_s
+
+
+class TransientError(SourceError):
+    """Another try may help: time-outs, refused or reset connections, 5xx, replies that cannot be read."""
+
+
+class PermanentError(SourceError):
+    """The source will not answer this request, however often it is asked (400, 413, 422)."""
+
+
+class SourceUnusable(PermanentError):
+    """The source will not answer any request until somebody mends its configuration (401, 403, 404)."""

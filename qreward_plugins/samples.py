@@ -1,0 +1,147 @@
+"""What goes into the core and what comes out: `Sample`, and `Outcome = Scored | Failed`.
+
+An outcome has two shapes and no third, because "the reward is missing" must not look like a number anywhere: a failed
+sample that trains as a zero teaches the policy that its answer was bad when nobody looked at it. `Failed.cause` keeps
+apart what training has to treat differently, and `reward` is the one place that says whether there is a number to train
+on: `None` means that there is none.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias, TypedDict
+
+Split = Literal["train", "val"]
+
+
+class Message(TypedDict):
+    """One turn of a conversation, as in chat completions."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One rollout to score.
+
+    `messages` is the prompt; `response` the text that the policy wrote, which is never trusted. `ground_truth` may be
+    any value that the judge understands (None: there is none). `data_source` chooses the judge. `group_id` names the
+    prompt that the samples of a group share, `step` the training step. `extras` are the remaining columns of the data
+    set. `id` is the caller's name for the sample; it plays no part in scoring.
+    """
+
+    messages: Sequence[Message]
+    response: str
+    ground_truth: Any = None
+    data_source: str = ""
+    group_id: str | None = None
+    step: int | None = None
+    split: Split | None = None
+    extras: Mapping[str, Any] = field(default_factory=dict)
+    id: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one attempt, as counted by the source."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a judge says of a sample: a score in the judge's reward range, and how it came about.
+
+    `components` are further numbers of the judge (criteria, or the keys of a reward function's dict). `correct` is None
+    unless the judge defines correctness. `latency_s` is the time from submission to the outcome in seconds; `cost_usd`
+    counts every attempt that the source reported usage for. `cached` is true for a verdict out of the journal.
+
+    Raises ValueError when the score or a component is not a finite number: promise P2 holds by construction.
+    """
+
+    score: float
+    components: Mapping[str, float] = field(default_factory=dict)
+    rationale: str = ""
+    correct: bool | None = None
+    judge: str = ""
+    source: str = ""
+    model: str = ""
+    attempts: int = 1
+    usage: Usage = Usage()
+    latency_s: float = 0.0
+    cost_usd: float = 0.0
+    cached: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("score", self.score), *self.components.items()):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ValueError(f"{name} of a verdict must be a finite number, not {value!r}")
+
+
+class Cause(str, enum.Enum):
+    """Why a sample has no verdict; training treats the three differently."""
+
+    INFRA = "infra"
+    """The reward is missing (sources down, deadline, quota): keep the sample out of training."""
+
+    VERDICT = "verdict"
+    """The judge answered, but not validly, and the response may have provoked it."""
+
+    POLICY = "policy"
+    """The response is empty or cannot be judged: that is a score, the judge's floor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The sample has a verdict."""
+
+    verdict: Verdict
+
+    @property
+    def reward(self) -> float:
+        return self.verdict.score
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The sample has no verdict.
+
+    `reason` is one word for metrics ("deadline", "throttled", "empty", ...), `detail` one sentence for people. `floor`
+    is the score that the judge's configuration puts in place of this failure, in the reward range; None: there is no
+    number, and nobody may make one up.
+    """
+
+    cause: Cause
+    reason: str
+    detail: str = ""
+    floor: float | None = None
+    judge: str = ""
+    source: str = ""
+    attempts: int = 0
+    usage: Usage = Usage()
+    latency_s: float = 0.0
+    cost_usd: float = 0.0
+
+    @property
+    def reward(self) -> float | None:
+        return self.floor
+
+    def describe(self) -> str:
+        """Say in one line what happened."""
+        tries = f" after {self.attempts} attempt{'' if self.attempts == 1 else 's'}" if self.attempts else ""
+        return f"{self.cause.value} failure ({self.reason}){tries}" + (f": {self.detail}" if self.detail else "")
+
+
+Outcome: TypeAlias = Scored | Failed

@@ -1,0 +1,121 @@
+"""What happened, as counters while it happens and as frozen snapshots for whoever asks.
+
+Snapshots are plain dataclasses of numbers and names, so that they can be printed, logged, compared and turned to JSON
+without holding on to anything alive. Latencies are kept for the last `RECENT` answers of a source only: memory must
+not grow with the length of a run.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..samples import Cause, Outcome, Scored, Usage
+
+RECENT = 4096
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The nearest-rank percentile (`share` from 0 to 1) of `values`; NaN where there are none."""
+    ranked = sorted(values)
+    if not ranked:
+        return math.nan
+    return ranked[min(len(ranked) - 1, max(0, math.ceil(share * len(ranked)) - 1))]
+
+
+@dataclass(frozen=True)
+class SourceStatistics:
+    """One source so far. Latencies are seconds of answered attempts, the last `RECENT` of them; NaN before the
+    first.
+    """
+
+    name: str
+    state: str
+    requests: int
+    answered: int
+    throttled: int
+    transient: int
+    timeouts: int
+    permanent: int
+    invalid: int
+    cancelled: int
+    in_flight: int
+    peak_in_flight: int
+    latency_p50_s: float
+    latency_p95_s: float
+    prompt_tokens: int
+    completion_tokens: int
+    cost_usd: float
+    requests_share: float | None
+    tokens_share: float | None
+    paced: bool
+
+
+@dataclass(frozen=True)
+class EngineStatistics:
+    """The engine so far. `failed` counts by cause and reason ("infra/deadline")."""
+
+    submitted: int
+    scored: int
+    failed: Mapping[str, int]
+    cached: int
+    attempts: int
+    waiting: int
+    sources: Mapping[str, SourceStatistics]
+
+    @property
+    def failed_total(self) -> int:
+        return sum(self.failed.values())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The same as plain dicts; NaN becomes None, as JSON has no NaN."""
+        return {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
+
+
+@dataclass
+class SourceCounters:
+    """What is counted of one source while it works."""
+
+    requests: int = 0
+    answered: int = 0
+    throttled: int = 0
+    transient: int = 0
+    timeouts: int = 0
+    permanent: int = 0
+    invalid: int = 0
+    cancelled: int = 0
+    peak_in_flight: int = 0
+    usage: Usage = field(default_factory=Usage)
+    cost_usd: float = 0.0
+    latencies_s: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+
+
+@dataclass
+class EngineCounters:
+    """What is counted of an engine while it works."""
+
+    submitted: int = 0
+    scored: int = 0
+    cached: int = 0
+    attempts: int = 0
+    failed: Counter[str] = field(default_factory=Counter)
+
+    def count(self, outcome: Outcome) -> None:
+        """Count one outcome."""
+        if isinstance(outcome, Scored):
+            self.scored += 1
+            self.cached += outcome.verdict.cached
+            self.attempts += outcome.verdict.attempts
+        else:
+            self.failed[f"{Cause(outcome.cause).value}/{outcome.reason}"] += 1
+            self.attempts += outcome.attempts
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,67 @@
+"""A circuit breaker per source: after failures in a row it keeps samples away, and asks again with one probe.
+
+Without it a source that refuses at once looks like the fastest of all, and every waiting sample burns its attempts
+there while a healthy source would have served it a little later.
+"""
+
+from __future__ import annotations
+
+import math
+
+FAILURES_TO_OPEN = 5
+FIRST_PAUSE_S = 5.0
+LONGEST_PAUSE_S = 60.0
+
+
+class Breaker:
+    """Closed: everything may pass. Open until a time. Half-open: one probe may pass, and its end decides."""
+
+    def __init__(self) -> None:
+        self.failures_in_row = 0
+        self._open_until = -math.inf
+        self._pause_s = FIRST_PAUSE_S
+        self._probing = False
+
+    @property
+    def closed(self) -> bool:
+        return self._open_until == -math.inf
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until an attempt may pass; infinity while a probe is under way."""
+        if self.closed:
+            return 0.0
+        if self._probing:
+            return math.inf
+        return max(0.0, self._open_until - now)
+
+    def started(self) -> None:
+        """Note that an attempt passed."""
+        if not self.closed:
+            self._probing = True
+
+    def succeeded(self) -> None:
+        """Note that the source answered."""
+        self.failures_in_row = 0
+        self._open_until = -math.inf
+        self._pause_s = FIRST_PAUSE_S
+        self._probing = False
+
+    def failed(self, now: float, *, probe: bool) -> bool:
+        """Note a failure; `probe`: the attempt started while the breaker was open. Return whether it opened just
+        now.
+        """
+        self.failures_in_row += 1
+        if probe:
+            self._probing = False
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._open_until = now + self._pause_s
+            return False
+        if self.closed and self.failures_in_row >= FAILURES_TO_OPEN:
+            self._open_until = now + self._pause_s
+            return True
+        return False
+
+    def abandoned(self, *, probe: bool) -> None:
+        """Note that an attempt ended without telling anything about the source (cancelled, throttled)."""
+        if probe:
+            self._probing = False

@@ -1,0 +1,79 @@
+"""What a source is to the rest of the core: something that answers one request, or raises one `SourceError`.
+
+A source knows how to talk to its endpoint and nothing else: not when it may (quotas), not what to do when it failed
+(scheduling), not what the answer means (judges).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..samples import Message, Sample, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What one source is asked.
+
+    `messages` and `parameters` (the body's further keys: max_tokens, response_format, ...) are for sources that talk
+    to language models, `sample` for functions. `nonce` binds the reply to this request. `max_completion_tokens` is the
+    most that the reply may take, for the quota; 0 where tokens play no part.
+    """
+
+    sample: Sample
+    messages: tuple[Message, ...] = ()
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    nonce: str = ""
+    max_completion_tokens: int = 0
+
+    @property
+    def size(self) -> int:
+        """Length of what is sent, in UTF-8 bytes: the scheduler's measure of how long the answer will take."""
+        if self.messages:
+            return sum(len(message["content"].encode("utf-8", "surrogatepass")) for message in self.messages)
+        return len(self.sample.response.encode("utf-8", "surrogatepass"))
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """What a source answered.
+
+    `text` is untrusted; `value` is what a function returned. `announced` holds the limits that the source states of
+    itself (`requests_per_window`, `requests_remaining`, `requests_reset_s`, and the same for `tokens`), where it does.
+    """
+
+    text: str = ""
+    value: Any = None
+    usage: Usage | None = None
+    model: str = ""
+    finish_reason: str = ""
+    announced: Mapping[str, float] = field(default_factory=dict)
+
+
+class Source(Protocol):
+    """An endpoint or a local function that answers requests."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def model(self) -> str:
+        """What answers: the model, or the function's path."""
+        ...
+
+    async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
+        """Ask once, and return the reply or raise exactly one error: a `SourceError`, or `InvalidVerdict` where the
+        model or a content filter refused to answer.
+
+        `on_sent` is called when the request is written to the wire, which is what a server's limits count; a source
+        without a wire calls it before it starts. There is no time limit in here but the one for connecting: the
+        scheduler bounds the attempt by cancelling it, and a cancelled call frees its connection, process or thread
+        slot before it returns.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """Close connections and workers. Idempotent."""
+        ...

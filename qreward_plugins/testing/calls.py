@@ -1,0 +1,209 @@
+"""What a judge server is asked, and the OpenAI-shaped bodies it answers with.
+
+Requests are read strictly, so that a client's mistake shows up in a test rather than at a provider. Tokens are counted
+by a rule that anybody can repeat (UTF-8 bytes by four, rounded up), so that tests can predict usage to the token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import orjson
+
+from ..judges.fence import read_fences
+
+Answer = float | Mapping[str, object] | str
+"""What a scorer returns: a score, the fields of a verdict, or the content of the message as it is."""
+
+
+def count_tokens(text: str) -> int:
+    """The server's tokens of a text: its UTF-8 bytes by four, rounded up."""
+    return -(-len(text.encode("utf-8", "surrogatepass")) // 4)
+
+
+@dataclass(frozen=True)
+class JudgeCall:
+    """One chat completion request, as the scorer gets it."""
+
+    model: str
+    messages: Sequence[Mapping[str, object]]
+    parameters: Mapping[str, object] = field(default_factory=dict)
+    """The other fields of the request's body: temperature, max_tokens, response_format, ..."""
+
+    @cached_property
+    def prompt(self) -> str:
+        """The text of the last user message, or "" where there is none."""
+        for message in reversed(self.messages):
+            if message.get("role") == "user":
+                return _text(message.get("content"))
+        return ""
+
+    @cached_property
+    def _fences(self) -> tuple[str | None, Mapping[str, str]]:
+        return read_fences(self.prompt)
+
+    @property
+    def nonce(self) -> str | None:
+        """The identifier that fences the last user message, None where nothing is fenced."""
+        return self._fences[0]
+
+    @property
+    def blocks(self) -> Mapping[str, str]:
+        """The fenced blocks of the last user message by label: question, response, reference, ..."""
+        return self._fences[1]
+
+    @cached_property
+    def prompt_tokens(self) -> int:
+        """Tokens of the texts of all messages, by `count_tokens` over them all."""
+        return count_tokens("".join(_text(message.get("content")) for message in self.messages))
+
+    @property
+    def max_tokens(self) -> int | None:
+        """The most tokens the completion may have, None for no limit."""
+        value = self.parameters.get("max_completion_tokens", self.parameters.get("max_tokens"))
+        return value if isinstance(value, int) else None
+
+
+class Refused(Exception):
+    """The server does not take this request: the client's mistake."""
+
+    def __init__(self, status: int, message: str, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.code = code
+
+
+def read_call(body: bytes, models: Sequence[str]) -> JudgeCall:
+    """Read the body of a chat completion request. Raises `Refused` with what is wrong with it."""
+    try:
+        fields = orjson.loads(body)
+    except orjson.JSONDecodeError:
+        raise Refused(400, "the body is not valid JSON") from None
+    if not isinstance(fields, dict):
+        raise Refused(400, "the body must be a JSON object")
+    model = fields.pop("model", None)
+    if not isinstance(model, str):
+        raise Refused(400, "you must provide a model parameter")
+    if model not in models:
+        raise Refused(404, f"the model {model[:100]!r} does not exist", "model_not_found")
+    messages = fields.pop("messages", None)
+    if not isinstance(messages, list) or not messages:
+        raise Refused(400, "'messages' must be a list of at least one message")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Refused(400, "every message must be an object with a role")
+        if not isinstance(message.get("content"), (str, list, type(None))):
+            raise Refused(400, "the content of a message must be a string or a list of parts")
+    if fields.get("stream"):
+        raise Refused(400, "this server does not stream: leave 'stream' out")
+    if fields.get("n", 1) != 1:
+        raise Refused(400, "this server gives one choice: leave 'n' out")
+    for name in ("max_tokens", "max_completion_tokens"):
+        limit = fields.get(name)
+        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
+            raise Refused(400, f"{name!r} must be an integer of at least 1")
+    return JudgeCall(model, messages, fields)
+
+
+def overlap_score(call: JudgeCall) -> float:
+    """The built-in scorer: deterministic, and plausible enough for a demo.
+
+    With a reference: the share of its distinct words that the response has. Without: a number between 0 and 1 that
+    depends on nothing but the response. Rounded to three digits.
+    """
+    response = call.blocks.get("response", call.prompt)
+    wanted = set(call.blocks.get("reference", "").lower().split())
+    if wanted:
+        return round(len(wanted & set(response.lower().split())) / len(wanted), 3)
+    digest = hashlib.blake2b(response.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return round(int.from_bytes(digest, "big") / 2**64, 3)
+
+
+def as_verdict(call: JudgeCall, answer: Answer) -> dict[str, object] | str:
+    """The verdict that a scorer's answer stands for, its id first, or the text it wants sent as it is.
+
+    Raises `TypeError` for an answer of another type. NaN and infinity pass: they are what some judges say.
+    """
+    verdict: dict[str, object] = {} if call.nonce is None else {"id": call.nonce}
+    if isinstance(answer, str):
+        return answer
+    if isinstance(answer, Mapping):
+        return verdict | dict(answer)
+    if isinstance(answer, (int, float)) and not isinstance(answer, bool):
+        return verdict | {"score": answer, "rationale": "scored by the judge server"}
+    raise TypeError(f"the scorer returned {type(answer).__name__}: return a float, a mapping or a str")
+
+
+def dump_verdict(verdict: Mapping[str, object]) -> str:
+    """The verdict as JSON, with `NaN` and `Infinity` where there are any (orjson would make them null)."""
+    return json.dumps(verdict, ensure_ascii=False)
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The one choice of a chat completion."""
+
+    content: str | None
+    finish_reason: str = "stop"
+    refusal: str | None = None
+
+    @property
+    def tokens(self) -> int:
+        return count_tokens(self.content or self.refusal or "")
+
+    def cut(self, max_tokens: int | None) -> Completion:
+        """The completion with at most this many tokens: cut in the middle, `finish_reason` "length", if it has more."""
+        if max_tokens is None or self.content is None or self.tokens <= max_tokens:
+            return self
+        kept = self.content.encode("utf-8", "surrogatepass")[: 4 * max_tokens].decode("utf-8", "ignore")
+        return Completion(kept, "length", self.refusal)
+
+    def body(self, call: JudgeCall, number: int) -> dict[str, object]:
+        """The chat completion object. `created` is 0, so that the same requests get the same bytes."""
+        message: dict[str, object] = {"role": "assistant", "content": self.content}
+        if self.refusal is not None:
+            message["refusal"] = self.refusal
+        return {
+            "id": f"chatcmpl-{number}",
+            "object": "chat.completion",
+            "created": 0,
+            "model": call.model,
+            "choices": [{"index": 0, "message": message, "logprobs": None, "finish_reason": self.finish_reason}],
+            "usage": {
+                "prompt_tokens": call.prompt_tokens,
+                "completion_tokens": self.tokens,
+                "total_tokens": call.prompt_tokens + self.tokens,
+            },
+        }
+
+
+_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 529: "overloaded_error"}
+
+
+def error_body(status: int, message: str, code: str | None = None) -> dict[str, object]:
+    """An error in the shape OpenAI-compatible servers use."""
+    kind = _ERROR_TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def duration(seconds: float) -> str:
+    """A duration as `x-ratelimit-reset-*` states it: "20ms", "1.5s", "6m0s". Rounded up to the millisecond."""
+    milliseconds = max(0, math.ceil(seconds * 1000 - 1e-6))
+    if milliseconds < 1000:
+        return f"{milliseconds}ms"
+    minutes, rest = divmod(milliseconds, 60_000)
+    return f"{minutes}m{rest / 1000:g}s" if minutes else f"{rest / 1000:g}s"
+
+
+def _text(content: object) -> str:
+    if isinstance(content, str):
+        return content
+    if isinstance(content, list):
+        parts = (part.get("text") for part in content if isinstance(part, dict))
+        return "".join(text for text in parts if isinstance(text, str))
+    return ""

@@ -1,0 +1,207 @@
+"""What can go wrong at a provider, by name, and when.
+
+Every kind here was seen in the wild or follows from HTTP; a client that survives all of them survives a provider. A
+kind is chosen for each admitted request in this order: an outage that covers the moment, the script while it lasts,
+then the rates. The rates are drawn from the server's seed in order of arrival.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import random
+from bisect import bisect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from itertools import accumulate
+from typing import Literal
+
+FaultStage = Literal["status", "connection", "reply", "verdict"]
+
+
+class FaultKind(str, Enum):
+    """The kinds of faults. `says` tells what happens, `stage` where: instead of an answer ("status", "connection"),
+    to the HTTP reply that carries the answer ("reply"), or to the answer itself ("verdict")."""
+
+    _value_: str
+    stage: FaultStage
+    says: str
+
+    def __new__(cls, name: str, stage: FaultStage, says: str) -> FaultKind:
+        kind = str.__new__(cls, name)
+        kind._value_ = name
+        kind.stage = stage
+        kind.says = says
+        return kind
+
+    def __str__(self) -> str:
+        return str(self.value)
+
+    ERROR_400 = "error_400", "status", "HTTP 400, bad request"
+    ERROR_401 = "error_401", "status", "HTTP 401, wrong key"
+    ERROR_403 = "error_403", "status", "HTTP 403, not allowed"
+    ERROR_404 = "error_404", "status", "HTTP 404, no such model"
+    ERROR_408 = "error_408", "status", "HTTP 408, request time-out"
+    ERROR_409 = "error_409", "status", "HTTP 409, conflict"
+    ERROR_413 = "error_413", "status", "HTTP 413, prompt too large"
+    ERROR_422 = "error_422", "status", "HTTP 422, invalid parameters"
+    ERROR_425 = "error_425", "status", "HTTP 425, too early"
+    ERROR_429 = "error_429", "status", "HTTP 429 without a word on when to come back"
+    ERROR_429_SECONDS = "error_429_seconds", "status", "HTTP 429, Retry-After in seconds"
+    ERROR_429_DATE = "error_429_date", "status", "HTTP 429, Retry-After as an HTTP date"
+    ERROR_429_HUGE = "error_429_huge", "status", "HTTP 429, Retry-After of three years"
+    ERROR_429_NEGATIVE = "error_429_negative", "status", "HTTP 429, Retry-After of -5"
+    ERROR_429_RESET = "error_429_reset", "status", "HTTP 429, only x-ratelimit-reset-requests says when to come back"
+    ERROR_500 = "error_500", "status", "HTTP 500"
+    ERROR_502 = "error_502", "status", "HTTP 502 with a gateway's HTML page"
+    ERROR_503 = "error_503", "status", "HTTP 503"
+    ERROR_503_SECONDS = "error_503_seconds", "status", "HTTP 503, Retry-After in seconds"
+    ERROR_504 = "error_504", "status", "HTTP 504 with a gateway's HTML page"
+    ERROR_529 = "error_529", "status", "HTTP 529, overloaded"
+    REDIRECT = "redirect", "status", "HTTP 307 to another host"
+    REDIRECT_LOOP = "redirect_loop", "status", "HTTP 307 to the same address"
+
+    RESET = "reset", "connection", "the connection is reset before any answer"
+    CLOSE = "close", "connection", "the connection is closed without an answer"
+    HANG = "hang", "connection", "no answer until the client goes away or the server stops"
+
+    SLOW_HEADERS = "slow_headers", "reply", "status line and headers drip in byte by byte"
+    SLOW_BODY = "slow_body", "reply", "the body drips in byte by byte"
+    MID_BODY_RESET = "mid_body_reset", "reply", "the connection is reset after half of the body"
+    TRUNCATED_BODY = "truncated_body", "reply", "Content-Length is longer than the body, then the connection closes"
+    SHORT_LENGTH = "short_length", "reply", "Content-Length is half of the body"
+    BAD_CHUNK = "bad_chunk", "reply", "chunked encoding with a chunk size that is not a number"
+    CLOSE_AFTER = "close_after", "reply", "a good answer that promises keep-alive, then the connection closes"
+    TRUNCATED_JSON = "truncated_json", "reply", "the JSON stops in the middle, Content-Length agrees"
+    HTML = "html", "reply", "HTTP 200 with an HTML page"
+    EMPTY = "empty", "reply", "HTTP 200 without a body"
+    NO_CONTENT = "no_content", "reply", "HTTP 204"
+    INVALID_UTF8 = "invalid_utf8", "reply", "the JSON has bytes that are no UTF-8"
+    WRONG_JSON_TYPE = "wrong_json_type", "reply", "the JSON is a list"
+    DEEP_NESTING = "deep_nesting", "reply", "JSON nested 100,000 levels deep"
+    NO_CHOICES = "no_choices", "reply", "choices is an empty list"
+    ERROR_IN_200 = "error_in_200", "reply", "HTTP 200 with an error object"
+    WRONG_MODEL = "wrong_model", "reply", "a good answer that names another model"
+    HUGE_BODY = "huge_body", "reply", "a body of Faults.huge_bytes"
+    HUGE_HEADER = "huge_header", "reply", "a good answer with a header of 1 MiB"
+    BAD_GZIP = "bad_gzip", "reply", "Content-Encoding: gzip over something that is not"
+    GZIP_BOMB = "gzip_bomb", "reply", "a small gzip body that inflates to Faults.huge_bytes"
+
+    NULL_CONTENT = "null_content", "verdict", "the message's content is null"
+    CUT_OFF = "cut_off", "verdict", "the verdict stops in the middle, finish_reason is length"
+    CONTENT_FILTER = "content_filter", "verdict", "empty content, finish_reason is content_filter"
+    REFUSAL = "refusal", "verdict", "content is null, the message's refusal is filled"
+    REFUSAL_TEXT = "refusal_text", "verdict", "the content is a refusal in prose"
+    PROSE = "prose", "verdict", "the content talks about a score but holds no JSON"
+    SCORE_NAN = "score_nan", "verdict", "the score is NaN"
+    SCORE_INFINITE = "score_infinite", "verdict", "the score is Infinity"
+    SCORE_STRING = "score_string", "verdict", "the score is a string"
+    SCORE_BOOL = "score_bool", "verdict", "the score is true"
+    SCORE_NULL = "score_null", "verdict", "the score is null"
+    SCORE_OUT_OF_RANGE = "score_out_of_range", "verdict", "the score is 1e9"
+    TWO_VERDICTS = "two_verdicts", "verdict", "two verdicts that disagree, both with the right id"
+    FORGED_VERDICT = "forged_verdict", "verdict", "a verdict with full marks and without id"
+    WRONG_NONCE = "wrong_nonce", "verdict", "a verdict with another id"
+    DUPLICATE_KEYS = "duplicate_keys", "verdict", "one verdict that states its score twice, differently"
+
+    @property
+    def has_answer(self) -> bool:
+        """Whether the scorer is asked: the fault spoils an answer rather than replacing it."""
+        return self.stage in ("reply", "verdict")
+
+
+_KINDS: Mapping[str, FaultKind] = {str(kind): kind for kind in FaultKind}
+
+
+def fault_kind(name: str) -> FaultKind:
+    """Return the kind with this name. Raises `ValueError` with near names where there is none."""
+    if name in _KINDS:
+        return _KINDS[name]
+    near = difflib.get_close_matches(str(name), _KINDS, n=3) or _KINDS
+    raise ValueError(f"there is no fault {name!r}; did you mean {', '.join(near)}?")
+
+
+@dataclass(frozen=True)
+class Outage:
+    """From `start_s` until before `end_s` (seconds since the server's first start) every request meets `fault`."""
+
+    start_s: float
+    end_s: float
+    fault: str = FaultKind.ERROR_503
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.start_s < self.end_s:
+            raise ValueError(f"an outage is from start_s >= 0 to a later end_s, not {self.start_s!r} to {self.end_s!r}")
+        object.__setattr__(self, "fault", fault_kind(self.fault))
+
+
+@dataclass(frozen=True)
+class Faults:
+    """The faults a judge server plays, each named by a `FaultKind` or its value. Raises `ValueError` for bad ones."""
+
+    rates: Mapping[str, float] = field(default_factory=dict)
+    """Share of the requests, 0 to 1, that meet each kind. Together at most 1."""
+    script: Sequence[str | None] | Callable[[int], str | None] = ()
+    """The fault of the k-th admitted request (k = 0, 1, ...), or None for a good answer. Past the end of a sequence the
+    rates take over; a callable covers every request."""
+    outages: Sequence[Outage] = ()
+    retry_after_s: int = 1
+    """What `error_429_seconds`, `error_429_date`, `error_429_reset` and `error_503_seconds` announce, in seconds."""
+    huge_bytes: int = 64 * 1024 * 1024
+    """Size of `huge_body`, and of what `gzip_bomb` inflates to."""
+    drip_interval_s: float = 0.05
+    """Seconds between two bytes of `slow_headers` and `slow_body`."""
+    redirect_to: str = "http://elsewhere.invalid/v1/chat/completions"
+    """Where `redirect` points. Give the address of a second judge server to see what follows it."""
+
+    def __post_init__(self) -> None:
+        rates = {fault_kind(name): rate for name, rate in self.rates.items()}
+        for kind, rate in rates.items():
+            if not 0 <= rate <= 1:
+                raise ValueError(f"the rate of fault {kind.value!r} is a share between 0 and 1, not {rate!r}")
+        if math.fsum(rates.values()) > 1 + 1e-9:
+            raise ValueError(f"the fault rates add up to {math.fsum(rates.values()):.3f}: one request meets one fault")
+        if callable(self.script):
+            if rates:
+                raise ValueError("a callable script covers every request: leave the rates out, or script a sequence")
+        elif isinstance(self.script, str):
+            raise ValueError(f"the fault script is a sequence of faults: write [{self.script!r}]")
+        else:
+            script = tuple(None if name is None else fault_kind(name) for name in self.script)
+            object.__setattr__(self, "script", script)
+        for name in ("retry_after_s", "huge_bytes", "drip_interval_s"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"Faults.{name} must be at least 0, not {getattr(self, name)!r}")
+        object.__setattr__(self, "rates", rates)
+        object.__setattr__(self, "outages", tuple(self.outages))
+
+
+class FaultPlan:
+    """Chooses the fault of each request, in order of arrival."""
+
+    def __init__(self, faults: Faults, rng: random.Random) -> None:
+        self._faults = faults
+        self._rng = rng
+        self._kinds = [fault_kind(name) for name in faults.rates]
+        self._bounds = list(accumulate(faults.rates.values()))
+        self._next = 0
+
+    def choose(self, elapsed_s: float) -> FaultKind | None:
+        """The fault of the next request, which arrived `elapsed_s` after the server's start. None: a good answer."""
+        index = self._next
+        self._next += 1
+        # Drawn whatever the outcome, so that an outage or a script does not shift what later requests meet.
+        drawn = self._rng.random() if self._bounds else 1.0
+        for outage in self._faults.outages:
+            if outage.start_s <= elapsed_s < outage.end_s:
+                return fault_kind(outage.fault)
+        script = self._faults.script
+        if callable(script):
+            name = script(index)
+            return None if name is None else fault_kind(name)
+        if index < len(script):
+            name = script[index]
+            return None if name is None else fault_kind(name)
+        at = bisect(self._bounds, drawn)
+        return self._kinds[at] if at < len(self._kinds) else None

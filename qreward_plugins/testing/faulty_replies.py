@@ -1,0 +1,291 @@
+"""What bad servers and networks do: the faults that spoil HTTP itself, down to the bytes.
+
+Most of these cannot be said through an HTTP library, which is there to prevent them, so they write to the transport
+and return a `Written` to tell aiohttp that nothing is left to send. A reset is a real one (RST, by SO_LINGER 0), not a
+polite end of the stream.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import zlib
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from email.utils import format_datetime
+from functools import lru_cache
+
+import orjson
+from aiohttp import web
+from aiohttp.abc import AbstractStreamWriter
+
+from .calls import duration, error_body
+from .faults import FaultKind, Faults
+
+_JSON = "application/json"
+_HTML = b"<!DOCTYPE html><html><head><title>Please wait</title></head><body><h1>One moment, please</h1></body></html>"
+_CHUNK_BYTES = 256 * 1024
+_HUGE_HEADER_CHARS = 1024 * 1024
+_HUGE_RETRY_AFTER_S = 3 * 365 * 24 * 3600
+_NESTING = 100_000
+
+
+@dataclass(frozen=True)
+class Spoilable:
+    """What a fault has to work with: the request, the good reply (None for faults without an answer), the settings."""
+
+    request: web.BaseRequest
+    body: Mapping[str, object] | None
+    headers: Mapping[str, str]
+    faults: Faults
+
+    @property
+    def encoded(self) -> bytes:
+        return orjson.dumps(self.body)
+
+    @property
+    def transport(self) -> asyncio.Transport:
+        """The connection. Raises `ConnectionResetError` where the client has gone."""
+        transport = self.request.transport
+        if not isinstance(transport, asyncio.Transport) or transport.is_closing():
+            raise ConnectionResetError("the client has gone")
+        return transport
+
+
+class Written(web.StreamResponse):
+    """A reply whose bytes are on the wire already, or never will be (`status` 0). The connection ends with it."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status=status or 200)
+        self.sent_status = status
+        self.force_close()
+
+    async def prepare(self, request: web.BaseRequest) -> AbstractStreamWriter | None:
+        return None
+
+    async def write_eof(self, data: bytes = b"") -> None:
+        return None
+
+
+async def play(kind: FaultKind, reply: Spoilable) -> web.StreamResponse:
+    """Do what this fault does to the connection, and return what aiohttp is to send, or a `Written`.
+
+    Cancelled when the client goes away or the server stops. Raises `ConnectionError` where the client has gone.
+    """
+    if kind in _PLAYERS:
+        return await _PLAYERS[kind](reply)
+    return _error(kind, reply)
+
+
+def sent_status(response: web.StreamResponse) -> int:
+    """The status that the client got to see, 0 for none."""
+    return response.sent_status if isinstance(response, Written) else response.status
+
+
+def _error(kind: FaultKind, reply: Spoilable) -> web.StreamResponse:
+    status = int(kind.value.split("_")[1])
+    headers: dict[str, str] = {}  # none of the announced ones: some kinds must not say when to come back
+    after_s = reply.faults.retry_after_s
+    if kind in (FaultKind.ERROR_429_SECONDS, FaultKind.ERROR_503_SECONDS):
+        headers["Retry-After"] = str(after_s)
+    elif kind is FaultKind.ERROR_429_DATE:
+        # An HTTP date is wall-clock time by definition.
+        when = datetime.now(timezone.utc) + timedelta(seconds=after_s)
+        headers["Retry-After"] = format_datetime(when, usegmt=True)
+    elif kind is FaultKind.ERROR_429_HUGE:
+        headers["Retry-After"] = str(_HUGE_RETRY_AFTER_S)
+    elif kind is FaultKind.ERROR_429_NEGATIVE:
+        headers["Retry-After"] = "-5"
+    elif kind is FaultKind.ERROR_429_RESET:
+        headers["x-ratelimit-remaining-requests"] = "0"
+        headers["x-ratelimit-reset-requests"] = duration(after_s)
+    if kind in (FaultKind.ERROR_502, FaultKind.ERROR_504):
+        return web.Response(status=status, body=_HTML, content_type="text/html", headers=headers)
+    body = orjson.dumps(error_body(status, f"injected fault {kind.value}", kind.value))
+    return web.Response(status=status, body=body, content_type=_JSON, headers=headers)
+
+
+async def _redirect(reply: Spoilable) -> web.StreamResponse:
+    return web.Response(status=307, headers={**reply.headers, "Location": reply.faults.redirect_to})
+
+
+async def _redirect_loop(reply: Spoilable) -> web.StreamResponse:
+    return web.Response(status=307, headers={**reply.headers, "Location": reply.request.path})
+
+
+def _reset_now(transport: asyncio.Transport) -> None:
+    transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    transport.abort()
+
+
+async def _reset(reply: Spoilable) -> web.StreamResponse:
+    _reset_now(reply.transport)
+    return Written(0)
+
+
+async def _close(reply: Spoilable) -> web.StreamResponse:
+    reply.transport.close()
+    return Written(0)
+
+
+async def _hang(reply: Spoilable) -> web.StreamResponse:
+    await asyncio.get_running_loop().create_future()
+    raise AssertionError("nothing resolves a hang but its cancellation")
+
+
+def _head(length: int, *, content_type: str = _JSON, extra: str = "") -> bytes:
+    return f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\n{extra}Content-Length: {length}\r\n\r\n".encode("ascii")
+
+
+async def _drip(reply: Spoilable, data: bytes) -> None:
+    for position in range(len(data)):
+        reply.transport.write(data[position : position + 1])
+        await asyncio.sleep(reply.faults.drip_interval_s)
+
+
+async def _slow_headers(reply: Spoilable) -> web.StreamResponse:
+    body = reply.encoded
+    await _drip(reply, _head(len(body)))
+    reply.transport.write(body)
+    return Written(200)
+
+
+async def _slow_body(reply: Spoilable) -> web.StreamResponse:
+    body = reply.encoded
+    reply.transport.write(_head(len(body)))
+    await _drip(reply, body)
+    return Written(200)
+
+
+async def _mid_body_reset(reply: Spoilable) -> web.StreamResponse:
+    body = reply.encoded
+    transport = reply.transport
+    transport.write(_head(len(body)) + body[: len(body) // 2])
+    _reset_now(transport)
+    return Written(200)
+
+
+async def _truncated_body(reply: Spoilable) -> web.StreamResponse:
+    body = reply.encoded
+    reply.transport.write(_head(len(body) + 64) + body)
+    return Written(200)
+
+
+async def _short_length(reply: Spoilable) -> web.StreamResponse:
+    body = reply.encoded
+    reply.transport.write(_head(len(body) // 2) + body)
+    return Written(200)
+
+
+async def _bad_chunk(reply: Spoilable) -> web.StreamResponse:
+    head = f"HTTP/1.1 200 OK\r\nContent-Type: {_JSON}\r\nTransfer-Encoding: chunked\r\n\r\n".encode("ascii")
+    reply.transport.write(head + b"forty-two\r\n" + reply.encoded + b"\r\n0\r\n\r\n")
+    return Written(200)
+
+
+async def _close_after(reply: Spoilable) -> web.StreamResponse:
+    body = reply.encoded
+    reply.transport.write(_head(len(body), extra="Connection: keep-alive\r\n") + body)
+    return Written(200)
+
+
+async def _huge_header(reply: Spoilable) -> web.StreamResponse:
+    body = reply.encoded
+    reply.transport.write(_head(len(body), extra=f"x-filler: {'x' * _HUGE_HEADER_CHARS}\r\n") + body)
+    return Written(200)
+
+
+async def _huge_body(reply: Spoilable) -> web.StreamResponse:
+    response = web.StreamResponse(headers={"Content-Type": _JSON})
+    await response.prepare(reply.request)
+    for chunk in _huge_json(reply.faults.huge_bytes):
+        await response.write(chunk)
+    await response.write_eof()
+    return response
+
+
+async def _gzip_bomb(reply: Spoilable) -> web.StreamResponse:
+    body = _bomb(reply.faults.huge_bytes)
+    return web.Response(body=body, content_type=_JSON, headers={**reply.headers, "Content-Encoding": "gzip"})
+
+
+async def _bad_gzip(reply: Spoilable) -> web.StreamResponse:
+    headers = {**reply.headers, "Content-Encoding": "gzip"}
+    return web.Response(body=b"\x1f\x8bnot gzip at all", content_type=_JSON, headers=headers)
+
+
+def _huge_json(size: int) -> Iterator[bytes]:
+    """A chat completion of `size` bytes (or a little more), in chunks: a client without a cap would read it all."""
+    head = b'{"object": "chat.completion", "choices": [{"message": {"role": "assistant", "content": "'
+    tail = b'"}}]}'
+    yield head
+    for start in range(0, size - len(head) - len(tail), _CHUNK_BYTES):
+        yield b"a" * min(_CHUNK_BYTES, size - len(head) - len(tail) - start)
+    yield tail
+
+
+@lru_cache(maxsize=4)
+def _bomb(size: int) -> bytes:
+    compressor = zlib.compressobj(1, wbits=31)
+    return b"".join([*map(compressor.compress, _huge_json(size)), compressor.flush()])
+
+
+def _with_body(body: bytes, content_type: str = _JSON) -> Callable[[Spoilable], Awaitable[web.StreamResponse]]:
+    async def player(reply: Spoilable) -> web.StreamResponse:
+        return web.Response(body=body, content_type=content_type, headers=reply.headers)
+
+    return player
+
+
+def _with_fields(**fields: object) -> Callable[[Spoilable], Awaitable[web.StreamResponse]]:
+    async def player(reply: Spoilable) -> web.StreamResponse:
+        body = orjson.dumps({**(reply.body or {}), **fields})
+        return web.Response(body=body, content_type=_JSON, headers=reply.headers)
+
+    return player
+
+
+async def _truncated_json(reply: Spoilable) -> web.StreamResponse:
+    body = reply.encoded
+    return web.Response(body=body[: len(body) // 2], content_type=_JSON, headers=reply.headers)
+
+
+async def _invalid_utf8(reply: Spoilable) -> web.StreamResponse:
+    body = reply.encoded.replace(b'"content":"', b'"content":"\xff\xfe', 1)
+    return web.Response(body=body, content_type=_JSON, headers=reply.headers)
+
+
+async def _no_content(reply: Spoilable) -> web.StreamResponse:
+    return web.Response(status=204, headers=reply.headers)
+
+
+_PLAYERS: Mapping[FaultKind, Callable[[Spoilable], Awaitable[web.StreamResponse]]] = {
+    FaultKind.REDIRECT: _redirect,
+    FaultKind.REDIRECT_LOOP: _redirect_loop,
+    FaultKind.RESET: _reset,
+    FaultKind.CLOSE: _close,
+    FaultKind.HANG: _hang,
+    FaultKind.SLOW_HEADERS: _slow_headers,
+    FaultKind.SLOW_BODY: _slow_body,
+    FaultKind.MID_BODY_RESET: _mid_body_reset,
+    FaultKind.TRUNCATED_BODY: _truncated_body,
+    FaultKind.SHORT_LENGTH: _short_length,
+    FaultKind.BAD_CHUNK: _bad_chunk,
+    FaultKind.CLOSE_AFTER: _close_after,
+    FaultKind.TRUNCATED_JSON: _truncated_json,
+    FaultKind.HTML: _with_body(_HTML, "text/html"),
+    FaultKind.EMPTY: _with_body(b""),
+    FaultKind.NO_CONTENT: _no_content,
+    FaultKind.INVALID_UTF8: _invalid_utf8,
+    FaultKind.WRONG_JSON_TYPE: _with_body(b'["this", "is", "a", "list"]'),
+    FaultKind.DEEP_NESTING: _with_body(b"[" * _NESTING + b"]" * _NESTING),
+    FaultKind.NO_CHOICES: _with_fields(choices=[]),
+    FaultKind.ERROR_IN_200: _with_body(orjson.dumps(error_body(500, "injected fault error_in_200", "error_in_200"))),
+    FaultKind.WRONG_MODEL: _with_fields(model="somebody-else"),
+    FaultKind.HUGE_BODY: _huge_body,
+    FaultKind.HUGE_HEADER: _huge_header,
+    FaultKind.BAD_GZIP: _bad_gzip,
+    FaultKind.GZIP_BOMB: _gzip_bomb,
+}

@@ -1,0 +1,310 @@
+"""What a judge server does with one request, in the order a provider does it: key, body, limits, judge, answer.
+
+Everything here runs on the server's own event loop, so the limits need no lock, and what has to be exact (a request is
+counted at the moment it arrived) is done before the first await that follows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import inspect
+import math
+import random
+from collections.abc import Awaitable, Callable, Sequence
+
+import orjson
+from aiohttp import web
+
+from .calls import Answer, Completion, JudgeCall, Refused, as_verdict, dump_verdict, duration, error_body, read_call
+from .faults import FaultKind, FaultPlan, Faults
+from .faulty_replies import Spoilable, Written, play, sent_status
+from .faulty_verdicts import spoil_verdict
+from .latency import Latency
+from .limits import Excess, Ledger, LimitKind, ServerLimits
+from .report import Tally, Violation
+
+Scorer = Callable[[JudgeCall], Answer | Awaitable[Answer]]
+
+_JSON = "application/json"
+
+# A client that closes a connection and sends on another may be seen the other way round. Before a request over the
+# concurrency limit counts as a violation, this much time is given for an abandoned one to turn out to be gone.
+_ABANDONED_GRACE_S = 0.02
+
+
+class Throttle(Exception):
+    """A request is over a limit."""
+
+    def __init__(self, kind: LimitKind, excess: Excess) -> None:
+        super().__init__(kind)
+        self.kind: LimitKind = kind
+        self.excess = excess
+
+
+class ScorerFailed(Exception):
+    """The scorer raised, or returned something that is no answer."""
+
+
+class JudgeHandler:
+    """Answers the requests of one server. `elapsed_s` is the server's clock: seconds since its first start."""
+
+    def __init__(
+        self,
+        score: Scorer,
+        *,
+        limits: ServerLimits,
+        latency: Latency,
+        faults: Faults,
+        models: Sequence[str],
+        api_key: str | None,
+        seed: int,
+        tally: Tally,
+        elapsed_s: Callable[[], float],
+    ) -> None:
+        self._score = score
+        self._limits = limits
+        self._requests = limits.request_ledger()
+        self._tokens = limits.token_ledger()
+        self._slots = Slots(limits.concurrency)
+        self._latency = latency
+        # Two streams, so that the latencies stay the same when faults are added.
+        self._latency_rng = random.Random(f"{seed}/latency")
+        self._faults = faults
+        self._plan = FaultPlan(faults, random.Random(f"{seed}/faults"))
+        self._models = tuple(models)
+        self._bearer = None if api_key is None else f"Bearer {api_key}".encode()
+        self._tally = tally
+        self._elapsed_s = elapsed_s
+        self._number = 0
+        self._gate: asyncio.Event | None = None
+        self.held = False
+
+    def bind(self) -> None:
+        """Prepare for the running loop: call it there before the first request."""
+        self._gate = asyncio.Event()
+
+    def open_gate(self) -> None:
+        """Let held answers go. Call it on the server's loop."""
+        if self._gate is not None:
+            self._gate.set()
+            self._gate = asyncio.Event()
+
+    async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
+        route = (request.method, request.path)
+        if route == ("POST", "/v1/chat/completions"):
+            return await self._chat(request)
+        if route == ("GET", "/health"):
+            return _json({"status": "ok"})
+        if route == ("GET", "/v1/models"):
+            try:
+                self._authorise(request)
+            except Refused as refused:
+                return _refusal(refused)
+            models = [{"id": name, "object": "model", "created": 0, "owned_by": "qreward"} for name in self._models]
+            return _json({"object": "list", "data": models})
+        if route[1] in ("/v1/chat/completions", "/health", "/v1/models"):
+            return _refusal(Refused(405, f"{route[0]} is not allowed here"))
+        return _refusal(Refused(404, "there is nothing here: ask /v1/chat/completions, /v1/models or /health"))
+
+    async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            body = await request.read()
+        except web.HTTPRequestEntityTooLarge:
+            body = None
+        arrived_s = self._elapsed_s()
+        self._tally.arrived(arrived_s, credentials="Authorization" in request.headers)
+        try:
+            self._authorise(request)
+            if body is None:
+                raise Refused(413, "the body is too large")
+            call = read_call(body, self._models)
+        except Refused as refused:
+            self._tally.refused(refused.status)
+            return _refusal(refused)
+        try:
+            await self._admit(call, arrived_s)
+        except Throttle as throttle:
+            return self._throttled(throttle, arrived_s)
+        except asyncio.CancelledError:
+            self._tally.abandoned()
+            raise
+        self._tally.entered()
+        gone = False
+        try:
+            return await self._serve(request, call, arrived_s)
+        except asyncio.CancelledError:
+            gone = True
+            raise
+        finally:
+            self._tally.left()
+            self._slots.leave(gone=gone)
+
+    def _authorise(self, request: web.BaseRequest) -> None:
+        if self._bearer is None:
+            return
+        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, self._bearer):
+            raise Refused(401, "incorrect API key provided", "invalid_api_key")
+
+    async def _admit(self, call: JudgeCall, arrived_s: float) -> None:
+        """Charge the request to the limits, or raise `Throttle` and leave them as they were."""
+        if self._requests is not None and (excess := self._requests.take(1, arrived_s)):
+            raise Throttle("requests", excess)
+        if self._tokens is not None and (excess := self._tokens.take(call.prompt_tokens, arrived_s)):
+            self._give_back(None, arrived_s)
+            raise Throttle("tokens", excess)
+        try:
+            entered = await self._slots.enter()
+        except asyncio.CancelledError:
+            self._give_back(call, arrived_s)
+            raise
+        if not entered:
+            self._give_back(call, arrived_s)
+            raise Throttle("concurrency", Excess(1, 0.0))
+        self._tally.spent(prompt_tokens=call.prompt_tokens)
+
+    def _give_back(self, call: JudgeCall | None, arrived_s: float) -> None:
+        if self._requests is not None:
+            self._requests.give_back(1, arrived_s)
+        if self._tokens is not None and call is not None:
+            self._tokens.give_back(call.prompt_tokens, arrived_s)
+
+    async def _serve(self, request: web.BaseRequest, call: JudgeCall, arrived_s: float) -> web.StreamResponse:
+        number, self._number = self._number, self._number + 1
+        fault = self._plan.choose(arrived_s)
+        delay_s = self._latency.draw(self._latency_rng)
+        playing = False
+        try:
+            completion = None
+            if fault is None or fault.has_answer:
+                completion = await self._complete(call, fault)
+                self._charge(call, completion, arrived_s)
+            if delay_s > 0:
+                await asyncio.sleep(delay_s)
+            while self.held and self._gate is not None:
+                await self._gate.wait()
+            body = None if completion is None else completion.body(call, number)
+            if fault is None or fault.stage == "verdict":
+                response: web.StreamResponse = _json(body, headers=self._announced())
+                if fault is None:
+                    self._tally.answered(self._elapsed_s() - arrived_s)
+                    return response
+            playing = True
+            self._tally.faulted(fault)
+            if fault.stage != "verdict":
+                response = await play(fault, Spoilable(request, body, self._announced(), self._faults))
+            if status := sent_status(response):
+                self._tally.sent(status)
+            return response
+        except Throttle as throttle:
+            return self._throttled(throttle, arrived_s)
+        except ScorerFailed:
+            return _json(error_body(500, "the scorer of this judge server failed; see its report"), status=500)
+        except ConnectionError:
+            return Written(0)
+        except asyncio.CancelledError:
+            if not playing:
+                self._tally.abandoned()
+            raise
+
+    async def _complete(self, call: JudgeCall, fault: FaultKind | None) -> Completion:
+        try:
+            answer = self._score(call)
+            if inspect.isawaitable(answer):
+                answer = await answer
+            verdict = as_verdict(call, answer)
+            if fault is not None and fault.stage == "verdict":
+                return spoil_verdict(fault, call, verdict)
+            content = verdict if isinstance(verdict, str) else dump_verdict(verdict)
+        except Exception as error:
+            self._tally.scorer_failed(error)
+            raise ScorerFailed from error
+        return Completion(content).cut(call.max_tokens)
+
+    def _charge(self, call: JudgeCall, completion: Completion, arrived_s: float) -> None:
+        """Charge the completion's tokens, or give everything back and raise `Throttle`."""
+        if self._tokens is not None and (excess := self._tokens.take(completion.tokens, self._elapsed_s())):
+            self._give_back(call, arrived_s)
+            self._tally.spent(prompt_tokens=-call.prompt_tokens)
+            raise Throttle("tokens", excess)
+        self._tally.spent(completion_tokens=completion.tokens)
+
+    def _throttled(self, throttle: Throttle, arrived_s: float) -> web.StreamResponse:
+        kind, excess = throttle.kind, throttle.excess
+        early_s = None if kind == "concurrency" else excess.retry_after_s
+        self._tally.violated(Violation(kind, arrived_s, excess.over, early_s))
+        headers = self._announced()
+        message = f"over the limit on {kind} by {excess.over:g}"
+        if early_s is not None:
+            message += f", try again in {duration(early_s)}"
+            if self._limits.retry_after != "none":
+                headers["Retry-After"] = str(math.ceil(early_s))
+            if self._limits.retry_after == "milliseconds":
+                headers["retry-after-ms"] = str(math.ceil(early_s * 1000))
+        return _json(error_body(429, message, "rate_limit_exceeded"), status=429, headers=headers)
+
+    def _announced(self) -> dict[str, str]:
+        headers: dict[str, str] = {}
+        if self._limits.announce:
+            now_s = self._elapsed_s()
+            _announce(headers, "requests", self._requests, now_s)
+            _announce(headers, "tokens", self._tokens, now_s)
+        return headers
+
+
+class Slots:
+    """At most `limit` requests in flight (None: any number), fair to clients whose goodbye comes late."""
+
+    def __init__(self, limit: int | None, grace_s: float = _ABANDONED_GRACE_S) -> None:
+        self._limit = limit
+        self._grace_s = grace_s
+        self._taken = 0
+        self._waiting: dict[asyncio.Future[bool], None] = {}  # in order of arrival
+
+    async def enter(self) -> bool:
+        """Take a slot. False where none is free, nor turns out to have been abandoned within the grace."""
+        if self._limit is None or self._taken < self._limit:
+            self._taken += 1
+            return True
+        loop = asyncio.get_running_loop()
+        handed_over: asyncio.Future[bool] = loop.create_future()
+        self._waiting[handed_over] = None
+        timer = loop.call_later(self._grace_s, _resolve, handed_over, False)
+        try:
+            return await handed_over
+        except asyncio.CancelledError:
+            if handed_over.done() and not handed_over.cancelled() and handed_over.result():
+                self.leave(gone=True)
+            raise
+        finally:
+            timer.cancel()
+            self._waiting.pop(handed_over, None)
+
+    def leave(self, *, gone: bool) -> None:
+        """Free a slot. `gone`: its client abandoned it, so whoever waits for just that gets it."""
+        if gone and any(_resolve(handed_over, True) for handed_over in self._waiting):
+            return
+        self._taken -= 1
+
+
+def _resolve(future: asyncio.Future[bool], value: bool) -> bool:
+    if future.done():
+        return False
+    future.set_result(value)
+    return True
+
+
+def _announce(headers: dict[str, str], name: str, ledger: Ledger | None, now_s: float) -> None:
+    if ledger is not None:
+        headers[f"x-ratelimit-limit-{name}"] = str(math.floor(ledger.limit))
+        headers[f"x-ratelimit-remaining-{name}"] = str(math.floor(ledger.remaining(now_s)))
+        headers[f"x-ratelimit-reset-{name}"] = duration(ledger.reset_s(now_s))
+
+
+def _json(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(body), status=status, content_type=_JSON, headers=headers)
+
+
+def _refusal(refused: Refused) -> web.Response:
+    return _json(error_body(refused.status, str(refused), refused.code), status=refused.status)

@@ -1,0 +1,247 @@
+"""A judge on loopback that behaves like a provider, limits, latency and faults included.
+
+It runs on its own thread with its own event loop, so the same server serves sync tests, any event loop, and worker
+processes, and a client that blocks its loop cannot slow the server that is to expose it.
+
+    with JudgeServer(lambda call: 0.5, limits=ServerLimits(requests_per_minute=600)) as server:
+        ...  # point a source to server.base_url
+        assert server.report().violations_total == 0
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from queue import SimpleQueue
+from types import FrameType, TracebackType
+
+from .calls import overlap_score
+from .connections import Connections
+from .faults import Faults
+from .judge_handler import JudgeHandler, Scorer
+from .latency import Latency
+from .limits import ServerLimits
+from .report import Report, Tally
+
+_BACKLOG = 4096
+
+
+class JudgeServerError(RuntimeError):
+    """The judge server cannot do this: its address is taken, it is not running, or what was waited for did not come."""
+
+
+class JudgeServer:
+    """An OpenAI-compatible judge: POST /v1/chat/completions (not streaming), GET /v1/models, GET /health.
+
+    `score` gets a `JudgeCall` and returns (or, if async, resolves to) a float, which becomes the verdict
+    `{"id": nonce, "score": ..., "rationale": ...}`; a mapping, which becomes a verdict with the id added; or a str,
+    which is the content as it is. Async scorers run on the server's loop; sync ones block it, so they must not wait. An
+    exception of the scorer is an HTTP 500 and is in the report.
+
+    `with` and `async with` start and stop it. All methods are thread-safe. It can be started again after `stop()`, on
+    the same port and with its counts going on: clients see a server that was down for a while. With `port=0` (the
+    default) the system picks a free port at the first start. `seed` fixes the drawn latencies and faults. With an
+    `api_key` a request without it is a 401; the key is in no repr, report or log.
+    """
+
+    def __init__(
+        self,
+        score: Scorer = overlap_score,
+        *,
+        limits: ServerLimits | None = None,
+        latency: Latency | None = None,
+        faults: Faults | None = None,
+        models: Sequence[str] = ("judge",),
+        api_key: str | None = None,
+        seed: int = 0,
+        host: str = "127.0.0.1",
+        port: int = 0,
+    ) -> None:
+        limits = limits or ServerLimits()
+        self._host = host
+        self._port = port
+        self._tally = Tally(limits.window_s)
+        self._handler = JudgeHandler(
+            score,
+            limits=limits,
+            latency=latency or Latency(),
+            faults=faults or Faults(),
+            models=models,
+            api_key=api_key,
+            seed=seed,
+            tally=self._tally,
+            elapsed_s=self._elapsed_s,
+        )
+        self._first_start_s: float | None = None
+        self._control = threading.RLock()
+        self._thread: threading.Thread | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+
+    def __repr__(self) -> str:
+        state = "running" if self.running else "stopped"
+        return f"<JudgeServer {self._url_host}:{self._port} {state}>"
+
+    @property
+    def running(self) -> bool:
+        return self._thread is not None
+
+    @property
+    def port(self) -> int:
+        """The port it listens on, or listened on last. Raises `JudgeServerError` before a first start with `port=0`."""
+        if not self._port:
+            raise JudgeServerError("this judge server has no port yet: start() it first")
+        return self._port
+
+    @property
+    def base_url(self) -> str:
+        """The address for OpenAI clients: "http://127.0.0.1:PORT/v1". Raises like `port`."""
+        return f"http://{self._url_host}:{self.port}/v1"
+
+    def start(self) -> None:
+        """Listen, and return once connections are accepted. Does nothing if it runs. Raises `JudgeServerError`."""
+        with self._control:
+            if self._thread is not None:
+                return
+            listener = self._listen()
+            self._port = listener.getsockname()[1]
+            ready = threading.Event()
+            self._thread = threading.Thread(
+                target=self._run, args=(listener, ready), name="qreward-judge-server", daemon=True
+            )
+            self._thread.start()
+            ready.wait()
+
+    def stop(self) -> None:
+        """Cut every connection, end hangs at once and join the thread. Idempotent. Not from within the scorer."""
+        with self._control:
+            thread = self._thread
+            if thread is None:
+                return
+            if thread is threading.current_thread():
+                raise JudgeServerError("a judge server cannot be stopped by its scorer: stop it from another thread")
+            if self._stopping is not None:
+                self._on_loop(self._stopping.set)
+            thread.join()
+            self._thread = None
+
+    def __enter__(self) -> JudgeServer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    async def __aenter__(self) -> JudgeServer:
+        # Binding a socket and joining the thread take a millisecond: not worth a worker thread that would outlive them.
+        self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def report(self) -> Report:
+        """A snapshot of what the server saw so far."""
+        return self._tally.snapshot(self._elapsed_s())
+
+    def wait_for(self, predicate: Callable[[Report], bool], *, timeout_s: float = 10.0) -> Report:
+        """Block until the predicate holds for the report, e.g. `lambda report: report.in_flight == 8`, and return it.
+
+        Raises `JudgeServerError` with the report after `timeout_s` seconds. On an event loop: `await
+        asyncio.to_thread(server.wait_for, predicate)`.
+        """
+        report = self._tally.wait_for(predicate, self._elapsed_s, timeout_s)
+        if report is None:
+            raise JudgeServerError(f"waited {timeout_s:g} s for nothing; the report is {self.report()}")
+        return report
+
+    def hold(self) -> None:
+        """Keep back all answers until `release()`: requests stay in flight, so that a test can look at them."""
+        self._handler.held = True
+
+    def release(self) -> None:
+        """Let the held answers go, and do not hold any more."""
+        self._handler.held = False
+        self._on_loop(self._handler.open_gate)
+
+    @property
+    def _url_host(self) -> str:
+        return f"[{self._host}]" if ":" in self._host else self._host
+
+    def _elapsed_s(self) -> float:
+        # The clock of every asyncio loop, read without one: reports are asked for from other threads.
+        return 0.0 if self._first_start_s is None else time.monotonic() - self._first_start_s
+
+    def _listen(self) -> socket.socket:
+        family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+        try:
+            if self._port > 65_535:
+                raise OSError("ports end at 65535")
+            listener = socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
+        except OSError as error:
+            raise JudgeServerError(
+                f"the judge server cannot listen on {self._url_host}:{self._port}: {error}; use another port, or 0"
+            ) from error
+        listener.setblocking(False)
+        return listener
+
+    def _on_loop(self, action: Callable[[], None]) -> None:
+        if self._loop is not None:
+            with suppress(RuntimeError):  # the loop is closed: the server has stopped in the meantime
+                self._loop.call_soon_threadsafe(action)
+
+    def _run(self, listener: socket.socket, ready: threading.Event) -> None:
+        # Whatever loop the process prefers, this one: the faults reach down to sockets that other loops hide.
+        loop = asyncio.SelectorEventLoop()
+        try:
+            loop.run_until_complete(self._serve(listener, ready))
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.run_until_complete(loop.shutdown_default_executor())
+        finally:
+            loop.close()
+
+    async def _serve(self, listener: socket.socket, ready: threading.Event) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        if self._first_start_s is None:
+            self._first_start_s = time.monotonic()
+        self._handler.bind()
+        connections = Connections(listener, self._handler, self._tally)
+        connections.open()
+        ready.set()
+        await self._stopping.wait()
+        await connections.close()
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+
+
+def serve_forever(server: JudgeServer) -> None:
+    """Run the server until SIGINT or SIGTERM, then stop it. Prints nothing. For a process of its own.
+
+    Starts the server if it does not run. Must be called from the main thread (`ValueError` otherwise); the former
+    signal handlers are put back at the end. Raises `JudgeServerError` if the server cannot start.
+    """
+    # SimpleQueue.put is safe in a signal handler; Event.set is not.
+    received: SimpleQueue[int] = SimpleQueue()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        received.put(number)
+
+    former = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.start()
+        received.get()
+    finally:
+        server.stop()
+        for number, handler in former.items():
+            signal.signal(number, handler)

@@ -1,0 +1,34 @@
+"""How long a judge server takes: a lognormal body and a tail of stragglers, the shape that LLM endpoints show."""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Time between a request and its answer, on top of what the scorer takes. Raises `ValueError` for bad values."""
+
+    median_s: float = 0.0
+    """Median in seconds. 0 answers at once."""
+    sigma: float = 0.0
+    """Standard deviation of the logarithm: 0 is constant, 0.6 is usual for LLM judges."""
+    stragglers: float = 0.0
+    """Share of the requests, 0 to 1, that take `straggler_factor` times as long."""
+    straggler_factor: float = 10.0
+
+    def __post_init__(self) -> None:
+        for name in ("median_s", "sigma", "straggler_factor"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise ValueError(f"Latency.{name} must be a finite number of at least 0, not {value!r}")
+        if not 0 <= self.stragglers <= 1:
+            raise ValueError(f"Latency.stragglers is a share between 0 and 1, not {self.stragglers!r}")
+
+    def draw(self, rng: random.Random) -> float:
+        """Draw one latency in seconds. Takes the same numbers from `rng` whatever the settings are."""
+        spread = rng.gauss(0.0, 1.0)
+        straggles = rng.random() < self.stragglers
+        return self.median_s * math.exp(self.sigma * spread) * (self.straggler_factor if straggles else 1.0)

@@ -1,0 +1,242 @@
+"""What a judge server saw, counted while it runs.
+
+Tests assert on these numbers (above all: no violation), so each has one exact meaning, and the ends of the requests
+add up: once nothing is in flight, `requests == answered + violations_total + refused + abandoned + scorer_errors_total
++ sum(faults.values())`. The tally is written on the server's thread and read from any, hence the lock; its memory is
+bounded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import threading
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .faults import FaultKind
+from .limits import LimitKind
+
+KEPT_VIOLATIONS = 1_000
+KEPT_LATENCIES = 10_000
+KEPT_SCORER_ERRORS = 20
+_MAX_ERROR_CHARS = 300
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A request that arrived over a limit."""
+
+    kind: LimitKind
+    at_s: float
+    """When, in seconds since the server's first start."""
+    over: float
+    """How far over the limit it would have gone: requests, tokens, or requests in flight."""
+    early_s: float | None
+    """How much later it would have been admitted, in seconds. None for concurrency."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """A snapshot of what a judge server saw. Counts are of chat completion requests, since the server was made."""
+
+    elapsed_s: float
+    """Seconds since the first start."""
+    requests: int
+    """Requests that arrived."""
+    answered: int
+    """Answers of the scorer that were sent as they are."""
+    refused: int
+    """Requests that were the client's mistake: no valid key, no such model, not a chat completion request."""
+    abandoned: int
+    """Requests whose client went away (or whose server stopped) before the answer, those that met a fault apart."""
+    in_flight: int
+    """Admitted requests without an answer so far."""
+    peak_concurrency: int
+    """The most requests in flight at once."""
+    throttled: int
+    """Answers with status 429, those of injected faults included."""
+    statuses: Mapping[int, int]
+    """Answers by HTTP status."""
+    faults: Mapping[str, int]
+    """Injected faults by kind."""
+    violations: Sequence[Violation]
+    """The first 1,000 violations."""
+    violations_total: int
+    violations_by_kind: Mapping[str, int]
+    max_requests_in_window: int
+    """The largest number of requests that arrived within any `window_s`, admitted or not."""
+    window_s: float
+    prompt_tokens: int
+    """Tokens of the admitted prompts."""
+    completion_tokens: int
+    """Tokens of the completions that were sent or spoilt."""
+    latency_p50_s: float | None
+    """From arrival to answer, over the latest 10,000 answers. None before the first."""
+    latency_p95_s: float | None
+    latency_p99_s: float | None
+    scorer_errors: Sequence[str]
+    """The first 20 exceptions of the scorer."""
+    scorer_errors_total: int
+    credentials_seen: int
+    """Requests that carried an Authorization header, right or wrong."""
+    connections: int
+    """Connections that were opened."""
+
+    def to_dict(self) -> dict[str, object]:
+        """The snapshot as JSON-able data (keys are strings)."""
+        fields = dataclasses.asdict(self)
+        fields["statuses"] = {str(status): count for status, count in self.statuses.items()}
+        return fields
+
+
+def quantile(ordered: Sequence[float], share: float) -> float | None:
+    """The nearest-rank quantile of ascending values: the smallest that at least `share` of them do not exceed."""
+    if not ordered:
+        return None
+    return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
+
+
+class Tally:
+    """Counts for one server. Thread-safe. Times are in seconds since the server's first start."""
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._changed = threading.Condition(threading.Lock())
+        self._counts: Counter[str] = Counter()
+        self._statuses: Counter[int] = Counter()
+        self._faults: Counter[str] = Counter()
+        self._violations_by_kind: Counter[str] = Counter()
+        self._violations: list[Violation] = []
+        self._scorer_errors: list[str] = []
+        self._arrivals: deque[float] = deque()
+        self._latencies: deque[float] = deque(maxlen=KEPT_LATENCIES)
+        self._max_in_window = 0
+        self._in_flight = 0
+        self._peak = 0
+
+    def connected(self) -> None:
+        with self._changed:
+            self._counts["connections"] += 1
+            self._changed.notify_all()
+
+    def arrived(self, at_s: float, *, credentials: bool) -> None:
+        with self._changed:
+            self._counts["requests"] += 1
+            self._counts["credentials"] += credentials
+            arrivals = self._arrivals
+            arrivals.append(at_s)
+            while at_s - arrivals[0] >= self._window_s:
+                arrivals.popleft()
+            self._max_in_window = max(self._max_in_window, len(arrivals))
+            self._changed.notify_all()
+
+    def refused(self, status: int) -> None:
+        with self._changed:
+            self._counts["refused"] += 1
+            self._statuses[status] += 1
+            self._changed.notify_all()
+
+    def violated(self, violation: Violation) -> None:
+        with self._changed:
+            self._statuses[429] += 1
+            self._violations_by_kind[violation.kind] += 1
+            if len(self._violations) < KEPT_VIOLATIONS:
+                self._violations.append(violation)
+            self._changed.notify_all()
+
+    def entered(self) -> None:
+        with self._changed:
+            self._in_flight += 1
+            self._peak = max(self._peak, self._in_flight)
+            self._changed.notify_all()
+
+    def left(self) -> None:
+        with self._changed:
+            self._in_flight -= 1
+            self._changed.notify_all()
+
+    def abandoned(self) -> None:
+        with self._changed:
+            self._counts["abandoned"] += 1
+            self._changed.notify_all()
+
+    def spent(self, *, prompt_tokens: int = 0, completion_tokens: int = 0) -> None:
+        with self._changed:
+            self._counts["prompt_tokens"] += prompt_tokens
+            self._counts["completion_tokens"] += completion_tokens
+            self._changed.notify_all()
+
+    def answered(self, latency_s: float) -> None:
+        with self._changed:
+            self._counts["answered"] += 1
+            self._statuses[200] += 1
+            self._latencies.append(latency_s)
+            self._changed.notify_all()
+
+    def faulted(self, kind: FaultKind) -> None:
+        with self._changed:
+            self._faults[kind.value] += 1
+            self._changed.notify_all()
+
+    def sent(self, status: int) -> None:
+        """Count the status of an injected fault."""
+        with self._changed:
+            self._statuses[status] += 1
+            self._changed.notify_all()
+
+    def scorer_failed(self, error: BaseException) -> None:
+        with self._changed:
+            self._counts["scorer_errors"] += 1
+            self._statuses[500] += 1
+            if len(self._scorer_errors) < KEPT_SCORER_ERRORS:
+                self._scorer_errors.append(f"{type(error).__name__}: {error}"[:_MAX_ERROR_CHARS])
+            self._changed.notify_all()
+
+    def snapshot(self, elapsed_s: float) -> Report:
+        with self._changed:
+            return self._snapshot(elapsed_s)
+
+    def wait_for(
+        self, predicate: Callable[[Report], bool], elapsed_s: Callable[[], float], timeout_s: float
+    ) -> Report | None:
+        """Block until the predicate holds for a snapshot, and return that one. None after `timeout_s` seconds."""
+        report: list[Report] = []
+
+        def holds() -> bool:
+            report[:] = [self._snapshot(elapsed_s())]
+            return predicate(report[0])
+
+        with self._changed:
+            return report[0] if self._changed.wait_for(holds, timeout_s) else None
+
+    def _snapshot(self, elapsed_s: float) -> Report:
+        counts = self._counts
+        ordered = sorted(self._latencies)
+        return Report(
+            elapsed_s=elapsed_s,
+            requests=counts["requests"],
+            answered=counts["answered"],
+            refused=counts["refused"],
+            abandoned=counts["abandoned"],
+            in_flight=self._in_flight,
+            peak_concurrency=self._peak,
+            throttled=self._statuses[429],
+            statuses={status: count for status, count in sorted(self._statuses.items()) if count},
+            faults=dict(sorted(self._faults.items())),
+            violations=tuple(self._violations),
+            violations_total=sum(self._violations_by_kind.values()),
+            violations_by_kind=dict(sorted(self._violations_by_kind.items())),
+            max_requests_in_window=self._max_in_window,
+            window_s=self._window_s,
+            prompt_tokens=counts["prompt_tokens"],
+            completion_tokens=counts["completion_tokens"],
+            latency_p50_s=quantile(ordered, 0.50),
+            latency_p95_s=quantile(ordered, 0.95),
+            latency_p99_s=quantile(ordered, 0.99),
+            scorer_errors=tuple(self._scorer_errors),
+            scorer_errors_total=counts["scorer_errors"],
+            credentials_seen=counts["credentials"],
+            connections=counts["connections"],
+        )

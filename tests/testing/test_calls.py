@@ -1,0 +1,50 @@
+"""The small rules of the judge server's protocol."""
+
+from __future__ import annotations
+
+import pytest
+
+from qreward_plugins.testing import JudgeCall, count_tokens
+from qreward_plugins.testing.calls import Completion, duration
+
+
+@pytest.mark.parametrize(
+    ("text", "tokens"), [("", 0), ("a", 1), ("abcd", 1), ("abcde", 2), ("é" * 2, 1), ("\U0001f600x", 2), ("\ud800", 1)]
+)
+def test_tokens_are_bytes_by_four_rounded_up(text: str, tokens: int) -> None:
+    assert count_tokens(text) == tokens
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0ms"),
+        (-1.0, "0ms"),
+        (0.0001, "1ms"),
+        (0.02, "20ms"),
+        (1.0, "1s"),
+        (1.5, "1.5s"),
+        (59.9994, "1m0s"),
+        (360.0, "6m0s"),
+        (61.25, "1m1.25s"),
+    ],
+)
+def test_durations_are_written_as_providers_do(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+def test_the_prompt_is_the_last_user_message() -> None:
+    call = JudgeCall("judge", [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}])
+    assert call.prompt == "a"
+    assert JudgeCall("judge", [{"role": "system", "content": "s"}]).prompt == ""
+
+
+@pytest.mark.parametrize("content", ["é" * 5, "\U0001f600" * 3])
+def test_a_cut_never_splits_a_character(content: str) -> None:
+    for max_tokens in (1, 2):
+        cut = Completion(content).cut(max_tokens)
+        assert cut.content is not None
+        assert content.startswith(cut.content)
+        assert cut.tokens <= max_tokens
+        assert cut.finish_reason == "length"
+    assert Completion(None).cut(1) == Completion(None)

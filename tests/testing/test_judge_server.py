@@ -1,0 +1,409 @@
+"""The judge server over the wire: what it answers, refuses, counts and limits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from typing import Any
+
+import pytest
+
+from qreward_plugins.testing import (
+    Faults,
+    JudgeCall,
+    JudgeServer,
+    JudgeServerError,
+    Latency,
+    ServerLimits,
+    count_tokens,
+    overlap_score,
+)
+from qreward_plugins.testing.judge_handler import Slots
+
+
+def adds_up(report: Any) -> bool:
+    ended = report.answered + report.violations_total + report.refused + report.abandoned + report.scorer_errors_total
+    return report.in_flight == 0 and report.requests == ended + sum(report.faults.values())
+
+
+def test_a_float_becomes_a_verdict_in_a_chat_completion(client_of: Any, nonce: str, prompt_of: Any) -> None:
+    with JudgeServer(lambda call: 0.5) as server:
+        reply = client_of(server).chat()
+    assert reply.status == 200
+    assert reply.headers["content-type"].startswith("application/json")
+    assert reply.verdict == {"id": nonce, "score": 0.5, "rationale": "scored by the judge server"}
+    completion = reply.json
+    assert completion["object"] == "chat.completion"
+    assert completion["model"] == "judge"
+    choice = completion["choices"][0]
+    assert (choice["index"], choice["finish_reason"], choice["message"]["role"]) == (0, "stop", "assistant")
+    prompt_tokens = count_tokens("You are a judge." + prompt_of())
+    completion_tokens = count_tokens(reply.content)
+    assert completion["usage"] == {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+    }
+
+
+def test_the_scorer_sees_the_call(client_of: Any, nonce: str, prompt_of: Any) -> None:
+    calls: list[JudgeCall] = []
+
+    def score(call: JudgeCall) -> float:
+        calls.append(call)
+        return 1.0
+
+    with JudgeServer(score, models=("small", "judge")) as server:
+        client_of(server).chat(prompt_of("four", "4"), temperature=0.0, seed=7)
+    (call,) = calls
+    assert call.model == "judge"
+    assert call.nonce == nonce
+    assert call.blocks == {"response": "four", "reference": "4"}
+    assert call.parameters == {"temperature": 0.0, "seed": 7}
+    assert [message["role"] for message in call.messages] == ["system", "user"]
+
+
+def test_content_may_come_in_parts(client_of: Any, prompt_of: Any, nonce: str) -> None:
+    parts = [{"type": "text", "text": prompt_of("yes")}, {"type": "image_url", "image_url": {"url": "data:,"}}]
+    body = json.dumps({"model": "judge", "messages": [{"role": "user", "content": parts}]}).encode()
+    with JudgeServer(lambda call: {"score": 1, "heard": call.blocks["response"]}) as server:
+        assert client_of(server).send(body).verdict == {"id": nonce, "score": 1, "heard": "yes"}
+
+
+async def async_score(call: JudgeCall) -> dict[str, object]:
+    await asyncio.sleep(0)
+    return {"score": 3, "style": "good"}
+
+
+@pytest.mark.parametrize(
+    ("score", "content"),
+    [
+        (lambda call: {"score": 3, "style": "good"}, '{"id": "0123456789ab", "score": 3, "style": "good"}'),
+        (async_score, '{"id": "0123456789ab", "score": 3, "style": "good"}'),
+        (lambda call: {"id": "mine", "score": 3}, '{"id": "mine", "score": 3}'),
+        (lambda call: "as it is", "as it is"),
+        (lambda call: 1, '{"id": "0123456789ab", "score": 1, "rationale": "scored by the judge server"}'),
+        (
+            lambda call: math.nan,
+            '{"id": "0123456789ab", "score": NaN, "rationale": "scored by the judge server"}',
+        ),
+    ],
+)
+def test_what_scorers_may_return(score: Any, content: str, client_of: Any) -> None:
+    with JudgeServer(score) as server:
+        assert client_of(server).chat().content == content
+
+
+def test_without_a_fence_there_is_no_id(client_of: Any) -> None:
+    with JudgeServer(lambda call: {"score": 1, "nonce": call.nonce, "blocks": dict(call.blocks)}) as server:
+        assert client_of(server).chat("just judge").verdict == {"score": 1, "nonce": None, "blocks": {}}
+
+
+def test_the_built_in_scorer_is_deterministic_and_plausible(client_of: Any, prompt_of: Any) -> None:
+    with JudgeServer() as server:
+        client = client_of(server)
+        half = client.chat(prompt_of("the answer is 4", "four is 4")).verdict["score"]
+        assert half == round(2 / 3, 3)
+        free = [client.chat(prompt_of(f"answer {index}")).verdict["score"] for index in range(40)]
+        assert free == [client.chat(prompt_of(f"answer {index}")).verdict["score"] for index in range(40)]
+    assert len(set(free)) > 30
+    assert all(0 <= score <= 1 for score in free)
+    assert overlap_score(JudgeCall("judge", [])) == overlap_score(JudgeCall("judge", []))
+
+
+@pytest.mark.parametrize(
+    ("score", "said"),
+    [
+        (lambda call: 1 / 0, "ZeroDivisionError: division by zero"),
+        (lambda call: True, "TypeError: the scorer returned bool"),
+        (lambda call: None, "TypeError: the scorer returned NoneType"),
+        (lambda call: {"score": object()}, "TypeError: Object of type object is not JSON serializable"),
+    ],
+)
+def test_a_failing_scorer_is_a_500_and_in_the_report(score: Any, said: str, client_of: Any) -> None:
+    with JudgeServer(score) as server:
+        reply = client_of(server).chat()
+        for _ in range(25):
+            client_of(server).chat()
+        report = server.report()
+    assert reply.status == 500
+    assert reply.json["error"]["type"] == "server_error"
+    assert said.split(":")[0] not in reply.raw.decode(), "the client is told nothing about it"
+    assert report.scorer_errors[0].startswith(said)
+    assert (len(report.scorer_errors), report.scorer_errors_total, report.statuses) == (20, 26, {500: 26})
+    assert adds_up(report)
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_max_tokens_cuts_the_completion(name: str, client_of: Any) -> None:
+    with JudgeServer(lambda call: "é" * 100) as server:
+        reply = client_of(server).chat(**{name: 10})
+        whole = client_of(server).chat(**{name: 50})
+    assert reply.content == "é" * 20
+    assert reply.json["choices"][0]["finish_reason"] == "length"
+    assert reply.json["usage"]["completion_tokens"] == 10
+    assert whole.content == "é" * 100
+    assert whole.json["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        (b"{", 400, "not valid JSON"),
+        (b"[]", 400, "JSON object"),
+        (b"{}", 400, "model"),
+        (b'{"model": "other", "messages": [{"role": "user", "content": "x"}]}', 404, "does not exist"),
+        (b'{"model": "judge"}', 400, "messages"),
+        (b'{"model": "judge", "messages": []}', 400, "messages"),
+        (b'{"model": "judge", "messages": ["x"]}', 400, "role"),
+        (b'{"model": "judge", "messages": [{"role": "user", "content": 5}]}', 400, "content"),
+        (b'{"model": "judge", "messages": [{"role": "user"}], "stream": true}', 400, "stream"),
+        (b'{"model": "judge", "messages": [{"role": "user"}], "n": 2}', 400, "one choice"),
+        (b'{"model": "judge", "messages": [{"role": "user"}], "max_tokens": 0}', 400, "max_tokens"),
+        (b'{"model": "judge", "messages": [{"role": "user"}], "max_tokens": true}', 400, "max_tokens"),
+    ],
+)
+def test_bad_requests_are_refused(body: bytes, status: int, said: str, client_of: Any) -> None:
+    with JudgeServer() as server:
+        reply = client_of(server).send(body)
+        report = server.report()
+    assert reply.status == status
+    assert said in reply.json["error"]["message"]
+    assert (report.refused, report.statuses) == (1, {status: 1})
+    assert adds_up(report)
+
+
+def test_other_addresses(client_of: Any) -> None:
+    with JudgeServer(models=("a", "b")) as server:
+        client = client_of(server)
+        assert client.send(b"", method="GET", path="/health").json == {"status": "ok"}
+        models = client.send(b"", method="GET", path="/v1/models").json
+        assert [model["id"] for model in models["data"]] == ["a", "b"]
+        assert client.send(b"", method="GET", path="/v1/chat/completions").status == 405
+        assert client.send(b"{}", path="/v1/completions").status == 404
+        assert server.report().requests == 0
+
+
+def test_the_key_is_asked_for_and_shown_nowhere(client_of: Any) -> None:
+    key = "sk-very-secret"
+    with JudgeServer(lambda call: 0.5, api_key=key) as server:
+        client = client_of(server)
+        assert client.chat().status == 401
+        for wrong in ("Bearer ", "Bearer sk-very-secre", "Bearer sk-very-secret2", key, "Bearer \xfc"):
+            reply = client.send(headers={"Authorization": wrong})
+            assert reply.status == 401
+            assert reply.json["error"]["code"] == "invalid_api_key"
+            assert key.encode() not in reply.raw
+        assert client.send(b"", method="GET", path="/v1/models").status == 401
+        assert client.send(headers={"Authorization": f"Bearer {key}"}).status == 200
+        assert (
+            client.send(b"", method="GET", path="/v1/models", headers={"Authorization": f"Bearer {key}"}).status == 200
+        )
+        assert client.send(b"", method="GET", path="/health").status == 200
+        report = server.report()
+        assert key not in repr(server) + repr(report) + json.dumps(report.to_dict())
+    assert (report.requests, report.refused, report.answered, report.credentials_seen) == (7, 6, 1, 6)
+
+
+def test_request_window_admits_exactly_the_limit(client_of: Any) -> None:
+    with JudgeServer(lambda call: 0.5, limits=ServerLimits(requests_per_minute=5)) as server:
+        replies = [client_of(server).chat() for _ in range(8)]
+        report = server.report()
+    assert [reply.status for reply in replies] == [200] * 5 + [429] * 3
+    assert [int(reply.headers["x-ratelimit-remaining-requests"]) for reply in replies] == [4, 3, 2, 1, 0, 0, 0, 0]
+    assert {reply.headers["x-ratelimit-limit-requests"] for reply in replies} == {"5"}
+    throttled = replies[-1]
+    assert 1 <= int(throttled.headers["retry-after"]) <= 60
+    assert "retry-after-ms" not in throttled.headers
+    assert throttled.json["error"]["code"] == "rate_limit_exceeded"
+    assert (report.violations_total, report.throttled, report.violations_by_kind) == (3, 3, {"requests": 3})
+    assert report.max_requests_in_window == 8
+    for violation in report.violations:
+        assert (violation.kind, violation.over) == ("requests", 1)
+        assert violation.early_s is not None
+        assert 0 < violation.early_s <= 60
+        assert 0 <= violation.at_s <= report.elapsed_s
+    assert adds_up(report)
+
+
+def test_token_window_counts_prompts_at_arrival_and_completions_with_the_answer(client_of: Any, prompt_of: Any) -> None:
+    answer = "x" * 40  # 10 tokens
+    prompt_tokens = count_tokens("You are a judge." + prompt_of())
+    each = prompt_tokens + 10
+    limits = ServerLimits(tokens_per_minute=3 * each + prompt_tokens + 9, retry_after="milliseconds")
+    with JudgeServer(lambda call: answer, limits=limits) as server:
+        replies = [client_of(server).chat() for _ in range(4)]
+        left = prompt_tokens + 9
+        assert [reply.status for reply in replies] == [200, 200, 200, 429]
+        assert replies[2].headers["x-ratelimit-remaining-tokens"] == str(left)
+        assert replies[3].headers["x-ratelimit-remaining-tokens"] == str(left), "what is rejected does not count"
+        assert int(replies[3].headers["retry-after-ms"]) <= 60_000
+        report = server.report()
+        assert [(violation.kind, violation.over) for violation in report.violations] == [("tokens", 1)]
+        assert client_of(server).chat(max_tokens=9).status == 200, "one token less fits exactly"
+        assert client_of(server).chat().status == 429
+        report = server.report()
+    assert [violation.over for violation in report.violations] == [1, prompt_tokens]
+    assert (report.prompt_tokens, report.completion_tokens) == (4 * prompt_tokens, 39)
+    assert adds_up(report)
+
+
+def test_a_request_over_the_token_limit_does_not_use_up_a_request(client_of: Any) -> None:
+    limits = ServerLimits(requests_per_minute=2, tokens_per_minute=200)
+    with JudgeServer(lambda call: "", limits=limits) as server:
+        client = client_of(server)
+        assert client.chat("x" * 4000).status == 429
+        assert [client.chat("y").status for _ in range(3)] == [200, 200, 429]
+        assert server.report().violations_by_kind == {"requests": 1, "tokens": 1}
+
+
+def test_bucket_over_the_wire(client_of: Any) -> None:
+    limits = ServerLimits(requests_per_minute=6, kind="bucket", burst_s=30.0, retry_after="none", announce=False)
+    with JudgeServer(lambda call: 0.5, limits=limits) as server:
+        replies = [client_of(server).chat() for _ in range(5)]
+    assert [reply.status for reply in replies] == [200, 200, 200, 429, 429]
+    for reply in replies:
+        assert not [name for name in reply.headers if name.startswith(("x-ratelimit", "retry-after"))]
+
+
+def test_a_window_recycles(client_of: Any) -> None:
+    with JudgeServer(lambda call: 0.5, limits=ServerLimits(requests_per_minute=600, window_s=0.1)) as server:
+        assert client_of(server).chat().status == 200
+        server.wait_for(lambda report: report.in_flight == 0)
+        first = server.report()
+        while client_of(server).chat().status == 429:
+            pass
+        report = server.report()
+    assert report.elapsed_s - first.elapsed_s > 0.0
+    assert report.answered == 2
+
+
+def test_concurrency_above_the_cap_is_a_violation(client_of: Any, read: Any) -> None:
+    with JudgeServer(lambda call: 0.5, limits=ServerLimits(concurrency=3)) as server:
+        server.hold()
+        client = client_of(server)
+        held = [client.open() for _ in range(3)]
+        server.wait_for(lambda report: report.in_flight == 3)
+        over = client.send()
+        assert over.status == 429
+        assert "retry-after" not in over.headers
+        report = server.report()
+        assert [(violation.kind, violation.over, violation.early_s) for violation in report.violations] == [
+            ("concurrency", 1, None)
+        ]
+        server.release()
+        for connection in held:
+            with connection:
+                assert read(connection).status == 200
+        assert client.send().status == 200
+        report = server.report()
+    assert (report.peak_concurrency, report.answered, report.violations_total) == (3, 4, 1)
+    assert adds_up(report)
+
+
+def test_a_slot_that_its_client_has_abandoned_goes_to_the_next(client_of: Any) -> None:
+    with JudgeServer(lambda call: 0.5, limits=ServerLimits(concurrency=1, requests_per_minute=100)) as server:
+        for turn in range(20):
+            server.hold()
+            abandoned = client_of(server).open()
+            server.wait_for(lambda report, turn=turn: report.in_flight == 1 and report.requests == 2 * turn + 1)
+            abandoned.close()
+            following = client_of(server).open()
+            server.wait_for(lambda report, turn=turn: report.requests == 2 * turn + 2 and report.abandoned == turn + 1)
+            server.release()
+            with following:
+                assert following.recv(100).startswith(b"HTTP/1.1 200")
+            server.wait_for(lambda report: report.in_flight == 0)
+        report = server.report()
+    assert (report.violations_total, report.abandoned, report.answered) == (0, 20, 20)
+    assert report.peak_concurrency == 1
+    assert adds_up(report)
+
+
+@pytest.mark.anyio
+async def test_slots_are_handed_over_only_by_those_who_are_gone() -> None:
+    slots = Slots(1, grace_s=0.0)
+    assert await slots.enter()
+    waiting = asyncio.create_task(slots.enter())
+    await asyncio.sleep(0)
+    slots.leave(gone=False)
+    assert await waiting is False, "the holder was alive when the second came: that is a violation"
+    assert await slots.enter()
+    assert await slots.enter() is False
+
+
+@pytest.mark.anyio
+async def test_slots_of_those_who_are_gone_are_handed_over_in_order() -> None:
+    slots = Slots(1, grace_s=3600.0)
+    assert await slots.enter()
+    waiting = asyncio.create_task(slots.enter())
+    cancelled = asyncio.create_task(slots.enter())
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert not waiting.done(), "there is time for a late goodbye"
+    slots.leave(gone=True)
+    assert await waiting is True
+    slots.leave(gone=False)
+    # A waiter that got the slot and is cancelled before it can run must not take it to the grave.
+    assert await slots.enter()
+    waiting = asyncio.create_task(slots.enter())
+    await asyncio.sleep(0)
+    slots.leave(gone=True)
+    waiting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert await asyncio.wait_for(slots.enter(), 10) is True
+
+
+def test_an_abandoned_request_is_counted_and_leaves_nothing_in_flight(client_of: Any) -> None:
+    with JudgeServer(latency=Latency(median_s=3600.0)) as server:
+        connection = client_of(server).open()
+        server.wait_for(lambda report: report.in_flight == 1)
+        connection.close()
+        report = server.wait_for(lambda report: report.in_flight == 0)
+    assert (report.requests, report.abandoned, report.answered) == (1, 1, 0)
+    assert adds_up(report)
+
+
+def test_latency_is_waited_for_and_reported(client_of: Any) -> None:
+    with JudgeServer(lambda call: 0.5, latency=Latency(median_s=0.005)) as server:
+        assert server.report().latency_p50_s is None
+        for _ in range(5):
+            client_of(server).chat()
+        report = server.report()
+    assert report.latency_p50_s is not None
+    assert 0.005 <= report.latency_p50_s <= report.latency_p95_s <= report.latency_p99_s
+
+
+def test_rates_over_the_wire_are_those_of_the_seed(client_of: Any) -> None:
+    faults = Faults(rates={"error_500": 0.2, "score_nan": 0.2})
+    seen = []
+    for seed in (1, 1, 2):
+        with JudgeServer(lambda call: 0.5, faults=faults, seed=seed) as server:
+            statuses = [client_of(server).chat().status for _ in range(60)]
+            report = server.report()
+        assert report.faults["error_500"] == statuses.count(500)
+        assert adds_up(report)
+        seen.append((statuses, report.faults))
+    assert seen[0] == seen[1]
+    assert seen[0] != seen[2]
+
+
+def test_the_report_is_json(client_of: Any) -> None:
+    with JudgeServer(limits=ServerLimits(requests_per_minute=1), faults=Faults(script=["error_503"])) as server:
+        client_of(server).chat()
+        client_of(server).chat()
+        report = server.report()
+    data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
+    assert data["statuses"] == {"429": 1, "503": 1}
+    assert data["faults"] == {"error_503": 1}
+    assert data["violations"][0]["kind"] == "requests"
+    assert set(data) == set(report.__dataclass_fields__)
+
+
+def test_wait_for_gives_up_with_the_report() -> None:
+    with JudgeServer() as server, pytest.raises(JudgeServerError, match=r"waited 0 s for nothing.*requests=0"):
+        server.wait_for(lambda report: report.requests == 1, timeout_s=0.0)

@@ -1,0 +1,279 @@
+"""Starting, stopping, and what is left behind: nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import gc
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from qreward_plugins.testing import (
+    Faults,
+    JudgeCall,
+    JudgeServer,
+    JudgeServerError,
+    JudgeServerProcess,
+    Outage,
+    ServerLimits,
+    serve_forever,
+)
+from qreward_plugins.testing import connections as connections_module
+from qreward_plugins.testing.report import Tally
+
+
+def server_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "qreward-judge-server"]
+
+
+def open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors in /proc")
+def test_nothing_is_left_behind(client_of: Any) -> None:
+    gc.collect()
+    before = open_files()
+    for _ in range(3):
+        with JudgeServer(faults=Faults(script=[None, "hang", "reset", "truncated_body"])) as server:
+            assert len(server_threads()) == 1
+            client = client_of(server)
+            assert client.send().status == 200
+            hanging = client.open()
+            server.wait_for(lambda report: report.in_flight == 1)
+            client.send()
+            client.send()
+            idle = client.connect()
+            half = client.connect()
+            half.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nContent-Length: 100\r\n\r\n{")
+        assert server_threads() == []
+        for connection in (hanging, idle, half):
+            connection.close()
+        with pytest.raises(ConnectionRefusedError):
+            client.connect()
+    gc.collect()  # an unclosed transport or socket would warn now, and warnings are errors
+    assert open_files() == before
+
+
+def test_start_and_stop_are_idempotent_and_repeatable(client_of: Any) -> None:
+    server = JudgeServer()
+    server.stop()
+    with pytest.raises(JudgeServerError, match="start"):
+        _ = server.base_url
+    server.start()
+    port = server.port
+    assert server.base_url == f"http://127.0.0.1:{port}/v1"
+    server.start()
+    assert (server.running, len(server_threads())) == (True, 1)
+    assert client_of(server).send().status == 200
+    server.stop()
+    server.stop()
+    assert not server.running
+    assert repr(server) == f"<JudgeServer 127.0.0.1:{port} stopped>"
+    with server:
+        assert server.port == port, "clients find it where it was"
+        assert client_of(server).send().status == 200
+    assert server.report().requests == 2
+    server.release()
+
+
+def test_hold_survives_a_restart(client_of: Any) -> None:
+    with JudgeServer() as server:
+        server.hold()
+        abandoned = client_of(server).open()
+        server.wait_for(lambda report: report.in_flight == 1)
+    assert server.report().abandoned == 1
+    abandoned.close()
+    with server:
+        connection = client_of(server).open()
+        server.wait_for(lambda report: report.in_flight == 1)
+        server.release()
+        with connection:
+            assert connection.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_a_taken_port_is_one_clear_error() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        server = JudgeServer(port=port)
+        with pytest.raises(JudgeServerError, match=rf"cannot listen on 127\.0\.0\.1:{port}.*use another port, or 0"):
+            server.start()
+        assert not server.running
+        assert server_threads() == []
+    with server:
+        assert server.port == port, "it can be started once the port is free"
+
+
+@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 99_999), ("192.0.2.1", 0)])
+def test_an_impossible_address_is_a_clear_error_too(host: str, port: int) -> None:
+    with pytest.raises(JudgeServerError, match="cannot listen"):
+        JudgeServer(host=host, port=port).start()
+
+
+def test_ipv6_addresses_are_bracketed(client_of: Any) -> None:
+    server = JudgeServer(host="::1")
+    try:
+        server.start()
+    except JudgeServerError:
+        pytest.skip("no IPv6 on this machine")
+    with server:
+        assert server.base_url == f"http://[::1]:{server.port}/v1"
+
+
+@pytest.mark.anyio
+async def test_it_serves_event_loops(body_of: Any) -> None:
+    async with JudgeServer(lambda call: 0.5) as server, aiohttp.ClientSession() as session:
+
+        async def ask() -> int:
+            async with session.post(f"{server.base_url}/chat/completions", data=body_of()) as response:
+                await response.read()
+                return response.status
+
+        assert await asyncio.gather(*(ask() for _ in range(200))) == [200] * 200
+        report = server.report()
+        assert (report.answered, report.in_flight) == (200, 0)
+        assert report.connections <= 200
+    assert server_threads() == []
+
+
+def test_stopping_from_the_scorer_is_an_error_not_a_deadlock(client_of: Any) -> None:
+    errors: list[str] = []
+
+    def score(call: JudgeCall) -> float:
+        try:
+            server.stop()
+        except JudgeServerError as error:
+            errors.append(str(error))
+        assert server.report().requests == 1
+        return 1.0
+
+    with JudgeServer(score) as server:
+        assert client_of(server).send().status == 200
+    assert "stop it from another thread" in errors[0]
+
+
+def test_an_outage_is_counted_from_the_first_start(client_of: Any) -> None:
+    with JudgeServer(faults=Faults(outages=[Outage(0.0, 3600.0, "error_503_seconds")])) as server:
+        reply = client_of(server).send()
+    assert (reply.status, reply.headers["retry-after"]) == (503, "1")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_serve_forever_ends_on_a_signal(number: signal.Signals) -> None:
+    server = JudgeServer()
+    with server:
+        url = f"http://127.0.0.1:{server.port}/health"
+    former = signal.getsignal(number)
+    answers: list[int] = []
+
+    def interrupt() -> None:
+        # The signal handlers stand before the port opens, so an answer means that the signal is safe to send.
+        while not answers:
+            try:
+                with urllib.request.urlopen(url, timeout=10) as answer:
+                    answers.append(answer.status)
+            except OSError:
+                continue
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    serve_forever(server)
+    thread.join()
+    assert answers == [200]
+    assert not server.running
+    assert signal.getsignal(number) is former
+
+
+def test_serve_forever_says_when_it_cannot_start() -> None:
+    former = signal.getsignal(signal.SIGTERM)
+    with JudgeServer() as taken, pytest.raises(JudgeServerError, match="cannot listen"):
+        serve_forever(JudgeServer(port=taken.port))
+    assert signal.getsignal(signal.SIGTERM) is former
+
+
+def test_a_process_of_its_own(client_of: Any) -> None:
+    faults = Faults(script=["error_500"], outages=[Outage(3600.0, 7200.0, "hang")])
+    process = JudgeServerProcess(limits=ServerLimits(requests_per_minute=2), faults=faults, api_key="s3cret")
+    with pytest.raises(JudgeServerError, match="start"):
+        process.report()
+    with process:
+        request = urllib.request.Request(f"{process.base_url}/models", headers={"Authorization": "Bearer s3cret"})
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            assert answer.status == 200
+        request = urllib.request.Request(f"{process.base_url}/chat/completions", data=b"{}")
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=20)
+        refused.value.close()
+        report = process.report()
+        assert (report.requests, report.statuses) == (1, {401: 1})
+        port = int(process.base_url.rsplit(":", 1)[1].split("/")[0])
+        # A second one cannot have the port, and says why across the process border.
+        with pytest.raises(JudgeServerError, match="cannot listen"):
+            JudgeServerProcess(port=port).start()
+    process.stop()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", port), timeout=20)
+
+
+def test_settings_can_be_pickled() -> None:
+    faults = Faults(rates={"reset": 0.5}, script=["hang", None], outages=[Outage(0.0, 1.0)])
+    assert pickle.loads(pickle.dumps(faults)) == faults
+
+
+def test_the_api_needs_no_test_framework() -> None:
+    assert sys.modules["qreward_plugins.testing"].__all__ == sorted(sys.modules["qreward_plugins.testing"].__all__)
+    for name in sys.modules["qreward_plugins.testing"].__all__:
+        assert getattr(sys.modules["qreward_plugins.testing"], name).__module__.startswith("qreward_plugins.testing")
+
+
+def test_connections_made_while_it_stops_are_closed_too() -> None:
+    gc.collect()
+    connections = []
+    for count in range(1, 30):
+        with JudgeServer() as server:
+            connections += [socket.create_connection(("127.0.0.1", server.port), timeout=20) for _ in range(count % 5)]
+    for connection in connections:
+        connection.close()
+    gc.collect()  # an accepted socket that nobody closed would warn now
+
+
+@pytest.mark.anyio
+async def test_running_out_of_descriptors_delays_connections_and_loses_none(
+    monkeypatch: pytest.MonkeyPatch, client_of: Any
+) -> None:
+    monkeypatch.setattr(connections_module, "_OUT_OF_DESCRIPTORS_PAUSE_S", 0.0)
+    failures = 3
+
+    class Listener(socket.socket):
+        def accept(self) -> tuple[socket.socket, Any]:
+            nonlocal failures
+            if failures:
+                failures -= 1
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    with Listener() as listener, socket.socket() as client:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        tally = Tally(60.0)
+        connections = connections_module.Connections(listener, JudgeServer()._handler, tally)
+        connections.open()
+        client.connect(listener.getsockname())
+        await asyncio.to_thread(tally.wait_for, lambda report: report.connections == 1, lambda: 0.0, 20.0)
+        assert tally.snapshot(0.0).connections == 1
+        assert failures == 0
+        await connections.close()
+        assert listener.fileno() == -1

@@ -1,0 +1,146 @@
+"""The server's limits, in virtual time, against what anybody would count by hand."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qreward_plugins.testing import ServerLimits
+from qreward_plugins.testing.limits import SlidingWindow, TokenBucket
+
+STEPS = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 6)), min_size=1, max_size=80)
+
+
+@given(steps=STEPS, limit=st.integers(1, 12), window=st.integers(1, 40))
+def test_sliding_window_is_the_brute_force_count(steps: list[tuple[int, int]], limit: int, window: int) -> None:
+    ledger = SlidingWindow(limit, window)
+    admitted: list[tuple[int, int]] = []
+    now = 0
+    for gap, amount in steps:
+        now += gap
+        used = sum(a for at, a in admitted if now - window < at)
+        excess = ledger.take(amount, now)
+        # Exact in both directions: it never admits too much, and never rejects what fits.
+        assert (excess is None) == (used + amount <= limit)
+        if excess is None:
+            admitted.append((now, amount))
+        else:
+            assert excess.over == used + amount - limit
+            if amount <= limit:
+                back = now + excess.retry_after_s
+                assert sum(a for at, a in admitted if back - window < at) + amount <= limit
+                just_before = back - 1
+                assert sum(a for at, a in admitted if just_before - window < at) + amount > limit
+            else:
+                assert excess.retry_after_s == window
+        assert ledger.remaining(now) == limit - sum(a for at, a in admitted if now - window < at)
+    for end, _ in admitted:
+        assert sum(a for at, a in admitted if end - window < at <= end) <= limit
+
+
+@given(steps=STEPS, rate=st.integers(1, 5), capacity=st.integers(1, 10))
+def test_token_bucket_never_exceeds_rate_and_burst(steps: list[tuple[int, int]], rate: int, capacity: int) -> None:
+    bucket = TokenBucket(float(rate), float(capacity))
+    admitted: list[tuple[int, int]] = []
+    now = 0
+    for gap, amount in steps:
+        now += gap
+        excess = bucket.take(amount, now)
+        if excess is None:
+            admitted.append((now, amount))
+        else:
+            # By its own word: at this time it fits, and shortly before it does not.
+            twin = TokenBucket(float(rate), float(capacity))
+            for at, earlier in admitted:
+                assert twin.take(earlier, at) is None
+            assert twin.take(amount, now + excess.retry_after_s - 1e-3) is not None
+            assert twin.take(amount, now + excess.retry_after_s) is None
+    for first, (start, _) in enumerate(admitted):
+        total = 0
+        for at, amount in admitted[first:]:
+            total += amount
+            debt = max(0, amount - capacity)
+            assert total <= capacity + rate * (at - start) + debt + 1e-6
+
+
+def test_sliding_window_at_its_edge() -> None:
+    window = SlidingWindow(2, 60.0)
+    assert window.take(1, 0.0) is None
+    assert window.take(1, 10.0) is None
+    excess = window.take(1, 59.0)
+    assert excess is not None
+    assert (excess.over, excess.retry_after_s) == (1, 1.0)
+    assert window.reset_s(59.0) == 11.0
+    assert window.take(1, 60.0) is None, "half open: what came exactly one window ago does not count"
+    assert window.take(1, 69.9) is not None
+    assert window.take(1, 70.0) is None
+
+
+def test_give_back_frees_exactly_what_was_taken() -> None:
+    window = SlidingWindow(10, 60.0)
+    assert window.take(4, 1.0) is None
+    assert window.take(6, 2.0) is None
+    window.give_back(4, 1.0)
+    assert window.remaining(2.0) == 4
+    window.give_back(4, 1.0)
+    window.give_back(6, 1.0)
+    assert window.remaining(2.0) == 4, "only once, and only what was taken then"
+    assert window.remaining(61.0) == 4
+    assert window.remaining(62.0) == 10
+
+    bucket = TokenBucket(1.0, 5.0)
+    assert bucket.take(5, 0.0) is None
+    bucket.give_back(3, 0.0)
+    assert bucket.remaining(0.0) == 3
+    bucket.give_back(9, 0.0)
+    assert bucket.remaining(0.0) == 5, "never fuller than full"
+
+
+def test_bucket_lets_the_oversized_pass_when_full_and_pays_it_off() -> None:
+    bucket = TokenBucket(2.0, 10.0)
+    assert bucket.take(30, 0.0) is None
+    assert bucket.remaining(0.0) == 0
+    assert bucket.reset_s(0.0) == 15.0
+    excess = bucket.take(1, 1.0)
+    assert excess is not None
+    assert excess.retry_after_s == pytest.approx(9.5)
+    assert bucket.take(1, 10.5) is None
+
+
+@pytest.mark.parametrize(
+    ("limits", "requests", "tokens"),
+    [
+        (ServerLimits(), None, None),
+        (ServerLimits(requests_per_minute=600), 600, None),
+        (ServerLimits(requests_per_minute=600, window_s=1.0), 10, None),
+        (ServerLimits(requests_per_minute=100, window_s=1.0), 1, None),
+        (ServerLimits(requests_per_minute=0.7 * 60, window_s=10.0), 7, None),
+        (ServerLimits(requests_per_minute=600, tokens_per_minute=60_000, kind="bucket"), 10, 1_000),
+        (ServerLimits(requests_per_minute=600, kind="bucket", burst_s=0.2), 2, None),
+        (ServerLimits(requests_per_minute=6, kind="bucket"), 1, None),
+    ],
+)
+def test_limits_per_minute_become_limits_per_window(
+    limits: ServerLimits, requests: float | None, tokens: float | None
+) -> None:
+    for ledger, expected in ((limits.request_ledger(), requests), (limits.token_ledger(), tokens)):
+        assert (None if ledger is None else ledger.limit) == expected
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({"requests_per_minute": 0}, "requests_per_minute"),
+        ({"tokens_per_minute": -1}, "tokens_per_minute"),
+        ({"concurrency": 0}, "concurrency"),
+        ({"window_s": float("nan")}, "window_s"),
+        ({"burst_s": float("inf")}, "burst_s"),
+        ({"kind": "leaky"}, "kind"),
+        ({"retry_after": "soon"}, "retry_after"),
+        ({"requests_per_minute": 30, "window_s": 1.0}, "make the window longer"),
+    ],
+)
+def test_limits_that_cannot_be_enforced_are_refused(settings: dict, problem: str) -> None:
+    with pytest.raises(ValueError, match=problem):
+        ServerLimits(**settings)

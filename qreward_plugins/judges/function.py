@@ -1,0 +1,149 @@
+"""The judge that takes a reward function's value as the verdict.
+
+Reward functions are the user's own code, so nothing is fenced here; their numbers are checked like those of any judge.
+A truth value is not a score: frameworks add and average scores, and a function that returns now `True`, now 0.5, is a
+mistake that trains. Beside the score, truth values are labels (`acc`), and count as 1.0 and 0.0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from ..config import models as configuration
+from ..errors import ConfigurationError, InvalidVerdict
+from ..samples import Cause, Failed, Sample, Verdict
+from ..sources.base import Reply, Request
+from .settings import fingerprint, floor_of, number_mistakes
+
+
+class FunctionJudge:
+    """A judge that reads what a function returned: a finite number, or a mapping that has one under `score`.
+
+    Numbers are Python's, numpy's, and tensors without dimensions. Of a mapping, the keys named in the configuration
+    become components, and each must hold a finite number or a truth value; with none named every key that does becomes
+    one, and the rest (texts, lists, NaN) is dropped. `correct_at` decides correctness where it is configured, else the
+    key `acc` where it is a truth value, 0 or 1. Raises `ConfigurationError` for numbers that contradict each other.
+    """
+
+    def __init__(
+        self, name: str, config: configuration.FunctionJudge, *, sources: Sequence[str], models: Iterable[str]
+    ) -> None:
+        mistakes = number_mistakes(name, config)
+        if mistakes:
+            raise ConfigurationError(mistakes)
+        self._name = name
+        self._config = config
+        self._sources = tuple(sources)
+        self._fingerprint = fingerprint(config, models)
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        return self._sources
+
+    @property
+    def invalid_retries(self) -> int:
+        return self._config.invalid_retries
+
+    @property
+    def fingerprint(self) -> str:
+        return self._fingerprint
+
+    def screen(self, sample: Sample) -> Failed | None:
+        """None: what an empty response is worth is for the function to say."""
+        return None
+
+    def request(self, sample: Sample, *, attempt: int) -> Request:
+        return Request(sample=sample)
+
+    def verdict(self, request: Request, reply: Reply) -> Verdict:
+        """Read what the function returned. Raises `InvalidVerdict`."""
+        value = _unwrapped(reply.value)
+        components: dict[str, float] = {}
+        acc: float | None = None
+        if isinstance(value, Mapping):
+            if "score" not in value:
+                raise InvalidVerdict(
+                    "the function returned a mapping without the key `score`; add it, or return a number"
+                )
+            components = self._components(value)
+            acc = _label(value.get("acc"))
+            score = self._score(_unwrapped(value["score"]), "the value under `score`")
+        else:
+            components = self._components({})
+            score = self._score(value, "the function's value")
+        return Verdict(
+            score=score,
+            components=components,
+            correct=self._correct(score, acc),
+            judge=self._name,
+            model=reply.model,
+        )
+
+    def floor(self, cause: Cause) -> float | None:
+        return floor_of(self._config, cause)
+
+    def component_names(self) -> tuple[str, ...]:
+        return self._config.components
+
+    def _score(self, value: Any, what: str) -> float:
+        if isinstance(value, bool):
+            raise InvalidVerdict(f"{what} is a truth value, not a number; return 1.0 or 0.0")
+        if not isinstance(value, (int, float)):
+            raise InvalidVerdict(f"{what} is of type {type(value).__name__}, not a number; return a float")
+        score = _label(value)
+        if score is None:
+            raise InvalidVerdict(f"{what} is not finite; return a finite number, or raise an exception for no score")
+        interval = self._config.reward_range
+        if interval is not None and not interval[0] <= score <= interval[1]:
+            raise InvalidVerdict(f"{what}, {score:g}, is outside the reward range {interval[0]:g} to {interval[1]:g}")
+        return score
+
+    def _components(self, values: Mapping[Any, Any]) -> dict[str, float]:
+        named = self._config.components
+        if not named:
+            labels = ((key, _label(value)) for key, value in values.items() if isinstance(key, str) and key != "score")
+            return {key: label for key, label in labels if label is not None}
+        components: dict[str, float] = {}
+        for key in named:
+            label = _label(values.get(key))
+            if label is None:
+                state = "holds no finite number" if key in values else "is missing"
+                raise InvalidVerdict(
+                    f"the component {key!r} {state}; return it with every score, or take it out of "
+                    f"judges.{self._name}.components"
+                )
+            components[key] = label
+        return components
+
+    def _correct(self, score: float, acc: float | None) -> bool | None:
+        if self._config.correct_at is not None:
+            return score >= self._config.correct_at
+        return bool(acc) if acc in (0.0, 1.0) else None
+
+
+def _unwrapped(value: Any) -> Any:
+    """Take the number out of a numpy scalar or a tensor without dimensions, without importing either library."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        try:
+            return value.item()
+        except Exception as error:
+            raise InvalidVerdict(f"the function's value cannot be read: {type(error).__name__}") from None
+    return value
+
+
+def _label(value: Any) -> float | None:
+    """The finite number that a value is, truth values included; None where it is none."""
+    value = _unwrapped(value)
+    if not isinstance(value, (int, float)):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:
+        return None
+    return number if math.isfinite(number) else None

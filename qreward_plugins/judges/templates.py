@@ -1,0 +1,313 @@
+"""Templates of judges: the configuration's words around text that nobody trusts.
+
+A template's author is trusted, the texts that it shows are not, and the difference must survive whatever the template
+does with them. So nothing of a sample is a string in here. It is an `Untrusted`, which a template can test and compare,
+but which turns into text in one way only: written as it is, `{{ response }}`, and then it comes out fenced. Filters,
+`~`, slices and methods that would make a string of it fail, at build time where a trial shows it. Statements that would
+hand rendered text back to the template (macros, captures, filter blocks) do not exist, so no fence can be undone later.
+
+The sandbox keeps templates from Python's internals. That a template ends, and ends small, is kept by a budget of loop
+steps, by arithmetic that is for numbers only, and by counting what is rendered while it is rendered.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jinja2
+import jinja2.meta
+import jinja2.nodes
+import jinja2.sandbox
+
+from ..errors import ConfigurationError, InputError, Mistake
+from .fence import fence
+from .material import readable
+
+MAX_STEPS = 10_000
+"""Loop steps that one rendering may take, all loops together."""
+
+_STATEMENTS = (jinja2.nodes.Output, jinja2.nodes.For, jinja2.nodes.If, jinja2.nodes.Assign, jinja2.nodes.With)
+
+_WRITE_PLAINLY = (
+    "text of a sample can only be written as it is, {{ name }}: a filter, `~`, a slice or a method would undo its fence"
+)
+
+
+class Untrusted:
+    """A text of the sample, opaque to templates: to be tested, compared, measured, or written fenced."""
+
+    __slots__ = ("_label", "_max_chars", "_page", "_text")
+
+    def __init__(self, page: Page, label: str, text: str, max_chars: int) -> None:
+        self._page = page
+        self._label = label
+        self._text = text
+        self._max_chars = max_chars
+
+    def startswith(self, prefix: str) -> bool:
+        return self._text.startswith(str(prefix))
+
+    def endswith(self, suffix: str) -> bool:
+        return self._text.endswith(str(suffix))
+
+    def __bool__(self) -> bool:
+        return bool(self._text)
+
+    def __len__(self) -> int:
+        return len(self._text)
+
+    def __int__(self) -> int:
+        return int(float(self))
+
+    def __float__(self) -> float:
+        try:
+            return float(self._text)
+        except ValueError:
+            # Python's own message quotes the text.
+            raise ValueError(f"the {self._label} is not a number") from None
+
+    def __contains__(self, part: object) -> bool:
+        return isinstance(part, str) and part in self._text
+
+    def __eq__(self, other: object) -> bool:
+        return self._text == (other._text if isinstance(other, Untrusted) else other)
+
+    def __hash__(self) -> int:
+        return hash(self._text)
+
+    def __iter__(self) -> Iterator[str]:
+        raise TypeError(_WRITE_PLAINLY)
+
+    def __str__(self) -> str:
+        raise TypeError(_WRITE_PLAINLY)
+
+    def __repr__(self) -> str:
+        return f"<untrusted {self._label}>"
+
+
+class Items(Sequence[Any]):
+    """A list of the sample, or a `range`: its elements are wrapped when they are asked for, its steps are counted."""
+
+    __slots__ = ("_label", "_max_chars", "_page", "_values")
+
+    def __init__(self, page: Page, label: str, values: Sequence[Any], max_chars: int) -> None:
+        self._page = page
+        self._label = label
+        self._values = values
+        self._max_chars = max_chars
+
+    def __getitem__(self, index: Any) -> Any:
+        value = self._values[index]
+        if isinstance(index, slice):
+            return Items(self._page, self._label, value, self._max_chars)
+        return self._page.value(self._label, value, max_chars=self._max_chars)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        for value in self._values:
+            self._page.step()
+            yield self._page.value(self._label, value, max_chars=self._max_chars)
+
+
+class Table(Mapping[Any, Any]):
+    """A mapping of the sample: keys and values are wrapped when they are asked for, its steps are counted."""
+
+    __slots__ = ("_label", "_max_chars", "_page", "_values")
+
+    def __init__(self, page: Page, label: str, values: Mapping[Any, Any], max_chars: int) -> None:
+        self._page = page
+        self._label = label
+        self._values = values
+        self._max_chars = max_chars
+
+    def __getitem__(self, key: Any) -> Any:
+        plain = key._text if isinstance(key, Untrusted) else key
+        return self._page.value(f"{self._label}_{plain}", self._values[plain], max_chars=self._max_chars)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __iter__(self) -> Iterator[Any]:
+        for key in self._values:
+            self._page.step()
+            yield self._page.value(f"{self._label}_key", key, max_chars=self._max_chars)
+
+
+class Page:
+    """One message in the making: its nonce, what was shown on it, and the steps that are left.
+
+    `shown` holds the labels that were written, `texts` the untrusted texts. With `fences` false no text of the sample
+    can be written at all, only asked about.
+    """
+
+    def __init__(self, nonce: str, *, fences: bool = True) -> None:
+        self.nonce = nonce
+        self.fences = fences
+        self.shown: set[str] = set()
+        self.texts: list[str] = []
+        self._steps_left = MAX_STEPS
+
+    def text(self, label: str, text: str, *, max_chars: int) -> Untrusted:
+        """Wrap a text that is written under `label`, capped at `max_chars` characters."""
+        return Untrusted(self, label, text, max_chars)
+
+    def value(self, label: str, value: Any, *, max_chars: int) -> Any:
+        """Wrap any value of the sample; numbers, booleans and None stay what they are."""
+        if value is None or isinstance(value, (bool, int, float)):
+            return value
+        if hasattr(value, "tolist") and hasattr(value, "shape"):
+            return self.value(label, value.tolist(), max_chars=max_chars)
+        if isinstance(value, Mapping):
+            return Table(self, label, value, max_chars)
+        if isinstance(value, (list, tuple, range)):
+            return Items(self, label, value, max_chars)
+        text = value.decode("utf-8", "replace") if isinstance(value, (bytes, bytearray)) else str(value)
+        return Untrusted(self, _as_label(label), readable(text), max_chars)
+
+    def range(self, *bounds: Any) -> Items:
+        """Python's `range`, counted."""
+        return Items(self, "range", range(*(int(bound) for bound in bounds)), 0)
+
+    def show(self, text: Untrusted) -> str:
+        """Write a text fenced. What stands on the page already is referred to; only `extras` hold a label twice."""
+        if not self.fences:
+            raise TypeError("no text of a sample can be written here; write it in the instructions")
+        if text._label in self.shown and not text._label.startswith("extras"):
+            return f"(the {text._label} between the markers above)"
+        self.shown.add(text._label)
+        self.texts.append(text._text)
+        return fence(text._label, text._text, self.nonce, max_chars=text._max_chars)
+
+    def step(self) -> None:
+        self._steps_left -= 1
+        if self._steps_left < 0:
+            raise OverflowError(f"the template takes more than {MAX_STEPS:,} loop steps")
+
+
+class Template:
+    """A compiled template. `variables` are the names it looks up, `path` where it stands in the configuration.
+
+    Raises `ConfigurationError` for a syntax error, a statement that templates of judges do not have, and a variable
+    that is not among `allowed`. `max_chars` bounds the rendered text in characters.
+    """
+
+    def __init__(self, path: str, source: str, *, allowed: Sequence[str], max_chars: int) -> None:
+        self.path = path
+        self.max_chars = max_chars
+        try:
+            tree = _ENVIRONMENT.parse(source)
+            self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
+            self._template = _ENVIRONMENT.from_string(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise _mistake(path, f"line {error.lineno} of the template: {error.message}") from None
+        except (RecursionError, MemoryError, OverflowError, SyntaxError, TypeError, ValueError) as error:
+            raise _mistake(path, f"the template cannot be compiled: {error}") from None
+        for statement in tree.find_all(jinja2.nodes.Stmt):
+            if not isinstance(statement, _STATEMENTS) or getattr(statement, "recursive", False):
+                raise _mistake(
+                    path,
+                    f"line {statement.lineno} of the template: {type(statement).__name__} is not available here.",
+                    "Templates of judges have if, for (not recursive), set (not as a block) and with.",
+                )
+        # A name set in one branch of an `if` counts as looked up after it; it is the template's own all the same.
+        own = {name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "store"}
+        unknown = sorted(self.variables - {*allowed, "range"} - own)
+        if unknown:
+            raise _mistake(
+                path,
+                f"the template names what there is not: {', '.join(unknown)}.",
+                f"Available: {', '.join(allowed)}.",
+            )
+
+    def render(self, page: Page, values: Mapping[str, object]) -> str:
+        """Render onto `page`. Raises `InputError` when the template fails on these values or grows too large."""
+        try:
+            return self._render(page, values)
+        except Exception as error:
+            # Whatever a template can raise is about this template on this sample; a message names types, never texts.
+            raise InputError(f"{self.path}: {_said(error)}") from None
+
+    def try_out(self, page: Page, values: Mapping[str, object]) -> None:
+        """Render for a trial. Raises `ConfigurationError` for errors that lie in the template, whatever the sample.
+
+        Errors that another sample may not meet (a key that is not there, a division by zero) are none of these.
+        """
+        try:
+            self._render(page, values)
+        except (jinja2.UndefinedError, ArithmeticError, ValueError, LookupError) as error:
+            if isinstance(error, OverflowError):
+                raise _mistake(self.path, f"{_said(error)}.") from None
+        except Exception as error:
+            raise _mistake(self.path, f"{_said(error)}.") from None
+
+    def _render(self, page: Page, values: Mapping[str, object]) -> str:
+        pieces: list[str] = []
+        size = 0
+        for piece in self._template.generate({**values, "range": page.range}):
+            size += len(piece)
+            if size > self.max_chars:
+                raise OverflowError(f"the text grows beyond {self.max_chars:,} characters")
+            pieces.append(piece)
+        return "".join(pieces)
+
+
+class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
+    # Intercepted operators are neither folded at compile time nor applied to strings: "x" * 10**9 is a gigabyte.
+    intercepted_binops = frozenset({"*", "**", "%"})
+
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        _refuse_parts_of(obj, attribute)
+        return super().getattr(obj, attribute)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        _refuse_parts_of(obj, argument)
+        return super().getitem(obj, argument)
+
+    def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
+        for operand in (left, right):
+            if not isinstance(operand, (int, float)) or abs(operand) > 1e100:
+                raise TypeError(f"`{operator}` in templates is for numbers of moderate size")
+        if operator == "**" and abs(right) > 64:
+            raise TypeError("the exponents of templates end at 64")
+        return super().call_binop(context, operator, left, right)
+
+
+def _refuse_parts_of(obj: Any, name: Any) -> None:
+    if isinstance(obj, Untrusted) and name not in ("startswith", "endswith"):
+        raise TypeError(_WRITE_PLAINLY)
+
+
+def _write(value: Any) -> Any:
+    if isinstance(value, Untrusted):
+        return value._page.show(value)
+    if value is None:
+        return ""
+    if isinstance(value, (str, int, float, jinja2.Undefined)):
+        return str(value)
+    raise TypeError(f"a {type(value).__name__} cannot be written; loop over it, or name one of its values")
+
+
+def _said(error: Exception) -> str:
+    return str(error)[:500] or type(error).__name__
+
+
+def _as_label(text: str) -> str:
+    return re.sub(r"[^a-z0-9_]+", "_", text[:64].lower())
+
+
+def _mistake(path: str, problem: str, remedy: str = "") -> ConfigurationError:
+    return ConfigurationError([Mistake(path, problem, remedy)])
+
+
+_ENVIRONMENT = _Environment(
+    autoescape=False,
+    undefined=jinja2.StrictUndefined,
+    finalize=_write,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.globals.clear()

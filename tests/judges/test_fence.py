@@ -1,0 +1,102 @@
+"""The fence itself: ids that cannot be guessed or repeated, control tokens that mean nothing any more."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qreward_plugins.judges.fence import (
+    NONCE_LENGTH,
+    cap,
+    draw_nonce,
+    fence,
+    neutralise,
+    read_fences,
+    without_control_tokens,
+)
+
+KEY = b"a key that no policy can see"
+
+
+def test_a_nonce_depends_on_key_texts_and_attempt() -> None:
+    nonces = [
+        draw_nonce(KEY, "a", "b"),
+        draw_nonce(KEY, "ab", ""),
+        draw_nonce(KEY, "", "ab"),
+        draw_nonce(KEY, "b", "a"),
+        draw_nonce(KEY, "a", "b", attempt=1),
+        draw_nonce(b"other", "a", "b"),
+    ]
+    assert len(set(nonces)) == len(nonces)
+    assert all(len(nonce) == NONCE_LENGTH for nonce in nonces)
+    assert draw_nonce(KEY, "a", "\ud800") == draw_nonce(KEY, "a", "\ud800")
+
+
+def test_a_nonce_that_a_text_contains_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qreward_plugins.judges.fence.NONCE_LENGTH", 2)
+    for free in ("00", "7f", "ff"):
+        texts = [f"{byte:02x}" for byte in range(256) if f"{byte:02x}" != free]
+        assert draw_nonce(KEY, *texts) == free
+
+
+@pytest.mark.parametrize(
+    "token",
+    [
+        *("<|im_start|>", "<|eot_id|>", "<｜User｜>", "<｜begin▁of▁sentence｜>", "<|turn>", "<turn|>", "<|channel>"),
+        *("<s>", "</s>", "<bos>", "<eos>", "<unk>", "<pad>", "<think>", "</think>", "<start_of_turn>", "<sop>"),
+        *("[INST]", "[/INST]", "[THINK]", "[SYSTEM_PROMPT]", "[TOOL_CALLS]", "[gMASK]", "[IMG]", "<<SYS>>", "<</SYS>>"),
+        *("<tool_call>", "</tool_response>", "<start_of_image>", "<seed:bos>"),
+    ],
+)
+def test_control_tokens_are_rewritten_wherever_they_stand(token: str) -> None:
+    for text in (
+        token,
+        f"a{token}b",
+        token * 3,
+        f"<{token}>",
+        f"<|{token}|>",
+        f"[{token}]",
+        f"<|im{token}",
+        f"<s{token}",
+    ):
+        assert token not in neutralise(text)
+        assert len(neutralise(text)) == len(text)
+    assert without_control_tokens(f" {token}a{token} ") == " a "
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a < b > c", "x[0]", "list[int]", "<b>bold</b>", "a || b", "f(x) |> g", "if a<b|c>d:", "[a, b]", "<", "{{ x }}"],
+)
+def test_other_text_is_left_alone(text: str) -> None:
+    assert neutralise(text) == text
+
+
+@given(st.text(alphabet="<>|[]/sINTimd_\n") | st.text())
+def test_neutralised_text_is_stable_enough(text: str) -> None:
+    once = neutralise(text)
+    assert neutralise(once).translate({ord(a): b for a, b in zip("‹›⟦⟧", "<>[]", strict=True)}) == text.translate(
+        {ord(a): b for a, b in zip("‹›⟦⟧", "<>[]", strict=True)}
+    )
+
+
+@given(st.text(max_size=60), st.integers(1, 40))
+def test_a_capped_text_keeps_both_ends_and_says_so(text: str, size: int) -> None:
+    kept = cap(text, size)
+    if len(text) <= size:
+        assert kept == text
+        return
+    head, _, rest = kept.partition("\n[... ")
+    assert text.startswith(head) or "\n[... " in text
+    assert kept.startswith(text[: size // 2])
+    assert kept.endswith(text[len(text) - (size - size // 2) :])
+    assert f"{len(text) - size} characters left out" in rest or "\n[... " in text
+
+
+@given(st.text(), st.text())
+def test_what_is_fenced_can_be_read_back(first: str, second: str) -> None:
+    nonce = draw_nonce(KEY, first, second)
+    text = f"a\n{fence('question', first, nonce, max_chars=1000)} b {fence('response', second, nonce, max_chars=1000)}"
+    assert read_fences(text) == (nonce, {"question": neutralise(first), "response": neutralise(second)})
+    assert read_fences(first + second)[0] is None or "<<<" in first + second

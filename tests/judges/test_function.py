@@ -1,0 +1,235 @@
+"""The judge over reward functions: numbers and mappings in, verdicts or `InvalidVerdict` out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from decimal import Decimal
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qreward_plugins.errors import ConfigurationError, InvalidVerdict
+from qreward_plugins.judges import FunctionJudge, Judge
+from qreward_plugins.samples import Cause, Sample, Verdict
+from qreward_plugins.sources.base import Reply
+
+Build = Callable[..., FunctionJudge]
+
+
+def read(judge: FunctionJudge, value: Any) -> Verdict:
+    request = judge.request(Sample([], "4"), attempt=0)
+    return judge.verdict(request, Reply(value=value, model="module:reward"))
+
+
+def test_it_is_a_judge_that_sends_the_sample_alone(function: Build, sample: Sample) -> None:
+    judge: Judge = function(components=("acc",))
+    assert (judge.name, judge.sources, judge.invalid_retries) == ("rules", ("local",), 1)
+    assert judge.component_names() == ("acc",)
+    request = judge.request(sample, attempt=1)
+    assert request.sample is sample
+    assert (request.messages, dict(request.parameters), request.max_completion_tokens) == ((), {}, 0)
+    assert judge.screen(replace(sample, response="")) is None
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        0.5,
+        np.float64(0.5),
+        np.float32(0.5),
+        np.float16(0.5),
+        np.array(0.5),
+        torch.tensor(0.5),
+        torch.tensor(0.5, dtype=torch.bfloat16),
+        torch.tensor(0.5, requires_grad=True),
+    ],
+)
+def test_numbers_of_all_kinds_are_scores(function: Build, value: Any) -> None:
+    for given_value in (value, {"score": value}):
+        verdict = read(function(), given_value)
+        assert type(verdict.score) is float
+        assert (verdict.score, verdict.correct, dict(verdict.components)) == (0.5, None, {})
+        assert (verdict.judge, verdict.model) == ("rules", "module:reward")
+    assert read(function(), 1).score == 1.0
+    assert read(function(), np.int64(-3)).score == -3.0
+    assert read(function(), torch.tensor(2)).score == 2.0
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (True, "return 1.0 or 0.0"),
+        (False, "return 1.0 or 0.0"),
+        (np.bool_(True), "return 1.0 or 0.0"),
+        (torch.tensor(True), "return 1.0 or 0.0"),
+        (None, "NoneType"),
+        ("0.5", "type str"),
+        (b"1", "type bytes"),
+        (1 + 2j, "complex"),
+        (np.complex128(1), "complex"),
+        (Decimal("0.5"), "Decimal"),
+        ([0.5], "type list"),
+        (np.array([0.5]), "ndarray"),
+        (torch.tensor([0.5]), "Tensor"),
+        (torch.tensor(0.5, device="meta"), "cannot be read"),
+        (math.nan, "not finite"),
+        (math.inf, "not finite"),
+        (np.float32("nan"), "not finite"),
+        (torch.tensor(float("-inf")), "not finite"),
+        (10**400, "not finite"),
+    ],
+)
+def test_what_is_no_finite_number_is_invalid(function: Build, value: Any, said: str) -> None:
+    for given_value in (value, {"score": value, "acc": True}):
+        with pytest.raises(InvalidVerdict, match=said):
+            read(function(), given_value)
+
+
+def test_a_mapping_needs_a_score(function: Build) -> None:
+    for value in ({}, {"acc": True}, {"Score": 1.0}):
+        with pytest.raises(InvalidVerdict, match="without the key `score`"):
+            read(function(), value)
+
+
+def test_messages_never_quote_the_value(function: Build) -> None:
+    for value in ("SECRET", ["SECRET"], {"score": "SECRET"}, {"SECRET": 1}):
+        with pytest.raises(InvalidVerdict) as caught:
+            read(function(), value)
+        assert "SECRET" not in str(caught.value)
+
+
+def test_every_number_becomes_a_component_unless_they_are_named(function: Build) -> None:
+    value = {
+        "score": 0.5,
+        "acc": True,
+        "format": np.float32(0.25),
+        "steps": 3,
+        "passed": np.bool_(False),
+        "tensor": torch.tensor(2.0),
+        "pred": "4",
+        "nan": math.nan,
+        "none": None,
+        "list": [1.0],
+        7: 1.0,
+    }
+    components = {"acc": 1.0, "format": 0.25, "steps": 3.0, "passed": 0.0, "tensor": 2.0}
+    assert read(function(), value).components == components
+    assert read(function(components=("steps", "acc")), value).components == {"steps": 3.0, "acc": 1.0}
+    for name, said in (
+        ("pred", "holds no finite number"),
+        ("nan", "holds no finite number"),
+        ("missing", "is missing"),
+    ):
+        with pytest.raises(InvalidVerdict, match=said):
+            read(function(components=(name,)), value)
+
+
+def test_a_number_alone_has_no_named_components(function: Build) -> None:
+    with pytest.raises(InvalidVerdict, match="component 'acc' is missing"):
+        read(function(components=("acc",)), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("acc", "correct"),
+    [
+        (True, True),
+        (False, False),
+        (1, True),
+        (0.0, False),
+        (np.bool_(True), True),
+        (np.float64(0), False),
+        (torch.tensor(True), True),
+        (0.5, None),
+        (2, None),
+        ("yes", None),
+        (None, None),
+        (math.nan, None),
+    ],
+)
+def test_acc_defines_correctness(function: Build, acc: Any, correct: bool | None) -> None:
+    assert read(function(), {"score": 0.0, "acc": acc}).correct is correct
+
+
+def test_correct_at_outweighs_acc(function: Build) -> None:
+    judge = function(correct_at=0.5)
+    assert read(judge, 0.5).correct is True
+    assert read(judge, {"score": 0.4, "acc": True}).correct is False
+
+
+def test_scores_outside_the_reward_range_are_invalid(function: Build) -> None:
+    judge = function(reward_range=(-1, 1))
+    assert [read(judge, value).score for value in (-1, 0, 1)] == [-1.0, 0.0, 1.0]
+    for value in (-1.001, 1.001, {"score": 2, "acc": True}):
+        with pytest.raises(InvalidVerdict, match="outside the reward range -1 to 1"):
+            read(judge, value)
+
+
+def test_floors(function: Build) -> None:
+    for judge, policy, verdict in (
+        (function(), None, None),
+        (function(reward_range=(-1, 1)), -1.0, None),
+        (function(reward_range=(-1, 1), on_invalid="floor"), -1.0, -1.0),
+        (function(floor=0.5, on_invalid="floor"), 0.5, 0.5),
+    ):
+        assert judge.floor(Cause.POLICY) == policy
+        assert judge.floor(Cause.VERDICT) == verdict
+        assert judge.floor(Cause.INFRA) is None
+
+
+def test_numbers_that_contradict_each_other_are_mistakes(function: Build) -> None:
+    with pytest.raises(ConfigurationError, match=r"judges\.rules\.on_invalid: there is no floor"):
+        function(on_invalid="floor")
+    with pytest.raises(ConfigurationError) as caught:
+        function(reward_range=(0, 1), floor=-1, correct_at=2)
+    assert [mistake.path for mistake in caught.value.mistakes] == ["judges.rules.floor", "judges.rules.correct_at"]
+
+
+def test_the_fingerprint_covers_what_changes_a_verdict(function: Build) -> None:
+    assert function().fingerprint == function(floor=1.0, sources=["local"], invalid_retries=3).fingerprint
+    different = [
+        function(),
+        function(reward_range=(0, 1)),
+        function(components=("acc",)),
+        function(correct_at=1),
+        function(models=("module:other",)),
+    ]
+    assert len({judge.fingerprint for judge in different}) == len(different)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=5)
+    | st.complex_numbers()
+    | st.floats(width=32).map(np.float32)
+    | st.floats().map(torch.tensor)
+    | st.booleans().map(np.bool_),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["score", "acc", "a", "b"]) | st.integers(), inner, max_size=4)
+    ),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(value=VALUES, ranged=st.booleans(), components=st.sampled_from([(), ("a",)]))
+def test_any_value_is_a_verdict_or_invalid(
+    function: Build, value: Any, ranged: bool, components: tuple[str, ...]
+) -> None:
+    judge = function(reward_range=(0, 1) if ranged else None, components=components)
+    try:
+        verdict = read(judge, value)
+    except InvalidVerdict:
+        return
+    assert math.isfinite(verdict.score)
+    assert not ranged or 0 <= verdict.score <= 1
+    assert not components or set(verdict.components) == {"a"}

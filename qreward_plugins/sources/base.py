@@ -63,6 +63,11 @@ class Source(Protocol):
         """What answers: the model, or the function's path."""
         ...
 
+    @property
+    def slots(self) -> int | None:
+        """How many requests it can work on at once in this process; None: as many as its limits allow."""
+        ...
+
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Ask once, and return the reply or raise exactly one error: a `SourceError`, or `InvalidVerdict` where the
         model or a content filter refused to answer.

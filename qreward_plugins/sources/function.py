@@ -1,0 +1,219 @@
+"""A source that calls a Python function, be it the user's or a framework's own.
+
+Async functions are awaited. Sync ones run in worker processes unless the configuration says threads: reward functions
+hang (a regular expression, a sympy expression, the policy's own code), and only a process can be killed.
+
+What a function raises is taken for a fault of the function with this sample, which no further try mends, except for
+time-outs and lost connections, and for the errors of this package, which mean what they say.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import pickle
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from ..errors import (
+    ConfigurationError,
+    InvalidVerdict,
+    Mistake,
+    PermanentError,
+    SourceError,
+    SourceUnusable,
+    TransientError,
+)
+from ..samples import Sample
+from . import worker_program as program
+from .base import Reply, Request
+from .excerpts import Excerpts
+from .loading import Function, Loader, PathLoader, load
+from .raised import describe, is_transient
+from .threads import FunctionRaised, ThreadSlots, TooManyAbandoned
+from .worker import CallOverdue, CannotLoad, ValueTooLarge, WorkerDied
+from .worker_pool import PoolClosed, WorkerPool
+
+if TYPE_CHECKING:
+    from ..config import models
+
+_excerpt = Excerpts().of
+
+
+class FunctionSource:
+    """Calls one function, once for each request.
+
+    `name` is its name in the configuration. `loader` returns the function, in place of the path in the configuration,
+    which then only names it; it must pickle, for every worker process calls it. An adapter hands over a framework's
+    own function this way, e.g. `functools.partial(load_function, settings)`.
+
+    At most `slots` calls run at once; further ones wait in `send` before they start. Serves one event loop at a time.
+
+    Raises ConfigurationError if the function cannot be loaded.
+    """
+
+    def __init__(self, name: str, config: models.FunctionSource, *, loader: Loader | None = None) -> None:
+        self._name = name
+        self._config = config
+        key = f"sources.{name}.function"
+        loader = loader or PathLoader(config.function)
+        self._function = load(loader, key=key)
+        self._closed = False
+        self._slots: int | None = None
+        self._threads: ThreadSlots | None = None
+        self._pool: WorkerPool | None = None
+        if _is_async(self._function):
+            return
+        self._slots = config.workers or _processors()
+        if config.mode == "thread":
+            self._threads = ThreadSlots(name, self._slots)
+            return
+        try:
+            self._pool = WorkerPool(loader, self._slots)
+        except Exception as error:
+            problem = f"the function's loader cannot be pickled for the worker processes: {describe(error)}."
+            remedy = "Define it at the top level of a module, or set mode: thread."
+            raise ConfigurationError([Mistake(key, problem, remedy)]) from error
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    def model(self) -> str:
+        return self._config.function
+
+    @property
+    def slots(self) -> int | None:
+        """How many calls run at once; None if there is no limit, because the function is async."""
+        return self._slots
+
+    async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
+        """Call the function, and return its value as `Reply.value`.
+
+        A call in a worker process is killed after `timeouts.total_s`, and at once when this coroutine is cancelled,
+        with everything that it started. A cancelled call in a thread gives its slot back and goes on by itself.
+
+        Raises TransientError if the call was killed or its process died, or the function raised a time-out or lost a
+        connection; PermanentError if it raised anything else, or its arguments or value do not pickle; SourceUnusable
+        if the function cannot run at all; errors of this package that the function raised, as they are.
+        """
+        if self._closed:
+            raise SourceUnusable(f"source {self._name!r} is closed")
+        args, kwargs = self._arguments(request.sample)
+        if self._pool is not None:
+            return Reply(value=await self._in_process(self._pool, args, kwargs, on_sent))
+        call = functools.partial(self._function, *args, **kwargs)
+        failure: Exception
+        try:
+            if self._threads is not None:
+                value = await self._threads.run(call, on_start=on_sent)
+            else:
+                on_sent()
+                value = await call()
+        except TooManyAbandoned as error:
+            raise TransientError(f"source {self._name!r}: {error}; mode: process would kill them") from None
+        except FunctionRaised as wrapper:
+            failure = self._failure(wrapper.error)
+        except (Exception, SystemExit) as error:
+            failure = self._failure(error)
+        else:
+            if inspect.iscoroutine(value):
+                value.close()
+                raise PermanentError(f"{self._where} returned a coroutine; make it an async def")
+            return Reply(value=value)
+        raise failure
+
+    async def aclose(self) -> None:
+        """End the worker processes, within a few seconds even if they hang. Idempotent."""
+        self._closed = True
+        if self._pool is not None:
+            await self._pool.aclose()
+        if self._threads is not None:
+            await self._threads.aclose()
+
+    async def _in_process(
+        self, pool: WorkerPool, args: tuple[Any, ...], kwargs: dict[str, Any], on_sent: Callable[[], None]
+    ) -> Any:
+        limit_s = self._config.timeouts.total_s
+        try:
+            message = pickle.dumps((args, kwargs), pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            raise PermanentError(
+                f"{self._where}: the sample cannot be pickled for a worker process: {_excerpt(describe(error))}"
+            ) from None
+        try:
+            kind, payload = await pool.call(message, limit_s, on_start=on_sent)
+        except CallOverdue:
+            raise TransientError(f"{self._where} was killed after {limit_s:g} s") from None
+        except WorkerDied as error:
+            raise TransientError(f"{self._where}: its worker process died ({error})") from None
+        except ValueTooLarge:
+            raise PermanentError(f"{self._where} returned a value that is too large") from None
+        except CannotLoad as error:
+            raise SourceUnusable(
+                f"{self._where} cannot be loaded in a worker process: {_excerpt(str(error))}"
+            ) from None
+        except PoolClosed:
+            raise SourceUnusable(f"source {self._name!r} is closed") from None
+        except OSError as error:
+            raise TransientError(f"{self._where}: no worker process can be started ({error.strerror})") from None
+        try:
+            carried = pickle.loads(payload)
+        except Exception as error:
+            reason = _excerpt(describe(error))
+            raise PermanentError(f"{self._where}: what it returned cannot be unpickled: {reason}") from None
+        if kind == program.VALUE:
+            return carried
+        self._raise(kind, carried)
+
+    def _raise(self, kind: bytes, carried: Any) -> NoReturn:
+        if kind == program.OURS:
+            raise carried
+        if kind == program.UNFIT:
+            raise PermanentError(f"{self._where}: {_excerpt(carried)}")
+        raise self._raised(carried, transient=kind == program.TRANSIENT)
+
+    def _failure(self, error: BaseException) -> Exception:
+        if isinstance(error, (SourceError, InvalidVerdict)):
+            return error
+        if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
+            return TransientError(f"{self._where}: no thread can be started")
+        return self._raised(describe(error), transient=is_transient(error))
+
+    def _raised(self, description: str, *, transient: bool) -> SourceError:
+        kind = TransientError if transient else PermanentError
+        return kind(f"{self._where} raised {_excerpt(description)}")
+
+    @property
+    def _where(self) -> str:
+        return f"source {self._name!r}: {self._config.function}"
+
+    def _arguments(self, sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._config.arguments == "sample":
+            return (sample,), dict(self._config.kwargs)
+        return (), {
+            **self._config.kwargs,
+            "data_source": sample.data_source,
+            "solution_str": sample.response,
+            "ground_truth": sample.ground_truth,
+            "extra_info": dict(sample.extras),
+        }
+
+    def __repr__(self) -> str:
+        return f"FunctionSource({self._name!r}, {self._config.function!r})"
+
+
+def _is_async(function: Function) -> bool:
+    while isinstance(function, functools.partial):
+        function = function.func
+    # The second half is for objects whose class defines `async def __call__`.
+    return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
+        inspect.getattr_static(type(function), "__call__")
+    )
+
+
+def _processors() -> int:
+    # Of this process, which a scheduler or container may have given fewer than the machine has.
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

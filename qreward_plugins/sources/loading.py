@@ -1,0 +1,107 @@
+"""Finding a user's function by its path, and saying precisely why it cannot be found.
+
+A path names a module that can be imported (`package.module:name`) or a file (`path/to/file.py:name`). A file gets a
+module name that depends on nothing but its path, so that what it defines can be pickled between this process and the
+workers.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from ..errors import ConfigurationError, Mistake
+from .raised import describe
+
+Function = Callable[..., Any]
+Loader = Callable[[], Function]
+"""Returns the function; it must pickle, for the workers load their own."""
+
+
+class FunctionNotFound(ImportError):
+    """There is no such function; the message is all there is to say."""
+
+
+class PathLoader:
+    """Loads the function at `path`; picklable."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __call__(self) -> Function:
+        """Import the module and return the function.
+
+        Raises FunctionNotFound, or whatever the module itself raises.
+        """
+        where, _, dotted = self.path.rpartition(":")
+        found: Any = _import_file(where) if where.endswith(".py") else _import_module(where)
+        for name in dotted.split("."):
+            if not hasattr(found, name):
+                raise FunctionNotFound(_no_such_name(found, where, name))
+            found = getattr(found, name)
+        if not callable(found):
+            raise FunctionNotFound(f"{dotted} of {where} is of type {type(found).__name__}, not a function.")
+        return found  # type: ignore[no-any-return]
+
+    def __repr__(self) -> str:
+        return f"PathLoader({self.path!r})"
+
+
+def load(loader: Loader, *, key: str) -> Function:
+    """Call `loader`; `key` is the place in the configuration that a failure is blamed on.
+
+    Raises ConfigurationError.
+    """
+    try:
+        function = loader()
+        if not callable(function):
+            raise FunctionNotFound(f"the loader returned an object of type {type(function).__name__}, not a function.")
+        return function
+    except (Exception, SystemExit) as error:
+        reason = str(error) if isinstance(error, FunctionNotFound) else describe(error)
+        mistake = Mistake(key, f"the function cannot be loaded: {reason}")
+        raise ConfigurationError([mistake]) from error
+
+
+def _import_module(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        # A module that is there may fail to import another one; that is the module's own failure.
+        if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
+            raise FunctionNotFound(f"there is no module {error.name!r} on the Python path.") from None
+        raise
+
+
+def _import_file(path: str) -> ModuleType:
+    path = os.path.abspath(os.path.expanduser(path))
+    if not os.path.isfile(path):
+        raise FunctionNotFound(f"there is no file {path!r}.")
+    digest = hashlib.sha256(path.encode("utf-8", "surrogateescape")).hexdigest()[:8]
+    name = f"qreward_function_{os.path.basename(path)[:-3]}_{digest}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise FunctionNotFound(f"{path!r} is not a Python file.")
+    module = importlib.util.module_from_spec(spec)
+    # Before it runs, as the import system does: dataclasses and pickle look their module up by name.
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def _no_such_name(owner: Any, where: str, name: str) -> str:
+    near = difflib.get_close_matches(name, [known for known in dir(owner) if not known.startswith("__")], n=1)
+    return f"{where} has no {name!r}" + (f"; did you mean {near[0]!r}?" if near else ".")

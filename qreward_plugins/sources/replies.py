@@ -1,0 +1,209 @@
+"""What a chat-completions server answered: a `Reply`, or the one error that says what to do next.
+
+Servers that call themselves compatible differ in everything but the happy path: errors inside a 200, parts instead of a
+text, `null` for "I spent all my tokens thinking". This module decides by facts (status, codes) and never by searching
+prose, and takes no type for granted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import orjson
+from yarl import URL
+
+from ..errors import InvalidVerdict, PermanentError, QRewardError, SourceUnusable, Throttled, TransientError
+from ..samples import Usage
+from .announced import announced, retry_after_s
+from .base import Reply
+from .excerpts import Excerpts
+from .http import HTTPReply
+
+_UNUSABLE = {
+    401: "the key was refused",
+    402: "the account cannot pay",
+    403: "the key may not do this",
+    404: "there is no such URL",
+    405: "this URL does not take requests",
+    407: "the proxy wants credentials",
+}
+_TRANSIENT = (408, 409, 425)
+_BUSY = (503, 529)
+_OUT_OF_CREDIT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
+_THROTTLED = ("rate_limit_exceeded", "rate_limit_error", "too_many_requests")
+_REFUSED = ("content_filter", "content_policy_violation", "responsibleaipolicyviolation")
+_MOST_TOKENS = 10**9
+_LONGEST_NAME_CHARS = 200
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One HTTP reply of the source `name` at `url`, which was asked for `model`."""
+
+    name: str
+    url: URL
+    model: str
+    http: HTTPReply
+    excerpts: Excerpts
+
+    def reply(self) -> Reply:
+        """Return the completion.
+
+        Raises InvalidVerdict when the model or a filter refused, Throttled, SourceUnusable or PermanentError for what
+        the status or an error object says, TransientError for anything that cannot be read.
+        """
+        outcome = self._understand()
+        if isinstance(outcome, Reply):
+            return outcome
+        # Raised only here, so that no frame of the traceback holds anything of the reply.
+        raise outcome
+
+    def _understand(self) -> Reply | QRewardError:
+        if not 200 <= self.http.status < 300:
+            return self._of_status(self.http.status, _Problem.of(_json(self.http.body)))
+        if not self.http.body.strip():
+            return self._unreadable("an empty body")
+        body = _json(self.http.body)
+        if not isinstance(body, dict):
+            kind = self.http.headers.get("Content-Type", "").partition(";")[0].strip() or "no content type"
+            return self._unreadable(f"{self.excerpts.of(kind, 80)} that is not a JSON object", self.http.body)
+        if body.get("error"):
+            return self._of_object(_Problem.of(body))
+        return self._completion(body)
+
+    def _completion(self, body: Mapping[str, Any]) -> Reply | QRewardError:
+        choices = body.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        if isinstance(choice, dict) and choice.get("error"):
+            return self._of_object(_Problem.of(choice))
+        message = choice.get("message") if isinstance(choice, dict) else None
+        if not isinstance(choice, dict) or not isinstance(message, dict):
+            return self._unreadable("no choices[0].message", self.http.body)
+        text, refusal = _text(message.get("content"))
+        if text is None:
+            return self._unreadable("a content of the wrong type", self.http.body)
+        refusal = refusal or _name(message.get("refusal"))
+        if refusal and not text:
+            return InvalidVerdict(f"source {self.name!r} refused to judge: {self.excerpts.of(refusal)}")
+        return Reply(
+            text=text,
+            usage=_usage(body.get("usage")),
+            model=_name(body.get("model")),
+            finish_reason=_name(choice.get("finish_reason")),
+            announced=announced(self.http.headers),
+        )
+
+    def _of_object(self, problem: _Problem) -> QRewardError:
+        if problem.status is not None and problem.status >= 400:
+            return self._of_status(problem.status, problem)
+        if problem.has(_OUT_OF_CREDIT) or problem.has(_THROTTLED):
+            return self._of_status(429, problem)
+        if problem.has(_REFUSED):
+            return self._of_status(400, problem)
+        return TransientError(self._says("answered with an error", problem), status=self.http.status)
+
+    def _of_status(self, status: int, problem: _Problem) -> QRewardError:
+        pause_s = retry_after_s(self.http.headers)
+        if problem.has(_OUT_OF_CREDIT):
+            return SourceUnusable(
+                self._says(f"answered {status}: the account is out of credit", problem), status=status
+            )
+        if status == 429 or (status in _BUSY and pause_s is not None):
+            return Throttled(self._says(f"answered {status}", problem), status=status, retry_after_s=pause_s)
+        if problem.has(_REFUSED) and status < 500:
+            detail = problem.message and f": {self.excerpts.of(problem.message)}"
+            return InvalidVerdict(f"source {self.name!r} refused the prompt (content filter){detail}")
+        if status == 404 and problem.has(("model_not_found",)):
+            said = f"answered 404: it does not know the model {self.model!r}"
+            return SourceUnusable(self._says(said, problem), status=status)
+        if status in _UNUSABLE:
+            said = f"answered {status}: {_UNUSABLE[status]}"
+            return SourceUnusable(self._says(said, problem), status=status)
+        if 300 <= status < 400:
+            # Every request meets the same redirect, so it is the configuration that needs mending.
+            said = f"answered {status}, a redirect{self._target()}; redirects are not followed, mend base_url"
+            return SourceUnusable(self._says(said, problem), status=status)
+        if status in _TRANSIENT or status >= 500:
+            return TransientError(self._says(f"answered {status}", problem), status=status)
+        return PermanentError(self._says(f"answered {status}", problem), status=status)
+
+    def _target(self) -> str:
+        try:
+            return f" to {self.excerpts.of(str(URL(self.http.headers.get('Location', '')).origin()))}"
+        except ValueError:
+            return ""
+
+    def _says(self, said: str, problem: _Problem) -> str:
+        detail = self.excerpts.of(problem.message or self.http.body)
+        return f"source {self.name!r} ({self.url}) {said}" + (f" ({detail})" if detail else "")
+
+    def _unreadable(self, what: str, body: bytes = b"") -> TransientError:
+        detail = self.excerpts.of(body)
+        said = f"source {self.name!r} ({self.url}) answered {self.http.status} with {what}"
+        return TransientError(said + (f": {detail}" if detail else ""), status=self.http.status)
+
+
+@dataclass(frozen=True, slots=True)
+class _Problem:
+    """An error as a server words it: its message, its codes in lower case, and the status among them."""
+
+    message: str = ""
+    codes: frozenset[str] = frozenset()
+    status: int | None = None
+
+    @classmethod
+    def of(cls, body: Any) -> _Problem:
+        # {"error": {...}} (OpenAI), {"error": "..."}, {"detail": ...} (FastAPI), or the object itself (older vLLM).
+        if not isinstance(body, dict):
+            return cls()
+        error = body.get("error") or body
+        if not isinstance(error, dict):
+            return cls(message=error) if isinstance(error, str) else cls()
+        inner = error.get("innererror")
+        named = [error.get("code"), error.get("type"), inner.get("code") if isinstance(inner, dict) else None]
+        codes = frozenset(str(code).lower() for code in named if isinstance(code, (str, int)))
+        statuses = [int(code) for code in sorted(codes) if len(code) == 3 and code.isascii() and code.isdecimal()]
+        message = error.get("message") or error.get("detail")
+        return cls(message if isinstance(message, str) else "", codes, statuses[0] if statuses else None)
+
+    def has(self, codes: tuple[str, ...]) -> bool:
+        return not self.codes.isdisjoint(codes)
+
+
+def _json(body: bytes) -> Any:
+    try:
+        return orjson.loads(body)
+    except orjson.JSONDecodeError:
+        return None
+
+
+def _text(content: Any) -> tuple[str | None, str]:
+    """Return the text and the refusal that a content holds; the text is None if its type is unknown."""
+    if content is None:
+        return "", ""
+    if isinstance(content, str):
+        return content, ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return None, ""
+    texts = [part["text"] for part in content if isinstance(part.get("text"), str)]
+    refusals = [part["refusal"] for part in content if isinstance(part.get("refusal"), str)]
+    return "".join(texts), "".join(refusals)
+
+
+def _usage(usage: Any) -> Usage | None:
+    if not isinstance(usage, dict):
+        return None
+    prompt, completion = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
+    return None if prompt is None or completion is None else Usage(prompt, completion)
+
+
+def _count(value: Any) -> int | None:
+    # A bool is an int.
+    is_count = isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= _MOST_TOKENS
+    return value if is_count else None
+
+
+def _name(value: Any) -> str:
+    return value[:_LONGEST_NAME_CHARS] if isinstance(value, str) else ""

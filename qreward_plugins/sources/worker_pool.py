@@ -1,0 +1,229 @@
+"""A handful of worker processes: each takes one call at a time, and where one was killed, a new one starts.
+
+Pools of the standard library cannot kill a call; those of others that can time it with the wall clock, look for it
+every tenth of a second, and break as a whole when what a function raised cannot be unpickled. Workers start when they
+are needed, and their start belongs to the pool and not to the call that needed it: were it cancelled with that call, a
+function that takes longer to import than a call may take would never get to run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import weakref
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+
+from .loading import Loader
+from .worker import CannotLoad, Worker
+from .worker_program import FAREWELL_S
+
+_LOOK_AGAIN_S = 0.005
+_KILLED_WITHIN_S = 1.0
+
+
+class PoolClosed(Exception):
+    """The pool was closed before the call could start."""
+
+
+class WorkerPool:
+    """Runs one function in at most `size` processes. Serves one event loop at a time.
+
+    Raises what pickling raises if `loader` cannot be pickled.
+    """
+
+    def __init__(self, loader: Loader, size: int) -> None:
+        self._boot = pickle.dumps(loader)
+        self._size = size
+        self._workers: set[Worker] = set()
+        self._idle: list[Worker] = []
+        self._ending: set[Worker] = set()
+        self._waiters: deque[asyncio.Future[Worker]] = deque()
+        self._starts: dict[Worker, asyncio.Task[None]] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
+        self._pid = os.getpid()
+        # For a pool that nobody closes: it ends when it is collected, or with the interpreter.
+        weakref.finalize(self, _kill_all, self._workers, self._ending, self._pid)
+
+    @property
+    def pids(self) -> frozenset[int]:
+        """Process ids of the workers."""
+        return frozenset(worker.pid for worker in self._workers)
+
+    async def call(self, message: bytes, limit_s: float, *, on_start: Callable[[], None]) -> tuple[bytes, bytes]:
+        """Have an idle worker answer `message`, the pickled arguments, within `limit_s` seconds from its start.
+
+        `on_start` is called when a worker has been found. Cancelling kills the worker, and what it started, before it
+        returns.
+
+        Raises PoolClosed, CannotLoad, WorkerDied, CallOverdue, ValueTooLarge, or OSError if no process can be started.
+        """
+        worker = await self._acquire()
+        try:
+            on_start()
+            return await worker.call(message, limit_s)
+        finally:
+            self._give_back(worker)
+
+    async def aclose(self) -> None:
+        """End all workers: those in a call are killed, idle ones get two seconds to end by themselves. Idempotent."""
+        self._closed = True
+        loop = asyncio.get_running_loop()
+        self._move_to(loop)
+        starts = dict(self._starts)
+        for start in starts.values():
+            start.cancel()
+        await asyncio.gather(*starts.values(), return_exceptions=True)
+        for worker in starts:
+            # A task that is cancelled before its first step never gets to clean up.
+            self._discard(worker)
+        self._starts.clear()
+        while self._waiters:
+            _fail(self._waiters.popleft(), PoolClosed())
+        busy = self._workers - set(self._idle)
+        for worker in busy:
+            # Killed and not closed: the call that waits at the channel closes it when it has been woken.
+            worker.kill()
+        for worker in self._idle:
+            worker.close()
+        ending = [*busy, *self._idle, *self._ending]
+        self._idle.clear()
+        try:
+            ending = await _ended(ending, loop.time() + FAREWELL_S)
+        finally:
+            for worker in ending:
+                worker.kill()
+        ending = await _ended(ending, loop.time() + _KILLED_WITHIN_S)
+        self._workers.clear()
+        self._ending.clear()
+        self._ending.update(ending)
+
+    async def _acquire(self) -> Worker:
+        loop = asyncio.get_running_loop()
+        self._move_to(loop)
+        if self._closed:
+            raise PoolClosed
+        self._reap()
+        while self._idle:
+            worker = self._idle.pop()
+            if worker.usable:
+                return worker
+            self._discard(worker)
+        waiter: asyncio.Future[Worker] = loop.create_future()
+        self._waiters.append(waiter)
+        self._start_workers(len(self._waiters))
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled() and waiter.exception() is None:
+                self._give_back(waiter.result())
+            raise
+        finally:
+            with suppress(ValueError):
+                self._waiters.remove(waiter)
+
+    def _give_back(self, worker: Worker) -> None:
+        if self._closed or not worker.usable:
+            self._discard(worker)
+            # Not only for those who wait: the next call should not have to wait for an import either.
+            self._start_workers(max(1, len(self._waiters)))
+            return
+        while self._waiters:
+            waiter = self._waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(worker)
+                return
+        self._idle.append(worker)
+
+    def _start_workers(self, wanted: int) -> None:
+        if self._closed or self._loop is None:
+            return
+        for _ in range(min(wanted - len(self._starts), self._size - len(self._workers))):
+            try:
+                worker = Worker(self._boot)
+            except OSError as error:
+                self._fail_waiters(error)
+                return
+            self._workers.add(worker)
+            self._starts[worker] = self._loop.create_task(self._start(worker))
+
+    async def _start(self, worker: Worker) -> None:
+        failure: Exception | None = None
+        try:
+            await worker.start()
+        except Exception as error:
+            failure = error
+        finally:
+            self._starts.pop(worker, None)
+            if not worker.usable:
+                self._discard(worker)
+        if failure is None:
+            self._give_back(worker)
+        elif isinstance(failure, CannotLoad):
+            # It would not load in another worker either.
+            self._fail_waiters(failure)
+        else:
+            if self._waiters:
+                _fail(self._waiters.popleft(), failure)
+            self._start_workers(len(self._waiters))
+
+    def _fail_waiters(self, error: Exception) -> None:
+        while self._waiters:
+            _fail(self._waiters.popleft(), error)
+
+    def _discard(self, worker: Worker) -> None:
+        worker.kill()
+        worker.close()
+        self._workers.discard(worker)
+        if not worker.ended():
+            self._ending.add(worker)
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.call_later(_LOOK_AGAIN_S, self._reap)
+
+    def _reap(self) -> None:
+        self._ending -= {worker for worker in self._ending if worker.ended()}
+
+    def _move_to(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._pid != os.getpid():
+            # A fork: the workers are the parent's, and it goes on talking to them.
+            self._pid = os.getpid()
+            for worker in self._workers:
+                worker.close()
+            self._workers = set()
+            self._idle = []
+            self._ending = set()
+        elif loop is self._loop:
+            return
+        # Calls and starts of an earlier loop will never be heard of again.
+        self._loop = loop
+        self._waiters.clear()
+        self._starts.clear()
+        for worker in self._workers - set(self._idle):
+            self._discard(worker)
+
+
+async def _ended(workers: list[Worker], until: float) -> list[Worker]:
+    """Wait for the workers' processes to end, and return those that have not by the event loop's time `until`."""
+    loop = asyncio.get_running_loop()
+    while workers := [worker for worker in workers if not worker.ended()]:
+        if loop.time() >= until:
+            break
+        await asyncio.sleep(_LOOK_AGAIN_S)
+    return workers
+
+
+def _fail(waiter: asyncio.Future[Worker], error: Exception) -> None:
+    if not waiter.done():
+        waiter.set_exception(error)
+
+
+def _kill_all(workers: set[Worker], ending: set[Worker], pid: int) -> None:
+    if os.getpid() == pid:
+        for worker in workers:
+            worker.kill()
+            worker.close()
+        for worker in workers | ending:
+            worker.reap(_KILLED_WITHIN_S)

@@ -1,0 +1,123 @@
+"""The program that runs in a worker process: load the function once, then answer one call after the other.
+
+It is a program of its own and not a child of `multiprocessing`, because those import the trainer's main script once
+more in every worker (seconds of torch and ray, or worse, a second training run), and because a daemonic child may have
+no children of its own, which reward functions that run code need.
+
+A message is its length (8 bytes, big endian), one byte that says what it is, and a pickle. The parent is trusted, and
+so is the function: it is the user's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import InvalidVerdict, SourceError
+from .raised import describe, is_transient
+
+FAREWELL_S = 2.0
+"""Seconds that a worker has to end by itself once the parent has closed its end."""
+
+HEADER = struct.Struct("!Qc")
+CALL = b"c"
+"""The loader, and after it the arguments of one call after the other."""
+VALUE = b"v"
+"""The function's value."""
+RAISED = b"r"
+"""What the function raised, described."""
+TRANSIENT = b"t"
+"""The same, of a kind that another try may mend (a time-out, a lost connection)."""
+OURS = b"o"
+"""An error of this package that the function raised, as it is."""
+UNFIT = b"u"
+"""Why the arguments or the value cannot be carried between processes, in words."""
+
+
+def main(descriptor: int) -> None:
+    """Serve the parent at the socket `descriptor` until it closes its end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = socket.socket(fileno=descriptor)
+    channel.set_inheritable(False)
+    # What the function forks must not hold the channel open: its end is how the parent learns of a crash.
+    os.register_at_fork(after_in_child=channel.close)
+    threading.Thread(target=_die_with_parent, args=(channel.fileno(),), daemon=True).start()
+    try:
+        function = _load(channel)
+        while function is not None:
+            kind, payload = _answer(function, _receive(channel))
+            channel.sendall(HEADER.pack(len(payload), kind) + payload)
+    except (EOFError, OSError):
+        # The parent closed its end, or is gone.
+        return
+
+
+def _load(channel: socket.socket) -> Callable[..., Any] | None:
+    message = _receive(channel)
+    try:
+        loader = pickle.loads(message)
+        function: Callable[..., Any] = loader()
+    except BaseException as error:
+        payload = pickle.dumps(describe(error))
+        channel.sendall(HEADER.pack(len(payload), RAISED) + payload)
+        return None
+    channel.sendall(HEADER.pack(0, VALUE))
+    return function
+
+
+def _answer(function: Callable[..., Any], message: bytes) -> tuple[bytes, bytes]:
+    try:
+        args, kwargs = pickle.loads(message)
+    except Exception as error:
+        return UNFIT, pickle.dumps(f"the arguments cannot be unpickled in the worker: {describe(error)}")
+    try:
+        value = function(*args, **kwargs)
+    except BaseException as error:
+        return _of_exception(error)
+    if inspect.iscoroutine(value):
+        value.close()
+        return UNFIT, pickle.dumps("it returned a coroutine; a function that is to be awaited must be an async def")
+    try:
+        return VALUE, pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    except Exception as error:
+        said = f"its value, of type {type(value).__name__}, cannot be pickled: {describe(error)}"
+        return UNFIT, pickle.dumps(said)
+
+
+def _of_exception(error: BaseException) -> tuple[bytes, bytes]:
+    if isinstance(error, (SourceError, InvalidVerdict)):
+        return OURS, pickle.dumps(error)
+    return TRANSIENT if is_transient(error) else RAISED, pickle.dumps(describe(error))
+
+
+def _receive(channel: socket.socket) -> bytes:
+    length, _ = HEADER.unpack(_receive_exactly(channel, HEADER.size))
+    return _receive_exactly(channel, length)
+
+
+def _receive_exactly(channel: socket.socket, count: int) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        chunk = channel.recv(min(count - len(received), 1 << 20))
+        if not chunk:
+            raise EOFError
+        received += chunk
+    return bytes(received)
+
+
+def _die_with_parent(descriptor: int) -> None:
+    # An idle worker notices by itself that its parent is gone. One that is busy in a call that hangs would go on for
+    # ever, and so would what it started.
+    poll = select.poll()
+    poll.register(descriptor, 0)
+    poll.poll()
+    threading.Event().wait(FAREWELL_S)
+    os.killpg(0, signal.SIGKILL)

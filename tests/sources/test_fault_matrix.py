@@ -1,0 +1,74 @@
+"""Every fault that the judge server knows, met by a real source over a real connection."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from qreward_plugins.errors import (
+    InvalidVerdict,
+    PermanentError,
+    QRewardError,
+    SourceUnusable,
+    Throttled,
+    TransientError,
+)
+from qreward_plugins.sources import Reply
+from qreward_plugins.testing import FaultKind, Faults, JudgeServer
+
+pytestmark = pytest.mark.anyio
+PATIENCE_S = 20.0
+
+CLASSES: dict[type, set[str]] = {
+    PermanentError: {"error_400", "error_413", "error_422"},
+    SourceUnusable: {"error_401", "error_403", "error_404", "redirect", "redirect_loop"},
+    Throttled: {
+        "error_429",
+        "error_429_seconds",
+        "error_429_date",
+        "error_429_huge",
+        "error_429_negative",
+        "error_429_reset",
+        "error_503_seconds",
+    },
+    InvalidVerdict: {"refusal"},
+    # What is left of the "verdict" stage is a proper reply; its text is the judge's to refuse.
+    Reply: {"close_after", "wrong_model", "slow_headers", "slow_body"}
+    | {kind.value for kind in FaultKind if kind.stage == "verdict" and kind.value != "refusal"},
+}
+CLOSING = ("close_after", "slow_headers", "slow_body")
+PAUSES_S = {"error_429_huge": 300.0, "error_429_negative": None, "error_429": None}
+
+
+def expected(kind: FaultKind) -> type:
+    found = [outcome for outcome, names in CLASSES.items() if kind.value in names]
+    return found[0] if found else TransientError
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FaultKind if kind is not FaultKind.HANG], ids=str)
+async def test_every_fault_has_its_class(kind: FaultKind, open_source: Any, request_of: Any, key: str) -> None:
+    faults = Faults(script=[kind.value], huge_bytes=4_000_000, drip_interval_s=0.0)
+    with JudgeServer(lambda call: 0.5, faults=faults, api_key=key) as server:
+        source = open_source(server.base_url)
+        sent: list[int] = []
+        try:
+            outcome: Reply | QRewardError = await asyncio.wait_for(
+                source.send(request_of(), on_sent=lambda: sent.append(1)), PATIENCE_S
+            )
+        except QRewardError as error:
+            outcome = error
+        assert type(outcome) is expected(kind), outcome
+        assert sent == [1]
+        assert key not in str(outcome)
+        if isinstance(outcome, Throttled):
+            pause_s = outcome.retry_after_s
+            assert pause_s == PAUSES_S[kind.value] if kind.value in PAUSES_S else 0 < (pause_s or 0) <= 300
+        if kind.value in CLOSING:
+            # The next request may still be written into the connection that is going away; it is not sent twice unseen.
+            with suppress(TransientError):
+                await asyncio.wait_for(source.send(request_of(), on_sent=lambda: None), PATIENCE_S)
+        assert (await asyncio.wait_for(source.send(request_of(), on_sent=lambda: None), PATIENCE_S)).text
+        await source.aclose()

@@ -1,0 +1,46 @@
+"""The configuration: one tree of sources, judges, routes and engine settings, read and checked as a whole.
+
+`load_config` is the only way in. It reports every mistake at once, each with its place, because a trainer takes minutes
+to start and nobody wants to learn of five typing errors one start at a time.
+"""
+
+from __future__ import annotations
+
+from .loading import load_config
+from .models import (
+    Config,
+    Constant,
+    EngineConfig,
+    FunctionJudge,
+    FunctionSource,
+    JournalConfig,
+    Judge,
+    Limits,
+    LLMJudge,
+    Node,
+    OpenAISource,
+    Price,
+    Source,
+    Timeouts,
+)
+from .routes import judge_for, sources_of
+
+__all__ = [
+    "Config",
+    "Constant",
+    "EngineConfig",
+    "FunctionJudge",
+    "FunctionSource",
+    "JournalConfig",
+    "Judge",
+    "LLMJudge",
+    "Limits",
+    "Node",
+    "OpenAISource",
+    "Price",
+    "Source",
+    "Timeouts",
+    "judge_for",
+    "load_config",
+    "sources_of",
+]

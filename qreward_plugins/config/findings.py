@@ -1,0 +1,102 @@
+"""What the checks found, before it is put into words for the reader.
+
+A finding keeps the offending value apart from the sentence about it. Whether the value may be shown depends on where it
+stands (`api_key`, `headers`, below a misspelt key), which is only known for certain when all checks are done.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, TypeAlias
+
+from ..errors import Mistake
+
+Path: TypeAlias = tuple[str | int, ...]
+
+SHOWN_CHARS = 60
+"""Longest excerpt of a value in a message, in characters."""
+
+_SECRET_KEYS = frozenset({"api_key", "api_key_env", "headers", "parameters", "kwargs"})
+"""Below these keys no value is ever shown: keys of providers end up in all of them."""
+
+_PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One mistake at `path`. `excerpt` is the offending value, written after `problem` where it may be shown."""
+
+    path: Path
+    problem: str
+    remedy: str = ""
+    excerpt: str = ""
+
+    def as_mistake(self, *, hidden: bool) -> Mistake:
+        """Put it into words; `hidden` leaves the value out."""
+        excerpt = "" if hidden or is_secret(self.path) else self.excerpt
+        return Mistake(path_text(self.path), f"{self.problem}{excerpt}.", self.remedy)
+
+
+def is_secret(path: Path) -> bool:
+    """Whether values at this path are kept out of messages."""
+    return not _SECRET_KEYS.isdisjoint(path)
+
+
+def path_text(path: Path) -> str:
+    """Write a path as in `sources.fast.base_url[1]` or `routes["math/*"]`."""
+    text = ""
+    for key in path:
+        if isinstance(key, int):
+            text += f"[{key}]"
+        elif _PLAIN_KEY.fullmatch(key):
+            text += f".{cut(key)}" if text else cut(key)
+        else:
+            text += f"[{json.dumps(cut(key), ensure_ascii=False)}]"
+    return text
+
+
+def cut(text: str) -> str:
+    """Shorten a text for a message."""
+    return text if len(text) <= SHOWN_CHARS else f"{text[: SHOWN_CHARS - 1]}…"
+
+
+def scalar_text(value: Any) -> str:
+    """Write a value the way YAML would, cut short; containers only by their kind."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return cut(repr(str(value)))
+    if isinstance(value, int) and value.bit_length() > 1000:
+        # Python refuses to write integers of more than 4,300 digits.
+        return f"a number of {value.bit_length()} bits"
+    if isinstance(value, (int, float)):
+        return cut(f"{value!r}")
+    if isinstance(value, Mapping):
+        return "a mapping"
+    return f"a list of {len(value)}" if isinstance(value, (list, tuple)) else f"a value of type {type(value).__name__}"
+
+
+def nearest(word: str, words: Iterable[str]) -> str | None:
+    """The one of `words` that `word` was probably meant to be."""
+    by_letters = {_letters(candidate): candidate for candidate in words}
+    letters = _letters(word)
+    if close := get_close_matches(letters, by_letters, n=1):
+        return by_letters[close[0]]
+    holding = [candidate for key, candidate in by_letters.items() if len(letters) >= 3 and letters in key]
+    return holding[0] if len(holding) == 1 else None
+
+
+def _letters(word: str) -> str:
+    return re.sub(r"[\W_]", "", word).lower() or word
+
+
+def did_you_mean(word: str, words: Iterable[str]) -> str:
+    """A sentence with the nearest of `words`, and a space after it; empty when none is near."""
+    near = nearest(word, words)
+    return f"Did you mean `{cut(near)}`? " if near is not None else ""

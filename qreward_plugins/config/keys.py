@@ -1,0 +1,124 @@
+"""Checks the keys of a tree: unknown ones, those that are not text, and the `kind` that says which keys are allowed.
+
+A misspelt key is one mistake and should be reported as one. So the tree goes on as if it had been spelt right: what
+stands below it is still checked, nothing is reported missing on its account, and every later finding is reported where
+the value really stands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import shape
+from .findings import Finding, Path, did_you_mean, nearest, scalar_text
+from .shape import Shape
+from .tree import Broken
+
+
+class KeyCheck:
+    """Mends the keys of `tree` in place, as far as it is clear what was meant, and keeps what it found.
+
+    `tree` consists of dicts and lists of our own.
+    """
+
+    def __init__(self, tree: dict[str, Any]) -> None:
+        self.findings: list[Finding] = []
+        self._written: dict[Path, str] = {}
+        self._unknown: set[Path] = set()
+        self._check(tree, shape.top(), ())
+
+    def written(self, path: Path) -> Path:
+        """The path as it stands in the file, with the keys as they are spelt there."""
+        return tuple(self._written.get(path[: n + 1], key) for n, key in enumerate(path))
+
+    def hides(self, written: Path) -> bool:
+        """Whether the value at this path of the file stands below an unknown key, and so may be a misplaced secret."""
+        return any(written[:n] in self._unknown for n in range(1, len(written) + 1))
+
+    def _check(self, node: Any, allowed: Shape, path: Path) -> None:
+        if not isinstance(node, dict):
+            return
+        if by_kind := shape.kinds(allowed):
+            chosen = self._chosen(node, by_kind, path)
+            if chosen is None:
+                return
+            shapes = [chosen]
+        else:
+            shapes = [choice for choice in shape.choices(allowed) if choice.get("type") == "object"]
+        for choice in shapes:
+            self._name_keys(node, path)
+            if "properties" in choice:
+                self._mend(node, choice["properties"], path)
+                for key, below in choice["properties"].items():
+                    self._check(node.get(key), below, (*path, key))
+            elif isinstance(choice.get("additionalProperties"), Mapping):
+                for key, value in node.items():
+                    self._check(value, choice["additionalProperties"], (*path, key))
+
+    def _name_keys(self, node: dict[Any, Any], path: Path) -> None:
+        if all(isinstance(key, str) for key in node):
+            return
+        for key in [key for key in node if not isinstance(key, str)]:
+            text = "true (YAML reads yes, on and true as that)" if key is True else scalar_text(key)
+            remedy = "Keys are text; put it in quotes."
+            self.findings.append(Finding(self.written((*path, str(key))), f"the key is not text but {text}", remedy))
+        items = [(str(key), value) for key, value in node.items()]
+        node.clear()
+        node.update(items)
+
+    def _mend(self, node: dict[str, Any], allowed: Mapping[str, Any], path: Path) -> None:
+        for key in [key for key in node if key not in allowed]:
+            written = self.written((*path, key))
+            remedy = f"{did_you_mean(key, allowed)}Allowed here: {', '.join(allowed)}."
+            if written == ("qreward",):
+                remedy = "Write the tree below `qreward` with no other key at the top, or leave `qreward` out."
+            self.findings.append(Finding(written, "unknown key", remedy))
+            self._unknown.add(written)
+            value = node.pop(key)
+            meant = nearest(key, allowed)
+            if meant is not None and meant not in node:
+                node[meant], place = value, (*path, meant)
+                self._written[place] = key
+
+    def _chosen(self, node: dict[Any, Any], by_kind: Mapping[str, Shape], path: Path) -> Shape | None:
+        """The shape that the node's `kind` names, or the one that was probably meant."""
+        kind, place = node.get("kind"), (*path, "kind")
+        if isinstance(kind, str) and kind in by_kind:
+            return by_kind[kind]
+        guess = nearest(kind, by_kind) if isinstance(kind, str) else None
+        guess = guess or _by_keys(node, by_kind)
+        if "kind" in node:
+            if not isinstance(kind, Broken):
+                near = did_you_mean(kind, by_kind) if isinstance(kind, str) else ""
+                remedy = f"{near}Allowed here: {', '.join(by_kind)}."
+                self.findings.append(Finding(self.written(place), "unknown kind", remedy, f" {scalar_text(kind)}"))
+        elif misspelt := nearest("kind", _strangers(node, by_kind)):
+            value = node.pop(misspelt)
+            self._written[place] = misspelt
+            self._unknown.add(self.written(place))
+            self.findings.append(Finding(self.written(place), "unknown key", "Did you mean `kind`?"))
+            guess = value if isinstance(value, str) and value in by_kind else guess
+        else:
+            options = " or ".join(f"`kind: {name}`" for name in ([guess] if guess else by_kind))
+            self.findings.append(Finding(self.written(place), "the key is missing", f"Add {options}."))
+        if guess is None:
+            return None
+        node["kind"] = guess
+        return by_kind[guess]
+
+
+def _strangers(node: Mapping[Any, Any], by_kind: Mapping[str, Shape]) -> list[str]:
+    return [
+        key
+        for key in node
+        if isinstance(key, str) and not any(key in choice["properties"] for choice in by_kind.values())
+    ]
+
+
+def _by_keys(node: Mapping[Any, Any], by_kind: Mapping[str, Shape]) -> str | None:
+    """The kind that alone allows the most keys of the node."""
+    counts = {kind: sum(key in choice["properties"] for key in node) for kind, choice in by_kind.items()}
+    best = max(counts.values())
+    winners = [kind for kind, count in counts.items() if count == best]
+    return winners[0] if len(winners) == 1 else None

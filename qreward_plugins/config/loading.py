@@ -1,0 +1,136 @@
+"""`load_config`: from a file, a mapping or a trainer's DictConfig to a checked `Config`, or to all mistakes at once.
+
+The checks run one after the other over the same tree, and each leaves alone what an earlier one has reported. Errors
+are raised where no foreign exception is being handled: pydantic's and OmegaConf's hold the input, keys included, and
+some loggers walk `__context__` even where Python would not print it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig
+
+from ..errors import ConfigurationError, Mistake
+from .findings import Finding, Path, cut
+from .keys import KeyCheck
+from .models import Config
+from .references import check_references
+from .tree import Tree, read_tree
+from .values import check_values
+from .yaml_file import read_yaml
+
+
+def load_config(
+    source: str | os.PathLike[str] | Mapping[str, Any] | DictConfig | Config, *, origin: str | None = None
+) -> Config:
+    """Read and check a configuration.
+
+    `source` is the path of a YAML file (a leading `~` is the home directory), the same tree as a mapping, or a
+    DictConfig, which may be a node of a trainer's tree; it is never changed. A single top-level key `qreward` is
+    unwrapped. Interpolations are OmegaConf's: `${oc.env:NAME}`, `${oc.env:NAME,default}`, `${key.of.the.tree}`. A
+    `Config` is checked for names that lead nowhere, and returned as it is.
+
+    `origin` names the source in messages; default: the path.
+
+    Raises `ConfigurationError` with every mistake and its path. It never shows values of `api_key`, `headers`,
+    `parameters`, `kwargs` or unknown keys, and has neither cause nor context.
+    """
+    if isinstance(source, Config):
+        return _checked_references(source, origin or "configuration")
+    if isinstance(source, (str, os.PathLike)):
+        path, origin = _path(source, origin)
+        source = read_yaml(path, origin=origin)
+    origin = origin or "configuration"
+    if source is None or source == "":
+        raise ConfigurationError([Mistake("", "the configuration is empty.", _START)], origin=origin)
+    if not isinstance(source, (Mapping, DictConfig)):
+        kind = "a list" if isinstance(source, (list, tuple, ListConfig)) else f"of type {type(source).__name__}"
+        problem = f"the configuration must be a mapping, but it is {kind}."
+        raise ConfigurationError([Mistake("", problem, _START)], origin=origin)
+    try:
+        tree = read_tree(source)
+    except RecursionError:
+        tree = None
+    if tree is None:
+        raise ConfigurationError([Mistake("", "the configuration is nested too deeply.")], origin=origin)
+    return _checked(tree, origin)
+
+
+_START = "It starts with the keys `sources` and `judges`."
+
+
+def _path(source: str | os.PathLike[str], origin: str | None) -> tuple[str, str]:
+    path = os.fsdecode(source)
+    if not path.strip():
+        raise ConfigurationError([Mistake("", "the path of the file is empty.")], origin=origin or "configuration")
+    if "\n" in path or ("{" in path and ":" in path and not os.path.exists(path)):
+        problem = "a text is taken as the path of a YAML file, and this one looks like YAML itself."
+        remedy = "Write it to a file, or hand in the tree as a dict."
+        raise ConfigurationError([Mistake("", problem, remedy)], origin=origin or "configuration")
+    return os.path.expanduser(path), origin or path
+
+
+def _checked(tree: Tree, origin: str) -> Config:
+    order = _order(tree.value)
+    findings = list(tree.findings)
+    config: Config | None = None
+    hides: Callable[[Path], bool] = _hides_nothing
+    if isinstance(tree.value, dict) and tree.value:
+        keys = KeyCheck(tree.value)
+        hides = keys.hides
+        config, wrong_values = check_values(tree.value)
+        findings += keys.findings
+        for finding in wrong_values + check_references(tree.value):
+            findings.append(_located(finding, keys.written(finding.path), tree))
+    elif not findings:
+        what = "is empty" if not tree.value else "must be a mapping"
+        findings.append(Finding((), f"the configuration {what}", _START))
+    if config is None or findings:
+        findings.sort(key=lambda finding: _position(finding.path, order))
+        raise ConfigurationError(
+            [finding.as_mistake(hidden=hides(finding.path)) for finding in findings], origin=origin
+        )
+    return config
+
+
+def _checked_references(config: Config, origin: str) -> Config:
+    tree = {
+        "sources": {name: {"kind": source.kind} for name, source in config.sources.items()},
+        "judges": {name: {"kind": judge.kind, "sources": list(judge.sources)} for name, judge in config.judges.items()},
+        "routes": config.routes,
+    }
+    if findings := check_references(tree):
+        raise ConfigurationError([finding.as_mistake(hidden=False) for finding in findings], origin=origin)
+    return config
+
+
+def _hides_nothing(_: Path) -> bool:
+    return False
+
+
+def _located(finding: Finding, written: Path, tree: Tree) -> Finding:
+    """The finding at the path of the file; a value that came out of an interpolation is shown as the interpolation."""
+    excerpt, expression = finding.excerpt, tree.expression_at(written)
+    if excerpt and expression is not None:
+        excerpt = f", not what {cut(expression)} gives"
+    return replace(finding, path=written, excerpt=excerpt)
+
+
+def _order(value: Any, path: Path = ()) -> dict[Path, int]:
+    """The position of every key in its mapping, by path."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    order: dict[Path, int] = {}
+    for n, (key, below) in enumerate(items):
+        here = (*path, key if isinstance(key, (str, int)) else str(key))
+        order[here] = n
+        order.update(_order(below, here))
+    return order
+
+
+def _position(path: Path, order: dict[Path, int]) -> tuple[int, ...]:
+    # A missing key comes after those that are there.
+    return tuple(order.get(path[: n + 1], 1_000_000) for n in range(len(path)))

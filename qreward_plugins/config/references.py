@@ -1,0 +1,77 @@
+"""Checks what one part of the tree says of another: judges name sources, routes name judges.
+
+It works on the unchecked tree and leaves alone whatever has the wrong type, so that one bad number does not hide a
+misspelt name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .findings import Finding, cut, did_you_mean
+from .routes import SOURCE_KIND
+
+
+def check_references(tree: dict[str, Any]) -> list[Finding]:
+    """What is wrong between the parts of `tree`; paths are those of `tree`."""
+    sources, judges, routes = tree.get("sources"), tree.get("judges"), tree.get("routes", {})
+    findings: list[Finding] = []
+    if isinstance(sources, dict) and sources and isinstance(judges, dict):
+        kinds = {name: _kind(source) for name, source in sources.items()}
+        for name, judge in judges.items():
+            if isinstance(judge, dict):
+                findings += _judge(name, judge, kinds)
+    if isinstance(judges, dict) and judges and isinstance(routes, dict):
+        findings += _routes(routes, judges)
+    return findings
+
+
+def _kind(node: Any) -> str | None:
+    kind = node.get("kind") if isinstance(node, dict) else None
+    return kind if isinstance(kind, str) else None
+
+
+def _judge(name: str, judge: dict[str, Any], kinds: dict[str, str | None]) -> list[Finding]:
+    findings = []
+    wanted = SOURCE_KIND.get(_kind(judge) or "")
+    named = judge.get("sources")
+    for n, source in enumerate(named if isinstance(named, list) else [named]):
+        if not isinstance(source, str):
+            continue
+        path = ("judges", name, "sources", *((n,) if isinstance(named, list) else ()))
+        if source not in kinds:
+            remedy = f"{did_you_mean(source, kinds)}Sources: {_listed(kinds)}."
+            findings.append(Finding(path, f"there is no source `{cut(source)}`", remedy))
+        elif wanted and kinds[source] in SOURCE_KIND.values() and kinds[source] != wanted:
+            problem = f"`{cut(source)}` is a source of kind {kinds[source]}, which cannot answer a judge of kind"
+            fitting = [other for other, kind in kinds.items() if kind == wanted]
+            remedy = f"Name sources of kind {wanted}" + (f": {_listed(fitting)}." if fitting else ".")
+            findings.append(Finding(path, f"{problem} {_kind(judge)}", remedy))
+    if not named and wanted and wanted not in kinds.values() and set(kinds.values()) <= set(SOURCE_KIND.values()):
+        problem = f"there is no source of kind {wanted} to answer this judge of kind {_kind(judge)}"
+        findings.append(Finding(("judges", name), problem, "Add one below `sources`."))
+    return findings
+
+
+def _routes(routes: dict[str, Any], judges: dict[str, Any]) -> list[Finding]:
+    findings = [
+        Finding(
+            ("routes", pattern),
+            f"there is no judge `{cut(judge)}`",
+            f"{did_you_mean(judge, judges)}Judges: {_listed(judges)}.",
+        )
+        for pattern, judge in routes.items()
+        if isinstance(judge, str) and judge not in judges
+    ]
+    if not routes and len(judges) > 1:
+        problem = (
+            f"there are {len(judges)} judges ({_listed(judges)}), and nothing says which data source goes to which"
+        )
+        first = cut(next(iter(judges)))
+        findings.append(Finding(("routes",), problem, f'Add routes, e.g. `"*": {first}`; the first match wins.'))
+    return findings
+
+
+def _listed(names: Any) -> str:
+    shown = [f"`{cut(name)}`" for name in names]
+    return ", ".join(shown[:10]) + (f" and {len(shown) - 10} more" if len(shown) > 10 else "")

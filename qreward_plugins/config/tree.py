@@ -1,0 +1,196 @@
+"""Turns whatever was handed in (plain values, a DictConfig, a node of a trainer's tree) into plain, resolved values.
+
+OmegaConf stops at the first interpolation that it cannot resolve. Here every value is asked for on its own, so that one
+unset environment variable hides neither the next one nor the mistakes in the rest of the tree. Only reading access is
+used, so the caller's object, its flags and its parents stay as they are.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationKeyError,
+    InterpolationToMissingValueError,
+    UnsupportedInterpolationType,
+)
+from pydantic import BaseModel
+
+from .findings import Finding, Path, cut
+
+_MAX_DEPTH = 64
+_SCALARS = (str, int, float, bool, type(None))
+_ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}")
+_ENV_NOT_FOUND = re.compile(r"Environment variable '([A-Za-z_][A-Za-z0-9_]*)' not found")
+
+
+class Broken:
+    """Stands in the tree for a value that could not be had; its own finding says why."""
+
+
+class _Held:
+    """Carries an object through OmegaConf, which would take it apart or refuse it."""
+
+    def __init__(self, value: object) -> None:
+        self.value = value
+
+
+@dataclass
+class Tree:
+    """Plain values, with what was found on the way to them."""
+
+    value: Any
+    findings: list[Finding] = field(default_factory=list)
+    expressions: dict[Path, str] = field(default_factory=dict)
+    """The interpolations that values came from, by path: a message shows those and not what they gave."""
+
+    def expression_at(self, path: Path) -> str | None:
+        """The interpolation that the value at `path`, or a part of the tree that it stands in, came from."""
+        return next((self.expressions[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.expressions), None)
+
+
+def read_tree(source: Any) -> Tree:
+    """Resolve `source`: a Mapping, a DictConfig, or plain values out of a YAML file.
+
+    A single top-level key `qreward` is unwrapped, after which paths start below it.
+    """
+    tree = Tree(None)
+    if not isinstance(source, DictConfig):
+        plain = _Plainer(tree).plain(source, (), ())
+        if not isinstance(plain, dict):
+            tree.value = plain
+            return tree
+        source = OmegaConf.create(plain, flags={"allow_objects": True})
+    resolver = _Resolver(tree)
+    if not isinstance(OmegaConf.to_container(source, resolve=False), dict):
+        return tree
+    if list(source) == ["qreward"]:
+        tree.findings = [replace(finding, path=finding.path[1:]) for finding in tree.findings]
+        tree.expressions = {path[1:]: expression for path, expression in tree.expressions.items()}
+        tree.value = resolver.child(source, "qreward", (), (source,))
+    else:
+        tree.value = resolver.resolved(source, (), ())
+    return tree
+
+
+class _Plainer:
+    """Copies plain values into what OmegaConf can hold."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+
+    def plain(self, value: Any, path: Path, above: tuple[int, ...]) -> Any:
+        if isinstance(value, (DictConfig, ListConfig)):
+            # It keeps its own parent to resolve by, and must not be resolved a second time.
+            return _escaped(_Resolver(self._tree).resolved(value, path, ()))
+        if id(value) in above or len(above) > _MAX_DEPTH:
+            self._tree.findings.append(Finding(path, "contains itself, or is nested too deeply"))
+            return _Held(Broken())
+        above = (*above, id(value))
+        if isinstance(value, BaseModel):
+            value = {name: getattr(value, name) for name in value.model_fields_set}
+        if isinstance(value, Mapping):
+            return {key: self.plain(item, (*path, _key(key)), above) for key, item in self._items(value, path)}
+        if isinstance(value, (list, tuple)):
+            return [self.plain(item, (*path, n), above) for n, item in enumerate(value)]
+        if isinstance(value, os.PathLike):
+            return os.fspath(value)
+        if isinstance(value, str) and "${" in value:
+            return self._checked(value, path)
+        return value if isinstance(value, _SCALARS) else _Held(value)
+
+    def _items(self, value: Mapping[Any, Any], path: Path) -> list[tuple[Any, Any]]:
+        items = []
+        for key, item in value.items():
+            if isinstance(key, (str, int, float)):
+                items.append((key, item))
+            else:
+                kind = "null" if key is None else f"of type {type(key).__name__}"
+                self._tree.findings.append(Finding(path, f"a key here is {kind}", "Keys are text."))
+        return items
+
+    def _checked(self, value: str, path: Path) -> Any:
+        try:
+            OmegaConf.create([value])
+        except GrammarParseError:
+            problem = "`${` starts an interpolation that cannot be read"
+            remedy = "Write `${oc.env:NAME}` or `${key.of.this.file}`, or `\\${` for the two characters themselves."
+            self._tree.findings.append(Finding(path, problem, remedy, f": {cut(value)!r}"))
+            return _Held(Broken())
+        return value
+
+
+class _Resolver:
+    """Reads values out of OmegaConf, one by one."""
+
+    def __init__(self, tree: Tree) -> None:
+        self._tree = tree
+
+    def resolved(self, node: Any, path: Path, above: tuple[Any, ...]) -> Any:
+        if isinstance(node, (DictConfig, ListConfig)):
+            if any(node is other for other in above) or len(path) > _MAX_DEPTH:
+                return self._broken(path, "contains itself, or is nested too deeply")
+            above = (*above, node)
+            if isinstance(node, ListConfig):
+                return [self.child(node, n, (*path, n), above) for n in range(len(node))]
+            return {key: self.child(node, key, (*path, _key(key)), above) for key in node}
+        if isinstance(node, _Held):
+            return node.value
+        return os.fspath(node) if isinstance(node, os.PathLike) else node
+
+    def child(self, node: Any, key: Any, path: Path, above: tuple[Any, ...]) -> Any:
+        if OmegaConf.is_missing(node, key):
+            return self._broken(path, "has no value yet (`???`)", "Set it.")
+        if not OmegaConf.is_interpolation(node, key):
+            return self.resolved(node[key], path, above)
+        expression = str(OmegaConf.to_container(node, resolve=False)[key])  # type: ignore[index]
+        self._tree.expressions[path] = expression
+        try:
+            value = node[key]
+        except Exception as error:
+            # Resolvers are anybody's functions; their messages may hold anything and are not passed on.
+            return self._unresolvable(path, expression, error)
+        return self.resolved(value, path, above)
+
+    def _broken(self, path: Path, problem: str, remedy: str = "", excerpt: str = "") -> Broken:
+        self._tree.findings.append(Finding(path, problem, remedy, excerpt))
+        return Broken()
+
+    def _unresolvable(self, path: Path, expression: str, error: Exception) -> Broken:
+        names = [name for name in _ENV.findall(expression) if name not in os.environ]
+        for name in dict.fromkeys(names or _ENV_NOT_FOUND.findall(str(error))):
+            self._broken(path, f"the environment variable {cut(name)} is not set", f"Set it: export {cut(name)}=...")
+            names.append(name)
+        if names:
+            return Broken()
+        excerpt = f": {cut(expression)!r}"
+        if isinstance(error, InterpolationToMissingValueError):
+            return self._broken(path, "refers to a key that has no value yet (`???`)", "Set it.", excerpt)
+        if isinstance(error, InterpolationKeyError):
+            remedy = "Interpolations start at the top of the tree; `${.key}` is a neighbour."
+            return self._broken(path, "refers to a key that does not exist", remedy, excerpt)
+        if isinstance(error, UnsupportedInterpolationType):
+            return self._broken(path, "uses a resolver that nobody registered", "OmegaConf has `oc.env`.", excerpt)
+        if "Recursive interpolation" in str(error) or "to parent node" in str(error):
+            return self._broken(path, "refers to itself, or to a part of the tree that it stands in", "", excerpt)
+        return self._broken(path, "cannot be resolved", "Check the interpolation.", excerpt)
+
+
+def _key(key: Any) -> str | int:
+    return key if isinstance(key, str) else str(key)
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _escaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_escaped(item) for item in value]
+    if isinstance(value, str):
+        return value.replace("${", "\\${")
+    return value if isinstance(value, _SCALARS) else _Held(value)

@@ -1,0 +1,100 @@
+"""Reads a YAML file into plain values, and says what is wrong with it without quoting it.
+
+PyYAML's own messages quote the line in question, and that line may hold a key; so only its place is taken over. The
+dialect is that of OmegaConf and Hydra: `1e3` is a number, dates stay text, a key that stands twice is a mistake.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from typing import Any
+
+import yaml  # type: ignore[import-untyped]
+
+from ..errors import ConfigurationError, Mistake
+
+_QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[tuple[str, str]] = set()
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
+                if (key.tag, key.value) in seen:
+                    raise yaml.constructor.ConstructorError(problem="a key stands twice", problem_mark=key.start_mark)
+                seen.add((key.tag, key.value))
+        mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
+        return mapping
+
+
+_Loader.yaml_implicit_resolvers = {
+    letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float",
+    re.compile(r"[-+]?(?:[0-9][0-9_]*(?:\.[0-9_]*)?|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$"),
+    list("-+.0123456789"),
+)
+
+
+def read_yaml(path: str, *, origin: str) -> Any:
+    """Return the plain values of a YAML file: mappings, lists and scalars; None for an empty file.
+
+    Raises `ConfigurationError` when there is no such file, or it is not UTF-8 or not YAML.
+    """
+    problem, remedy, data = "", "", b""
+    try:
+        with open(path, "rb") as file:
+            data = file.read()
+    except FileNotFoundError:
+        problem, remedy = "there is no such file.", f"Looked for {os.path.abspath(path)}."
+    except IsADirectoryError:
+        problem, remedy = "this is a directory.", "Give the path of a YAML file."
+    except PermissionError:
+        problem, remedy = "this process may not read the file.", "Check its permissions."
+    except (OSError, ValueError) as error:
+        problem = f"the file cannot be read ({getattr(error, 'strerror', None) or 'not a path'})."
+    if problem:
+        raise ConfigurationError([Mistake("", problem, remedy)], origin=origin)
+    try:
+        return yaml.load(data.decode("utf-8-sig"), Loader=_Loader)
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        problem, remedy = f"the file is not UTF-8 text (line {line}).", "Save it as UTF-8."
+    except yaml.MarkedYAMLError as error:
+        problem, remedy = _marked(error, data.decode("utf-8-sig").splitlines())
+    except yaml.reader.ReaderError as error:
+        # The position counts from a byte order mark on, which is not part of the text here.
+        line = data.decode("utf-8-sig").count("\n", 0, int(error.position)) + 1
+        problem = f"the file is not valid YAML: line {line} holds a character that YAML does not allow."
+    except RecursionError:
+        problem = "the file is nested too deeply."
+    except Exception:
+        # Explicit tags (`!!int abc`) make PyYAML raise whatever int(), a look-up and so on raise.
+        problem = "the file is not valid YAML: a value does not fit its tag."
+        remedy = "Leave out tags such as `!!int`, or put the text in quotes."
+    raise ConfigurationError([Mistake("", problem, remedy)], origin=origin)
+
+
+def _marked(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, str]:
+    mark = error.problem_mark or error.context_mark
+    place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "place unknown"
+    what, remedy = error.problem or "", ""
+    if "undefined alias" in what:
+        what = "`*` starts an alias that nothing defines"
+        remedy = "Put a text that starts with `*` in quotes."
+    elif "for the tag" in what or "tag handle" in what:
+        what = "`!` starts a tag that is not known here"
+        remedy = "Put a text that starts with `!` in quotes."
+    elif "that cannot start any token" in what:
+        remedy = "Put a text that starts with a special character in quotes; indent with spaces."
+    elif what == "a key stands twice":
+        remedy = "Join the two, or rename one of them."
+    elif mark and mark.line < len(lines) and "${" in lines[mark.line]:
+        remedy = "Within { } or [ ], put `${...}` in quotes."
+    # What stands in quotes is taken from the file, unless it is the name of a token.
+    what = _QUOTED.sub(lambda quoted: quoted[0] if len(quoted[0]) <= 3 or quoted[0][1] == "<" else "something", what)
+    return f"the file is not valid YAML: {what} ({place}).", remedy

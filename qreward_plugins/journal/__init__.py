@@ -1,0 +1,8 @@
+"""The journal: the durable record of verdicts, which is the cache, the way back after a crash, and the audit trail."""
+
+from __future__ import annotations
+
+from .journal import Journal
+from .keys import sample_key
+
+__all__ = ["Journal", "sample_key"]

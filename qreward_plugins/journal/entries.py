@@ -1,0 +1,156 @@
+"""One row of the journal: what is kept of an outcome, and how a verdict is read back from it.
+
+Prompts and responses are not kept: they are large, they belong to the trainer, and the key is enough to find a verdict
+again. Rows are built where the outcome is handed in, so that the writing thread holds nothing but plain, short values
+that SQLite is certain to take.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from typing import Any, TypeAlias
+
+from ..samples import Failed, Outcome, Sample, Scored, Usage, Verdict
+
+RATIONALE_CHARS = 4000
+"""Longest rationale that is kept, in characters."""
+
+_TEXT_CHARS = 1000
+
+Value: TypeAlias = str | int | float | None
+
+COLUMNS = (
+    ("key", "TEXT"),
+    ("recorded_at", "REAL NOT NULL"),
+    ("process_id", "INTEGER NOT NULL"),
+    ("sample_id", "TEXT"),
+    ("data_source", "TEXT NOT NULL"),
+    ("group_id", "TEXT"),
+    ("step", "INTEGER"),
+    ("split", "TEXT"),
+    ("outcome", "TEXT NOT NULL"),
+    ("judge", "TEXT NOT NULL"),
+    ("source", "TEXT NOT NULL"),
+    ("model", "TEXT"),
+    ("score", "REAL"),
+    ("components", "TEXT"),
+    ("rationale", "TEXT"),
+    ("correct", "INTEGER"),
+    ("cached", "INTEGER NOT NULL"),
+    ("cause", "TEXT"),
+    ("reason", "TEXT"),
+    ("detail", "TEXT"),
+    ("floor", "REAL"),
+    ("attempts", "INTEGER NOT NULL"),
+    ("prompt_tokens", "INTEGER NOT NULL"),
+    ("completion_tokens", "INTEGER NOT NULL"),
+    ("latency_s", "REAL NOT NULL"),
+    ("cost_usd", "REAL NOT NULL"),
+)
+"""Names and types. `recorded_at` is in seconds since 1970 (UTC); `outcome` is "scored" or "failed"."""
+
+VERDICT_COLUMNS = ("score", "components", "rationale", "correct", "judge", "source", "model")
+"""What a verdict is read back from."""
+
+
+def row(key: str | None, sample: Sample, outcome: Outcome, *, recorded_at: float, process_id: int) -> tuple[Value, ...]:
+    """The values of `COLUMNS` for an outcome."""
+    values: dict[str, Value] = {
+        "key": _text(key, None),
+        "recorded_at": recorded_at,
+        "process_id": process_id,
+        "sample_id": _text(sample.id),
+        "data_source": _text(sample.data_source),
+        "group_id": _text(sample.group_id),
+        "step": _integer(sample.step),
+        "split": _text(sample.split),
+    }
+    values |= _scored(outcome.verdict) if isinstance(outcome, Scored) else _failed(outcome)
+    return tuple(values.get(name) for name, _ in COLUMNS)
+
+
+def _scored(verdict: Verdict) -> dict[str, Value]:
+    components = {_text(name): float(value) for name, value in verdict.components.items()}
+    return {
+        "outcome": "scored",
+        "judge": _text(verdict.judge),
+        "source": _text(verdict.source),
+        "model": _text(verdict.model),
+        "score": float(verdict.score),
+        "components": json.dumps(components, allow_nan=False),
+        "rationale": _text(verdict.rationale, RATIONALE_CHARS),
+        "correct": None if verdict.correct is None else int(verdict.correct),
+        "cached": int(verdict.cached),
+        **_spent(verdict),
+    }
+
+
+def _failed(failed: Failed) -> dict[str, Value]:
+    return {
+        "outcome": "failed",
+        "judge": _text(failed.judge),
+        "source": _text(failed.source),
+        "cached": 0,
+        "cause": failed.cause.value,
+        "reason": _text(failed.reason),
+        "detail": _text(failed.detail),
+        "floor": _real(failed.floor),
+        **_spent(failed),
+    }
+
+
+def _spent(outcome: Verdict | Failed) -> dict[str, Value]:
+    return {
+        "attempts": _integer(outcome.attempts),
+        "prompt_tokens": _integer(outcome.usage.prompt_tokens),
+        "completion_tokens": _integer(outcome.usage.completion_tokens),
+        "latency_s": _real(outcome.latency_s) or 0.0,
+        "cost_usd": _real(outcome.cost_usd) or 0.0,
+    }
+
+
+def verdict(values: tuple[Any, ...]) -> Verdict:
+    """The verdict in the values of `VERDICT_COLUMNS`, as `as_cached` has it. Raises ValueError or TypeError."""
+    score, components, rationale, correct, judge, source, model = values
+    return Verdict(
+        score=score,
+        components=json.loads(components),
+        rationale=rationale,
+        correct=None if correct is None else bool(correct),
+        judge=judge,
+        source=source,
+        model=model,
+        attempts=0,
+        cached=True,
+    )
+
+
+def as_cached(verdict: Verdict) -> Verdict:
+    """The verdict as the journal answers with it.
+
+    Its attempts, usage, latency and cost are 0: they count what was spent on an outcome, and this one is free. So the
+    costs of all outcomes of a run add up to what the run paid. What the verdict cost when it was given stands in its
+    row.
+    """
+    rationale = _text(verdict.rationale, RATIONALE_CHARS) or ""
+    return replace(verdict, rationale=rationale, attempts=0, usage=Usage(), latency_s=0.0, cost_usd=0.0, cached=True)
+
+
+def _text(value: Any, limit: int | None = _TEXT_CHARS) -> str | None:
+    if value is None:
+        return None
+    text = value if isinstance(value, str) else str(value)
+    # SQLite stores UTF-8, which has no place for the lone surrogates that a broken decoder leaves behind.
+    return text[:limit].encode("utf-8", "replace").decode("utf-8")
+
+
+def _integer(value: Any) -> int | None:
+    # A step may be numpy's, and SQLite's integers have 64 bits.
+    return None if value is None else max(-(2**63), min(2**63 - 1, int(value)))
+
+
+def _real(value: float | None) -> float | None:
+    # SQLite has no NaN.
+    return float(value) if value is not None and math.isfinite(value) else None

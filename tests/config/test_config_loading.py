@@ -1,0 +1,290 @@
+"""What `load_config` accepts, and where it takes values from."""
+
+from __future__ import annotations
+
+import copy
+import enum
+import http
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml  # type: ignore[import-untyped]
+from omegaconf import OmegaConf
+
+from qreward_plugins.config import Config, Constant, LLMJudge, OpenAISource, load_config
+from qreward_plugins.config.yaml_file import _marked
+from qreward_plugins.errors import ConfigurationError
+
+TREE: dict[str, Any] = {
+    "sources": {"fast": {"kind": "openai", "base_url": "https://a.example/v1/", "model": "m"}},
+    "judges": {"quality": {"kind": "llm"}},
+}
+
+
+def mistakes(source: Any) -> dict[str, str]:
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(source)
+    return {mistake.path: str(mistake) for mistake in caught.value.mistakes}
+
+
+def fast(config: Config) -> OpenAISource:
+    source = config.sources["fast"]
+    assert isinstance(source, OpenAISource)
+    return source
+
+
+def write(tmp_path: Path, text: str | bytes) -> Path:
+    path = tmp_path / "qreward.yaml"
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return path
+
+
+def test_a_mapping_is_read_with_defaults_and_left_alone() -> None:
+    tree = copy.deepcopy(TREE)
+    config = load_config(tree)
+    assert tree == TREE
+    assert fast(config).base_url == ("https://a.example/v1",)
+    assert isinstance(config.judges["quality"], LLMJudge)
+    assert config.on_failure == "exclude"
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        """
+        sources:
+          fast: {kind: openai, base_url: [https://a/v1, http://b:8000/v1], model: "4", limits: {tokens_per_minute: 2e6}}
+        judges:
+          quality:
+            kind: llm
+            sources: fast
+            seed: 7
+        routes: {"*": quality}
+        on_failure: {constant: -1}
+        """,
+    )
+    for source in (path, str(path)):
+        config = load_config(source)
+        assert fast(config).base_url == ("https://a/v1", "http://b:8000/v1")
+        assert fast(config).limits.tokens_per_minute == 2e6
+        assert config.judges["quality"].sources == ("fast",)
+        assert config.on_failure == Constant(constant=-1)
+
+
+def test_a_byte_order_mark_and_dates_and_merge_keys_are_understood(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        b"\xef\xbb\xbf"
+        b"sources:\n  fast: &fast {kind: openai, base_url: http://a/v1, model: 2024-05-13}\n"
+        b"  slow: {<<: *fast, model: b}\njudges: {j: {kind: llm}}\n",
+    )
+    config = load_config(path)
+    assert fast(config).model == "2024-05-13"
+    assert config.sources["slow"] == OpenAISource(kind="openai", base_url=("http://a/v1",), model="b")
+
+
+def test_a_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path, "sources: {fast: {kind: openai, base_url: http://a/v1, model: m}}\njudges: {j: {kind: llm}}")
+    assert "fast" in load_config("~/qreward.yaml").sources
+
+
+def test_qreward_as_the_only_key_is_unwrapped() -> None:
+    assert load_config({"qreward": TREE}) == load_config(TREE)
+    assert "judges.quality.seed" in mistakes({"qreward": {**TREE, "judges": {"quality": {"kind": "llm", "seed": "x"}}}})
+    assert "leave `qreward` out" in mistakes({"qreward": TREE, "sources": {}})["qreward"]
+
+
+def test_a_config_passes_through_but_its_names_are_checked() -> None:
+    config = load_config(TREE)
+    assert load_config(config) is config
+    wrong = config.model_copy(update={"routes": {"*": "qualty"}})
+    assert "Did you mean `quality`?" in mistakes(wrong)['routes["*"]']
+
+
+def test_parts_may_be_models_and_paths(tmp_path: Path) -> None:
+    source = fast(load_config(TREE)).model_copy(update={"api_key": None})
+    tree = {**TREE, "sources": {"fast": source}, "engine": {"journal": {"path": tmp_path / "journal.sqlite"}}}
+    config = load_config(tree)
+    assert fast(config) == source
+    assert config.engine.journal is not None
+    assert config.engine.journal.path == str(tmp_path / "journal.sqlite")
+
+
+def test_numbers_and_names_may_be_of_other_libraries() -> None:
+    class Split(str, enum.Enum):
+        TRAIN = "m-train"
+
+    tree = copy.deepcopy(TREE)
+    tree["sources"]["fast"] |= {
+        "model": Split.TRAIN,
+        "limits": {"requests_per_minute": np.float64(6), "concurrency": np.int64(2), "burst": http.HTTPStatus.OK},
+    }
+    source = fast(load_config(tree))
+    assert source.model == "m-train"
+    assert (source.limits.requests_per_minute, source.limits.concurrency, source.limits.burst) == (6, 2, 200)
+
+
+def test_objects_among_keyword_arguments_come_through_as_they_are() -> None:
+    thing = object()
+    tree = {
+        "sources": {
+            "f": {"kind": "function", "function": "a:b", "kwargs": {"thing": thing, "set": {1}, "n": [1, (2,)]}}
+        },
+        "judges": {"j": {"kind": "function"}},
+    }
+    kwargs = load_config(tree).sources["f"].kwargs  # type: ignore[union-attr]
+    assert kwargs["thing"] is thing
+    assert kwargs["set"] == {1}
+    assert kwargs["n"] == [1, [2]]
+
+
+def test_interpolations_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QR_KEY", "sk-1")
+    monkeypatch.delenv("QR_NONE", raising=False)
+    tree = copy.deepcopy(TREE)
+    tree["sources"]["fast"] |= {
+        "api_key": "${oc.env:QR_KEY}",
+        "limits": {"requests_per_minute": "${oc.env:QR_NONE,60}", "concurrency": 4, "burst": "${.concurrency}"},
+        "parameters": {"user": "\\${x}"},
+    }
+    tree["sources"]["slow"] = {
+        **tree["sources"]["fast"],
+        "limits": "${sources.fast.limits}",
+        "model": "${...fast.model}",
+    }
+    tree["sources"]["slow"]["model"] = "${sources.fast.model}-slow"
+    config = load_config(tree)
+    slow = config.sources["slow"]
+    assert isinstance(slow, OpenAISource)
+    key = fast(config).api_key
+    assert key is not None
+    assert key.get_secret_value() == "sk-1"
+    assert fast(config).limits.requests_per_minute == 60
+    assert fast(config).limits.burst == 4
+    assert fast(config).parameters == {"user": "${x}"}
+    assert slow.limits == fast(config).limits
+    assert slow.model == "m-slow"
+
+
+def test_a_node_of_a_trainers_tree_resolves_by_its_parents_and_stays_as_it_is() -> None:
+    trainer = OmegaConf.create({"model": {"path": "/m"}, "reward": {"qreward": copy.deepcopy(TREE)}})
+    trainer.reward.qreward.sources.fast.model = "${model.path}"
+    OmegaConf.set_struct(trainer, True)
+    OmegaConf.set_readonly(trainer, True)
+    before = OmegaConf.to_yaml(trainer)
+    assert fast(load_config(trainer.reward.qreward)).model == "/m"
+    assert fast(load_config(trainer.reward)).model == "/m"
+    assert fast(load_config({"sources": trainer.reward.qreward.sources, "judges": TREE["judges"]})).model == "/m"
+    assert OmegaConf.to_yaml(trainer) == before
+    assert OmegaConf.is_interpolation(trainer.reward.qreward.sources.fast, "model")
+    assert OmegaConf.is_struct(trainer)
+
+
+def test_a_node_inside_a_mapping_is_resolved_once() -> None:
+    node = OmegaConf.create({"fast": {**TREE["sources"]["fast"], "parameters": {"user": "\\${x}", "thing": None}}})
+    assert fast(load_config({"sources": node, "judges": TREE["judges"]})).parameters == {"user": "${x}", "thing": None}
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ("a: [1\n", "not valid YAML"),
+        ("a:\n\tb: 1", "line 2, column 1"),
+        ("a: 1\na: 2", "a key stands twice (line 2, column 1)"),
+        ("a: b: c", "line 1, column 5"),
+        ("a: {x: ${oc.env:A}}", "Within { } or [ ], put `${...}` in quotes"),
+        ("a: !!int abc", "does not fit its tag"),
+        ("a: 1\nb: \x07", "line 2 holds a character"),
+        ("? [1]\n: 2", "unhashable"),
+        (b"a: 1\nb: \xff", "not UTF-8 text (line 2)"),
+        ("[" * 3000, "nested too deeply"),
+        ("", "is empty"),
+        ("# nothing\n", "is empty"),
+        ("{}", "is empty"),
+        ("- 1", "it is a list"),
+        ("hello", "of type str"),
+        ("qreward:", "is empty"),
+        ("qreward: 3", "must be a mapping"),
+    ],
+)
+def test_a_file_that_holds_no_tree(tmp_path: Path, content: str | bytes, problem: str) -> None:
+    path = write(tmp_path, content)
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(path)
+    assert problem in str(caught.value)
+    assert str(path) in str(caught.value)
+    assert caught.value.__context__ is None
+
+
+@pytest.mark.parametrize(
+    "line", ["*SECRETkey", "!SECRETkey", "!SECRETkey!x", "%SECRETkey", "&SECRETkey &SECRETkey x", '"SECRETkey\\q"']
+)
+def test_yaml_errors_do_not_quote_the_file(tmp_path: Path, line: str) -> None:
+    path = write(tmp_path, f"sources:\n  fast:\n    api_key: {line}\n")
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(path)
+    assert "line" in str(caught.value)
+    assert "SECRETkey" not in str(caught.value)
+
+
+def test_what_a_yaml_error_quotes_is_left_out() -> None:
+    for quoted in ("'SECRETkey'", '"SECRET\'key"', r"'SECRET\'key'"):
+        error = yaml.MarkedYAMLError(problem=f"found {quoted}, expected '<scalar>' or ','")
+        assert (
+            _marked(error, [])[0]
+            == "the file is not valid YAML: found something, expected '<scalar>' or ',' (place unknown)."
+        )
+
+
+def test_no_file(tmp_path: Path) -> None:
+    assert "no such file" in mistakes(tmp_path / "absent.yaml")[""]
+    assert "directory" in mistakes(str(tmp_path))[""]
+    assert "not a path" in mistakes("a\0b")[""]
+    assert "path of the file is empty" in mistakes(" ")[""]
+
+
+@pytest.mark.parametrize(
+    ("error", "text"), [(PermissionError(), "may not read"), (OSError(5, "Input/output error"), "Input/output error")]
+)
+def test_a_file_that_cannot_be_read(error: OSError, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("qreward_plugins.config.yaml_file.open", refuse, raising=False)
+    assert text in mistakes("qreward.yaml")[""]
+
+
+@pytest.mark.parametrize("text", ["sources:\n  fast: {api_key: sk-1}", "{sources: {fast: {api_key: sk-1}}}"])
+def test_yaml_text_is_not_a_path(text: str) -> None:
+    message = mistakes(text)[""]
+    assert "looks like YAML itself" in message
+    assert "sk-1" not in message
+
+
+@pytest.mark.parametrize("source", [None, 3, [TREE], OmegaConf.create([1]), {}, OmegaConf.create({})])
+def test_other_things(source: Any) -> None:
+    assert "" in mistakes(source) or "(top level)" in str(mistakes(source))
+
+
+def test_a_tree_that_contains_itself() -> None:
+    tree = copy.deepcopy(TREE)
+    tree["sources"]["fast"]["parameters"] = tree
+    assert any("contains itself" in text for text in mistakes(tree).values())
+    tree["sources"]["fast"]["parameters"] = {"all": "${sources}"}
+    assert "refers to itself" in mistakes(tree)["sources.fast.parameters.all"]
+    tree["engine"] = {"a": {"b": "${judges}"}}
+    tree["judges"]["quality"]["criteria"] = {"c": "${engine}", "d": "${engine}"}
+    assert any("contains itself" in text for text in mistakes(tree).values())
+    deep: Any = {}
+    for _ in range(5000):
+        deep = {"deeper": deep}
+    tree["sources"]["fast"]["parameters"] = deep
+    assert any("nested too deeply" in text for text in mistakes(tree).values())
+
+
+def test_the_origin_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationError, match=r"in reward\.qreward of the trainer:"):
+        load_config({"sources": 1}, origin="reward.qreward of the trainer")

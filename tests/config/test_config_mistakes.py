@@ -1,0 +1,467 @@
+"""Every mistake is reported, at its place, in words, and without secrets."""
+
+# ruff: noqa: E501 -- one line for each mistake and its message
+
+from __future__ import annotations
+
+import copy
+import pickle
+import traceback
+import typing
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from pydantic import ValidationError
+
+from qreward_plugins.config import Config, Node, OpenAISource, load_config
+from qreward_plugins.errors import ConfigurationError
+
+FULL: dict[str, Any] = {
+    "sources": {
+        "fast": {
+            "kind": "openai",
+            "base_url": ["https://a.example/v1", "http://b:8000/v1"],
+            "model": "m",
+            "api_key": "sk-1",
+            "headers": {"x-team": "t"},
+            "parameters": {"top_p": 1},
+            "limits": {
+                "requests_per_minute": 60,
+                "tokens_per_minute": 1e6,
+                "concurrency": 8,
+                "window": "auto",
+                "window_s": 60,
+                "burst": 2,
+            },
+            "timeouts": {"connect_s": 1, "total_s": 2.5},
+            "price": {"input_per_million": 0, "output_per_million": 1, "per_request": 0.5},
+            "verify_tls": True,
+            "max_reply_bytes": 1000,
+        },
+        "slow": {"kind": "openai", "base_url": "https://a/v1", "model": "m", "api_key_env": "KEY"},
+        "local": {
+            "kind": "function",
+            "function": "a.b:c",
+            "arguments": "sample",
+            "kwargs": {"a": 1},
+            "mode": "thread",
+            "workers": 2,
+            "limits": {"concurrency": 1},
+        },
+    },
+    "judges": {
+        "quality": {
+            "kind": "llm",
+            "sources": ["fast", "slow"],
+            "floor": 0,
+            "on_invalid": "floor",
+            "invalid_retries": 2,
+            "correct_at": 0.5,
+            "instructions": "Judge.",
+            "system": "",
+            "criteria": {"style": "Is it elegant?"},
+            "score_range": [1, 5],
+            "reward_range": [-1, 1],
+            "response_format": "none",
+            "temperature": 0.5,
+            "max_tokens": 10,
+            "seed": 1,
+            "max_prompt_chars": 1000,
+            "max_response_chars": 1000,
+        },
+        "exact": {"kind": "function", "sources": "local", "reward_range": [0, 1], "components": ["format"]},
+    },
+    "routes": {"math/*": "exact", "*": "quality"},
+    "engine": {"deadline_s": 10, "max_attempts": 2, "seed": 1, "journal": {"path": "j.sqlite", "reuse": False}},
+    "on_failure": {"constant": 0.5},
+}
+
+NAMES = {("sources",), ("judges",), ("routes",)}
+"""Mappings whose keys are the user's."""
+
+FREE = {"headers", "parameters", "kwargs", "criteria"}
+
+
+def caught(source: Any) -> ConfigurationError:
+    with pytest.raises(ConfigurationError) as info:
+        load_config(source)
+    return info.value
+
+
+def messages(tree: Any) -> dict[str, str]:
+    return {mistake.path: f"{mistake.problem} {mistake.remedy}".strip() for mistake in caught(tree).mistakes}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """`FULL` with another value at a dotted path; `...` takes the key out."""
+    tree = copy.deepcopy(FULL)
+    *above, last = path.split(".")
+    node = tree
+    for key in above:
+        node = node[key]
+    if value is ...:
+        del node[last]
+    else:
+        node[last] = value
+    return tree
+
+
+def test_the_full_tree_is_valid() -> None:
+    load_config(FULL)
+    load_config(OmegaConf.create(FULL))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "place", "text"),
+    [
+        ("sources.fast.limits.concurency", 4, "", "unknown key. Did you mean `concurrency`? Allowed here: requests_per"),
+        ("sources.fast.base-url", "x", "", "unknown key. Did you mean `base_url`?"),
+        ("sources.local.url", 1, "", "unknown key. Allowed here: kind, function, "),
+        ("judges.exact.instructions", "x", "", "unknown key. Allowed here: "),
+        ("sources.fast.model", ..., "", "the key is missing. It takes text that is not empty."),
+        ("sources.local.function", ..., "", "the key is missing. It takes `package.module:name` or"),
+        ("judges", ..., "", "the key is missing. It takes a mapping with at least one entry."),
+        ("sources", {}, "", "must be a mapping with at least one entry, not a mapping."),
+        ("sources.fast.kind", "opnai", "", "unknown kind 'opnai'. Did you mean `openai`? Allowed here: openai, function."),
+        ("sources.fast.kind", 3, "", "unknown kind 3. Allowed here: openai, function."),
+        ("sources.fast.kind", ..., "", "the key is missing. Add `kind: openai`."),
+        ("judges.none", {}, "judges.none.kind", "the key is missing. Add `kind: llm` or `kind: function`."),
+        ("sources.fast", None, "", "must be a mapping, not null. Give it a value, or remove the key."),
+        ("sources.fast", "http://a", "", "must be a mapping, not 'http://a'."),
+        ("sources.fast.limits", None, "", "must be a mapping, not null. Give it a value, or remove the key."),
+        ("sources.fast.limits", [1, 2], "", "must be a mapping, not a list of 2."),
+        ("sources.fast.limits.requests_per_minute", "abc", "", "must be a positive number, not 'abc'."),
+        ("sources.fast.limits.requests_per_minute", True, "", "must be a positive number, not true."),
+        ("sources.fast.limits.requests_per_minute", 0, "", "must be a positive number, not 0."),
+        ("sources.fast.limits.requests_per_minute", float("nan"), "", "must be a finite positive number, not nan."),
+        pytest.param(
+            "sources.fast.limits.requests_per_minute", 10**5000, "", "not a number of 16610 bits", id="huge"
+        ),
+        ("sources.fast.limits.concurrency", 1.5, "", "must be a positive whole number, not 1.5."),
+        ("sources.fast.limits.window", "slidng", "", "must be one of `auto`, `sliding`, `bucket`, not 'slidng'. Did"),
+        ("sources.fast.price.per_request", -1, "", "must be a number, 0 or more, not -1."),
+        ("sources.fast.verify_tls", "perhaps", "", "must be true or false, not 'perhaps'."),
+        ("sources.fast.model", 4, "", "must be text that is not empty, not 4. Put it in quotes."),
+        ("sources.fast.model", "", "", "must be text that is not empty, not ''."),
+        ("sources.fast.base_url", [], "", "must be a list of texts that is not empty, not a list of 0."),
+        ("sources.fast.base_url", ["http://a", "b"], "sources.fast.base_url[1]", "a base URL starts with http:// or"),
+        ("sources.fast.base_url", ["http://a", 3], "sources.fast.base_url[1]", "must be text, not 3."),
+        ("sources.fast.base_url", "http://u:pw@b/v1", "", "a base URL holds no credentials, query or fragment; write"),
+        ("sources.fast.api_key_env", "KEY", "", "give api_key or api_key_env, not both."),
+        ("sources.fast.api_key", "", "", "must be text that is not empty."),
+        ("sources.slow.api_key_env", "sk-1", "", "must be the name of an environment variable."),
+        ("sources.local.function", "a.b.c", "", "must be `package.module:name` or `path/to/file.py:name`, not 'a.b.c'."),
+        ("judges.quality.invalid_retries", 11, "", "must be a whole number from 0 to 10, not 11."),
+        ("judges.quality.max_prompt_chars", 10, "", "must be a whole number, 1000 or more, not 10."),
+        ("judges.quality.score_range", [5, 1], "", "the low end 5 must be below the high end 1."),
+        ("judges.quality.score_range", [1], "", "must be a list of two numbers, the low and the high end, not a list of 1."),
+        ("judges.quality.score_range", [1, "x"], "judges.quality.score_range[1]", "must be a number, not 'x'."),
+        ("judges.quality.score_range", [False, 1], "judges.quality.score_range[0]", "must be a number, not false."),
+        ("judges.quality.criteria", {"A b": "x"}, 'judges.quality.criteria["A b"]', "the name must be lower-case"),
+        ("judges.quality.criteria.style", 3, "", "must be text, not 3. Put it in quotes."),
+        ("engine.seed", True, "", "must be a whole number, not true."),
+        ("engine.journal", {"reuse": True}, "engine.journal.path", "the key is missing. It takes text that is not empty."),
+        ("on_failure", "exlude", "", "must be one of `exclude`, `raise` or a mapping with `constant`, not 'exlude'. Did"),
+        ("on_failure", {}, "on_failure.constant", "the key is missing. It takes a number."),
+        ("on_failure", {"constant": True}, "on_failure.constant", "must be a number, not true."),
+        ("on_failure", True, "", "must be one of `exclude`, `raise` or a mapping with `constant`, not true."),
+        ("routes", {"math/*": "exat"}, 'routes["math/*"]', "there is no judge `exat`. Did you mean `exact`? Judges: `quality`"),
+        ("routes", {}, "", "there are 2 judges (`quality`, `exact`), and nothing says which data source goes to which."),
+        ("judges.quality.sources", ["fast", "slwo"], "judges.quality.sources[1]", "there is no source `slwo`. Did you mean `slow`?"),
+        ("judges.exact.sources", "loca", "", "there is no source `loca`. Did you mean `local`? Sources: `fast`,"),
+        ("judges.exact.sources", "fast", "", "`fast` is a source of kind openai, which cannot answer a judge of kind function."),
+        ("judges.quality.sources", ["local"], "judges.quality.sources[0]", "`local` is a source of kind function, which"),
+        ("engine.seed", "???", "", "has no value yet (`???`). Set it."),
+        ("engine.seed", "${engine.sed}", "", "refers to a key that does not exist: '${engine.sed}'."),
+        ("engine.seed", "${engine.seed}", "", "refers to itself, or to a part of the tree that it stands in: '${engine.seed}'."),
+        ("engine.seed", "${oc.decode:'['}", "", "cannot be resolved: \"${oc.decode:'['}\"."),
+        ("engine.seed", "${foo:1}", "", "uses a resolver that nobody registered: '${foo:1}'."),
+        ("engine.seed", "${engine", "", "`${` starts an interpolation that cannot be read: '${engine'."),
+        ("engine.seed", "${sources.fast.model}", "", "must be a whole number, not what ${sources.fast.model} gives."),
+        ("engine", "${sources.fast.limits}", "engine.concurrency", "unknown key. Allowed here: deadline_s, max_attempts"),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_named_in_words(path: str, value: Any, place: str, text: str) -> None:
+    found = messages(changed(path, value))
+    assert text in found[place or path]
+
+
+def test_a_judge_without_any_source_of_its_kind() -> None:
+    tree = changed("sources.local", ...)
+    del tree["judges"]["exact"]["sources"]
+    assert messages(tree) == {
+        "judges.exact": "there is no source of kind function to answer this judge of kind function. Add one below `sources`."
+    }
+
+
+def test_long_values_are_cut() -> None:
+    text = messages(changed("sources.fast.limits.window", "x" * 1000))["sources.fast.limits.window"]
+    assert "x" * 50 in text
+    assert "x" * 61 not in text
+
+
+def test_unset_environment_variables_are_all_named_and_hide_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("QR_A", "QR_B", "QR_C"):
+        monkeypatch.delenv(name, raising=False)
+    tree = changed("sources.fast.api_key", "${oc.env:QR_A}")
+    tree["sources"]["slow"]["base_url"] = "http://${oc.env:QR_B}:${oc.env:QR_C}/v1"
+    tree["engine"]["deadline_s"] = 0
+    tree["judges"]["exact"]["sources"] = "fsat"
+    error = caught(tree)
+    assert [(m.path, m.remedy) for m in error.mistakes[:3]] == [
+        ("sources.fast.api_key", "Set it: export QR_A=..."),
+        ("sources.slow.base_url", "Set it: export QR_B=..."),
+        ("sources.slow.base_url", "Set it: export QR_C=..."),
+    ]
+    assert [m.path for m in error.mistakes[3:]] == ["judges.exact.sources", "engine.deadline_s"]
+    assert "the environment variable QR_A is not set" in str(error)
+    monkeypatch.setenv("QR_A", "")
+    assert messages(changed("sources.fast.api_key", "${oc.env:QR_A}")) == {
+        "sources.fast.api_key": "must be text that is not empty."
+    }
+
+
+def test_mistakes_come_in_the_order_of_the_file_and_once_each() -> None:
+    tree = changed("engine.deadline_s", -1)
+    tree["judges"]["quality"]["sedd"] = 1
+    tree["sources"]["fast"]["limits"]["burst"] = 0
+    del tree["sources"]["fast"]["model"]
+    paths = [mistake.path for mistake in caught(tree).mistakes]
+    assert paths == ["sources.fast.limits.burst", "sources.fast.model", "judges.quality.sedd", "engine.deadline_s"]
+
+
+def test_a_misspelt_key_is_one_mistake_and_what_stands_below_is_still_checked() -> None:
+    tree = copy.deepcopy(FULL)
+    tree["judgs"] = tree.pop("judges")
+    assert list(messages(tree)) == ["judgs"]
+    tree["judgs"]["quality"]["seed"] = "x"
+    tree["routes"]["*"] = "qualty"
+    assert list(messages(tree)) == ['routes["*"]', "judgs", "judgs.quality.seed"]
+    tree = changed("sources.fast.kind", ...)
+    tree["sources"]["fast"]["knd"] = "openai"
+    assert list(messages(tree)) == ["sources.fast.knd"]
+
+
+def test_keys_that_are_not_text() -> None:
+    tree = changed("sources.1", FULL["sources"]["fast"])
+    tree["sources"][1] = tree["sources"].pop("1")
+    tree["engine"][True] = 1
+    tree["sources"]["fast"]["headers"] = {None: "x"}
+    found = {mistake.path: f"{mistake.problem} {mistake.remedy}" for mistake in reversed(caught(tree).mistakes)}
+    assert found['sources["1"]'] == "the key is not text but 1. Keys are text; put it in quotes."
+    assert "YAML reads yes, on and true as that" in found["engine.True"]
+    assert found["sources.fast.headers"] == "a key here is null. Keys are text."
+
+
+def test_the_error_travels() -> None:
+    error = caught(changed("engine.seed", "x"))
+    assert pickle.loads(pickle.dumps(error)).mistakes == error.mistakes
+
+
+SECRET = "sk-SECRET"
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("sources.fast.api_key", [SECRET]),
+        ("sources.fast.api_key", {"x": SECRET}),
+        ("sources.fast.api_key", f"{SECRET}${{oc.env:"),
+        ("sources.fast.api_key", f"{SECRET}${{nowhere}}"),
+        ("sources.fast.api_key", f"${{oc.env:{SECRET}}}"),
+        ("sources.fast.apikey", SECRET),
+        ("sources.fast.apikey", f"{SECRET}${{nowhere}}"),
+        ("sources.fast.modle", [SECRET]),
+        ("sources.fast.limts", {"window": SECRET, "windw": SECRET}),
+        ("sources.fast.headers", SECRET),
+        ("sources.fast.headers", [SECRET]),
+        ("sources.fast.headers", {"a": [SECRET]}),
+        ("sources.fast.headers", {"a": {"b": SECRET}}),
+        ("sources.slow.api_key_env", SECRET),
+        ("sources.fast.parameters", SECRET),
+        ("sources.local.kwargs", SECRET),
+        ("sources.fast.base_url", f"http://user:{SECRET}@host/v1"),
+        ("sources.fast.base_url", f"host/v1?key={SECRET}"),
+        ("engine.seed", "${oc.env:QR_SECRET}"),
+        ("engine.seed", "${sources.fast.api_key}"),
+        ("engine.journal", "${oc.env:QR_SECRET}"),
+        ("engine.journal.reuse", "x"),
+    ],
+)
+def test_no_secret_gets_out(path: str, value: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("QR_SECRET", SECRET)
+    tree = copy.deepcopy(FULL)
+    tree["sources"]["fast"]["api_key"] = SECRET
+    tree["sources"]["fast"]["headers"] = {"Authorization": f"Bearer {SECRET}"}
+    *above, last = path.split(".")
+    node = tree
+    for key in above:
+        node = node[key]
+    node[last] = value
+    for source in (tree, {"qreward": tree}):
+        assert_silent(caught(source))
+
+
+def assert_silent(error: ConfigurationError) -> None:
+    assert error.__cause__ is None
+    assert error.__context__ is None
+    texts = [str(error), repr(error), repr(error.mistakes), repr(error.args), *traceback.format_exception(error)]
+    assert SECRET not in "".join(texts)
+    assert SECRET.encode() not in pickle.dumps(error)
+
+
+def test_a_valid_tree_keeps_its_secrets() -> None:
+    tree = changed("sources.fast.api_key", SECRET)
+    tree["sources"]["fast"]["headers"] = {"Authorization": SECRET}
+    config = load_config(tree)
+    assert SECRET not in f"{config!s}{config!r}{config.model_dump()}{config.model_dump_json()}"
+
+
+def test_the_models_themselves_do_not_quote_their_input() -> None:
+    with pytest.raises(ValidationError) as info:
+        OpenAISource(kind="openai", base_url=("http://a",), model="m", apikey=SECRET)  # type: ignore[call-arg]
+    assert SECRET not in str(info.value)
+
+
+def test_unions_of_the_models_are_where_the_paths_expect_them() -> None:
+    """pydantic puts the names of union members into paths; they are taken out by place, so the places must hold."""
+
+    def is_node(annotation: Any) -> bool:
+        # list[int] passes for a type in Python 3.10.
+        return typing.get_origin(annotation) is None and isinstance(annotation, type) and issubclass(annotation, Node)
+
+    def unions(annotation: Any, place: str) -> Iterator[str]:
+        args = typing.get_args(annotation)
+        if sum(is_node(arg) for arg in args) > 1:
+            yield place
+        elif is_node(annotation):
+            for name, field in annotation.model_fields.items():
+                yield from unions(field.annotation, f"{annotation.__name__}.{name}")
+        elif len([arg for arg in args if arg is not type(None)]) > 1 and "Union" in type(annotation).__name__:
+            yield place
+        for arg in args:
+            yield from unions(arg, place)
+
+    assert set(unions(Config, "")) == {"Config.sources", "Config.judges", "Config.on_failure"}
+
+
+def paths_of(node: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    for key, value in node.items():
+        yield (*above, key)
+        if isinstance(value, dict) and key not in FREE:
+            yield from paths_of(value, (*above, key))
+
+
+ALL_PATHS = sorted(paths_of(FULL))
+OUR_KEYS = [path for path in ALL_PATHS if path[:-1] not in NAMES]
+REQUIRED = [
+    ("sources",),
+    ("judges",),
+    ("sources", "fast", "kind"),
+    ("sources", "fast", "base_url"),
+    ("sources", "slow", "model"),
+    ("sources", "local", "kind"),
+    ("sources", "local", "function"),
+    ("judges", "quality", "kind"),
+    ("judges", "exact", "kind"),
+    ("engine", "journal", "path"),
+    ("on_failure", "constant"),
+]
+
+
+def text_of(path: tuple[Any, ...]) -> str:
+    return "".join(
+        f"[{key!r}]".replace("'", '"') if not key.replace("_", "a").replace("-", "a").isalnum() else f".{key}"
+        for key in path
+    ).lstrip(".")
+
+
+@st.composite
+def misspellings(draw: st.DrawFn) -> tuple[tuple[Any, ...], str]:
+    path = draw(st.sampled_from(OUR_KEYS))
+    key = path[-1]
+    at = draw(st.integers(0, len(key)))
+    letter = draw(st.sampled_from("abcxyz_-"))
+    word = draw(
+        st.sampled_from(
+            [key[:at] + letter + key[at:], key[:at] + key[at + 1 :], key[:at] + letter + key[at + 1 :], key.upper()]
+        )
+    )
+    return path, word
+
+
+@settings(deadline=None)
+@given(misspellings())
+def test_any_misspelling_is_found(misspelling: tuple[tuple[Any, ...], str]) -> None:
+    (*above, key), word = misspelling
+    tree = copy.deepcopy(FULL)
+    node: Any = tree
+    for part in above:
+        node = node[part]
+    if word in node or not word[:1].isalpha():
+        return
+    node[word] = node.pop(key)
+    error = caught(tree)
+    assert text_of((*above, word)) in [mistake.path for mistake in error.mistakes]
+    assert_tagless(error)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(REQUIRED))
+def test_any_missing_key_is_found(path: tuple[Any, ...]) -> None:
+    error = caught(changed(".".join(path), ...))
+    assert text_of(path) in [mistake.path for mistake in error.mistakes]
+    assert_tagless(error)
+
+
+WRONG = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.floats(),
+    st.text(max_size=20),
+    st.binary(max_size=4),
+    st.lists(st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=3)), max_size=3),
+    st.dictionaries(st.one_of(st.text(max_size=5), st.integers(), st.none()), st.none(), max_size=2),
+    st.builds(object),
+)
+
+
+@settings(deadline=None)
+@given(st.sampled_from(ALL_PATHS), WRONG)
+def test_any_other_value_is_valid_or_found(path: tuple[Any, ...], value: Any) -> None:
+    tree = copy.deepcopy(FULL)
+    node: Any = tree
+    for part in path[:-1]:
+        node = node[part]
+    node[path[-1]] = value
+    error = None
+    try:
+        load_config(tree)
+    except ConfigurationError as raised:
+        error = raised
+    assert error is not None or type(value) is not object
+    if error is not None:
+        assert_tagless(error)
+        # Names that others refer to may leave a mistake elsewhere instead.
+        places = [mistake.path for mistake in error.mistakes]
+        assert path[0] in ("sources", "judges") or any(place.startswith(text_of(path)) for place in places), error
+
+
+@settings(deadline=None)
+@given(st.recursive(WRONG, lambda inner: st.dictionaries(st.sampled_from([*FULL, "qreward", "kind", "fast"]), inner)))
+def test_any_tree_is_valid_or_refused(tree: Any) -> None:
+    if not isinstance(tree, dict):
+        return
+    with pytest.raises(ConfigurationError):
+        load_config(tree)
+
+
+def assert_tagless(error: ConfigurationError) -> None:
+    assert error.__context__ is None
+    for mistake in error.mistakes:
+        assert not {"openai", "llm", "Constant", "key"} & set(mistake.path.replace("[", ".").strip("]").split("."))

@@ -1,0 +1,52 @@
+"""Which judge, and which sources."""
+
+from __future__ import annotations
+
+import pytest
+
+from qreward_plugins.config import Config, judge_for, load_config, sources_of
+
+SOURCES = {
+    "a": {"kind": "openai", "base_url": "http://a/v1", "model": "m"},
+    "f": {"kind": "function", "function": "a:b"},
+    "b": {"kind": "openai", "base_url": "http://b/v1", "model": "m"},
+}
+
+
+def config(routes: dict[str, str], **judges: dict[str, object]) -> Config:
+    return load_config({"sources": SOURCES, "judges": judges, "routes": routes})
+
+
+def test_the_first_matching_route_wins() -> None:
+    tree = config({"math/hard*": "j", "math/*": "k", "code": "j"}, j={"kind": "llm"}, k={"kind": "function"})
+    assert judge_for(tree, "math/hard/1") == "j"
+    assert judge_for(tree, "math/easy") == "k"
+    assert judge_for(tree, "code") == "j"
+    assert judge_for(tree, "CODE") is None
+    assert judge_for(tree, "codes") is None
+    assert judge_for(tree, "") is None
+
+
+def test_routes_of_dotted_and_odd_patterns_keep_their_order() -> None:
+    tree = config({"a.b[12].*": "j", "*": "k"}, j={"kind": "llm"}, k={"kind": "llm"})
+    assert judge_for(tree, "a.b1.c") == "j"
+    assert judge_for(tree, "a.b3.c") == "k"
+
+
+def test_the_only_judge_needs_no_route() -> None:
+    assert judge_for(config({}, j={"kind": "llm"}), "anything") == "j"
+    assert judge_for(config({"math": "j"}, j={"kind": "llm"}), "anything") is None
+
+
+def test_two_judges_without_routes_judge_nothing() -> None:
+    tree = config({"*": "j"}, j={"kind": "llm"}, k={"kind": "llm"}).model_copy(update={"routes": {}})
+    assert judge_for(tree, "anything") is None
+
+
+def test_the_sources_of_a_judge() -> None:
+    tree = config({"*": "j"}, j={"kind": "llm"}, k={"kind": "llm", "sources": ["b", "b"]}, m={"kind": "function"})
+    assert sources_of(tree, "j") == ("a", "b")
+    assert sources_of(tree, "k") == ("b",)
+    assert sources_of(tree, "m") == ("f",)
+    with pytest.raises(KeyError):
+        sources_of(tree, "n")

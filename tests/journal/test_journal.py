@@ -1,0 +1,682 @@
+"""What goes into the journal comes out of it, whatever happens to callers, event loops and processes."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import logging
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+import tracemalloc
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qreward_plugins.errors import JournalError
+from qreward_plugins.journal import Journal, journal
+from qreward_plugins.samples import Cause, Failed, Sample, Scored, Usage, Verdict
+
+SAMPLE = Sample(
+    messages=[{"role": "user", "content": "the prompt"}],
+    response="the response",
+    data_source="math",
+    group_id="g1",
+    step=3,
+    split="train",
+    id="s1",
+)
+VERDICT = Verdict(
+    score=0.25,
+    components={"style": 0.5, "form": 1},
+    rationale="good",
+    correct=True,
+    judge="quality",
+    source="fast",
+    model="m-1",
+    attempts=3,
+    usage=Usage(100, 20),
+    latency_s=1.5,
+    cost_usd=0.01,
+)
+FAILED = Failed(
+    Cause.INFRA, "deadline", "took too long", floor=0.0, judge="quality", source="slow", attempts=2, latency_s=9.0
+)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal.sqlite"
+
+
+def rows(path: Path, what: str = "*") -> list[dict[str, Any]]:
+    with closing(sqlite3.connect(path)) as connection:
+        connection.row_factory = sqlite3.Row
+        return [dict(row) for row in connection.execute(f"SELECT {what} FROM outcomes ORDER BY id")]
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """No process can write while this lasts."""
+    with closing(sqlite3.connect(path, isolation_level=None)) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        yield
+        connection.execute("ROLLBACK")
+
+
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if "qreward-journal" in thread.name}
+
+
+def test_a_verdict_comes_back_now_and_in_the_next_run(path: Path) -> None:
+    expected = replace(VERDICT, attempts=0, usage=Usage(), latency_s=0.0, cost_usd=0.0, cached=True)
+
+    async def first() -> None:
+        journal = Journal(path)
+        assert await journal.get("k") is None
+        await journal.put("k", SAMPLE, Scored(VERDICT))
+        assert await journal.get("k") == expected
+        await journal.flush()
+        assert await journal.get("k") == expected
+        assert await journal.get("other") is None
+        await journal.aclose()
+
+    async def second() -> None:
+        journal = Journal(path)
+        assert await journal.get("k") == expected
+        await journal.aclose()
+
+    asyncio.run(first())
+    asyncio.run(second())
+    assert not threads()
+
+
+def test_the_latest_verdict_wins_and_nothing_else_is_an_answer(path: Path) -> None:
+    async def main() -> None:
+        journal = Journal(path)
+        await journal.put("k", SAMPLE, Scored(VERDICT))
+        await journal.put("k", SAMPLE, Scored(replace(VERDICT, score=0.75)))
+        await journal.put("k", SAMPLE, Failed(Cause.INFRA, "deadline"))
+        await journal.put("k", SAMPLE, Scored(replace(VERDICT, score=0.1, cached=True)))
+        await journal.put("f", SAMPLE, FAILED)
+        await journal.put(None, SAMPLE, Scored(VERDICT))
+        for _ in range(2):
+            verdict = await journal.get("k")
+            assert verdict is not None
+            assert verdict.score == 0.75
+            assert await journal.get("f") is None
+            await journal.flush()
+        await journal.aclose()
+
+    asyncio.run(main())
+    assert len(rows(path)) == 6
+
+
+def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
+    async def main() -> None:
+        times = iter([1_700_000_000.5, 1_700_000_001.0])
+        journal = Journal(path, clock=lambda: next(times))
+        await journal.put("k", SAMPLE, Scored(VERDICT))
+        await journal.put(None, SAMPLE, FAILED)
+        await journal.aclose()
+
+    asyncio.run(main())
+    scored, failed = rows(path)
+    common = {
+        "process_id": os.getpid(),
+        "sample_id": "s1",
+        "data_source": "math",
+        "group_id": "g1",
+        "step": 3,
+        "split": "train",
+        "judge": "quality",
+        "cached": 0,
+    }
+    assert json.loads(scored.pop("components")) == VERDICT.components
+    assert scored == common | {
+        "id": 1,
+        "key": "k",
+        "recorded_at": 1_700_000_000.5,
+        "outcome": "scored",
+        "source": "fast",
+        "model": "m-1",
+        "score": 0.25,
+        "rationale": "good",
+        "correct": 1,
+        "cause": None,
+        "reason": None,
+        "detail": None,
+        "floor": None,
+        "attempts": 3,
+        "prompt_tokens": 100,
+        "completion_tokens": 20,
+        "latency_s": 1.5,
+        "cost_usd": 0.01,
+    }
+    assert failed == common | {
+        "id": 2,
+        "key": None,
+        "recorded_at": 1_700_000_001.0,
+        "outcome": "failed",
+        "source": "slow",
+        "model": None,
+        "score": None,
+        "components": None,
+        "rationale": None,
+        "correct": None,
+        "cause": "infra",
+        "reason": "deadline",
+        "detail": "took too long",
+        "floor": 0.0,
+        "attempts": 2,
+        "prompt_tokens": 0,
+        "completion_tokens": 0,
+        "latency_s": 9.0,
+        "cost_usd": 0.0,
+    }
+    assert b"the prompt" not in path.read_bytes()
+    assert b"the response" not in path.read_bytes()
+
+
+def test_odd_values_are_kept_in_a_form_that_sqlite_takes(path: Path) -> None:
+    sample = replace(SAMPLE, id="\ud800", step=np.int64(4), group_id=7)  # type: ignore[arg-type]
+    verdict = replace(
+        VERDICT, rationale="x\ud800\0" + "y" * 10_000, score=np.float64(0.5), components={"\udfff": 1}, correct=None
+    )
+
+    async def main() -> None:
+        journal = Journal(path)
+        await journal.put("k\ud800", sample, Scored(verdict))
+        await journal.put("k", replace(sample, step=2**70), Scored(verdict))
+        for _ in range(2):
+            found = await journal.get("k")
+            assert found is not None
+            assert found.rationale == "x?\0" + "y" * 3997
+            assert found.score == 0.5
+            assert found.correct is None
+            await journal.flush()
+        assert await journal.get("\ud800") is None
+        assert journal.write_errors == 0
+        await journal.aclose()
+
+    asyncio.run(main())
+    assert [(row["sample_id"], row["step"], row["group_id"]) for row in rows(path)] == [
+        ("?", 4, "7"),
+        ("?", 2**63 - 1, "7"),
+    ]
+
+
+def test_a_row_that_cannot_be_made_costs_only_itself(path: Path) -> None:
+    async def main() -> None:
+        journal = Journal(path)
+        await journal.put("a", SAMPLE, Scored(VERDICT))
+        await journal.put("b", replace(SAMPLE, step="three"), Scored(VERDICT))  # type: ignore[arg-type]
+        await journal.put("c", SAMPLE, Scored(VERDICT))
+        assert journal.write_errors == 1
+        with pytest.raises(JournalError, match="1 outcomes were not recorded"):
+            await journal.aclose()
+
+    asyncio.run(main())
+    assert [row["key"] for row in rows(path)] == ["a", "c"]
+
+
+def test_a_batch_that_cannot_be_written_is_dropped_as_a_whole(path: Path) -> None:
+    async def main() -> None:
+        book = Journal(path)
+        with locked(path):
+            await book.put("a", SAMPLE, Scored(VERDICT))
+            book._waiting.append(("too", "short"))
+            await book.put("b", SAMPLE, Scored(VERDICT))
+        with pytest.raises(JournalError, match="were not recorded"):
+            await book.flush()
+        await book.put("c", SAMPLE, Scored(VERDICT))
+        await book.aclose()
+
+    asyncio.run(main())
+    assert rows(path)[-1]["key"] == "c"
+
+
+def test_entries_are_written_in_batches_and_soon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    batches: list[int] = []
+    first = threading.Event()
+    commit = Journal._commit
+
+    def counted(self: Journal, rows: Any) -> None:
+        commit(self, rows)
+        batches.append(len(rows))
+        first.set()
+
+    monkeypatch.setattr(Journal, "_commit", counted)
+
+    async def main() -> None:
+        journal = Journal(path)
+        await journal.put("k", SAMPLE, Scored(VERDICT))
+        # Nobody asks for it: the entry is written because some time has passed.
+        await asyncio.to_thread(first.wait)
+        assert len(rows(path)) == 1
+        with locked(path):
+            for n in range(1000):
+                await journal.put(str(n), SAMPLE, Scored(VERDICT))
+        await journal.flush()
+        assert len(rows(path)) == 1001
+        await journal.aclose()
+
+    asyncio.run(main())
+    assert sum(batches) == 1001
+    # The first one alone, those that met the lock, and all that came while it was there.
+    assert len([size for size in batches if size]) <= 3
+
+
+def test_a_caller_waits_when_the_file_cannot_keep_up_and_its_cancellation_loses_nothing(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal, "ROOM", 8)
+
+    async def main() -> None:
+        book = Journal(path)
+        with locked(path):
+            for n in range(8):
+                await book.put(str(n), SAMPLE, Scored(VERDICT))
+            waiting = [asyncio.ensure_future(book.put(str(n), SAMPLE, Scored(VERDICT))) for n in range(8, 12)]
+            flushing = asyncio.ensure_future(book.flush())
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            assert not any(task.done() for task in waiting)
+            waiting[0].cancel()
+            flushing.cancel()
+            await asyncio.gather(waiting[0], flushing, return_exceptions=True)
+            assert not waiting[1].done()
+        await asyncio.gather(*waiting[1:])
+        with locked(path):
+            # There is room again: nobody waits for the lock.
+            for n in range(12, 20):
+                await book.put(str(n), SAMPLE, Scored(VERDICT))
+        await book.aclose()
+
+    asyncio.run(main())
+    assert [row["key"] for row in rows(path)] == [str(n) for n in range(20)]
+
+
+def test_the_event_loop_goes_on_while_the_file_is_locked(path: Path) -> None:
+    async def main() -> None:
+        book = Journal(path)
+        await book.put("k", SAMPLE, Scored(VERDICT))
+        await book.flush()
+        with locked(path):
+            await book.put("l", SAMPLE, Scored(VERDICT))
+            flushing = asyncio.ensure_future(book.flush())
+            # Readers do not wait for writers.
+            assert await book.get("k") is not None
+            assert await book.get("none") is None
+            assert not flushing.done()
+        await flushing
+        await book.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_closed_event_loop_does_not_matter(path: Path) -> None:
+    book = Journal(path)
+
+    async def leave() -> None:
+        for n in range(5):
+            await book.put(str(n), SAMPLE, Scored(VERDICT))
+        asyncio.ensure_future(book.flush())  # noqa: RUF006
+        asyncio.ensure_future(book.get("nothing"))  # noqa: RUF006
+        await asyncio.sleep(0)
+
+    with locked(path):
+        asyncio.run(leave())
+
+    async def come_back() -> None:
+        assert await book.get("4") is not None
+        await book.put("5", SAMPLE, Scored(VERDICT))
+        await book.flush()
+        await book.aclose()
+
+    asyncio.run(come_back())
+    assert len(rows(path)) == 6
+
+
+def test_closing_is_idempotent_and_survives_cancellation(path: Path) -> None:
+    async def main() -> None:
+        book = Journal(path)
+        await book.put("k", SAMPLE, Scored(VERDICT))
+        with locked(path):
+            closing_ = asyncio.ensure_future(book.aclose())
+            await asyncio.sleep(0)
+            closing_.cancel()
+            await asyncio.gather(closing_, return_exceptions=True)
+            assert closing_.cancelled()
+        await asyncio.gather(book.aclose(), book.aclose())
+        await book.aclose()
+        book.close()
+        for refused in (book.get("k"), book.put("k", SAMPLE, FAILED), book.flush()):
+            with pytest.raises(JournalError, match="is closed"):
+                await refused
+
+    asyncio.run(main())
+    assert len(rows(path)) == 1
+    assert not threads()
+    assert {file.name for file in path.parent.iterdir()} == {path.name}
+
+
+def test_memory_does_not_grow(path: Path) -> None:
+    async def main() -> None:
+        book = Journal(path)
+
+        async def burst() -> None:
+            for n in range(3000):
+                await book.put(str(n), SAMPLE, Scored(replace(VERDICT, rationale="r" * 1000)))
+            await book.flush()
+
+        await burst()
+        tracemalloc.start()
+        await burst()
+        gc.collect()
+        before = tracemalloc.get_traced_memory()[0]
+        for _ in range(3):
+            await burst()
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        assert grown < 300_000
+        assert not book._unwritten_verdicts
+        assert not book._verdicts_being_written
+        await book.aclose()
+
+    asyncio.run(main())
+
+
+PRELUDE = """
+import asyncio, os, resource, sys, warnings
+from qreward_plugins.errors import JournalError
+from qreward_plugins.journal import Journal
+from qreward_plugins.samples import Sample, Scored, Verdict
+path = sys.argv[1]
+sample = Sample(messages=[], response="")
+"""
+
+
+def start(program: str, path: Path) -> subprocess.Popen[str]:
+    """A process that runs `program` after `PRELUDE`."""
+    return subprocess.Popen(
+        [sys.executable, "-W", "error", "-c", PRELUDE + textwrap.dedent(program), str(path)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def written(path: Path, count: int) -> None:
+    """Make a journal with `count` verdicts."""
+
+    async def main() -> None:
+        book = Journal(path)
+        for n in range(count):
+            await book.put(str(n), SAMPLE, Scored(VERDICT))
+        await book.aclose()
+
+    asyncio.run(main())
+
+
+def test_several_processes_share_a_journal_from_its_first_moment_on(path: Path) -> None:
+    program = """
+    async def main():
+        journal = Journal(path)
+        name = os.getpid()
+        await asyncio.gather(*(journal.put(f"{name}-{n}", sample, Scored(Verdict(score=n))) for n in range(500)))
+        await journal.aclose()
+    print("ready", flush=True)
+    sys.stdin.readline()
+    asyncio.run(main())
+    """
+    processes = [start(program, path) for _ in range(4)]
+    for process in processes:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+    for process in processes:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    for process in processes:
+        process.communicate()
+        assert process.returncode == 0
+    keys = [row["key"] for row in rows(path, "key")]
+    assert sorted(keys) == sorted(f"{process.pid}-{n}" for process in processes for n in range(500))
+
+
+def test_a_killed_writer_leaves_a_valid_journal(path: Path) -> None:
+    program = """
+    async def main():
+        journal = Journal(path)
+        for n in range(10**9):
+            await journal.put(str(n), sample, Scored(Verdict(score=n, rationale="r" * 500)))
+            if n % 500 == 0:
+                await journal.flush()
+                print(n, flush=True)
+    asyncio.run(main())
+    """
+    with start(program, path) as process:
+        assert process.stdout is not None
+        flushed = 0
+        while flushed < 3000:
+            flushed = int(process.stdout.readline())
+        process.send_signal(signal.SIGKILL)
+        for line in process.stdout:
+            flushed = int(line)
+    with closing(sqlite3.connect(path)) as connection:
+        assert connection.execute("PRAGMA integrity_check").fetchall() == [("ok",)]
+    kept = [row["key"] for row in rows(path, "key")]
+    assert kept == [str(n) for n in range(len(kept))]
+    assert len(kept) > flushed
+
+    async def read() -> None:
+        book = Journal(path)
+        verdict = await book.get(str(flushed))
+        assert verdict is not None
+        assert verdict.score == flushed
+        await book.put("next", SAMPLE, Scored(VERDICT))
+        await book.aclose()
+
+    asyncio.run(read())
+    assert rows(path, "key")[-1]["key"] == "next"
+
+
+def test_a_process_that_ends_without_closing_loses_nothing(path: Path) -> None:
+    program = """
+    from qreward_plugins.journal import journal as module
+    module.COMMIT_AFTER_S = 1000
+    async def main():
+        journal = Journal(path)
+        for n in range(200):
+            await journal.put(str(n), sample, Scored(Verdict(score=n)))
+    asyncio.run(main())
+    """
+    with start(program, path) as process:
+        assert process.wait() == 0
+    assert len(rows(path)) == 200
+
+
+def test_a_forked_child_is_told_to_open_its_own(path: Path) -> None:
+    program = """
+    journal = Journal(path)
+    warnings.simplefilter("ignore")
+    child = os.fork()
+    if not child:
+        refused = []
+        for call in (lambda: asyncio.run(journal.get("k")), lambda: asyncio.run(journal.flush()), journal.close):
+            try:
+                call()
+            except JournalError as error:
+                refused.append("fork" in str(error) or "another process" in str(error))
+        os._exit(0 if refused == [True] * 3 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    journal.close()
+    """
+    with start(program, path) as process:
+        assert process.wait() == 0
+
+
+def test_a_full_disk_does_not_stop_scoring(path: Path) -> None:
+    program = """
+    import logging
+    logging.basicConfig(stream=sys.stdout, format="%(levelname)s %(message)s")
+    async def main():
+        journal = Journal(path)
+        await journal.put("first", sample, Scored(Verdict(score=1)))
+        await journal.flush()
+        # From here on no file can become longer than the journal's is.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(path + "-wal"), resource.RLIM_INFINITY))
+        for n in range(3):
+            for m in range(300):
+                await journal.put(f"{n}-{m}", sample, Scored(Verdict(score=m, rationale="r" * 3000)))
+            try:
+                await journal.flush()
+            except JournalError as error:
+                print("raised", error)
+        await journal.flush()
+        assert journal.write_errors == 900, journal.write_errors
+        assert (await journal.get("first")).score == 1
+        assert await journal.get("2-1") is None
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        await journal.put("last", sample, Scored(Verdict(score=1)))
+        await journal.aclose()
+    asyncio.run(main())
+    """
+    with start(program, path) as process:
+        output = process.communicate()[0]
+        assert process.returncode == 0, output
+    lines = output.splitlines()
+    assert [line.split()[0] for line in lines].count("ERROR") == 1
+    assert [line.split()[0] for line in lines].count("raised") == 3
+    assert "outcomes were not recorded" in lines[0]
+    assert str(path) in lines[0]
+    assert "make room" in lines[0]
+    assert [row["key"] for row in rows(path, "key")] == ["first", "last"]
+
+
+def test_a_write_error_is_logged_once_and_raised_once(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
+
+    async def main() -> None:
+        book = Journal(path)
+        with locked(path):
+            await book.put("a", SAMPLE, Scored(VERDICT))
+            with pytest.raises(JournalError, match="1 outcomes were not recorded: another process holds"):
+                await book.flush()
+            await book.flush()
+            await book.put("b", SAMPLE, Scored(VERDICT))
+            with pytest.raises(JournalError, match="2 outcomes were not recorded: another process holds"):
+                await book.aclose()
+        await book.aclose()
+        assert book.write_errors == 2
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(main())
+    assert len(caplog.records) == 1
+    assert not threads()
+
+
+def test_an_unreadable_row_is_no_verdict(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        book = Journal(path)
+        await book.put("k", SAMPLE, Scored(VERDICT))
+        await book.put("l", SAMPLE, Scored(VERDICT))
+        await book.flush()
+        with closing(sqlite3.connect(path)) as connection, connection:
+            connection.execute("UPDATE outcomes SET components = '{' WHERE key = 'k'")
+            connection.execute("UPDATE outcomes SET score = NULL WHERE key = 'l'")
+        assert await book.get("k") is None
+        assert await book.get("l") is None
+        assert book.read_errors == 2
+        await book.aclose()
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(main())
+    assert len(caplog.records) == 1
+
+
+def refusal(path: Path | str) -> str:
+    before = threads()
+    with pytest.raises(JournalError) as caught:
+        Journal(path)
+    assert threads() == before
+    assert str(path) in str(caught.value)
+    assert caught.value.__cause__ is None
+    return str(caught.value)
+
+
+def test_files_that_are_no_journal(path: Path, tmp_path: Path) -> None:
+    path.write_bytes(b"sources:\n" * 500)
+    assert "is not a journal; choose another path" in refusal(path)
+    assert path.read_bytes() == b"sources:\n" * 500
+
+    other = tmp_path / "other.sqlite"
+    with closing(sqlite3.connect(other)) as connection:
+        connection.execute("CREATE TABLE things (id)")
+    before = other.read_bytes()
+    assert "database of another program" in refusal(other)
+    assert other.read_bytes() == before
+
+    assert "check that its directory exists" in refusal(tmp_path / "absent" / "journal.sqlite")
+    assert "check that its directory exists" in refusal(tmp_path)
+    assert "local disk" in refusal(":memory:")
+    assert "failed" in refusal("a\0b")
+
+
+def test_a_damaged_journal(path: Path) -> None:
+    written(path, 2000)
+    content = bytearray(path.read_bytes())
+    content[4096:] = b"\xff" * len(content[4096:])
+    path.write_bytes(content)
+    assert "is damaged; move it away" in refusal(path)
+
+
+def test_a_journal_of_a_newer_version(path: Path) -> None:
+    written(path, 1)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA user_version = 2")
+    assert "schema version 2, this package knows version 1; upgrade" in refusal(path)
+
+
+def test_a_journal_that_may_not_be_written() -> None:
+    program = """
+    if os.geteuid() == 0:
+        os.seteuid(65534)
+    try:
+        Journal(path)
+    except JournalError as error:
+        print(error)
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory, "journal.sqlite")
+        written(path, 1)
+        path.chmod(0o444)
+        Path(directory).chmod(0o555)
+        for target in (path, Path(directory, "new.sqlite")):
+            with start(program, target) as process:
+                output = process.communicate()[0]
+            assert str(target) in output
+            assert "check" in output
+        Path(directory).chmod(0o755)
+
+
+def test_a_locked_journal_is_refused_in_words(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
+    written(path, 1)
+    with locked(path):
+        assert "another process holds the journal" in refusal(path)

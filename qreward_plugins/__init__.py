@@ -1,0 +1,108 @@
+"""The reward layer of RL post-training: rollouts go in, outcomes come out, at the speed the sources' limits allow.
+
+The names below are the public surface. They load on first use, because importing this package happens in every process
+of a training run and must cost next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .config import Config, load_config
+    from .engine import RewardEngine
+    from .errors import (
+        ConfigurationError,
+        EngineError,
+        InputError,
+        InvalidVerdict,
+        JournalError,
+        Mistake,
+        PermanentError,
+        QRewardError,
+        RewardMissing,
+        SourceError,
+        SourceUnusable,
+        Throttled,
+        TransientError,
+    )
+    from .portal import EnginePortal
+    from .samples import Cause, Failed, Message, Outcome, Sample, Scored, Split, Usage, Verdict
+    from .telemetry import EngineStatistics, SourceStatistics
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Cause": "samples",
+    "Config": "config",
+    "ConfigurationError": "errors",
+    "EngineError": "errors",
+    "EnginePortal": "portal",
+    "EngineStatistics": "telemetry",
+    "Failed": "samples",
+    "InputError": "errors",
+    "InvalidVerdict": "errors",
+    "JournalError": "errors",
+    "Message": "samples",
+    "Mistake": "errors",
+    "Outcome": "samples",
+    "PermanentError": "errors",
+    "QRewardError": "errors",
+    "RewardEngine": "engine",
+    "RewardMissing": "errors",
+    "Sample": "samples",
+    "Scored": "samples",
+    "SourceError": "errors",
+    "SourceStatistics": "telemetry",
+    "SourceUnusable": "errors",
+    "Split": "samples",
+    "Throttled": "errors",
+    "TransientError": "errors",
+    "Usage": "samples",
+    "Verdict": "samples",
+    "load_config": "config",
+}
+
+__all__ = [
+    "Cause",
+    "Config",
+    "ConfigurationError",
+    "EngineError",
+    "EnginePortal",
+    "EngineStatistics",
+    "Failed",
+    "InputError",
+    "InvalidVerdict",
+    "JournalError",
+    "Message",
+    "Mistake",
+    "Outcome",
+    "PermanentError",
+    "QRewardError",
+    "RewardEngine",
+    "RewardMissing",
+    "Sample",
+    "Scored",
+    "SourceError",
+    "SourceStatistics",
+    "SourceUnusable",
+    "Split",
+    "Throttled",
+    "TransientError",
+    "Usage",
+    "Verdict",
+    "__version__",
+    "load_config",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f".{home}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,293 @@
+"""`RewardEngine`: the one front door. Samples go in, outcomes come out, whatever happens behind it.
+
+The engine joins the rooms (routes, judges, journal, scheduling, sources) and adds no rule of its own. Everything that
+belongs to an event loop is made when the first call comes, in the loop of that call, and is dropped when that loop is
+found closed; quotas and what was learned of the sources live on, because the provider does not forget either.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+import secrets
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from os import PathLike
+from typing import TYPE_CHECKING, Any
+
+from .config import Config, judge_for, load_config, sources_of
+from .errors import ConfigurationError, EngineError, Mistake
+from .journal import Journal, sample_key
+from .judges import Judge, build_judge
+from .quotas import Quota
+from .samples import Cause, Failed, Outcome, Sample, Scored
+from .scheduling import Dispatcher, Lane
+from .sources import Source, open_source
+from .telemetry import EngineCounters, EngineStatistics
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+    from .portal import EnginePortal
+
+_log = logging.getLogger("qreward_plugins.engine")
+
+
+class RewardEngine:
+    """Scores samples over the sources of one configuration.
+
+    Args:
+        config: what `load_config` takes: a path to a YAML file, the same tree as a mapping or DictConfig, or a
+        `Config`. processes: how many processes share the sources' limits; this engine keeps to an equal part of each.
+        sources: opened sources by name, which take the place of those that the configuration would open.
+
+    Raises `ConfigurationError` with every mistake of the configuration.
+
+    Use it as an async context manager, or call `aclose`. It serves one event loop at a time: the one that calls it
+    first, and after that one is closed the next that calls. Sync code uses `portal`.
+    """
+
+    def __init__(
+        self,
+        config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config,
+        *,
+        processes: int = 1,
+        sources: Mapping[str, Source] | None = None,
+    ) -> None:
+        self.config = load_config(config)
+        settings = self.config.engine
+        opened = {
+            name: (sources or {}).get(name) or open_source(name, source) for name, source in self.config.sources.items()
+        }
+        quotas = _quotas(self.config, opened, processes)
+        self._lanes = {
+            name: Lane(source, quotas[name], timeout_s=node.timeouts.total_s, price=node.price)
+            for (name, source), node in zip(opened.items(), self.config.sources.values(), strict=True)
+        }
+        self._rng = random.Random(settings.seed)
+        key = secrets.token_bytes(32) if settings.seed is None else hashlib.sha256(str(settings.seed).encode()).digest()
+        self._judges: dict[str, Judge] = {}
+        for name, judge in self.config.judges.items():
+            names = sources_of(self.config, name)
+            models = [opened[source].model for source in names]
+            self._judges[name] = build_judge(name, judge, sources=names, models=models, key=key)
+        self._journal = Journal(settings.journal.path) if settings.journal else None
+        self._reuse = bool(settings.journal and settings.journal.reuse)
+        self._counters = EngineCounters()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._dispatcher: Dispatcher | None = None
+        self._closed = False
+
+    async def score(self, sample: Sample, *, deadline_s: float | None = None) -> Outcome:
+        """Score one sample.
+
+        Returns its outcome within `deadline_s` seconds (default: `engine.deadline_s` of the configuration), and raises
+        nothing on account of the sample. Cancelling the call cancels its attempt and gives back what it held.
+        Raises `EngineError` when the engine is closed or serves another event loop.
+        """
+        dispatcher = self._bind()
+        deadline_s = self.config.engine.deadline_s if deadline_s is None else deadline_s
+        self._counters.submitted += 1
+        name = judge_for(self.config, sample.data_source)
+        if name is None:
+            return self._no_route(sample)
+        judge = self._judges[name]
+        key = sample_key(sample, judge.fingerprint) if self._journal else None
+        if self._journal is not None and key is not None and self._reuse:
+            started_at = dispatcher.now()
+            verdict = await self._journal.get(key)
+            if verdict is not None:
+                return self._count(sample, Scored(verdict))
+            deadline_s = max(0.0, deadline_s - (dispatcher.now() - started_at))
+        outcome = await dispatcher.submit(sample, judge, deadline_s=deadline_s)
+        if self._journal is not None:
+            await self._journal.put(key, sample, outcome)
+        return self._count(sample, outcome)
+
+    async def score_all(self, samples: Iterable[Sample], *, deadline_s: float | None = None) -> list[Outcome]:
+        """Score a batch; outcome i belongs to sample i.
+
+        The whole batch is handed in at once, so that the scheduler can order it; every sample's deadline runs from then
+        on.
+        """
+        batch = list(samples)
+        self._warn_if_too_many(batch, deadline_s)
+        tasks = [asyncio.ensure_future(self.score(sample, deadline_s=deadline_s)) for sample in batch]
+        try:
+            return list(await asyncio.gather(*tasks))
+        except BaseException:
+            await _cancel(tasks)
+            raise
+
+    async def score_stream(
+        self, samples: Iterable[Sample] | AsyncIterable[Sample], *, window: int | None = None
+    ) -> AsyncGenerator[tuple[Sample, Outcome], None]:
+        """Score any number of samples in constant memory; yields each sample with its outcome, in order.
+
+        At most `window` samples are held at once, handed in or waiting to be yielded (default: enough to keep all
+        sources busy). A sample's deadline runs from when it is handed in. Closing the generator cancels what is under
+        way.
+        """
+        window = window or self._stream_window()
+        pending: deque[tuple[Sample, asyncio.Future[Outcome]]] = deque()
+        try:
+            async for sample in _aiter(samples):
+                pending.append((sample, asyncio.ensure_future(self.score(sample))))
+                while len(pending) >= window or (pending and pending[0][1].done()):
+                    first, outcome = pending[0]
+                    yield first, await outcome
+                    pending.popleft()
+            while pending:
+                first, outcome = pending[0]
+                yield first, await outcome
+                pending.popleft()
+        finally:
+            await _cancel([task for _, task in pending])
+
+    @property
+    def judges(self) -> Mapping[str, Judge]:
+        """The judges by name."""
+        return self._judges
+
+    @property
+    def lanes(self) -> Mapping[str, Lane]:
+        """The sources by name, with their quotas and what was learned of them."""
+        return self._lanes
+
+    def statistics(self) -> EngineStatistics:
+        """A snapshot of what happened so far. Call it from the engine's event loop, or through the portal."""
+        counters = self._counters
+        now = self._dispatcher.now() if self._dispatcher else 0.0
+        return EngineStatistics(
+            submitted=counters.submitted,
+            scored=counters.scored,
+            failed=dict(counters.failed),
+            cached=counters.cached,
+            attempts=counters.attempts,
+            waiting=self._dispatcher.waiting if self._dispatcher else 0,
+            sources={name: lane.statistics(now) for name, lane in self._lanes.items()},
+        )
+
+    def portal(self) -> AbstractContextManager[EnginePortal]:
+        """A context manager that runs the engine in a thread of its own and gives a sync, thread-safe facade of it."""
+        from .portal import open_portal
+
+        return open_portal(self)
+
+    async def aclose(self) -> None:
+        """Fail what is still waiting (`infra/closed`), end every attempt, and close sources and journal. Idempotent.
+
+        Raises `JournalError` when verdicts could not be written; everything is closed then, too.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            if self._dispatcher is not None and self._loop is asyncio.get_running_loop():
+                await self._dispatcher.aclose()
+            for lane in self._lanes.values():
+                await lane.source.aclose()
+        finally:
+            if self._journal is not None:
+                await self._journal.aclose()
+
+    async def __aenter__(self) -> RewardEngine:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _bind(self) -> Dispatcher:
+        """The dispatcher of the running event loop."""
+        if self._closed:
+            raise EngineError("this RewardEngine is closed; make a new one")
+        loop = asyncio.get_running_loop()
+        if self._dispatcher is not None and self._loop is loop:
+            return self._dispatcher
+        if self._loop is not None and not self._loop.is_closed():
+            raise EngineError(
+                "this RewardEngine serves another event loop that is still open; "
+                "make one engine per loop, or share one through RewardEngine.portal()"
+            )
+        for lane in self._lanes.values():
+            lane.abandon_attempts()
+        self._loop = loop
+        self._dispatcher = Dispatcher(self._lanes, rng=self._rng, max_attempts=self.config.engine.max_attempts)
+        return self._dispatcher
+
+    def _no_route(self, sample: Sample) -> Outcome:
+        detail = f'no route matches the data source {sample.data_source!r}; add it to `routes`, or a last route "*"'
+        return self._count(sample, Failed(Cause.INFRA, "no_route", detail))
+
+    def _count(self, sample: Sample, outcome: Outcome) -> Outcome:
+        self._counters.count(outcome)
+        if isinstance(outcome, Failed):
+            total = sum(self._counters.failed.values())
+            # One line for the 1st, 2nd, 4th, 8th ... failure: a dead judge must be seen, and must not fill the disk.
+            if total & (total - 1) == 0:
+                name = (
+                    f"{sample.id or 'sample'} ({sample.data_source})" if sample.data_source else sample.id or "sample"
+                )
+                _log.warning("%s: %s (failure no. %d)", name, outcome.describe(), total)
+        return outcome
+
+    def _rate_per_s(self, names: Sequence[str]) -> float:
+        """Requests per second that the declared limits of these sources allow in this process; infinity: no limit."""
+        return sum(self._lanes[name].quota.rate_per_s for name in names)
+
+    def _warn_if_too_many(self, batch: Sequence[Sample], deadline_s: float | None) -> None:
+        deadline_s = self.config.engine.deadline_s if deadline_s is None else deadline_s
+        rate = self._rate_per_s(list(self._lanes))
+        if len(batch) > rate * deadline_s + sum(lane.quota.burst for lane in self._lanes.values()):
+            _log.warning(
+                "%d samples take about %.0f s at the %.0f requests/min that the sources allow; the deadline is %.0f s: "
+                "samples will fail. Raise engine.deadline_s, or add sources.",
+                len(batch),
+                len(batch) / rate,
+                60 * rate,
+                deadline_s,
+            )
+
+    def _stream_window(self) -> int:
+        """Enough samples to keep every source busy, and no more than half a deadline's worth of what the limits
+        allow.
+        """
+        busy = 4 * sum(lane.quota.concurrency for lane in self._lanes.values())
+        allowed = self._rate_per_s(list(self._lanes)) * self.config.engine.deadline_s / 2
+        return max(1, int(min(busy, allowed)))
+
+
+def _quotas(config: Config, opened: Mapping[str, Source], processes: int) -> dict[str, Quota]:
+    quotas: dict[str, Quota] = {}
+    mistakes: list[Mistake] = []
+    for name, source in config.sources.items():
+        try:
+            quotas[name] = Quota(source.limits, source=name, processes=processes, slots=opened[name].slots)
+        except ConfigurationError as error:
+            mistakes.extend(error.mistakes)
+    if mistakes:
+        raise ConfigurationError(mistakes)
+    return quotas
+
+
+async def _cancel(tasks: Sequence[asyncio.Future[Outcome]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _aiter(samples: Iterable[Sample] | AsyncIterable[Sample]) -> AsyncIterator[Sample]:
+    if isinstance(samples, AsyncIterable):
+        async for sample in samples:
+            yield sample
+    else:
+        for sample in samples:
+            yield sample
+            # A long run of plain samples must let the event loop work in between.
+            await asyncio.sleep(0)
+
+
+__all__ = ["RewardEngine"]

@@ -1,0 +1,68 @@
+"""The sync contract of older versions of verl, on the registry that verl still carries."""
+
+from __future__ import annotations
+
+import pytest
+from qreward_plugins import RewardMissing
+from qreward_plugins.testing import Faults, JudgeServer
+from verl_adapter import QRewardBatchManager
+
+
+def right(call):
+    if "break" in call.blocks["response"]:
+        return "no verdict"
+    return 10.0 if call.blocks["reference"] in call.blocks["response"] else 2.0
+
+
+@pytest.fixture
+def make_manager(tokenizer):
+    managers = []
+
+    def make(server, **top):
+        tree = {
+            "sources": {"a": {"kind": "openai", "base_url": server.base_url, "model": "judge"}},
+            "judges": {"quality": {"kind": "llm", "invalid_retries": 0}},
+            **top,
+        }
+        managers.append(QRewardBatchManager(tokenizer, 1, None, "data_source", qreward=tree))
+        return managers[-1]
+
+    yield make
+    for manager in managers:
+        manager.close()
+
+
+def test_rewards_stand_at_the_last_token_of_each_response(make_manager, make_data):
+    data = make_data(["It is 42.", "It is 7, I am sure."])
+    with JudgeServer(right) as server:
+        result = make_manager(server)(data, return_dict=True)
+    rewards = result["reward_tensor"]
+    assert rewards.shape == data.batch["responses"].shape
+    assert rewards[0, len("It is 42.") - 1] == 1.0
+    assert rewards[1, len("It is 7, I am sure.") - 1] == pytest.approx(0.2)
+    assert (rewards != 0).sum() == 2
+    assert {len(values) for values in result["reward_extra_info"].values()} == {2}
+
+
+def test_a_failed_sample_is_neutral_to_its_group(make_manager, make_data):
+    texts = ["42", "no", "break", "break", "break"]
+    data = make_data(texts, uid=["g1", "g1", "g1", "g2", "g2"])
+    with JudgeServer(right) as server:
+        rewards = make_manager(server)(data).sum(dim=1).tolist()
+    assert rewards == pytest.approx([1.0, 0.2, 0.6, 0.0, 0.0])
+
+
+def test_a_constant_and_a_raise_are_what_they_say(make_manager, make_data):
+    data = make_data(["42", "break"])
+    with JudgeServer(right) as server:
+        assert make_manager(server, on_failure={"constant": -1})(data).sum(dim=1).tolist() == [1.0, -1.0]
+        with pytest.raises(RewardMissing):
+            make_manager(server, on_failure="raise")(data)
+
+
+def test_rewards_that_are_there_already_are_passed_on(make_manager, make_data):
+    data = make_data(["42"])
+    data.batch["rm_scores"] = data.batch["responses"] * 0.0 + 3
+    with JudgeServer(right, faults=Faults(rates={"error_500": 1.0})) as server:
+        assert make_manager(server)(data).tolist() == data.batch["rm_scores"].tolist()
+        assert server.report().requests == 0

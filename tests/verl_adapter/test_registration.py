@@ -1,0 +1,77 @@
+"""Selecting the manager: verl's registries, its entry points, and the ways in which it says nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from verl_adapter import plugin
+
+
+def test_an_installed_package_is_registered_by_importing_verl():
+    program = (
+        "import verl\n"
+        "from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls\n"
+        "from verl.workers.reward_manager import get_reward_manager_cls as get_batch_cls\n"
+        "print(get_reward_manager_cls('qreward').__module__, get_batch_cls('qreward').__module__)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=120)
+    assert done.stdout.split() == ["verl_adapter.manager", "verl_adapter.batch"]
+
+
+@pytest.mark.parametrize(
+    "selection",
+    [
+        ["reward.reward_manager.name=qreward"],
+        ["+reward_manager=qreward"],
+        [
+            "reward.reward_manager.source=importlib",
+            "reward.reward_manager.name=QRewardManager",
+            "reward.reward_manager.module.path=pkg://verl_adapter",
+        ],
+    ],
+)
+def test_every_way_to_select_it_resolves_to_the_class(compose, selection):
+    from verl.trainer.ppo.reward import resolve_reward_manager_cls
+    from verl_adapter import QRewardManager
+
+    config = compose(*selection)
+    assert resolve_reward_manager_cls(config) is QRewardManager
+
+
+def test_registering_twice_changes_nothing():
+    assert plugin.register() == plugin.register()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "warned"),
+    [
+        (["reward_model.reward_manager=qreward"], "reward_model.reward_manager=qreward"),
+        (["+reward_model.reward_manager=qreward", "data.seed=1"], "+reward_model.reward_manager=qreward"),
+        (["reward_model.reward_manager=qreward", "reward.reward_manager.name=qreward"], None),
+        (["reward_model.reward_manager=dapo"], None),
+        ([], None),
+    ],
+)
+def test_the_key_that_verl_ignores_is_noticed(arguments, warned):
+    assert plugin.ignored_selection(arguments) == warned
+
+
+def test_what_goes_wrong_while_registering_is_said_aloud(monkeypatch, caplog):
+    def broken():
+        raise ImportError("no torch")
+
+    monkeypatch.setattr(plugin, "register", broken)
+    with pytest.raises(ImportError):
+        plugin._load()
+    assert "could not register" in caplog.text
+
+
+def test_the_search_path_plugin_needs_no_searchpath(compose, monkeypatch):
+    for name, value in {"BASE_URL": "http://judge/v1", "MODEL": "m", "API_KEY": "k"}.items():
+        monkeypatch.setenv(f"QREWARD_{name}", value)
+    config = compose("+reward_manager=qreward", "+qreward=openai")
+    assert config.reward.reward_manager.name == "qreward"
+    assert config.qreward.sources.judge.base_url == "http://judge/v1"
+    assert "QREWARD_API_KEY" in str(config.qreward)

@@ -1,0 +1,28 @@
+"""qreward for verl: the reward manager `qreward`, for `reward.reward_manager.name=qreward`.
+
+An installed package registers itself in every process of a verl run (entry point `verl.plugins`, verl >= 0.9). Where
+verl has no such entry points, name the class: `reward.reward_manager.source=importlib`, `name=QRewardManager`,
+`module.path=pkg://verl_adapter`. The classes load on first use, because looking at this package must not import torch.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .batch import QRewardBatchManager
+    from .manager import QRewardManager
+
+__all__ = ["QRewardBatchManager", "QRewardManager"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "QRewardManager":
+        from .manager import QRewardManager
+
+        return QRewardManager
+    if name == "QRewardBatchManager":
+        from .batch import QRewardBatchManager
+
+        return QRewardBatchManager
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

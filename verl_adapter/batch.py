@@ -1,0 +1,105 @@
+"""`QRewardBatchManager`: the contract of verl 0.4 to 0.7.0, one sync call for a whole batch.
+
+Here all samples of a group are at hand, so a failed one can be made neutral: it gets the mean of its group's scored
+samples, which leaves the group's mean as it is and gives the sample an advantage of zero. A group that failed as a
+whole gets one constant, so that every advantage in it is zero.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from omegaconf import DictConfig
+
+from qreward_plugins import Failed, Outcome, RewardEngine, RewardMissing, Sample
+from qreward_plugins.config import Constant
+
+from .functions import ComputeScore, open_reward_function
+from .rewards import ExtraInfo
+from .rollouts import response_ids, to_sample
+from .settings import load_settings, reward_function_sources
+
+
+class QRewardBatchManager:
+    """verl's sync reward manager `qreward`.
+
+    The arguments are verl's (trainer/ppo/reward.py of 0.4 to 0.7.0). `qreward` is the inline tree, which verl takes
+    from `reward_model.reward_kwargs.qreward`; without it `QREWARD_CONFIG` names a file. Raises `ConfigurationError`.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        num_examine: int = 0,
+        compute_score: ComputeScore | None = None,
+        reward_fn_key: str = "data_source",
+        *,
+        qreward: Any = None,
+        config: DictConfig | None = None,
+        **_: Any,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.num_examine = num_examine
+        self.reward_fn_key = reward_fn_key
+        settings = load_settings(config, qreward)
+        sources = {
+            name: open_reward_function(name, node, trainer=config, compute_score=compute_score, kwargs={})
+            for name, node in reward_function_sources(settings)
+        }
+        self._on_failure = settings.on_failure
+        self._extra_info = ExtraInfo(settings)
+        self._resources = ExitStack()
+        self._portal = self._resources.enter_context(RewardEngine(settings, sources=sources).portal())
+
+    def __call__(self, data: Any, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+        """Score a `DataProto`: rewards of shape (batch, response length), each at its response's last token.
+
+        With `return_dict` the result is `{"reward_tensor": ..., "reward_extra_info": {key: list}}`.
+        """
+        if "rm_scores" in data.batch.keys():  # noqa: SIM118 (a TensorDict refuses `in`)
+            rewards = data.batch["rm_scores"]
+            return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
+        ids = [response_ids(data[index]) for index in range(len(data))]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        samples = [to_sample(data[index], text, self._decode) for index, text in enumerate(texts)]
+        outcomes = self._portal.score_all(samples)
+        rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        for index, reward in enumerate(self._rewards(samples, outcomes)):
+            rewards[index, max(len(ids[index]) - 1, 0)] = reward
+        if not return_dict:
+            return rewards
+        infos: dict[str, list[Any]] = defaultdict(list)
+        for info in [self._extra_info.of(outcome) for outcome in outcomes]:
+            for key, value in info.items():
+                infos[key].append(value)
+        return {"reward_tensor": rewards, "reward_extra_info": dict(infos)}
+
+    def close(self) -> None:
+        """Close the engine and its thread."""
+        self._resources.close()
+
+    def _rewards(self, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> list[float]:
+        scored: dict[str | None, list[float]] = defaultdict(list)
+        for sample, outcome in zip(samples, outcomes, strict=True):
+            if outcome.reward is not None:
+                scored[sample.group_id].append(outcome.reward)
+        return [
+            outcome.reward if outcome.reward is not None else self._instead(outcome, scored[sample.group_id])
+            for sample, outcome in zip(samples, outcomes, strict=True)
+        ]
+
+    def _instead(self, outcome: Outcome, siblings: Sequence[float]) -> float:
+        if isinstance(self._on_failure, Constant):
+            return self._on_failure.constant
+        if self._on_failure == "raise":
+            assert isinstance(outcome, Failed)
+            raise RewardMissing(outcome)
+        return math.fsum(siblings) / len(siblings) if siblings else 0.0
+
+    def _decode(self, ids: Any) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))

@@ -1,0 +1,69 @@
+"""verl's rollouts as samples: one row of a `DataProto` becomes one `Sample`.
+
+What verl's own managers hand to a reward function is kept key by key (verl/experimental/reward_loop/reward_manager/
+naive.py), so that a function which worked there finds the same `extra_info` here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from qreward_plugins import Message, Sample
+
+Decode = Callable[[Any], str]
+
+
+def response_ids(item: Any) -> Any:
+    """The token ids of the response of one row (`DataProtoItem`), without padding.
+
+    verl pads several outputs of one trajectory to the right, where the attention mask no longer lines up with the
+    responses; its column `response_len` is right then, and older versions that lack it pass single outputs only.
+    """
+    ids = item.batch["responses"]
+    length = item.non_tensor_batch.get("response_len")
+    if length is None:
+        length = item.batch["attention_mask"][-ids.shape[-1] :].sum()
+    return ids[: int(length)]
+
+
+def to_sample(item: Any, response: str, decode: Decode) -> Sample:
+    """One row as a sample; `response` is its decoded response, `decode` decodes the prompt where its text is
+    missing.
+    """
+    columns: Mapping[str, Any] = item.non_tensor_batch
+    extras = dict(columns.get("extra_info") or {})
+    extras.update(columns.get("tool_extra_fields") or {})
+    extras["num_turns"] = _plain(columns.get("__num_turns__"))
+    extras["rollout_reward_scores"] = columns.get("reward_scores") or {}
+    reward_model = columns.get("reward_model") or {}
+    step = _plain(columns.get("global_steps"))
+    uid = columns.get("uid")
+    return Sample(
+        messages=_messages(item, decode),
+        response=response,
+        ground_truth=reward_model.get("ground_truth"),
+        data_source=str(columns.get("data_source", "")),
+        group_id=None if uid is None else str(uid),
+        step=step if isinstance(step, int) else None,
+        extras=extras,
+        id=None if uid is None else f"{uid}/{_plain(columns.get('session_id', ''))}",
+    )
+
+
+def _messages(item: Any, decode: Decode) -> list[Message]:
+    columns: Mapping[str, Any] = item.non_tensor_batch
+    for column in ("raw_prompt", "prompt"):
+        prompt = columns.get(column)
+        if isinstance(prompt, str):
+            return [{"role": "user", "content": prompt}]
+        if prompt is not None and len(prompt):
+            return [dict(message) for message in prompt]  # type: ignore[misc]
+    ids = item.batch["prompts"]
+    mask = item.batch["attention_mask"][: ids.shape[-1]].bool()
+    return [{"role": "user", "content": decode(ids[mask])}]
+
+
+def _plain(value: Any) -> Any:
+    """A numpy scalar as Python's own."""
+    return value.item() if hasattr(value, "item") else value

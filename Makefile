@@ -1,0 +1,40 @@
+# Two commands matter: `make demo` and `make test`. Each sets up all it needs in .venv first.
+
+PYTHON ?= python3
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+
+.DEFAULT_GOAL := help
+.PHONY: help install demo test lint types format clean
+
+help: ## Show the targets
+	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1|\2/' | column -t -s '|'
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("qreward-plugins is developed on Python 3.11 or later; set PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check torch==2.13.0
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev,demo]'
+	touch $@
+
+install: $(INSTALLED) ## Set up .venv with everything pinned
+
+demo: $(INSTALLED) ## Train a tiny model with verl on the CPU, rewarded by two judge servers (about 3 minutes)
+	$(BIN)/python recipes/verl/cpu/demo.py
+
+test: $(INSTALLED) lint types ## Lint, type-check and test everything
+	$(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+format: $(INSTALLED) ## Format the code
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean: ## Remove the virtual environment and what the demo wrote
+	rm -rf .venv demo

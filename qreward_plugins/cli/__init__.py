@@ -1,0 +1,5 @@
+"""`qreward` on the command line: check a configuration, score a file, run a judge server."""
+
+from .app import main
+
+__all__ = ["main"]

@@ -70,15 +70,18 @@ class QuotaUse:
 class Quota:
     """The quota of one source, kept in this process.
 
-    `processes` is the number of processes that share the source's limits; this one takes an equal part. Raises
-    `ConfigurationError` when that part is less than one request or one unit of concurrency.
+    `processes` is the number of processes that share the source's limits; this one takes an equal part. `slots` is how
+    many requests the source can work on at once in this process, if that is bounded. Raises `ConfigurationError` when
+    the part is less than one request or one unit of concurrency.
     """
 
-    def __init__(self, limits: Limits, *, source: str, processes: int = 1) -> None:
+    def __init__(self, limits: Limits, *, source: str, processes: int = 1, slots: int | None = None) -> None:
         self._limits = limits
         self._processes = processes
         self.in_flight = 0
-        self.concurrency = limits.concurrency // processes if limits.concurrency else UNDECLARED_CONCURRENCY
+        self.concurrency = limits.concurrency // processes if limits.concurrency else slots or UNDECLARED_CONCURRENCY
+        if slots is not None:
+            self.concurrency = min(self.concurrency, slots)
         self._requests: Ledger | None = None
         self._tokens: Ledger | None = None
         self._pace: Pace | None = None

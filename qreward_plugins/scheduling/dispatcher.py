@@ -201,7 +201,7 @@ class Dispatcher:
         attempt.task = self._loop.create_task(self._run(attempt))
         self._ending.add(attempt.task)
         attempt.task.add_done_callback(lambda task: self._ended(attempt, task))
-        attempt.timer = self._loop.call_at(now + lane.timeout_s, attempt.expire)
+        attempt.start_timer(self._loop)
 
     async def _run(self, attempt: Attempt) -> None:
         job, lane = attempt.job, attempt.lane

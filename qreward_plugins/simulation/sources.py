@@ -36,6 +36,7 @@ class SimulatedSource:
     window_s: float = 60.0
     answer: Callable[[Request], Reply] = lambda request: Reply(text="1")
     model: str = "simulated"
+    slots: int | None = None
 
     arrivals: list[float] = field(default_factory=list)
     violations: list[tuple[float, str]] = field(default_factory=list)

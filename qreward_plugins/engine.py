@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+import anyio
+
 from .config import Config, judge_for, load_config, sources_of
 from .errors import ConfigurationError, EngineError, Mistake
 from .journal import Journal, sample_key
@@ -102,9 +104,12 @@ class RewardEngine:
             if verdict is not None:
                 return self._count(sample, Scored(verdict))
             deadline_s = max(0.0, deadline_s - (dispatcher.now() - started_at))
+        due_at = dispatcher.now() + deadline_s
         outcome = await dispatcher.submit(sample, judge, deadline_s=deadline_s)
         if self._journal is not None:
-            await self._journal.put(key, sample, outcome)
+            # The entry is in before `put` waits; what it waits for is a slow disk, and the deadline does not.
+            with anyio.move_on_after(max(0.0, due_at - dispatcher.now())):
+                await self._journal.put(key, sample, outcome)
         return self._count(sample, outcome)
 
     async def score_all(self, samples: Iterable[Sample], *, deadline_s: float | None = None) -> list[Outcome]:

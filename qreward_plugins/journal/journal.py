@@ -137,8 +137,8 @@ class Journal:
 
         Raises `JournalError` when entries could not be written since the last time it was raised.
         """
-        self._check()
         with self._changed:
+            self._check()
             written = self._call()
         await asyncio.wrap_future(written)
         self._raise_failure()

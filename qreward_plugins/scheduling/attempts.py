@@ -10,7 +10,6 @@ from ..sources.base import Request
 from .jobs import Job
 from .lane import Lane
 
-
 START_WITHIN_S = 120.0
 """Seconds that a source may take to begin an attempt, beyond its time limit: an import can be slow."""
 

@@ -11,4 +11,4 @@ export QREWARD_CONFIG=${QREWARD_CONFIG:-$here/judges.yaml}
 
 # Mistakes in the judges' configuration should cost a second here rather than minutes of start-up.
 qreward check "$QREWARD_CONFIG"
-exec python -m verl.trainer.main_ppo --config-path "$here" --config-name "$recipe" "$@"
+exec python -m verl.trainer.main_ppo --config-dir "$here" --config-name "$recipe" "$@"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from qreward_plugins import RewardMissing
 from qreward_plugins.testing import Faults, JudgeServer
 from verl_adapter import QRewardBatchManager

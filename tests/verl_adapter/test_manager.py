@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+
 from qreward_plugins import ConfigurationError, RewardMissing
 from qreward_plugins.testing import Faults, JudgeServer
 
-FUNCTIONS = '''
+FUNCTIONS = """
 import asyncio, os, time
 
 def rule(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
-    return {"score": float(ground_truth in solution_str) + bonus, "turns": extra_info["num_turns"], "acc": ground_truth in solution_str}
+    right = ground_truth in solution_str
+    return {"score": float(right) + bonus, "turns": extra_info["num_turns"], "acc": right}
 
 async def rule_async(data_source, solution_str, ground_truth, extra_info, **kwargs):
     await asyncio.sleep(0)
@@ -28,7 +30,7 @@ def hanging(data_source, solution_str, ground_truth, extra_info):
     if "nan" in solution_str:
         return float("nan")
     return 1.0
-'''
+"""
 
 
 @pytest.fixture
@@ -209,7 +211,7 @@ def test_the_legacy_trainer_cannot_leave_samples_out_and_is_told_so(compose, tok
     from verl.trainer.ppo.reward import load_reward_manager
 
     choose = ("reward.reward_manager.name=qreward", "trainer.use_v1=False")
-    with pytest.raises(ConfigurationError, match="trainer.use_v1=True"):
+    with pytest.raises(ConfigurationError, match=r"trainer\.use_v1=True"):
         load_reward_manager(compose(*choose), tokenizer)
     manager = load_reward_manager(compose(*choose, "+qreward.on_failure.constant=0"), tokenizer)
     asyncio.run(manager.aclose())

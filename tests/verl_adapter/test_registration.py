@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+
 from verl_adapter import plugin
 
 
@@ -34,6 +35,7 @@ def test_an_installed_package_is_registered_by_importing_verl():
 )
 def test_every_way_to_select_it_resolves_to_the_class(compose, selection):
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
+
     from verl_adapter import QRewardManager
 
     config = compose(*selection)

@@ -1,0 +1,118 @@
+"""The package as a whole: what it exports, what importing it costs, and who imports whom."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import qreward_plugins
+
+ROOT = Path(__file__).parents[1]
+
+FLOORS = [
+    {"errors", "samples", "config"},
+    {"sources", "quotas", "telemetry"},
+    {"judges"},
+    {"scheduling", "journal"},
+    {"engine", "simulation", "testing"},
+    {"portal", "probe", "files"},
+    {"cli"},
+]
+"""The rooms from the ground up. A room imports from floors below its own."""
+
+NEIGHBOURS = {  # what may be imported beside that
+    ("samples", "errors"),
+    ("config", "errors"),
+    ("errors", "samples"),  # for type checkers only
+    ("quotas", "telemetry"),
+    ("engine", "portal"),  # portal() opens it on call
+    ("probe", "engine"),
+    ("portal", "engine"),
+}
+
+
+def floor_of(room):
+    return next(number for number, rooms in enumerate(FLOORS) if room in rooms)
+
+
+def imports():
+    """(importing room, imported room, file) for every import inside the package."""
+    package = ROOT / "qreward_plugins"
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package).with_suffix("").parts
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = parts[: len(parts) - node.level] if node.level <= len(parts) else ()
+                target = (*base, *(node.module or "").split(".")) if node.module else base
+                target = tuple(part for part in target if part)
+                rooms = [target[0]] if target else [alias.name for alias in node.names]
+                for room in rooms:
+                    if parts[0] != "__init__" and room != parts[0]:
+                        yield parts[0], room, path
+
+
+def test_imports_go_down_only():
+    wrong = [
+        f"{path.relative_to(ROOT)}: {importer} imports {imported}"
+        for importer, imported, path in imports()
+        if floor_of(imported) >= floor_of(importer) and (importer, imported) not in NEIGHBOURS
+    ]
+    assert wrong == []
+
+
+def test_the_core_knows_no_framework():
+    wrong = []
+    for path in sorted((ROOT / "qreward_plugins").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            for name in names:
+                if name.split(".")[0] in {"verl", "slime", "roll", "torch", "ray", "transformers", "verl_adapter"}:
+                    wrong.append(f"{path.relative_to(ROOT)}: {name}")
+    assert wrong == []
+
+
+@pytest.mark.parametrize("name", qreward_plugins.__all__)
+def test_every_public_name_is_there_and_knows_its_home(name):
+    home = getattr(getattr(qreward_plugins, name), "__module__", "qreward_plugins")
+    assert home.startswith("qreward_plugins") or name in ("Outcome", "Split")
+    assert name in dir(qreward_plugins)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="RewardEngin"):
+        _ = qreward_plugins.RewardEngin
+
+
+def test_importing_costs_little_and_pulls_in_no_framework():
+    program = (
+        "import time; start = time.perf_counter(); import qreward_plugins; took = time.perf_counter() - start\n"
+        "import sys; print(took, [name for name in ('torch', 'ray', 'verl', 'aiohttp') if name in sys.modules])"
+    )
+    results = [
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split(" ", 1)
+        for _ in range(3)
+    ]
+    assert {loaded.strip() for _, loaded in results} == {"[]"}
+    assert min(float(took) for took, _ in results) < 0.3
+
+
+def test_the_engine_itself_loads_neither_torch_nor_ray():
+    program = (
+        "import sys, qreward_plugins; qreward_plugins.RewardEngine; print('torch' in sys.modules, 'ray' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["False", "False"]
+
+
+def test_the_version_is_that_of_the_distribution():
+    from importlib.metadata import version
+
+    assert version("qreward-plugins") == qreward_plugins.__version__

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from qreward_plugins.config import Config, FunctionSource, load_config
+from qreward_plugins.config import Config, FunctionSource, load_config, read_yaml
 from qreward_plugins.errors import ConfigurationError, Mistake
 
 _log = logging.getLogger("verl_adapter")
@@ -23,7 +23,6 @@ COMPUTE_SCORE = "verl_adapter:compute_score"
 """The `function` of a source that stands for the reward function of this verl run, default or custom."""
 
 ENVIRONMENT = "QREWARD_CONFIG"
-_NAME = "compute_score"
 
 
 def load_settings(trainer: DictConfig | None, tree: Any = None) -> Config:
@@ -36,18 +35,15 @@ def load_settings(trainer: DictConfig | None, tree: Any = None) -> Config:
     Raises `ConfigurationError` with every mistake.
     """
     inline = tree if tree is not None else (trainer.get("qreward") if trainer is not None else None)
-    inline = OmegaConf.create({}) if inline is None else _as_config(inline)
-    path = inline.get("config") or os.environ.get(ENVIRONMENT)
-    inline = OmegaConf.masked_copy(inline, [str(key) for key in inline if key != "config"])
+    inline = {} if inline is None else {"config": inline} if isinstance(inline, str) else inline
+    if not isinstance(inline, (Mapping, DictConfig)):
+        raise ConfigurationError([Mistake("qreward", f"must be a mapping or a path, not {type(inline).__name__}.")])
     _warn_of_printed_keys(inline)
-    if path:
-        origin = str(path)
-        merged = OmegaConf.merge(_read(origin), inline)
-    else:
-        origin, merged = "qreward", inline
-    assert isinstance(merged, DictConfig)
-    if "judges" not in merged:
-        merged = OmegaConf.merge(_reward_function(), merged)
+    path = inline.get("config") or os.environ.get(ENVIRONMENT)
+    merged, origin = inline, "qreward"
+    if path or "config" in inline or "judges" not in inline:
+        origin = str(path) if path else origin
+        merged = _merged(read_yaml(origin, origin=origin) if path else {}, inline)
     return load_config(merged, origin=origin)
 
 
@@ -83,44 +79,29 @@ def check_failure_policy(config: Config, trainer: DictConfig) -> None:
         )
 
 
-def _reward_function() -> DictConfig:
-    return OmegaConf.create(
-        {
-            "sources": {_NAME: {"kind": "function", "function": COMPUTE_SCORE}},
-            "judges": {_NAME: {"kind": "function", "sources": [_NAME]}},
-        }
-    )
+def _merged(file: Any, inline: Mapping[str, Any] | DictConfig) -> Any:
+    """The tree of a file with inline keys laid over it, and verl's reward function as the judge where there is none."""
+    if not isinstance(file, dict):
+        return file
+    if list(file) == ["qreward"] and isinstance(file["qreward"], dict):
+        file = file["qreward"]
+    over = OmegaConf.to_container(inline, resolve=False) if isinstance(inline, DictConfig) else inline
+    assert isinstance(over, Mapping)
+    over = {key: value for key, value in over.items() if key != "config"}
+    default = {} if "judges" in {**file, **over} else _REWARD_FUNCTION
+    return OmegaConf.merge(default, file, over)
 
 
-def _as_config(tree: Any) -> DictConfig:
-    if isinstance(tree, str):
-        return OmegaConf.create({"config": tree})
-    if isinstance(tree, DictConfig):
-        return tree
-    if isinstance(tree, Mapping):
-        return OmegaConf.create(dict(tree))
-    raise ConfigurationError([Mistake("qreward", f"must be a mapping or a path, not {type(tree).__name__}.")])
+_REWARD_FUNCTION = {
+    "sources": {"compute_score": {"kind": "function", "function": COMPUTE_SCORE}},
+    "judges": {"compute_score": {"kind": "function", "sources": ["compute_score"]}},
+}
 
 
-def _read(path: str) -> DictConfig:
-    """The tree of a file, read so that inline keys can be laid over it; `load_config` says what is wrong with it."""
-    try:
-        tree = OmegaConf.load(path)
-    except Exception:
-        load_config(path)
-        raise
-    if not isinstance(tree, DictConfig):
-        load_config(path)
-    assert isinstance(tree, DictConfig)
-    unwrapped = tree.get("qreward") if list(tree) == ["qreward"] else tree
-    return unwrapped if isinstance(unwrapped, DictConfig) else tree
-
-
-def _warn_of_printed_keys(inline: DictConfig) -> None:
+def _warn_of_printed_keys(inline: Mapping[str, Any] | DictConfig) -> None:
     sources = inline.get("sources")
-    for name in sources if isinstance(sources, DictConfig) else ():
-        source = sources.get(name)
-        if isinstance(source, DictConfig) and source.get("api_key"):
+    for name, source in sources.items() if isinstance(sources, (Mapping, DictConfig)) else ():
+        if isinstance(source, (Mapping, DictConfig)) and source.get("api_key"):
             _log.warning(
                 "qreward.sources.%s.api_key stands in verl's own configuration, which verl prints and uploads with "
                 "everything resolved. Use api_key_env, or move the tree to a file (+qreward.config=FILE).",

@@ -1,6 +1,6 @@
 """The configuration: one tree of sources, judges, routes and engine settings, read and checked as a whole.
 
-`load_config` is the only way in. It reports every mistake at once, each with its place, because a trainer takes minutes
+`load_config` is the way in. It reports every mistake at once, each with its place, because a trainer takes minutes
 to start and nobody wants to learn of five typing errors one start at a time.
 """
 
@@ -24,6 +24,7 @@ from .models import (
     Timeouts,
 )
 from .routes import judge_for, sources_of
+from .yaml_file import read_yaml
 
 __all__ = [
     "Config",
@@ -42,5 +43,6 @@ __all__ = [
     "Timeouts",
     "judge_for",
     "load_config",
+    "read_yaml",
     "sources_of",
 ]

@@ -1,0 +1,194 @@
+"""`make demo`: GRPO with the real verl trainer on this machine's CPU, rewarded through qreward by two judge servers.
+
+python recipes/verl/cpu/demo.py [--algorithm grpo|ppo] [--steps N] [--out demo]
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sqlite3
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from scorer import score
+from tasks import Sizes, prepare
+from training import Step, TrainingFailed, train
+
+from qreward_plugins.testing import Faults, JudgeServerProcess, Latency, Report, ServerLimits
+
+FLAKY = {"error_500": 0.04, "reset": 0.03, "error_429_seconds": 0.003, "truncated_json": 0.02, "wrong_nonce": 0.02}
+"""Shares of the slow judge's answers that go wrong."""
+
+
+LIMITS = {
+    "fast": ServerLimits(requests_per_minute=600, window_s=10, concurrency=16),
+    "slow": ServerLimits(requests_per_minute=1800, concurrency=32),
+}
+"""What the judges enforce; judges.yaml declares the same."""
+
+
+def servers() -> dict[str, JudgeServerProcess]:
+    """The two judges, each in a process of its own."""
+    fast = Latency(median_s=0.05, sigma=0.3)
+    slow = Latency(median_s=0.2, sigma=0.4, stragglers=0.005)
+    return {
+        "fast": JudgeServerProcess(score, limits=LIMITS["fast"], latency=fast, seed=1),
+        "slow": JudgeServerProcess(score, limits=LIMITS["slow"], latency=slow, faults=Faults(rates=FLAKY), seed=2),
+    }
+
+
+def main() -> int:
+    """Run the demo; the exit code is 0 when it trained and no limit was broken."""
+    parser = argparse.ArgumentParser(description="Train a tiny model on the CPU, rewarded by two judge servers.")
+    parser.add_argument("--algorithm", choices=("grpo", "ppo"), default="grpo")
+    parser.add_argument("--steps", type=int, default=30, help="training steps (default: 30)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the questions and the model (default: 0)")
+    parser.add_argument("--out", type=Path, default=Path("demo"), help="folder for logs and the plot (default: demo)")
+    options = parser.parse_args()
+    console = Console()
+    # A default SIGTERM would leave the trainer and the judges running.
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    out = options.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    journal = out / f"{options.algorithm}.journal"
+    for leftover in out.glob(f"{journal.name}*"):
+        leftover.unlink()
+
+    started = time.monotonic()
+    with console.status("building a tiny model and its questions ..."):
+        assets = prepare(out / "assets", Sizes(seed=options.seed))
+    judges = servers()
+    with judges["fast"], judges["slow"]:
+        environment = {
+            "QREWARD_CONFIG": str(Path(__file__).resolve().with_name("judges.yaml")),
+            "QREWARD_JOURNAL": str(journal),
+            **{f"{name.upper()}_JUDGE_URL": server.base_url for name, server in judges.items()},
+        }
+        try:
+            steps = _train(assets, out, options.algorithm, options.steps, environment, console)
+        except TrainingFailed as error:
+            console.print(f"[red]the training failed:[/red]\n{escape(str(error))}", highlight=False)
+            return 1
+        reports = {name: server.report() for name, server in judges.items()}
+    verdicts, failed = _read_journal(journal)
+    console.print(_source_table(reports, verdicts))
+    console.print(_step_table(steps))
+    plot = out / "reward.png"
+    _plot(steps, plot, options.algorithm)
+    violations = sum(report.violations_total for report in reports.values())
+    first, last = _mean(steps[:3]), _mean(steps[-3:])
+    console.print(
+        f"mean reward {first:.2f} -> {last:.2f} (first and last three steps), {sum(verdicts.values())} verdicts, "
+        f"{failed} samples left out, {violations} limit violations, {time.monotonic() - started:.0f} s; plot: {plot}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    return 0 if violations == 0 else 1
+
+
+def _train(
+    assets: object, out: Path, algorithm: str, steps: int, environment: Mapping[str, str], console: Console
+) -> list[Step]:
+    progress = Progress(
+        TextColumn(algorithm.upper()),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("steps, {task.fields[note]}"),
+        TimeElapsedColumn(),
+        TextColumn("left"),
+        TimeRemainingColumn(),
+        console=console,
+    )
+    with progress:
+        task = progress.add_task(algorithm, total=steps, note="starting Ray and verl ...")
+
+        def on_step(step: Step) -> None:
+            progress.update(task, completed=step.number, note=f"reward {step.reward:.2f}")
+            if not console.is_terminal:
+                console.print(
+                    f"step {step.number}/{steps}: reward {step.reward:.2f}, {step.seconds:.1f} s", highlight=False
+                )
+
+        return train(assets, out, algorithm=algorithm, steps=steps, environment=environment, on_step=on_step)  # type:
+        ignore[arg - type]
+
+
+def _read_journal(path: Path) -> tuple[dict[str, int], int]:
+    """Verdicts by source, and the number of samples without a reward."""
+    connection = sqlite3.connect(path)
+    try:
+        scored = connection.execute("SELECT source, count(*) FROM outcomes WHERE outcome = 'scored' GROUP BY source")
+        failed = connection.execute("SELECT count(*) FROM outcomes WHERE outcome != 'scored'")
+        return dict(scored.fetchall()), int(failed.fetchone()[0])
+    finally:
+        connection.close()
+
+
+def _source_table(reports: Mapping[str, Report], verdicts: Mapping[str, int]) -> Table:
+    table = Table(title="what the judge servers saw", box=box.SIMPLE, pad_edge=False)
+    for column in ("source", "requests", "retries", "429s", "p50 / p95", "tokens", "violations"):
+        table.add_column(column, no_wrap=True, justify="left" if column == "source" else "right")
+    for name, report in reports.items():
+        table.add_row(
+            name,
+            str(report.requests),
+            str(report.requests - verdicts.get(name, 0)),
+            str(report.throttled),
+            f"{report.latency_p50_s or 0:.2f} / {report.latency_p95_s or 0:.2f} s",
+            f"{report.prompt_tokens + report.completion_tokens:,}",
+            str(report.violations_total),
+        )
+    windows = [f"{name} {_window(report.max_requests_in_window, LIMITS[name])}" for name, report in reports.items()]
+    table.caption = "most requests in any window: " + ", ".join(windows)
+    return table
+
+
+def _window(seen: int, limits: ServerLimits) -> str:
+    allowed = (limits.requests_per_minute or 0) * limits.window_s / 60
+    return f"{seen} of {allowed:.0f} in {limits.window_s:g} s"
+
+
+def _step_table(steps: Sequence[Step]) -> Table:
+    table = Table("steps", "reward", "", "s/step", title="reward per step", box=box.SIMPLE, pad_edge=False)
+    size = max(1, len(steps) // 10)
+    for start in range(0, len(steps), size):
+        part = steps[start : start + size]
+        bar = "█" * round(30 * _mean(part))
+        label = f"{part[0].number}" if len(part) == 1 else f"{part[0].number}-{part[-1].number}"
+        table.add_row(label, f"{_mean(part):.2f}", bar, f"{sum(step.seconds for step in part) / len(part):.1f}")
+    return table
+
+
+def _mean(steps: Sequence[Step]) -> float:
+    return sum(step.reward for step in steps) / len(steps)
+
+
+def _plot(steps: Sequence[Step], path: Path, algorithm: str) -> None:
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    numbers = [step.number for step in steps]
+    window = 5
+    smooth = [_mean(steps[max(0, index + 1 - window) : index + 1]) for index in range(len(steps))]
+    axes.plot(numbers, [step.reward for step in steps], "o", markersize=4, alpha=0.5, label="mean reward of a step")
+    axes.plot(numbers, smooth, linewidth=2, label=f"mean of the last {window} steps")
+    axes.set(xlabel="training step", ylabel="reward (0 to 1)", ylim=(0, 1))
+    axes.set_title(f"{algorithm.upper()} with verl on a CPU, rewarded by two judges through qreward")
+    axes.legend(loc="lower right")
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

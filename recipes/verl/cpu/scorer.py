@@ -1,0 +1,43 @@
+"""How the judges of this recipe grade: a question, a response, a reference answer, a score from 0 to 10.
+
+A rule stands in for the language model behind a judge's endpoint, so that the demo needs none. It grades as a model
+would: the right answer is what counts, and a near miss is worth a little more than a wild guess.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qreward_plugins.testing import JudgeCall
+
+MAX_RESPONSE_CHARS = 2_000
+"""Longer responses are graded on their first characters only."""
+
+_STATED_ANSWER = re.compile(r"answer is (-?\d{1,9})(?!\d)")
+_NEAR = 8
+
+
+def stated_answer(response: str) -> int | None:
+    """The integer in the response's only "answer is N"; None when it states none, or more than one."""
+    found = _STATED_ANSWER.findall(response[:MAX_RESPONSE_CHARS])
+    return int(found[0]) if len(found) == 1 else None
+
+
+def grade(response: str, reference: str) -> float:
+    """Grade a response: 10 for the right answer, up to 3 for a wrong one, more the nearer it is, 0 for no answer.
+
+    Raises ValueError when the reference is not an integer.
+    """
+    right, stated = int(reference), stated_answer(response)
+    if stated is None:
+        return 0.0
+    if stated == right:
+        return 10.0
+    return 3.0 * max(0.0, 1.0 - abs(stated - right) / _NEAR)
+
+
+def score(call: JudgeCall) -> float:
+    """What a judge server of the demo answers to one call."""
+    return grade(call.blocks["response"], call.blocks["reference"])

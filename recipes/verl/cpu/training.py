@@ -1,0 +1,129 @@
+"""Runs the real trainer (`verl.trainer.main_ppo`) on the CPU as a subprocess, and tells of each step as it comes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks import Assets
+
+HERE = Path(__file__).resolve().parent
+_LOOK_EVERY_S = 0.25
+_END_WITHIN_S = 20.0
+_REWARD = "critic/rewards/mean"
+_SECONDS = "timing_s/step"
+
+
+class TrainingFailed(RuntimeError):
+    """The trainer ended with an error; the message holds the last lines of its log and the log's path."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step: its number from 1, the mean reward of its responses, and how many seconds it took."""
+
+    number: int
+    reward: float
+    seconds: float
+
+
+def train(
+    assets: Assets,
+    out: Path,
+    *,
+    algorithm: str,
+    steps: int,
+    environment: Mapping[str, str],
+    on_step: Callable[[Step], None],
+    overrides: tuple[str, ...] = (),
+) -> list[Step]:
+    """Train for `steps` steps with the recipe `algorithm` ("grpo" or "ppo"), and return them all.
+
+    `on_step` is called with each step when it is done. The trainer's log and metrics go to the folder `out`. Raises
+    `TrainingFailed`. Whatever ends this call, no process of the trainer goes on.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    log, metrics = out / f"{algorithm}.log", out / f"{algorithm}.jsonl"
+    metrics.unlink(missing_ok=True)
+    command = [
+        *(sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(HERE), "--config-name", algorithm),
+        f"data.train_files={assets.train}",
+        f"data.val_files={assets.val}",
+        f"actor_rollout_ref.model.path={assets.model}",
+        f"actor_rollout_ref.model.tokenizer_path={assets.tokenizer}",
+        f"trainer.total_training_steps={steps}",
+        *overrides,
+    ]
+    done: list[Step] = []
+    with log.open("wb") as sink, _running(command, out, _environment(environment, metrics), sink) as process:
+        ended = False
+        while not ended:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_LOOK_EVERY_S)
+                ended = True
+            for step in _steps(metrics, len(done)):
+                done.append(step)
+                on_step(step)
+    if process.returncode != 0 or len(done) < steps:
+        tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
+        raise TrainingFailed(f"{tail}\n\nverl ended with code {process.returncode} after {len(done)} steps; log: {log}")
+    return done
+
+
+def _environment(extra: Mapping[str, str], metrics: Path) -> dict[str, str]:
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(HERE), os.environ.get("PYTHONPATH")))),
+        "VERL_USE_EXTERNAL_MODULES": "verl_cpu",
+        "VERL_FILE_LOGGER_PATH": str(metrics),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "HYDRA_FULL_ERROR": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        **extra,
+    }
+
+
+@contextmanager
+def _running(
+    command: list[str], folder: Path, environment: Mapping[str, str], sink: object
+) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(
+        command,
+        cwd=folder,
+        env=environment,
+        stdout=sink,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,  # type: ignore[call-overload]
+    )
+    try:
+        yield process
+    finally:
+        # Ray takes its own processes down when the trainer gets this signal; what is left in its group is killed.
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, number)
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_END_WITHIN_S)
+
+
+def _steps(metrics: Path, after: int) -> Iterator[Step]:
+    """The steps in verl's metrics file from the one numbered `after` + 1 on; a line that is still being written
+    waits.
+    """
+    if not metrics.exists():
+        return
+    for line in metrics.read_text().splitlines(keepends=True):
+        if not line.endswith("\n"):
+            return
+        record = json.loads(line)
+        if record["step"] > after and _REWARD in record["data"]:
+            yield Step(record["step"], record["data"][_REWARD], record["data"][_SECONDS])

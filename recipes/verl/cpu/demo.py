@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 from scorer import score
-from tasks import Sizes, prepare
+from tasks import Assets, Sizes, prepare
 from training import Step, TrainingFailed, train
 
 from qreward_plugins.testing import Faults, JudgeServerProcess, Latency, Report, ServerLimits
@@ -95,7 +95,7 @@ def main() -> int:
 
 
 def _train(
-    assets: object, out: Path, algorithm: str, steps: int, environment: Mapping[str, str], console: Console
+    assets: Assets, out: Path, algorithm: str, steps: int, environment: Mapping[str, str], console: Console
 ) -> list[Step]:
     progress = Progress(
         TextColumn(algorithm.upper()),
@@ -117,8 +117,7 @@ def _train(
                     f"step {step.number}/{steps}: reward {step.reward:.2f}, {step.seconds:.1f} s", highlight=False
                 )
 
-        return train(assets, out, algorithm=algorithm, steps=steps, environment=environment, on_step=on_step)  # type:
-        ignore[arg - type]
+        return train(assets, out, algorithm=algorithm, steps=steps, environment=environment, on_step=on_step)
 
 
 def _read_journal(path: Path) -> tuple[dict[str, int], int]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 from tasks import Assets
 
@@ -94,7 +95,7 @@ def _environment(extra: Mapping[str, str], metrics: Path) -> dict[str, str]:
 
 @contextmanager
 def _running(
-    command: list[str], folder: Path, environment: Mapping[str, str], sink: object
+    command: list[str], folder: Path, environment: Mapping[str, str], sink: IO[bytes]
 ) -> Iterator[subprocess.Popen[bytes]]:
     process = subprocess.Popen(
         command,
@@ -102,7 +103,7 @@ def _running(
         env=environment,
         stdout=sink,
         stderr=subprocess.STDOUT,
-        start_new_session=True,  # type: ignore[call-overload]
+        start_new_session=True,
     )
     try:
         yield process
@@ -116,9 +117,7 @@ def _running(
 
 
 def _steps(metrics: Path, after: int) -> Iterator[Step]:
-    """The steps in verl's metrics file from the one numbered `after` + 1 on; a line that is still being written
-    waits.
-    """
+    """The steps in verl's metrics file after the one numbered `after`; a line that is still being written waits."""
     if not metrics.exists():
         return
     for line in metrics.read_text().splitlines(keepends=True):

@@ -1,29 +1,32 @@
 """One live request to every source of a configuration, to see that it answers, and what it says of itself.
 
 A probe goes around the scheduler on purpose: it tells about one source at a time, and a source that is throttled or
-refuses the key must be shown as that, and not be replaced by a neighbour.
+refuses the key must be shown as that, and not be replaced by a neighbour. Nothing gets into the journal.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import anyio
 
+from .config import judge_for
 from .engine import RewardEngine
-from .errors import InvalidVerdict, SourceError
+from .errors import InputError, InvalidVerdict, SourceError
+from .judges import Judge
 from .samples import Sample, Verdict
+from .scheduling import Lane
 from .sources import Reply
 
 SAMPLE = Sample(
     messages=[{"role": "user", "content": "What is 17 plus 25? Answer with the number."}],
-    response="17 plus 25 is 42.",
+    response="17 plus 25 is 42",
     ground_truth="42",
     data_source="qreward/check",
 )
-"""A sample that any judge can score: the answer is right."""
+"""A sample that most judges can score: the answer is right."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Probe:
     """What one source answered one judge.
 
     `latency_s` is the time to the whole reply in seconds; `announced` are the limits that the source states in its
-    headers; `problem` is empty when the verdict is valid.
+    headers; `problem` is empty when the verdict is valid. `asked` is false when the sample does not fit the judge, so
+    that nothing was sent.
     """
 
     judge: str
@@ -41,33 +45,72 @@ class Probe:
     announced: Mapping[str, float] = field(default_factory=dict)
     verdict: Verdict | None = None
     problem: str = ""
+    asked: bool = True
 
 
-async def probe(engine: RewardEngine, sample: Sample = SAMPLE) -> AsyncIterator[Probe]:
-    """Ask every source of every judge once, in the order of the configuration, each within its own time limit."""
-    for judge in engine.judges.values():
-        for name in judge.sources:
-            lane = engine.lanes[name]
-            loop = asyncio.get_running_loop()
-            started_at = loop.time()
-            reply: Reply | None = None
-            verdict, problem = None, ""
-            try:
-                with anyio.fail_after(lane.timeout_s):
-                    request = judge.request(sample, attempt=0)
-                    reply = await lane.source.send(request, on_sent=lambda: None)
-                latency_s = loop.time() - started_at
-                verdict = judge.verdict(request, reply)
-            except TimeoutError:
-                problem = f"no answer within {lane.timeout_s:g} s"
-            except (SourceError, InvalidVerdict) as error:
-                problem = str(error)
-            yield Probe(
-                judge.name,
-                name,
-                model=(reply.model if reply else "") or lane.source.model,
-                latency_s=latency_s if reply else None,
-                announced=reply.announced if reply else {},
-                verdict=verdict,
-                problem=problem,
-            )
+async def probe(engine: RewardEngine, samples: Mapping[str, Sample] | None = None) -> list[Probe]:
+    """Ask every source of every judge once, each within its own time limit.
+
+    All sources are asked at the same time, each by one judge after the other. `samples` holds the sample for a judge by
+    its name; default: `SAMPLE`. The results are in the order of the configuration.
+    """
+    turns = {name: anyio.Lock() for name in engine.lanes}
+    return await asyncio.gather(
+        *(
+            _ask(judge, engine.lanes[name], (samples or {}).get(judge.name, SAMPLE), turns[name])
+            for judge in engine.judges.values()
+            for name in judge.sources
+        )
+    )
+
+
+def samples_for(engine: RewardEngine, samples: Iterable[Sample]) -> dict[str, Sample]:
+    """For every judge the first of `samples` that is routed to it, and that it has to ask a source about.
+
+    Reads no further than it must. Judges without such a sample are left out.
+    """
+    found: dict[str, Sample] = {}
+    for sample in samples:
+        name = judge_for(engine.config, sample.data_source)
+        if name is not None and name not in found and engine.judges[name].screen(sample) is None:
+            found[name] = sample
+        if len(found) == len(engine.judges):
+            break
+    return found
+
+
+def idle_sources(engine: RewardEngine) -> list[str]:
+    """Names of the sources that no judge asks."""
+    asked = {name for judge in engine.judges.values() for name in judge.sources}
+    return [name for name in engine.lanes if name not in asked]
+
+
+async def _ask(judge: Judge, lane: Lane, sample: Sample, turn: anyio.Lock) -> Probe:
+    loop = asyncio.get_running_loop()
+    reply: Reply | None = None
+    latency_s: float | None = None
+    verdict, problem = None, ""
+    try:
+        request = judge.request(sample, attempt=0)
+    except InputError as error:
+        return Probe(judge.name, lane.name, lane.source.model, problem=str(error), asked=False)
+    async with turn:
+        started_at = loop.time()
+        try:
+            with anyio.fail_after(lane.timeout_s):
+                reply = await lane.source.send(request, on_sent=lambda: None)
+            latency_s = loop.time() - started_at
+            verdict = judge.verdict(request, reply)
+        except TimeoutError:
+            problem = f"no answer within {lane.timeout_s:g} s"
+        except (SourceError, InvalidVerdict) as error:
+            problem = str(error)
+    return Probe(
+        judge.name,
+        lane.name,
+        model=(reply.model if reply else "") or lane.source.model,
+        latency_s=latency_s,
+        announced=reply.announced if reply else {},
+        verdict=verdict,
+        problem=problem,
+    )

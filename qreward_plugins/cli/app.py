@@ -1,22 +1,21 @@
 """The commands, their options, and how they end.
 
-Exit codes: 0 all is well; 1 a source did not answer (`check`); 2 the input or the configuration has mistakes; 3 some
-samples have no reward (`score`); 130 stopped with Ctrl-C. Whatever goes wrong for a reason that the user can mend is
-one message, without a traceback.
+Exit codes: 0 all is well; 1 a source gave no valid verdict (`check`); 2 the input or the configuration has mistakes;
+3 some samples have no reward (`score`); 130 and 143 stopped by SIGINT (Ctrl-C) and SIGTERM. Whatever goes wrong for a
+reason that the user can mend is one message, without a traceback.
 """
 
 from __future__ import annotations
 
-import asyncio
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
-from rich.markup import escape
 
-from ..errors import QRewardError
+from .running import one_message, run
 
 app = typer.Typer(
     name="qreward",
@@ -29,70 +28,142 @@ app = typer.Typer(
 _out, _errors = Console(), Console(stderr=True)
 
 
-@app.command()
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        from qreward_plugins import __version__
+
+        typer.echo(f"qreward-plugins {__version__}")
+        raise typer.Exit
+
+
+def _print_faults(wanted: bool) -> None:
+    if wanted:
+        from .judge_server import list_faults
+
+        list_faults(_out)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """Rewards for RL post-training, scored over rate-limited judges."""
+
+
+@app.command(short_help="Validate a configuration and ask every source once.")
 def check(
-    config: Annotated[Path, typer.Argument(help="The configuration (YAML).")],
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    rollouts: Annotated[
+        Path | None,
+        typer.Option(
+            "--rollouts",
+            "-r",
+            metavar="FILE",
+            help="Ask about the first rows of this .jsonl or .parquet file that the judges take, instead of about a "
+            "built-in sample (What is 17 plus 25?).",
+        ),
+    ] = None,
 ) -> None:
-    """Validate a configuration, then ask every source once: latency, announced limits, a sample verdict."""
-    from .check import check_config
+    """Validate a configuration, then send one live request to every source of every judge.
 
-    raise typer.Exit(asyncio.run(check_config(config, _out)))
+    Shows the latency, the limits that the source announces, and the verdict. Nothing is written to a journal.
+
+    Exit codes: 0 all sources gave a valid verdict; 1 some did not; 2 the configuration has mistakes.
+    """
+    with one_message(_errors):
+        from .check import check_config
+
+        code = run(check_config(config, rollouts, _out, _errors))
+    raise typer.Exit(code)
 
 
-@app.command()
+@app.command(short_help="Score a file of rollouts; resumable.")
 def score(
-    rollouts: Annotated[Path, typer.Argument(help="Rows to score, .jsonl or .parquet.")],
-    config: Annotated[Path, typer.Option("--config", "-c", help="The configuration (YAML).")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Where the rows and their outcomes go, .jsonl or .parquet.")],
+    rollouts: Annotated[Path, typer.Argument(metavar="IN", help="Rows to score, .jsonl or .parquet.")],
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="CONFIG", help="The configuration (YAML).")],
+    out: Annotated[
+        Path,
+        typer.Option("--out", "-o", metavar="OUT", help="Where the rows and their outcomes go, .jsonl or .parquet."),
+    ],
 ) -> None:
-    """Score a file of rollouts. Stopped or killed, the same command goes on where it was and pays for nothing twice."""
-    from .score import score_file
+    """Score a file of rollouts: the same rows in the same order, with a column `qreward`.
 
-    raise typer.Exit(asyncio.run(score_file(rollouts, config, out, _out, _errors)))
+    A row needs the column `response` (or solution_str, completion) and `messages` or `prompt`. `ground_truth` (or
+    reward_model.ground_truth) is the reference, `data_source` chooses the judge, and the judge gets the rest as extras.
+
+    Every verdict is kept in the journal of the configuration, or else in OUT.journal, and is never paid for again:
+    after a kill or a failure the same command goes on where it was. Remove the journal to judge everything anew.
+
+    Exit codes: 0 every sample has a reward; 2 the input or the configuration has mistakes; 3 some samples have no
+    reward; 130 stopped with Ctrl-C.
+    """
+    with one_message(_errors):
+        from .score import prepare, score_rollouts
+
+        code = run(score_rollouts(prepare(rollouts, config, out, _errors), _out, _errors))
+    raise typer.Exit(code)
 
 
-@app.command("judge-server")
+@app.command("judge-server", short_help="Serve a judge that behaves like a provider.")
 def judge_server(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="Port; 0: any free one.")] = 8100,
+    port: Annotated[int, typer.Option(help="Port; 0: any free one.", min=0, max=65535)] = 8100,
     scorer: Annotated[
         str | None,
-        typer.Option(help="package.module:function that scores a JudgeCall. Default: overlap with the reference."),
+        typer.Option(
+            metavar="MODULE:FUNCTION",
+            help="Function that scores a JudgeCall; file.py:function works too. Default: overlap with the reference.",
+        ),
     ] = None,
     model: Annotated[str, typer.Option(help="Name of the model to serve.")] = "judge",
     requests_per_minute: Annotated[float | None, typer.Option(help="Limit of requests per minute.")] = None,
     tokens_per_minute: Annotated[float | None, typer.Option(help="Limit of tokens per minute.")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="Limit of requests in flight.")] = None,
-    latency: Annotated[float, typer.Option(help="Median latency in seconds.")] = 0.0,
-    stragglers: Annotated[float, typer.Option(help="Share of answers that take ten times as long.")] = 0.0,
-    fault: Annotated[list[str] | None, typer.Option(help="KIND=RATE, e.g. error_500=0.05; may be repeated.")] = None,
+    concurrency: Annotated[int | None, typer.Option(help="Limit of requests in flight.", min=1)] = None,
+    latency: Annotated[float, typer.Option(help="Median latency in seconds.", min=0)] = 0.0,
+    stragglers: Annotated[
+        float, typer.Option(help="Share of answers that take ten times as long.", min=0, max=1)
+    ] = 0.0,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KIND=RATE", help="Share of requests that meet a fault, e.g. error_500=0.05; repeatable."),
+    ] = None,
     seed: Annotated[int, typer.Option(help="Seed of latencies and faults.")] = 0,
+    list_faults: Annotated[
+        bool,
+        typer.Option("--list-faults", help="List the kinds of faults and exit.", is_eager=True, callback=_print_faults),
+    ] = False,
 ) -> None:
-    """Serve a judge on loopback that behaves like a provider: limits, latency and faults as asked for."""
-    from .judge_server import ServerOptions, serve
+    """Serve a judge that behaves like a provider: limits, latency and faults as asked for.
 
-    options = ServerOptions(
-        host=host,
-        port=port,
-        scorer=scorer,
-        model=model,
-        requests_per_minute=requests_per_minute,
-        tokens_per_minute=tokens_per_minute,
-        concurrency=concurrency,
-        latency_s=latency,
-        stragglers=stragglers,
-        faults=tuple(fault or ()),
-        seed=seed,
-    )
-    serve(options, _out)
+    It speaks the OpenAI protocol (/v1/chat/completions). Ctrl-C stops it and prints what it saw.
+    """
+    with one_message(_errors):
+        from .judge_server import ServerOptions, build_server, serve
+
+        options = ServerOptions(
+            host=host,
+            port=port,
+            scorer=scorer,
+            model=model,
+            requests_per_minute=requests_per_minute,
+            tokens_per_minute=tokens_per_minute,
+            concurrency=concurrency,
+            latency_s=latency,
+            stragglers=stragglers,
+            faults=tuple(fault or ()),
+            seed=seed,
+        )
+        code = run(serve(build_server(options), options.model, _out))
+    raise typer.Exit(code)
 
 
 def main() -> None:
-    """Run the command line."""
-    try:
-        app()
-    except QRewardError as error:
-        _errors.print(f"[red]error:[/red] {escape(str(error))}", highlight=False, soft_wrap=True)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    """Run the command line.
+
+    Functions of the working directory are found as by `python -m`, but never in the place of what is installed.
+    """
+    sys.path.append(os.getcwd())
+    app(prog_name="qreward")

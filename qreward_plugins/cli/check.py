@@ -2,53 +2,84 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
-from ..engine import RewardEngine
-from ..probe import Probe, probe
+from ..config import load_config
+from ..files import read_rollouts
+from ..probe import Probe, idle_sources, probe, samples_for
+from ..samples import Sample
+from ..sources.excerpts import Excerpts
+from .figures import number_of, seconds
+from .running import OK, SOURCE_SILENT, open_engine, say
+
+_RATIONALE_CHARS = 100
+_excerpt = Excerpts().of
 
 
-async def check_config(path: Path, out: Console) -> int:
-    """Validate the file, probe every source, and print a table; 0 when every source gave a valid verdict, else 1."""
-    async with RewardEngine(path) as engine:
-        config = engine.config
-        out.print(
-            f"{path}: valid, with {_count(len(config.sources), 'source')}, {_count(len(config.judges), 'judge')} and "
-            f"{_count(len(config.routes), 'route')}. Asking every source once:",
-            highlight=False,
+async def check_config(path: Path, rollouts: Path | None, out: Console, errors: Console) -> int:
+    """Validate the file, probe every source, and print a table; 0 when every source gave a valid verdict, else 1.
+
+    Raises `ConfigurationError`, and `InputError` for rollouts that cannot be read.
+    """
+    config = load_config(path)
+    # The engine of a check must not make, open or fill the journal of a run.
+    bare = config.model_copy(update={"engine": config.engine.model_copy(update={"journal": None})})
+    async with open_engine(bare, path) as engine:
+        samples: dict[str, Sample] = {}
+        if rollouts is not None:
+            samples = samples_for(engine, (rollout.sample for rollout in read_rollouts(rollouts)))
+        counts = ((config.sources, "source"), (config.judges, "judge"), (config.routes, "route"))
+        say(out, f"{path}: valid, with {', '.join(number_of(len(part), noun) for part, noun in counts)}")
+        with errors.status("asking every source once ..."):
+            results = await probe(engine, samples)
+        idle = idle_sources(engine)
+    out.print(_table(results))
+    for result in results:
+        if result.verdict is not None and result.verdict.rationale:
+            say(out, f'{result.source} says: "{_excerpt(result.verdict.rationale, _RATIONALE_CHARS)}"')
+    for name in idle:
+        say(out, f"{name}: not asked, because no judge has it among its sources")
+    failed = [result for result in results if result.problem]
+    for result in failed:
+        say(out, _problem(result, built_in=result.judge not in samples))
+    return SOURCE_SILENT if failed else OK
+
+
+def _table(results: list[Probe]) -> Table:
+    table = Table("source", "judge", "latency", "verdict", "announces", box=None, padding=(0, 1), pad_edge=False)
+    for result in results:
+        table.add_row(
+            Text.assemble(result.source, ("\n  " + _excerpt(result.model, 60), "dim")),
+            Text(result.judge),
+            seconds(result.latency_s),
+            Text("none", "red") if result.verdict is None else Text(f"{result.verdict.score:.3g}", "green"),
+            _announced(result.announced),
         )
-        table = Table("judge", "source", "model", "latency", "announces", "verdict")
-        problems = []
-        with out.status("asking ..."):
-            async for result in probe(engine):
-                table.add_row(*map(escape, _row(result)))
-                if result.problem:
-                    problems.append(result)
-    out.print(table)
-    for result in problems:
-        out.print(
-            f"[red]{escape(result.source)}[/red] ({escape(result.judge)}): {escape(result.problem)}", highlight=False
-        )
-    return 1 if problems else 0
-
-
-def _row(result: Probe) -> tuple[str, ...]:
-    latency = "-" if result.latency_s is None else f"{result.latency_s:.2f} s"
-    verdict = "none" if result.verdict is None else f"{result.verdict.score:.3g}"
-    return result.judge, result.source, result.model, latency, _announced(result.announced) or "nothing", verdict
+    return table
 
 
 def _announced(limits: Mapping[str, float]) -> str:
-    return ", ".join(
-        f"{value:g} {name.replace('_', ' ')}" for name, value in sorted(limits.items()) if math.isfinite(value)
-    )
+    """Limits in the source's own terms: it does not say how long its window is."""
+    parts = []
+    for what in ("requests", "tokens"):
+        limit, left = limits.get(f"{what}_per_window"), limits.get(f"{what}_remaining")
+        if limit is not None:
+            parts.append(f"{limit:,.0f} {what}" + ("" if left is None else f", {left:,.0f} left"))
+        elif left is not None:
+            parts.append(f"{left:,.0f} {what} left")
+    return "\n".join(parts) or "nothing"
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+def _problem(result: Probe, *, built_in: bool) -> Text:
+    remedy = ""
+    if not result.asked and built_in:
+        remedy = "; the built-in sample does not fit this judge, so give it one of yours with --rollouts"
+    # Errors of sources name the source themselves.
+    name = f"source {result.source!r}"
+    problem = result.problem if result.problem.startswith(name) else f"{name}: {result.problem}"
+    return Text.assemble((f"judge {result.judge}: ", "red"), problem, remedy)

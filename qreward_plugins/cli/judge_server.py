@@ -2,14 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from ..errors import InputError
-from ..sources.loading import PathLoader, load
-from ..testing import Faults, JudgeServer, JudgeServerError, Latency, Report, ServerLimits, overlap_score, serve_forever
+from ..errors import ConfigurationError, InputError
+from ..sources.excerpts import Excerpts
+from ..sources.loading import Function, PathLoader, load
+from ..testing import (
+    FaultKind,
+    Faults,
+    JudgeServer,
+    JudgeServerError,
+    Latency,
+    Report,
+    ServerLimits,
+    overlap_score,
+)
+from .figures import seconds
+from .running import OK, say
+
+_SPREAD = 0.3
 
 
 @dataclass(frozen=True)
@@ -29,32 +47,56 @@ class ServerOptions:
     seed: int
 
 
-def serve(options: ServerOptions, out: Console) -> None:
-    """Serve until SIGINT or SIGTERM, then print what the server saw. Raises `InputError` for impossible options."""
+def build_server(options: ServerOptions) -> JudgeServer:
+    """The server that the options ask for, not yet listening. Raises `InputError` for options that cannot be."""
     try:
-        server = JudgeServer(
-            load(PathLoader(options.scorer), key="--scorer") if options.scorer else overlap_score,
+        return JudgeServer(
+            _scorer(options.scorer) if options.scorer else overlap_score,
             limits=ServerLimits(
                 requests_per_minute=options.requests_per_minute,
                 tokens_per_minute=options.tokens_per_minute,
                 concurrency=options.concurrency,
             ),
-            latency=Latency(median_s=options.latency_s, sigma=0.3, stragglers=options.stragglers),
+            latency=Latency(median_s=options.latency_s, sigma=_SPREAD, stragglers=options.stragglers),
             faults=Faults(rates=dict(_rate(text) for text in options.faults)),
             models=(options.model,),
             seed=options.seed,
             host=options.host,
             port=options.port,
         )
-        server.start()
-    except (ValueError, JudgeServerError) as error:
+    except ValueError as error:
         raise InputError(str(error)) from None
-    out.print(f"judge server at {server.base_url}, model {options.model}; stop it with Ctrl-C", highlight=False)
+
+
+async def serve(server: JudgeServer, model: str, out: Console) -> int:
+    """Serve until cancelled, then print what the server saw. Raises `InputError` when the address is taken."""
     try:
-        serve_forever(server)
-    finally:
-        server.stop()
-        out.print(_table(server.report()))
+        server.start()
+    except JudgeServerError as error:
+        raise InputError(str(error)) from None
+    with suppress(asyncio.CancelledError):
+        say(out, f"judge server at {server.base_url}, model {model}; stop it with Ctrl-C")
+        await asyncio.get_running_loop().create_future()
+    server.stop()
+    out.print(_report_table(server.report()))
+    return OK
+
+
+def list_faults(out: Console) -> None:
+    """Print every kind of fault with what it does."""
+    table = Table("fault", "what happens", box=None, pad_edge=False)
+    for kind in FaultKind:
+        table.add_row(str(kind), Text(kind.says))
+    out.print(table)
+
+
+def _scorer(path: str) -> Function:
+    if ":" not in path:
+        raise InputError(f"--scorer {path}: write package.module:function or path/to/file.py:function")
+    try:
+        return load(PathLoader(path), key="--scorer")
+    except ConfigurationError as error:
+        raise InputError(f"--scorer {path}: {error.mistakes[0].problem}") from None
 
 
 def _rate(text: str) -> tuple[str, float]:
@@ -65,23 +107,28 @@ def _rate(text: str) -> tuple[str, float]:
         raise InputError(f"--fault {text}: write KIND=RATE, e.g. error_500=0.05") from None
 
 
-def _table(report: Report) -> Table:
-    table = Table(
-        "requests", "answered", "429s", "violations", "most in a window", "peak in flight", "tokens", "p50", "p95"
-    )
-    table.add_row(
-        str(report.requests),
-        str(report.answered),
-        str(report.throttled),
-        str(report.violations_total),
-        f"{report.max_requests_in_window} in {report.window_s:g} s",
-        str(report.peak_concurrency),
-        f"{report.prompt_tokens + report.completion_tokens:,}",
-        _seconds(report.latency_p50_s),
-        _seconds(report.latency_p95_s),
-    )
+def _report_table(report: Report) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in _facts(report):
+        table.add_row(name, Text(value))
     return table
 
 
-def _seconds(value: float | None) -> str:
-    return "-" if value is None else f"{value:.2f} s"
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    yield "requests", f"{report.requests:,} in {seconds(report.elapsed_s)}"
+    yield "answered", f"{report.answered:,}"
+    yield "statuses", _counts(report.statuses)
+    yield "over a limit", _counts(report.violations_by_kind)
+    yield f"most in {report.window_s:g} s", f"{report.max_requests_in_window:,}"
+    yield "most in flight", f"{report.peak_concurrency:,}"
+    yield "latency", f"p50 {seconds(report.latency_p50_s)}, p95 {seconds(report.latency_p95_s)}"
+    yield "tokens", f"{report.prompt_tokens:,} of prompts, {report.completion_tokens:,} of completions"
+    yield "faults played", _counts(report.faults)
+    if report.refused or report.abandoned:
+        yield "not answered", _counts({"refused": report.refused, "client went away": report.abandoned})
+    if report.scorer_errors_total:
+        yield "scorer failed", f"{report.scorer_errors_total:,}, first with {Excerpts().of(report.scorer_errors[0])}"
+
+
+def _counts(counts: Mapping[str, int] | Mapping[int, int]) -> str:
+    return ", ".join(f"{name}: {count:,}" for name, count in counts.items() if count) or "none"

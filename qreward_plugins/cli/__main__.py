@@ -1,0 +1,7 @@
+"""`python -m qreward_plugins.cli`, for where the command is not on the path."""
+
+from __future__ import annotations
+
+from .app import main
+
+main()

@@ -1,0 +1,35 @@
+"""The formats by their names' endings, and the words for what is wrong with a path."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from ..errors import InputError
+
+Format = Literal["jsonl", "parquet"]
+
+_FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet": "parquet"}
+
+
+def format_of(path: Path) -> Format:
+    """The format that a file's name promises. Raises `InputError`."""
+    kind = _FORMATS.get(path.suffix.lower())
+    if kind is None:
+        raise InputError(f"{path}: the name must end in .jsonl or .parquet")
+    return kind
+
+
+def check_output(out: Path, *, source: Path) -> None:
+    """Check that `out` can be written from `source`. Raises `InputError` for a name, a folder or a pair of formats
+    that cannot be.
+    """
+    kind = format_of(out)
+    if kind == "parquet" and format_of(source) != "parquet":
+        raise InputError(f"{out}: parquet needs a parquet input, whose column types it keeps; write to .jsonl")
+    if not out.parent.is_dir():
+        raise InputError(f"{out}: the folder {out.parent} does not exist")
+    if out.is_dir():
+        raise InputError(f"{out}: is a folder; name a file")
+    if out.resolve() == source.resolve():
+        raise InputError(f"{out}: is the input itself; name another file")

@@ -1,0 +1,43 @@
+"""An outcome as the value of one column, with the same keys for every row, so that any reader gets one type."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..samples import Failed, Outcome, Scored
+
+RESULT = "qreward"
+"""The column that carries the outcome."""
+
+
+def to_result(outcome: Outcome) -> dict[str, Any]:
+    """The outcome as plain values. `reward` is None where there is none, and then `cause`, `reason` and `detail` say
+    why; a failure that the judge's configuration scores at the floor has both.
+    """
+    verdict = outcome.verdict if isinstance(outcome, Scored) else None
+    failed = outcome if isinstance(outcome, Failed) else None
+    told = outcome.verdict if isinstance(outcome, Scored) else outcome
+    return {
+        "reward": outcome.reward,
+        "outcome": "scored" if verdict else "failed",
+        "cause": failed.cause.value if failed else None,
+        "reason": failed.reason if failed else None,
+        "detail": _text(failed.detail) if failed else None,
+        "components": {_text(name): value for name, value in verdict.components.items()} if verdict else {},
+        "correct": verdict.correct if verdict else None,
+        "rationale": _text(verdict.rationale) if verdict else None,
+        "judge": told.judge,
+        "source": told.source,
+        "model": _text(verdict.model) if verdict else None,
+        "attempts": told.attempts,
+        "prompt_tokens": told.usage.prompt_tokens,
+        "completion_tokens": told.usage.completion_tokens,
+        "latency_s": told.latency_s,
+        "cost_usd": told.cost_usd,
+        "cached": verdict.cached if verdict else False,
+    }
+
+
+def _text(text: str) -> str:
+    # A judge may write half a surrogate pair, which neither UTF-8 nor Arrow can hold.
+    return text.encode("utf-8", "replace").decode()

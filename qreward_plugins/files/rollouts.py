@@ -1,0 +1,127 @@
+"""Rows as rollouts: which column is what, checked strictly, because a wrong guess would score the wrong text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError
+from ..samples import Message, Sample
+from ..sources.excerpts import Excerpts
+from .formats import check_output, format_of
+from .jsonl import as_json, read_jsonl
+from .parquet import read_parquet
+from .results import RESULT
+
+_RESPONSE_COLUMNS = ("response", "solution_str", "completion")
+_PROMPT_COLUMNS = ("messages", "prompt")
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    """One row of a file: its columns as they are, and the sample made of them."""
+
+    row: dict[str, Any]
+    sample: Sample
+
+
+def read_rollouts(path: Path) -> Iterator[Rollout]:
+    """The rows of a `.jsonl` or `.parquet` file, one by one. Raises `InputError` naming the file and the line or row.
+
+    The response is the column `response` (or `solution_str`, `completion`), the prompt `messages` or `prompt` (a text
+    or a list of messages), the reference `ground_truth` (or `reward_model.ground_truth`), the judge's route
+    `data_source`. What else there is goes to the judge as extras; a key of `extra_info` wins over a column of that
+    name, as it is what judges see in training. Samples without a column `id` are named by their line or row.
+    """
+    rows = read_parquet(path) if format_of(path) == "parquet" else read_jsonl(path)
+    for name, row in rows:
+        where = f"{path}, {name}"
+        if not isinstance(row, dict):
+            raise InputError(f"{where}: must be an object, not {_type(row)}")
+        yield Rollout(row, _sample(row, name, where))
+
+
+def check_rollouts(path: Path, *, out: Path) -> int:
+    """Read all of a file and return how many rows it has, at least one. Raises `InputError` for a row that cannot be
+    scored or cannot be written to `out`.
+    """
+    check_output(out, source=path)
+    as_lines, total = format_of(out) == "jsonl", 0
+    for total, rollout in enumerate(read_rollouts(path), start=1):
+        try:
+            if as_lines:
+                as_json(rollout.row)
+        except RecursionError:
+            raise InputError(f"{path}, row {total}: nested too deeply") from None
+    if not total:
+        raise InputError(f"{path}: has no rows")
+    return total
+
+
+def _sample(row: Mapping[str, Any], name: str, where: str) -> Sample:
+    response_column = _one_of(row, _RESPONSE_COLUMNS, where)
+    response = row[response_column]
+    if not isinstance(response, str):
+        raise InputError(f"{where}: {response_column} must be a text, not {_type(response)}")
+    prompt_column = _one_of(row, _PROMPT_COLUMNS, where)
+    data_source = row.get("data_source")
+    if data_source is not None and not isinstance(data_source, str):
+        raise InputError(f"{where}: data_source must be a text, not {_type(data_source)}")
+    reward_model, ground_truth = row.get("reward_model"), row.get("ground_truth")
+    if ground_truth is None and isinstance(reward_model, Mapping):
+        ground_truth = reward_model.get("ground_truth")
+    used = {response_column, prompt_column, "ground_truth", "data_source", "id", RESULT}
+    extras = {key: value for key, value in row.items() if key not in used}
+    if isinstance(extras.get("extra_info"), Mapping):
+        extras.update(extras.pop("extra_info"))
+    return Sample(
+        messages=_messages(row[prompt_column], f"{where}: {prompt_column}"),
+        response=response,
+        ground_truth=ground_truth,
+        data_source=data_source or "",
+        extras=extras,
+        id=str(row["id"]) if row.get("id") is not None else name,
+    )
+
+
+def _one_of(row: Mapping[str, Any], columns: tuple[str, ...], where: str) -> str:
+    for column in columns:
+        if row.get(column) is not None:
+            return column
+    for column in columns:
+        if column in row:
+            raise InputError(f"{where}: {column} is null")
+    has = Excerpts().of(", ".join(map(str, row))) or "no columns"
+    raise InputError(f"{where}: needs a column {' or '.join(columns)}; it has {has}")
+
+
+def _messages(prompt: Any, where: str) -> list[Message]:
+    if isinstance(prompt, str):
+        return [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt:
+        what = "an empty list" if prompt == [] else _type(prompt)
+        raise InputError(f"{where} must be a text or a list of messages, not {what}")
+    return [_message(message, f"{where}[{number}]") for number, message in enumerate(prompt)]
+
+
+def _message(message: Any, where: str) -> Message:
+    if not isinstance(message, Mapping):
+        raise InputError(f"{where} must be an object with role and content, not {_type(message)}")
+    if not isinstance(message.get("role"), str):
+        raise InputError(f"{where} needs a role that is a text")
+    content = message.get("content")
+    if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
+        raise InputError(f"{where} needs a content that is a text or a list of parts")
+    # Parquet fills the keys that only other messages have with null.
+    return {key: value for key, value in message.items() if value is not None}  # type: ignore[return-value]
+
+
+def _type(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true or false"
+    if isinstance(value, (int, float)):
+        return "a number"
+    names = {dict: "an object", list: "a list", str: "a text", type(None): "null"}
+    return names.get(type(value), f"a {type(value).__name__}")

@@ -1,0 +1,188 @@
+"""Judge servers, configurations and rollouts for the commands, which run in this process or in one of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from qreward_plugins.cli.app import app
+from qreward_plugins.testing import JudgeServer
+
+SAFETY_S = 30.0
+
+
+def score_of(call: Any) -> float | str:
+    """1 for a response with the reference in it, else 0; no verdict at all for one that says BAD."""
+    response = call.blocks["response"]
+    return "I would rather not." if "BAD" in response else float(call.blocks.get("reference", "?") in response)
+
+
+@pytest.fixture
+def server() -> Iterator[JudgeServer]:
+    with JudgeServer(score_of) as judge:
+        yield judge
+
+
+@pytest.fixture
+def run_cli():
+    """Run a command in this process. No command may end with a traceback, or with an exception of its own."""
+
+    def run(*arguments: object):
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="qreward")
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        assert "Traceback" not in result.output
+        return result
+
+    return run
+
+
+class Process:
+    """A command in a process of its own."""
+
+    def __init__(self, *arguments: object, cwd: Path, **options: Any) -> None:
+        command = [sys.executable, "-m", "qreward_plugins.cli", *map(str, arguments)]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        self._popen = subprocess.Popen(command, cwd=cwd, start_new_session=True, **{**pipes, **options})
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._popen, name)
+
+    def end(self, number: int = signal.SIGKILL) -> tuple[int, str, str]:
+        """Send a signal, and return the exit code and what was printed."""
+        self._popen.send_signal(number)
+        out, err = self._popen.communicate(timeout=SAFETY_S)
+        return self._popen.returncode, out or "", err or ""
+
+    def clean_up(self) -> None:
+        if self._popen.poll() is None:
+            os.killpg(self._popen.pid, signal.SIGKILL)
+            self._popen.wait()
+        for pipe in (self._popen.stdout, self._popen.stderr):
+            if pipe is not None:
+                pipe.close()
+
+
+@pytest.fixture
+def start_cli(tmp_path):
+    """Start a command in a process of its own."""
+    started: list[Process] = []
+
+    def start(*arguments: object, **options: Any) -> Process:
+        started.append(Process(*arguments, cwd=tmp_path, **options))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.clean_up()
+
+
+@pytest.fixture
+def write_config(tmp_path):
+    """Write a configuration with one LLM judge over the servers given by name, and return its path."""
+
+    def write(servers=None, *, judge=None, name="config.yaml", source=None, **top: Any) -> Path:
+        sources = {
+            source_name: {"kind": "openai", "base_url": url(judge_server), "model": "judge", **(source or {})}
+            for source_name, judge_server in (servers or {}).items()
+        }
+        judges = {"quality": {"kind": "llm", "score_range": [0, 1], "invalid_retries": 0, **(judge or {})}}
+        path = tmp_path / name
+        path.write_text(yaml.safe_dump({"sources": sources, "judges": judges, **top}, sort_keys=False))
+        return path
+
+    def url(judge_server: Any) -> str:
+        return judge_server if isinstance(judge_server, str) else judge_server.base_url
+
+    return write
+
+
+def make_row(number: int, **columns: Any) -> dict[str, Any]:
+    # All of one length: the scheduler takes long ones first.
+    row = {
+        "messages": [{"role": "user", "content": f"What is {number:03} plus 1?"}],
+        "response": f"It is {number + 1:03}.",
+        "ground_truth": f"{number + 1:03}",
+        "data_source": "test/add",
+        "number": number,
+    }
+    return {**row, **columns}
+
+
+@pytest.fixture
+def row():
+    return make_row
+
+
+@pytest.fixture
+def write_rows(tmp_path):
+    """Write rows to a JSONL file, `in.jsonl` by default, and return its path."""
+
+    def write(rows, name: str = "in.jsonl") -> Path:
+        path = tmp_path / name
+        path.write_text("".join(line if isinstance(line, str) else json.dumps(line) + "\n" for line in rows))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def read_rows():
+    def read(path: Path) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in path.read_bytes().splitlines()]
+
+    return read
+
+
+@pytest.fixture
+def verdicts_in():
+    """How many verdicts a journal holds that were paid for."""
+
+    def count(path: Path) -> int:
+        if not path.exists():
+            return 0
+        connection = sqlite3.connect(path)
+        try:
+            return connection.execute(
+                "SELECT count(*) FROM outcomes WHERE outcome = 'scored' AND cached = 0"
+            ).fetchone()[0]
+        except sqlite3.OperationalError:  # it is being made
+            return 0
+        finally:
+            connection.close()
+
+    return count
+
+
+@pytest.fixture
+def wait_until():
+    """Wait for something that another process does, and fail when it does not."""
+
+    def wait(condition) -> None:
+        give_up_at = time.monotonic() + SAFETY_S
+        while not condition():
+            assert time.monotonic() < give_up_at, "waited in vain"
+            threading.Event().wait(0.01)
+
+    return wait
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind():
+    """No thread may outlive a test. (Unclosed files and sockets are warnings, and warnings are errors.)"""
+    before = set(threading.enumerate())
+    yield
+    left = [thread for thread in threading.enumerate() if thread not in before and not thread.daemon]
+    assert left == []

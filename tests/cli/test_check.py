@@ -1,0 +1,177 @@
+"""`qreward check`: what it shows of good sources, what it says of bad ones, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from qreward_plugins.testing import Faults, JudgeServer, Latency, ServerLimits
+
+KEY = "sk-very-secret-0123456789abcdef"
+
+
+@pytest.fixture
+def check(run_cli, tmp_path):
+    def run(*options):
+        return run_cli("check", tmp_path / "config.yaml", *options)
+
+    return run
+
+
+def table_of(result) -> dict[str, str]:
+    """Lines of the table by the source's name."""
+    return {line.split()[0]: line for line in result.stdout.splitlines() if "quality" in line and ":" not in line}
+
+
+def test_a_good_source_shows_latency_limits_and_verdict(check, write_config):
+    limits = ServerLimits(requests_per_minute=600, tokens_per_minute=50_000)
+    with JudgeServer(lambda call: {"score": 0.5, "rationale": "half \x1b[31m right"}, limits=limits) as server:
+        write_config({"fast": server})
+        result = check()
+        assert result.exit_code == 0, result.output
+        assert server.report().requests == 1
+    assert "config.yaml: valid, with 1 source, 1 judge, 0 routes" in result.stdout
+    row = table_of(result)["fast"]
+    assert "0.5" in row
+    assert "600 requests, 599 left" in row
+    assert "50,000 tokens, " in result.stdout
+    assert "s  " in row  # the latency's unit
+    assert 'fast says: "half \\x1b[31m right"' in result.stdout
+    assert result.stderr == ""
+
+
+def test_every_source_of_every_judge_is_asked_once(check, write_config):
+    # A second request at the same time would be an answer of 429.
+    limits, latency = ServerLimits(concurrency=1), Latency(0.05)
+    with JudgeServer(limits=limits, latency=latency) as one, JudgeServer() as two:
+        write_config(
+            {"one": one, "two": two, "spare": "http://127.0.0.1:9/v1"},
+            judges={
+                "strict": {"kind": "llm", "sources": ["one"]},
+                "kind": {"kind": "llm", "sources": ["two", "one"]},
+            },
+            routes={"*": "kind"},
+        )
+        result = check()
+        assert result.exit_code == 0, result.output
+        assert (one.report().requests, two.report().requests) == (2, 1)
+    assert "spare: not asked, because no judge has it among its sources" in result.stdout
+
+
+def test_a_dead_source_is_named_and_the_others_are_asked(check, server, write_config):
+    dead = JudgeServer()
+    dead.start()
+    dead.stop()
+    write_config({"dead": dead, "alive": server})
+    result = check()
+    assert result.exit_code == 1
+    assert "judge quality: source 'dead' (http://127.0.0.1" in result.stdout
+    assert "could not connect" in result.stdout
+    assert "none" in table_of(result)["dead"]
+    assert "none" not in table_of(result)["alive"]
+    assert server.report().requests == 1
+
+
+def test_a_silent_source_is_given_up(check, write_config):
+    with JudgeServer(faults=Faults(script=["hang"])) as server:
+        write_config({"silent": server}, source={"timeouts": {"total_s": 0.2}})
+        result = check()
+    assert result.exit_code == 1
+    assert "source 'silent': no answer within 0.2 s" in result.stdout
+
+
+@pytest.mark.parametrize("fault", ["error_429_seconds", "error_500", "html", "prose", "score_nan", "forged_verdict"])
+def test_no_valid_verdict_is_told(check, write_config, fault):
+    with JudgeServer(faults=Faults(script=[fault])) as server:
+        write_config({"odd": server})
+        result = check()
+        assert server.report().requests == 1
+    assert result.exit_code == 1
+    assert "judge quality: source 'odd'" in result.stdout
+
+
+def test_a_wrong_key_is_told_and_not_shown(check, write_config, monkeypatch):
+    monkeypatch.setenv("QREWARD_TEST_KEY", KEY)
+    with JudgeServer(api_key="another") as server:
+        write_config({"a": server}, source={"api_key_env": "QREWARD_TEST_KEY", "headers": {"X-Team": KEY[::-1]}})
+        result = check()
+        assert server.report().credentials_seen == 1
+    assert result.exit_code == 1
+    assert "401" in result.stdout
+    for secret in (KEY, KEY[::-1], KEY[:12]):
+        assert secret not in result.output
+
+
+def test_mistakes_of_the_configuration_come_before_any_request(check, server, write_config):
+    write_config({"a": server}, judge={"instructions": "{{ respons }}"})
+    result = check()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "config.yaml: judges.quality.instructions" in result.stderr
+    write_config({"a": server}, source={"api_key_env": "QREWARD_NO_SUCH_KEY"})
+    result = check()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "'QREWARD_NO_SUCH_KEY' is not set" in result.stderr
+    assert server.report().requests == 0
+
+
+def test_the_journal_is_left_alone(check, server, write_config, tmp_path):
+    write_config({"a": server}, engine={"journal": {"path": str(tmp_path / "verdicts.sqlite")}})
+    assert check().exit_code == 0
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+def test_functions_are_called(check, write_config, tmp_path, mode):
+    (tmp_path / "functions.py").write_text(
+        "def right(solution_str, ground_truth, **_):\n    return float(ground_truth in solution_str)\n"
+        "def broken(**_):\n    raise ValueError('not my data')\n"
+    )
+    functions = {"kind": "function", "mode": mode, "workers": 1}
+    write_config(
+        sources={
+            "right": {**functions, "function": f"{tmp_path}/functions.py:right"},
+            "broken": {**functions, "function": f"{tmp_path}/functions.py:broken"},
+        },
+        judges={"quality": {"kind": "function"}},
+    )
+    result = check()
+    assert result.exit_code == 1
+    assert " 1 " in table_of(result)["right"]
+    assert "ValueError: not my data" in result.stdout
+
+
+def test_a_judge_that_needs_columns_gets_them_from_rollouts(check, server, write_config, write_rows, row):
+    write_config({"a": server}, judge={"instructions": "By this rubric: {{ extras.rubric }}"})
+    result = check()
+    assert result.exit_code == 1
+    assert "source 'a': " in result.stdout
+    assert "give it one of yours with --rollouts" in result.stdout
+    assert server.report().requests == 0
+
+    path = write_rows([row(0, rubric="Be kind."), row(1), "not JSON, and not read"])
+    assert check("--rollouts", path).exit_code == 0
+    assert server.report().requests == 1
+
+    result = check("--rollouts", path.with_name("missing.jsonl"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "missing.jsonl: cannot be read" in result.stderr
+
+
+def test_every_judge_gets_the_first_row_that_is_routed_to_it(check, write_config, write_rows, row):
+    seen = []
+
+    def scorer(call):
+        seen.append((json.loads(call.prompt.splitlines()[0])["judge"], call.blocks["response"]))
+        return 1.0
+
+    with JudgeServer(scorer) as server:
+        judges = {
+            name: {"kind": "llm", "instructions": f'{{"judge": "{name}"}}\n', "score_range": [0, 1]}
+            for name in ("math", "code", "rest")
+        }
+        write_config({"a": server}, judges=judges, routes={"m/*": "math", "c/*": "code", "r/*": "rest"})
+        rows = [("m/1", " "), ("x", "nobody's"), ("c/1", "print"), ("m/2", "two"), ("m/3", "three")]
+        path = write_rows([row(0, data_source=source, response=response) for source, response in rows])
+        assert check("-r", path).exit_code == 0
+    assert seen == [("math", "two"), ("code", "print"), ("rest", "17 plus 25 is 42")]

@@ -1,0 +1,66 @@
+"""Help, version, and the two ways to start the command."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+import qreward_plugins
+
+
+def test_help_names_the_commands(run_cli):
+    result = run_cli("--help")
+    assert result.exit_code == 0
+    for command in ("check", "score", "judge-server"):
+        line = next(line for line in result.stdout.splitlines() if line.strip().startswith(command))
+        assert line.endswith(".")
+        assert "..." not in line
+
+
+@pytest.mark.parametrize("command", ["check", "score", "judge-server"])
+def test_help_of_a_command_fits_a_terminal(run_cli, command):
+    result = run_cli(command, "--help")
+    assert result.exit_code == 0
+    assert f"Usage: qreward {command}" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_no_command_shows_the_help(run_cli):
+    assert "judge-server" in run_cli().output
+
+
+@pytest.mark.parametrize("arguments", [["scoer"], ["score"], ["score", "in.jsonl"], ["check", "c.yaml", "--jounal"]])
+def test_a_command_line_that_is_none(run_cli, arguments):
+    result = run_cli(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "Error: " in result.stderr
+
+
+def test_the_version(run_cli):
+    result = run_cli("--version")
+    assert (result.exit_code, result.stdout) == (0, f"qreward-plugins {qreward_plugins.__version__}\n")
+
+
+def test_the_module_is_the_command(tmp_path):
+    command = [sys.executable, "-m", "qreward_plugins.cli", "check", "missing.yaml"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("error: missing.yaml: there is no such file")
+
+
+def test_functions_of_the_working_directory_are_found(tmp_path, write_config):
+    """Also by an installed command, which lives in another folder."""
+    (tmp_path / "bin").mkdir()
+    command = tmp_path / "bin" / "qreward.py"
+    command.write_text("from qreward_plugins.cli import main\nmain()\n")
+    (tmp_path / "my_rewards.py").write_text("def right(**_):\n    return 1.0\n")
+    config = write_config(
+        sources={"f": {"kind": "function", "function": "my_rewards:right", "workers": 1}},
+        judges={"f": {"kind": "function"}},
+    )
+    done = subprocess.run(
+        [sys.executable, command, "check", config], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

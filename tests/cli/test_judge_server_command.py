@@ -1,0 +1,97 @@
+"""`qreward judge-server` as a process: it serves until it is stopped, and then tells what it saw."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import urllib.request
+
+import pytest
+
+from qreward_plugins.testing import FaultKind
+
+
+def first_line(process) -> str:
+    return process.stdout.readline()
+
+
+def ask(line: str) -> dict:
+    """Send one chat completion to the server whose first line this is."""
+    url = line.split()[3].rstrip(",") + "/chat/completions"
+    body = {"model": "mine", "messages": [{"role": "user", "content": "How good is this?"}]}
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return json.loads(json.load(reply)["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_it_serves_until_it_is_stopped_and_prints_what_it_saw(start_cli, tmp_path, number):
+    # A module of the working directory, which `python -m` would find too.
+    (tmp_path / "my_scorer.py").write_text("def half(call):\n    return 0.5\n")
+    process = start_cli(
+        "judge-server", "--port", 0, "--model", "mine", "--scorer", "my_scorer:half", "--requests-per-minute", 60
+    )
+    line = first_line(process)
+    assert line.startswith("judge server at http://127.0.0.1:")
+    assert line.endswith("/v1, model mine; stop it with Ctrl-C\n")
+    assert ask(line)["score"] == 0.5
+    code, out, errors = process.end(number)
+    assert (code, errors) == (0, "")
+    facts = {line[:16].strip(): line[16:].strip() for line in out.splitlines()}
+    assert facts["requests"].startswith("1 in ")
+    assert (facts["answered"], facts["statuses"], facts["over a limit"]) == ("1", "200: 1", "none")
+    assert facts["faults played"] == "none"
+
+
+def test_a_signal_right_after_the_first_line_is_not_lost(start_cli):
+    process = start_cli("judge-server", "--port", 0)
+    first_line(process)
+    assert process.end(signal.SIGTERM)[0] == 0
+
+
+def test_a_taken_port_is_one_line(run_cli):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run_cli("judge-server", "--port", port)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert f"cannot listen on 127.0.0.1:{port}" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--fault", "eror_500=0.1"], "there is no fault 'eror_500'; did you mean error_500"),
+        (["--fault", "error_500"], "--fault error_500: write KIND=RATE"),
+        (["--fault", "error_500=2"], "share between 0 and 1"),
+        (["--fault", "error_500=nan"], "share between 0 and 1"),
+        (["--fault", "error_500=0.6", "--fault", "hang=0.6"], "add up to 1.2"),
+        (["--scorer", "json"], "--scorer json: write package.module:function"),
+        (["--scorer", "json:dmps"], "--scorer json:dmps: the function cannot be loaded: json has no 'dmps'; did you"),
+        (["--scorer", "no_such_module:f"], "there is no module 'no_such_module'"),
+        (["--scorer", "missing.py:f"], "there is no file"),
+        (["--requests-per-minute", "-1"], "requests_per_minute must be a finite number above 0"),
+        (["--latency", "inf"], "must be a finite number"),
+    ],
+)
+def test_options_that_cannot_be_are_one_line(run_cli, options, message):
+    result = run_cli("judge-server", "--port", 0, *options)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert message in result.stderr
+
+
+@pytest.mark.parametrize(
+    "options", [["--port", 70_000], ["--concurrency", 0], ["--stragglers", 2], ["--latency", -1], ["--port", "x"]]
+)
+def test_options_out_of_range_name_the_option(run_cli, options):
+    result = run_cli("judge-server", *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert f"'{options[0]}'" in result.stderr
+
+
+def test_faults_are_listed(run_cli):
+    result = run_cli("judge-server", "--list-faults")
+    assert result.exit_code == 0
+    for kind in FaultKind:
+        assert any(line.startswith(f"{kind} ") for line in result.stdout.splitlines())
+    assert max(map(len, result.stdout.splitlines())) <= 80

@@ -1,0 +1,120 @@
+"""`qreward score` that is killed or stopped in the middle, and how much of a file it holds in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import io
+import signal
+import weakref
+
+import pytest
+from rich.console import Console
+
+from qreward_plugins import Sample
+from qreward_plugins.cli import score as command
+from qreward_plugins.files import Rollout
+from qreward_plugins.testing import JudgeServer
+
+ROWS, AT_ONCE, ANSWERED = 24, 4, 9
+
+
+@pytest.fixture
+def held_run(start_cli, write_config, write_rows, row, tmp_path):
+    """A run in another process whose server keeps back its answers from the tenth on: yields the process, the server,
+    and the command's arguments.
+    """
+    calls = []
+
+    def scorer(call):
+        calls.append(call)
+        if len(calls) == ANSWERED + 1:
+            server.hold()
+        return 1.0
+
+    with JudgeServer(scorer) as server:
+        config = write_config({"a": server}, source={"limits": {"concurrency": AT_ONCE}})
+        arguments = ("score", write_rows([row(n) for n in range(ROWS)]), "-c", config, "-o", tmp_path / "out.jsonl")
+        process = start_cli(*arguments)
+        server.wait_for(lambda report: len(calls) > ANSWERED and report.in_flight == AT_ONCE, timeout_s=30)
+        yield process, server, arguments
+
+
+def test_after_sigkill_the_same_command_goes_on(held_run, run_cli, read_rows, verdicts_in, wait_until, tmp_path):
+    process, server, arguments = held_run
+    journal = tmp_path / "out.jsonl.journal"
+    # What is answered is written down within 50 ms.
+    wait_until(lambda: verdicts_in(journal) == server.report().answered)
+    process.end(signal.SIGKILL)
+    paid, in_flight = verdicts_in(journal), server.report().requests - server.report().answered
+    assert (paid >= 1, in_flight) == (True, AT_ONCE)
+    assert not (tmp_path / "out.jsonl").exists()
+
+    server.release()
+    result = run_cli(*arguments)
+    assert result.exit_code == 0, result.output
+    assert f"({paid} of them from the journal)" in result.stdout
+    assert server.report().requests == ROWS + in_flight
+    scored = read_rows(tmp_path / "out.jsonl")
+    assert [line["number"] for line in scored] == list(range(ROWS))
+    assert {line["qreward"]["reward"] for line in scored} == {1.0}
+    assert not (tmp_path / "out.jsonl.partial").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"])
+def test_a_stopped_run_says_how_to_go_on(held_run, run_cli, read_rows, verdicts_in, wait_until, tmp_path, number, code):
+    process, server, arguments = held_run
+    partial = tmp_path / "out.jsonl.partial"
+    wait_until(lambda: verdicts_in(tmp_path / "out.jsonl.journal") == server.report().answered)
+    ended, out, errors = process.end(number)
+    assert (ended, out) == (code, "")
+    assert "Traceback" not in errors
+    assert "Run the same command again to go on" in errors
+    written = read_rows(partial)
+    assert written
+    assert [line["number"] for line in written] == list(range(len(written)))
+    assert f"stopped after {server.report().answered} of {ROWS} rows\n" in errors
+    assert f"the first {len(written)}, in {partial}\n" in errors
+    assert verdicts_in(tmp_path / "out.jsonl.journal") == server.report().answered
+
+    server.release()
+    assert run_cli(*arguments).exit_code == 0
+    assert server.report().requests == ROWS + AT_ONCE
+
+
+def test_ctrl_c_while_the_file_is_read_ends_quietly(run_cli, server, write_config, write_rows, tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command, "check_rollouts", interrupted)
+    result = run_cli("score", write_rows([]), "-c", write_config({"a": server}), "-o", tmp_path / "out.jsonl")
+    assert (result.exit_code, result.output) == (130, "")
+
+
+def test_a_file_is_never_in_memory_as_a_whole(server, write_config, tmp_path, monkeypatch):
+    class Row(dict):
+        pass
+
+    alive: weakref.WeakValueDictionary[int, Row] = weakref.WeakValueDictionary()
+    most = 0
+
+    def rollouts(_):
+        nonlocal most
+        for number in range(300):
+            columns = Row(number=number)
+            alive[number] = columns
+            most = max(most, len(alive))
+            yield Rollout(columns, Sample([{"role": "user", "content": f"{number}"}], f"{number}"))
+            del columns
+
+    monkeypatch.setattr(command, "check_rollouts", lambda *_, **__: 300)
+    monkeypatch.setattr(command, "read_rollouts", rollouts)
+    config = write_config({"a": server}, source={"limits": {"concurrency": 2}})
+    console = Console(file=io.StringIO())
+    plan = command.prepare(tmp_path / "in.jsonl", config, tmp_path / "out.jsonl", console)
+    assert asyncio.run(command.score_rollouts(plan, console, console)) == 0
+    gc.collect()
+    # The engine's window is four times the concurrency; one row is being read and one being written.
+    assert most <= 4 * 2 + 2
+    assert len(alive) == 0
+    assert server.report().requests == 300

@@ -218,7 +218,7 @@ class RewardEngine:
                 "make one engine per loop, or share one through RewardEngine.portal()"
             )
         for lane in self._lanes.values():
-            lane.abandon_attempts()
+            lane.abandon_attempts(loop.time())
         self._loop = loop
         self._dispatcher = Dispatcher(self._lanes, rng=self._rng, max_attempts=self.config.engine.max_attempts)
         return self._dispatcher

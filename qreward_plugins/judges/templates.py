@@ -198,6 +198,7 @@ class Template:
     def __init__(self, path: str, source: str, *, allowed: Sequence[str], max_chars: int) -> None:
         self.path = path
         self.max_chars = max_chars
+        self._constant: str | None = None
         try:
             tree = _ENVIRONMENT.parse(source)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
@@ -245,6 +246,8 @@ class Template:
             raise _mistake(self.path, f"{_said(error)}.") from None
 
     def _render(self, page: Page, values: Mapping[str, object]) -> str:
+        if self._constant is not None:
+            return self._constant
         pieces: list[str] = []
         size = 0
         for piece in self._template.generate({**values, "range": page.range}):
@@ -252,7 +255,10 @@ class Template:
             if size > self.max_chars:
                 raise OverflowError(f"the text grows beyond {self.max_chars:,} characters")
             pieces.append(piece)
-        return "".join(pieces)
+        text = "".join(pieces)
+        if not self.variables:
+            self._constant = text
+        return text
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):

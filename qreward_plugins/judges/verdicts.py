@@ -30,6 +30,7 @@ _MAX_CANDIDATES = 256
 _MAX_DIGITS = 64
 _BRACKET = re.compile(r"[\[\]{}]")
 _CANDIDATE = re.compile(r'\{\s*"')
+_ID = re.compile(r'"id"\s*:\s*')
 _THINK, _END_THINK = "<think>", "</think>"
 
 
@@ -83,9 +84,8 @@ def read_words(
         raise InvalidVerdict("the reply is empty")
     if len(text) > max_chars:
         raise InvalidVerdict(f"the reply has {len(text):,} characters, {max_chars:,} are read: {excerpt(text)}")
-    claim = re.compile(rf'"id"\s*:\s*"{re.escape(nonce)}"')
-    answer = _without_reasoning(text.strip().lstrip("\ufeff"), claim)
-    claims = [match.start() for match in claim.finditer(answer)]
+    answer = _without_reasoning(text.strip().lstrip("\ufeff"), nonce)
+    claims = _claims(answer, nonce)
     if len(claims) != 1:
         count = "no verdict" if not claims else f"{len(claims)} verdicts"
         raise InvalidVerdict(f"the reply holds {count} under this call's id, not exactly one: {excerpt(answer)}")
@@ -97,7 +97,13 @@ def read_words(
     )
 
 
-def _without_reasoning(text: str, claim: re.Pattern[str]) -> str:
+def _claims(text: str, nonce: str) -> list[int]:
+    """Where in `text` the identifier is claimed. (A pattern that holds the nonce would be compiled for every reply.)"""
+    claim = f'"{nonce}"'
+    return [match.start() for match in _ID.finditer(text) if text.startswith(claim, match.end())]
+
+
+def _without_reasoning(text: str, nonce: str) -> str:
     if text.startswith(_THINK):
         _, closed, answer = text.partition(_END_THINK)
         if not closed:
@@ -107,7 +113,7 @@ def _without_reasoning(text: str, claim: re.Pattern[str]) -> str:
     # mentions the tag has its id before the tag, and stays whole.
     if text.count(_END_THINK) == 1 and _THINK not in text:
         answer = text.partition(_END_THINK)[2]
-        if claim.search(answer):
+        if _claims(answer, nonce):
             return answer
     return text
 

@@ -4,9 +4,9 @@ A provider's limit is "at most L in any window of W seconds". The fastest way to
 once and to go on as entries leave the window; pacing the same rate evenly makes batches finish later. The ledger
 therefore remembers every entry of the last window, and can say when an amount will fit.
 
-An entry is stamped when it is reserved and again when the request is really written: a server counts arrivals, and an
-event loop that was blocked in between would otherwise let two windows overlap at the server. `MARGIN_S` covers how much
-the way to the server may vary between two requests.
+An amount is held from the moment it is reserved, and begins to age only when it is stamped: a server counts a request
+when it arrives and a completion when it is written, and both can be later than any window after the reservation (a slow
+connection, a long answer). `MARGIN_S` covers how much the way to the server may vary between two requests.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ MARGIN_S = 0.15
 
 
 class Entry:
-    """One amount spent at one time."""
+    """One amount, held (`at` is infinite), spent at a time, or so long ago that it is forgotten (minus infinity)."""
 
     __slots__ = ("amount", "at")
 
-    def __init__(self, amount: float, at: float) -> None:
+    def __init__(self, amount: float) -> None:
         self.amount = amount
-        self.at = at
+        self.at = math.inf
 
 
 class Ledger:
@@ -39,47 +39,50 @@ class Ledger:
         self.window_s = window_s + MARGIN_S
         self._entries: deque[Entry] = deque()
         self._spent = 0.0
+        self._held = 0.0
 
     def spent(self, now: float) -> float:
-        """What was spent in the window that ends now."""
+        """What was spent in the window that ends now, and what is held."""
         self._forget(now)
-        return self._spent
+        return self._spent + self._held
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` fits: 0 if it does now, infinity if it is more than the limit itself."""
+        """Seconds until `amount` fits, at the earliest: 0 if it does now, infinity if it is more than the limit."""
         if amount > self.limit:
             return math.inf
-        self._forget(now)
-        excess = self._spent + amount - self.limit
+        excess = self.spent(now) + amount - self.limit
         if excess <= _ROUNDING:
             return 0.0
-        # Restamped entries may stand before earlier ones, so the time that counts is the latest on the way.
-        free_at = now
         for entry in self._entries:
-            free_at = max(free_at, entry.at + self.window_s)
             excess -= entry.amount
             if excess <= _ROUNDING:
-                break
-        return max(free_at - now, _SHORTEST_WAIT_S)
+                return max(entry.at + self.window_s - now, _SHORTEST_WAIT_S)
+        return self.window_s  # for what is held, which may begin to age any moment
 
-    def spend(self, amount: float, now: float) -> Entry:
-        """Enter `amount` at `now`, whether it fits or not: asking first is the caller's part."""
-        self._forget(now)
-        entry = Entry(amount, now)
-        self._entries.append(entry)
-        self._spent += amount
-        return entry
+    def hold(self, amount: float) -> Entry:
+        """Reserve `amount`, whether it fits or not: asking first is the caller's part."""
+        self._held += amount
+        return Entry(amount)
+
+    def stamp(self, entry: Entry, now: float) -> None:
+        """Let an entry that is held begin to age."""
+        if entry.at == math.inf:
+            entry.at = now
+            self._entries.append(entry)
+            self._held -= entry.amount
+            self._spent += entry.amount
 
     def amend(self, entry: Entry, amount: float) -> None:
         """Set the amount of an entry to what it really was. An entry that left the window already is left alone."""
-        if entry.at > -math.inf:
+        if entry.at == math.inf:
+            self._held += amount - entry.amount
+        elif entry.at > -math.inf:
             self._spent += amount - entry.amount
-            entry.amount = amount
+        entry.amount = amount
 
-    def restamp(self, entry: Entry, at: float) -> None:
-        """Move an entry to a later time."""
-        if entry.at > -math.inf:
-            entry.at = max(entry.at, at)
+    def stamp_all(self, now: float) -> None:
+        """Let everything that is held begin to age: nobody is left who would stamp it."""
+        self.stamp(Entry(self._held), now)
 
     def _forget(self, now: float) -> None:
         horizon = now - self.window_s

@@ -3,7 +3,8 @@
 The scheduler asks `wait_s` and then takes a `Reservation`, in one step of the event loop, so that nothing can come in
 between. Tokens are reserved as an upper bound (prompt plus the longest completion asked for) and settled with the real
 usage as soon as it is known: what a limit forbids never happens, and what was reserved in vain is free again after one
-latency rather than one window.
+latency rather than one window. A request and its prompt count from when they are written, a completion from when it has
+come: servers count it somewhere in between, and a long answer may well outlast the window in which it was asked for.
 
 Where several processes share a source without talking to each other, each keeps to an equal share. A share that would
 be less than one is an error at start-up: rounding it up would break the limit.
@@ -28,12 +29,13 @@ _THROTTLES_BEFORE_PACING = 3
 class Reservation:
     """The part of a quota that one attempt holds. Release it exactly once, whatever became of the attempt."""
 
-    __slots__ = ("_quota", "_request", "_tokens", "held")
+    __slots__ = ("_completion", "_prompt", "_quota", "_request", "held")
 
-    def __init__(self, quota: Quota, tokens: float, now: float) -> None:
+    def __init__(self, quota: Quota, prompt_tokens: float, completion_tokens: float, now: float) -> None:
         self._quota = quota
-        self._request = quota._requests.spend(1, now) if quota._requests else None
-        self._tokens = quota._tokens.spend(tokens, now) if quota._tokens else None
+        self._request = quota._requests.hold(1) if quota._requests else None
+        self._prompt = quota._tokens.hold(prompt_tokens) if quota._tokens else None
+        self._completion = quota._tokens.hold(completion_tokens) if quota._tokens else None
         if quota._pace is not None:
             quota._pace.spend(now)
         quota.in_flight += 1
@@ -42,18 +44,27 @@ class Reservation:
     def sent(self, now: float) -> None:
         """Note that the request was really written at `now`."""
         if self._request is not None and self._quota._requests is not None:
-            self._quota._requests.restamp(self._request, now)
-        if self._tokens is not None and self._quota._tokens is not None:
-            self._quota._tokens.restamp(self._tokens, now)
+            self._quota._requests.stamp(self._request, now)
+        if self._prompt is not None and self._quota._tokens is not None:
+            self._quota._tokens.stamp(self._prompt, now)
 
-    def release(self, tokens: float | None = None) -> None:
-        """Give the concurrency back and settle the tokens; `tokens` None: unknown, the reserved amount stays spent."""
+    def release(
+        self, now: float, *, prompt_tokens: float | None = None, completion_tokens: float | None = None
+    ) -> None:
+        """Give the concurrency back and settle the tokens; None: unknown, the reserved amount stays spent."""
         if not self.held:
             return
         self.held = False
         self._quota.in_flight -= 1
-        if tokens is not None and self._tokens is not None and self._quota._tokens is not None:
-            self._quota._tokens.amend(self._tokens, tokens)
+        self.sent(now)  # it may have been, whatever the source said
+        ledger = self._quota._tokens
+        if ledger is None or self._prompt is None or self._completion is None:
+            return
+        if prompt_tokens is not None:
+            ledger.amend(self._prompt, prompt_tokens)
+        if completion_tokens is not None:
+            ledger.amend(self._completion, completion_tokens)
+        ledger.stamp(self._completion, now)
 
 
 @dataclass(frozen=True)
@@ -118,9 +129,12 @@ class Quota:
         """Requests that may be sent at once after a rest."""
         return self._requests.limit if self._requests else math.inf
 
-    def forget_in_flight(self) -> None:
+    def forget_in_flight(self, now: float) -> None:
         """Take requests in flight to have ended: their event loop was closed under them."""
         self.in_flight = 0
+        for ledger in (self._requests, self._tokens):
+            if ledger is not None:
+                ledger.stamp_all(now)
 
     def fits_ever(self, tokens: float) -> bool:
         """Whether a request of `tokens` can ever be sent under this quota."""
@@ -142,9 +156,9 @@ class Quota:
             wait = max(wait, self._pace.wait_s(now))
         return wait
 
-    def reserve(self, tokens: float, now: float) -> Reservation:
-        """Take what one attempt needs."""
-        return Reservation(self, tokens, now)
+    def reserve(self, prompt_tokens: float, completion_tokens: float, now: float) -> Reservation:
+        """Take what one attempt needs at most."""
+        return Reservation(self, prompt_tokens, completion_tokens, now)
 
     def throttled(self, now: float) -> bool:
         """Note that the server throttled a request of ours; return whether this made the quota change to pacing.

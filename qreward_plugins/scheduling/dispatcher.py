@@ -41,10 +41,8 @@ _log = logging.getLogger("qreward_plugins.scheduling")
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 20.0
 SHORTEST_WAKE_S = 1e-4
-INVALID_REST_S = 5.0
-"""How long a job keeps away from a source that gave it an invalid verdict, if another source does not take it
-before.
-"""
+SHORTEST_INVALID_REST_S = 0.5
+"""The least time for which a job keeps away from a source that gave it an invalid verdict, if there is another one."""
 
 
 class Dispatcher:
@@ -190,7 +188,7 @@ class Dispatcher:
             job.request = job.judge.request(job.sample, attempt=job.attempts)
         if job.rest_timer is not None:
             job.rest_timer.cancel()
-        reservation = lane.quota.reserve(lane.tokens(job.request), now)
+        reservation = lane.reserve(job.request, now)
         attempt = Attempt(job, lane, job.request, reservation, now, probe=not lane.breaker.closed)
         lane.breaker.started()
         lane.counters.requests += 1
@@ -218,7 +216,8 @@ class Dispatcher:
             self._reply_came(attempt, reply)
             self._invalid(attempt, error)
         except Throttled as error:
-            attempt.reservation.release(0)  # it was not admitted, so it took no tokens
+            # Nothing was written; but providers count the prompts that they reject, too.
+            attempt.reservation.release(self._loop.time(), completion_tokens=0)
             self._throttled(attempt, error)
         except TransientError as error:
             self._transient(attempt, error)
@@ -236,7 +235,7 @@ class Dispatcher:
     def _ended(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
         """Clean up after an attempt, however it ended: nothing it held may outlive its task."""
         self._ending.discard(task)
-        attempt.reservation.release()
+        attempt.reservation.release(self._loop.time())
         if attempt.timer is not None:
             attempt.timer.cancel()
         if task.cancelled():
@@ -249,11 +248,16 @@ class Dispatcher:
 
     def _reply_came(self, attempt: Attempt, reply: Reply | None) -> None:
         job, lane = attempt.job, attempt.lane
+        now = self._loop.time()
         usage = reply.usage if reply is not None else None
-        attempt.reservation.release(usage.total_tokens if usage is not None else None)
-        job.cost_usd += lane.answered(attempt.request, usage, self._loop.time() - attempt.started_at)
-        if usage is not None:
+        if usage is None:
+            attempt.reservation.release(now)
+        else:
+            attempt.reservation.release(
+                now, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens
+            )
             job.usage += usage
+        job.cost_usd += lane.answered(attempt.request, usage, now - attempt.started_at)
 
     # What the end of an attempt means for its job
 
@@ -281,7 +285,10 @@ class Dispatcher:
         job.invalid += 1
         job.invalid_at.add(lane.name)
         if job.invalid <= job.judge.invalid_retries:
-            self._rest_and_retry(attempt, str(error), INVALID_REST_S)
+            others = set(job.judge.sources) - job.barred - {lane.name}
+            # Another source first, but not for longer than it might take: the others may be out of quota for minutes.
+            rest_s = max(SHORTEST_INVALID_REST_S, 2 * lane.expected_s()) if others else 0.0
+            self._rest_and_retry(attempt, str(error), rest_s)
         elif all(self._lanes[name].answers_garbage() for name in job.invalid_at):
             self._fail(job, Cause.INFRA, "garbage", f"{error} (most replies of this source are invalid)")
         else:
@@ -309,7 +316,7 @@ class Dispatcher:
         lane.counters.permanent += 1
         lane.breaker.abandoned(probe=attempt.probe)
         job.barred.add(lane.name)
-        if isinstance(error, SourceUnusable):
+        if isinstance(error, SourceUnusable) and not lane.unusable:
             lane.take_out(str(error))
             for waiting in [job for job in self._jobs if job not in self._attempts]:
                 self._enqueue(waiting)

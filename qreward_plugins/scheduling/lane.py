@@ -7,7 +7,7 @@ import math
 from collections import deque
 
 from ..config.models import Price
-from ..quotas import Quota
+from ..quotas import Quota, Reservation
 from ..samples import Usage
 from ..sources.base import Request, Source
 from ..telemetry import SourceCounters, SourceStatistics, percentile
@@ -45,14 +45,18 @@ class Lane:
         self._tokens_per_byte = _FIRST_TOKENS_PER_BYTE
         self._validity: deque[bool] = deque(maxlen=_GARBAGE_WINDOW)
 
-    def abandon_attempts(self) -> None:
+    def abandon_attempts(self, now: float) -> None:
         """Forget the attempts of an event loop that was closed under them; the ledgers of what was sent stay."""
-        self.quota.forget_in_flight()
+        self.quota.forget_in_flight(now)
         self.breaker.abandoned(probe=True)
 
     def tokens(self, request: Request) -> int:
         """An upper bound of the tokens that `request` takes, prompt and completion."""
-        return math.ceil(request.size * self._tokens_per_byte) + request.max_completion_tokens
+        return self._prompt_tokens(request) + request.max_completion_tokens
+
+    def reserve(self, request: Request, now: float) -> Reservation:
+        """Take what an attempt of `request` needs from the quota."""
+        return self.quota.reserve(self._prompt_tokens(request), request.max_completion_tokens, now)
 
     def wait_s(self, tokens: float, now: float) -> float:
         """Seconds until a request of `tokens` may go; infinity: no time can be told."""
@@ -172,3 +176,6 @@ class Lane:
             tokens_share=use.tokens_share,
             paced=use.paced,
         )
+
+    def _prompt_tokens(self, request: Request) -> int:
+        return math.ceil(request.size * self._tokens_per_byte)

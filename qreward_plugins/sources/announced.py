@@ -66,6 +66,8 @@ def announced(headers: Mapping[str, str]) -> dict[str, float]:
     same for `tokens`. What is absent or makes no sense is left out. `headers` must ignore case.
     """
     found: dict[str, float] = {}
+    if not any("ratelimit" in name.lower() for name in headers):
+        return found
     for what, spelling in _SPELLINGS:
         for fact, suffix in _FACTS.items():
             key = f"{what}_{suffix}"

@@ -27,13 +27,12 @@ class Request:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     nonce: str = ""
     max_completion_tokens: int = 0
+    size: int = field(init=False, repr=False, compare=False)
+    """Length of what is sent, in UTF-8 bytes: the scheduler's measure of how long the answer will take."""
 
-    @property
-    def size(self) -> int:
-        """Length of what is sent, in UTF-8 bytes: the scheduler's measure of how long the answer will take."""
-        if self.messages:
-            return sum(len(message["content"].encode("utf-8", "surrogatepass")) for message in self.messages)
-        return len(self.sample.response.encode("utf-8", "surrogatepass"))
+    def __post_init__(self) -> None:
+        texts = [message["content"] for message in self.messages] or [self.sample.response]
+        object.__setattr__(self, "size", sum(len(text.encode("utf-8", "surrogatepass")) for text in texts))
 
 
 @dataclass(frozen=True, slots=True)

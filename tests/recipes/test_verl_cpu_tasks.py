@@ -42,21 +42,43 @@ def test_any_text_gets_a_grade(cpu_recipe, response):
     assert 0 <= cpu_recipe.scorer.grade(response, "3") <= 10
 
 
+def small(cpu_recipe, **sizes):
+    fewer = {"val_questions": 4, "train_questions": 8, "warm_up_questions": 60, "learning_steps": 1, "habit_steps": 1}
+    return cpu_recipe.tasks.Sizes(**{**fewer, **sizes})
+
+
 def test_questions_are_those_of_reasoning_gym_in_an_order_of_the_seed(cpu_recipe):
-    first, again, other = (cpu_recipe.tasks.questions(seed) for seed in (0, 0, 1))
+    first, again, other = (cpu_recipe.tasks.questions(small(cpu_recipe, seed=seed)) for seed in (0, 0, 1))
     assert first == again != other
-    assert len(first) == 200  # every sum and difference of two digits
-    for question in first[:20]:
-        left, sign, right = question.text.rsplit(":", 1)[1].replace("=", "").split()
-        assert question.answer == int(left) + (int(right) if sign == "+" else -int(right))
+    assert len({question.text for question in first}) == len(first) == 72
+    for question in first:
+        total = 0
+        for term in question.expression.replace("- ", "-").replace("+ ", "").split():
+            total += int(term)
+        assert question.answer == total
+        assert question.expression in question.text
+
+
+def test_more_questions_than_there_are_is_an_error_that_tells_the_remedy(cpu_recipe):
+    with pytest.raises(ValueError, match="ask for fewer"):
+        cpu_recipe.tasks.questions(small(cpu_recipe, terms=2, warm_up_questions=500))
+
+
+def test_a_worked_answer_is_right_and_a_guess_is_near(cpu_recipe):
+    import random
+
+    rng = random.Random(0)
+    questions = cpu_recipe.tasks.questions(small(cpu_recipe))
+    assert {cpu_recipe.scorer.grade(question.worked, str(question.answer)) for question in questions} == {10.0}
+    for question in questions:
+        assert abs(cpu_recipe.scorer.stated_answer(question.guessed(rng)) - question.answer) <= 9
 
 
 def test_prepared_assets_are_what_verl_reads(cpu_recipe, tmp_path):
     import pandas
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tasks = cpu_recipe.tasks
-    assets = tasks.prepare(tmp_path, tasks.Sizes(warm_up_steps=1, train_questions=8, val_questions=4))
+    assets = cpu_recipe.tasks.prepare(tmp_path, small(cpu_recipe))
     train, val = pandas.read_parquet(assets.train), pandas.read_parquet(assets.val)
     assert (len(train), len(val)) == (8, 4)
     assert set(train.columns) == {"data_source", "prompt", "ability", "reward_model", "extra_info"}
@@ -66,6 +88,8 @@ def test_prepared_assets_are_what_verl_reads(cpu_recipe, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(assets.tokenizer)
     for text in (*texts, "any text: ünïcödé ✓"):
         assert tokenizer.decode(tokenizer.encode(text)) == text
-    assert len(tokenizer.encode(" -9")) == len(tokenizer.encode(" 18")) == 1
+    assert len(tokenizer.encode(" -45")) == len(tokenizer.encode(" 45")) == 1
     model = AutoModelForCausalLM.from_pretrained(assets.model)
     assert sum(parameter.numel() for parameter in model.parameters()) < 200_000
+    # The rollout server stops where the model's own configuration says that an answer ends.
+    assert model.config.eos_token_id == tokenizer.eos_token_id == tokenizer.convert_tokens_to_ids(cpu_recipe.tasks.END)

@@ -15,7 +15,7 @@ LIMITS = ServerLimits(requests_per_minute=6000, window_s=10, concurrency=16)
 
 def test_grpo_trains_while_one_judge_is_flaky_and_some_samples_are_lost(cpu_recipe, tmp_path):
     tasks = cpu_recipe.tasks
-    assets = tasks.prepare(tmp_path / "assets", tasks.Sizes(warm_up_steps=20))
+    assets = tasks.prepare(tmp_path / "assets", tasks.Sizes(learning_steps=20, habit_steps=5))
     # A request that both judges refuse for good loses its sample; the rest of the faults are mended by another try.
     faults = {"fast": {"error_422": 0.25}, "slow": {"error_422": 0.25, "error_500": 0.2, "wrong_nonce": 0.1}}
     servers = {
@@ -24,7 +24,7 @@ def test_grpo_trains_while_one_judge_is_flaky_and_some_samples_are_lost(cpu_reci
     }
     journal = tmp_path / "journal"
     with servers["fast"] as fast, servers["slow"] as slow:
-        steps = cpu_recipe.training.train(
+        training = cpu_recipe.training.train(
             assets,
             tmp_path / "out",
             algorithm="grpo",
@@ -38,14 +38,14 @@ def test_grpo_trains_while_one_judge_is_flaky_and_some_samples_are_lost(cpu_reci
             on_step=lambda step: None,
         )
         reports = [server.report() for server in servers.values()]
-    assert [step.number for step in steps] == [1, 2]
-    assert all(0 < step.reward < 1 for step in steps)
+    assert [step.number for step in training.steps] == [1, 2]
+    assert all(0 < step.reward < 1 for step in training.steps)
     assert [report.violations_total for report in reports] == [0, 0]
     connection = sqlite3.connect(journal)
     outcomes = dict(connection.execute("SELECT outcome, count(*) FROM outcomes GROUP BY outcome").fetchall())
     processes = connection.execute("SELECT count(DISTINCT process_id) FROM outcomes").fetchone()[0]
     connection.close()
-    assert sum(outcomes.values()) == 2 * 64
+    assert sum(outcomes.values()) == 2 * 32 + 2 * 32  # two steps of 8 prompts x 4, and two validations
     assert outcomes["failed"] > 0  # they were left out, and the training went on
     assert processes == 2
     log = (tmp_path / "out" / "grpo.log").read_text(errors="replace")

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from scorer import score
 from tasks import Assets, Sizes, prepare
-from training import Step, TrainingFailed, train
+from training import Step, Training, TrainingFailed, train
 
 from qreward_plugins.testing import Faults, JudgeServerProcess, Latency, Report, ServerLimits
 
@@ -73,21 +73,23 @@ def main() -> int:
             **{f"{name.upper()}_JUDGE_URL": server.base_url for name, server in judges.items()},
         }
         try:
-            steps = _train(assets, out, options.algorithm, options.steps, environment, console)
+            training = _train(assets, out, options.algorithm, options.steps, environment, console)
         except TrainingFailed as error:
             console.print(f"[red]the training failed:[/red]\n{escape(str(error))}", highlight=False)
             return 1
         reports = {name: server.report() for name, server in judges.items()}
     verdicts, failed = _read_journal(journal)
     console.print(_source_table(reports, verdicts))
+    steps = training.steps
     console.print(_step_table(steps))
     plot = out / "reward.png"
     _plot(steps, plot, options.algorithm)
     violations = sum(report.violations_total for report in reports.values())
     first, last = _mean(steps[:3]), _mean(steps[-3:])
     console.print(
-        f"mean reward {first:.2f} -> {last:.2f} (first and last three steps), {sum(verdicts.values())} verdicts, "
-        f"{failed} samples left out, {violations} limit violations, {time.monotonic() - started:.0f} s; plot: {plot}",
+        f"Mean reward {first:.2f} -> {last:.2f} (first and last three steps); right answers to held-out questions "
+        f"{training.accuracy_before:.0%} -> {training.accuracy_after:.0%}. {sum(verdicts.values())} verdicts, {failed} "
+        f"samples left out, {violations} limit violations, {time.monotonic() - started:.0f} s. Plot: {plot}",
         highlight=False,
         soft_wrap=True,
     )
@@ -96,7 +98,7 @@ def main() -> int:
 
 def _train(
     assets: Assets, out: Path, algorithm: str, steps: int, environment: Mapping[str, str], console: Console
-) -> list[Step]:
+) -> Training:
     progress = Progress(
         TextColumn(algorithm.upper()),
         BarColumn(),

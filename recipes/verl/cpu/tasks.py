@@ -1,8 +1,10 @@
-"""What this recipe trains: sums from reasoning-gym, and a model of 130,000 parameters made from nothing to answer them.
+"""What this recipe trains: sums from reasoning-gym, and a model of 0.15 million parameters, made from nothing to answer
+them.
 
-A pretrained model would be a download, and too slow for a laptop, so one is built here and warmed up for a few seconds
-on right answers: long enough to answer in the right form and to have a vague idea of the sums, and not longer. What it
-knows after that, it has from the reward: the scores of the judges are all that the reinforcement learning sees.
+A pretrained model would be a download, and too slow for a laptop, so one is built here, and some seconds of supervised
+warm-up stand for its pre-training: first mostly on worked answers, from which it learns the arithmetic, then mostly on
+guesses. It ends able to work a sum out, and in the habit of guessing. That working pays is left to the reinforcement
+learning to find out from the judges' scores. No question is shared between warm-up, training and validation.
 """
 
 from __future__ import annotations
@@ -30,29 +32,51 @@ _NO_LABEL = -100
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of the data set, the model and its warm-up; `seed` fixes the questions, the examples and the weights."""
+    """Sizes of the data sets, the model and its warm-up; `seed` fixes the questions, the examples and the weights."""
 
     seed: int = 0
-    train_questions: int = 8
-    val_questions: int = 8
+    val_questions: int = 32
+    train_questions: int = 512
+    warm_up_questions: int = 1_500
+    terms: int = 3
+    """Numbers in one sum, each from 0 to 9."""
     hidden_size: int = 64
     layers: int = 2
     heads: int = 4
-    warm_up_steps: int = 90
-    warm_up_batch: int = 64
-    warm_up_lr: float = 1e-2
+    warm_up_batch: int = 32
+    warm_up_lr: float = 8e-3
+    learning_steps: int = 420
+    """Warm-up steps to learn the arithmetic in."""
+    learning_worked: float = 0.85
+    """Share of worked answers in these. Without any guesses, their first appearance would shake the network."""
+    habit_steps: int = 80
+    """Warm-up steps, after these, to get into the habit of guessing."""
+    habit_worked: float = 0.25
+    """Share of worked answers in these."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """One task: its text and the right answer."""
+    """One task: its text, the sum in it, and the right answer."""
 
     text: str
+    expression: str
     answer: int
 
     @property
     def worked(self) -> str:
-        return f"The answer is {self.answer}."
+        """The answer as a careful writer gives it: one equation for each operation, then the result."""
+        first, *rest = self.expression.split()
+        total, steps = int(first), []
+        for operator, operand in zip(rest[::2], rest[1::2], strict=True):
+            before = total
+            total += int(operand) if operator == "+" else -int(operand)
+            steps.append(f"{before} {operator} {operand} = {total}")
+        return f"{', '.join(steps)}. The answer is {total}."
+
+    def guessed(self, rng: random.Random) -> str:
+        """The answer as a hasty writer gives it: no work, and a number at most 9 off."""
+        return f"The answer is {self.answer + rng.randint(-9, 9)}."
 
 
 @dataclass(frozen=True)
@@ -65,16 +89,26 @@ class Assets:
     tokenizer: Path
 
 
-def questions(seed: int) -> list[Question]:
-    """All sums and differences of two digits that reasoning-gym asks for, in an order fixed by the seed."""
+def questions(sizes: Sizes) -> list[Question]:
+    """As many different sums as all three sets need, in an order fixed by the seed.
+
+    Raises ValueError when reasoning-gym has not that many of this length.
+    """
     import reasoning_gym
 
-    size = 2_000
+    count = sizes.val_questions + sizes.train_questions + sizes.warm_up_questions
+    terms = {"min_terms": sizes.terms, "max_terms": sizes.terms}
     data = reasoning_gym.create_dataset(
-        "chain_sum", size=size, seed=seed, min_terms=2, max_terms=2, min_digits=1, max_digits=1
+        "chain_sum", size=4 * count, seed=sizes.seed, min_digits=1, max_digits=1, **terms
     )
-    found = {str(item["question"]): int(item["answer"]) for item in (data[index] for index in range(size))}
-    return [Question(text, answer) for text, answer in found.items()]
+    found: dict[str, Question] = {}
+    for index in range(4 * count):
+        item = data[index]
+        text = str(item["question"])
+        found[text] = Question(text, str(item["metadata"]["expression"]), int(item["answer"]))
+        if len(found) == count:
+            return list(found.values())
+    raise ValueError(f"found {len(found)} different sums of {sizes.terms} terms, not {count}: ask for fewer")
 
 
 def prepare(folder: Path, sizes: Sizes = Sizes()) -> Assets:
@@ -86,14 +120,16 @@ def prepare(folder: Path, sizes: Sizes = Sizes()) -> Assets:
     torch.set_num_threads(1)
     assets = Assets(folder / "train.parquet", folder / "val.parquet", folder / "model", folder / "tokenizer")
     folder.mkdir(parents=True, exist_ok=True)
-    everything = questions(sizes.seed)
-    train = everything[: sizes.train_questions]
-    val = everything[sizes.train_questions :][: sizes.val_questions]
+    drawn = iter(questions(sizes))
+    val = list(itertools.islice(drawn, sizes.val_questions))
+    train = list(itertools.islice(drawn, sizes.train_questions))
+    rest = list(drawn)
     pandas.DataFrame(rows(train, "train")).to_parquet(assets.train)
     pandas.DataFrame(rows(val, "val")).to_parquet(assets.val)
-    tokenizer = build_tokenizer([f"{question.text}\n{question.worked}" for question in everything])
+    rng = random.Random(sizes.seed)
+    tokenizer = build_tokenizer([f"{question.text}\n{question.worked} {question.guessed(rng)}" for question in rest])
     model = build_model(sizes, tokenizer)
-    warm_up(model, tokenizer, sizes, everything)
+    warm_up(model, tokenizer, sizes, rest)
     logging.disable_progress_bar()
     tokenizer.save_pretrained(assets.tokenizer)
     model.save_pretrained(assets.model)
@@ -130,12 +166,14 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=600,
+        vocab_size=1_000,
         special_tokens=[PAD, START, END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator([*texts, "system user assistant"], trainer)
+    # Every number an equation or a guess can hold, whether or not the texts have it.
+    numbers = [f"{number} {number}" for number in range(-45, 46)]
+    tokenizer.train_from_iterator([*texts, *numbers, "system user assistant"], trainer)
     fast = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         eos_token=END,
@@ -163,8 +201,8 @@ def build_model(sizes: Sizes, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCau
             num_key_value_heads=sizes.heads,
             max_position_embeddings=128,
             tie_word_embeddings=False,
-            # Weights as wide as 0.1 tell tokens apart from the start; the usual 0.02 needs many more steps.
-            initializer_range=0.1,
+            # Wide enough to tell tokens apart from the first step; at the usual 0.02 learning starts later.
+            initializer_range=0.05,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -175,15 +213,18 @@ def build_model(sizes: Sizes, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCau
 def warm_up(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, sizes: Sizes, pool: Sequence[Question]
 ) -> None:
-    """Supervised training in place, stopped while most answers are still wrong."""
+    """Supervised training in place, on the answers only."""
     import torch
 
-    optimizer = torch.optim.AdamW(model.parameters(), lr=sizes.warm_up_lr, weight_decay=0.0)
-    # The schedule is that of a longer training: its end, where the learning rate falls, would teach too much.
-    schedule = torch.optim.lr_scheduler.OneCycleLR(
-        optimizer, max_lr=sizes.warm_up_lr, total_steps=4 * sizes.warm_up_steps, pct_start=0.1
-    )
-    for ids, labels in itertools.islice(_batches(tokenizer, sizes, pool), sizes.warm_up_steps):
+    rng = random.Random(sizes.seed)
+    learning = _batches(tokenizer, sizes, pool, sizes.learning_worked, rng)
+    habit = _batches(tokenizer, sizes, pool, sizes.habit_worked, rng)
+    steps = sizes.learning_steps + sizes.habit_steps
+    optimizer = torch.optim.AdamW(model.parameters(), lr=sizes.warm_up_lr, betas=(0.9, 0.98), weight_decay=0.0)
+    # One falling schedule over both parts: the habit comes at a low rate, which spares the arithmetic.
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, sizes.warm_up_lr, total_steps=steps, pct_start=0.1)
+    for step in range(steps):
+        ids, labels = next(learning if step < sizes.learning_steps else habit)
         optimizer.zero_grad()
         model(input_ids=ids, labels=labels).loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -191,17 +232,19 @@ def warm_up(
         schedule.step()
 
 
-def _batches(tokenizer: PreTrainedTokenizerFast, sizes: Sizes, pool: Sequence[Question]) -> Iterator[tuple[Any, Any]]:
+def _batches(
+    tokenizer: PreTrainedTokenizerFast, sizes: Sizes, pool: Sequence[Question], worked: float, rng: random.Random
+) -> Iterator[tuple[Any, Any]]:
     import torch
 
-    rng = random.Random(sizes.seed)
-    examples = []
-    for question in pool:
-        chat = [{"role": "user", "content": question.text}]
-        prompt = tokenizer.encode(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True))
-        examples.append((prompt, tokenizer.encode(question.worked + END)))
+    chats = [[{"role": "user", "content": question.text}] for question in pool]
+    texts = [str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)) for chat in chats]
+    prompts: list[list[int]] = tokenizer(texts)["input_ids"]
     while True:
-        batch = rng.choices(examples, k=sizes.warm_up_batch)
+        picked = rng.choices(range(len(pool)), k=sizes.warm_up_batch)
+        answers = [pool[i].worked if rng.random() < worked else pool[i].guessed(rng) for i in picked]
+        replies = tokenizer([answer + END for answer in answers])["input_ids"]
+        batch = [(prompts[i], reply) for i, reply in zip(picked, replies, strict=True)]
         width = max(len(prompt) + len(reply) for prompt, reply in batch)
         ids = torch.full((len(batch), width), tokenizer.pad_token_id)
         labels = torch.full((len(batch), width), _NO_LABEL)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from tasks import Assets
 
@@ -19,11 +19,21 @@ HERE = Path(__file__).resolve().parent
 _LOOK_EVERY_S = 0.25
 _END_WITHIN_S = 20.0
 _REWARD = "critic/rewards/mean"
+_ACCURACY = "acc/mean@1"
 _SECONDS = "timing_s/step"
 
 
 class TrainingFailed(RuntimeError):
     """The trainer ended with an error; the message holds the last lines of its log and the log's path."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training gave: its steps, and the share of right answers to held-out questions before and after."""
+
+    steps: list[Step]
+    accuracy_before: float
+    accuracy_after: float
 
 
 @dataclass(frozen=True)
@@ -44,8 +54,8 @@ def train(
     environment: Mapping[str, str],
     on_step: Callable[[Step], None],
     overrides: tuple[str, ...] = (),
-) -> list[Step]:
-    """Train for `steps` steps with the recipe `algorithm` ("grpo" or "ppo"), and return them all.
+) -> Training:
+    """Train for `steps` steps with the recipe `algorithm` ("grpo" or "ppo").
 
     `on_step` is called with each step when it is done. The trainer's log and metrics go to the folder `out`. Raises
     `TrainingFailed`. Whatever ends this call, no process of the trainer goes on.
@@ -75,7 +85,8 @@ def train(
     if process.returncode != 0 or len(done) < steps:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
         raise TrainingFailed(f"{tail}\n\nverl ended with code {process.returncode} after {len(done)} steps; log: {log}")
-    return done
+    before, *_, after = _accuracies(metrics)
+    return Training(done, before, after)
 
 
 def _environment(extra: Mapping[str, str], metrics: Path) -> dict[str, str]:
@@ -117,12 +128,20 @@ def _running(
 
 
 def _steps(metrics: Path, after: int) -> Iterator[Step]:
-    """The steps in verl's metrics file after the one numbered `after`; a line that is still being written waits."""
+    """The steps in verl's metrics file after the one numbered `after`."""
+    for record in _records(metrics):
+        if record["step"] > after and _REWARD in record["data"]:
+            yield Step(record["step"], record["data"][_REWARD], record["data"][_SECONDS])
+
+
+def _accuracies(metrics: Path) -> list[float]:
+    """The validations in verl's metrics file."""
+    return [value for record in _records(metrics) for key, value in record["data"].items() if key.endswith(_ACCURACY)]
+
+
+def _records(metrics: Path) -> Iterator[dict[str, Any]]:
     if not metrics.exists():
         return
     for line in metrics.read_text().splitlines(keepends=True):
-        if not line.endswith("\n"):
-            return
-        record = json.loads(line)
-        if record["step"] > after and _REWARD in record["data"]:
-            yield Step(record["step"], record["data"][_REWARD], record["data"][_SECONDS])
+        if line.endswith("\n"):
+            yield json.loads(line)

@@ -1,0 +1,57 @@
+"""The README's examples are run, so that they cannot go stale."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qreward_plugins import load_config
+
+ROOT = Path(__file__).parents[1]
+TEXT = (ROOT / "README.md").read_text()
+FENCED = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+
+
+def blocks(language):
+    return [
+        "\n".join(line.removeprefix(indent) for line in body.splitlines())
+        for indent, found, body in FENCED.findall(TEXT)
+        if found == language
+    ]
+
+
+@pytest.mark.parametrize("block", blocks("yaml"))
+def test_every_configuration_is_valid(block):
+    config = load_config(yaml.safe_load(block))
+    assert config.sources
+
+
+@pytest.mark.parametrize("block", blocks("python"))
+def test_every_program_compiles(block):
+    compile(block, "README.md", "exec")
+
+
+def test_the_example_without_a_provider_runs(capsys):
+    (program,) = [block for block in blocks("python") if "JudgeServer" in block]
+    exec(program, {"__name__": "readme"})
+    assert capsys.readouterr().out == "1.0\n"
+
+
+def test_every_command_and_target_exists():
+    from typer.main import get_command
+
+    from qreward_plugins.cli.app import app
+
+    shell = "\n".join(blocks("bash"))
+    commands = set(re.findall(r"^qreward ([a-z-]+)", shell, re.MULTILINE))
+    assert commands == set(get_command(app).commands)
+    targets = set(re.findall(r"`?make ([a-z]+)", TEXT))
+    assert targets <= set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+
+
+def test_every_link_leads_somewhere():
+    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
+        assert (ROOT / target).exists(), target

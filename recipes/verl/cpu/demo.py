@@ -1,6 +1,6 @@
 """`make demo`: GRPO with the real verl trainer on this machine's CPU, rewarded through qreward by two judge servers.
 
-python recipes/verl/cpu/demo.py [--algorithm grpo|ppo] [--steps N] [--out demo]
+Also: `python recipes/verl/cpu/demo.py [--algorithm grpo|ppo] [--steps N] [--seed N] [--out FOLDER]`.
 """
 
 from __future__ import annotations
@@ -114,10 +114,8 @@ def _train(
 
         def on_step(step: Step) -> None:
             progress.update(task, completed=step.number, note=f"reward {step.reward:.2f}")
-            if not console.is_terminal:
-                console.print(
-                    f"step {step.number}/{steps}: reward {step.reward:.2f}, {step.seconds:.1f} s", highlight=False
-                )
+            line = f"step {step.number}/{steps}: reward {step.reward:.2f}, {step.seconds:.1f} s"
+            console.print(line, highlight=False)
 
         return train(assets, out, algorithm=algorithm, steps=steps, environment=environment, on_step=on_step)
 
@@ -192,4 +190,7 @@ def _plot(steps: Sequence[Step], path: Path, algorithm: str) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit("stopped")

@@ -7,7 +7,8 @@ over the rounds of `time.process_time` by request: the machine's other work show
 
     python bench/overhead.py [--samples N] [--rounds R] [--json FILE]
 
-httpx and httpx-aiohttp are wanted beside the package itself: `pip install httpx httpx-aiohttp`.
+Both kinds of httpx are measured as they come, with at most 100 connections however many requests are under way. They
+are wanted beside the package itself: `pip install httpx httpx-aiohttp`.
 """
 
 from __future__ import annotations
@@ -104,7 +105,7 @@ async def with_httpx(base_url: str, samples: Sequence[Sample], bodies: Sequence[
     """The same exchanges by `httpx.AsyncClient`."""
     import httpx
 
-    return await _with_httpx(base_url, bodies, in_flight, httpx.AsyncHTTPTransport(limits=_httpx_limits()))
+    return await _with_httpx(base_url, bodies, in_flight, httpx.AsyncHTTPTransport())
 
 
 async def with_httpx_aiohttp(
@@ -113,13 +114,7 @@ async def with_httpx_aiohttp(
     """The same exchanges by `httpx.AsyncClient` over aiohttp's transport."""
     import httpx_aiohttp
 
-    return await _with_httpx(base_url, bodies, in_flight, httpx_aiohttp.AiohttpTransport(limits=_httpx_limits()))
-
-
-def _httpx_limits() -> Any:
-    import httpx
-
-    return httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    return await _with_httpx(base_url, bodies, in_flight, httpx_aiohttp.AiohttpTransport())
 
 
 async def _with_httpx(base_url: str, bodies: Sequence[bytes], in_flight: int, transport: Any) -> float:

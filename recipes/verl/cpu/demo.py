@@ -146,7 +146,7 @@ def _source_table(reports: Mapping[str, Report], verdicts: Mapping[str, int]) ->
             str(report.violations_total),
         )
     windows = [f"{name} {_window(report.max_requests_in_window, LIMITS[name])}" for name, report in reports.items()]
-    table.caption = "most requests in any window: " + ", ".join(windows)
+    table.caption = "most in a window: " + ", ".join(windows)
     return table
 
 

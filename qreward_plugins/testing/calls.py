@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -56,6 +57,17 @@ class JudgeCall:
     def blocks(self) -> Mapping[str, str]:
         """The fenced blocks of the last user message by label: question, response, reference, ..."""
         return self._fences[1]
+
+    @property
+    def score_range(self) -> tuple[float, float]:
+        """The range in which a score is asked for: that of the schema of `response_format`, else 0 to 1."""
+        node: object = self.parameters.get("response_format")
+        for key in ("json_schema", "schema", "properties", "score"):
+            node = node.get(key) if isinstance(node, Mapping) else None
+        low, high = (node.get("minimum"), node.get("maximum")) if isinstance(node, Mapping) else (None, None)
+        if isinstance(low, (int, float)) and isinstance(high, (int, float)):
+            return float(low), float(high)
+        return 0.0, 1.0
 
     @cached_property
     def prompt_tokens(self) -> int:
@@ -113,15 +125,22 @@ def read_call(body: bytes, models: Sequence[str]) -> JudgeCall:
 def overlap_score(call: JudgeCall) -> float:
     """The built-in scorer: deterministic, and plausible enough for a demo.
 
-    With a reference: the share of its distinct words that the response has. Without: a number between 0 and 1 that
-    depends on nothing but the response. Rounded to three digits.
+    With a reference: the share of its distinct words that the response has. Without: a share that depends on nothing
+    but the response. In the range that is asked for, rounded to three digits.
     """
     response = call.blocks.get("response", call.prompt)
-    wanted = set(call.blocks.get("reference", "").lower().split())
+    wanted = _words(call.blocks.get("reference", ""))
     if wanted:
-        return round(len(wanted & set(response.lower().split())) / len(wanted), 3)
-    digest = hashlib.blake2b(response.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return round(int.from_bytes(digest, "big") / 2**64, 3)
+        share = len(wanted & _words(response)) / len(wanted)
+    else:
+        digest = hashlib.blake2b(response.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+        share = int.from_bytes(digest, "big") / 2**64
+    low, high = call.score_range
+    return round(low + share * (high - low), 3)
+
+
+def _words(text: str) -> set[str]:
+    return set(re.findall(r"\w+", text.lower()))
 
 
 def as_verdict(call: JudgeCall, answer: Answer) -> dict[str, object] | str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins.testing import JudgeCall, count_tokens
+from qreward_plugins.testing import JudgeCall, count_tokens, overlap_score
 from qreward_plugins.testing.calls import Completion, duration
 
 
@@ -48,3 +48,15 @@ def test_a_cut_never_splits_a_character(content: str) -> None:
         assert cut.tokens <= max_tokens
         assert cut.finish_reason == "length"
     assert Completion(None).cut(1) == Completion(None)
+
+
+def test_the_built_in_scorer_counts_words_in_the_range_that_is_asked_for() -> None:
+    fences = "<<<reference 0123456789ab>>>\nforty two\n<<<end reference 0123456789ab>>>\n"
+    fences += "<<<response 0123456789ab>>>\nIt is Two.\n<<<end response 0123456789ab>>>"
+    schema = {"properties": {"score": {"type": "number", "minimum": -10, "maximum": 10}}}
+    asked = {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}}
+    message = [{"role": "user", "content": fences}]
+
+    assert overlap_score(JudgeCall("judge", message)) == 0.5
+    assert overlap_score(JudgeCall("judge", message, asked)) == 0.0
+    assert JudgeCall("judge", message, {"response_format": {"type": "json_object"}}).score_range == (0.0, 1.0)

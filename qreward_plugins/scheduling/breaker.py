@@ -9,6 +9,9 @@ from __future__ import annotations
 import math
 
 FAILURES_TO_OPEN = 5
+SHARE_TO_OPEN = 0.25
+"""Failures in a row, as a share of what is in flight, that open it: errors come quicker than answers, so the first ends
+of a burst are failures even where one request in ten fails."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 60.0
 
@@ -46,9 +49,10 @@ class Breaker:
         self._pause_s = FIRST_PAUSE_S
         self._probing = False
 
-    def failed(self, now: float, *, probe: bool) -> bool:
-        """Note a failure; `probe`: the attempt started while the breaker was open. Return whether it opened just
-        now.
+    def failed(self, now: float, *, probe: bool, in_flight: int) -> bool:
+        """Note a failure while `in_flight` attempts are under way; return whether it opened just now.
+
+        `probe`: the attempt started while the breaker was open.
         """
         self.failures_in_row += 1
         if probe:
@@ -56,7 +60,7 @@ class Breaker:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
             self._open_until = now + self._pause_s
             return False
-        if self.closed and self.failures_in_row >= FAILURES_TO_OPEN:
+        if self.closed and self.failures_in_row >= max(FAILURES_TO_OPEN, SHARE_TO_OPEN * in_flight):
             self._open_until = now + self._pause_s
             return True
         return False

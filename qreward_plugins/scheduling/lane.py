@@ -127,7 +127,7 @@ class Lane:
     def failed(self, now: float, *, probe: bool) -> None:
         """Note a transient failure."""
         self.counters.transient += 1
-        if self.breaker.failed(now, probe=probe):
+        if self.breaker.failed(now, probe=probe, in_flight=self.quota.in_flight):
             _log.warning(
                 "source %s failed %d times in a row: it rests for %.0f s, then one request probes it",
                 self.name,

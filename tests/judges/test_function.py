@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +17,8 @@ from qreward_plugins.errors import ConfigurationError, InvalidVerdict
 from qreward_plugins.judges import FunctionJudge, Judge
 from qreward_plugins.samples import Cause, Sample, Verdict
 from qreward_plugins.sources.base import Reply
+
+torch = pytest.importorskip("torch", reason="torch is not installed (pip install 'qreward-plugins[demo]')")
 
 Build = Callable[..., FunctionJudge]
 

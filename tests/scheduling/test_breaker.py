@@ -1,0 +1,89 @@
+"""The breaker: when it opens, who probes, and that a source which merely errs now and then stays open to everybody."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from qreward_plugins.errors import TransientError
+from qreward_plugins.samples import Scored
+from qreward_plugins.scheduling.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
+from qreward_plugins.simulation import run
+
+
+def opened(now=100.0):
+    breaker = Breaker()
+    assert [breaker.failed(now, probe=False, in_flight=1) for _ in range(FAILURES_TO_OPEN)][-1]
+    return breaker
+
+
+def test_it_opens_after_failures_in_a_row_only():
+    breaker = Breaker()
+    for _ in range(10):
+        for _ in range(FAILURES_TO_OPEN - 1):
+            assert not breaker.failed(0.0, probe=False, in_flight=1)
+        breaker.succeeded()
+    assert breaker.closed
+    assert breaker.wait_s(0.0) == 0
+
+
+def test_one_probe_passes_after_the_pause():
+    breaker = opened(now=100.0)
+    assert breaker.wait_s(101.0) == pytest.approx(FIRST_PAUSE_S - 1)
+    assert breaker.wait_s(100.0 + FIRST_PAUSE_S) == 0
+    breaker.started()
+    assert breaker.wait_s(100.0 + FIRST_PAUSE_S) == math.inf
+    breaker.succeeded()
+    assert breaker.closed
+
+
+def test_a_failed_probe_doubles_the_pause_up_to_the_longest():
+    breaker, now, pauses = opened(now=0.0), 0.0, []
+    for _ in range(6):
+        now += breaker.wait_s(now)
+        breaker.started()
+        breaker.failed(now, probe=True, in_flight=1)
+        pauses.append(breaker.wait_s(now))
+    assert pauses == [10, 20, 40, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+
+
+def test_a_probe_that_told_nothing_lets_another_one_pass():
+    breaker = opened(now=0.0)
+    breaker.started()
+    breaker.abandoned(probe=True)
+    assert breaker.wait_s(FIRST_PAUSE_S) == 0
+
+
+def test_an_answer_of_an_attempt_from_before_closes_it():
+    breaker = opened()
+    breaker.succeeded()
+    assert breaker.wait_s(100.0) == 0
+
+
+def test_quick_errors_in_a_burst_do_not_close_a_source_that_answers_most(stage):
+    import asyncio
+
+    source = stage.add("a", limits={"concurrency": 200})
+    send = source.send
+
+    async def errs_quickly(request, *, on_sent):
+        if len(source.arrivals) % 10 == 0:
+            source.arrivals.append(0.0)
+            on_sent()
+            raise TransientError("500")
+        return await send(request, on_sent=on_sent)
+
+    source.send = errs_quickly
+    source.behaviour = lambda *_: 5.0
+
+    async def main():
+        dispatcher = stage.dispatcher()
+        futures = [dispatcher.submit(stage.sample(), stage.judge, deadline_s=300) for _ in range(100)]
+        await asyncio.sleep(1)
+        assert stage.lanes["a"].breaker.closed
+        outcomes = await asyncio.gather(*futures)
+        await dispatcher.aclose()
+        return outcomes
+
+    assert all(isinstance(outcome, Scored) for outcome in run(main()))

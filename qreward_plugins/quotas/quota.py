@@ -13,6 +13,7 @@ be less than one is an error at start-up: rounding it up would break the limit.
 from __future__ import annotations
 
 import math
+from collections import deque
 from dataclasses import dataclass
 
 from ..config.models import Limits
@@ -96,7 +97,7 @@ class Quota:
         self._requests: Ledger | None = None
         self._tokens: Ledger | None = None
         self._pace: Pace | None = None
-        self._throttles_below_limit = 0
+        self._throttled_below_limit_at: deque[float] = deque(maxlen=_THROTTLES_BEFORE_PACING)
         mistakes: list[Mistake] = []
         where = f"sources.{source}.limits"
         if self.concurrency < 1:
@@ -163,17 +164,20 @@ class Quota:
     def throttled(self, now: float) -> bool:
         """Note that the server throttled a request of ours; return whether this made the quota change to pacing.
 
-        A server that throttles again and again a client that keeps clearly below its declared limits does not count a
-        sliding window: it refills a bucket. Throttling that tokens or concurrency may explain is no such evidence.
+        A server that throttles, again and again within a window, a client that keeps clearly below its declared limits
+        does not count a sliding window: it refills a bucket. Throttling that tokens or concurrency may explain is no
+        such evidence.
         """
         if self._limits.window != "auto" or self._pace is not None or self._requests is None:
             return False
         below = self._requests.spent(now) < _CLEARLY_BELOW_LIMIT * self._requests.limit
         if self._tokens is not None:
             below = below and self._tokens.spent(now) < _CLEARLY_BELOW_LIMIT * self._tokens.limit
-        if below:
-            self._throttles_below_limit += 1
-        if self._throttles_below_limit < _THROTTLES_BEFORE_PACING:
+        if not below:
+            return False
+        throttled_at = self._throttled_below_limit_at
+        throttled_at.append(now)
+        if len(throttled_at) < _THROTTLES_BEFORE_PACING or now - throttled_at[0] > self._window_s:
             return False
         self._start_pacing()
         return True

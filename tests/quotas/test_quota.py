@@ -112,6 +112,11 @@ def test_auto_changes_to_pacing_only_when_throttled_clearly_below_the_limit():
     assert subject.wait_s(0, 200.0) == pytest.approx(1.0)
 
 
+def test_throttling_now_and_then_over_a_long_run_is_no_evidence_for_pacing():
+    subject = quota(requests_per_minute=60)
+    assert not any(subject.throttled(100.0 * number) for number in range(20))
+
+
 def test_tokens_that_explain_the_throttling_are_no_evidence_for_pacing():
     subject = quota(requests_per_minute=60, tokens_per_minute=1000)
     subject.reserve(900, 50, 0.0).release(0.0)

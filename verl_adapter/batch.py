@@ -29,7 +29,9 @@ class QRewardBatchManager:
     """verl's sync reward manager `qreward`.
 
     The arguments are verl's (trainer/ppo/reward.py of 0.4 to 0.7.0). `qreward` is the inline tree, which verl takes
-    from `reward_model.reward_kwargs.qreward`; without it `QREWARD_CONFIG` names a file. Raises `ConfigurationError`.
+    from `reward_model.reward_kwargs.qreward`; without it `QREWARD_CONFIG` names a file. `reward_fn_key` is the column
+    that holds the data source. `num_examine`, how many samples to print, is taken and not heeded: a journal shows
+    every one. Raises `ConfigurationError`.
     """
 
     def __init__(
@@ -44,17 +46,17 @@ class QRewardBatchManager:
         **_: Any,
     ) -> None:
         self.tokenizer = tokenizer
-        self.num_examine = num_examine
-        self.reward_fn_key = reward_fn_key
+        self._data_source_column = reward_fn_key
         settings = load_settings(config, qreward)
         sources = {
             name: open_reward_function(name, node, trainer=config, compute_score=compute_score, kwargs={})
             for name, node in reward_function_sources(settings)
         }
         self._on_failure = settings.on_failure
-        self._extra_info = ExtraInfo(settings)
         self._resources = ExitStack()
-        self._portal = self._resources.enter_context(RewardEngine(settings, sources=sources).portal())
+        engine = RewardEngine(settings, sources=sources)
+        self._extra_info = ExtraInfo(engine)
+        self._portal = self._resources.enter_context(engine.portal())
 
     def __call__(self, data: Any, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         """Score a `DataProto`: rewards of shape (batch, response length), each at its response's last token.
@@ -66,7 +68,10 @@ class QRewardBatchManager:
             return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
         ids = [response_ids(data[index]) for index in range(len(data))]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        samples = [to_sample(data[index], text, self._decode) for index, text in enumerate(texts)]
+        samples = [
+            to_sample(data[index], text, self._decode, data_source_column=self._data_source_column)
+            for index, text in enumerate(texts)
+        ]
         outcomes = self._portal.score_all(samples)
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
         for index, reward in enumerate(self._rewards(samples, outcomes)):

@@ -61,7 +61,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         }
         self.engine = RewardEngine(settings, processes=processes_of(config), sources=sources)
         self._on_failure = settings.on_failure
-        self._extra_info = ExtraInfo(settings)
+        self._extra_info = ExtraInfo(self.engine)
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:

@@ -8,11 +8,9 @@ because verl counts a missing sample as `acc` 0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
-from qreward_plugins import Outcome, Scored
-from qreward_plugins.config import Config, FunctionJudge, LLMJudge
+from qreward_plugins import Outcome, RewardEngine, Scored
 
 
 class ExtraInfo:
@@ -22,17 +20,10 @@ class ExtraInfo:
     adds those that it returns as they come, and keeps them from then on.
     """
 
-    def __init__(self, config: Config) -> None:
-        self._components: dict[str, None] = {}
-        self._defines_correct = False
-        for judge in config.judges.values():
-            self.know(judge)
-
-    def know(self, judge: LLMJudge | FunctionJudge) -> None:
-        """Take in what a judge will emit."""
-        names: Iterable[str] = judge.criteria if isinstance(judge, LLMJudge) else judge.components
-        self._components.update(dict.fromkeys(names))
-        self._defines_correct = self._defines_correct or judge.correct_at is not None
+    def __init__(self, engine: RewardEngine) -> None:
+        names = [name for judge in engine.judges.values() for name in judge.component_names()]
+        self._components: dict[str, None] = dict.fromkeys(names)
+        self._defines_correct = any(judge.correct_at is not None for judge in engine.config.judges.values())
 
     def of(self, outcome: Outcome) -> dict[str, Any]:
         """The extra info of one outcome."""

@@ -27,7 +27,7 @@ def response_ids(item: Any) -> Any:
     return ids[: int(length)]
 
 
-def to_sample(item: Any, response: str, decode: Decode) -> Sample:
+def to_sample(item: Any, response: str, decode: Decode, *, data_source_column: str = "data_source") -> Sample:
     """One row as a sample; `response` is its decoded response, `decode` decodes the prompt where its text is
     missing.
     """
@@ -43,7 +43,7 @@ def to_sample(item: Any, response: str, decode: Decode) -> Sample:
         messages=_messages(item, decode),
         response=response,
         ground_truth=reward_model.get("ground_truth"),
-        data_source=str(columns.get("data_source", "")),
+        data_source=str(columns.get(data_source_column, "")),
         group_id=None if uid is None else str(uid),
         step=step if isinstance(step, int) else None,
         extras=extras,

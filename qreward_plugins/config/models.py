@@ -282,8 +282,8 @@ class JournalConfig(Node):
     """SQLite file on a local disk; processes of one machine may share it."""
 
     reuse: bool = True
-    """Answer a sample that was scored before (same judge, prompt, response and ground truth) out of the journal instead
-    of asking again. Default: true."""
+    """Answer a sample that was scored before (same judge, data source, prompt, response, ground truth and extras) out
+    of the journal instead of asking again. Default: true."""
 
 
 class EngineConfig(Node):

@@ -295,10 +295,9 @@ class Dispatcher:
             self._fail(job, Cause.VERDICT, "invalid", str(error))
 
     def _throttled(self, attempt: Attempt, error: Throttled) -> None:
-        job, lane = attempt.job, attempt.lane
+        lane = attempt.lane
         lane.throttled(error.retry_after_s, attempt.started_at, self._loop.time())
         lane.breaker.abandoned(probe=attempt.probe)
-        job.throttles += 1
         self._retry(attempt, str(error))
 
     def _transient(self, attempt: Attempt, error: TransientError) -> None:

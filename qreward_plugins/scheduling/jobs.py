@@ -33,7 +33,6 @@ class Job:
     attempts: int = 0
     failures: int = 0
     invalid: int = 0
-    throttles: int = 0
     usage: Usage = field(default_factory=Usage)
     cost_usd: float = 0.0
     barred: set[str] = field(default_factory=set)

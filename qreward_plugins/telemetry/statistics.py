@@ -7,12 +7,10 @@ not grow with the length of a run.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..samples import Cause, Outcome, Scored, Usage
 
@@ -71,10 +69,6 @@ class EngineStatistics:
     def failed_total(self) -> int:
         return sum(self.failed.values())
 
-    def to_dict(self) -> dict[str, Any]:
-        """The same as plain dicts; NaN becomes None, as JSON has no NaN."""
-        return {key: _plain(value) for key, value in dataclasses.asdict(self).items()}
-
 
 @dataclass
 class SourceCounters:
@@ -113,9 +107,3 @@ class EngineCounters:
         else:
             self.failed[f"{Cause(outcome.cause).value}/{outcome.reason}"] += 1
             self.attempts += outcome.attempts
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

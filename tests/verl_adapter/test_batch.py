@@ -53,6 +53,20 @@ def test_a_failed_sample_is_neutral_to_its_group(make_manager, make_data):
     assert rewards == pytest.approx([1.0, 0.2, 0.6, 0.0, 0.0])
 
 
+def test_the_column_that_holds_the_data_source_chooses_the_judge(tokenizer, make_data):
+    data = make_data(["42", "no"], columns={"origin": ["math/x", "code/x"]})
+    with JudgeServer(right) as server:
+        tree = {
+            "sources": {"a": {"kind": "openai", "base_url": server.base_url, "model": "judge"}},
+            "judges": {"quality": {"kind": "llm"}},
+            "routes": {"math/*": "quality"},
+        }
+        manager = QRewardBatchManager(tokenizer, 1, None, "origin", qreward=tree)
+        infos = manager(data, return_dict=True)["reward_extra_info"]
+        manager.close()
+    assert infos["qreward/cause"] == ["", "infra/no_route"]
+
+
 def test_a_constant_and_a_raise_are_what_they_say(make_manager, make_data):
     data = make_data(["42", "break"])
     with JudgeServer(right) as server:

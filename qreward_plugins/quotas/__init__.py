@@ -1,6 +1,27 @@
-"""What sources still allow: ledgers of sliding windows, pacing, and the quota that joins them with concurrency."""
+"""What sources still allow: ledgers of sliding windows, pacing, learned limits, retry budgets, and the quota that joins
+them.
+"""
 
-from .ledger import MARGIN_S, Entry, Ledger, Pace
-from .quota import UNDECLARED_CONCURRENCY, Quota, QuotaUse, Reservation
+from .concurrency import UNDECLARED_CONCURRENCY, ConcurrencyWindow
+from .discovery import Discovery
+from .ledger import MARGIN_S, Ledger
+from .pace import BucketEvidence, Pace
+from .quota import Quota
+from .reservation import Reservation
+from .retries import RetryBudget, RetryUse
+from .use import QuotaUse
 
-__all__ = ["MARGIN_S", "UNDECLARED_CONCURRENCY", "Entry", "Ledger", "Pace", "Quota", "QuotaUse", "Reservation"]
+__all__ = [
+    "MARGIN_S",
+    "UNDECLARED_CONCURRENCY",
+    "BucketEvidence",
+    "ConcurrencyWindow",
+    "Discovery",
+    "Ledger",
+    "Pace",
+    "Quota",
+    "QuotaUse",
+    "Reservation",
+    "RetryBudget",
+    "RetryUse",
+]

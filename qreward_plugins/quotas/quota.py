@@ -1,82 +1,30 @@
 """What one source still allows: requests and tokens per window, and concurrency, behind one question and one answer.
 
 The scheduler asks `wait_s` and then takes a `Reservation`, in one step of the event loop, so that nothing can come in
-between. Tokens are reserved as an upper bound (prompt plus the longest completion asked for) and settled with the real
-usage as soon as it is known: what a limit forbids never happens, and what was reserved in vain is free again after one
-latency rather than one window. A request and its prompt count from when they are written, a completion from when it has
-come: servers count it somewhere in between, and a long answer may well outlast the window in which it was asked for.
-
-Where several processes share a source without talking to each other, each keeps to an equal share. A share that would
-be less than one is an error at start-up: rounding it up would break the limit.
+between. Declared limits are law: nothing that a server says or does ever raises them. What is not declared is learned
+from what the server announces and throttles (discovery.py, concurrency.py), and what was learned lives as long as the
+quota: the provider does not forget from step to step either.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Mapping
 
 from ..config.models import Limits
-from ..errors import ConfigurationError, Mistake
-from .ledger import Ledger, Pace
+from .concurrency import ConcurrencyWindow
+from .discovery import WINDOW_S, Discovery, lower_than_declared
+from .ledger import Ledger
+from .pace import BucketEvidence, Pace
+from .reservation import Reservation
+from .shares import shares
+from .use import QuotaUse
 
-UNDECLARED_CONCURRENCY = 32
-"""Requests in flight at a source that declares no limit of them."""
-
-_CLEARLY_BELOW_LIMIT = 0.9
-_THROTTLES_BEFORE_PACING = 3
-
-
-class Reservation:
-    """The part of a quota that one attempt holds. Release it exactly once, whatever became of the attempt."""
-
-    __slots__ = ("_completion", "_prompt", "_quota", "_request", "held")
-
-    def __init__(self, quota: Quota, prompt_tokens: float, completion_tokens: float, now: float) -> None:
-        self._quota = quota
-        self._request = quota._requests.hold(1) if quota._requests else None
-        self._prompt = quota._tokens.hold(prompt_tokens) if quota._tokens else None
-        self._completion = quota._tokens.hold(completion_tokens) if quota._tokens else None
-        if quota._pace is not None:
-            quota._pace.spend(now)
-        quota.in_flight += 1
-        self.held = True
-
-    def sent(self, now: float) -> None:
-        """Note that the request was really written at `now`."""
-        if self._request is not None and self._quota._requests is not None:
-            self._quota._requests.stamp(self._request, now)
-        if self._prompt is not None and self._quota._tokens is not None:
-            self._quota._tokens.stamp(self._prompt, now)
-
-    def release(
-        self, now: float, *, prompt_tokens: float | None = None, completion_tokens: float | None = None
-    ) -> None:
-        """Give the concurrency back and settle the tokens; None: unknown, the reserved amount stays spent."""
-        if not self.held:
-            return
-        self.held = False
-        self._quota.in_flight -= 1
-        self.sent(now)  # it may have been, whatever the source said
-        ledger = self._quota._tokens
-        if ledger is None or self._prompt is None or self._completion is None:
-            return
-        if prompt_tokens is not None:
-            ledger.amend(self._prompt, prompt_tokens)
-        if completion_tokens is not None:
-            ledger.amend(self._completion, completion_tokens)
-        ledger.stamp(self._completion, now)
-
-
-@dataclass(frozen=True)
-class QuotaUse:
-    """A snapshot: what of a quota is in use. Shares are of this process's part of the limit; None: no such limit."""
-
-    in_flight: int
-    concurrency: int
-    requests_share: float | None
-    tokens_share: float | None
-    paced: bool
+_CLEARLY_BELOW = 0.9
+_FAR_BELOW = 0.25
+_PAUSE_OF_A_WINDOW_S = 1.5
+_WITHDRAWN = 4096
 
 
 class Quota:
@@ -88,58 +36,61 @@ class Quota:
     """
 
     def __init__(self, limits: Limits, *, source: str, processes: int = 1, slots: int | None = None) -> None:
-        self._limits = limits
+        self._source = source
         self._processes = processes
+        self._slots = slots
+        self._limits = limits
+        self._shares = shares(limits, source=source, processes=processes, slots=slots)
         self.in_flight = 0
-        self.concurrency = limits.concurrency // processes if limits.concurrency else slots or UNDECLARED_CONCURRENCY
-        if slots is not None:
-            self.concurrency = min(self.concurrency, slots)
-        self._requests: Ledger | None = None
-        self._tokens: Ledger | None = None
+        self.epoch = 0
+        """Counts the event loops that were closed under requests in flight; what those still say is not heard."""
+        self.requests = Ledger(self._shares.requests, self._shares.window_s)
+        self.tokens = Ledger(self._shares.tokens, self._shares.tokens_window_s)
+        self.found_requests: Discovery | None = None
+        self.found_tokens: Discovery | None = None
+        self.concurrency = 1
+        """What may be in flight now: declared, the source's slots, or learned."""
+        self._window: ConcurrencyWindow | None = None
+        self._tokens_in_flight = 0.0
         self._pace: Pace | None = None
-        self._throttled_below_limit_at: deque[float] = deque(maxlen=_THROTTLES_BEFORE_PACING)
-        mistakes: list[Mistake] = []
-        where = f"sources.{source}.limits"
-        if self.concurrency < 1:
-            mistakes.append(_too_small(where, "concurrency", limits.concurrency, processes))
-        if limits.requests_per_minute is not None:
-            per_window = limits.requests_per_minute * limits.window_s / 60.0
-            window_s = limits.window_s
-            if processes == 1 and per_window < 1:
-                per_window, window_s = 1.0, 60.0 / limits.requests_per_minute
-            share = math.floor(per_window / processes + 1e-9)
-            self._window_s = window_s
-            if share < 1:
-                mistakes.append(_too_small(where, "requests_per_minute", limits.requests_per_minute, processes))
-            else:
-                self._requests = Ledger(share, window_s)
-        if limits.tokens_per_minute is not None:
-            self._tokens = Ledger(limits.tokens_per_minute * limits.window_s / 60.0 / processes, limits.window_s)
-        if mistakes:
-            raise ConfigurationError(mistakes)
+        self._paced_until = -math.inf
+        self._evidence = BucketEvidence()
+        self._throttled = 0
+        self._throttled_at = -math.inf
+        self._nothing_accepted_since: float | None = None
+        self._withdrawn: deque[tuple[int, int, float]] = deque(maxlen=_WITHDRAWN)
+        self._announced: dict[str, float] = {}
+        self._worth_a_word: dict[str, float] = {}
+        self._words: str | None = None
+        self._learn_what_is_undeclared()
         if limits.window == "bucket":
-            self._start_pacing()
+            self._pace_until(math.inf)
+
+    # What is allowed
 
     @property
     def rate_per_s(self) -> float:
-        """Requests per second that the declared limit allows this process; infinity where none is declared."""
-        return self._requests.limit / self._window_s if self._requests else math.inf
+        """Requests per second that the declared or learned limit allows this process; infinity where there is none."""
+        requests, window_s = self.per_window()
+        return requests / window_s
 
     @property
     def burst(self) -> float:
         """Requests that may be sent at once after a rest."""
-        return self._requests.limit if self._requests else math.inf
+        return self.requests.limit
 
-    def forget_in_flight(self, now: float) -> None:
-        """Take requests in flight to have ended: their event loop was closed under them."""
-        self.in_flight = 0
-        for ledger in (self._requests, self._tokens):
-            if ledger is not None:
-                ledger.stamp_all(now)
+    def per_window(self) -> tuple[float, float]:
+        """Requests that a window allows, declared or learned, and its length in seconds."""
+        found = self.found_requests
+        return self.requests.limit, self._shares.window_s if found is None else found.window_s
+
+    def tokens_per_window(self) -> float:
+        """Tokens that a window allows, declared or learned; infinity where there is no limit."""
+        return self.tokens.limit
 
     def fits_ever(self, tokens: float) -> bool:
-        """Whether a request of `tokens` can ever be sent under this quota."""
-        return self._tokens is None or tokens <= self._tokens.limit
+        """Whether a request of `tokens` can ever be sent under the declared limits: learned ones may be wrong."""
+        return tokens <= self._shares.tokens
 
     def wait_s(self, tokens: float, now: float) -> float:
         """Seconds until a request of `tokens` may be sent.
@@ -149,58 +100,253 @@ class Quota:
         if self.in_flight >= self.concurrency:
             return math.inf
         wait = 0.0
-        if self._requests is not None:
-            wait = self._requests.wait_s(1, now)
-        if self._tokens is not None:
-            wait = max(wait, self._tokens.wait_s(tokens, now))
-        if self._pace is not None:
+        if self.requests.limit != math.inf:
+            found = self.found_requests
+            wait = self.requests.wait_s(1.0, now) if found is None else found.wait_s(1.0, now)
+        if self.tokens.limit != math.inf:
+            found = self.found_tokens
+            wait = max(wait, self.tokens.wait_s(tokens, now) if found is None else found.wait_s(tokens, now))
+        if self._pace is not None and now < self._paced_until:
             wait = max(wait, self._pace.wait_s(now))
         return wait
 
+    def capacity(self, until: float, tokens: float, now: float) -> float:
+        """How many requests of `tokens` each the windows and the pacing allow to be sent in [now, until], in
+        O(log n). Concurrency is not looked at. Infinity: no limit.
+        """
+        most = math.inf
+        if self.requests.limit != math.inf:
+            most = self.requests.capacity(until, 1.0, now)
+        if self.tokens.limit != math.inf and tokens > 0:
+            amount = tokens if self.found_tokens is None else min(tokens, self.tokens.limit)
+            most = min(most, self.tokens.capacity(until, amount, now))
+        if self._pace is not None and now < self._paced_until:
+            most = min(most, self._pace.capacity(until, now))
+        return most if until >= now else 0.0
+
     def reserve(self, prompt_tokens: float, completion_tokens: float, now: float) -> Reservation:
         """Take what one attempt needs at most."""
-        return Reservation(self, prompt_tokens, completion_tokens, now)
+        reservation = Reservation(self, prompt_tokens, completion_tokens)
+        tokens = prompt_tokens + completion_tokens
+        found = self.found_requests
+        if found is not None and found.origin:
+            reservation.request_probe = found.reserved(1.0, now)
+        found = self.found_tokens
+        if found is not None and found.origin:
+            reservation.token_probe = found.reserved(tokens, now)
+        self.requests.held += 1.0
+        self.tokens.held += tokens
+        self._tokens_in_flight += tokens
+        if self._pace is not None:
+            self._pace.spend(now)
+        self.in_flight += 1
+        if self._window is not None and self.in_flight >= self.concurrency:
+            self._window.filled()
+        return reservation
 
-    def throttled(self, now: float) -> bool:
-        """Note that the server throttled a request of ours; return whether this made the quota change to pacing.
+    # What the server does and says
 
-        A server that throttles, again and again within a window, a client that keeps clearly below its declared limits
-        does not count a sliding window: it refills a bucket. Throttling that tokens or concurrency may explain is no
-        such evidence.
+    def withdraw(self, request_entry: int, prompt_entry: int, prompt_tokens: float) -> None:
+        """For `Reservation.release`: take a request that the server rejected off the books of undeclared limits."""
+        requests = request_entry if self.found_requests is not None else -1
+        tokens = prompt_entry if self.found_tokens is not None else -1
+        self.requests.amend(requests, -1.0)
+        self.tokens.amend(tokens, -prompt_tokens)
+        if requests >= 0 or tokens >= 0:
+            self._withdrawn.append((requests, tokens, prompt_tokens))
+
+    def ended(self, reservation: Reservation, now: float, rejected: bool) -> None:
+        """For `Reservation.release`: note the end of an attempt."""
+        self._tokens_in_flight -= reservation.tokens
+        sent_at, words = reservation.sent_at, None
+        if self.found_requests is not None and self.found_requests.origin:
+            words = self.found_requests.ended(now, sent_at=sent_at, rejected=rejected, probe=reservation.request_probe)
+        if self.found_tokens is not None and self.found_tokens.origin:
+            words = (
+                self.found_tokens.ended(now, sent_at=sent_at, rejected=rejected, probe=reservation.token_probe) or words
+            )
+        self._words = words or self._words
+
+    def answered(self, now: float, *, sent_at: float | None = None) -> None:
+        """Note a success: it grows a learned concurrency while that is really used.
+
+        `sent_at` is when its request was sent, where that is known: an answer to a request from before the last cut
+        is no evidence that the server accepts requests again.
         """
-        if self._limits.window != "auto" or self._pace is not None or self._requests is None:
-            return False
-        below = self._requests.spent(now) < _CLEARLY_BELOW_LIMIT * self._requests.limit
-        if self._tokens is not None:
-            below = below and self._tokens.spent(now) < _CLEARLY_BELOW_LIMIT * self._tokens.limit
-        if not below:
-            return False
-        throttled_at = self._throttled_below_limit_at
-        throttled_at.append(now)
-        if len(throttled_at) < _THROTTLES_BEFORE_PACING or now - throttled_at[0] > self._window_s:
-            return False
-        self._start_pacing()
-        return True
+        sent_at = now if sent_at is None else sent_at
+        if self._nothing_accepted_since is not None and sent_at >= self._nothing_accepted_since:
+            self._nothing_accepted_since = None
+        if self._window is not None:
+            self._window.answered(sent_at)
+            self.concurrency = int(self._window.size)
+
+    def throttled(self, now: float, *, sent_at: float, retry_after_s: float | None) -> str | None:
+        """Learn from a 429, after its reservation was released with `rejected=True`; return words for the log where
+        something was learned.
+
+        A pause of 1.5 s and more is one that only a window needs. Without such a word the same is known once nothing
+        was accepted for that long and nothing else is in flight. Otherwise it is taken to be about concurrency.
+        """
+        self._throttled += 1
+        if self._nothing_accepted_since is None or now - self._throttled_at > WINDOW_S:
+            self._nothing_accepted_since = now
+        self._throttled_at = now
+        since = self._nothing_accepted_since
+        silent_s = now - since
+        pause_s = retry_after_s if retry_after_s is not None else max(_PAUSE_OF_A_WINDOW_S, silent_s)
+        for found in (self.found_requests, self.found_tokens):
+            if found is not None and found.refused:
+                return found.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since)
+        words, self._words = self._words, None
+        told = retry_after_s is not None and retry_after_s >= _PAUSE_OF_A_WINDOW_S
+        seen = silent_s >= _PAUSE_OF_A_WINDOW_S and self.in_flight == 0
+        found = self.found_requests
+        if found is not None and told and self.in_flight > 0 and now - found.refuted_at < found.window_s:
+            told = False  # it said so before, and no window was behind it
+        if found is not None and (told or seen):
+            return found.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since) or words
+        words = self._bucket_found(now) or words
+        window = self._window
+        if window is not None and not told and window.throttled(now, sent_at, self.in_flight):
+            self.concurrency = int(window.size)
+            words = words or f"it throttles: at most {self.concurrency} requests in flight from now on"
+        return words
+
+    def announced(self, announced: Mapping[str, float], now: float) -> str | None:
+        """Take in the limits that a reply stated (`Reply.announced`); return words for the log where that is news.
+
+        What is not declared is learned from them; a declared limit is never changed, but one that is higher than what
+        the server announces is worth a word.
+        """
+        words, self._words = self._words, None
+        for unit, found, ledger, under_way in (
+            ("requests", self.found_requests, self.requests, float(self.in_flight)),
+            ("tokens", self.found_tokens, self.tokens, self._tokens_in_flight),
+        ):
+            limit = announced.get(f"{unit}_per_window")
+            if limit is None or limit < 1:
+                continue
+            self._announced[unit] = limit
+            remaining, news = announced.get(f"{unit}_remaining"), None
+            if found is not None:
+                reset_s = announced.get(f"{unit}_reset_s")
+                news = found.announced(limit, remaining, reset_s, in_flight=under_way, share=self._processes, now=now)
+            elif remaining is not None and self._worth_a_word.get(unit) != limit:
+                declared = ledger.limit * self._processes
+                news = lower_than_declared(unit, ledger, declared, limit, remaining, under_way, now)
+                if news:
+                    self._worth_a_word[unit] = limit
+            words = "; ".join(filter(None, (words, news))) or None
+        return words
+
+    def retune(self, limits: Limits, now: float) -> None:
+        """Change the declared limits while requests are under way; what was spent stays spent.
+
+        Raises `ConfigurationError`, and changes nothing, when this process's part would be less than one.
+        """
+        new = shares(limits, source=self._source, processes=self._processes, slots=self._slots)
+        self._limits, self._shares = limits, new
+        self._count_rejected(requests=new.requests < math.inf, tokens=new.tokens < math.inf)
+        for ledger, found, limit, window_s in (
+            (self.requests, self.found_requests, new.requests, new.window_s),
+            (self.tokens, self.found_tokens, new.tokens, new.tokens_window_s),
+        ):
+            if limit < math.inf or found is None:
+                ledger.limit = limit
+                ledger.change_window(window_s, now)
+        self._learn_what_is_undeclared()
+        if limits.window == "sliding" or new.requests == math.inf:
+            self._pace, self._evidence = None, BucketEvidence()
+        elif limits.window == "bucket":
+            self._pace_until(math.inf)
+        elif self._paced_until == math.inf:
+            self._pace = None
+        if self._pace is not None:
+            self._pace.change(new.pace_per_s, new.burst, now)
+
+    def forget_in_flight(self, now: float) -> None:
+        """Take requests in flight to have ended: their event loop was closed under them."""
+        self.in_flight = 0
+        self._tokens_in_flight = 0.0
+        self.epoch += 1
+        self.requests.stamp_all(now)
+        self.tokens.stamp_all(now)
+        for found in (self.found_requests, self.found_tokens):
+            if found is not None:
+                found.abandon(now)
 
     def use(self, now: float) -> QuotaUse:
         """A snapshot of what is in use."""
+        found, tokens, window = self.found_requests, self.found_tokens, self._window
         return QuotaUse(
             in_flight=self.in_flight,
             concurrency=self.concurrency,
-            requests_share=self._requests.spent(now) / self._requests.limit if self._requests else None,
-            tokens_share=self._tokens.spent(now) / self._tokens.limit if self._tokens else None,
-            paced=self._pace is not None,
+            requests_share=self.requests.share(now),
+            tokens_share=self.tokens.share(now),
+            paced=self._pace is not None and now < self._paced_until,
+            learned_requests_per_minute=found.per_minute if found is not None else None,
+            learned_tokens_per_minute=tokens.per_minute if tokens is not None else None,
+            learned_concurrency=float(self.concurrency) if window is not None and window.cut else None,
+            learned_from=found.origin if found is not None else "",
+            announced_requests_per_window=self._announced.get("requests"),
+            announced_tokens_per_window=self._announced.get("tokens"),
+            throttled=self._throttled,
         )
 
-    def _start_pacing(self) -> None:
-        if self._limits.requests_per_minute is not None:
-            rate_per_s = self._limits.requests_per_minute / 60.0 / self._processes
-            self._pace = Pace(rate_per_s, max(1, self._limits.burst // self._processes))
+    def _learn_what_is_undeclared(self) -> None:
+        """Set up the learning of every limit that is not declared, and end it where it is; keep what was learned."""
+        declared = self._shares
+        if declared.requests < math.inf:
+            self.found_requests = None
+        elif self.found_requests is None:
+            self.found_requests = Discovery(self.requests, "requests", declared.window_s)
+        if declared.tokens < math.inf:
+            self.found_tokens = None
+        elif self.found_tokens is None:
+            self.found_tokens = Discovery(self.tokens, "tokens", declared.tokens_window_s)
+        if declared.concurrency is not None:
+            self._window = None
+            self.concurrency = declared.concurrency
+        else:
+            self._window = self._window or ConcurrencyWindow()
+            self.concurrency = int(self._window.size)
 
+    def _count_rejected(self, *, requests: bool, tokens: bool) -> None:
+        """Put what was rejected back on the books of limits that are declared from now on."""
+        still_off = deque[tuple[int, int, float]](maxlen=_WITHDRAWN)
+        for request, prompt, prompt_tokens in self._withdrawn:
+            if requests:
+                self.requests.amend(request, 1.0)
+                request = -1
+            if tokens:
+                self.tokens.amend(prompt, prompt_tokens)
+                prompt = -1
+            if request >= 0 or prompt >= 0:
+                still_off.append((request, prompt, prompt_tokens))
+        self._withdrawn = still_off
 
-def _too_small(where: str, key: str, value: float | None, processes: int) -> Mistake:
-    return Mistake(
-        f"{where}.{key}",
-        f"{value:g} cannot be shared by {processes} processes without breaking it: each would get less than one.",
-        f"Use at most {max(1, math.floor(value or 1))} processes (verl: reward.num_workers), or raise the limit.",
-    )
+    def _pace_until(self, until: float) -> None:
+        if self._shares.requests < math.inf:
+            if self._pace is None:
+                self._pace = Pace(self._shares.pace_per_s, self._shares.burst)
+            self._paced_until = until
+
+    def _bucket_found(self, now: float) -> str | None:
+        """Note a 429 that neither requests nor tokens nor concurrency explain; words where pacing starts."""
+        if self._limits.window != "auto" or self._shares.requests == math.inf or now < self._paced_until:
+            return None
+        for ledger in (self.requests, self.tokens):
+            if ledger.spent(now) >= _CLEARLY_BELOW * ledger.limit:
+                return None
+        if self._window is None:
+            crowded = self.in_flight + 1 >= _CLEARLY_BELOW * self.concurrency
+        else:
+            crowded = self.in_flight >= _FAR_BELOW * self._window.size
+        if (crowded and self.in_flight > 0) or not self._evidence.throttled(now, self._shares.window_s):
+            return None
+        self._pace = None
+        self._pace_until(self._evidence.paced_until)
+        return (
+            "it throttles requests that keep to its declared limits, as a token bucket does, so they are paced for"
+            f" {self._paced_until - now:.0f} s (`window: bucket` starts that way)"
+        )

@@ -101,26 +101,57 @@ def test_a_short_window_scales_the_rate():
     assert subject.wait_s(0, 0.0) == pytest.approx(1 + MARGIN_S)
 
 
+def throttled(subject: Quota, *times: float, retry_after_s: float | None = None) -> list[bool]:
+    return [bool(subject.throttled(at, sent_at=at, retry_after_s=retry_after_s)) for at in times]
+
+
 def test_auto_changes_to_pacing_only_when_throttled_clearly_below_the_limit():
-    subject = quota(requests_per_minute=60)
+    subject = quota(requests_per_minute=60, concurrency=20)
     for _ in range(60):
         subject.reserve(0, 0, 0.0).release(0.0)
-    assert not any(subject.throttled(1.0) for _ in range(5))
+    assert throttled(subject, *[1.0] * 5) == [False] * 5
     assert not subject.use(1.0).paced
-    assert [subject.throttled(200.0) for _ in range(3)] == [False, False, True]
+    assert throttled(subject, *[200.0] * 3) == [False, False, True]
     subject.reserve(0, 0, 200.0).release(200.0)
     assert subject.wait_s(0, 200.0) == pytest.approx(1.0)
+    assert subject.capacity(210.5, 0, 200.0) == 10
+
+
+def test_pacing_by_itself_is_on_trial():
+    subject = quota(requests_per_minute=60, concurrency=20)
+    throttled(subject, 0.0, 0.0, 0.0)
+    for now, paced in ((100.0, True), (130.0, False)):
+        subject.reserve(0, 0, now).release(now)
+        assert subject.use(now).paced is paced
+        assert (subject.wait_s(0, now) > 0) is paced
+    assert throttled(subject, 131.0, 132.0, 133.0)[-1]
+    assert subject.use(300.0).paced
 
 
 def test_throttling_now_and_then_over_a_long_run_is_no_evidence_for_pacing():
-    subject = quota(requests_per_minute=60)
-    assert not any(subject.throttled(100.0 * number) for number in range(20))
+    subject = quota(requests_per_minute=60, concurrency=20)
+    assert not any(throttled(subject, *(100.0 * number for number in range(20))))
 
 
 def test_tokens_that_explain_the_throttling_are_no_evidence_for_pacing():
-    subject = quota(requests_per_minute=60, tokens_per_minute=1000)
+    subject = quota(requests_per_minute=60, tokens_per_minute=1000, concurrency=20)
     subject.reserve(900, 50, 0.0).release(0.0)
-    assert not any(subject.throttled(1.0) for _ in range(5))
+    assert not any(throttled(subject, *[1.0] * 5))
+
+
+@pytest.mark.parametrize(("declared", "in_flight"), [(10, 8), (None, 8), (None, 31)])
+def test_concurrency_that_explains_the_throttling_is_no_evidence_for_pacing(declared, in_flight):
+    subject = quota(requests_per_minute=600, concurrency=declared)
+    for _ in range(in_flight):
+        subject.reserve(0, 0, 0.0).sent(0.0)
+    throttled(subject, *[0.1] * 5)
+    assert not subject.use(0.1).paced
+
+
+def test_a_server_known_to_slide_is_never_paced():
+    subject = quota(requests_per_minute=60, window="sliding", concurrency=20)
+    assert not any(throttled(subject, *[1.0] * 5))
+    assert not subject.use(1.0).paced
 
 
 def test_a_declared_bucket_is_paced_from_the_start():
@@ -130,3 +161,104 @@ def test_a_declared_bucket_is_paced_from_the_start():
         waits.append(subject.wait_s(0, 0.0))
         subject.reserve(0, 0, 0.0).release(0.0)
     assert waits == [0, 0, pytest.approx(1.0)]
+
+
+def test_what_was_rejected_stays_spent_under_a_declared_limit_only():
+    declared, learned = quota(requests_per_minute=60, tokens_per_minute=6000), quota()
+    for subject in (declared, learned):
+        reservation = subject.reserve(100, 400, 0.0)
+        reservation.sent(0.0)
+        reservation.release(0.1, rejected=True)
+    assert (declared.requests.spent(1.0), declared.tokens.spent(1.0)) == (1, 100)
+    assert (learned.requests.spent(1.0), learned.tokens.spent(1.0)) == (0, 0)
+    learned.retune(Limits(requests_per_minute=60), 2.0)  # now it counts
+    assert (learned.requests.spent(2.0), learned.tokens.spent(2.0)) == (1, 0)
+
+
+def test_a_declared_limit_is_never_raised_and_a_lower_announcement_is_worth_one_word():
+    subject = quota(requests_per_minute=600)
+    high = {"requests_per_window": 6000.0, "requests_remaining": 10.0, "requests_reset_s": 60.0}
+    low = {"requests_per_window": 300.0, "requests_remaining": 10.0, "requests_reset_s": 60.0}
+    assert subject.announced(high, 0.0) is None
+    words = subject.announced(low, 1.0)
+    assert words is not None
+    assert "300" in words
+    assert "600" in words
+    assert subject.announced(low, 2.0) is None
+    assert (subject.burst, subject.rate_per_s) == (600, 10)
+    assert subject.use(2.0).announced_requests_per_window == 300
+    throttled(subject, 3.0, 4.0, retry_after_s=30.0)
+    assert subject.burst == 600
+    assert subject.use(4.0).learned_requests_per_minute is None
+
+
+def test_announced_tokens_are_learned_and_no_request_becomes_impossible():
+    subject = quota()
+    words = subject.announced({"tokens_per_window": 1000.0}, 0.0)
+    assert words == "it announces a limit of 1000 tokens in 60 s"
+    assert subject.fits_ever(5000)
+    assert subject.wait_s(5000, 0.0) == 0
+    subject.reserve(400, 500, 0.0).release(0.0)
+    assert subject.wait_s(101, 0.0) > 0
+    assert subject.capacity(30.0, 100, 0.0) == 1
+    assert subject.use(0.0).learned_tokens_per_minute == 1000
+
+
+def test_capacity_is_the_least_of_all_limits_and_infinite_without_any():
+    subject = quota(requests_per_minute=60, tokens_per_minute=1000)
+    assert subject.capacity(0.0, 10, 0.0) == 60
+    assert subject.capacity(0.0, 100, 0.0) == 10
+    assert subject.capacity(61.0, 100, 0.0) == 20
+    assert subject.capacity(-1.0, 100, 0.0) == 0
+    assert quota().capacity(1.0, 10, 0.0) == math.inf
+
+
+def test_retuning_keeps_what_was_spent():
+    subject = quota()
+    for _ in range(50):
+        subject.reserve(10, 10, 0.0).release(0.0)
+    subject.retune(Limits(requests_per_minute=60, tokens_per_minute=1200, concurrency=3), 1.0)
+    assert subject.concurrency == 3
+    assert subject.requests.spent(1.0) == 50
+    assert subject.wait_s(200, 1.0) == 0
+    assert subject.wait_s(201, 1.0) > 0
+    subject.retune(Limits(requests_per_minute=40), 2.0)
+    assert subject.wait_s(0, 2.0) > 0
+    subject.retune(Limits(), 3.0)
+    assert subject.wait_s(0, 3.0) == 0
+
+
+def test_retuning_to_less_than_one_for_a_process_changes_nothing():
+    subject = quota(processes=8, requests_per_minute=80)
+    with pytest.raises(ConfigurationError):
+        subject.retune(Limits(requests_per_minute=4), 0.0)
+    assert subject.per_window() == (10, 60.0)
+
+
+def test_what_ends_after_its_loop_was_closed_is_not_heard():
+    subject = quota(requests_per_minute=60)
+    late = subject.reserve(0, 0, 0.0)
+    subject.forget_in_flight(1.0)
+    subject.reserve(0, 0, 2.0)
+    late.sent(3.0)
+    late.release(4.0)
+    assert subject.in_flight == 1
+    assert subject.requests.spent(4.0) == 2
+
+
+def test_retuning_to_a_longer_window_remembers_what_the_shorter_one_forgot():
+    subject = quota(requests_per_minute=600, window_s=1)
+    for second in range(30):
+        subject.reserve(0, 0, float(second)).release(float(second))
+    subject.retune(Limits(requests_per_minute=30), 30.0)
+    assert subject.wait_s(0, 30.0) == pytest.approx(30 + MARGIN_S)
+    assert subject.per_window() == (30, 60.0)
+
+
+def test_retuning_paces_at_the_new_rate():
+    subject = quota(requests_per_minute=60, window="bucket")
+    subject.reserve(0, 0, 0.0).release(0.0)
+    subject.retune(Limits(requests_per_minute=6, window="bucket"), 0.0)
+    assert subject.wait_s(0, 0.0) == pytest.approx(10.0)
+    subject.retune(Limits(requests_per_minute=600, window="sliding"), 0.0)
+    assert subject.wait_s(0, 0.0) == 0

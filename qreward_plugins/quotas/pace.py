@@ -1,0 +1,81 @@
+"""Even pacing, for servers that refill a bucket, and the decision whether a server does.
+
+A server that throttles, again and again within a window, a client that keeps clearly below its limits does not count a
+sliding window: it refills a bucket. A storm of 429s, or another client with the same key, looks alike for a while, and
+pacing costs a third of the speed; so it is on trial. After two windows the source is asked to take bursts again; if it
+throttles again, pacing comes back for twice as long as the last time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+_ROUNDING = 1e-9
+_THROTTLES = 3
+_FIRST_TERM_WINDOWS = 2
+_LONGEST_TERM_WINDOWS = 1024
+
+
+class Pace:
+    """Pacing with a small burst: the generic cell rate algorithm (ITU-T I.371), which needs one time stamp.
+
+    `rate_per_s` requests per second, `burst` of them at once.
+    """
+
+    __slots__ = ("_due", "_interval_s", "_tolerance_s")
+
+    def __init__(self, rate_per_s: float, burst: int) -> None:
+        self._interval_s = 1.0 / rate_per_s
+        self._tolerance_s = (burst - 1) * self._interval_s
+        self._due = -math.inf
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until the next request may go."""
+        wait = self._due - self._tolerance_s - now
+        return wait if wait > _ROUNDING else 0.0
+
+    def capacity(self, until: float, now: float) -> float:
+        """How many requests may go in [now, until]."""
+        if until < now:
+            return 0.0
+        spare_s = until + self._tolerance_s - max(self._due, now)
+        return max(0.0, math.floor(spare_s / self._interval_s + _ROUNDING) + 1.0)
+
+    def spend(self, now: float) -> None:
+        """Enter one request at `now`."""
+        self._due = max(self._due, now) + self._interval_s
+
+    def change(self, rate_per_s: float, burst: int, now: float) -> None:
+        """Pace at another rate; requests that went too early for it still count."""
+        ahead = max(0.0, self._due - now) / self._interval_s
+        self._interval_s = 1.0 / rate_per_s
+        self._tolerance_s = (burst - 1) * self._interval_s
+        self._due = now + ahead * self._interval_s
+
+
+class BucketEvidence:
+    """Throttling that nothing but a bucket explains, and for how long the source is paced because of it."""
+
+    __slots__ = ("_term_windows", "_throttled_at", "_trial", "paced_until")
+
+    def __init__(self) -> None:
+        self._throttled_at: deque[float] = deque(maxlen=_THROTTLES)
+        self._term_windows = _FIRST_TERM_WINDOWS
+        self._trial = False
+        self.paced_until = -math.inf
+
+    def throttled(self, now: float, window_s: float) -> bool:
+        """Note a 429 below all limits; return whether the source has to be paced from now on."""
+        throttled_at = self._throttled_at
+        throttled_at.append(now)
+        if len(throttled_at) < _THROTTLES or now - throttled_at[0] > window_s:
+            return False
+        throttled_at.clear()
+        if self._trial and now - self.paced_until <= self._term_windows * window_s:
+            self._term_windows = min(2 * self._term_windows, _LONGEST_TERM_WINDOWS)
+        else:
+            self._term_windows = _FIRST_TERM_WINDOWS
+        self._trial = True
+        self.paced_until = now + self._term_windows * window_s
+        return True

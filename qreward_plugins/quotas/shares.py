@@ -1,0 +1,65 @@
+"""The part of declared limits that one process may use.
+
+Where several processes share a source without talking to each other, each keeps to an equal share. A share that would
+be less than one is an error at start-up: rounding it up would break the limit.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from ..config.models import Limits
+from ..errors import ConfigurationError, Mistake
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What is declared, as this process's part. Infinity or None: not declared."""
+
+    requests: float
+    """Requests in a window of `window_s` seconds; a whole number."""
+    window_s: float
+    tokens: float
+    """Tokens in a window of `tokens_window_s` seconds."""
+    tokens_window_s: float
+    concurrency: int | None
+    """Requests in flight: declared, or the slots of a source that has a number of them."""
+    pace_per_s: float
+    """Requests per second where they have to be paced."""
+    burst: int
+
+
+def shares(limits: Limits, *, source: str, processes: int, slots: int | None) -> Shares:
+    """Return this process's part of `limits`. Raises `ConfigurationError` where it is less than one."""
+    mistakes: list[Mistake] = []
+    where = f"sources.{source}.limits"
+    concurrency = limits.concurrency // processes if limits.concurrency is not None else slots
+    if concurrency is not None and slots is not None:
+        concurrency = min(concurrency, slots)
+    if concurrency is not None and concurrency < 1:
+        mistakes.append(_too_small(where, "concurrency", limits.concurrency, processes))
+    requests, window_s, pace_per_s = math.inf, limits.window_s, math.inf
+    if limits.requests_per_minute is not None:
+        per_window = limits.requests_per_minute * limits.window_s / 60.0
+        if processes == 1 and per_window < 1:
+            per_window, window_s = 1.0, 60.0 / limits.requests_per_minute
+        requests = math.floor(per_window / processes + 1e-9)
+        pace_per_s = limits.requests_per_minute / 60.0 / processes
+        if requests < 1:
+            mistakes.append(_too_small(where, "requests_per_minute", limits.requests_per_minute, processes))
+    tokens = math.inf
+    if limits.tokens_per_minute is not None:
+        tokens = limits.tokens_per_minute * limits.window_s / 60.0 / processes
+    if mistakes:
+        raise ConfigurationError(mistakes)
+    burst = max(1, limits.burst // processes)
+    return Shares(requests, window_s, tokens, limits.window_s, concurrency, pace_per_s, burst)
+
+
+def _too_small(where: str, key: str, value: float | None, processes: int) -> Mistake:
+    return Mistake(
+        f"{where}.{key}",
+        f"{value:g} cannot be shared by {processes} processes without breaking it: each would get less than one.",
+        f"Use at most {max(1, math.floor(value or 1))} processes (verl: reward.num_workers), or raise the limit.",
+    )

@@ -1,0 +1,170 @@
+"""A server that enforces what it likes, and a client that does with the quota what the scheduler does."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+
+from qreward_plugins.config.models import Limits
+from qreward_plugins.quotas import Quota
+
+
+@dataclass
+class Server:
+    """The truth: at most `per_window` accepted requests in `window_s`, `concurrency` at once; a storm refuses all."""
+
+    per_window: float = math.inf
+    window_s: float = 60.0
+    kind: str = "sliding"  # or "fixed" or "bucket"
+    concurrency: float = math.inf
+    storms: tuple[tuple[float, float], ...] = ()
+    retry_after: float | str | None = "true"  # the true wait in whole seconds, None, or a constant
+    announces: float | None = None  # what it says its limit is
+    silent_after_s: float = math.inf  # when it stops to announce
+    accepted: deque[float] = field(default_factory=deque)
+    in_flight: int = 0
+    level: float | None = None
+    level_at: float = 0.0
+
+    def used(self, now: float) -> float:
+        if self.kind == "bucket":
+            level = self.per_window if self.level is None else self.level
+            self.level = min(self.per_window, level + (now - self.level_at) * self.per_window / self.window_s)
+            self.level_at = now
+            return self.per_window - self.level
+        start = now // self.window_s * self.window_s - 1e-9 if self.kind == "fixed" else now - self.window_s
+        while self.accepted and self.accepted[0] <= start:
+            self.accepted.popleft()
+        return len(self.accepted)
+
+    def reset_s(self, now: float) -> float:
+        used = self.used(now)
+        if self.kind == "bucket":
+            return used * self.window_s / self.per_window
+        if self.kind == "fixed":
+            return self.window_s - now % self.window_s
+        return self.accepted[-1] + self.window_s - now if self.accepted else 0.0
+
+    def arrive(self, now: float) -> float | None:
+        """None: accepted. Else the seconds until there is room."""
+        for start, end in self.storms:
+            if start <= now < end:
+                return end - now
+        if self.in_flight >= self.concurrency:
+            return 0.0
+        if self.used(now) + 1 > self.per_window + 1e-9:
+            if self.kind == "bucket":
+                return self.window_s / self.per_window
+            if self.kind == "fixed":
+                return self.window_s - now % self.window_s
+            return self.accepted[0] + self.window_s - now
+        self.accepted.append(now)
+        if self.level is not None:
+            self.level -= 1
+        self.in_flight += 1
+        return None
+
+    def headers(self, now: float) -> dict[str, float]:
+        if self.announces is None or now > self.silent_after_s:
+            return {}
+        return {
+            "requests_per_window": self.announces,
+            "requests_remaining": max(0.0, self.announces - self.used(now)),
+            "requests_reset_s": self.reset_s(now),
+        }
+
+
+@dataclass
+class Client:
+    """Sends as soon as the quota allows, whenever there is work; pauses on 429 as a lane does."""
+
+    server: Server
+    limits: dict[str, object] = field(default_factory=dict)
+    service_s: float = 3.0
+    work_until: float = math.inf
+    answers: list[float] = field(default_factory=list)
+    refusals: list[float] = field(default_factory=list)
+    words: list[str] = field(default_factory=list)
+    sizes: list[tuple[float, int]] = field(default_factory=list)
+    quota: Quota = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.quota = Quota(Limits.model_validate(self.limits), source="a")
+
+    def run(self, until: float) -> Client:
+        quota, server, events, number = self.quota, self.server, [(0.0, 0, "look", None, 0.0)], 0
+        paused_until = paused_at = -math.inf
+        row, look_at = 0, 0.0
+        while events:
+            now, _, what, reservation, sent_at = heapq.heappop(events)
+            if what == "look" and now != look_at:
+                continue
+            if now > until:
+                break
+            if what == "answer":
+                server.in_flight -= 1
+                reservation.release(now)
+                self.words.append(quota.answered(now, sent_at=sent_at))
+                self.words.append(quota.announced(server.headers(now), now))
+                self.answers.append(now)
+                row = 0
+            elif what == "refusal":
+                reservation.release(now, rejected=True)
+                told = self._told(sent_at)
+                self.words.append(quota.throttled(now, sent_at=sent_at, retry_after_s=told))
+                self.refusals.append(now)
+                if sent_at >= paused_at and now >= paused_until:
+                    row += 1
+                    paused_at = now
+                    paused_until = now + (min(2.0 ** (row - 1), 60.0) if told is None else max(told, 0.1))
+            self.sizes.append((now, quota.concurrency))
+            wait = 0.0
+            while now < self.work_until:
+                wait = max(quota.wait_s(0, now), paused_until - now)
+                if wait > 0:
+                    break
+                reservation = quota.reserve(0, 0, now)
+                reservation.sent(now)
+                room_in_s = server.arrive(now)
+                number += 1
+                if room_in_s is None:
+                    takes_s = self.service_s * self._rng.uniform(0.5, 1.5)
+                    heapq.heappush(events, (now + takes_s, number, "answer", reservation, now))
+                else:
+                    self._due[now] = room_in_s
+                    heapq.heappush(events, (now + 0.05, number, "refusal", reservation, now))
+            if 0 < wait < math.inf:
+                number += 1
+                look_at = now + max(wait, 0.001)
+                heapq.heappush(events, (look_at, number, "look", None, 0.0))
+        return self
+
+    _rng: random.Random = field(default_factory=lambda: random.Random(7))
+    _due: dict[float, float] = field(default_factory=dict)
+
+    def _told(self, sent_at: float) -> float | None:
+        if self.server.retry_after == "true":
+            return float(math.ceil(self._due[sent_at]))
+        return self.server.retry_after
+
+    def rate(self, start: float, end: float) -> float:
+        """Answers per minute in [start, end)."""
+        return sum(start <= at < end for at in self.answers) * 60 / (end - start)
+
+    def refused(self, start: float, end: float = math.inf) -> int:
+        return sum(start <= at < end for at in self.refusals)
+
+
+@pytest.fixture
+def server():
+    return Server
+
+
+@pytest.fixture
+def client():
+    return Client

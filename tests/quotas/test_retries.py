@@ -1,0 +1,71 @@
+"""The retry budget: what it promises, over any history."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qreward_plugins.quotas import RetryBudget
+from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
+
+histories = st.lists(
+    st.tuples(st.floats(0, 4, allow_nan=False), st.sampled_from(["success", "retry", "retries"])), max_size=60
+)
+
+
+@settings(max_examples=200, deadline=None)
+@given(history=histories)
+def test_no_more_retries_come_due_than_are_earned(history):
+    budget, now, due, successes = RetryBudget(), 0.0, [], []
+    for pause, what in history:
+        now += pause
+        if what == "success":
+            budget.earn(now)
+            successes.append(now)
+        else:
+            for _ in range(1 if what == "retry" else 40):
+                wait = budget.withdraw(now)
+                assert wait >= 0
+                due.append(now + wait)
+    for at in due:
+        earned = RESERVE + FLOOR_PER_S * at + PER_SUCCESS * sum(when <= at for when in successes)
+        assert sum(other <= at for other in due) <= earned + 1e-6
+
+
+@settings(max_examples=100, deadline=None)
+@given(history=histories)
+def test_a_success_never_makes_a_retry_wait_longer(history):
+    plain, luckier, now = RetryBudget(), RetryBudget(), 0.0
+    for pause, what in history:
+        now += pause
+        luckier.earn(now)
+        if what == "success":
+            plain.earn(now)
+        else:
+            assert luckier.withdraw(now) <= plain.withdraw(now) + 1e-9
+
+
+def test_a_wave_of_failures_comes_back_at_the_floor_rate():
+    budget = RetryBudget()
+    waits = [budget.withdraw(0.0) for _ in range(300)]
+    assert waits[:100] == [0.0] * 100
+    assert waits[100:] == pytest.approx([(number + 1) / 10 for number in range(200)])
+
+
+def test_a_rest_fills_the_reserve_and_no_more():
+    budget = RetryBudget()
+    for _ in range(150):
+        budget.withdraw(0.0)
+    assert [budget.withdraw(1000.0) for _ in range(101)] == [0.0] * 100 + [pytest.approx(0.1)]
+
+
+def test_the_snapshot_says_what_happened():
+    budget = RetryBudget()
+    for _ in range(101):
+        budget.withdraw(0.0)
+    budget.earn(0.0)
+    use = budget.use(0.0)
+    assert (use.successes, use.retries, use.put_off) == (1, 101, 1)
+    assert use.longest_wait_s == pytest.approx(0.1)
+    assert use.balance == pytest.approx(-0.8)

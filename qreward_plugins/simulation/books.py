@@ -1,0 +1,121 @@
+"""The books of a strict server: what it admitted, and how long what it refuses would have to wait.
+
+They are deliberately independent of the client's quotas in `qreward_plugins.quotas`: a server that shared that code
+would share its mistakes. What is refused is not entered. Every entry costs constant time, amortised.
+
+Times are seconds of one clock and never go backwards. `wait_s` is 0 for what may come in now.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+
+SHORTEST_WAIT_S = 0.01
+"""No client is told to come back sooner."""
+
+
+class RequestWindow:
+    """At most `limit` requests in any half-open window `(t - window_s, t]`."""
+
+    def __init__(self, limit: int, window_s: float) -> None:
+        self.limit = limit
+        self.window_s = window_s
+        self._times: deque[float] = deque()
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until one more request fits."""
+        used = self.used(now)
+        if used < self.limit:
+            return 0.0
+        # The client may be more than one request over only if nothing was let through since; the oldest leaves first.
+        return max(SHORTEST_WAIT_S, self._times[0] + self.window_s - now)
+
+    def enter(self, now: float) -> None:
+        """Enter one request."""
+        self._times.append(now)
+
+    def used(self, now: float) -> int:
+        """Requests in the window that ends now."""
+        times, horizon = self._times, now - self.window_s
+        while times and times[0] <= horizon:
+            times.popleft()
+        return len(times)
+
+    def reset_s(self, now: float) -> float:
+        """Seconds until the whole limit is free again, if nothing more comes."""
+        return self._times[-1] + self.window_s - now if self.used(now) else 0.0
+
+
+class RequestBucket:
+    """A token bucket of requests: `burst` at once, refilled at `per_minute`; full at the beginning."""
+
+    def __init__(self, per_minute: float, burst: int) -> None:
+        self.limit = burst
+        self._rate_per_s = per_minute / 60.0
+        self._level = float(burst)
+        self._at = -math.inf
+
+    def wait_s(self, now: float) -> float:
+        """Seconds until one more request fits."""
+        missing = 1.0 - self._fill(now)
+        return 0.0 if missing <= _ROUNDING else max(SHORTEST_WAIT_S, missing / self._rate_per_s)
+
+    def enter(self, now: float) -> None:
+        """Enter one request."""
+        self._level = self._fill(now) - 1.0
+
+    def used(self, now: float) -> int:
+        """How much of the bucket is gone, in whole requests."""
+        return self.limit - math.floor(self._fill(now) + _ROUNDING)
+
+    def reset_s(self, now: float) -> float:
+        """Seconds until the bucket is full again, if nothing more comes."""
+        return (self.limit - self._fill(now)) / self._rate_per_s
+
+    def _fill(self, now: float) -> float:
+        if now > self._at:
+            if self._at > -math.inf:
+                self._level = min(float(self.limit), self._level + (now - self._at) * self._rate_per_s)
+            self._at = now
+        return self._level
+
+
+class TokenWindow:
+    """At most `limit` tokens in any half-open window `(t - window_s, t]`."""
+
+    def __init__(self, limit: int, window_s: float) -> None:
+        self.limit = limit
+        self.window_s = window_s
+        self._entries: deque[tuple[float, int]] = deque()
+        self._total = 0
+
+    def wait_s(self, tokens: int, now: float) -> float:
+        """Seconds until so many tokens fit; a whole window for what never will."""
+        excess = self.used(now) + tokens - self.limit
+        if excess <= 0:
+            return 0.0
+        for at, amount in self._entries:
+            excess -= amount
+            if excess <= 0:
+                return max(SHORTEST_WAIT_S, at + self.window_s - now)
+        return self.window_s
+
+    def enter(self, tokens: int, now: float) -> None:
+        """Enter the tokens of one request."""
+        self._entries.append((now, tokens))
+        self._total += tokens
+
+    def used(self, now: float) -> int:
+        """Tokens in the window that ends now."""
+        entries, horizon = self._entries, now - self.window_s
+        while entries and entries[0][0] <= horizon:
+            self._total -= entries.popleft()[1]
+        return self._total
+
+    def reset_s(self, now: float) -> float:
+        """Seconds until the whole limit is free again, if nothing more comes."""
+        return self._entries[-1][0] + self.window_s - now if self.used(now) else 0.0
+
+
+_ROUNDING = 1e-9

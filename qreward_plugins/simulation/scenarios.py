@@ -1,0 +1,271 @@
+"""Scenarios: what a batch of samples meets, by name, with the servers, the samples and the bound.
+
+A scenario is a pure function of its name, the number of samples and the seed. The same samples and the same luck come
+to all scenarios of a seed, so that policies and scenarios are compared on equal terms. Sizes are lognormal(0, 0.6) with
+mean 1, and what a client sees of them, the length of the text, is off by a lognormal factor with sigma 0.4.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
+
+from ..config.models import LLMJudge
+from ..judges import build_judge
+from ..samples import Sample
+from .answers import completion_tokens, prompt_tokens
+from .bound import Job, makespan_bound_s
+from .draws import Luck, normal
+from .servers import Fault, Server
+from .simulated_server import SimulatedServer
+from .trace import Trace
+
+T = TypeVar("T")
+
+SIZE_SIGMA = 0.6
+SIGHT_SIGMA = 0.4
+BYTES_PER_UNIT = 3150
+"""Size of a request of work 1 as its client sees it: with its answer, a mean request takes about 1000 tokens."""
+GROUP_SIZE = 8
+MAX_TOKENS = 512
+JUDGE = {
+    "kind": "llm",
+    "instructions": "Grade it.",
+    "system": "",
+    "max_tokens": MAX_TOKENS,
+    "response_format": "none",
+    "max_response_chars": 1_000_000,
+}
+"""The judge of all scenarios: few words of its own, and the response is never cut, so that it makes the size of a
+request."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Servers and samples, and how the samples come.
+
+    `count` samples are there at once, or come over the first `spread_s` seconds.
+    """
+
+    name: str
+    title: str
+    servers: tuple[Server, ...]
+    count: int = 512
+    spread_s: float = 0.0
+    seed: int = 0
+
+    def samples(self) -> list[Sample]:
+        """The samples; their hidden work is `extras["work"]`, their id holds the seed."""
+        own_bytes = _bytes_of_judge()
+        samples = []
+        for number, (work, seen, _) in enumerate(self._drawn):
+            name = f"{self.seed}-{number}"
+            length = max(len(name) + 2, round(BYTES_PER_UNIT * seen) - own_bytes)
+            samples.append(
+                Sample(
+                    messages=[{"role": "user", "content": "?"}],
+                    response=f"{name} ".ljust(length, "x"),
+                    group_id=f"{self.seed}-{number // GROUP_SIZE}",
+                    extras={"work": work},
+                    id=name,
+                )
+            )
+        return samples
+
+    def arrivals(self) -> list[float]:
+        """When each sample comes, in seconds from the start, ascending."""
+        return sorted(self.spread_s * when for _, _, when in self._drawn)
+
+    def config(self, **engine: Any) -> dict[str, Any]:
+        """A configuration for `RewardEngine`, with one LLM judge over all servers; `engine` are keys of its `engine:`.
+
+        Deadlines and attempts are ample, so that what is measured is the makespan.
+        """
+        return {
+            "sources": {
+                server.name: {
+                    "kind": "openai",
+                    "base_url": "http://simulated.invalid/v1",
+                    "model": "simulated",
+                    "limits": server.limits(),
+                    "price": server.price(),
+                }
+                for server in self.servers
+            },
+            "judges": {"quality": dict(JUDGE)},
+            "engine": {"seed": self.seed, "deadline_s": 36_000.0, "max_attempts": 30, **engine},
+        }
+
+    def sources(self, trace: Trace | None = None) -> dict[str, SimulatedServer]:
+        """New simulated servers by name, for one run."""
+        luck = Luck(self.seed)
+        return {server.name: SimulatedServer(server, luck, trace=trace) for server in self.servers}
+
+    async def play(self, score: Callable[[Sample], Awaitable[T]]) -> list[T]:
+        """Hand every sample to `score` when it comes; returns the results in order. Cancelling it cancels them all."""
+        started_s = asyncio.get_running_loop().time()
+
+        async def one(sample: Sample, arrives_s: float) -> T:
+            if arrives_s > 0:
+                await asyncio.sleep(max(0.0, started_s + arrives_s - asyncio.get_running_loop().time()))
+            return await score(sample)
+
+        pairs = zip(self.samples(), self.arrivals(), strict=True)
+        return list(await asyncio.gather(*(one(sample, arrives_s) for sample, arrives_s in pairs)))
+
+    def bound_s(self) -> float:
+        """The clairvoyant bound of the makespan in seconds; see `makespan_bound_s`."""
+        return self._bound_s
+
+    @cached_property
+    def _bound_s(self) -> float:
+        return makespan_bound_s(self.servers, self.jobs())
+
+    def jobs(self) -> list[Job]:
+        """The samples as somebody sees them who knows everything."""
+        own_bytes = _bytes_of_judge()
+        jobs = []
+        for number, ((work, seen, _), arrives_s) in enumerate(zip(self._drawn, self.arrivals(), strict=True)):
+            shortest = own_bytes + len(f"{self.seed}-{number}") + 2
+            size = max(shortest, round(BYTES_PER_UNIT * seen))
+            jobs.append(Job(work, prompt_tokens(size) + completion_tokens(work, MAX_TOKENS), arrives_s))
+        return jobs
+
+    @cached_property
+    def _drawn(self) -> list[tuple[float, float, float]]:
+        """For each sample its work, what is seen of it, and when it comes as a part of the spread."""
+        rng = random.Random(f"scenario {self.seed}")
+        drawn = []
+        for _ in range(self.count):
+            work = math.exp(SIZE_SIGMA * (_normal(rng) - SIZE_SIGMA / 2))
+            drawn.append((work, work * math.exp(SIGHT_SIGMA * _normal(rng)), rng.random()))
+        return drawn
+
+
+def scenario(name: str, samples: int = 512, seed: int = 0) -> Scenario:
+    """The scenario `name` (one of `SCENARIOS`) with so many samples.
+
+    Raises `ValueError` for a name that there is not.
+    """
+    if name not in _SCENARIOS:
+        raise ValueError(f"there is no scenario {name!r}; there are {', '.join(SCENARIOS)}")
+    title, servers, faults = _SCENARIOS[name]
+    made = Scenario(name, title, servers, samples, spread_s=60.0 if name == "streamed" else 0.0, seed=seed)
+    if faults is None:
+        return made
+    # Faults come at a part of the time that the batch would take at best.
+    healthy_s = made.bound_s()
+    first = replace(servers[0], faults=tuple(_at(healthy_s, fault) for fault in faults))
+    return replace(made, servers=(first, *servers[1:]))
+
+
+def _at(unit_s: float, fault: Fault) -> Fault:
+    return replace(fault, start_s=fault.start_s * unit_s, end_s=fault.end_s * unit_s)
+
+
+def _server(name: str, rpm: float = 300, places: int = 32, seconds: float = 3.0, **further: Any) -> Server:
+    return Server(
+        name,
+        requests_per_minute=rpm,
+        concurrency=places,
+        seconds_per_unit=seconds,
+        **{"error_share": 0.01, **further},
+    )
+
+
+def _four(**further: Any) -> tuple[Server, ...]:
+    return tuple(_server(name, **further) for name in "abcd")
+
+
+_STRAGGLERS: dict[str, Any] = {"straggler_share": 0.02}
+_UNEQUAL_RATES = {"a": (600, 64), "b": (180, 20), "c": (60, 8)}
+
+_SCENARIOS: dict[str, tuple[str, tuple[Server, ...], tuple[Fault, ...] | None]] = {
+    "equal": ("four equal servers", _four(), None),
+    "unequal-rates": (
+        "rates of 10 : 3 : 1",
+        tuple(_server(name, *limits) for name, limits in _UNEQUAL_RATES.items()),
+        None,
+    ),
+    "unequal-speeds": (
+        "1, 3 and 9 s for the same work",
+        tuple(_server(name, seconds=seconds) for name, seconds in (("a", 1.0), ("b", 3.0), ("c", 9.0))),
+        None,
+    ),
+    "tokens": (
+        "token limits bind before request limits",
+        _four(rpm=600, places=48, tokens_per_minute=300_000),
+        None,
+    ),
+    "stragglers": ("2 % take ten times as long", _four(**_STRAGGLERS), None),
+    "errors": (
+        "20 % errors at one server, 5 % at the others, stragglers",
+        tuple(_server(name, error_share=0.2 if name == "a" else 0.05, **_STRAGGLERS) for name in "abcd"),
+        None,
+    ),
+    "dies-refusing": (
+        "one server of four refuses connections from 40 % on",
+        _four(**_STRAGGLERS),
+        (Fault(0.4, math.inf, "refuse"),),
+    ),
+    "dies-hanging": (
+        "one server of four never answers again from 40 % on",
+        _four(**_STRAGGLERS),
+        (Fault(0.4, math.inf, "hang"),),
+    ),
+    "brownout": (
+        "one server of four is four times slower from 20 to 70 %",
+        _four(**_STRAGGLERS),
+        (Fault(0.2, 0.7, "slow", 4.0),),
+    ),
+    "undeclared": (
+        "unequal rates that the client does not know",
+        tuple(_server(name, *limits, declared=False, **_STRAGGLERS) for name, limits in _UNEQUAL_RATES.items()),
+        None,
+    ),
+    "streamed": ("samples come over the first minute", _four(**_STRAGGLERS), None),
+    "slow-source": (
+        "one server of three is six times slower",
+        (
+            _server("a", 240, 24, 2.0, **_STRAGGLERS),
+            _server("b", 240, 24, 2.0, **_STRAGGLERS),
+            _server("c", 300, 64, 12.0, **_STRAGGLERS),
+        ),
+        None,
+    ),
+    "everything": (
+        "unequal rates and speeds, tokens, errors, stragglers, and a hang from 40 to 70 %",
+        (
+            _server("a", 600, 64, 3.0, error_share=0.05, **_STRAGGLERS),
+            _server("b", 300, 32, 1.5, error_share=0.2, **_STRAGGLERS),
+            _server("c", 180, 48, 9.0, error_share=0.02, **_STRAGGLERS),
+            _server("d", 400, 32, 2.0, error_share=0.05, tokens_per_minute=200_000, **_STRAGGLERS),
+        ),
+        (Fault(0.4, 0.7, "hang"),),
+    ),
+    "buckets": (
+        "servers that refill steadily and do not say so",
+        _four(window="bucket", burst=10, **_STRAGGLERS),
+        None,
+    ),
+}
+
+SCENARIOS = tuple(_SCENARIOS)
+"""The names of the scenarios."""
+
+
+def _normal(rng: random.Random) -> float:
+    return normal(1.0 - rng.random(), rng.random())
+
+
+@lru_cache(maxsize=1)
+def _bytes_of_judge() -> int:
+    """What the judge adds to the size of a request."""
+    node = LLMJudge.model_validate(JUDGE)
+    judge = build_judge("quality", node, sources=["a"], models=["simulated"], key=b"simulated")
+    return judge.request(Sample([{"role": "user", "content": "?"}], "x"), attempt=0).size - 1

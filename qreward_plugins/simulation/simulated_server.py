@@ -1,0 +1,338 @@
+"""A server in virtual time: it plays a `Server`, keeps strict books, and can stand where a real source would.
+
+A request that was sent arrives, whatever its client does meanwhile: one that is cancelled on the way is counted like
+any other. A refused request is not counted, and every refusal that a limit caused is on record in `violations`.
+Throttling by a fault is none, because the client kept to its limits.
+
+The arrival and the end of a request are plain timers rather than tasks, because thousands of runs with thousands of
+requests each have to be cheap.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from ..errors import SourceError, Throttled, TransientError
+from ..samples import Usage
+from ..sources.base import Reply, Request
+from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
+from .books import RequestBucket, RequestWindow, TokenWindow
+from .draws import Draw, Luck
+from .servers import Server, phases
+from .trace import Trace
+
+REFUSAL_S = 0.1
+"""Round trip of what is turned away: a refused connection, a 429."""
+CONCURRENCY_RETRY_AFTER_S = 1.0
+"""What a server that is full asks for: it cannot know when a place gets free."""
+
+_BROKEN_AFTER_S = 0.01
+_ERROR_PART = 0.3
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """An answer, before anybody put it into words."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    valid: bool
+    """Whether the verdict in it is."""
+    announced: Mapping[str, float]
+    """The limits that the server states of itself, spelled as in `Reply.announced`."""
+
+
+class SimulatedServer:
+    """Plays `server`; a `Source` for the engine, and a neutral `serve` for the transports of other clients.
+
+    `luck` is shared by the servers of one run. `answer` writes the reply of a request whose verdict is valid (default:
+    a verdict as LLM judges read it). Use it in one run of one event loop.
+
+    `arrivals` are the times at which requests arrived, `violations` (time, limit) of the requests that a limit turned
+    away, `in_flight` the places that are taken, `peak_in_flight` the most that ever were. `sent`, `answered`,
+    `throttled`, `failed` and `cancelled` count requests.
+    """
+
+    def __init__(
+        self,
+        server: Server,
+        luck: Luck,
+        *,
+        answer: Callable[[Request], str] | None = None,
+        trace: Trace | None = None,
+    ) -> None:
+        self.server = server
+        self.name = server.name
+        self.arrivals: list[float] = []
+        self.violations: list[tuple[float, str]] = []
+        self.in_flight = 0
+        self.peak_in_flight = 0
+        self.sent = self.answered = self.throttled = self.failed = self.cancelled = 0
+        self.closed = False
+        self._luck = luck
+        self._answer = answer or verdict_text
+        self._trace = trace
+        self._phases = phases(server.faults)
+        self._requests = _request_book(server)
+        per_window = server.tokens_per_window
+        self._tokens = None if per_window is None else TokenWindow(per_window, server.window_s)
+
+    @property
+    def model(self) -> str:
+        return "simulated"
+
+    @property
+    def slots(self) -> int | None:
+        return None
+
+    async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
+        """Answer `request`, whose hidden work is `request.sample.extras["work"]`, with a verdict.
+
+        Raises one `SourceError`, or never returns: what hangs waits until it is cancelled.
+        """
+        on_sent()
+        sample = request.sample
+        work = work_of(request)
+        served = await self.serve(
+            sample.id or "", work, prompt_tokens(request.size), completion_tokens(work, request.max_completion_tokens)
+        )
+        return Reply(
+            text=self._answer(request) if served.valid else "I would rather not say.",
+            usage=Usage(served.prompt_tokens, served.completion_tokens),
+            model="simulated",
+            finish_reason="stop",
+            announced=served.announced,
+        )
+
+    async def serve(self, sample_id: str, work: float, prompt_tokens: int, completion_tokens: int) -> Served:
+        """Serve one request of a sample, sent now, of so much hidden `work` (1 is the mean) and so many tokens.
+
+        Raises one `SourceError`: `Throttled` (429) or `TransientError` (status 500, or None where the connection
+        broke). A request that hangs never ends; cancelling it is safe at any time.
+        """
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        call = _Call(self._luck.draw(sample_id), sample_id, work, prompt_tokens, completion_tokens, now, loop)
+        self.sent += 1
+        self._note(call, "sent")
+        first, last = self.server.network_s
+        loop.call_at(now + first + (last - first) * call.draw.network, self._arrive, call)
+        try:
+            return await call.future
+        except asyncio.CancelledError:
+            self._cancelled(call)
+            raise
+
+    async def aclose(self) -> None:
+        self.closed = True
+
+    # Timers
+
+    def _arrive(self, call: _Call) -> None:
+        now = call.loop.time()
+        server = self.server
+        self.arrivals.append(now)
+        draw = call.draw
+        error_share = server.error_share
+        storm_s: float | None = None
+        for fault in server.faults:
+            if fault.start_s <= now < fault.end_s:
+                if fault.kind == "refuse":
+                    self._turn_away(call, TransientError(f"{self.name} refuses connections"), "refused")
+                    return
+                if fault.kind == "throttle":
+                    storm_s = fault.factor
+                elif fault.kind == "errors":
+                    error_share = max(error_share, fault.factor)
+        if storm_s is not None:
+            self._throttle(call, storm_s, "throttles everybody")
+            return
+        limit, wait_s = self._over(call, now)
+        if limit:
+            self.violations.append((now, limit))
+            self._throttle(call, wait_s, f"is over its {limit}")
+            return
+        if self._requests is not None:
+            self._requests.enter(now)
+        if self._tokens is not None:
+            self._tokens.enter(call.prompt_tokens + call.completion_tokens, now)
+        if call.given_up and server.cancel_frees:
+            return
+        call.held = True
+        self.in_flight += 1
+        self.peak_in_flight = max(self.peak_in_flight, self.in_flight)
+        service_s = server.seconds_per_unit * call.work
+        if server.noise:
+            service_s *= math.exp(server.noise * (draw.normal - server.noise / 2))
+        if draw.straggler < server.straggler_share:
+            service_s *= server.straggler_factor
+        error: SourceError | None = None
+        if draw.error < error_share:
+            error = TransientError(f"{self.name} answered with status 500", status=500)
+            service_s *= _ERROR_PART
+        end_s = max(now, call.sent_at + server.overhead_s + service_s)
+        if server.faults:
+            end_s, error = self._through_faults(now, end_s, error)
+        if end_s < math.inf:
+            call.timer = call.loop.call_at(end_s, self._end, call, error)
+        elif not server.cancel_frees:
+            hung_until_s = max(fault.end_s for fault in server.faults if fault.kind == "hang")
+            if hung_until_s < math.inf:
+                call.loop.call_at(hung_until_s, self._forget, call)
+
+    def _end(self, call: _Call, error: SourceError | None) -> None:
+        """The end of a request that had a place."""
+        call.held = False
+        self.in_flight -= 1
+        future = call.future
+        if future.done():
+            return
+        if error is not None:
+            self.failed += 1
+            self._note(call, "failed")
+            future.set_exception(error)
+            return
+        self.answered += 1
+        valid = call.draw.invalid >= self.server.invalid_share
+        self._note(call, "answered" if valid else "answered nonsense")
+        future.set_result(Served(call.prompt_tokens, call.completion_tokens, valid, self._announced(call.loop.time())))
+
+    def _forget(self, call: _Call) -> None:
+        """A server that comes back from a hang drops what was under way then; whoever waits for it is not told."""
+        if call.held:
+            call.held = False
+            self.in_flight -= 1
+
+    def _give_answer(self, call: _Call, error: SourceError, words: str) -> None:
+        if not call.future.done():
+            self._note(call, words)
+            call.future.set_exception(error)
+
+    # Parts of them
+
+    def _over(self, call: _Call, now: float) -> tuple[str, float]:
+        """The limit that a request would break, and the seconds until it would not; "": none."""
+        concurrency = self.server.concurrency
+        leaves_at_once = call.given_up and self.server.cancel_frees
+        if concurrency is not None and self.in_flight >= concurrency and not leaves_at_once:
+            return "concurrency", CONCURRENCY_RETRY_AFTER_S
+        if self._requests is not None:
+            wait_s = self._requests.wait_s(now)
+            if wait_s > 0:
+                return "requests", wait_s
+        if self._tokens is not None:
+            wait_s = self._tokens.wait_s(call.prompt_tokens + call.completion_tokens, now)
+            if wait_s > 0:
+                return "tokens", wait_s
+        return "", 0.0
+
+    def _throttle(self, call: _Call, wait_s: float, why: str) -> None:
+        self.throttled += 1
+        retry_after_s = wait_s if self.server.retry_after == "seconds" else None
+        error = Throttled(f"{self.name} {why}", status=429, retry_after_s=retry_after_s)
+        self._turn_away(call, error, f"throttled: {why}, {wait_s:.6f} s")
+
+    def _turn_away(self, call: _Call, error: SourceError, words: str) -> None:
+        if not isinstance(error, Throttled):
+            self.failed += 1
+        call.loop.call_at(max(call.loop.time(), call.sent_at + REFUSAL_S), self._give_answer, call, error, words)
+
+    def _through_faults(self, now: float, end_s: float, error: SourceError | None) -> tuple[float, SourceError | None]:
+        """When and how a request ends that would do so at `end_s` on a healthy server."""
+        left_s = end_s - now
+        for phase in self._phases:
+            if phase.end_s <= now:
+                continue
+            if phase.dead:
+                break
+            room_s = (phase.end_s - max(now, phase.start_s)) * phase.speed
+            if left_s <= room_s:
+                return max(now, phase.start_s) + left_s / phase.speed, error
+            left_s -= room_s
+        # The first phase that is dead decides: a connection that breaks, or one that nobody answers any more.
+        if phase.hangs:
+            return math.inf, None
+        return max(now, phase.start_s) + _BROKEN_AFTER_S, TransientError(f"{self.name} broke the connection")
+
+    def _cancelled(self, call: _Call) -> None:
+        self.cancelled += 1
+        self._note(call, "cancelled")
+        call.given_up = True
+        if call.held and self.server.cancel_frees:
+            call.held = False
+            self.in_flight -= 1
+            if call.timer is not None:
+                call.timer.cancel()
+
+    def _announced(self, now: float) -> Mapping[str, float]:
+        if self.server.announces is None:
+            return _NOTHING
+        factor = 1.0 if self.server.announces == "right" else self.server.wrong_by
+        said: dict[str, float] = {}
+        for what, book, limit in (
+            ("requests", self._requests, self.server.requests_per_window),
+            ("tokens", self._tokens, self.server.tokens_per_window),
+        ):
+            if book is not None and limit is not None:
+                said[f"{what}_per_window"] = factor * limit
+                said[f"{what}_remaining"] = factor * max(0, book.limit - book.used(now))
+                said[f"{what}_reset_s"] = book.reset_s(now)
+        return said
+
+    def _note(self, call: _Call, what: str) -> None:
+        if self._trace is not None:
+            self._trace.note(call.loop.time(), self.name, call.sample_id, what)
+
+
+class _Call:
+    """One request on its way, in work, or answered."""
+
+    __slots__ = (
+        "completion_tokens",
+        "draw",
+        "future",
+        "given_up",
+        "held",
+        "loop",
+        "prompt_tokens",
+        "sample_id",
+        "sent_at",
+        "timer",
+        "work",
+    )
+
+    def __init__(
+        self,
+        draw: Draw,
+        sample_id: str,
+        work: float,
+        prompt_tokens: int,
+        completion_tokens: int,
+        sent_at: float,
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.draw = draw
+        self.sample_id = sample_id
+        self.work = work
+        self.prompt_tokens = prompt_tokens
+        self.completion_tokens = completion_tokens
+        self.sent_at = sent_at
+        self.loop = loop
+        self.future: asyncio.Future[Served] = loop.create_future()
+        self.timer: asyncio.TimerHandle | None = None
+        self.held = self.given_up = False
+
+
+def _request_book(server: Server) -> RequestWindow | RequestBucket | None:
+    per_window = server.requests_per_window
+    if per_window is None or server.requests_per_minute is None:
+        return None
+    if server.window == "bucket":
+        return RequestBucket(server.requests_per_minute, server.burst)
+    return RequestWindow(per_window, server.window_s)
+
+
+_NOTHING: Mapping[str, float] = {}

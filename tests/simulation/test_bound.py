@@ -1,0 +1,231 @@
+"""The clairvoyant bound: nobody beats it, it is near what can be reached, and more is never worse."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from dataclasses import replace
+
+import pytest
+
+from qreward_plugins.errors import SourceError, Throttled
+from qreward_plugins.simulation import Fault, Job, Luck, Server, SimulatedServer, makespan_bound_s, run
+
+LONGEST_S = 5000.0
+STEP_S = 0.25
+
+
+def makespan_of(servers, jobs, order, rng):
+    """A run of somebody who knows all sizes and all books, and sends whatever some server admits now."""
+    luck = Luck(0)
+    sources = [SimulatedServer(server, luck) for server in servers]
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        waiting = sorted(range(len(jobs)), key=order)
+        under_way: set[asyncio.Task] = set()
+        finished_s = 0.0
+
+        async def one(source, number):
+            job = jobs[number]
+            await asyncio.wait_for(source.serve(str(number), job.work, int(job.tokens), 0), 60.0)
+
+        owners: dict[asyncio.Task, int] = {}
+        while waiting or under_way:
+            now = loop.time()
+            assert now < LONGEST_S
+            moved = True
+            while waiting and moved:
+                moved = False
+                for source in rng.sample(sources, len(sources)):
+                    here = [number for number in waiting if jobs[number].arrives_s <= now]
+                    if not here:
+                        break
+                    number = here[0]
+                    if admits(source, jobs[number], now):
+                        waiting.remove(number)
+                        task = asyncio.ensure_future(one(source, number))
+                        owners[task] = number
+                        under_way.add(task)
+                        # As many steps as a request without a network needs to arrive; time does not move.
+                        for _ in range(5):
+                            await asyncio.sleep(0)
+                        moved = True
+            # A coarse step makes this run slower, and the bound no less valid.
+            timer = asyncio.ensure_future(asyncio.sleep(STEP_S))
+            done, _ = await asyncio.wait({timer, *under_way}, return_when=asyncio.FIRST_COMPLETED)
+            timer.cancel()
+            for task in done & under_way:
+                under_way.discard(task)
+                number = owners.pop(task)
+                error = task.exception()
+                if error is None:
+                    finished_s = loop.time()
+                else:
+                    assert isinstance(error, (SourceError, asyncio.TimeoutError))
+                    assert not isinstance(error, Throttled)
+                    waiting.append(number)
+                    waiting.sort(key=order)
+        return finished_s
+
+    return run(main())
+
+
+def admits(source, job, now):
+    server = source.server
+    if any(fault.kind != "slow" and fault.start_s <= now < fault.end_s for fault in server.faults):
+        return False
+    if server.concurrency is not None and source.in_flight >= server.concurrency:
+        return False
+    if source._requests is not None and source._requests.wait_s(now) > 0:
+        return False
+    return source._tokens is None or source._tokens.wait_s(int(job.tokens), now) == 0
+
+
+def small_case(rng, *, faults):
+    servers = []
+    for number in range(rng.randint(1, 3)):
+        sliding = rng.random() < 0.75
+        servers.append(
+            Server(
+                f"s{number}",
+                requests_per_minute=rng.choice((None, 6 * rng.randint(3, 12))) if sliding else 60,
+                tokens_per_minute=rng.choice((None, None, 6 * rng.randint(2000, 6000))),
+                concurrency=rng.choice((None, rng.randint(1, 8))),
+                window="sliding" if sliding else "bucket",
+                burst=1 if sliding else rng.randint(1, 5),
+                window_s=10.0,
+                seconds_per_unit=rng.choice((0.5, 1.0, 4.0)),
+                overhead_s=0.0,
+                noise=0.0,
+                network_s=(0.0, 0.0),
+                faults=faults(rng),
+            )
+        )
+    jobs = [
+        Job(
+            math.exp(rng.gauss(0, 0.6)),
+            float(rng.randint(100, 1800)),
+            rng.uniform(0, 15) if spread else 0.0,
+        )
+        for spread in [rng.random() < 0.3]
+        for _ in range(rng.randint(5, 50))
+    ]
+    return servers, jobs
+
+
+def no_faults(rng):
+    return ()
+
+
+def some_faults(rng):
+    found = []
+    for _ in range(rng.randint(0, 2)):
+        start_s = rng.uniform(0, 20)
+        kind = rng.choice(("refuse", "slow", "throttle", "hang"))
+        found.append(Fault(start_s, start_s + rng.uniform(1, 20), kind, rng.uniform(1, 6)))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("faults", [no_faults, some_faults])
+@pytest.mark.parametrize("seed", range(20))
+def test_nobody_beats_the_bound(seed, faults):
+    rng = random.Random(f"{faults.__name__} {seed}")
+    servers, jobs = small_case(rng, faults=faults)
+    bound_s = makespan_bound_s(servers, jobs)
+    orders = (lambda number: -jobs[number].work, lambda number: jobs[number].work)
+    for order in orders:
+        assert makespan_of(servers, jobs, order, rng) >= bound_s * (1 - 1e-4)
+
+
+def test_the_bound_is_reached_where_it_can_be(exact):
+    # Three windows of ten; the last request of the last window takes its second.
+    jobs = [Job(1.0)] * 30
+    assert makespan_bound_s([exact(requests_per_minute=10)], jobs) == pytest.approx(120, abs=0.01)
+    assert makespan_bound_s([exact(requests_per_minute=10, concurrency=10)], jobs) == pytest.approx(121, abs=0.1)
+    # Two places, no window.
+    assert makespan_bound_s([exact(concurrency=2)], jobs) == pytest.approx(15, rel=1e-3)
+    # Tokens: half of the work now, half of it in the next window.
+    jobs = [Job(1.0, 100.0)] * 20
+    assert makespan_bound_s([exact(tokens_per_minute=1000)], jobs) == pytest.approx(60, abs=0.01)
+    # A bucket: five at once, then one a second.
+    assert makespan_bound_s([exact(requests_per_minute=60, window="bucket", burst=5)], jobs) == pytest.approx(
+        15, rel=0.01
+    )
+
+
+def test_work_goes_on_while_nothing_new_is_let_in(exact):
+    # 9 s of work each, and then 20 s of it from 9 to 29.
+    server = exact(concurrency=2, window_s=10.0, faults=(Fault(10.0, 30.0, "throttle"),))
+    assert makespan_bound_s([server], [Job(9.0), Job(9.0), Job(20.0), Job(20.0)]) == pytest.approx(29, rel=1e-3)
+
+
+def test_long_requests_of_the_first_moment_need_not_end_in_it(exact):
+    # Four long ones at 0, and four short ones when their places in the window are free, at 10.
+    server = exact(requests_per_minute=24, window_s=10.0, concurrency=8)
+    assert makespan_bound_s([server], [Job(9.0)] * 4 + [Job(0.5)] * 4) <= 10.5
+
+
+def test_a_bucket_fills_while_nobody_gets_in(exact):
+    # 14 until 9, two that refilled until 11, and nine more until 20.
+    server = exact(
+        requests_per_minute=60, window="bucket", burst=5, window_s=10.0, faults=(Fault(9.0, 11.0, "refuse"),)
+    )
+    assert makespan_bound_s([server], [Job(0.001)] * 25) <= 20.001
+
+
+def test_the_longest_request_bounds_by_itself(exact):
+    servers = [exact("slow", seconds_per_unit=9.0), exact("fast", seconds_per_unit=2.0)]
+    assert makespan_bound_s(servers, [Job(0.1), Job(5.0), Job(0.2)]) == pytest.approx(10.0)
+    assert makespan_bound_s(servers, [Job(0.1), Job(5.0, arrives_s=7.0)]) == pytest.approx(17.0)
+    dies = replace(servers[1], faults=(Fault(4.0, math.inf, "refuse"),))
+    assert makespan_bound_s([servers[0], dies], [Job(0.1), Job(5.0)]) == pytest.approx(45.0)
+
+
+def test_no_jobs_take_no_time_and_dead_servers_take_for_ever(exact):
+    dead = exact(faults=(Fault(0.0, math.inf, "hang"),))
+    assert makespan_bound_s([dead], []) == 0.0
+    assert makespan_bound_s([dead], [Job(1.0)]) == math.inf
+    full = exact(requests_per_minute=5, faults=(Fault(30.0, math.inf, "refuse"),))
+    assert makespan_bound_s([full], [Job(1.0)] * 6) == math.inf
+
+
+def test_an_outage_costs_what_is_lost(exact):
+    jobs = [Job(1.0)] * 60
+    assert makespan_bound_s([exact(concurrency=2)], jobs) == pytest.approx(30, rel=1e-3)
+    out = exact(concurrency=2, faults=(Fault(10.0, 20.0, "refuse"),))
+    assert makespan_bound_s([out], jobs) == pytest.approx(40, rel=1e-3)
+    slow = exact(concurrency=2, faults=(Fault(10.0, 20.0, "slow", 2.0),))
+    assert makespan_bound_s([slow], jobs) == pytest.approx(35, rel=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_more_of_anything_is_never_worse(seed):
+    rng = random.Random(seed)
+    servers, jobs = small_case(rng, faults=some_faults)
+    bound_s = makespan_bound_s(servers, jobs)
+    for number, server in enumerate(servers):
+        more = [
+            replace(server, faults=()),
+            replace(server, seconds_per_unit=server.seconds_per_unit / 2),
+            replace(server, requests_per_minute=server.requests_per_minute and 2 * server.requests_per_minute),
+            replace(server, tokens_per_minute=server.tokens_per_minute and 2 * server.tokens_per_minute),
+            replace(server, concurrency=server.concurrency and server.concurrency + 1),
+            replace(server, burst=server.burst + 3),
+        ]
+        for better in more:
+            others = [better if other is number else servers[other] for other in range(len(servers))]
+            assert makespan_bound_s(others, jobs) <= bound_s * 1.002
+    assert makespan_bound_s([*servers, Server("further", concurrency=1)], jobs) <= bound_s * 1.002
+    assert makespan_bound_s(servers, jobs[:-1]) <= bound_s * 1.002
+
+
+def test_errors_are_charged_by_their_share(exact):
+    jobs = [Job(1.0)] * 100
+    sound, failing = exact(concurrency=2), exact(concurrency=2, error_share=0.5)
+    # Each success costs one failure, which holds its place for 0.3 of the time.
+    assert makespan_bound_s([failing], jobs) == pytest.approx(1.3 * makespan_bound_s([sound], jobs), rel=1e-3)
+    sound, failing = exact(requests_per_minute=60), exact(requests_per_minute=60, error_share=0.5)
+    assert makespan_bound_s([sound], jobs) == pytest.approx(60, abs=0.01)
+    assert makespan_bound_s([failing], jobs) == pytest.approx(180, abs=0.01)

@@ -1,0 +1,148 @@
+"""Scenarios: pure functions of name, number and seed, and what the engine meets in them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import statistics
+
+import pytest
+
+from qreward_plugins.config import load_config
+from qreward_plugins.config.models import LLMJudge
+from qreward_plugins.judges import build_judge
+from qreward_plugins.simulation import SCENARIOS, Luck, Trace, run, scenario, score_of
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_every_scenario_is_whole(name):
+    made = scenario(name, 40, seed=3)
+    samples = made.samples()
+    assert (made.name, made.count, len(samples)) == (name, 40, 40)
+    assert len({sample.id for sample in samples}) == 40
+    assert set(load_config(made.config()).sources) == set(made.sources()) == {server.name for server in made.servers}
+    assert len(made.arrivals()) == 40
+    assert 0 < made.bound_s() < math.inf
+    assert made.title
+    assert made == scenario(name, 40, seed=3)
+    assert made.bound_s() == scenario(name, 40, seed=3).bound_s()
+
+
+def test_an_unknown_name_is_answered_with_the_known_ones():
+    with pytest.raises(ValueError, match="unequal-rates"):
+        scenario("unequal")
+
+
+def test_samples_are_common_to_all_scenarios_of_a_seed():
+    first = scenario("equal", 64, seed=5)
+    assert scenario("everything", 64, seed=5).samples() == first.samples()
+    assert scenario("equal", 128, seed=5).samples()[:64] == first.samples()
+    other = scenario("equal", 64, seed=6)
+    assert {sample.id for sample in other.samples()}.isdisjoint(sample.id for sample in first.samples())
+    assert [s.extras for s in other.samples()] != [s.extras for s in first.samples()]
+
+
+def test_sizes_are_lognormal_with_mean_one_and_seen_with_noise():
+    made = scenario("equal", 4000)
+    node = LLMJudge.model_validate(made.config()["judges"]["quality"])
+    judge = build_judge("quality", node, sources=["a"], models=["m"], key=b"k")
+    samples = made.samples()
+    works = [sample.extras["work"] for sample in samples]
+    sizes = [judge.request(sample, attempt=0).size for sample in samples]
+    assert abs(statistics.mean(works) - 1) < 0.05
+    assert abs(statistics.stdev(math.log(work) for work in works) - 0.6) < 0.03
+    ratios = [math.log(size / work) for size, work in zip(sizes, works, strict=True) if size > min(sizes) + 50]
+    assert abs(statistics.stdev(ratios) - 0.4) < 0.03
+    # What the judge adds is taken off the text: sizes are proportional to what is seen.
+    assert abs(statistics.mean(ratios) - math.log(3150)) < 0.05
+
+
+def test_jobs_are_what_the_servers_will_count():
+    made = scenario("tokens", 50)
+    node = LLMJudge.model_validate(made.config()["judges"]["quality"])
+    judge = build_judge("quality", node, sources=["a"], models=["m"], key=b"k")
+    sources = made.sources()
+
+    async def main():
+        requests = [judge.request(sample, attempt=0) for sample in made.samples()]
+        source = sources["a"]
+        done = await asyncio.gather(
+            *(source.send(request, on_sent=lambda: None) for request in requests), return_exceptions=True
+        )
+        return [reply.usage.total_tokens if hasattr(reply, "usage") else None for reply in done]
+
+    jobs = made.jobs()
+    counted = [pair for pair in zip(run(main()), jobs, strict=True) if pair[0] is not None]
+    assert len(counted) > 40
+    assert all(tokens == job.tokens for tokens, job in counted)
+    assert abs(statistics.mean(job.tokens for job in scenario("tokens", 4000).jobs()) - 1000) < 50
+
+
+def test_streamed_samples_come_over_a_minute():
+    made = scenario("streamed", 500)
+    arrivals = made.arrivals()
+    assert arrivals == sorted(arrivals)
+    assert 0 <= arrivals[0] < 2
+    assert 58 < arrivals[-1] < 60
+    assert set(scenario("equal", 500).arrivals()) == {0.0}
+
+
+def test_play_hands_in_when_they_come_and_keeps_the_order():
+    made = scenario("streamed", 50)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+
+        async def score(sample):
+            came = loop.time()
+            await asyncio.sleep(sample.extras["work"])
+            return sample.id, came
+
+        return await made.play(score)
+
+    done = run(main())
+    assert [name for name, _ in done] == [sample.id for sample in made.samples()]
+    assert [came for _, came in done] == pytest.approx(made.arrivals())
+
+
+def test_faults_come_at_parts_of_the_bound_without_them():
+    healthy = scenario("stragglers", 2048).bound_s()
+    brownout = scenario("brownout", 2048).servers[0].faults[0]
+    assert (brownout.start_s, brownout.end_s) == pytest.approx((0.2 * healthy, 0.7 * healthy))
+    dies = scenario("dies-hanging", 2048)
+    assert dies.servers[0].faults[0].start_s == pytest.approx(0.4 * healthy)
+    assert dies.servers[0].faults[0].end_s == math.inf
+    assert dies.bound_s() > healthy
+
+
+def test_the_engine_scores_a_scenario_and_repeats_itself():
+    from qreward_plugins import RewardEngine, Scored
+
+    made = scenario("everything", 60, seed=2)
+
+    def play():
+        trace = Trace()
+        sources = made.sources(trace)
+
+        async def main():
+            async with RewardEngine(made.config(), sources=sources) as engine:
+                return await engine.score_all(made.samples()), asyncio.get_running_loop().time()
+
+        outcomes, makespan_s = run(main())
+        return outcomes, makespan_s, str(trace).encode()
+
+    outcomes, makespan_s, trace = play()
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    for sample, outcome in zip(made.samples(), outcomes, strict=True):
+        assert outcome.verdict.score == pytest.approx(score_of(sample.id) / 10)
+    assert makespan_s >= made.bound_s()
+    assert play() == (outcomes, makespan_s, trace)
+
+
+def test_sources_of_a_run_share_their_luck_and_runs_do_not():
+    made = scenario("equal", 4)
+    first, second = made.sources(), made.sources()
+    lucks = {id(source._luck) for source in first.values()}
+    assert len(lucks) == 1
+    assert id(second["a"]._luck) not in lucks
+    assert isinstance(first["a"]._luck, Luck)

@@ -1,0 +1,125 @@
+"""Descriptions of servers: what can be enforced, what a client is told, how faults divide time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import pytest
+
+from qreward_plugins.config.models import Limits, Price
+from qreward_plugins.simulation import Fault, Server, random_faults, random_servers
+from qreward_plugins.simulation.servers import phases
+
+
+def test_limits_are_what_the_configuration_takes():
+    server = Server("a", requests_per_minute=300, tokens_per_minute=9e5, concurrency=8, window_s=10.0)
+    limits = Limits.model_validate(server.limits())
+    assert (limits.requests_per_minute, limits.tokens_per_minute, limits.concurrency) == (300, 9e5, 8)
+    assert (limits.window_s, limits.window) == (10.0, "auto")
+    assert (server.requests_per_window, server.tokens_per_window) == (50, 150_000)
+
+
+def test_a_user_who_knows_the_bucket_says_so():
+    server = Server("a", requests_per_minute=300, window="bucket", burst=5, declares_window=True)
+    limits = Limits.model_validate(server.limits())
+    assert (limits.window, limits.burst) == ("bucket", 5)
+    assert "window" not in Server("a", requests_per_minute=300, window="bucket", burst=5).limits()
+
+
+def test_what_is_undeclared_is_not_told():
+    assert Server("a", requests_per_minute=300, concurrency=8, declared=False).limits() == {}
+    assert Server("a").limits() == {}
+
+
+def test_prices_are_what_the_configuration_takes():
+    price = Price.model_validate(Server("a", price_per_request=0.1, price_per_million_tokens=2).price())
+    assert (price.per_request, price.input_per_million, price.output_per_million) == (0.1, 2, 2)
+
+
+@pytest.mark.parametrize(
+    ("further", "words"),
+    [
+        ({"requests_per_minute": 0}, "requests_per_minute"),
+        ({"tokens_per_minute": math.inf}, "tokens_per_minute"),
+        ({"concurrency": -1}, "concurrency"),
+        ({"seconds_per_unit": math.nan}, "seconds_per_unit"),
+        ({"requests_per_minute": 30, "window_s": 1.0}, "less than one request"),
+        ({"window": "bucket", "burst": 0}, "burst"),
+        ({"window": "fixed"}, "window"),
+        ({"network_s": (0.2, 0.1)}, "network_s"),
+        ({"error_share": 1.5}, "error_share"),
+    ],
+)
+def test_what_cannot_be_enforced_is_refused(further, words):
+    with pytest.raises(ValueError, match=words):
+        Server("a", **further)
+
+
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ((5, 5, "hang"), "later end_s"),
+        ((-1, 5, "hang"), "later end_s"),
+        ((0, 5, "explode"), "explode"),
+        ((0, 5, "slow", 0.5), "slow"),
+        ((0, 5, "errors", math.inf), "finite"),
+    ],
+)
+def test_a_fault_that_makes_no_sense_is_refused(fault, words):
+    with pytest.raises(ValueError, match=words):
+        Fault(*fault)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_phases_agree_with_the_faults_at_every_moment(seed):
+    rng = random.Random(seed)
+    faults = random_faults(rng) + random_faults(rng)
+    found = phases(faults)
+    assert found[0].start_s == 0
+    assert found[-1].end_s == math.inf
+    for before, after in itertools.pairwise(found):
+        assert before.end_s == after.start_s
+    for _ in range(100):
+        now = rng.uniform(0, 300)
+        phase = next(phase for phase in found if phase.start_s <= now < phase.end_s)
+        present = [fault for fault in faults if fault.start_s <= now < fault.end_s]
+        kinds = {fault.kind for fault in present}
+        assert phase.dead == bool(kinds & {"refuse", "hang"})
+        assert phase.hangs == ("hang" in kinds and "refuse" not in kinds)
+        assert phase.closed == bool(kinds & {"refuse", "hang", "throttle"})
+        slowness = math.prod(fault.factor for fault in present if fault.kind == "slow")
+        assert phase.speed == pytest.approx(0 if phase.dead else 1 / slowness)
+
+
+def test_a_server_describes_itself_as_it_can_be_built():
+    for seed in range(50):
+        for server in random_servers(random.Random(seed)):
+            assert eval(server.describe(), {"Server": Server, "Fault": Fault, "inf": math.inf}) == server
+
+
+def test_chance_meets_everything():
+    servers = [server for seed in range(300) for server in random_servers(random.Random(seed))]
+    assert {fault.kind for server in servers for fault in server.faults} == {
+        "refuse",
+        "hang",
+        "slow",
+        "errors",
+        "throttle",
+    }
+    assert any(fault.end_s == math.inf for server in servers for fault in server.faults)
+    for name in ("window", "declared", "declares_window", "announces", "retry_after", "cancel_frees"):
+        assert len({getattr(server, name) for server in servers}) >= 2
+    for name in ("requests_per_minute", "tokens_per_minute", "concurrency"):
+        values = {getattr(server, name) for server in servers}
+        assert None in values
+        assert len(values) > 2
+    for server in servers:
+        Limits.model_validate(server.limits())
+
+
+def test_chance_is_the_same_for_the_same_seed():
+    assert random_servers(random.Random(3)) == random_servers(random.Random(3))
+    assert random_servers(random.Random(3)) != random_servers(random.Random(4))
+    assert len(random_servers(random.Random(3), 7)) == 7

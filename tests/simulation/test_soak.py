@@ -1,0 +1,130 @@
+"""The soak of CI: some thousand trials in which every promise is kept, each shard a test of its own.
+
+The shards run in processes beside this one, and each test waits for its own, so that what pytest reports is the range
+that failed, with the seed, the promise, the trial, and the command that plays it again.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qreward_plugins.simulation.__main__ import main
+from qreward_plugins.simulation.soak import check, cores, pool, replay_command, shards, soak, soak_in_processes
+from qreward_plugins.simulation.trial import random_trial
+
+ROOT = Path(__file__).parents[2]
+SEEDS = 2400
+SHARDS = shards(0, SEEDS, 100)
+
+
+@pytest.fixture(scope="module")
+def soaking(request):
+    """The shards of the tests that were selected, under way in processes of their own."""
+    wanted = [
+        item.callspec.params["shard"]
+        for item in request.session.items
+        if getattr(item, "originalname", "") == "test_every_promise_is_kept"
+    ]
+    with pool(cores()) as processes:
+        running = {shard: processes.submit(soak, *shard) for shard in wanted}
+        yield running
+        for future in running.values():
+            future.cancel()
+
+
+@pytest.mark.parametrize("shard", SHARDS, ids=lambda shard: f"{shard[0]}:{shard[1]}")
+def test_every_promise_is_kept(soaking, shard):
+    soaked = soaking[shard].result()
+    assert not soaked.findings, "\n" + soaked.describe()
+    assert soaked.tally.trials == shard[1] - shard[0]
+    assert soaked.tally.scored > 0
+
+
+def test_trials_meet_everything_that_can_happen():
+    trials = [random_trial(seed) for seed in range(400)]
+    calls = [call for trial in trials for step in trial.steps for call in step.calls]
+    servers = [server for trial in trials for server in trial.servers]
+    assert {call.kind for call in calls} == {"batch", "single", "stream"}
+    assert any(call.cutoff for call in calls)
+    assert any(call.priority for call in calls)
+    assert any(call.cancel_after_s is not None for call in calls)
+    assert any(step.close_after_s is not None for trial in trials for step in trial.steps)
+    assert any(len(trial.steps) > 1 for trial in trials)
+    engines = [trial.config["engine"] for trial in trials]
+    assert len({engine["scheduling"]["strategy"] for engine in engines}) == 5
+    assert {engine["scheduling"]["hedge"] for engine in engines} == {True, False}
+    assert {engine["scheduling"]["prefer"] for engine in engines} == {"speed", "cost"}
+    assert {fault.kind for server in servers for fault in server.faults} == {
+        "refuse",
+        "hang",
+        "slow",
+        "errors",
+        "throttle",
+    }
+    assert any(not server.declared for server in servers)
+    assert any(trial.judge_of(sample) is None for trial in trials for sample in trial.samples())
+
+
+def test_a_seed_gives_the_same_trial_and_the_same_record():
+    trial, record, broken = check(7, replay=True)
+    assert trial == random_trial(7)
+    assert record.text() == check(7, replay=True)[1].text()
+    assert broken == []
+
+
+def test_the_schedules_are_the_same_in_another_process_with_another_hash_seed():
+    def fingerprint(hash_seed):
+        program = "from qreward_plugins.simulation.soak import soak; print(soak(0, 40).tally.fingerprint)"
+        environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
+        done = subprocess.run(
+            [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert fingerprint("1") == fingerprint("2") == soak(0, 40).tally.fingerprint
+
+
+def test_ranges_are_cut_into_shards_without_gaps():
+    assert shards(3, 10, 3) == [(3, 6), (6, 9), (9, 10)]
+    assert shards(0, 3, 50) == [(0, 3)]
+
+
+def test_shards_in_processes_add_up_to_the_soak_in_one():
+    parts = list(soak_in_processes(0, 60, jobs=2))
+    assert sum(part.tally.trials for part in parts) == 60
+    whole = soak(0, 60).tally
+    assert sum(part.tally.fingerprint for part in parts) % 2**64 == whole.fingerprint
+    assert sum(part.tally.attempts for part in parts) == whole.attempts
+
+
+def test_the_command_prints_a_summary(capsys):
+    assert main(["--seeds", "0:20", "--jobs", "1"]) == 0
+    said = capsys.readouterr().out
+    for word in ("trials", "samples", "scored", "attempts", "hedges", "virtual time", "infra/deadline"):
+        assert word in said
+
+
+def test_the_command_plays_one_seed(capsys):
+    assert main(["--seed", "7", "--trace"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("trial 7\n")
+    assert "sent\n" in said
+    assert "seed 7 kept every promise" in said
+
+
+@pytest.mark.parametrize("seeds", ["5:5", "7:3", "many", "0"])
+def test_the_command_refuses_ranges_without_seeds(seeds, capsys):
+    with pytest.raises(SystemExit):
+        main(["--seeds", seeds])
+    assert "FIRST:LAST" in capsys.readouterr().err
+
+
+def test_the_replay_command_is_one_that_exists(capsys):
+    arguments = replay_command(7).split()[3:]
+    assert main(arguments) == 0
+    assert "trial 7" in capsys.readouterr().out

@@ -1,0 +1,322 @@
+"""The soak can fail: each mutation of the production code breaks a promise within a few seeds, and the soak says which.
+
+A checker that has never found anything may be blind. Every mutation here is a mistake that somebody could make.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+
+import pytest
+
+from qreward_plugins.engine import RewardEngine
+from qreward_plugins.errors import InvalidVerdict
+from qreward_plugins.judges.llm import LLMJudge
+from qreward_plugins.quotas import Quota, Reservation
+from qreward_plugins.quotas.pace import Pace
+from qreward_plugins.samples import Scored, Verdict
+from qreward_plugins.scheduling import Batch, Breaker, Dispatcher, Job, Lane, dispatcher
+from qreward_plugins.scheduling.attempts import Attempt
+from qreward_plugins.scheduling.planner import Planner
+from qreward_plugins.simulation import performance
+from qreward_plugins.simulation.soak import check, soak
+
+
+def around(monkeypatch, owner, name, wrap):
+    """Replace a method by `wrap(original)`."""
+    monkeypatch.setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def quota_without(part):
+    def mutate(monkeypatch):
+        def wrap(wait_s):
+            def mutated(self, tokens, now):
+                kept = getattr(self, part)
+                setattr(self, part, math.inf if part == "concurrency" else type(kept)())
+                try:
+                    return wait_s(self, tokens, now)
+                finally:
+                    setattr(self, part, kept)
+
+            return mutated
+
+        around(monkeypatch, Quota, "wait_s", wrap)
+
+    mutate.__name__ = f"quota_without_{part}"
+    return mutate
+
+
+def no_pacing(monkeypatch):
+    monkeypatch.setattr(Pace, "wait_s", lambda self, now: 0.0)
+
+
+def no_deadline(monkeypatch):
+    monkeypatch.setattr(Dispatcher, "_deadline", lambda self, job: None)
+
+
+def no_cutoff(monkeypatch):
+    monkeypatch.setattr(Batch, "over", lambda self, now: False)
+
+
+def cutoff_without_quorum(monkeypatch):
+    monkeypatch.setattr(
+        Batch, "over", lambda self, now: self.cutoff is not None and now >= self.started_at + self.cutoff.after_s
+    )
+
+
+def outcomes_out_of_order(monkeypatch):
+    def wrap(score_all):
+        async def mutated(self, samples, **settings):
+            return (await score_all(self, samples, **settings))[::-1]
+
+        return mutated
+
+    around(monkeypatch, RewardEngine, "score_all", wrap)
+
+
+def one_outcome_counted_twice(monkeypatch):
+    def wrap(count):
+        return lambda self, sample, outcome: (count(self, sample, outcome), count(self, sample, outcome))[1]
+
+    around(monkeypatch, RewardEngine, "_count", wrap)
+
+
+def an_outcome_is_lost(monkeypatch):
+    def wrap(finish):
+        def mutated(self, job, outcome):
+            if not isinstance(outcome, Scored) or job.sequence % 10:
+                finish(self, job, outcome)
+
+        return mutated
+
+    around(monkeypatch, Dispatcher, "_finish", wrap)
+
+
+def finished_twice(monkeypatch):
+    def wrap(finish):
+        def mutated(self, job, outcome):
+            finish(self, job, outcome)
+            if isinstance(outcome, Scored):
+                job.future.set_result(outcome)
+
+        return mutated
+
+    around(monkeypatch, Dispatcher, "_finish", wrap)
+
+
+def a_default_for_invalid_verdicts(monkeypatch):
+    def wrap(verdict):
+        def mutated(self, request, reply):
+            try:
+                return verdict(self, request, reply)
+            except InvalidVerdict:
+                return Verdict(0.5)
+
+        return mutated
+
+    around(monkeypatch, LLMJudge, "verdict", wrap)
+
+
+def a_late_answer_changes_the_outcome(monkeypatch):
+    def wrap(settled):
+        def mutated(self, attempt, task):
+            settled(self, attempt, task)
+            future = attempt.job.future
+            if future.done() and not future.cancelled() and isinstance(future.result(), Scored):
+                verdict = future.result().verdict
+                self._loop.call_later(0.5, object.__setattr__, verdict, "rationale", "on second thoughts")
+
+        return mutated
+
+    around(monkeypatch, Dispatcher, "_settled", wrap)
+
+
+def endless_attempts(monkeypatch):
+    def wrap(make):
+        def mutated(self, *given, max_attempts, **settings):
+            make(self, *given, max_attempts=10_000, **settings)
+
+        return mutated
+
+    around(monkeypatch, Dispatcher, "__init__", wrap)
+
+
+def endless_hedges(monkeypatch):
+    monkeypatch.setattr(Job, "hedgeable", property(lambda self: not self.future.done()))
+    hedges_without_budget(monkeypatch)
+
+
+def hedges_without_budget(monkeypatch):
+    monkeypatch.setattr(Batch, "hedges", property(lambda self: 0, lambda self, value: None), raising=False)
+    monkeypatch.setattr(Batch, "soft_hedges", property(lambda self: 0, lambda self, value: None), raising=False)
+
+
+def losers_go_on(monkeypatch):
+    monkeypatch.setattr(Attempt, "cancel", lambda self: None)
+
+
+def nothing_given_back(monkeypatch):
+    monkeypatch.setattr(Reservation, "release", lambda self, now, **settled: None)
+
+
+def an_attempt_forgets_its_timer(monkeypatch):
+    def wrap(settle):
+        def mutated(self, now, task):
+            self.timer = None
+            settle(self, now, task)
+
+        return mutated
+
+    around(monkeypatch, Attempt, "settle", wrap)
+
+
+def closing_does_nothing(monkeypatch):
+    async def mutated(self):
+        await asyncio.sleep(0)
+
+    monkeypatch.setattr(Dispatcher, "aclose", mutated)
+
+
+def a_probe_is_never_given_back(monkeypatch):
+    monkeypatch.setattr(Breaker, "abandoned", lambda self, *, probe: None)
+
+
+def nobody_wakes_up(monkeypatch):
+    def wrap(placements):
+        def mutated(self, now, **given):
+            yield from placements(self, now, **given)
+            self.wake_at = math.inf
+
+        return mutated
+
+    around(monkeypatch, Planner, "placements", wrap)
+
+
+def never_idle_is_forgotten(monkeypatch):
+    monkeypatch.setattr(Planner, "_never_idle", lambda self, now: iter(()))
+    monkeypatch.setattr(Planner, "_pick", lambda self, lane, now, *, near: None)
+
+
+def a_busy_loop(monkeypatch):
+    def wrap(placements):
+        def mutated(self, now, **given):
+            yield from placements(self, now, **given)
+            self.wake_at = now
+
+        return mutated
+
+    around(monkeypatch, Planner, "placements", wrap)
+    monkeypatch.setattr(performance, "MOST_STEPS", 20_000)
+
+
+def a_pause_without_end(monkeypatch):
+    def wrap(throttled):
+        def mutated(self, retry_after_s, sent_at, now):
+            throttled(self, retry_after_s, sent_at, now)
+            self._paused_until = math.inf
+
+        return mutated
+
+    around(monkeypatch, Lane, "throttled", wrap)
+
+
+def dice_without_a_seed(monkeypatch):
+    def wrap(make):
+        def mutated(self, *given, rng, **settings):
+            make(self, *given, rng=random.SystemRandom(), **settings)
+
+        return mutated
+
+    around(monkeypatch, Dispatcher, "__init__", wrap)
+
+
+def blame_forgets_a_part(monkeypatch):
+    from dataclasses import replace
+
+    def wrap(report):
+        def mutated(batch, lanes):
+            made = report(batch, lanes)
+            return replace(made, parts=made.parts[:-1])
+
+        return mutated
+
+    around(monkeypatch, dispatcher, "report", wrap)
+
+
+MUTATIONS = [
+    (no_deadline, "P1", "was due at", 40),
+    (no_cutoff, "P1", "its batch was to be cut off", 150),
+    (cutoff_without_quorum, "P1", "before its batch's quorum was in", 150),
+    (one_outcome_counted_twice, "P1", "there are more outcomes", 10),
+    (outcomes_out_of_order, "P2", "the server said", 10),
+    (a_default_for_invalid_verdicts, "P2", "the server said", 30),
+    (quota_without("requests"), "P3", "over its requests", 150),
+    (quota_without("tokens"), "P3", "over its tokens", 150),
+    (quota_without("concurrency"), "P3", "requests were under way", 30),
+    (no_pacing, "P3", "was overdrawn", 150),
+    (endless_attempts, "P4", "times, ", 60),
+    (endless_hedges, "P4", "was hedged", 150),
+    (hedges_without_budget, "P4", "was hedged", 150),
+    (finished_twice, "P5", "InvalidStateError", 10),
+    (nothing_given_back, "P5", "requests in flight", 10),
+    (an_attempt_forgets_its_timer, "P5", "a timer of", 10),
+    (closing_does_nothing, "P5", "after closing", 60),
+    (losers_go_on, "P6", "was under way until", 60),
+    (a_late_answer_changes_the_outcome, "P6", "has become", 30),
+    (an_outcome_is_lost, "P6", "gave", 40),
+    (a_probe_is_never_given_back, "liveness", "waits for a probe", 400),
+    (nobody_wakes_up, "liveness", "nothing was under way", 60),
+    (never_idle_is_forgotten, "liveness", "nothing was under way", 10),
+    (a_busy_loop, "liveness", "busy loop", 20),
+    (a_pause_without_end, "liveness", "to wait for inf", 60),
+    (dice_without_a_seed, "P7", "became", 60),
+    (blame_forgets_a_part, "blame", "add up to", 10),
+]
+"""What was done to the code, which promise that breaks, words of what is said then, and seeds that suffice."""
+
+
+def finding(promise, words, seeds):
+    return next(
+        (
+            seed
+            for seed in seeds
+            for broken in check(seed, replay=promise == "P7")[2]
+            if broken.promise.startswith(promise) and words in broken.what
+        ),
+        None,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mutate", "promise", "words", "seeds"), MUTATIONS, ids=[mutation[0].__name__ for mutation in MUTATIONS]
+)
+def test_the_soak_finds(monkeypatch, mutate, promise, words, seeds):
+    with monkeypatch.context() as patch:
+        mutate(patch)
+        seed = finding(promise, words, range(seeds))
+    assert seed is not None, f"no seed of {seeds} shows it"
+    assert finding(promise, words, [seed]) is None, "the code does it without the mutation"
+
+
+def test_a_finding_says_what_happened_and_how_to_see_it_again(monkeypatch):
+    monkeypatch.setattr(Dispatcher, "_deadline", lambda self, job: None)
+    soaked = soak(0, 20)
+    assert soaked.findings
+    seed = soaked.findings[0].seed
+    said = soaked.describe(most=1)
+    assert f"seed {seed} broke P1 one outcome by the deadline: " in said
+    assert f"python -m qreward_plugins.simulation --seed {seed} --trace" in said
+    assert f"trial {seed}\n  Server('s0'" in said
+    assert "was due at" in said
+
+
+def test_a_trial_that_cannot_be_played_is_a_finding(monkeypatch):
+    def broken(self, *given, **settings):
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(RewardEngine, "__init__", broken)
+    soaked = soak(0, 2)
+    assert [finding.seed for finding in soaked.findings] == [0, 1]
+    assert "RuntimeError('out of order') in broken" in soaked.describe()

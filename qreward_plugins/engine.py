@@ -25,10 +25,10 @@ from .errors import ConfigurationError, EngineError, Mistake
 from .journal import Journal, sample_key
 from .judges import Judge, build_judge
 from .quotas import Quota
-from .samples import Cause, Failed, Outcome, Sample, Scored
-from .scheduling import Dispatcher, Lane
+from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
+from .scheduling import Batch, Cutoff, Dispatcher, Lane
 from .sources import Source, open_source
-from .telemetry import EngineCounters, EngineStatistics
+from .telemetry import BatchReport, EngineCounters, EngineStatistics
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -66,7 +66,13 @@ class RewardEngine:
         }
         quotas = _quotas(self.config, opened, processes)
         self._lanes = {
-            name: Lane(source, quotas[name], timeout_s=node.timeouts.total_s, price=node.price)
+            name: Lane(
+                source,
+                quotas[name],
+                timeout_s=node.timeouts.total_s,
+                price=node.price,
+                weight=node.weight,
+            )
             for (name, source), node in zip(opened.items(), self.config.sources.values(), strict=True)
         }
         self._rng = random.Random(settings.seed)
@@ -83,13 +89,19 @@ class RewardEngine:
         self._dispatcher: Dispatcher | None = None
         self._closed = False
 
-    async def score(self, sample: Sample, *, deadline_s: float | None = None) -> Outcome:
+    async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Outcome:
         """Score one sample.
 
         Returns its outcome within `deadline_s` seconds (default: `engine.deadline_s` of the configuration), and raises
-        nothing on account of the sample. Cancelling the call cancels its attempt and gives back what it held.
-        Raises `EngineError` when the engine is closed or serves another event loop.
+        nothing on account of the sample. Samples of a higher `priority` go first. Cancelling the call cancels its
+        attempts and gives back what they held. Raises `EngineError` when the engine is closed or serves another event
+        loop.
         """
+        dispatcher = self._bind()
+        batch = dispatcher.batches.trickle(priority)
+        return await self._score(sample, batch, deadline_s)
+
+    async def _score(self, sample: Sample, batch: Batch, deadline_s: float | None) -> Outcome:
         dispatcher = self._bind()
         deadline_s = self.config.engine.deadline_s if deadline_s is None else deadline_s
         self._counters.submitted += 1
@@ -105,27 +117,39 @@ class RewardEngine:
                 return self._count(sample, Scored(verdict))
             deadline_s = max(0.0, deadline_s - (dispatcher.now() - started_at))
         due_at = dispatcher.now() + deadline_s
-        outcome = await dispatcher.submit(sample, judge, deadline_s=deadline_s)
+        outcome = await dispatcher.submit(sample, judge, deadline_s=deadline_s, batch=batch)
         if self._journal is not None:
             # The entry is in before `put` waits; what it waits for is a slow disk, and the deadline does not.
             with anyio.move_on_after(max(0.0, due_at - dispatcher.now())):
                 await self._journal.put(key, sample, outcome)
         return self._count(sample, outcome)
 
-    async def score_all(self, samples: Iterable[Sample], *, deadline_s: float | None = None) -> list[Outcome]:
+    async def score_all(
+        self,
+        samples: Iterable[Sample],
+        *,
+        deadline_s: float | None = None,
+        priority: int = 0,
+        cutoff: Cutoff | None = None,
+    ) -> list[Outcome]:
         """Score a batch; outcome i belongs to sample i.
 
         The whole batch is handed in at once, so that the scheduler can order it; every sample's deadline runs from then
-        on.
+        on. Of two batches under way, the one of higher `priority` goes first, and then the one that came first: that
+        ends both earlier than mixing them does. `cutoff`: when to stop waiting for the last samples.
         """
         batch = list(samples)
         self._warn_if_too_many(batch, deadline_s)
-        tasks = [asyncio.ensure_future(self.score(sample, deadline_s=deadline_s)) for sample in batch]
+        dispatcher = self._bind()
+        together = dispatcher.batches.new(batch, priority=priority, cutoff=cutoff)
+        tasks = [asyncio.ensure_future(self._score(sample, together, deadline_s)) for sample in batch]
         try:
             return list(await asyncio.gather(*tasks))
         except BaseException:
             await _cancel(tasks)
             raise
+        finally:
+            dispatcher.batches.seal(together)
 
     async def score_stream(
         self, samples: Iterable[Sample] | AsyncIterable[Sample], *, window: int | None = None
@@ -161,6 +185,13 @@ class RewardEngine:
     def lanes(self) -> Mapping[str, Lane]:
         """The sources by name, with their quotas and what was learned of them."""
         return self._lanes
+
+    def last_batch(self) -> BatchReport | None:
+        """The batch that ended last and what it waited for; None: none has ended yet.
+
+        Samples that are scored one by one belong to one batch for as long as any of them is under way.
+        """
+        return self._dispatcher.batches.last if self._dispatcher is not None else None
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of what happened so far. Call it from the engine's event loop, or through the portal."""
@@ -220,8 +251,19 @@ class RewardEngine:
         for lane in self._lanes.values():
             lane.abandon_attempts(loop.time())
         self._loop = loop
-        self._dispatcher = Dispatcher(self._lanes, rng=self._rng, max_attempts=self.config.engine.max_attempts)
+        self._dispatcher = Dispatcher(
+            self._lanes,
+            rng=self._rng,
+            max_attempts=self.config.engine.max_attempts,
+            settings=self.config.engine.scheduling,
+            on_late=self._late if self._journal is not None else None,
+        )
         return self._dispatcher
+
+    def _late(self, sample: Sample, judge: Judge, verdict: Verdict) -> None:
+        """Record a verdict that came after its sample's outcome: it is paid for, and may be asked for again."""
+        if self._journal is not None:
+            self._journal.note(sample_key(sample, judge.fingerprint), sample, Scored(verdict))
 
     def _no_route(self, sample: Sample) -> Outcome:
         detail = f'no route matches the data source {sample.data_source!r}; add it to `routes`, or a last route "*"'

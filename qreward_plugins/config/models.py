@@ -140,6 +140,10 @@ class OpenAISource(Node):
     timeouts: Timeouts = Timeouts()
     price: Price = Price()
 
+    weight: PositiveFloat = 1.0
+    """Share of the requests relative to other sources; only the strategies other than `earliest_finish` heed it.
+    Default: 1."""
+
     verify_tls: bool = True
     """Verify the server's certificate. Turn it off for this one source only if you must."""
 
@@ -185,6 +189,10 @@ class FunctionSource(Node):
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
     price: Price = Price()
+
+    weight: PositiveFloat = 1.0
+    """Share of the requests relative to other sources; only the strategies other than `earliest_finish` heed it.
+    Default: 1."""
 
 
 Source = Annotated[OpenAISource | FunctionSource, Field(discriminator="kind")]
@@ -286,6 +294,29 @@ class JournalConfig(Node):
     of the journal instead of asking again. Default: true."""
 
 
+Strategy = Literal["earliest_finish", "round_robin", "weighted", "least_requests", "least_tokens"]
+
+
+class Scheduling(Node):
+    """How samples are spread over the sources of their judge."""
+
+    strategy: Strategy = "earliest_finish"
+    """How a source is chosen among those that can send now. `earliest_finish` (default): by learned latency, quota and
+    health, so that the batch ends soonest. `round_robin`: in turn. `weighted`: in turn, by the sources' `weight`.
+    `least_requests`, `least_tokens`: the one with the least in flight for its `weight`."""
+
+    prefer: Literal["speed", "cost"] = "speed"
+    """`speed` (default): use every source. `cost`: use only the cheapest sources (by `price`) that together end
+    everything that waits within half of the time that is left to its deadline, and hedge only what is overdue."""
+
+    hedge: bool = True
+    """Start a second attempt at another source where the first takes much longer than it should; the first verdict
+    counts and the other attempt is cancelled. `off`: never. Default: on."""
+
+    hedge_budget: Annotated[FiniteFloat, Field(gt=0, le=1), BeforeValidator(_no_bool)] = 0.25
+    """Hedges of a batch, as a share of its samples, at most. Default: 0.25."""
+
+
 class EngineConfig(Node):
     """How samples are scored, whatever the judge."""
 
@@ -297,6 +328,8 @@ class EngineConfig(Node):
 
     seed: Integer | None = None
     """Seed of backoff and of the fences around untrusted text. Default: drawn by the operating system."""
+
+    scheduling: Scheduling = Scheduling()
 
     journal: JournalConfig | None = None
     """Where verdicts are recorded. Default: nowhere."""

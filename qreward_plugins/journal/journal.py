@@ -113,6 +113,17 @@ class Journal:
         The entry is handed in before this waits for anything, so cancelling the call does not lose it. It waits only
         while more entries are waiting than the file takes. Raises `JournalError` when closed, and nothing else.
         """
+        self.note(key, sample, outcome)
+        with self._changed:
+            room = self._call() if self._unwritten > ROOM else None
+        if room is not None:
+            await asyncio.wrap_future(room)
+
+    def note(self, key: str | None, sample: Sample, outcome: Outcome) -> None:
+        """As `put`, without waiting: for what comes so seldom that it cannot fill the memory. Any thread may call it.
+
+        Raises `JournalError` when closed.
+        """
         self._check()
         try:
             row = entries.row(key, sample, outcome, recorded_at=self._clock(), process_id=self._process_id)
@@ -128,9 +139,6 @@ class Journal:
                 self._unwritten_verdicts[key] = outcome.verdict
             if len(self._waiting) in (1, COMMIT_ENTRIES):
                 self._changed.notify()
-            room = self._call() if self._unwritten > ROOM else None
-        if room is not None:
-            await asyncio.wrap_future(room)
 
     async def flush(self) -> None:
         """Return when everything handed in before is in the file.

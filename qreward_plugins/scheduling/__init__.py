@@ -1,8 +1,11 @@
-"""When and where requests are sent: the dispatcher, its queue, and each source's lane and breaker."""
+"""When and where requests are sent: the dispatcher, the planner behind it, and each source's lane and breaker."""
 
+from .batches import Batch, Cutoff
 from .breaker import Breaker
 from .dispatcher import Dispatcher
-from .jobs import Job, ReadyQueue
+from .jobs import Job
 from .lane import Lane
+from .queue import ReadyQueue
+from .speed import Speed
 
-__all__ = ["Breaker", "Dispatcher", "Job", "Lane", "ReadyQueue"]
+__all__ = ["Batch", "Breaker", "Cutoff", "Dispatcher", "Job", "Lane", "ReadyQueue", "Speed"]

@@ -1,17 +1,27 @@
-"""An attempt: one try of one job at one source, and what it holds while it runs."""
+"""An attempt: one try of one job at one source, what it holds while it runs, and how it ended."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
+from ..errors import InvalidVerdict, PermanentError, SourceError, Throttled, TransientError
 from ..quotas import Reservation
-from ..sources.base import Request
+from ..samples import Verdict
+from ..sources.base import Reply, Request
 from .jobs import Job
 from .lane import Lane
 
+_log = logging.getLogger("qreward_plugins.scheduling")
+
 START_WITHIN_S = 120.0
 """Seconds that a source may take to begin an attempt, beyond its time limit: an import can be slow."""
+
+Result = Literal["", "valid", "invalid", "throttled", "failed", "cancelled"]
+Ending: TypeAlias = Verdict | InvalidVerdict | SourceError
 
 
 @dataclass(eq=False, slots=True)
@@ -23,30 +33,104 @@ class Attempt:
     request: Request
     reservation: Reservation
     started_at: float
+    expected_s: float
+    """Latency to expect."""
     probe: bool
     """Whether the source's breaker was open when this attempt started, so that its end decides about the source."""
+    hedge: bool
+    """Whether another attempt of the same job was under way."""
+    guessed: bool = False
+    """Whether no source had answered anything when it started, so that `expected_s` is a guess."""
+    reply: Reply | None = None
+    result: Result = ""
+    """How it ended; empty: it is under way."""
+    ended_at: float = 0.0
+    overdue: bool = False
+    """Whether it has been noted that it takes far too long."""
+    rescued: bool = False
+    """Whether it was given up because its source fell silent."""
+    timed_out: bool = False
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
-    timed_out: bool = False
 
-    def start_timer(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Give the source time to begin (to connect, to start a worker process); its time limit runs from then on."""
-        self.timer = loop.call_later(START_WITHIN_S + self.lane.timeout_s, self.expire)
+    def age(self, now: float) -> float:
+        """How long it has run, as a multiple of what was expected."""
+        return (now - self.started_at) / self.expected_s
 
-    def on_sent(self) -> None:
-        """Stamp the quota with the time at which the request was really written, and start the time limit."""
-        loop = asyncio.get_running_loop()
-        self.reservation.sent(loop.time())
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = loop.call_later(self.lane.timeout_s, self.expire)
+    def start(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Attempt, Ending], None]) -> asyncio.Task[None]:
+        """Run it in a task of its own. `on_end` is called with its end, unless it is cancelled.
 
-    def expire(self) -> None:
-        """End the attempt because the source took too long."""
-        self.timed_out = True
-        self.cancel()
+        The source has time to begin (to connect, to start a worker process); its time limit runs from when it sent.
+        """
+        self.timer = loop.call_later(START_WITHIN_S + self.lane.timeout_s, self._expire)
+        self.task = loop.create_task(self._run(on_end))
+        return self.task
 
     def cancel(self) -> None:
         """End the attempt; what it holds is given back when its task has ended."""
         if self.task is not None:
             self.task.cancel()
+
+    def settle(self, now: float, task: asyncio.Task[None]) -> None:
+        """Give back what is still held, however the task ended."""
+        self.reservation.release(now)
+        if self.timer is not None:
+            self.timer.cancel()
+        if task.cancelled():
+            self.result = "cancelled"
+            self.ended_at = now
+            self.lane.counters.cancelled += 1
+        if task.cancelled() or task.exception() is not None:
+            self.lane.breaker.abandoned(probe=self.probe)
+        self.lane.live.pop(self, None)
+
+    async def _run(self, on_end: Callable[[Attempt, Ending], None]) -> None:
+        lane, loop = self.lane, asyncio.get_running_loop()
+        ending: Ending
+        try:
+            self.reply = await lane.source.send(self.request, on_sent=self._sent)
+            ending, self.result = self.job.judge.verdict(self.request, self.reply), "valid"
+        except asyncio.CancelledError:
+            if not self.timed_out:
+                raise
+            lane.counters.timeouts += 1
+            ending, self.result = TransientError(f"{lane.name} gave no answer within {lane.timeout_s:g} s"), "failed"
+        except InvalidVerdict as error:
+            ending, self.result = error, "invalid"
+        except Throttled as error:
+            ending, self.result = error, "throttled"
+        except SourceError as error:
+            ending, self.result = error, "failed"
+        except Exception as error:
+            # A bug in a judge or a source must cost this sample, not the run.
+            _log.exception(
+                "unexpected %s from source %s or judge %s", type(error).__name__, lane.name, self.job.judge.name
+            )
+            ending, self.result = PermanentError(f"unexpected {type(error).__name__}; see the log"), "failed"
+        self.ended_at = loop.time()
+        self._release()
+        on_end(self, ending)
+
+    def _sent(self) -> None:
+        """Stamp the quota with the time at which the request was really written, and start the time limit."""
+        loop = asyncio.get_running_loop()
+        self.reservation.sent(loop.time())
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = loop.call_later(self.lane.timeout_s, self._expire)
+
+    def _expire(self) -> None:
+        """End the attempt because the source took too long."""
+        self.timed_out = True
+        self.cancel()
+
+    def _release(self) -> None:
+        usage = self.reply.usage if self.reply is not None else None
+        if usage is not None:
+            self.reservation.release(
+                self.ended_at, prompt_tokens=usage.prompt_tokens, completion_tokens=usage.completion_tokens
+            )
+        elif self.result == "throttled":
+            self.reservation.release(self.ended_at, rejected=True)
+        else:
+            self.reservation.release(self.ended_at)

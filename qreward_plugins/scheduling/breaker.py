@@ -1,7 +1,9 @@
 """A circuit breaker per source: after failures in a row it keeps samples away, and asks again with one probe.
 
 Without it a source that refuses at once looks like the fastest of all, and every waiting sample burns its attempts
-there while a healthy source would have served it a little later.
+there while a healthy source would have served it a little later. A source that accepts requests and never answers is
+worse: nothing fails until a time limit of minutes has passed. So silence opens it, too: the lane can tell how many
+answers are missing that should have come since the last one. And a probe that is overdue has failed.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ class Breaker:
 
     def wait_s(self, now: float) -> float:
         """Seconds until an attempt may pass; infinity while a probe is under way."""
-        if self.closed:
+        if self._open_until == -math.inf:
             return 0.0
         if self._probing:
             return math.inf
@@ -55,17 +57,27 @@ class Breaker:
         `probe`: the attempt started while the breaker was open.
         """
         self.failures_in_row += 1
-        if probe:
-            self._probing = False
+        if probe and not self.closed:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
-            self._open_until = now + self._pause_s
-            return False
+            self._open(now)
+            return True
         if self.closed and self.failures_in_row >= max(FAILURES_TO_OPEN, SHARE_TO_OPEN * in_flight):
-            self._open_until = now + self._pause_s
+            self._open(now)
             return True
         return False
+
+    def trip(self, now: float) -> bool:
+        """Open it, because the source is silent or its answers are worth nothing; return whether it was closed."""
+        if not self.closed:
+            return False
+        self._open(now)
+        return True
 
     def abandoned(self, *, probe: bool) -> None:
         """Note that an attempt ended without telling anything about the source (cancelled, throttled)."""
         if probe:
             self._probing = False
+
+    def _open(self, now: float) -> None:
+        self._open_until = now + self._pause_s
+        self._probing = False

@@ -1,20 +1,27 @@
-"""A job: one sample on its way to its outcome, and the order in which jobs are served.
-
-Jobs that were tried before come first, because the batch waits for its last reward and they are already late; then the
-longest expected first, because a long job started last is what a batch waits for.
-"""
+"""A job: one sample on its way to its outcome, with all that its own history says about where it may go next."""
 
 from __future__ import annotations
 
 import asyncio
-import heapq
-import itertools
-from collections.abc import Collection
+import dataclasses
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from ..judges.base import Judge
-from ..samples import Outcome, Sample, Usage
+from ..samples import Cause, Failed, Outcome, Sample, Usage, Verdict
 from ..sources.base import Request
+
+if TYPE_CHECKING:
+    from .attempts import Attempt
+    from .batches import Batch
+
+MAX_HEDGES = 5
+"""Hedges of one sample in all: some of them fail, too."""
+MAX_LIVE = 3
+"""Attempts of one sample at once; a second hedge halves the loss where sources err often (SCHEDULING.md)."""
+
+MAX_RESTARTS = 2
+"""Attempts of one sample that are given up for their age: whoever is slow three times in a row is slow."""
 
 
 @dataclass(eq=False, slots=True)
@@ -24,109 +31,95 @@ class Job:
     sample: Sample
     judge: Judge
     future: asyncio.Future[Outcome]
+    batch: Batch
     submitted_at: float
     deadline_at: float
     request: Request
     sequence: int
-    size: int
 
+    live: list[Attempt] = field(default_factory=list)
+    """Attempts under way: one, or more when it is hedged."""
+    past: list[Attempt] = field(default_factory=list)
+    """Attempts that ended, in the order in which they ended."""
     attempts: int = 0
     failures: int = 0
     invalid: int = 0
+    hedges: int = 0
+    restarts: int = 0
+    """Attempts that were given up because they took far too long."""
     usage: Usage = field(default_factory=Usage)
     cost_usd: float = 0.0
     barred: set[str] = field(default_factory=set)
     """Sources that will never answer this sample."""
     rested_at: dict[str, float] = field(default_factory=dict)
     """Sources that failed this sample, and when they may be asked again; other sources may at once."""
+    rests_until: float = 0.0
+    """No source may be asked before, because its retries have used up their budget."""
     invalid_at: set[str] = field(default_factory=set)
     """Sources that gave an invalid verdict."""
     last_problem: str = ""
     last_source: str = ""
+    place: float = 0.0
+    """Its place in the order of its batch; a higher one is served earlier. By default its size."""
     entry: int = 0
     """The job's live entry in the queue; 0: it is not queued."""
     deadline_timer: asyncio.TimerHandle | None = None
     rest_timer: asyncio.TimerHandle | None = None
 
     @property
-    def order(self) -> tuple[int, int, int]:
-        return (0 if self.attempts else 1, -self.size, self.sequence)
+    def hedgeable(self) -> bool:
+        """Whether another attempt may be started beside those under way."""
+        return len(self.live) < MAX_LIVE and self.hedges < MAX_HEDGES and not self.future.done()
+
+    @property
+    def size(self) -> int:
+        return self.request.size
+
+    @property
+    def rank(self) -> tuple[int, int, bool]:
+        """What is served first, before any question of size: lower ranks are."""
+        return (-self.batch.priority, self.batch.number, self.attempts == 0)
 
     def eligible(self, now: float) -> frozenset[str]:
         """The sources that this job may go to now, as far as its own history says."""
+        if self.rests_until > now:
+            return frozenset()
         return frozenset(
             name for name in self.judge.sources if name not in self.barred and self.rested_at.get(name, now) <= now
         )
 
+    def next_rested_at(self, now: float) -> float | None:
+        """When the next of the sources that this job keeps away from may be asked again; None: it rests from none."""
+        if self.rests_until > now:
+            return self.rests_until
+        resting = [at for name, at in self.rested_at.items() if at > now and name not in self.barred]
+        return min(resting, default=None)
 
-class ReadyQueue:
-    """Jobs that wait for a source, in order, whatever sources each of them may go to.
+    def scored(self, verdict: Verdict, attempt: Attempt, now: float) -> Verdict:
+        """The verdict of `attempt`, with where it came from and what the sample has cost."""
+        reply = attempt.reply
+        return dataclasses.replace(
+            verdict,
+            judge=self.judge.name,
+            source=attempt.lane.name,
+            model=(reply.model if reply is not None else "") or attempt.lane.source.model,
+            attempts=self.attempts,
+            usage=self.usage,
+            latency_s=now - self.submitted_at,
+            cost_usd=self.cost_usd,
+        )
 
-    Jobs with the same set of eligible sources share a heap, so that finding the first job that some open source may
-    serve looks at one head per set and never scans the jobs that cannot go anywhere now.
-    """
-
-    def __init__(self) -> None:
-        self._heaps: dict[frozenset[str], list[tuple[tuple[int, int, int], int, Job]]] = {}
-        self._entries = itertools.count(1)
-        self._live = 0
-        self._stale = 0
-
-    def __len__(self) -> int:
-        return self._live
-
-    def push(self, job: Job, eligible: frozenset[str]) -> None:
-        """Queue `job` for the sources of `eligible`; an entry it had before no longer counts."""
-        self.discard(job)
-        job.entry = next(self._entries)
-        self._live += 1
-        heapq.heappush(self._heaps.setdefault(eligible, []), (job.order, job.entry, job))
-
-    def discard(self, job: Job) -> None:
-        """Take `job` out of the queue, if it is in."""
-        if job.entry:
-            job.entry = 0
-            self._live -= 1
-            self._stale += 1
-            if self._stale > 64 and self._stale > self._live:
-                self._compact()
-
-    def pop(self, open_sources: Collection[str]) -> tuple[Job, frozenset[str]] | None:
-        """Take the first job that a source of `open_sources` may serve, with the set it was queued for."""
-        best: frozenset[str] | None = None
-        for eligible in self._heads():
-            heap = self._heaps[eligible]
-            if not eligible.isdisjoint(open_sources) and (best is None or heap[0][0] < self._heaps[best][0][0]):
-                best = eligible
-        if best is None:
-            return None
-        job = heapq.heappop(self._heaps[best])[2]
-        job.entry = 0
-        self._live -= 1
-        return job, best
-
-    def waiting_for(self, source: str) -> Job | None:
-        """The first job that `source` may serve, left in the queue."""
-        heads = [self._heaps[eligible][0] for eligible in self._heads() if source in eligible]
-        return min(heads)[2] if heads else None
-
-    def _heads(self) -> list[frozenset[str]]:
-        """The sets that have jobs, with each head being a live entry."""
-        occupied = []
-        for eligible, heap in list(self._heaps.items()):
-            while heap and heap[0][2].entry != heap[0][1]:
-                heapq.heappop(heap)
-                self._stale -= 1
-            if heap:
-                occupied.append(eligible)
-            else:
-                del self._heaps[eligible]
-        return occupied
-
-    def _compact(self) -> None:
-        for eligible, heap in list(self._heaps.items()):
-            heap[:] = [item for item in heap if item[2].entry == item[1]]
-            heapq.heapify(heap)
-            if not heap:
-                del self._heaps[eligible]
-        self._stale = 0
+    def failed(self, cause: Cause, reason: str, detail: str, now: float) -> Failed:
+        """The failure of this job."""
+        return Failed(
+            cause,
+            reason,
+            detail,
+            floor=self.judge.floor(cause),
+            judge=self.judge.name,
+            source=self.last_source,
+            attempts=self.attempts,
+            usage=self.usage,
+            latency_s=now - self.submitted_at,
+            cost_usd=self.cost_usd,
+        )

@@ -1,58 +1,101 @@
-"""A lane: one source as the scheduler sees it, with its quota, its health, and what was learned of it."""
+"""A lane: one source as the scheduler sees it, with its quota, its speed, its health, and what was learned of it."""
 
 from __future__ import annotations
 
+import bisect
 import logging
 import math
 from collections import deque
+from typing import TYPE_CHECKING, Literal
 
 from ..config.models import Price
-from ..quotas import Quota, Reservation
-from ..samples import Usage
-from ..sources.base import Request, Source
+from ..quotas import Quota, Reservation, RetryBudget
+from ..sources.base import Reply, Request, Source
 from ..telemetry import SourceCounters, SourceStatistics, percentile
 from .breaker import Breaker
+from .speed import Speed
+from .tail import Tail
+
+if TYPE_CHECKING:
+    from .attempts import Attempt
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
-_LATENCY_WEIGHT = 0.1
+Hold = Literal["", "queue", "quota", "pause"]
+"""Why a source takes nothing now: it is busy, its quota is spent, or it asked (or needs) to be left alone."""
+
 _FIRST_TOKENS_PER_BYTE = 1 / 3
 _TOKENS_PER_BYTE_DECAY = 0.05
+_COMPLETION_WEIGHT = 0.05
 _FIRST_THROTTLE_PAUSE_S = 1.0
 _LONGEST_THROTTLE_PAUSE_S = 60.0
 _GARBAGE_WINDOW = 50
 _GARBAGE_AT_LEAST = 10
+_FRESH_S = 0.05
+_HISTORY = 8192
+"""Changes of state that are remembered, for the blame of a batch."""
+SILENT_AT = 9.0
+"""Answers that are missing when a source is taken for silent: if it were well, the chance of that is exp(-9)."""
+DOUBTED_AT = 4.0
+"""Missing answers from which on nothing is built upon a source."""
+SHORTEST_SILENCE_S = 1.0
 
 
 class Lane:
     """One source as the scheduler sees it. Times are seconds of the event loop's clock."""
 
-    def __init__(self, source: Source, quota: Quota, *, timeout_s: float, price: Price) -> None:
+    def __init__(
+        self,
+        source: Source,
+        quota: Quota,
+        *,
+        timeout_s: float,
+        price: Price,
+        weight: float = 1.0,
+        tail: Tail | None = None,
+    ) -> None:
         self.source = source
         self.name = source.name
         self.quota = quota
         self.timeout_s = timeout_s
         self.price = price
+        self.weight = weight
         self.breaker = Breaker()
+        self.speed = Speed()
+        self.tail = tail or Tail()
+        self.retries = RetryBudget()
         self.counters = SourceCounters()
+        self.live: dict[Attempt, None] = {}
+        """Attempts under way here."""
         self.unusable = ""
         """Why no request may go to this source any more; empty: it may."""
-        self.latency_s: float | None = None
-        """Smoothed latency of answered attempts; None before the first answer."""
         self._paused_until = -math.inf
         self._paused_at = -math.inf
         self._throttles_in_row = 0
         self._tokens_per_byte = _FIRST_TOKENS_PER_BYTE
+        self._completion_tokens = 0.0
         self._validity: deque[bool] = deque(maxlen=_GARBAGE_WINDOW)
+        self._heard_at = -math.inf
+        self._silenced = False
+        self._missing = 0.0
+        self._missing_at = -math.inf
+        self._holds: deque[tuple[float, Hold]] = deque(maxlen=_HISTORY)
 
     def abandon_attempts(self, now: float) -> None:
         """Forget the attempts of an event loop that was closed under them; the ledgers of what was sent stay."""
+        self.live.clear()
         self.quota.forget_in_flight(now)
         self.breaker.abandoned(probe=True)
+
+    # What may go, and when
 
     def tokens(self, request: Request) -> int:
         """An upper bound of the tokens that `request` takes, prompt and completion."""
         return self._prompt_tokens(request) + request.max_completion_tokens
+
+    def tokens_of(self, size: float) -> float:
+        """The tokens that a request of `size` bytes is likely to take, prompt and completion."""
+        return size * self._tokens_per_byte + self._completion_tokens
 
     def reserve(self, request: Request, now: float) -> Reservation:
         """Take what an attempt of `request` needs from the quota."""
@@ -64,23 +107,84 @@ class Lane:
             return math.inf
         return max(self._paused_until - now, self.breaker.wait_s(now), self.quota.wait_s(tokens, now))
 
-    def expected_s(self) -> float:
-        """How long an answer takes; 0 before the first one, so that every source gets its first request."""
-        return self.latency_s or 0.0
+    def up(self, now: float) -> bool:
+        """Whether it takes part in what is being planned: not out, not resting for long, not silent."""
+        return not (self.unusable or self.breaker.wait_s(now) > 1 or self.looks_dead(now))
 
-    def answers_garbage(self) -> bool:
-        """Whether most of the last replies were no valid verdicts: then it is not the responses that provoke them."""
-        invalid = self._validity.count(False)
-        return len(self._validity) >= _GARBAGE_AT_LEAST and 2 * invalid > len(self._validity)
+    def looks_dead(self, now: float) -> bool:
+        """Whether answers are missing that should have come by now, or the last ones were failures."""
+        return self.breaker.failures_in_row >= 3 or self.missing(now) >= DOUBTED_AT
 
-    def answered(self, request: Request, usage: Usage | None, latency_s: float) -> float:
+    def missing(self, now: float) -> float:
+        """How many answers should have come since the last one, from the ages of the attempts under way."""
+        if not self.live or not self.speed.known or now - self._heard_at < SHORTEST_SILENCE_S:
+            return 0.0
+        if now - self._missing_at >= _FRESH_S:
+            tail, heard_at = self.tail, self._heard_at
+            self._missing_at = now
+            self._missing = sum(
+                tail.hazard(attempt.age(now)) - tail.hazard(attempt.age(heard_at)) for attempt in self.live
+            )
+        return self._missing
+
+    def hold(self, now: float) -> Hold:
+        """Why no request, however small, may go now; empty: one may. It is noted down for the blame of batches."""
+        hold: Hold = ""
+        if self.unusable or self._paused_until > now or self.breaker.wait_s(now) > 0:
+            hold = "pause"
+        elif self.quota.in_flight >= self.quota.concurrency:
+            hold = "queue"
+        elif self.quota.wait_s(0, now) > 0:
+            hold = "quota"
+        if not self._holds or self._holds[-1][1] != hold:
+            self._holds.append((now, hold))
+        return hold
+
+    def held(self, since: float, until: float) -> dict[Hold, float]:
+        """Seconds of [since, until] by what held this source; what is no longer remembered counts as open."""
+        holds = list(self._holds)
+        first = max(0, bisect.bisect_right(holds, since, key=lambda change: change[0]) - 1)
+        seconds: dict[Hold, float] = {}
+        at, hold = since, holds[first][1] if holds and holds[first][0] <= since else ""
+        for changed_at, new_hold in holds[first:]:
+            if changed_at >= until:
+                break
+            if changed_at > at:
+                seconds[hold] = seconds.get(hold, 0.0) + changed_at - at
+                at = changed_at
+            hold = new_hold
+        seconds[hold] = seconds.get(hold, 0.0) + until - at
+        return seconds
+
+    # What attempts tell
+
+    def started(self, attempt: Attempt) -> None:
+        """Note that an attempt begins."""
+        self.live[attempt] = None
+        self.breaker.started()
+        self.counters.requests += 1
+        self.counters.hedges += attempt.hedge
+        self.counters.peak_in_flight = max(self.counters.peak_in_flight, self.quota.in_flight)
+
+    def heard(self, now: float) -> None:
+        """Note that an attempt ended by what the source did, whatever that was."""
+        self._heard_at = now
+        self._missing_at = -math.inf
+        self._silenced = False
+
+    def answered(self, attempt: Attempt, reply: Reply, now: float) -> float:
         """Learn from a reply; return its cost in dollars."""
-        self.breaker.succeeded()
+        request, usage, latency_s = attempt.request, reply.usage, now - attempt.started_at
         self._throttles_in_row = 0
+        self.quota.answered(now, sent_at=attempt.started_at)
+        if reply.announced:
+            learned = self.quota.announced(reply.announced, now)
+            if learned:
+                _log.info("source %s: %s", self.name, learned)
+        self.retries.earn(now)
+        self.speed.learn(request.size, latency_s)
         self.counters.answered += 1
         self.counters.latencies_s.append(latency_s)
-        weight = _LATENCY_WEIGHT if self.latency_s is not None else 1.0
-        self.latency_s = (1 - weight) * self.expected_s() + weight * latency_s
         cost = self.price.per_request
         if usage is not None:
             cost += usage.prompt_tokens * self.price.input_per_million / 1e6
@@ -92,54 +196,87 @@ class Lane:
                 self._tokens_per_byte += max(seen - self._tokens_per_byte, 0.0) + _TOKENS_PER_BYTE_DECAY * min(
                     seen - self._tokens_per_byte, 0.0
                 )
+            self._completion_tokens += _COMPLETION_WEIGHT * (usage.completion_tokens - self._completion_tokens)
         self.counters.cost_usd += cost
         return cost
 
-    def judged(self, valid: bool) -> None:
-        """Note whether a reply was a valid verdict."""
+    def expected_cost(self, request: Request) -> float:
+        """What an answer to `request` costs at most, in dollars."""
+        return (
+            self.price.per_request
+            + self._prompt_tokens(request) * self.price.input_per_million / 1e6
+            + request.max_completion_tokens * self.price.output_per_million / 1e6
+        )
+
+    def answers_garbage(self) -> bool:
+        """Whether most of the last replies were no valid verdicts: then it is not the responses that provoke them."""
+        invalid = self._validity.count(False)
+        return len(self._validity) >= _GARBAGE_AT_LEAST and 2 * invalid > len(self._validity)
+
+    def judged(self, valid: bool, now: float, *, probe: bool, alternative: bool) -> None:
+        """Note whether a reply was a valid verdict. A source of garbage rests, if there is an `alternative` to it."""
+        if valid and probe:
+            self._validity.clear()
         self._validity.append(valid)
-        if not valid:
-            self.counters.invalid += 1
+        self.counters.invalid += not valid
+        garbage = self.answers_garbage()
+        if valid or not (garbage and (probe or alternative)):
+            self.breaker.succeeded()
+        elif probe:
+            self.breaker.failed(now, probe=True, in_flight=self.quota.in_flight)
+        elif self.breaker.trip(now):
+            _log.warning(
+                "source %s answers mostly with invalid verdicts: it rests for %.0f s, then one request probes it",
+                self.name,
+                self.breaker.wait_s(now),
+            )
 
     def throttled(self, retry_after_s: float | None, sent_at: float, now: float) -> None:
         """Pause the source as it asks for. Attempts sent before the pause began tell nothing new and do not prolong
         it.
         """
         self.counters.throttled += 1
+        learned = self.quota.throttled(now, sent_at=sent_at, retry_after_s=retry_after_s)
+        if learned:
+            _log.warning("source %s: %s", self.name, learned)
         if sent_at < self._paused_at or now < self._paused_until:
             return
         self._throttles_in_row += 1
         if retry_after_s is None:
-            pause = min(_FIRST_THROTTLE_PAUSE_S * 2 ** (self._throttles_in_row - 1), _LONGEST_THROTTLE_PAUSE_S)
+            pause = min(_FIRST_THROTTLE_PAUSE_S * 2.0 ** min(self._throttles_in_row - 1, 10), _LONGEST_THROTTLE_PAUSE_S)
         else:
             # "Retry at once" from a server that keeps on throttling would be a storm.
-            pause = max(retry_after_s, min(0.1 * 2 ** (self._throttles_in_row - 1), _FIRST_THROTTLE_PAUSE_S))
+            pause = max(retry_after_s, min(0.1 * 2.0 ** min(self._throttles_in_row - 1, 10), _FIRST_THROTTLE_PAUSE_S))
         self._paused_at = now
         self._paused_until = now + pause
-        if self.quota.throttled(now):
-            _log.warning(
-                "source %s throttles requests that keep to its declared limits: it counts like a token bucket, so its "
-                "requests are paced from now on (set `window: bucket` to start that way)",
-                self.name,
-            )
         _log.info("source %s asks for a pause of %.1f s", self.name, pause)
 
-    def failed(self, now: float, *, probe: bool) -> None:
-        """Note a transient failure."""
+    def failed(self, now: float, *, probe: bool) -> bool:
+        """Note a transient failure; return whether the source is given a rest because of it."""
         self.counters.transient += 1
-        if self.breaker.failed(now, probe=probe, in_flight=self.quota.in_flight):
-            _log.warning(
-                "source %s failed %d times in a row: it rests for %.0f s, then one request probes it",
-                self.name,
-                self.breaker.failures_in_row,
-                self.breaker.wait_s(now),
-            )
+        return self._rests(self.breaker.failed(now, probe=probe, in_flight=self.quota.in_flight), now)
+
+    def silent(self, attempt: Attempt, now: float) -> bool:
+        """Whether the source is given a rest now because it fell silent, as `attempt` shows, which has grown older."""
+        if attempt.probe and not self.breaker.closed:
+            opened = attempt.overdue and self.breaker.failed(now, probe=True, in_flight=self.quota.in_flight)
+        else:
+            opened = self.missing(now) >= SILENT_AT and self.breaker.trip(now)
+            self._silenced = self._silenced or opened
+        return self._rests(opened, now)
+
+    @property
+    def resting_in_silence(self) -> bool:
+        """Whether the source rests because it fell silent, and nothing has come from it since."""
+        return self._silenced and not self.breaker.closed
 
     def take_out(self, reason: str) -> None:
         """Send nothing to this source any more, and say so loudly."""
         if not self.unusable:
             self.unusable = reason
             _log.error("source %s is taken out until the engine is opened anew: %s", self.name, reason)
+
+    # What people are told
 
     def state(self, now: float) -> str:
         """One word or two for people."""
@@ -164,6 +301,7 @@ class Lane:
             timeouts=counters.timeouts,
             permanent=counters.permanent,
             invalid=counters.invalid,
+            hedges=counters.hedges,
             cancelled=counters.cancelled,
             in_flight=use.in_flight,
             peak_in_flight=counters.peak_in_flight,
@@ -179,3 +317,12 @@ class Lane:
 
     def _prompt_tokens(self, request: Request) -> int:
         return math.ceil(request.size * self._tokens_per_byte)
+
+    def _rests(self, opened: bool, now: float) -> bool:
+        if opened:
+            _log.warning(
+                "source %s failed again and again, or fell silent: it rests for %.0f s, then one request probes it",
+                self.name,
+                self.breaker.wait_s(now),
+            )
+        return opened

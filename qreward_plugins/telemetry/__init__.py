@@ -1,5 +1,16 @@
-"""Counters and snapshots of what the engine did."""
+"""Counters and snapshots of what the engine did, and what a batch waited for."""
 
+from .blame import PART_KINDS, BatchReport, Part, PartKind
 from .statistics import EngineCounters, EngineStatistics, SourceCounters, SourceStatistics, percentile
 
-__all__ = ["EngineCounters", "EngineStatistics", "SourceCounters", "SourceStatistics", "percentile"]
+__all__ = [
+    "PART_KINDS",
+    "BatchReport",
+    "EngineCounters",
+    "EngineStatistics",
+    "Part",
+    "PartKind",
+    "SourceCounters",
+    "SourceStatistics",
+    "percentile",
+]

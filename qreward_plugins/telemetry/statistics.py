@@ -40,6 +40,7 @@ class SourceStatistics:
     timeouts: int
     permanent: int
     invalid: int
+    hedges: int
     cancelled: int
     in_flight: int
     peak_in_flight: int
@@ -81,6 +82,7 @@ class SourceCounters:
     timeouts: int = 0
     permanent: int = 0
     invalid: int = 0
+    hedges: int = 0
     cancelled: int = 0
     peak_in_flight: int = 0
     usage: Usage = field(default_factory=Usage)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from qreward_plugins.config.models import Limits, Price
+from qreward_plugins.config.models import Limits, Price, Scheduling
 from qreward_plugins.errors import InvalidVerdict
 from qreward_plugins.quotas import Quota
 from qreward_plugins.samples import Cause, Sample, Verdict
@@ -63,8 +63,9 @@ class Stage:
         self.judge.sources = (*self.judge.sources, name)
         return simulated
 
-    def dispatcher(self, *, seed: int = 0, max_attempts: int = 6) -> Dispatcher:
-        return Dispatcher(self.lanes, rng=random.Random(seed), max_attempts=max_attempts)
+    def dispatcher(self, *, seed: int = 0, max_attempts: int = 6, **scheduling) -> Dispatcher:
+        settings = Scheduling(**{"hedge": False, **scheduling})
+        return Dispatcher(self.lanes, rng=random.Random(seed), max_attempts=max_attempts, settings=settings)
 
     def sample(self, size: int = 10) -> Sample:
         return Sample([{"role": "user", "content": "?"}], "x" * size)

@@ -1,0 +1,201 @@
+"""A batch: the jobs that somebody waits for together, when it may be cut off, and which of its jobs ended last.
+
+What is handed in at once is one batch. What trickles in sample by sample belongs to one batch for as long as anything
+is under way, because that is what a training step waits for. A batch keeps counts and its last job, never its jobs: a
+stream of a million samples is one batch as well.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..samples import Outcome, Sample, Scored
+from ..telemetry import BatchReport
+from .blame import report
+from .jobs import Job
+from .lane import Lane
+
+_log = logging.getLogger("qreward_plugins.scheduling")
+
+_GAP_WEIGHT = 0.1
+_QUIET_AFTER_GAPS = 10.0
+_QUIET_AFTER_S = 1.0
+
+
+@dataclass(frozen=True)
+class Cutoff:
+    """When a batch stops waiting for its last samples: at `after_s` seconds, or later as soon as every group is in.
+
+    A group (`Sample.group_id`; samples without one are a group together) is in when at least the share `quorum` of its
+    samples has a verdict. What is missing then is failed (`infra/cutoff`). Raises ValueError for `after_s` below 0 or
+    `quorum` outside of 0 to 1.
+    """
+
+    after_s: float
+    quorum: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.after_s >= 0:
+            raise ValueError(f"after_s is a number of seconds, at least 0, not {self.after_s!r}")
+        if not 0 <= self.quorum <= 1:
+            raise ValueError(f"quorum is a share from 0 to 1, not {self.quorum!r}")
+
+
+class Batch:
+    """Jobs that somebody waits for together. Times are seconds of the event loop's clock."""
+
+    def __init__(
+        self,
+        number: int,
+        started_at: float,
+        *,
+        priority: int = 0,
+        cutoff: Cutoff | None = None,
+        whole: bool = True,
+    ) -> None:
+        self.whole = whole
+        """Whether it was handed in at once; otherwise nobody knows whether more is to come."""
+        self.number = number
+        self.started_at = started_at
+        self.priority = priority
+        self.cutoff = cutoff
+        self.sealed = False
+        """Whether no more jobs will be added."""
+        self.planned = False
+        """Whether its order is another than by size."""
+        self.samples = 0
+        self.scored = 0
+        self.attempts = 0
+        self.hedges = 0
+        self.soft_hedges = 0
+        self.last: Job | None = None
+        """The job that ended last so far."""
+        self.last_at = started_at
+        self._added_at = started_at
+        self._gap_s = 0.0
+        self._open = 0
+        self._missing: Counter[str | None] = Counter()
+        self.cutoff_timer: asyncio.TimerHandle | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether every job that was added has ended."""
+        return self._open == 0
+
+    def add(self, job: Job) -> None:
+        """Take a job in."""
+        self.samples += 1
+        self._gap_s += _GAP_WEIGHT * (job.submitted_at - self._added_at - self._gap_s)
+        self._added_at = job.submitted_at
+        self._open += 1
+
+    def quiet(self, now: float) -> bool:
+        """Whether no more jobs are to be expected soon, from how they came so far."""
+        return self.whole or now - self._added_at > max(_QUIET_AFTER_S, _QUIET_AFTER_GAPS * self._gap_s)
+
+    def ended(self, job: Job, outcome: Outcome | None, now: float) -> None:
+        """Note the end of a job; None: its caller lost interest in it."""
+        self._open -= 1
+        self.attempts += job.attempts
+        if outcome is None:
+            return
+        self.last, self.last_at = job, now
+        if isinstance(outcome, Scored):
+            self.scored += 1
+            group = job.sample.group_id
+            if group in self._missing:
+                self._missing[group] -= 1
+                if self._missing[group] <= 0:
+                    del self._missing[group]
+
+    def expect(self, groups: Counter[str | None]) -> None:
+        """State how many samples each group has, for the quorum."""
+        quorum = self.cutoff.quorum if self.cutoff else 1.0
+        wanted = {group: math.ceil(quorum * size - 1e-9) for group, size in groups.items()}
+        self._missing = Counter({group: least for group, least in wanted.items() if least > 0})
+
+    def over(self, now: float) -> bool:
+        """Whether its cut-off has come: late enough, and every group is in."""
+        return self.cutoff is not None and not self._missing and now >= self.started_at + self.cutoff.after_s
+
+
+class Batches:
+    """The batches of one dispatcher. `on_cutoff` is called with a batch when it need not wait for its rest any more."""
+
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, lanes: Mapping[str, Lane], *, on_cutoff: Callable[[Batch], None]
+    ) -> None:
+        self._loop = loop
+        self._lanes = lanes
+        self._on_cutoff = on_cutoff
+        self._numbers = itertools.count()
+        self._trickles: dict[int, Batch] = {}
+        self._timed: dict[Batch, None] = {}
+        self.last: BatchReport | None = None
+        """The batch that ended last; None: none has."""
+
+    def new(self, samples: Sequence[Sample], *, priority: int = 0, cutoff: Cutoff | None = None) -> Batch:
+        """A batch of `samples`, which are about to be submitted to it.
+
+        Higher `priority` goes first, whatever came earlier; of batches with the same one, the earlier goes first.
+        """
+        batch = Batch(next(self._numbers), self._loop.time(), priority=priority, cutoff=cutoff)
+        if cutoff is not None:
+            batch.expect(Counter(sample.group_id for sample in samples))
+            batch.cutoff_timer = self._loop.call_at(batch.started_at + cutoff.after_s, self._check, batch)
+            self._timed[batch] = None
+        return batch
+
+    def trickle(self, priority: int = 0) -> Batch:
+        """The batch of everything of this priority that is handed in one by one, for as long as any of it is under
+        way.
+        """
+        batch = self._trickles.get(priority)
+        if batch is None or batch.sealed:
+            batch = Batch(next(self._numbers), self._loop.time(), priority=priority, whole=False)
+            self._trickles[priority] = batch
+        return batch
+
+    def seal(self, batch: Batch) -> None:
+        """State that nothing will be added to `batch` any more."""
+        batch.sealed = True
+        self._report(batch)
+
+    def ended(self, job: Job, outcome: Outcome | None) -> None:
+        """Note the end of a job; None: its caller lost interest in it."""
+        batch = job.batch
+        batch.ended(job, outcome, self._loop.time())
+        if batch.done and not batch.whole:
+            batch.sealed = True
+        if batch.sealed:
+            self._report(batch)
+        else:
+            self._check(batch)
+
+    def close(self) -> None:
+        """Drop the timers."""
+        for batch in self._timed:
+            if batch.cutoff_timer is not None:
+                batch.cutoff_timer.cancel()
+        self._timed.clear()
+
+    def _check(self, batch: Batch) -> None:
+        if batch.over(self._loop.time()):
+            self._on_cutoff(batch)
+
+    def _report(self, batch: Batch) -> None:
+        if not batch.done:
+            return
+        if batch.cutoff_timer is not None:
+            batch.cutoff_timer.cancel()
+            self._timed.pop(batch, None)
+        if batch.last is not None:
+            self.last = report(batch, self._lanes)
+            batch.last = None
+            _log.info("%s", self.last.describe())

@@ -1,0 +1,89 @@
+"""Finding the blame: the way of a batch's last job, cut into parts that add up to the batch's makespan.
+
+The way is followed backwards from the attempt that ended the job. An attempt is split into what it usually takes and
+what it took longer. A hedge leads to the attempt that it was started beside: that one was too slow. What lies between
+two attempts is laid at the source that took the job next, by what kept this source from taking it earlier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from ..telemetry import BatchReport, Part, PartKind
+from .attempts import Attempt
+from .jobs import Job
+from .lane import Hold, Lane
+
+if TYPE_CHECKING:
+    from .batches import Batch
+
+STRAGGLES_FROM = 1.5
+"""Multiple of the expected latency from which on an attempt is a straggler."""
+_KINDS: Mapping[Hold, PartKind] = {"": "queue", "queue": "queue", "quota": "quota", "pause": "pause"}
+
+
+def report(batch: Batch, lanes: Mapping[str, Lane]) -> BatchReport:
+    """What became of a batch that has ended, and what it waited for."""
+    return BatchReport(
+        samples=batch.samples,
+        scored=batch.scored,
+        failed=batch.samples - batch.scored,
+        attempts=batch.attempts,
+        hedges=batch.hedges,
+        makespan_s=batch.last_at - batch.started_at,
+        parts=tuple(_parts(batch.last, batch.started_at, batch.last_at, lanes)) if batch.last else (),
+    )
+
+
+def _parts(job: Job, since: float, until: float, lanes: Mapping[str, Lane]) -> list[Part]:
+    attempts = sorted((*job.past, *job.live), key=lambda attempt: attempt.started_at)
+    backwards: list[Part] = []
+    at = until
+    attempt = _last_before(attempts, at)
+    following = lanes.get(job.last_source)
+    while attempt is not None:
+        ended_at = min(attempt.ended_at, at) if attempt.result else at
+        backwards += reversed(_gap(job, following, ended_at, at, after=attempt))
+        backwards += reversed(_attempt(attempt, ended_at))
+        at, following = attempt.started_at, attempt.lane
+        attempt = _last_before([other for other in attempts if other is not attempt], at)
+    backwards += reversed(_gap(job, following, job.submitted_at, at, after=None))
+    backwards.append(Part("arrival", "", job.submitted_at - since))
+    return [part for part in reversed(backwards) if part.seconds > 0]
+
+
+def _last_before(attempts: list[Attempt], at: float) -> Attempt | None:
+    """The attempt that the time before `at` was spent on: of those begun before, the one that gave the outcome, or else
+    the one that was waited for longest.
+    """
+    begun = [attempt for attempt in attempts if attempt.started_at < at]
+    winners = [attempt for attempt in begun if attempt.result == "valid"]
+    if winners:
+        return winners[-1]
+    return max(
+        begun, key=lambda attempt: (attempt.ended_at if attempt.result else at, attempt.started_at), default=None
+    )
+
+
+def _attempt(attempt: Attempt, until: float) -> list[Part]:
+    name, seconds = attempt.lane.name, until - attempt.started_at
+    if attempt.result in ("failed", "invalid", "throttled") or attempt.rescued:
+        return [Part("retry", name, seconds)]
+    usual_s = min(seconds, STRAGGLES_FROM * attempt.expected_s)
+    return [Part("service", name, usual_s), Part("straggler", name, seconds - usual_s)]
+
+
+def _gap(job: Job, lane: Lane | None, since: float, until: float, *, after: Attempt | None) -> list[Part]:
+    """What kept `job` from `since`, when it was free to go, until `lane` took it."""
+    if until <= since:
+        return []
+    parts: list[Part] = []
+    if after is not None and lane is not None and after.result in ("failed", "invalid"):
+        rested_until = min(until, max(job.rested_at.get(lane.name, since), job.rests_until, since))
+        parts.append(Part("retry", lane.name, rested_until - since))
+        since = rested_until
+    if lane is None:
+        return [*parts, Part("queue", "", until - since)]
+    held = lane.held(since, until)
+    return [*parts, *(Part(_KINDS[hold], lane.name, seconds) for hold, seconds in held.items())]

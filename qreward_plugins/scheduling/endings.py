@@ -1,0 +1,187 @@
+"""What the end of an attempt means for its job and its source.
+
+    valid verdict     the job is done, its other attempts are cancelled
+    invalid verdict   another try elsewhere, as many as the judge allows; then the failure is `verdict`, unless the
+                      sources answer everybody else with garbage too: then it is `infra`
+    throttled         the source pauses, the job goes back to the front and may go elsewhere at once; not a failure
+    transient         elsewhere at once, to the same source after full jitter (AWS Architecture Blog, "Exponential
+                      Backoff And Jitter"), anywhere only as long as the source's retry budget lasts; `max_attempts`
+                      failures end the job
+    permanent         never again at this source; source unusable: nobody's job goes there any more
+
+None of them ends a job that has another attempt under way. A job's deadline ends it whatever its attempts are doing:
+they are cancelled, or, where somebody wants late verdicts, left to end and told to `on_late`; an outcome stays.
+
+An attempt that takes far too long is looked at before it ends: its source may have fallen silent, in which case all
+that it holds is rescued, or the attempt may be hopeless by itself.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Mapping
+from typing import Protocol
+
+from ..errors import InvalidVerdict, PermanentError, SourceError, SourceUnusable, Throttled, TransientError
+from ..judges.base import Judge
+from ..samples import Cause, Outcome, Sample, Scored, Usage, Verdict
+from .attempts import Attempt, Ending
+from .jobs import MAX_RESTARTS, Job
+from .lane import Lane
+
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 20.0
+SHORTEST_INVALID_REST_S = 0.5
+"""The least time for which a job keeps away from a source that gave it an invalid verdict, if there is another one."""
+RESCUE_FROM = 1.0
+"""Age, as a multiple of the expected latency, from which an attempt is given up when its source is given a rest."""
+GIVE_UP_AT = 8.0
+"""Age from which an attempt is given up and its job starts anew, if it could not be hedged: even if it were a straggler
+that ends at ten times the usual time, nothing would be lost."""
+GIVE_UP_AFTER_S = 5.0
+
+OnLate = Callable[[Sample, Judge, Verdict], None]
+
+
+class Desk(Protocol):
+    """Where jobs wait and end: the dispatcher."""
+
+    def waiting_jobs(self) -> Iterable[Job]: ...
+
+    def enqueue(self, job: Job) -> None: ...
+
+    def finish(self, job: Job, outcome: Outcome) -> None: ...
+
+    def fail(self, job: Job, cause: Cause, reason: str, detail: str) -> None: ...
+
+
+class Endings:
+    """Decides what becomes of jobs when attempts end. Times are seconds of the event loop's clock.
+
+    `max_attempts` bounds a sample's failed attempts. `on_late` is given valid verdicts that come after their sample's
+    outcome; None: nobody waits for them.
+    """
+
+    def __init__(
+        self, desk: Desk, lanes: Mapping[str, Lane], *, rng: random.Random, max_attempts: int, on_late: OnLate | None
+    ) -> None:
+        self._desk = desk
+        self._lanes = lanes
+        self._rng = rng
+        self._max_attempts = max_attempts
+        self.on_late = on_late
+
+    def older(self, attempt: Attempt, now: float) -> None:
+        """Look at an attempt that has grown older: its source may have fallen silent, or it may be hopeless itself."""
+        job, lane = attempt.job, attempt.lane
+        if lane.silent(attempt, now) or lane.resting_in_silence:
+            self._rescue(lane, now)
+        if (
+            not attempt.rescued
+            and lane.speed.known
+            and attempt.age(now) >= GIVE_UP_AT
+            and now - attempt.started_at >= GIVE_UP_AFTER_S
+            and job.restarts < MAX_RESTARTS
+            and len(job.live) == 1
+        ):
+            job.restarts += 1
+            self._give_up(attempt, now, f"{lane.name} took {attempt.age(now):.0f} times longer than expected")
+
+    def _rescue(self, lane: Lane, now: float) -> None:
+        """Give up the older attempts of a source that is given a rest, and let their jobs go elsewhere."""
+        for attempt in list(lane.live):
+            if attempt.age(now) >= RESCUE_FROM and not attempt.job.future.done():
+                self._give_up(attempt, now, f"{lane.name} fell silent")
+
+    def _give_up(self, attempt: Attempt, now: float, why: str) -> None:
+        if not attempt.result and not attempt.rescued:
+            attempt.rescued = True
+            attempt.cancel()
+            self._transient(attempt, TransientError(why), now)
+
+    def take(self, attempt: Attempt, ending: Ending, now: float) -> None:
+        """Draw the consequences of an attempt's end."""
+        job, lane = attempt.job, attempt.lane
+        lane.heard(now)
+        if attempt.reply is not None:
+            job.cost_usd += lane.answered(attempt, attempt.reply, now)
+            job.usage += attempt.reply.usage or Usage()
+        if isinstance(ending, Verdict | InvalidVerdict):
+            lane.judged(attempt.result == "valid", now, probe=attempt.probe, alternative=self._alternative(job, lane))
+        late = job.future.done()
+        if isinstance(ending, Verdict):
+            verdict = job.scored(ending, attempt, now)
+            if not late:
+                self._desk.finish(job, Scored(verdict))
+            elif self.on_late is not None:
+                self.on_late(job.sample, job.judge, verdict)
+        elif late or attempt.rescued:
+            lane.breaker.abandoned(probe=attempt.probe)
+        elif isinstance(ending, InvalidVerdict):
+            self._invalid(attempt, ending, now)
+        elif isinstance(ending, Throttled):
+            lane.throttled(ending.retry_after_s, attempt.started_at, now)
+            lane.breaker.abandoned(probe=attempt.probe)
+            self._retry(attempt, str(ending))
+        elif isinstance(ending, PermanentError):
+            self._permanent(attempt, ending)
+        else:
+            if lane.failed(now, probe=attempt.probe):
+                self._rescue(lane, now)
+            self._transient(attempt, ending, now)
+
+    def _alternative(self, job: Job, lane: Lane) -> bool:
+        """Whether another source could serve `job` that does not answer with garbage."""
+        others = (self._lanes[name] for name in job.judge.sources if name != lane.name and name not in job.barred)
+        return any(not other.unusable and other.breaker.closed and not other.answers_garbage() for other in others)
+
+    def _invalid(self, attempt: Attempt, error: InvalidVerdict, now: float) -> None:
+        job, lane = attempt.job, attempt.lane
+        job.invalid += 1
+        job.invalid_at.add(lane.name)
+        if job.invalid <= job.judge.invalid_retries:
+            others = set(job.judge.sources) - job.barred - {lane.name}
+            # Another source first, but not for longer than it might take: the others may be out of quota for minutes.
+            rest_s = max(SHORTEST_INVALID_REST_S, 2 * lane.speed.expected_s(job.size)) if others else 0.0
+            job.rested_at[lane.name] = now + rest_s
+            self._retry(attempt, str(error))
+        elif self._others_live(attempt):
+            self._retry(attempt, str(error))
+        elif all(self._lanes[name].answers_garbage() for name in job.invalid_at):
+            self._desk.fail(job, Cause.INFRA, "garbage", f"{error} (most replies of this source are invalid)")
+        else:
+            self._desk.fail(job, Cause.VERDICT, "invalid", str(error))
+
+    def _transient(self, attempt: Attempt, error: SourceError, now: float) -> None:
+        job, lane = attempt.job, attempt.lane
+        # A probe is a risk that was known; its failure says nothing about the sample.
+        job.failures += not attempt.probe
+        if job.failures >= self._max_attempts and not self._others_live(attempt):
+            self._desk.fail(job, Cause.INFRA, "exhausted", str(error))
+            return
+        longest = min(FIRST_BACKOFF_S * 2 ** max(0, job.failures - 1), LONGEST_BACKOFF_S)
+        job.rested_at[lane.name] = now + self._rng.uniform(0, longest)
+        job.rests_until = now + lane.retries.withdraw(now)
+        self._retry(attempt, str(error))
+
+    def _permanent(self, attempt: Attempt, error: PermanentError) -> None:
+        job, lane = attempt.job, attempt.lane
+        lane.counters.permanent += 1
+        lane.breaker.abandoned(probe=attempt.probe)
+        job.barred.add(lane.name)
+        if isinstance(error, SourceUnusable) and not lane.unusable:
+            lane.take_out(str(error))
+            for waiting in list(self._desk.waiting_jobs()):
+                self._desk.enqueue(waiting)
+        self._retry(attempt, str(error))
+
+    def _others_live(self, attempt: Attempt) -> bool:
+        return any(other is not attempt for other in attempt.job.live)
+
+    def _retry(self, attempt: Attempt, problem: str) -> None:
+        job = attempt.job
+        job.live.remove(attempt)
+        job.past.append(attempt)
+        job.last_problem = problem
+        if not job.future.done() and not job.live:
+            self._desk.enqueue(job)

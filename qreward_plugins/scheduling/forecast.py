@@ -1,0 +1,143 @@
+"""When everything that is queued will be done: the time against which every choice of a source is weighed.
+
+A slow source is worth using as long as what it is given ends before the rest does, and an attempt is worth repeating
+when it would end after everything else. Both need a forecast of the end, and a fluid one is enough: how many requests
+of average size all sources together finish by a time, given their windows, their concurrency and their speed. It must
+not be earlier than the longest single job can be, or small batches go to fast sources only (SCHEDULING.md).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+from .attempts import Attempt
+from .jobs import Job
+from .lane import Lane
+from .queue import ReadyQueue
+
+FIRST_GUESS_S = 3.0
+"""Latency to expect where no source has answered anything yet."""
+DEAD_WAIT_S = 30.0
+RESTING_WAIT_S = 5.0
+_STEPS = 14
+_FRESH_S = 0.25
+_FRESH_SHORT_S = 0.05
+_SHORT_QUEUE = 64
+_HORIZON_S = 5000.0
+
+
+class Forecast:
+    """Expected latencies and ends, over all lanes of one event loop. Times are seconds of its clock."""
+
+    def __init__(self, lanes: Mapping[str, Lane], queue: ReadyQueue) -> None:
+        self._lanes = lanes
+        self._queue = queue
+        self.tail = next(iter(lanes.values())).tail
+        for lane in lanes.values():
+            lane.tail = self.tail
+        self._ends: dict[str, float] = {}
+        self._made_at = -math.inf
+        self._made_for = -1
+
+    def expected_s(self, lane: Lane, size: float) -> float:
+        """Latency to expect of a request of `size` bytes at `lane`; where it never answered, what others take."""
+        if lane.speed.known:
+            return lane.speed.expected_s(size)
+        known = [other.speed.expected_s(size) for other in self._lanes.values() if other.speed.known]
+        return sum(known) / len(known) if known else FIRST_GUESS_S
+
+    def update(self, attempt: Attempt) -> None:
+        """Correct what was expected of an attempt that started before any source had ever answered."""
+        if attempt.guessed:
+            attempt.expected_s = self.expected_s(attempt.lane, attempt.job.size)
+            attempt.guessed = self.guesses
+
+    @property
+    def guesses(self) -> bool:
+        """Whether no source has answered yet, so that every expected latency is a guess."""
+        return not any(lane.speed.known for lane in self._lanes.values())
+
+    def wait_s(self, lane: Lane, job: Job, now: float) -> float:
+        """How long `job` would have to wait for `lane`, roughly where it depends on what ends first."""
+        if lane.looks_dead(now):
+            return DEAD_WAIT_S
+        wait = lane.wait_s(lane.tokens(job.request), now)
+        if wait < math.inf:
+            return max(0.0, wait)
+        if lane.unusable:
+            return math.inf
+        if not lane.breaker.closed:
+            return RESTING_WAIT_S
+        return (lane.speed.mean_s or FIRST_GUESS_S) / max(1, lane.quota.in_flight)
+
+    def end(self, lane: Lane, now: float) -> float:
+        """When everything will be done that is queued for `lane` and for the lanes that share its work."""
+        queued = len(self._queue)
+        fresh_s = _FRESH_SHORT_S if queued < _SHORT_QUEUE else _FRESH_S
+        if now - self._made_at >= fresh_s or abs(queued - self._made_for) > max(1, 0.02 * queued):
+            self._made_at, self._made_for = now, queued
+            self._ends = {name: end for names, end in self._forecasts(now) for name in names}
+        return self._ends.get(lane.name, now)
+
+    def _forecasts(self, now: float) -> Iterable[tuple[set[str], float]]:
+        """Each set of lanes that share work, directly or over others, with the end of what waits for them."""
+        groups: list[tuple[set[str], int]] = []
+        for eligible, jobs in self._queue.eligible_sets():
+            names, waiting, apart = set(eligible), jobs, []
+            for group, count in groups:
+                if group.isdisjoint(names):
+                    apart.append((group, count))
+                else:
+                    names |= group
+                    waiting += count
+            groups = [*apart, (names, waiting)]
+        mean_size = self._queue.total_size / max(1, len(self._queue))
+        for names, waiting in groups:
+            lanes = [lane for name, lane in self._lanes.items() if name in names and lane.up(now)]
+            yield names, self._end_of(lanes, waiting, mean_size, now)
+
+    def _end_of(self, lanes: list[Lane], waiting: int, mean_size: float, now: float) -> float:
+        if not lanes:
+            return now
+        earliest = now
+        each_s = [self.expected_s(lane, mean_size) for lane in lanes]
+        if waiting < 400:
+            ends = (attempt.started_at + attempt.expected_s for lane in lanes for attempt in lane.live)
+            earliest = max((end for end in ends if now < end < math.inf), default=now)
+        largest = self._largest(lanes)
+        if largest is not None:
+            size = largest.size
+            earliest = max(
+                earliest,
+                now + min(self.wait_s(lane, largest, now) + self.expected_s(lane, size) for lane in lanes),
+            )
+        tokens = [lane.tokens_of(mean_size) for lane in lanes]
+
+        def done_by(end: float) -> float:
+            done = 0.0
+            for lane, takes_s, each in zip(lanes, each_s, tokens, strict=True):
+                by_work = lane.quota.concurrency * (end - now) / takes_s - 0.5 * lane.quota.in_flight
+                last_start = end - takes_s
+                by_quota = lane.quota.capacity(last_start, each, now) if last_start >= now else 0.0
+                done += max(0.0, min(by_work, by_quota))
+            return done
+
+        low, high = now, now + 20.0
+        while done_by(high) < waiting and high < now + _HORIZON_S:
+            low, high = high, now + 2 * (high - now)
+        for _ in range(_STEPS):
+            middle = (low + high) / 2
+            if done_by(middle) >= waiting:
+                high = middle
+            else:
+                low = middle
+        return max(high, earliest)
+
+    def _largest(self, lanes: list[Lane]) -> Job | None:
+        best: Job | None = None
+        for lane in lanes:
+            job = self._queue.first(lane.name)
+            if job is not None and (best is None or job.size > best.size):
+                best = job
+        return best

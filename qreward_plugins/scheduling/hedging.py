@@ -1,0 +1,169 @@
+"""Hedging: a second attempt at another source, where the first one takes much longer than it should.
+
+Two kinds, because they answer two questions. A soft hedge asks "what if this one straggles?": when a source has nothing
+else to do, the longest attempts under way are started once more elsewhere as soon as they are not clearly early, since
+whoever straggles now is what the batch will wait for. A hard hedge asks "is this one hopeless?": an attempt at several
+times its expected latency, that would end after everything else even so, is started again before the queue is empty.
+Each kind has its own budget: false alarms of the first must not use up what the second needs (SCHEDULING.md: one shared
+budget costs more than a factor of three). The first success ends the others.
+
+Jeffrey Dean and Luiz Andre Barroso, "The Tail at Scale", Communications of the ACM 56(2), 2013.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+from .attempts import Attempt
+from .forecast import Forecast
+from .jobs import Job
+from .lane import Lane
+from .queue import ReadyQueue
+
+SOFT_AT = 0.5
+"""Age, as a multiple of the expected latency, from which an attempt may be hedged when a source is idle."""
+SOFT_WITHIN = 2.0
+"""Such a hedge is worth its cost only if it is expected to take at most this multiple of the first attempt's time."""
+HARD_AT = 3.0
+"""Age from which an attempt is overdue."""
+HOPELESS_S = 8.0
+"""Multiple of the expected latency that an overdue attempt is assumed to take, before the queue is empty."""
+WORTH = 1.2
+"""Factor on the expected time of a hedge that must end before the attempt that it replaces."""
+LEAST_AGE_S = 0.25
+"""Nothing younger is hedged, whatever was expected of it: a pause of this process must not look like a slow source."""
+LEAST_HEDGES = 4
+LEAST_SOFT_HEDGES = 2
+SOFT_PART = 0.4
+"""Part of the hedge budget that soft hedges may use."""
+EARLY_PART = 0.75
+"""Part of the hedge budget that hedges of attempts which are not overdue may use."""
+_STAGES = (0.25, SOFT_AT, 0.75, 1.0, 1.5, 2.0, HARD_AT, 4.0, 6.0, 9.0)
+"""Ages at which an attempt is looked at."""
+_EVERY_S = 0.05
+"""Least time between two looks at all attempts."""
+
+
+class Hedges:
+    """The attempts that may be worth a hedge, and the budgets. `budget`: hedges of a batch as a share of its samples.
+
+    Times are seconds of the event loop's clock.
+    """
+
+    def __init__(
+        self,
+        lanes: Mapping[str, Lane],
+        queue: ReadyQueue,
+        forecast: Forecast,
+        *,
+        budget: float,
+        on_older: Callable[[Attempt, float], None],
+    ) -> None:
+        self._lanes = lanes
+        self._queue = queue
+        self._forecast = forecast
+        self._budget = budget
+        self._on_older = on_older
+        self._coming: list[tuple[float, int, Attempt]] = []
+        self._numbers = itertools.count()
+        self._looked_at = {False: -math.inf, True: -math.inf}
+        self.wake_at = math.inf
+        """When to look again at the latest."""
+
+    def watch(self, attempt: Attempt, now: float) -> None:
+        """Look at an attempt when it reaches the next of the ages at which something may have to be done."""
+        for stage in _STAGES:
+            due = attempt.started_at + stage * attempt.expected_s
+            if due > now:
+                heapq.heappush(self._coming, (due, next(self._numbers), attempt))
+                return
+
+    def advance(self, now: float) -> None:
+        """Take note of the attempts that have grown older."""
+        coming = self._coming
+        while coming and coming[0][0] <= now:
+            attempt = heapq.heappop(coming)[2]
+            if attempt.result or attempt.job.future.done():
+                continue
+            self._forecast.update(attempt)
+            self.watch(attempt, now)
+            attempt.overdue = attempt.age(now) >= HARD_AT
+            self._on_older(attempt, now)
+        self.wake_at = coming[0][0] if coming else math.inf
+
+    def choose(self, now: float, *, drained: bool) -> Iterator[tuple[Job, Lane]]:
+        """The hedges to start now. `drained`: no source that is free has anything else to do."""
+        if not self._budget:
+            return
+        again_at = self._looked_at[drained] + _EVERY_S
+        if now < again_at:
+            self.wake_at = min(self.wake_at, again_at)
+            return
+        self._looked_at[drained] = now
+        ranked = [
+            (-max(attempt.started_at + 6 * attempt.expected_s, now + 2 * attempt.expected_s), number, attempt)
+            for number, attempt in enumerate(attempt for lane in self._lanes.values() for attempt in lane.live)
+            if now - attempt.started_at >= LEAST_AGE_S
+            and ((drained and attempt.job.batch.quiet(now)) or attempt.overdue)
+            and not attempt.result
+            and not attempt.rescued
+            and attempt.job.hedgeable
+            and not attempt.guessed
+        ]
+        for _, _, attempt in sorted(ranked):
+            job = attempt.job
+            lane = self._lane_for(attempt, now, drained=drained) if job.hedgeable else None
+            if lane is not None:
+                job.hedges += 1
+                job.batch.hedges += 1
+                yield job, lane
+
+    def _lane_for(self, attempt: Attempt, now: float, *, drained: bool) -> Lane | None:
+        job, batch = attempt.job, attempt.job.batch
+        age, expected_s = attempt.age(now), attempt.expected_s
+        part = 1.0 if attempt.overdue else EARLY_PART
+        if batch.hedges + 1 > max(LEAST_HEDGES, part * self._budget * batch.samples):
+            return None
+        if not drained:
+            ends = max(attempt.started_at + HOPELESS_S * expected_s, now + expected_s)
+            if ends < self._forecast.end(attempt.lane, now):
+                return None
+        lane, takes_s = self._quickest(job, now)
+        if lane is None:
+            return None
+        left_s = expected_s * self._forecast.tail.residual(age)
+        if WORTH * takes_s <= left_s and all(self._left_s(other, now) > takes_s for other in job.live):
+            return lane
+        if not drained or age < SOFT_AT or takes_s > SOFT_WITHIN * expected_s or len(job.live) > 1:
+            return None
+        if batch.soft_hedges + 1 > max(LEAST_SOFT_HEDGES, SOFT_PART * self._budget * batch.samples):
+            return None
+        batch.soft_hedges += 1
+        return lane
+
+    def _left_s(self, attempt: Attempt, now: float) -> float:
+        return attempt.expected_s * self._forecast.tail.residual(attempt.age(now))
+
+    def _quickest(self, job: Job, now: float) -> tuple[Lane | None, float]:
+        """The source that would answer `job` soonest of those that are not asked already, and in how many seconds.
+
+        A source that keeps an attempt far too long may be asked again, if it answers others: what hangs is the attempt.
+        None: no source can send it now, or one that cannot would still answer sooner than those that can.
+        """
+        asked = {attempt.lane.name for attempt in job.live if not attempt.overdue}
+        best, best_s, starts_in_s = None, math.inf, 0.0
+        for name in sorted(job.eligible(now) - asked):
+            lane = self._lanes[name]
+            if lane.unusable or lane.looks_dead(now):
+                continue
+            wait_s = self._forecast.wait_s(lane, job, now)
+            takes_s = wait_s + self._forecast.expected_s(lane, job.size)
+            if takes_s < best_s:
+                best, best_s, starts_in_s = lane, takes_s, wait_s
+        if best is not None and best.wait_s(best.tokens(job.request), now) > 0:
+            self.wake_at = min(self.wake_at, now + max(starts_in_s, _EVERY_S))
+            return None, math.inf
+        return best, best_s

@@ -1,0 +1,263 @@
+"""The planner: what to send where, now. It decides and starts nothing; the dispatcher starts and decides nothing.
+
+The default choice is the earliest expected finish, seen from the sources: a source that is about as fast as the
+fastest takes the head of the queue; a slower one takes the largest job that it will finish before everything else is
+done, and if there is none, the head only if no other source would finish that earlier (SCHEDULING.md, "the best policy
+found"). A source may therefore idle by choice, but never for long, and never when nothing at all is in flight: whatever
+the forecasts say, something that is queued and a source that is able to send end up together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+from ..config.models import Scheduling
+from .attempts import Attempt
+from .forecast import Forecast
+from .hedging import Hedges
+from .jobs import Job
+from .lane import Lane
+from .order import windows_order
+from .queue import ReadyQueue
+from .strategies import strategy
+
+NEARLY_FASTEST = 1.5
+"""A source within this factor of the fastest takes whatever comes next."""
+SAFETY = 1.3
+"""Factor on the expected latency of a job that must end before the others."""
+FAILED_HERE = 1.5
+"""Factor on the expected latency at the source that failed the job last."""
+LONGEST_IDLE_S = 0.25
+"""Longest time for which a source idles by choice before the choice is made again."""
+
+
+class Placement(NamedTuple):
+    """A job to be sent to a source now."""
+
+    job: Job
+    lane: Lane
+    hedge: bool
+
+
+class Planner:
+    """Decides what goes where. `on_misfit` is called with a job that turned out too large for a source that it was
+    queued for, `on_older` with attempts as they grow older. Times are seconds of the
+    event loop's clock.
+    """
+
+    def __init__(
+        self,
+        lanes: Mapping[str, Lane],
+        settings: Scheduling,
+        *,
+        on_misfit: Callable[[Job], None],
+        on_older: Callable[[Attempt, float], None],
+    ) -> None:
+        self._lanes = lanes
+        self._on_misfit = on_misfit
+        self._settings = settings
+        self._choose = strategy(settings.strategy)
+        self.queue = ReadyQueue()
+        self.forecast = Forecast(lanes, self.queue)
+        budget = settings.hedge_budget if settings.hedge else 0.0
+        self._hedges = Hedges(lanes, self.queue, self.forecast, budget=budget, on_older=on_older)
+        self.wake_at = math.inf
+        """When to ask again at the latest, unless something happens before."""
+
+    def arrange(self, jobs: Sequence[Job], now: float) -> None:
+        """Give the jobs that were handed in together their places in the order."""
+        for job in jobs:
+            job.place = float(job.size)
+        per_window = self._per_window(jobs, now)
+        order = windows_order(jobs, per_window) if per_window is not None else None
+        if order is not None:
+            for place, job in zip(range(len(order), 0, -1), order, strict=True):
+                job.place = float(place)
+            for job in jobs:
+                job.batch.planned = True
+
+    def started(self, attempt: Attempt) -> None:
+        """Note that a placement became an attempt."""
+        self._hedges.watch(attempt, attempt.started_at)
+
+    def ended(self, attempt: Attempt) -> None:
+        """Learn from an attempt that ended."""
+        if not attempt.guessed:
+            age = attempt.age(attempt.ended_at)
+            if attempt.result == "valid" or attempt.result == "invalid":
+                self.forecast.tail.ended(age)
+            elif attempt.result == "cancelled":
+                self.forecast.tail.given_up(age)
+
+    def placements(self, now: float, *, in_flight: Callable[[], int]) -> Iterator[Placement]:
+        """What to send now. Each placement must have been started when the next one is asked for."""
+        self.wake_at = math.inf
+        self._hedges.advance(now)
+        holds = {name: lane.hold(now) for name, lane in self._lanes.items()}
+        if self.queue:
+            for job, lane in self._hedges.choose(now, drained=False):
+                yield Placement(job, lane, True)
+            open_lanes = [lane for name, lane in self._lanes.items() if not holds[name]]
+            yield from self._by_finish(open_lanes, now) if self._choose is None else self._by_strategy(open_lanes, now)
+            if self.queue and not in_flight():
+                yield from self._never_idle(now)
+        if not self.queue:
+            for job, lane in self._hedges.choose(now, drained=True):
+                yield Placement(job, lane, True)
+        for name, lane in self._lanes.items():
+            lane.hold(now)
+            job_ = self.queue.first(name)
+            if job_ is not None:
+                wait = lane.wait_s(lane.tokens(job_.request), now)
+                if wait > 0:
+                    self.wake_at = min(self.wake_at, now + wait)
+        self.wake_at = min(self.wake_at, self._hedges.wake_at)
+
+    # Earliest finish
+
+    def _by_finish(self, lanes: list[Lane], now: float) -> Iterator[Placement]:
+        mean_s = {lane.name: self._mean_s(lane) for lane in self._lanes.values()}
+        fastest_s = min((mean_s[lane.name] for lane in self._lanes.values() if lane.up(now)), default=0.0)
+        turns = sorted(lanes, key=lambda lane: mean_s[lane.name])
+        while turns:
+            again = []
+            for lane in turns:
+                near = mean_s[lane.name] <= NEARLY_FASTEST * fastest_s
+                job = self._pick(lane, now, near=near)
+                if job is None or not self._fits(job, lane, now):
+                    continue
+                self.queue.discard(job)
+                yield Placement(job, lane, False)
+                if lane.wait_s(0, now) <= 0:
+                    again.append(lane)
+            turns = again
+
+    def _pick(self, lane: Lane, now: float, *, near: bool) -> Job | None:
+        head = self.queue.first(lane.name)
+        if head is None or len(self._lanes) == 1:
+            return head
+        if not lane.speed.known:
+            # What is not known is tried with what can go wrong least.
+            return self.queue.smallest(lane.name)
+        if near:
+            return head
+        left_s = self.forecast.end(lane, now) - now
+        size = min(lane.speed.size_within(left_s / SAFETY), self._balanced_size(lane, left_s, now))
+        job = head if head.size <= size else self._largest_within(lane, size, head)
+        if job is not None:
+            return job
+        least = self.queue.smallest(lane.name)
+        if least is not None and SAFETY * self.forecast.expected_s(lane, least.size) <= left_s:
+            return least
+        if self._finishes_first(lane, head, now):
+            return head
+        self.wake_at = min(self.wake_at, now + LONGEST_IDLE_S)
+        return None
+
+    def _balanced_size(self, lane: Lane, left_s: float, now: float) -> float:
+        """The size at which a slow source uses up its requests and its time together in `left_s` seconds.
+
+        It works off as much whether it is given few long jobs or many short ones; but short ones end in time more
+        surely, and each of them saves a faster source one of its requests.
+        """
+        requests = lane.quota.capacity(now + left_s, 0.0, now)
+        if requests <= 0 or math.isinf(requests):
+            return 0.0
+        return lane.speed.size_within(lane.quota.concurrency * left_s / requests)
+
+    def _largest_within(self, lane: Lane, size: float, head: Job) -> Job | None:
+        if head.batch.planned:
+            return next((job for job in self.queue.jobs(lane.name) if job.size <= size), None)
+        return self.queue.largest_within(lane.name, size)
+
+    def _finishes_first(self, lane: Lane, job: Job, now: float) -> bool:
+        """Whether no other source would finish `job` before `lane` does."""
+
+        def takes_s(other: Lane) -> float:
+            factor = FAILED_HERE if job.failures and job.last_source == other.name else 1.0
+            return factor * self.forecast.expected_s(other, job.size)
+
+        here_s = takes_s(lane)
+        return all(
+            self.forecast.wait_s(other, job, now) + takes_s(other) >= here_s
+            for name in job.eligible(now)
+            if (other := self._lanes[name]) is not lane
+        )
+
+    def _mean_s(self, lane: Lane) -> float:
+        return self.forecast.expected_s(lane, self.queue.total_size / max(1, len(self.queue)))
+
+    # Named strategies
+
+    def _by_strategy(self, lanes: list[Lane], now: float) -> Iterator[Placement]:
+        assert self._choose is not None
+        free = {lane.name: lane for lane in lanes}
+        while free:
+            job = self._first_of(free)
+            if job is None:
+                return
+            candidates = [lane for name, lane in free.items() if name in job.eligible(now)]
+            ready = [lane for lane in candidates if self._fits(job, lane, now)]
+            if ready:
+                lane = self._choose(ready)
+                self.queue.discard(job)
+                yield Placement(job, lane, False)
+                if lane.wait_s(0, now) > 0:
+                    del free[lane.name]
+            else:
+                for lane in candidates:
+                    free.pop(lane.name, None)
+
+    def _first_of(self, names: Collection[str]) -> Job | None:
+        heads = [head for name in names if (head := self.queue.first(name)) is not None]
+        return min(heads, key=lambda job: (job.rank, -job.place, job.sequence), default=None)
+
+    # What holds for both
+
+    def _fits(self, job: Job, lane: Lane, now: float) -> bool:
+        """Whether `lane` may send `job` now. Smaller jobs do not overtake one whose tokens do not fit yet: they would
+        keep it waiting for ever.
+        """
+        tokens = lane.tokens(job.request)
+        if not lane.quota.fits_ever(tokens):
+            self._on_misfit(job)
+            return False
+        return lane.wait_s(tokens, now) <= 0
+
+    def _never_idle(self, now: float) -> Iterator[Placement]:
+        """One job for any source that can send it, however slow."""
+        for lane in sorted(self._lanes.values(), key=self._mean_s):
+            job = self.queue.first(lane.name) if lane.wait_s(0, now) <= 0 else None
+            if job is not None and self._fits(job, lane, now):
+                self.queue.discard(job)
+                yield Placement(job, lane, False)
+                return
+
+    def _per_window(self, jobs: Sequence[Job], now: float) -> float | None:
+        """How many of `jobs` all sources can send in one window; None: that question makes no sense for them."""
+        names = set(jobs[0].judge.sources)
+        if len(jobs) < 2 or any(set(job.judge.sources) != names for job in jobs):
+            return None
+        lanes = [self._lanes[name] for name in sorted(names) if self._lanes[name].up(now)]
+        if not lanes:
+            return None
+        mean_size = sum(job.size for job in jobs) / len(jobs)
+        each_s = [self.forecast.expected_s(lane, mean_size) for lane in lanes]
+        declared, possible, slow = 0.0, 0.0, 0.0
+        for lane, takes_s in zip(lanes, each_s, strict=True):
+            requests, window_s = lane.quota.per_window()
+            if math.isinf(requests) or window_s != lanes[0].quota.per_window()[1]:
+                return None
+            tokens = lane.tokens_of(mean_size)
+            declared += requests
+            possible += min(
+                requests,
+                lane.quota.tokens_per_window() / tokens if tokens else math.inf,
+                lane.quota.concurrency * window_s / takes_s,
+            )
+            slow += requests if takes_s > 2 * min(each_s) else 0.0
+        if slow > 0.1 * declared or declared > 1.25 * possible:
+            return None
+        return possible

@@ -1,0 +1,73 @@
+"""How long a source takes for a request of a size, learned from what it really took.
+
+The size of a request (its text, in bytes) says something about how long the answer takes, but how much differs from
+judge to judge: some write a paragraph about each response, some one number. So latency is fitted as a straight line
+over size, with exponential forgetting, and drawn towards proportionality while few answers are known. One answer that
+took many times longer than expected is a straggler, which says little about the next one: it counts with three times
+what was expected.
+"""
+
+from __future__ import annotations
+
+import math
+
+_MEMORY = 100
+"""Answers that are remembered, about; older ones fade."""
+_CLIP = 3.0
+_PRIOR_ANSWERS = 8
+"""Answers after which the fitted slope weighs as much as proportionality."""
+SHORTEST_S = 1e-3
+
+
+class Speed:
+    """A source's latency as a line over the size of a request. Sizes are bytes, times seconds."""
+
+    __slots__ = ("_answers", "_base", "_cross", "_mean_s", "_mean_size", "_slope", "_spread")
+
+    def __init__(self) -> None:
+        self._answers = 0.0
+        self._mean_size = 0.0
+        self._mean_s = 0.0
+        self._spread = 0.0
+        self._cross = 0.0
+        self._base = 0.0
+        self._slope = 0.0
+
+    @property
+    def known(self) -> bool:
+        """Whether the source has answered at all."""
+        return self._answers > 0
+
+    @property
+    def mean_s(self) -> float:
+        """Latency of the average request so far; 0 before the first answer."""
+        return self._mean_s
+
+    def expected_s(self, size: float) -> float:
+        """Latency to expect of a request of `size` bytes; 0 before the first answer."""
+        return max(self._base + self._slope * size, SHORTEST_S) if self._answers else 0.0
+
+    def size_within(self, seconds: float) -> float:
+        """The largest size in bytes that is expected to take at most `seconds`; infinity: any, minus infinity: none."""
+        if not self._answers or (self._slope <= 0 and self._base <= seconds):
+            return math.inf
+        if self._slope <= 0:
+            return -math.inf
+        return (seconds - self._base) / self._slope
+
+    def learn(self, size: float, seconds: float) -> None:
+        """Take in that an answer to a request of `size` bytes took `seconds`."""
+        if self._answers:
+            seconds = min(seconds, _CLIP * self.expected_s(size))
+        self._answers = min(self._answers + 1, _MEMORY)
+        weight = 1.0 / self._answers
+        off_size, off_s = size - self._mean_size, seconds - self._mean_s
+        self._mean_size += weight * off_size
+        self._mean_s += weight * off_s
+        self._spread += weight * ((1 - weight) * off_size * off_size - self._spread)
+        self._cross += weight * ((1 - weight) * off_size * off_s - self._cross)
+        proportional = self._mean_s / self._mean_size if self._mean_size > 0 else 0.0
+        fitted = self._cross / self._spread if self._spread > 0 else proportional
+        slope = (self._answers * fitted + _PRIOR_ANSWERS * proportional) / (self._answers + _PRIOR_ANSWERS)
+        self._slope = min(max(slope, 0.0), proportional)
+        self._base = self._mean_s - self._slope * self._mean_size

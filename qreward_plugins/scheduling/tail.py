@@ -1,0 +1,102 @@
+"""How much longer an attempt will take that has already taken so long, learned from all attempts of an event loop.
+
+The age of an attempt is counted in multiples of what was expected of it, so that sources and sizes can be pooled. At
+first an old attempt is only a little late; from some age on it is more likely a straggler, which will take many times
+longer. Where that turns depends on the judge and the sources, so it is learned: as a hazard per step of age (Kaplan and
+Meier, "Nonparametric Estimation from Incomplete Observations", 1958), because the attempts that are cancelled in favour
+of a hedge are just the slow ones, and forgetting them would teach that there are none.
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+
+_EDGES = tuple(0.1 * 1.15**step for step in range(42))
+"""Ages at which the steps end: 0.1, growing by 15 % to 31."""
+_PRIOR_ATTEMPTS = 30.0
+_PRIOR_SIGMA = 0.45
+_PRIOR_STRAGGLERS = 0.02
+_PRIOR_FACTOR = 10.0
+_MEMORY = 2000.0
+_REFRESH = 16
+
+
+class Tail:
+    """The distribution of ages at which attempts end."""
+
+    def __init__(self) -> None:
+        self._at_risk = [_PRIOR_ATTEMPTS * _prior_survival(age) for age in (0.0, *_EDGES[:-1])]
+        self._ended = [
+            risk - _PRIOR_ATTEMPTS * _prior_survival(age) for risk, age in zip(self._at_risk, _EDGES, strict=True)
+        ]
+        self._seen = 0.0
+        self._stale = 0
+        self._residual: list[float] = []
+        self._hazard: list[float] = []
+        self._update()
+
+    def ended(self, age: float) -> None:
+        """Take in an attempt that was answered at `age`."""
+        self._note(age, 1.0)
+
+    def given_up(self, age: float) -> None:
+        """Take in an attempt that was cancelled at `age`: it would have ended later."""
+        self._note(age, 0.0)
+
+    def residual(self, age: float) -> float:
+        """How much longer an attempt of `age` will run, on average, in the same unit as `age`."""
+        return self._residual[min(bisect.bisect_left(_EDGES, age), len(_EDGES) - 1)]
+
+    def hazard(self, age: float) -> float:
+        """How many ends to expect of an attempt up to `age`, if it were started anew at once whenever it ended."""
+        if age <= 0:
+            return 0.0
+        step = bisect.bisect_left(_EDGES, age)
+        if step >= len(_EDGES):
+            return self._hazard[-1]
+        start = _EDGES[step - 1] if step else 0.0
+        before = self._hazard[step - 1] if step else 0.0
+        return before + (self._hazard[step] - before) * (age - start) / (_EDGES[step] - start)
+
+    def _note(self, age: float, event: float) -> None:
+        step = min(bisect.bisect_left(_EDGES, age), len(_EDGES) - 1)
+        for index in range(step + 1):
+            self._at_risk[index] += 1.0
+        self._ended[step] += event
+        self._seen += 1.0
+        if self._seen > _MEMORY:
+            self._seen /= 2
+            self._at_risk = [risk / 2 for risk in self._at_risk]
+            self._ended = [ended / 2 for ended in self._ended]
+        self._stale += 1
+        if self._stale >= _REFRESH:
+            self._update()
+
+    def _update(self) -> None:
+        self._stale = 0
+        residual = [0.0] * len(_EDGES)
+        after = 0.5 * _EDGES[-1]
+        for index in range(len(_EDGES) - 1, -1, -1):
+            start = _EDGES[index - 1] if index else 0.0
+            width = _EDGES[index] - start
+            hazard = min(1.0, self._ended[index] / self._at_risk[index]) if self._at_risk[index] > 0 else 0.0
+            after = (1 - hazard) * (width + after) + hazard * width / 2
+            residual[index] = after
+        self._residual = residual
+        total = 0.0
+        self._hazard = []
+        for ended, risk in zip(self._ended, self._at_risk, strict=True):
+            # A step in which everybody ended so far is no certainty.
+            total += ended / (risk + 1.0)
+            self._hazard.append(total)
+
+
+def _prior_survival(age: float) -> float:
+    if age <= 0:
+        return 1.0
+
+    def beyond(ratio: float) -> float:
+        return 0.5 * math.erfc((math.log(ratio) / _PRIOR_SIGMA + _PRIOR_SIGMA / 2) / math.sqrt(2))
+
+    return (1 - _PRIOR_STRAGGLERS) * beyond(age) + _PRIOR_STRAGGLERS * beyond(age / _PRIOR_FACTOR)

@@ -244,13 +244,17 @@ class Discovery:
             return self._bucket[0]
         if reset_s > self.window_s * (1 + _TOLERANCE):
             self._resets_since = now
-            return next((window_s for window_s in _WINDOWS_S if window_s >= reset_s), None)
+            return next((window_s for window_s in _WINDOWS_S if window_s * (1 + _TOLERANCE) >= reset_s), None)
         self._longest_reset_s = max(self._longest_reset_s, reset_s)
         if now - self._resets_since < self.window_s:
             return None
         longest_s, corrected = self._longest_reset_s, self._corrected
         self._resets_since, self._longest_reset_s, self._corrected = now, 0.0, False
-        return next((window_s for window_s in _WINDOWS_S if window_s >= longest_s), None) if corrected else None
+        return (
+            next((window_s for window_s in _WINDOWS_S if window_s * (1 + _TOLERANCE) >= longest_s), None)
+            if corrected
+            else None
+        )
 
     def abandon(self, now: float) -> None:
         """Forget a probe under way: its event loop was closed."""

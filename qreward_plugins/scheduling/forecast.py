@@ -20,6 +20,8 @@ FIRST_GUESS_S = 3.0
 """Latency to expect where no source has answered anything yet."""
 DEAD_WAIT_S = 30.0
 RESTING_WAIT_S = 5.0
+THRIFTY_PART = 0.5
+"""Part of the time to the deadline that cheap sources may take before dearer ones are asked as well."""
 _STEPS = 14
 _FRESH_S = 0.25
 _FRESH_SHORT_S = 0.05
@@ -30,9 +32,11 @@ _HORIZON_S = 5000.0
 class Forecast:
     """Expected latencies and ends, over all lanes of one event loop. Times are seconds of its clock."""
 
-    def __init__(self, lanes: Mapping[str, Lane], queue: ReadyQueue) -> None:
+    def __init__(self, lanes: Mapping[str, Lane], queue: ReadyQueue, *, thrifty: bool = False) -> None:
         self._lanes = lanes
         self._queue = queue
+        self._thrifty = thrifty
+        self._spared: set[str] = set()
         self.tail = next(iter(lanes.values())).tail
         for lane in lanes.values():
             lane.tail = self.tail
@@ -73,12 +77,23 @@ class Forecast:
 
     def end(self, lane: Lane, now: float) -> float:
         """When everything will be done that is queued for `lane` and for the lanes that share its work."""
+        self._refresh(now)
+        return self._ends.get(lane.name, now)
+
+    def spared(self, lane: Lane, now: float) -> bool:
+        """Whether nothing need be sent to `lane`, because cheaper sources end everything early enough."""
+        if not self._thrifty:
+            return False
+        self._refresh(now)
+        return lane.name in self._spared
+
+    def _refresh(self, now: float) -> None:
         queued = len(self._queue)
         fresh_s = _FRESH_SHORT_S if queued < _SHORT_QUEUE else _FRESH_S
         if now - self._made_at >= fresh_s or abs(queued - self._made_for) > max(1, 0.02 * queued):
             self._made_at, self._made_for = now, queued
+            self._spared.clear()
             self._ends = {name: end for names, end in self._forecasts(now) for name in names}
-        return self._ends.get(lane.name, now)
 
     def _forecasts(self, now: float) -> Iterable[tuple[set[str], float]]:
         """Each set of lanes that share work, directly or over others, with the end of what waits for them."""
@@ -95,7 +110,23 @@ class Forecast:
         mean_size = self._queue.total_size / max(1, len(self._queue))
         for names, waiting in groups:
             lanes = [lane for name, lane in self._lanes.items() if name in names and lane.up(now)]
+            if self._thrifty and len(lanes) > 1:
+                lanes = self._cheapest(lanes, waiting, mean_size, now)
             yield names, self._end_of(lanes, waiting, mean_size, now)
+
+    def _cheapest(self, lanes: list[Lane], waiting: int, mean_size: float, now: float) -> list[Lane]:
+        """The cheapest of `lanes` that together end what waits within half of the time that its deadlines leave."""
+        heads = [head for lane in lanes if (head := self._queue.first(lane.name)) is not None]
+        if not heads:
+            return lanes
+        request = heads[0].request
+        by_cost = sorted(lanes, key=lambda lane: lane.expected_cost(request))
+        due_at = now + THRIFTY_PART * (min(head.deadline_at for head in heads) - now)
+        for count in range(1, len(by_cost)):
+            if self._end_of(by_cost[:count], waiting, mean_size, now) <= due_at:
+                self._spared.update(lane.name for lane in by_cost[count:])
+                return by_cost[:count]
+        return lanes
 
     def _end_of(self, lanes: list[Lane], waiting: int, mean_size: float, now: float) -> float:
         if not lanes:

@@ -127,14 +127,14 @@ class Lane:
             )
         return self._missing
 
-    def hold(self, now: float) -> Hold:
-        """Why no request, however small, may go now; empty: one may. It is noted down for the blame of batches."""
+    def hold(self, now: float, tokens: float = 0) -> Hold:
+        """Why no request of `tokens` may go now; empty: one may. It is noted down for the blame of batches."""
         hold: Hold = ""
         if self.unusable or self._paused_until > now or self.breaker.wait_s(now) > 0:
             hold = "pause"
         elif self.quota.in_flight >= self.quota.concurrency:
             hold = "queue"
-        elif self.quota.wait_s(0, now) > 0:
+        elif self.quota.wait_s(tokens, now) > 0:
             hold = "quota"
         if not self._holds or self._holds[-1][1] != hold:
             self._holds.append((now, hold))

@@ -31,6 +31,8 @@ FAILED_HERE = 1.5
 """Factor on the expected latency at the source that failed the job last."""
 LONGEST_IDLE_S = 0.25
 """Longest time for which a source idles by choice before the choice is made again."""
+LONGEST_SPARED_S = 1.0
+"""Longest time for which a dear source is left alone before that is thought over again."""
 
 
 class Placement(NamedTuple):
@@ -60,7 +62,8 @@ class Planner:
         self._settings = settings
         self._choose = strategy(settings.strategy)
         self.queue = ReadyQueue()
-        self.forecast = Forecast(lanes, self.queue)
+        self._thrifty = settings.prefer == "cost"
+        self.forecast = Forecast(lanes, self.queue, thrifty=self._thrifty)
         budget = settings.hedge_budget if settings.hedge else 0.0
         self._hedges = Hedges(lanes, self.queue, self.forecast, budget=budget, on_older=on_older)
         self.wake_at = math.inf
@@ -99,20 +102,25 @@ class Planner:
         if self.queue:
             for job, lane in self._hedges.choose(now, drained=False):
                 yield Placement(job, lane, True)
-            open_lanes = [lane for name, lane in self._lanes.items() if not holds[name]]
+            open_lanes = [
+                lane for name, lane in self._lanes.items() if not holds[name] and not self.forecast.spared(lane, now)
+            ]
             yield from self._by_finish(open_lanes, now) if self._choose is None else self._by_strategy(open_lanes, now)
             if self.queue and not in_flight():
                 yield from self._never_idle(now)
         if not self.queue:
-            for job, lane in self._hedges.choose(now, drained=True):
+            for job, lane in self._hedges.choose(now, drained=not self._thrifty):
                 yield Placement(job, lane, True)
         for name, lane in self._lanes.items():
-            lane.hold(now)
-            job_ = self.queue.first(name)
-            if job_ is not None:
-                wait = lane.wait_s(lane.tokens(job_.request), now)
-                if wait > 0:
-                    self.wake_at = min(self.wake_at, now + wait)
+            head = self.queue.first(name)
+            tokens = lane.tokens(head.request) if head is not None else 0
+            lane.hold(now, tokens)
+            if head is None:
+                continue
+            if self.forecast.spared(lane, now):
+                self.wake_at = min(self.wake_at, now + LONGEST_SPARED_S)
+            elif (wait := lane.wait_s(tokens, now)) > 0:
+                self.wake_at = min(self.wake_at, now + wait)
         self.wake_at = min(self.wake_at, self._hedges.wake_at)
 
     # Earliest finish
@@ -229,7 +237,8 @@ class Planner:
     def _never_idle(self, now: float) -> Iterator[Placement]:
         """One job for any source that can send it, however slow."""
         for lane in sorted(self._lanes.values(), key=self._mean_s):
-            job = self.queue.first(lane.name) if lane.wait_s(0, now) <= 0 else None
+            able = lane.wait_s(0, now) <= 0 and not self.forecast.spared(lane, now)
+            job = self.queue.first(lane.name) if able else None
             if job is not None and self._fits(job, lane, now):
                 self.queue.discard(job)
                 yield Placement(job, lane, False)

@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint types format clean
+.PHONY: help install demo test soak lint types format clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -24,6 +24,11 @@ demo: $(INSTALLED) ## Train a tiny model with verl on the CPU, rewarded by two j
 
 test: $(INSTALLED) lint types ## Lint, type-check and test everything
 	$(BIN)/python -m pytest
+
+SEEDS ?= 100000
+
+soak: $(INSTALLED) ## Play SEEDS random trials of the whole engine in virtual time, on all cores (about 30 ms each)
+	$(BIN)/python -m qreward_plugins.simulation --seeds 0:$(SEEDS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -13,7 +13,7 @@ import logging
 import random
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
 from typing import TYPE_CHECKING, Any
@@ -97,32 +97,56 @@ class RewardEngine:
         attempts and gives back what they held. Raises `EngineError` when the engine is closed or serves another event
         loop.
         """
-        dispatcher = self._bind()
-        batch = dispatcher.batches.trickle(priority)
-        return await self._score(sample, batch, deadline_s)
-
-    async def _score(self, sample: Sample, batch: Batch, deadline_s: float | None) -> Outcome:
-        dispatcher = self._bind()
-        deadline_s = self.config.engine.deadline_s if deadline_s is None else deadline_s
-        self._counters.submitted += 1
-        name = judge_for(self.config, sample.data_source)
-        if name is None:
-            return self._no_route(sample)
-        judge = self._judges[name]
-        key = sample_key(sample, judge.fingerprint) if self._journal else None
-        if self._journal is not None and key is not None and self._reuse:
-            started_at = dispatcher.now()
-            verdict = await self._journal.get(key)
-            if verdict is not None:
-                return self._count(sample, Scored(verdict))
-            deadline_s = max(0.0, deadline_s - (dispatcher.now() - started_at))
-        due_at = dispatcher.now() + deadline_s
-        outcome = await dispatcher.submit(sample, judge, deadline_s=deadline_s, batch=batch)
+        batches = self._bind().batches
         if self._journal is not None:
-            # The entry is in before `put` waits; what it waits for is a slow disk, and the deadline does not.
-            with anyio.move_on_after(max(0.0, due_at - dispatcher.now())):
-                await self._journal.put(key, sample, outcome)
+            return await self._score_with(self._journal, sample, lambda: batches.trickle(priority), deadline_s)
+        return await self._submit(sample, batches.trickle(priority), deadline_s)
+
+    def _submit(self, sample: Sample, batch: Batch, deadline_s: float | None) -> asyncio.Future[Outcome]:
+        """Hand a sample to the scheduler, and count its outcome when it comes."""
+        dispatcher = self._bind()
+        self._counters.submitted += 1
+        judge = self._judge_of(sample)
+        if judge is None:
+            outcome = self._count(sample, _no_route(sample))
+            dispatcher.batches.settled(batch, sample, outcome)
+            return _done(outcome)
+        future = dispatcher.submit(sample, judge, deadline_s=self._deadline_s(deadline_s), batch=batch)
+        future.add_done_callback(lambda done: None if done.cancelled() else self._count(sample, done.result()))
+        return future
+
+    async def _score_with(
+        self, journal: Journal, sample: Sample, batch_of: Callable[[], Batch], deadline_s: float | None
+    ) -> Outcome:
+        """Score a sample unless the journal has its verdict, and record the outcome.
+
+        `batch_of` says which batch it belongs to when it is handed in, which is after the journal was asked.
+        """
+        dispatcher = self._bind()
+        judge = self._judge_of(sample)
+        if judge is None:
+            return await self._submit(sample, batch_of(), deadline_s)
+        self._counters.submitted += 1
+        due_at = dispatcher.now() + self._deadline_s(deadline_s)
+        key = sample_key(sample, judge.fingerprint)
+        if key is not None and self._reuse:
+            verdict = await journal.get(key)
+            if verdict is not None:
+                dispatcher.batches.settled(batch_of(), sample, Scored(verdict))
+                return self._count(sample, Scored(verdict))
+        left_s = max(0.0, due_at - dispatcher.now())
+        outcome = await dispatcher.submit(sample, judge, deadline_s=left_s, batch=batch_of())
+        # The entry is in before `put` waits; what it waits for is a slow disk, and the deadline does not.
+        with anyio.move_on_after(max(0.0, due_at - dispatcher.now())):
+            await journal.put(key, sample, outcome)
         return self._count(sample, outcome)
+
+    def _judge_of(self, sample: Sample) -> Judge | None:
+        name = judge_for(self.config, sample.data_source)
+        return None if name is None else self._judges[name]
+
+    def _deadline_s(self, deadline_s: float | None) -> float:
+        return self.config.engine.deadline_s if deadline_s is None else deadline_s
 
     async def score_all(
         self,
@@ -142,11 +166,18 @@ class RewardEngine:
         self._warn_if_too_many(batch, deadline_s)
         dispatcher = self._bind()
         together = dispatcher.batches.new(batch, priority=priority, cutoff=cutoff)
-        tasks = [asyncio.ensure_future(self._score(sample, together, deadline_s)) for sample in batch]
+        if self._journal is None:
+            scoring = [self._submit(sample, together, deadline_s) for sample in batch]
+        else:
+            journal = self._journal
+            scoring = [
+                asyncio.ensure_future(self._score_with(journal, sample, lambda: together, deadline_s))
+                for sample in batch
+            ]
         try:
-            return list(await asyncio.gather(*tasks))
+            return [await future for future in scoring]
         except BaseException:
-            await _cancel(tasks)
+            await _cancel(scoring)
             raise
         finally:
             dispatcher.batches.seal(together)
@@ -265,10 +296,6 @@ class RewardEngine:
         if self._journal is not None:
             self._journal.note(sample_key(sample, judge.fingerprint), sample, Scored(verdict))
 
-    def _no_route(self, sample: Sample) -> Outcome:
-        detail = f'no route matches the data source {sample.data_source!r}; add it to `routes`, or a last route "*"'
-        return self._count(sample, Failed(Cause.INFRA, "no_route", detail))
-
     def _count(self, sample: Sample, outcome: Outcome) -> Outcome:
         self._counters.count(outcome)
         if isinstance(outcome, Failed):
@@ -305,6 +332,17 @@ class RewardEngine:
         busy = 4 * sum(lane.quota.concurrency for lane in self._lanes.values())
         allowed = self._rate_per_s(list(self._lanes)) * self.config.engine.deadline_s / 2
         return max(1, int(min(busy, allowed)))
+
+
+def _no_route(sample: Sample) -> Failed:
+    detail = f'no route matches the data source {sample.data_source!r}; add it to `routes`, or a last route "*"'
+    return Failed(Cause.INFRA, "no_route", detail)
+
+
+def _done(outcome: Outcome) -> asyncio.Future[Outcome]:
+    future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+    future.set_result(outcome)
+    return future
 
 
 def _quotas(config: Config, opened: Mapping[str, Source], processes: int) -> dict[str, Quota]:

@@ -20,6 +20,7 @@ FLOORS = [
     {"scheduling", "journal"},
     {"engine", "simulation", "testing"},
     {"portal", "probe", "files"},
+    {"planning"},
     {"cli"},
 ]
 """The rooms from the ground up. A room imports from floors below its own."""
@@ -32,6 +33,7 @@ NEIGHBOURS = {  # what may be imported beside that
     ("engine", "portal"),  # portal() opens it on call
     ("probe", "engine"),
     ("portal", "engine"),
+    ("simulation", "engine"),  # the soak plays all of it
 }
 
 

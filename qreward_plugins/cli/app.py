@@ -107,6 +107,78 @@ def score(
     raise typer.Exit(code)
 
 
+@app.command(name="plan", short_help="Simulate a step: its time, cost and bottleneck.")
+def plan_command(
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="CONFIG", help="The configuration (YAML).")],
+    samples: Annotated[int, typer.Option("--samples", "-n", help="Samples in a step.", min=1, max=1_000_000)],
+    tokens: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIST",
+            help="Lengths of rollouts in tokens: 800, lognormal:800:0.6 (mean, sigma), or file:rollouts.jsonl. "
+            "Default: the journal's, or lognormal:800:0.6.",
+        ),
+    ] = None,
+    latency: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="What an average request takes, without waiting: 3, or a=2,b=0.5. Default: the journal's, or 3 for "
+            "a model and 0.1 for a function.",
+        ),
+    ] = None,
+    data_source: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME[=SHARE]",
+            help='Data source of the samples, which chooses the judge; repeatable. Default: what the route "*" takes.',
+        ),
+    ] = None,
+    prompt_tokens: Annotated[int, typer.Option(help="Tokens of a question.", min=0, max=1_000_000)] = 200,
+    verdict_tokens: Annotated[
+        float | None,
+        typer.Option(help="Tokens of a verdict. Default: the journal's, or 120.", min=0, max=100_000),
+    ] = None,
+    spread: Annotated[float, typer.Option(help="Sigma of the noise on latencies.", min=0, max=3)] = 0.3,
+    stragglers: Annotated[
+        float, typer.Option(help="Share of requests that take ten times as long.", min=0, max=1)
+    ] = 0.01,
+    errors: Annotated[float, typer.Option(help="Share of requests that fail.", min=0, max=0.9)] = 0.01,
+    seeds: Annotated[int, typer.Option(help="Steps to simulate.", min=1, max=1000)] = 5,
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw the timeline of a step (.png, .svg, .pdf).")
+    ] = None,
+    json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan as JSON.")] = None,
+) -> None:
+    """Simulate a training step: what it takes and costs, what it waits for, and what would help most.
+
+    The real scheduler runs in virtual time over simulated servers with the limits of the configuration. Nothing is
+    sent, and nothing is written to a journal. A journal with verdicts in it tells how long the sources take.
+
+    Exit codes: 0 all is well; 2 the input or the configuration has mistakes.
+    """
+    with one_message(_errors):
+        from .plan import PlanOptions, plan_step
+
+        options = PlanOptions(
+            config=config,
+            samples=samples,
+            tokens=tokens,
+            latency=latency,
+            data_sources=tuple(data_source or ()),
+            prompt_tokens=prompt_tokens,
+            verdict_tokens=verdict_tokens,
+            spread=spread,
+            stragglers=stragglers,
+            errors=errors,
+            seeds=seeds,
+            plot=plot,
+            json_file=json_file,
+        )
+        code = run(plan_step(options, _out, _errors))
+    raise typer.Exit(code)
+
+
 @app.command("judge-server", short_help="Serve a judge that behaves like a provider.")
 def judge_server(
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",

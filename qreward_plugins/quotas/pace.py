@@ -11,6 +11,9 @@ from __future__ import annotations
 import math
 from collections import deque
 
+JITTER_S = 0.05
+"""How much the ways of two requests to the server may differ: a bucket refuses the one that comes too early."""
+
 _ROUNDING = 1e-9
 _THROTTLES = 3
 _FIRST_TERM_WINDOWS = 2
@@ -26,8 +29,7 @@ class Pace:
     __slots__ = ("_due", "_interval_s", "_tolerance_s")
 
     def __init__(self, rate_per_s: float, burst: int) -> None:
-        self._interval_s = 1.0 / rate_per_s
-        self._tolerance_s = (burst - 1) * self._interval_s
+        self._set(rate_per_s, burst)
         self._due = -math.inf
 
     def wait_s(self, now: float) -> float:
@@ -49,9 +51,16 @@ class Pace:
     def change(self, rate_per_s: float, burst: int, now: float) -> None:
         """Pace at another rate; requests that went too early for it still count."""
         ahead = max(0.0, self._due - now) / self._interval_s
-        self._interval_s = 1.0 / rate_per_s
-        self._tolerance_s = (burst - 1) * self._interval_s
+        self._set(rate_per_s, burst)
         self._due = now + ahead * self._interval_s
+
+    def _set(self, rate_per_s: float, burst: int) -> None:
+        self._interval_s = 1.0 / rate_per_s
+        self._tolerance_s = (burst - 1) * self._interval_s - JITTER_S
+        if self._tolerance_s < 0:
+            # A burst too small to hold the jitter is made up for by a slower pace.
+            self._interval_s -= self._tolerance_s
+            self._tolerance_s = 0.0
 
 
 class BucketEvidence:

@@ -107,7 +107,7 @@ class Quota:
             found = self.found_tokens
             wait = max(wait, self.tokens.wait_s(tokens, now) if found is None else found.wait_s(tokens, now))
         if self._pace is not None and now < self._paced_until:
-            wait = max(wait, self._pace.wait_s(now))
+            wait = max(wait, min(self._pace.wait_s(now), self._paced_until - now))
         return wait
 
     def capacity(self, until: float, tokens: float, now: float) -> float:

@@ -39,8 +39,8 @@ class Attempt:
     """Whether the source's breaker was open when this attempt started, so that its end decides about the source."""
     hedge: bool
     """Whether another attempt of the same job was under way."""
-    guessed: bool = False
-    """Whether no source had answered anything when it started, so that `expected_s` is a guess."""
+    young: bool = False
+    """Whether little was known of its source when it started, so that `expected_s` is corrected as more is learned."""
     reply: Reply | None = None
     result: Result = ""
     """How it ended; empty: it is under way."""

@@ -33,8 +33,8 @@ class Cutoff:
     """When a batch stops waiting for its last samples: at `after_s` seconds, or later as soon as every group is in.
 
     A group (`Sample.group_id`; samples without one are a group together) is in when at least the share `quorum` of its
-    samples has a verdict. What is missing then is failed (`infra/cutoff`). Raises ValueError for `after_s` below 0 or
-    `quorum` outside of 0 to 1.
+    samples has a reward; samples that failed are not waited for. What is missing then is failed (`infra/cutoff`).
+    Raises ValueError for `after_s` below 0 or `quorum` outside of 0 to 1.
     """
 
     after_s: float
@@ -80,7 +80,9 @@ class Batch:
         self._added_at = started_at
         self._gap_s = 0.0
         self._open = 0
-        self._missing: Counter[str | None] = Counter()
+        self.cut = False
+        """Whether its cut-off has come."""
+        self._groups: dict[str | None, _Group] = {}
         self.cutoff_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -103,26 +105,37 @@ class Batch:
         """Note the end of a job; None: its caller lost interest in it."""
         self._open -= 1
         self.attempts += job.attempts
-        if outcome is None:
-            return
-        self.last, self.last_at = job, now
-        if isinstance(outcome, Scored):
-            self.scored += 1
-            group = job.sample.group_id
-            if group in self._missing:
-                self._missing[group] -= 1
-                if self._missing[group] <= 0:
-                    del self._missing[group]
+        self.settled(job.sample, outcome)
+        if outcome is not None:
+            self.last, self.last_at = job, now
+            self.scored += isinstance(outcome, Scored)
+
+    def settled(self, sample: Sample, outcome: Outcome | None) -> None:
+        """Note that nothing more is to come of a sample, whether it ever became a job or not."""
+        group = self._groups.get(sample.group_id)
+        if group is not None and self.cutoff is not None:
+            rewarded = outcome is not None and outcome.reward is not None
+            group.rewarded += rewarded
+            group.expected -= not rewarded
+            if group.rewarded >= math.ceil(self.cutoff.quorum * group.expected - 1e-9):
+                del self._groups[sample.group_id]
 
     def expect(self, groups: Counter[str | None]) -> None:
         """State how many samples each group has, for the quorum."""
-        quorum = self.cutoff.quorum if self.cutoff else 1.0
-        wanted = {group: math.ceil(quorum * size - 1e-9) for group, size in groups.items()}
-        self._missing = Counter({group: least for group, least in wanted.items() if least > 0})
+        if self.cutoff is not None and self.cutoff.quorum > 0:
+            self._groups = {name: _Group(size) for name, size in groups.items()}
 
     def over(self, now: float) -> bool:
         """Whether its cut-off has come: late enough, and every group is in."""
-        return self.cutoff is not None and not self._missing and now >= self.started_at + self.cutoff.after_s
+        return self.cutoff is not None and not self._groups and now >= self.started_at + self.cutoff.after_s
+
+
+@dataclass
+class _Group:
+    """A group that is not in yet: how many of its samples may have a reward in the end, and how many have one."""
+
+    expected: int
+    rewarded: int = 0
 
 
 class Batches:
@@ -157,7 +170,7 @@ class Batches:
         way.
         """
         batch = self._trickles.get(priority)
-        if batch is None or batch.sealed:
+        if batch is None or batch.done:
             batch = Batch(next(self._numbers), self._loop.time(), priority=priority, whole=False)
             self._trickles[priority] = batch
         return batch
@@ -171,12 +184,14 @@ class Batches:
         """Note the end of a job; None: its caller lost interest in it."""
         batch = job.batch
         batch.ended(job, outcome, self._loop.time())
-        if batch.done and not batch.whole:
-            batch.sealed = True
-        if batch.sealed:
+        if batch.sealed or not batch.whole:
             self._report(batch)
-        else:
-            self._check(batch)
+        self._check(batch)
+
+    def settled(self, batch: Batch, sample: Sample, outcome: Outcome) -> None:
+        """Note the outcome of a sample that never became a job."""
+        batch.settled(sample, outcome)
+        self._check(batch)
 
     def close(self) -> None:
         """Drop the timers."""
@@ -186,7 +201,8 @@ class Batches:
         self._timed.clear()
 
     def _check(self, batch: Batch) -> None:
-        if batch.over(self._loop.time()):
+        if not batch.cut and batch.over(self._loop.time()):
+            batch.cut = True
             self._on_cutoff(batch)
 
     def _report(self, batch: Batch) -> None:

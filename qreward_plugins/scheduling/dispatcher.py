@@ -31,6 +31,8 @@ from .planner import Planner
 _log = logging.getLogger("qreward_plugins.scheduling")
 
 SHORTEST_WAKE_S = 1e-4
+STALL_S = 0.1
+"""Delay of a timer, in seconds, from which the event loop is taken to have been blocked."""
 
 
 class Dispatcher:
@@ -70,7 +72,7 @@ class Dispatcher:
 
     def waiting_jobs(self) -> Iterable[Job]:
         """Jobs that are queued or rest."""
-        return (job for job in self._jobs if not job.live and job not in self._arrived)
+        return (job for job in self._jobs if not job.live and (job.entry or job.rest_timer is not None))
 
     def now(self) -> float:
         """The event loop's clock, in seconds."""
@@ -93,17 +95,20 @@ class Dispatcher:
         and cancels its attempts.
         """
         future: asyncio.Future[Outcome] = self._loop.create_future()
-        screened = judge.screen(sample)
-        if screened is not None:
-            future.set_result(screened)
-            return future
+        batch = batch or self.batches.trickle()
+        outcome: Outcome | None = judge.screen(sample)
         try:
-            request = judge.request(sample, attempt=0)
+            request = judge.request(sample, attempt=0) if outcome is None else None
         except InputError as error:
-            future.set_result(Failed(Cause.INFRA, "input", str(error), judge=judge.name))
+            outcome, request = Failed(Cause.INFRA, "input", str(error), judge=judge.name), None
+        if batch.cut and outcome is None:
+            outcome = Failed(Cause.INFRA, "cutoff", "the batch had stopped waiting already", judge=judge.name)
+        if outcome is not None or request is None:
+            assert outcome is not None, "a sample is either asked for or has its outcome"
+            future.set_result(outcome)
+            self.batches.settled(batch, sample, outcome)
             return future
         now = self._loop.time()
-        batch = batch or self.batches.trickle()
         job = Job(sample, judge, future, batch, now, now + deadline_s, request, next(self._sequence))
         self._jobs[job] = None
         batch.add(job)
@@ -172,7 +177,20 @@ class Dispatcher:
             self._wake.cancel()
             self._wake = None
         if self._planner.wake_at < float("inf"):
-            self._wake = self._loop.call_at(max(self._planner.wake_at, now + SHORTEST_WAKE_S), self._ask_for_pump)
+            wake_at = max(self._planner.wake_at, now + SHORTEST_WAKE_S)
+            self._wake = self._loop.call_at(wake_at, self._woken, wake_at)
+
+    def _woken(self, due_at: float) -> None:
+        """Pump, unless this process did not run for a while: then answers may be waiting to be read, and nobody is
+        silent or late who only could not be heard.
+        """
+        now = self._loop.time()
+        if now - due_at > STALL_S:
+            for lane in self._lanes.values():
+                lane.excuse(since=due_at, now=now)
+            self._wake = self._loop.call_later(SHORTEST_WAKE_S, self._ask_for_pump)
+        else:
+            self._ask_for_pump()
 
     def _arrange(self, now: float) -> None:
         arrived, self._arrived = self._arrived, []
@@ -201,7 +219,7 @@ class Dispatcher:
             expected_s=self._planner.forecast.expected_s(lane, job.size),
             probe=not lane.breaker.closed,
             hedge=hedge,
-            guessed=self._planner.forecast.guesses,
+            young=not lane.speed.settled,
         )
         job.attempts += 1
         job.last_source = lane.name

@@ -90,7 +90,8 @@ class Endings:
     def _rescue(self, lane: Lane, now: float) -> None:
         """Give up the older attempts of a source that is given a rest, and let their jobs go elsewhere."""
         for attempt in list(lane.live):
-            if attempt.age(now) >= RESCUE_FROM and not attempt.job.future.done():
+            # A probe is given the time to answer: how else could a source prove that it is well, only slower?
+            if attempt.age(now) >= RESCUE_FROM and not attempt.probe and not attempt.job.future.done():
                 self._give_up(attempt, now, f"{lane.name} fell silent")
 
     def _give_up(self, attempt: Attempt, now: float, why: str) -> None:
@@ -154,8 +155,11 @@ class Endings:
 
     def _transient(self, attempt: Attempt, error: SourceError, now: float) -> None:
         job, lane = attempt.job, attempt.lane
-        # A probe is a risk that was known; its failure says nothing about the sample.
-        job.failures += not attempt.probe
+        if attempt.probe and job.failed_probes < self._max_attempts:
+            # A probe is a risk that was known; its failure says little about the sample.
+            job.failed_probes += 1
+        else:
+            job.failures += 1
         if job.failures >= self._max_attempts and not self._others_live(attempt):
             self._desk.fail(job, Cause.INFRA, "exhausted", str(error))
             return

@@ -52,10 +52,9 @@ class Forecast:
         return sum(known) / len(known) if known else FIRST_GUESS_S
 
     def update(self, attempt: Attempt) -> None:
-        """Correct what was expected of an attempt that started before any source had ever answered."""
-        if attempt.guessed:
+        """Correct what was expected of an attempt that started when little was known of its source."""
+        if attempt.young:
             attempt.expected_s = self.expected_s(attempt.lane, attempt.job.size)
-            attempt.guessed = self.guesses
 
     @property
     def guesses(self) -> bool:
@@ -97,22 +96,40 @@ class Forecast:
 
     def _forecasts(self, now: float) -> Iterable[tuple[set[str], float]]:
         """Each set of lanes that share work, directly or over others, with the end of what waits for them."""
-        groups: list[tuple[set[str], int]] = []
+        waiting_for: dict[frozenset[str], int] = {}
         for eligible, jobs in self._queue.eligible_sets():
-            names, waiting, apart = set(eligible), jobs, []
-            for group, count in groups:
-                if group.isdisjoint(names):
-                    apart.append((group, count))
+            waiting_for[eligible] = waiting_for.get(eligible, 0) + jobs
+        groups: list[tuple[set[str], list[frozenset[str]]]] = []
+        for eligible in waiting_for:
+            names, members, apart = set(eligible), [eligible], []
+            for group in groups:
+                if group[0].isdisjoint(names):
+                    apart.append(group)
                 else:
-                    names |= group
-                    waiting += count
-            groups = [*apart, (names, waiting)]
+                    names |= group[0]
+                    members += group[1]
+            groups = [*apart, (names, members)]
         mean_size = self._queue.total_size / max(1, len(self._queue))
-        for names, waiting in groups:
+        for names, members in groups:
+            waiting = sum(waiting_for[eligible] for eligible in members)
             lanes = [lane for name, lane in self._lanes.items() if name in names and lane.up(now)]
-            if self._thrifty and len(lanes) > 1:
-                lanes = self._cheapest(lanes, waiting, mean_size, now)
+            if self._thrifty:
+                needed = self._needed(lanes, members, waiting, mean_size, now)
+                self._spared.update(lane.name for lane in lanes if lane not in needed)
+                lanes = needed
             yield names, self._end_of(lanes, waiting, mean_size, now)
+
+    def _needed(
+        self, lanes: list[Lane], members: list[frozenset[str]], waiting: int, mean_size: float, now: float
+    ) -> list[Lane]:
+        """Those of `lanes` that have to be used, if they are to cost as little as the deadlines of what waits permit:
+        for each set of sources that jobs may go to, the cheapest that together would end everything in time.
+        """
+        needed: dict[str, None] = {}
+        for eligible in members:
+            able = [lane for lane in lanes if lane.name in eligible]
+            needed.update(dict.fromkeys(lane.name for lane in self._cheapest(able, waiting, mean_size, now)))
+        return [lane for lane in lanes if lane.name in needed]
 
     def _cheapest(self, lanes: list[Lane], waiting: int, mean_size: float, now: float) -> list[Lane]:
         """The cheapest of `lanes` that together end what waits within half of the time that its deadlines leave."""
@@ -124,7 +141,6 @@ class Forecast:
         due_at = now + THRIFTY_PART * (min(head.deadline_at for head in heads) - now)
         for count in range(1, len(by_cost)):
             if self._end_of(by_cost[:count], waiting, mean_size, now) <= due_at:
-                self._spared.update(lane.name for lane in by_cost[count:])
                 return by_cost[:count]
         return lanes
 

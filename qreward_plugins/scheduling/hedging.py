@@ -96,7 +96,7 @@ class Hedges:
 
     def choose(self, now: float, *, drained: bool) -> Iterator[tuple[Job, Lane]]:
         """The hedges to start now. `drained`: no source that is free has anything else to do."""
-        if not self._budget:
+        if not self._budget or self._forecast.guesses:
             return
         again_at = self._looked_at[drained] + _EVERY_S
         if now < again_at:
@@ -111,7 +111,6 @@ class Hedges:
             and not attempt.result
             and not attempt.rescued
             and attempt.job.hedgeable
-            and not attempt.guessed
         ]
         for _, _, attempt in sorted(ranked):
             job = attempt.job

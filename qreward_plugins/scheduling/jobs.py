@@ -43,6 +43,8 @@ class Job:
     """Attempts that ended, in the order in which they ended."""
     attempts: int = 0
     failures: int = 0
+    failed_probes: int = 0
+    """Failures that were probes of a source; they count apart, because a job at the head of the queue is often one."""
     invalid: int = 0
     hedges: int = 0
     restarts: int = 0

@@ -36,6 +36,9 @@ _HISTORY = 8192
 """Changes of state that are remembered, for the blame of a batch."""
 SILENT_AT = 9.0
 """Answers that are missing when a source is taken for silent: if it were well, the chance of that is exp(-9)."""
+SLOWED = 2.0
+"""How much slower than usual a source may be at any time without being taken for silent: what is sent together is
+answered late together, so that the ages of attempts are no independent witnesses."""
 DOUBTED_AT = 4.0
 """Missing answers from which on nothing is built upon a source."""
 SHORTEST_SILENCE_S = 1.0
@@ -123,7 +126,8 @@ class Lane:
             tail, heard_at = self.tail, self._heard_at
             self._missing_at = now
             self._missing = sum(
-                tail.hazard(attempt.age(now)) - tail.hazard(attempt.age(heard_at)) for attempt in self.live
+                tail.hazard(attempt.age(now) / SLOWED) - tail.hazard(attempt.age(heard_at) / SLOWED)
+                for attempt in self.live
             )
         return self._missing
 
@@ -171,6 +175,15 @@ class Lane:
         self._heard_at = now
         self._missing_at = -math.inf
         self._silenced = False
+
+    def excuse(self, *, since: float, now: float) -> None:
+        """Do not hold it against the source, or against its attempts, that this process did not listen for a while."""
+        self._missing_at = -math.inf
+        if self._heard_at > -math.inf:
+            self._heard_at = min(now, self._heard_at + now - since)
+        for attempt in self.live:
+            if attempt.started_at <= since:
+                attempt.started_at += now - since
 
     def answered(self, attempt: Attempt, reply: Reply, now: float) -> float:
         """Learn from a reply; return its cost in dollars."""

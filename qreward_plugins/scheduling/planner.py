@@ -87,7 +87,7 @@ class Planner:
 
     def ended(self, attempt: Attempt) -> None:
         """Learn from an attempt that ended."""
-        if not attempt.guessed:
+        if not attempt.young:
             age = attempt.age(attempt.ended_at)
             if attempt.result == "valid" or attempt.result == "invalid":
                 self.forecast.tail.ended(age)
@@ -127,7 +127,8 @@ class Planner:
 
     def _by_finish(self, lanes: list[Lane], now: float) -> Iterator[Placement]:
         mean_s = {lane.name: self._mean_s(lane) for lane in self._lanes.values()}
-        fastest_s = min((mean_s[lane.name] for lane in self._lanes.values() if lane.up(now)), default=0.0)
+        used = [lane for lane in self._lanes.values() if lane.up(now) and not self.forecast.spared(lane, now)]
+        fastest_s = min((mean_s[lane.name] for lane in used), default=0.0)
         turns = sorted(lanes, key=lambda lane: mean_s[lane.name])
         while turns:
             again = []
@@ -188,11 +189,14 @@ class Planner:
             return factor * self.forecast.expected_s(other, job.size)
 
         here_s = takes_s(lane)
-        return all(
-            self.forecast.wait_s(other, job, now) + takes_s(other) >= here_s
-            for name in job.eligible(now)
-            if (other := self._lanes[name]) is not lane
-        )
+        for name in job.judge.sources:
+            other = self._lanes[name]
+            if other is lane or name in job.barred or self.forecast.spared(other, now):
+                continue
+            wait_s = max(self.forecast.wait_s(other, job, now), job.rested_at.get(name, now) - now)
+            if wait_s + takes_s(other) < here_s:
+                return False
+        return True
 
     def _mean_s(self, lane: Lane) -> float:
         return self.forecast.expected_s(lane, self.queue.total_size / max(1, len(self.queue)))

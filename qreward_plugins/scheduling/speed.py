@@ -15,7 +15,10 @@ _MEMORY = 100
 """Answers that are remembered, about; older ones fade."""
 _CLIP = 3.0
 _PRIOR_ANSWERS = 8
-"""Answers after which the fitted slope weighs as much as proportionality."""
+_PRIOR_SPREAD = 0.3
+"""Proportionality weighs as much as so many answers whose sizes vary by this share: a line through a few answers of
+about the same size says nothing about others."""
+SETTLED_AFTER = 20
 SHORTEST_S = 1e-3
 
 
@@ -37,6 +40,11 @@ class Speed:
     def known(self) -> bool:
         """Whether the source has answered at all."""
         return self._answers > 0
+
+    @property
+    def settled(self) -> bool:
+        """Whether it has answered often enough to be relied upon."""
+        return self._answers >= SETTLED_AFTER
 
     @property
     def mean_s(self) -> float:
@@ -67,7 +75,8 @@ class Speed:
         self._spread += weight * ((1 - weight) * off_size * off_size - self._spread)
         self._cross += weight * ((1 - weight) * off_size * off_s - self._cross)
         proportional = self._mean_s / self._mean_size if self._mean_size > 0 else 0.0
-        fitted = self._cross / self._spread if self._spread > 0 else proportional
-        slope = (self._answers * fitted + _PRIOR_ANSWERS * proportional) / (self._answers + _PRIOR_ANSWERS)
+        prior = _PRIOR_ANSWERS * (_PRIOR_SPREAD * self._mean_size) ** 2
+        known = self._answers * self._spread + prior
+        slope = (self._answers * self._cross + prior * proportional) / known if known > 0 else proportional
         self._slope = min(max(slope, 0.0), proportional)
         self._base = self._mean_s - self._slope * self._mean_size

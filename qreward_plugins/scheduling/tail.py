@@ -46,7 +46,8 @@ class Tail:
 
     def residual(self, age: float) -> float:
         """How much longer an attempt of `age` will run, on average, in the same unit as `age`."""
-        return self._residual[min(bisect.bisect_left(_EDGES, age), len(_EDGES) - 1)]
+        step = bisect.bisect_left(_EDGES, age)
+        return self._residual[step] if step < len(_EDGES) else age / 2
 
     def hazard(self, age: float) -> float:
         """How many ends to expect of an attempt up to `age`, if it were started anew at once whenever it ended."""

@@ -9,6 +9,7 @@ import pytest
 from qreward_plugins.config.models import Limits
 from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.quotas import MARGIN_S, Quota
+from qreward_plugins.quotas.pace import JITTER_S
 
 
 def quota(processes: int = 1, **limits: object) -> Quota:
@@ -113,8 +114,8 @@ def test_auto_changes_to_pacing_only_when_throttled_clearly_below_the_limit():
     assert not subject.use(1.0).paced
     assert throttled(subject, *[200.0] * 3) == [False, False, True]
     subject.reserve(0, 0, 200.0).release(200.0)
-    assert subject.wait_s(0, 200.0) == pytest.approx(1.0)
-    assert subject.capacity(210.5, 0, 200.0) == 10
+    assert subject.wait_s(0, 200.0) == pytest.approx(1.0 + JITTER_S)
+    assert subject.capacity(210.5 + 10 * JITTER_S, 0, 200.0) == 10
 
 
 def test_pacing_by_itself_is_on_trial():
@@ -160,7 +161,7 @@ def test_a_declared_bucket_is_paced_from_the_start():
     for _ in range(3):
         waits.append(subject.wait_s(0, 0.0))
         subject.reserve(0, 0, 0.0).release(0.0)
-    assert waits == [0, 0, pytest.approx(1.0)]
+    assert waits == [0, pytest.approx(JITTER_S), pytest.approx(1.0 + JITTER_S)]
 
 
 def test_what_was_rejected_stays_spent_under_a_declared_limit_only():
@@ -259,6 +260,6 @@ def test_retuning_paces_at_the_new_rate():
     subject = quota(requests_per_minute=60, window="bucket")
     subject.reserve(0, 0, 0.0).release(0.0)
     subject.retune(Limits(requests_per_minute=6, window="bucket"), 0.0)
-    assert subject.wait_s(0, 0.0) == pytest.approx(10.0)
+    assert subject.wait_s(0, 0.0) == pytest.approx(10.0 + JITTER_S)
     subject.retune(Limits(requests_per_minute=600, window="sliding"), 0.0)
     assert subject.wait_s(0, 0.0) == 0

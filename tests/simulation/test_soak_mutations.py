@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -17,7 +18,7 @@ from qreward_plugins.judges.llm import LLMJudge
 from qreward_plugins.quotas import Quota, Reservation
 from qreward_plugins.quotas.pace import Pace
 from qreward_plugins.samples import Scored, Verdict
-from qreward_plugins.scheduling import Batch, Breaker, Dispatcher, Job, Lane, dispatcher
+from qreward_plugins.scheduling import Batch, Breaker, Dispatcher, Job, Lane, batches
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.scheduling.planner import Planner
 from qreward_plugins.simulation import performance
@@ -91,7 +92,7 @@ def an_outcome_is_lost(monkeypatch):
 
         return mutated
 
-    around(monkeypatch, Dispatcher, "_finish", wrap)
+    around(monkeypatch, Dispatcher, "finish", wrap)
 
 
 def finished_twice(monkeypatch):
@@ -103,7 +104,7 @@ def finished_twice(monkeypatch):
 
         return mutated
 
-    around(monkeypatch, Dispatcher, "_finish", wrap)
+    around(monkeypatch, Dispatcher, "finish", wrap)
 
 
 def a_default_for_invalid_verdicts(monkeypatch):
@@ -233,8 +234,6 @@ def dice_without_a_seed(monkeypatch):
 
 
 def blame_forgets_a_part(monkeypatch):
-    from dataclasses import replace
-
     def wrap(report):
         def mutated(batch, lanes):
             made = report(batch, lanes)
@@ -242,7 +241,7 @@ def blame_forgets_a_part(monkeypatch):
 
         return mutated
 
-    around(monkeypatch, dispatcher, "report", wrap)
+    around(monkeypatch, batches, "report", wrap)
 
 
 MUTATIONS = [

@@ -1,0 +1,278 @@
+"""`qreward plan`: what a step will take, cost and wait for, before it is run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from ..config import load_config
+from ..errors import InputError
+from ..planning import (
+    Advice,
+    Assumptions,
+    Plan,
+    SourceUse,
+    draw_timeline,
+    parse_data_source,
+    parse_latency,
+    parse_lengths,
+    plan,
+)
+from ..planning.picture import check_picture
+from .figures import number_of, seconds, short
+from .running import OK, say
+
+_MOST_ADVICE = 6
+_MOST_PROCESSES = 8
+_NOTHING_SAVED_S = 0.05
+_WAITS = {
+    "requests": "requests a minute",
+    "tokens": "tokens a minute",
+    "places": "concurrency",
+    "latency": "latency",
+    "stragglers": "stragglers",
+    "failures": "failures",
+    "pauses": "pauses",
+}
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of the command, as they are written."""
+
+    config: Path
+    samples: int
+    tokens: str | None
+    latency: str | None
+    data_sources: tuple[str, ...]
+    prompt_tokens: int
+    verdict_tokens: float | None
+    spread: float
+    stragglers: float
+    errors: float
+    seeds: int
+    plot: Path | None
+    json_file: Path | None
+
+
+async def plan_step(options: PlanOptions, out: Console, errors: Console) -> int:
+    """Rehearse, print, and write what is asked for; 0.
+
+    Cancelling it ends the rehearsals. Raises `ConfigurationError`, `InputError` and
+    `JournalError`.
+    """
+    if options.plot is not None:
+        check_picture(options.plot)
+    if options.json_file is not None and not options.json_file.parent.is_dir():
+        raise InputError(f"{options.json_file}: there is no directory {str(options.json_file.parent)!r}")
+    found = await _rehearsed(options, errors)
+    _print(found, options.config, out)
+    if options.json_file is not None:
+        _write_json(found, options.json_file)
+        say(errors, f"the plan is in {options.json_file}")
+    if options.plot is not None:
+        title = f"{number_of(found.samples, 'sample')} in {found.timeline.makespan_s:.1f} s"
+        draw_timeline(found.timeline, options.plot, title=title, subtitle=f"most of it: {found.bottleneck.describes}")
+        say(errors, f"the timeline is in {options.plot}")
+    return OK
+
+
+async def _rehearsed(options: PlanOptions, errors: Console) -> Plan:
+    """The plan, made in a thread so that signals are heard."""
+    stopped = threading.Event()
+    columns = TextColumn("rehearsing"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+
+        def progress(done: int, total: int) -> None:
+            if stopped.is_set():
+                raise _Stopped
+            bar.update(task, completed=done, total=total)
+
+        def work() -> Plan:
+            # Read first: the other options are read against it.
+            config = load_config(options.config)
+            return plan(
+                config,
+                origin=str(options.config),
+                samples=options.samples,
+                lengths=None if options.tokens is None else parse_lengths(options.tokens, most=options.samples),
+                assumptions=Assumptions(
+                    latency_s={} if options.latency is None else parse_latency(options.latency, config),
+                    spread=options.spread,
+                    straggler_share=options.stragglers,
+                    error_share=options.errors,
+                    prompt_tokens=options.prompt_tokens,
+                    verdict_tokens=options.verdict_tokens,
+                ),
+                data_sources=[parse_data_source(text) for text in options.data_sources],
+                seeds=options.seeds,
+                processes=_processors(),
+                progress=progress,
+            )
+
+        working = asyncio.ensure_future(asyncio.to_thread(work))
+        try:
+            return await asyncio.shield(working)
+        except asyncio.CancelledError:
+            stopped.set()
+            await asyncio.gather(working, return_exceptions=True)
+            raise
+
+
+class _Stopped(Exception):
+    """Nobody waits for the plan any more."""
+
+
+def _print(found: Plan, path: Path, out: Console) -> None:
+    judged = " and ".join(f"{count:,.0f} by {judge}" for judge, count in found.judged.items())
+    say(
+        out,
+        Text.assemble((f"{path}: a step of {number_of(found.samples, 'sample')}", "bold"), f" (judged: {judged})\n"),
+    )
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="dim", no_wrap=True)
+    facts.add_column()
+    step = found.step_s
+    facts.add_row(
+        "takes", Text.assemble((seconds(step.p50), "bold"), f"  (95% of the steps: up to {seconds(step.p95)})")
+    )
+    facts.add_row("costs", _costs(found))
+    facts.add_row("waits for", _waits(found))
+    for problem in _problems(found):
+        facts.add_row(Text("but", "red"), Text(problem, "red"))
+    out.print(Padding(facts, (0, 0, 0, 2)))
+    out.print()
+    out.print(_source_table(found))
+    out.print()
+    _print_advice(found, out)
+    say(out, Text("\nassumed", "bold"))
+    for note in found.notes:
+        say(out, Text(f"  {note}", "dim"))
+
+
+def _costs(found: Plan) -> Text:
+    if found.cost_usd is None:
+        return Text("nothing is known: no source has a price")
+    dollars = found.cost_usd.p50
+    return Text.assemble(
+        (_dollars(dollars), "bold"), f"  ({_dollars(1000 * dollars / found.samples)} per 1,000 samples)"
+    )
+
+
+def _waits(found: Plan) -> Text:
+    whole = sum(wait.seconds for wait in found.waits)
+    if not whole:
+        return Text(found.bottleneck.describes)
+    by_resource: dict[str, float] = {}
+    for wait in found.waits:
+        by_resource[wait.resource] = by_resource.get(wait.resource, 0.0) + wait.seconds
+    rest = sorted(
+        ((spent, name) for name, spent in by_resource.items() if name != found.bottleneck.resource), reverse=True
+    )
+    others = ", ".join(
+        f"{_WAITS.get(name, name)} {_percent(spent / whole)}" for spent, name in rest if spent > 0.03 * whole
+    )
+    return Text.assemble(
+        (found.bottleneck.describes, "bold"),
+        f"  ({_percent(found.bottleneck.seconds / whole)} of the time" + (f"; {others})" if others else ")"),
+    )
+
+
+def _problems(found: Plan) -> list[str]:
+    problems = []
+    if found.late >= 0.0005:
+        problems.append(
+            f"{_percent(found.late)} of the samples get no reward: engine.deadline_s is {found.deadline_s:g}, "
+            f"and a step takes {seconds(found.step_s.p50)}"
+        )
+    for reason, share in found.failed.items():
+        if share >= 0.0005:
+            problems.append(f"{_percent(share)} of the samples fail for another reason ({reason})")
+    return problems
+
+
+def _source_table(found: Plan) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("source", no_wrap=True, max_width=24)
+    for name in ("latency", "requests", "rpm used", "tpm used", "in flight", "busy", "USD"):
+        table.add_column(name, no_wrap=True, justify="right")
+    for use in found.sources:
+        table.add_row(
+            use.name,
+            seconds(use.latency_s),
+            short(use.requests),
+            _used(use.requests_used),
+            _used(use.tokens_used),
+            _places(use),
+            _percent(use.out_of_places),
+            "-" if use.cost_usd is None else f"{use.cost_usd:.4f}",
+        )
+    return table
+
+
+def _used(share: float | None) -> Text:
+    if share is None:
+        return Text("-")
+    return Text(_percent(share), "red" if share >= 0.9 else "")
+
+
+def _places(use: SourceUse) -> str:
+    return f"{use.peak_in_flight:,}" + ("" if use.concurrency is None else f" of {use.concurrency:,}")
+
+
+def _print_advice(found: Plan, out: Console) -> None:
+    if not found.advice:
+        say(out, Text("nothing that was tried would help much: the step is as short as its longest requests", "bold"))
+        return
+    say(out, Text("what would help most", "bold"))
+    table = Table.grid(padding=(0, 2))
+    table.add_column()
+    for _ in range(3):
+        table.add_column(justify="right", no_wrap=True)
+    for advice in found.advice[:_MOST_ADVICE]:
+        table.add_row(advice.change, f"{advice.now_s:.1f} -> {advice.step_s:.1f} s", _saved(advice), _price(advice))
+    out.print(Padding(table, (0, 0, 0, 2)))
+
+
+def _saved(advice: Advice) -> Text:
+    if abs(advice.saved_s) < _NOTHING_SAVED_S:
+        return Text("as fast")
+    return Text(f"{-100 * advice.saved_s / advice.now_s:+.0f}%", "green" if advice.saved_s > 0 else "yellow")
+
+
+def _price(advice: Advice) -> str:
+    if advice.cost_usd is None or advice.now_usd is None or abs(advice.saved_usd) < 0.01 * advice.now_usd:
+        return ""
+    return f"{'-' if advice.saved_usd > 0 else '+'}{_dollars(abs(advice.saved_usd))}"
+
+
+def _dollars(amount: float) -> str:
+    return f"${amount:,.2f}" if amount >= 0.0995 or not amount else f"${amount:.2g}"
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f}%" if share >= 0.0095 or not share else f"{100 * share:.1g}%"
+
+
+def _processors() -> int:
+    """How many processors this process may use; more than a few save little."""
+    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(count, _MOST_PROCESSES)
+
+
+def _write_json(found: Plan, path: Path) -> None:
+    try:
+        path.write_text(json.dumps(found.to_dict(), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"{path}: cannot be written ({error.strerror or type(error).__name__})") from None

@@ -1,0 +1,85 @@
+"""What a configuration cannot tell, and what is assumed of it unless somebody knows better."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ..config import Config
+from ..errors import InputError
+
+LLM_LATENCY_S = 3.0
+FUNCTION_LATENCY_S = 0.1
+
+
+@dataclass(frozen=True)
+class Assumptions:
+    """What is assumed of the sources and of the rollouts. Times are seconds, shares go from 0 to 1.
+
+    Raises `InputError` for numbers that make no sense.
+    """
+
+    latency_s: Mapping[str, float] = field(default_factory=dict)
+    """How long an average request takes, without any waiting, by the name of the source; "*" for all others. Default:
+    3 for a language model, 0.1 for a function, unless a journal tells."""
+    spread: float = 0.3
+    """Sigma of the lognormal noise on latencies."""
+    length_share: float = 0.5
+    """Which part of a latency is in proportion to the length of the rollout."""
+    straggler_share: float = 0.01
+    """Share of the requests that take ten times as long."""
+    error_share: float = 0.01
+    """Share of the requests that fail, and are tried again."""
+    prompt_tokens: int = 200
+    """Tokens of the question that a rollout answers; not used where rollouts come from a file or a journal."""
+    verdict_tokens: float | None = None
+    """Tokens of a verdict, rationale included. Default: 120, unless a journal tells."""
+
+    def __post_init__(self) -> None:
+        for name, seconds in self.latency_s.items():
+            if not (math.isfinite(seconds) and 0.001 <= seconds <= 3600):
+                raise InputError(f"the latency of {name!r} must be from 0.001 to 3600 seconds, not {seconds:g}")
+        for key in ("length_share", "straggler_share", "error_share"):
+            value = getattr(self, key)
+            if not 0 <= value <= 1:
+                raise InputError(f"{key} must be from 0 to 1, not {value:g}")
+        if self.error_share > 0.9:
+            raise InputError(f"error_share must be at most 0.9, not {self.error_share:g}: nothing would ever end")
+        if not 0 <= self.spread <= 3:
+            raise InputError(f"spread must be from 0 to 3, not {self.spread:g}")
+        if self.prompt_tokens < 0 or (self.verdict_tokens is not None and not 0 <= self.verdict_tokens < 1e6):
+            raise InputError("prompt_tokens and verdict_tokens must be numbers of tokens, from 0 on")
+
+
+VERDICT_TOKENS = 120.0
+
+
+def parse_latency(text: str, config: Config) -> dict[str, float]:
+    """Read `3` (every source) or `a=2,b=0.5`; `a=2,5` is 2 for a and 5 for all others. Raises `InputError`."""
+    latency_s: dict[str, float] = {}
+    for part in text.split(","):
+        name, separator, number = part.strip().rpartition("=")
+        name = name.strip() if separator else "*"
+        try:
+            seconds = float(number)
+        except ValueError:
+            raise InputError(f"--latency {text!r}: {number!r} is no number of seconds; write 3, or a=2,b=0.5") from None
+        if name != "*" and name not in config.sources:
+            raise InputError(f"--latency {text!r}: there is no source {name!r}; there are {', '.join(config.sources)}")
+        latency_s[name] = seconds
+    return latency_s
+
+
+def parse_data_source(text: str) -> tuple[str, float]:
+    """Read `math/gsm8k` or, with its share of the samples, `math/gsm8k=0.7`. Raises `InputError`."""
+    name, separator, number = text.rpartition("=")
+    if not separator:
+        return text, 1.0
+    try:
+        share = float(number)
+    except ValueError:
+        return text, 1.0
+    if not (math.isfinite(share) and share > 0):
+        raise InputError(f"--data-source {text!r}: a share must be above 0, not {number}")
+    return name, share

@@ -1,0 +1,129 @@
+"""What a step waits for, over all rehearsals: the critical paths of its last rewards, added up."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ..config import Config, FunctionSource
+from ..telemetry import PartKind
+from .rehearsal import Rehearsal, Run
+
+Resource = Literal["requests", "tokens", "places", "latency", "stragglers", "failures", "pauses", "deadline", "nothing"]
+FULL = 0.9
+"""Part of a limit from which on it is taken to be used up."""
+
+_RESOURCES: Mapping[PartKind, Resource] = {
+    "quota": "requests",
+    "queue": "places",
+    "service": "latency",
+    "straggler": "stragglers",
+    "retry": "failures",
+    "pause": "pauses",
+    "arrival": "nothing",
+}
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Seconds of the step's critical path, in the mean over the rehearsals: on which source, for what."""
+
+    source: str
+    resource: Resource
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """What most of a step is spent on: `sources` share it, those that are waited for longest first."""
+
+    resource: Resource
+    sources: tuple[str, ...]
+    seconds: float
+    describes: str
+    """In words."""
+
+
+def waits_of(rehearsal: Rehearsal, runs: Sequence[Run]) -> tuple[Wait, ...]:
+    """What the step waits for, the longest wait first."""
+    seconds: dict[tuple[str, Resource], float] = {}
+    for run in runs:
+        for part in run.report.parts if run.report else ():
+            resource = _resource(rehearsal.config, run, part.kind, part.source)
+            key = part.source, resource
+            seconds[key] = seconds.get(key, 0.0) + part.seconds / len(runs)
+    waits = [Wait(source, resource, spent) for (source, resource), spent in seconds.items() if resource != "nothing"]
+    return tuple(sorted(waits, key=lambda wait: -wait.seconds))
+
+
+def bottleneck_of(config: Config, waits: Sequence[Wait]) -> Bottleneck:
+    """What most of the step is spent on."""
+    by_resource: dict[Resource, list[Wait]] = {}
+    for wait in waits:
+        by_resource.setdefault(wait.resource, []).append(wait)
+    if not by_resource:
+        return Bottleneck("nothing", (), 0.0, "nothing: no sample goes to a source")
+    resource, shared = max(by_resource.items(), key=lambda item: sum(wait.seconds for wait in item[1]))
+    names = tuple(wait.source for wait in shared if wait.seconds >= shared[0].seconds / 3)
+    seconds = sum(wait.seconds for wait in shared)
+    return Bottleneck(resource, names, seconds, _words(config, resource, names))
+
+
+def _resource(config: Config, run: Run, kind: PartKind, name: str) -> Resource:
+    """Which resource a part of the critical path is charged to.
+
+    The engine says that a quota is spent, not which one; and a lack of tokens, which depends on the size of what waits,
+    it may call a queue. So a queue for a source that had places free most of the time was one for its tokens.
+    """
+    if name in run.uses and kind in ("queue", "quota"):
+        used = used_up(config, run, name)
+        had_places = run.uses[name].held_s.get("queue", 0.0) < 0.5 * run.makespan_s
+        if "tokens" in used and (had_places if kind == "queue" else "requests" not in used):
+            return "tokens"
+    return _RESOURCES[kind]
+
+
+def used_up(config: Config, run: Run, name: str) -> frozenset[Resource]:
+    """The limits of a source that a step used up."""
+    limits, use = config.sources[name].limits, run.uses[name]
+    found: set[Resource] = set()
+    window = limits.window_s / 60
+    if limits.requests_per_minute is not None and use.shape.most_requests >= FULL * limits.requests_per_minute * window:
+        found.add("requests")
+    if limits.tokens_per_minute is not None and use.shape.most_tokens >= FULL * limits.tokens_per_minute * window:
+        found.add("tokens")
+    if use.held_s.get("queue", 0.0) > 0.02 * run.makespan_s:
+        found.add("places")
+    return frozenset(found)
+
+
+def _words(config: Config, resource: Resource, names: tuple[str, ...]) -> str:
+    told = listed(names)
+    many = len(names) > 1
+    if resource in ("requests", "tokens"):
+        key = f"{resource}_per_minute"
+        limits = [f"{getattr(config.sources[name].limits, key) or 0:,.0f}" for name in names]
+        each = f"{limits[0]}" if len(set(limits)) == 1 else listed(limits)
+        return f"the {each} {resource} a minute of {'each of ' if many and each == limits[0] else ''}{told}"
+    if resource == "places":
+        return "the places of " + listed([f"{name} ({_places(config, name)})" for name in names])
+    return {
+        "latency": f"how long {told} {'take' if many else 'takes'} to answer",
+        "stragglers": f"stragglers at {told}",
+        "failures": f"failed requests at {told}, and trying them again",
+        "pauses": f"pauses that {told} {'ask' if many else 'asks'} for",
+    }.get(resource, str(resource))
+
+
+def _places(config: Config, name: str) -> str:
+    source = config.sources[name]
+    declared = source.limits.concurrency
+    if declared is not None:
+        return f"concurrency {declared:,}"
+    return "its workers" if isinstance(source, FunctionSource) else "concurrency not declared"
+
+
+def listed(names: Sequence[str]) -> str:
+    """ "a", "a and b", "a, b and c"."""
+    return " and ".join(filter(None, (", ".join(names[:-1]), names[-1]))) if names else ""

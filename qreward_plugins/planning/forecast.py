@@ -1,0 +1,255 @@
+"""`plan`: from a configuration and a number of samples to what a step takes, costs and waits for."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from statistics import fmean
+from typing import Any
+
+from ..config import Config, load_config, sources_of
+from ..engine import RewardEngine
+from ..errors import ConfigurationError, InputError
+from ..telemetry import percentile
+from .advice import Advice, advice_of
+from .assumptions import Assumptions
+from .bottleneck import Bottleneck, Wait, bottleneck_of, waits_of
+from .lengths import Lengths
+from .rehearsal import Rehearsal, Run
+from .runner import Runner
+from .setting import Setting, set_up
+from .timeline import Timeline
+from .variations import variations
+
+FEWEST_SEEDS = 2
+SAMPLES_A_CHANGE = 4096
+"""Changes are rehearsed over fewer seeds, as many as make so many samples."""
+WORTH_PROCESSES = 2000
+"""Samples to rehearse from which on it pays to start processes."""
+
+Progress = Callable[[int, int], None]
+"""(rehearsals that are done, rehearsals in all, as far as is known)."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """A number over all rehearsals."""
+
+    p50: float
+    p95: float
+    least: float
+    most: float
+
+
+@dataclass(frozen=True)
+class SourceUse:
+    """What one source does in a step, in the mean over the rehearsals. Shares go from 0 to 1; None: no such limit."""
+
+    name: str
+    requests: float
+    share: float
+    """Its part of all answers."""
+    hedges: float
+    latency_s: float
+    """What is assumed of it."""
+    latency_from: str
+    """Who says so: "assumed", "given", "journal"."""
+    requests_per_minute: float | None
+    requests_used: float | None
+    """The fullest window, as a part of the limit."""
+    tokens_per_minute: float | None
+    tokens_used: float | None
+    concurrency: int | None
+    """Requests it works on at once; None: not declared, so any number."""
+    peak_in_flight: int
+    mean_in_flight: float
+    out_of_places: float
+    """Part of the step in which all places were taken."""
+    out_of_quota: float
+    """Part of the step in which its requests or its tokens were spent."""
+    cost_usd: float | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one training step does with a configuration. Times are seconds, costs US dollars."""
+
+    samples: int
+    judged: Mapping[str, float]
+    """Samples by the judge that reads them."""
+    seeds: int
+    step_s: Spread
+    cost_usd: Spread | None
+    """None: no source has a price."""
+    attempts: float
+    """Requests per sample."""
+    deadline_s: float
+    late: float
+    """Part of the samples whose reward comes after the deadline, and is lost."""
+    failed: Mapping[str, float]
+    """Part of the samples without a reward for other reasons, by cause and reason."""
+    bottleneck: Bottleneck
+    waits: tuple[Wait, ...]
+    sources: tuple[SourceUse, ...]
+    advice: tuple[Advice, ...]
+    notes: tuple[str, ...]
+    """What was assumed, and what is to be known, in sentences."""
+    timeline: Timeline
+    """The rehearsal whose step time is the median."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything but the timeline, for JSON."""
+        data = asdict(replace(self, timeline=_NO_TIMELINE))
+        del data["timeline"]
+        for advice, told in zip(self.advice, data["advice"], strict=True):
+            told["saved_s"] = advice.saved_s
+        return data
+
+
+_NO_TIMELINE = Timeline((), (), 0.0, 0, 0, {}, {}, {})
+
+
+def plan(
+    config: str | os.PathLike[str] | Mapping[str, Any] | Config,
+    *,
+    samples: int,
+    lengths: Lengths | None = None,
+    assumptions: Assumptions | None = None,
+    data_sources: Sequence[tuple[str, float]] = (),
+    seeds: int = 5,
+    advise: bool = True,
+    processes: int = 1,
+    progress: Progress | None = None,
+    origin: str | None = None,
+) -> Plan:
+    """Rehearse a step of `samples` samples over `seeds` seeds, and what could be changed about it over fewer.
+
+    `config` is what `load_config` takes. `lengths` of the rollouts: default what the configuration's journal recorded,
+    or else lognormal with a mean of 800 tokens. `data_sources`: names and shares; default: those of the rollouts of a
+    file, or one that the route `"*"` takes. `processes`: how many processes rehearse; with more than 1 the caller's
+    main module must be importable (`if __name__ == "__main__"`). `progress` is called after every rehearsal, in the
+    calling thread; what it raises ends the plan. `origin` names the configuration in messages; default: its path.
+
+    Blocks, and must not be called where an event loop runs (`asyncio.to_thread` helps there).
+
+    The same arguments give the same plan. Raises `ConfigurationError` as the engine would, `InputError` for samples
+    that nobody can judge, and `JournalError` for a journal that cannot be read.
+    """
+    if samples < 1 or seeds < 1:
+        raise InputError(f"a plan needs at least 1 sample and 1 seed, not {samples} and {seeds}")
+    loaded = load_config(config)
+    try:
+        setting = set_up(loaded, samples, lengths, assumptions or Assumptions(), data_sources)
+        _check(setting.rehearsal)
+    except ConfigurationError as error:
+        path = os.fsdecode(config) if isinstance(config, (str, os.PathLike)) else "configuration"
+        raise ConfigurationError(error.mistakes, origin=origin or path) from None
+    with Runner(processes if samples * seeds >= WORTH_PROCESSES else 1, progress) as runner:
+        runs = runner.run([(setting.rehearsal, seed, True) for seed in range(seeds)])
+        _check_scored(runs, setting)
+        waits = waits_of(setting.rehearsal, runs)
+        advice: tuple[Advice, ...] = ()
+        priced = any(_priced(loaded, name) for name in loaded.sources)
+        if advise:
+            options = variations(setting.rehearsal, runs, waits)
+            few = range(min(seeds, max(FEWEST_SEEDS, SAMPLES_A_CHANGE // samples)))
+            tried = runner.run([(option.rehearsal, seed, False) for option in options for seed in few])
+            grouped = [tried[number : number + len(few)] for number in range(0, len(tried), len(few))]
+            advice = advice_of(list(zip(options, grouped, strict=True)), runs, priced=priced)
+    by_time = sorted(runs, key=lambda run: (run.makespan_s, run.seed))
+    timeline = by_time[(len(by_time) - 1) // 2].timeline
+    assert timeline is not None
+    return Plan(
+        samples=samples,
+        judged=setting.judged,
+        seeds=seeds,
+        step_s=_spread([run.makespan_s for run in runs]),
+        cost_usd=_spread([run.cost_usd for run in runs]) if priced else None,
+        attempts=fmean(run.attempts for run in runs) / samples,
+        deadline_s=loaded.engine.deadline_s,
+        late=fmean(run.late for run in runs) / samples,
+        failed=_failed(runs, samples),
+        bottleneck=bottleneck_of(loaded, waits),
+        waits=waits,
+        sources=tuple(_use(setting, runs, name) for name in loaded.sources),
+        advice=advice,
+        notes=(*setting.notes, *_unused(loaded, setting.judged)),
+        timeline=timeline,
+    )
+
+
+def _check(rehearsal: Rehearsal) -> None:
+    """Build what a run would build, so that mistakes are told as a run would tell them."""
+    engine = rehearsal.config.engine.model_copy(update={"journal": None})
+    bare = rehearsal.config.model_copy(update={"engine": engine})
+    RewardEngine(bare, sources=rehearsal.stand_ins(rehearsal.servers()))
+
+
+def _check_scored(runs: Sequence[Run], setting: Setting) -> None:
+    if any(run.scored or run.late for run in runs):
+        return
+    remedy = "" if setting.rehearsal.rollouts.lengths.rollouts else "; give real rollouts with --tokens file:PATH"
+    raise InputError(f"no sample can be scored: {runs[0].example or 'all of them fail'}{remedy}")
+
+
+def _use(setting: Setting, runs: Sequence[Run], name: str) -> SourceUse:
+    rehearsal = setting.rehearsal
+    limits = rehearsal.config.sources[name].limits
+    uses = [run.uses[name] for run in runs]
+    server = rehearsal.servers()[name]
+    window = server.window_s / 60
+    total = sum(sum(use.answered for use in run.uses.values()) for run in runs) or 1
+    step_s = fmean(run.makespan_s for run in runs) or 1.0
+    return SourceUse(
+        name=name,
+        requests=fmean(use.requests for use in uses),
+        share=sum(use.answered for use in uses) / total,
+        hedges=fmean(use.hedges for use in uses),
+        latency_s=rehearsal.truths[name].latency_s,
+        latency_from=setting.latency_from[name],
+        requests_per_minute=limits.requests_per_minute,
+        requests_used=_part(fmean(use.shape.most_requests for use in uses), limits.requests_per_minute, window),
+        tokens_per_minute=limits.tokens_per_minute,
+        tokens_used=_part(fmean(use.shape.most_tokens for use in uses), limits.tokens_per_minute, window),
+        concurrency=server.concurrency,
+        peak_in_flight=max(use.shape.peak_in_flight for use in uses),
+        mean_in_flight=fmean(use.shape.mean_in_flight for use in uses),
+        out_of_places=fmean(use.held_s.get("queue", 0.0) for use in uses) / step_s,
+        out_of_quota=fmean(use.held_s.get("quota", 0.0) for use in uses) / step_s,
+        cost_usd=fmean(use.cost_usd for use in uses) if _priced(rehearsal.config, name) else None,
+    )
+
+
+def _part(used: float, per_minute: float | None, window_min: float) -> float | None:
+    return None if per_minute is None else used / (per_minute * window_min)
+
+
+def _priced(config: Config, name: str) -> bool:
+    price = config.sources[name].price
+    return bool(price.per_request or price.input_per_million or price.output_per_million)
+
+
+def _spread(values: Sequence[float]) -> Spread:
+    return Spread(percentile(values, 0.5), _high(values), min(values), max(values))
+
+
+def _high(values: Sequence[float]) -> float:
+    """The 95th percentile, interpolated: of five values the nearest rank would always be the highest."""
+    ranked = sorted(values)
+    place = 0.95 * (len(ranked) - 1)
+    low = math.floor(place)
+    return ranked[low] + (place - low) * (ranked[min(low + 1, len(ranked) - 1)] - ranked[low])
+
+
+def _failed(runs: Sequence[Run], samples: int) -> dict[str, float]:
+    names = sorted({name for run in runs for name in run.failed})
+    return {name: fmean(run.failed.get(name, 0) for run in runs) / samples for name in names}
+
+
+def _unused(config: Config, judged: Mapping[str, float]) -> list[str]:
+    asked = {name for judge in judged for name in sources_of(config, judge)}
+    return [
+        f"{name}: not asked, because no judge of these samples has it" for name in config.sources if name not in asked
+    ]

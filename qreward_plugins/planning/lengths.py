@@ -1,0 +1,101 @@
+"""How long rollouts are: one length, a lognormal distribution, lengths that were seen, or the rollouts of a file.
+
+A file is the best answer, since it also brings prompts, references and data sources, so the judge's own requests are
+built from what it will really get. The others stand for texts of the right length that say nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import InputError
+from ..files import read_rollouts
+from ..samples import Sample
+
+BYTES_PER_TOKEN = 4
+"""What a token of text is taken for, in bytes."""
+LONGEST_TOKENS = 1_000_000
+_FORMS = "write a number of tokens (800), lognormal:MEAN:SIGMA (lognormal:800:0.6), or file:ROLLOUTS.jsonl"
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Lengths of rollouts in tokens.
+
+    `mean` and `sigma` are those of a lognormal distribution (sigma 0: all are alike), unless there are `seen` lengths,
+    which are drawn from, or `rollouts`, which are taken as they are.
+    """
+
+    mean: float = 800.0
+    sigma: float = 0.6
+    seen: tuple[int, ...] = ()
+    rollouts: tuple[Sample, ...] = ()
+    origin: str = ""
+    """Where `seen` and `rollouts` come from, in words."""
+
+    def draw(self, count: int, rng: random.Random) -> list[int]:
+        """So many lengths, at least 1 each. Not for `rollouts`, which have theirs."""
+        if self.seen:
+            return [max(1, rng.choice(self.seen)) for _ in range(count)]
+        if not self.sigma:
+            return [max(1, round(self.mean))] * count
+        middle = math.log(self.mean) - self.sigma**2 / 2
+        return [
+            min(LONGEST_TOKENS, max(1, round(math.exp(middle + self.sigma * rng.gauss(0, 1))))) for _ in range(count)
+        ]
+
+    def describe(self) -> str:
+        """Say in words how long rollouts are."""
+        if self.rollouts:
+            return f"the rollouts of {self.origin}, {_mean_tokens(self.rollouts):,.0f} tokens in the mean"
+        if self.seen:
+            return f"{sum(self.seen) / len(self.seen):,.0f} tokens in the mean, from {self.origin}"
+        spread = f" in the mean (lognormal, sigma {self.sigma:g})" if self.sigma else ""
+        return f"{self.mean:,.0f} tokens{spread}"
+
+
+def parse_lengths(text: str, *, most: int, seed: int = 0) -> Lengths:
+    """Read `800`, `lognormal:800:0.6` or `file:rollouts.jsonl`.
+
+    Of a file at most `most` rollouts are kept, drawn evenly from all of it. Raises `InputError`.
+    """
+    kind, separator, rest = text.strip().partition(":")
+    if separator and kind == "file":
+        return _of_file(Path(rest).expanduser(), most, seed)
+    parts = rest.split(":") if separator else [kind]
+    if (separator and kind != "lognormal") or len(parts) > 2:
+        raise InputError(f"--tokens {text!r} is no distribution of lengths; {_FORMS}")
+    try:
+        mean = float(parts[0])
+        sigma = (float(parts[1]) if len(parts) == 2 else Lengths.sigma) if separator else 0.0
+    except ValueError:
+        raise InputError(f"--tokens {text!r} is no distribution of lengths; {_FORMS}") from None
+    if not (1 <= mean <= LONGEST_TOKENS and 0 <= sigma <= 3):
+        raise InputError(f"--tokens {text!r}: the mean goes from 1 to {LONGEST_TOKENS:,} tokens, sigma from 0 to 3")
+    return Lengths(mean, sigma)
+
+
+def _of_file(path: Path, most: int, seed: int) -> Lengths:
+    rng = random.Random(f"rollouts {seed}")
+    kept: list[Sample] = []
+    for number, rollout in enumerate(read_rollouts(path)):
+        if len(kept) < most:
+            kept.append(rollout.sample)
+        elif (place := rng.randrange(number + 1)) < most:
+            kept[place] = rollout.sample
+    if not kept:
+        raise InputError(f"{path}: has no rows")
+    return Lengths(rollouts=tuple(kept), origin=str(path))
+
+
+def tokens_of(text: str) -> int:
+    """The tokens that a text is taken for."""
+    return -(-len(text.encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN)
+
+
+def _mean_tokens(samples: Sequence[Sample]) -> float:
+    return sum(tokens_of(sample.response) for sample in samples) / len(samples)

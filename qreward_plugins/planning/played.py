@@ -1,0 +1,119 @@
+"""A source that a simulated server stands behind: it answers as the judge of each sample reads it, and is on record.
+
+`SimulatedServer` speaks the words of one judge only. Here the sources answer for the configuration's own judges,
+language models and functions alike, so the engine's strict reading of verdicts runs as in earnest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from ..config import Config, FunctionJudge, judge_for
+from ..errors import SourceError, Throttled
+from ..samples import Sample, Usage
+from ..simulation import SimulatedServer, score_of
+from ..sources import Reply, Request
+from .lengths import BYTES_PER_TOKEN
+from .timeline import Bar, BarEnd, BarKind
+
+
+class Record:
+    """The attempts of a run, as bars of its timeline."""
+
+    def __init__(self) -> None:
+        self.bars: list[Bar] = []
+        self._tries: Counter[str] = Counter()
+        self._live: Counter[str] = Counter()
+
+    def begin(self, sample: str) -> BarKind:
+        """Note that a sample's attempt begins; what it is to the sample."""
+        kind: BarKind = "hedge" if self._live[sample] else "retry" if self._tries[sample] else "first"
+        self._tries[sample] += 1
+        self._live[sample] += 1
+        return kind
+
+    def end(self, sample: str, bar: Bar) -> None:
+        """Note that it has ended."""
+        self._live[sample] -= 1
+        self.bars.append(bar)
+
+
+class PlayedSource:
+    """A `Source` over a simulated server. `work` is the hidden work of the samples by their ids, `verdict_tokens` how
+    long the verdict on work of 1 is.
+    """
+
+    def __init__(
+        self,
+        server: SimulatedServer,
+        config: Config,
+        *,
+        slots: int | None,
+        work: Mapping[str, float],
+        verdict_tokens: float,
+        record: Record,
+    ) -> None:
+        self.server = server
+        self.name = server.name
+        self._config = config
+        self._slots = slots
+        self._work = work
+        self._verdict_tokens = verdict_tokens
+        self._record = record
+
+    @property
+    def model(self) -> str:
+        return "simulated"
+
+    @property
+    def slots(self) -> int | None:
+        return self._slots
+
+    async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
+        """Answer after what the server takes, with a valid verdict; raises what the server raises."""
+        on_sent()
+        time = asyncio.get_running_loop().time
+        sample, sent_at = request.sample, time()
+        name = sample.id or ""
+        work = self._work[name]
+        prompt, completion = self._tokens(request, work)
+        kind = self._record.begin(name)
+        end: BarEnd = "cancelled"
+        try:
+            await self.server.serve(name, work, prompt, completion)
+            end = "answered"
+        except Throttled:
+            end = "throttled"
+            raise
+        except SourceError:
+            end = "failed"
+            raise
+        finally:
+            self._record.end(name, Bar(self.name, kind, end, sent_at, time(), prompt + completion))
+        return self._reply(request, sample, Usage(prompt, completion) if request.messages else None)
+
+    async def aclose(self) -> None:
+        return None
+
+    def _tokens(self, request: Request, work: float) -> tuple[int, int]:
+        if not request.messages:
+            return 0, 0
+        completion = round(self._verdict_tokens * work)
+        return -(-request.size // BYTES_PER_TOKEN), min(completion, request.max_completion_tokens or completion)
+
+    def _reply(self, request: Request, sample: Sample, usage: Usage | None) -> Reply:
+        judge = self._config.judges[judge_for(self._config, sample.data_source) or ""]
+        part = score_of(sample.id or "") / 10
+        if isinstance(judge, FunctionJudge):
+            low, high = judge.reward_range or (0.0, 1.0)
+            score = low + part * (high - low)
+            return Reply(value={"score": score, **dict.fromkeys(judge.components, score)}, model="simulated")
+        low, high = judge.score_range
+        score = low + part * (high - low)
+        verdict = {"id": request.nonce, "rationale": "rehearsed", "score": score}
+        if judge.criteria:
+            verdict["components"] = dict.fromkeys(judge.criteria, score)
+        return Reply(text=json.dumps(verdict), usage=usage, model="simulated", finish_reason="stop")

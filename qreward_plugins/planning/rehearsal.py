@@ -1,0 +1,297 @@
+"""One step in virtual time: the production engine, the user's configuration, simulated servers.
+
+A step is rehearsed as it goes in the middle of a run: a few samples go first, from which the engine learns how fast its
+sources are, and their windows are empty again when the step begins, because generating and training took longer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import itertools
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from ..config import Config, FunctionSource
+from ..engine import RewardEngine
+from ..errors import ConfigurationError, Mistake
+from ..quotas.shares import shares
+from ..samples import Failed, Outcome
+from ..simulation import Luck, Server, SimulatedServer, run
+from ..telemetry import BatchReport
+from .lengths import tokens_of
+from .played import PlayedSource, Record
+from .rollouts import Rollouts
+from .timeline import Timeline, most_in_window
+
+AMPLE_DEADLINE_S = 360_000.0
+_WARM_UP = 64
+_OVERHEAD_S = 0.05
+_STRAGGLER_FACTOR = 10.0
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What is taken to be true of a source beside what its configuration says. Times are seconds."""
+
+    latency_s: float
+    spread: float
+    straggler_share: float
+    error_share: float
+    verdict_tokens: float
+    slots: int | None = None
+    """Calls that a function can work on at once; None: any number."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How full a source was: requests in flight, and the most requests and tokens sent in any window."""
+
+    peak_in_flight: int
+    mean_in_flight: float
+    most_requests: float
+    most_tokens: float
+
+
+@dataclass(frozen=True)
+class Use:
+    """How far a step used one source."""
+
+    requests: int
+    answered: int
+    hedges: int
+    cost_usd: float
+    tokens: int
+    shape: Shape
+    held_s: Mapping[str, float]
+    """Seconds of the step in which it took nothing more, by why: `queue` (its places), `quota`, `pause`."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What came out of one rehearsal."""
+
+    seed: int
+    makespan_s: float
+    cost_usd: float
+    scored: int
+    late: int
+    """Samples whose outcome came after the deadline that is configured, or never for that reason."""
+    failed: Mapping[str, int]
+    """Samples without a reward for other reasons, by cause and reason."""
+    example: str
+    """The first of those failures in words."""
+    attempts: int
+    report: BatchReport | None
+    uses: Mapping[str, Use]
+    timeline: Timeline | None
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """A configuration, what is true of its sources, and the rollouts of a step. Picklable.
+
+    `usual_tokens` is the length of an average rollout, whose requests take the sources' average latency; the part
+    `length_share` of a latency is in proportion to the length.
+    """
+
+    config: Config
+    truths: Mapping[str, Truth]
+    rollouts: Rollouts
+    usual_tokens: float
+    length_share: float
+
+    def servers(self) -> dict[str, Server]:
+        """The simulated servers, by name: the declared limits are the true ones, and what is not declared is unlimited.
+
+        Raises `ConfigurationError` for limits that cannot be kept.
+        """
+        return {name: self._server(name) for name in self.config.sources}
+
+    def stand_ins(self, servers: Mapping[str, Server]) -> dict[str, PlayedSource]:
+        """Sources that serve to build an engine; nothing is to be sent to them."""
+        return self._played(servers, Luck(), {}, Record())
+
+    def run(self, seed: int, *, record: bool = False) -> Run:
+        """Rehearse one step; the same seed gives the same step. `record`: keep its timeline."""
+        with _quiet():
+            return run(self._step(seed, record))
+
+    @cached_property
+    def _engine_config(self) -> Config:
+        engine = self.config.engine
+        changes: dict[str, object] = {"journal": None}
+        if engine.scheduling.prefer == "speed":
+            # A step that is too long for its deadline is told apart better when it is seen to its end. With
+            # `prefer: cost` the deadline is what the engine schedules by.
+            changes["deadline_s"] = max(engine.deadline_s, AMPLE_DEADLINE_S)
+        return self.config.model_copy(update={"engine": engine.model_copy(update=changes)})
+
+    async def _step(self, seed: int, record: bool) -> Run:
+        config = self._engine_config
+        seeded = config.model_copy(update={"engine": config.engine.model_copy(update={"seed": seed})})
+        samples = self.rollouts.samples(seed)
+        first = self.rollouts.samples(seed, prefix="first ", count=min(len(samples), _WARM_UP))
+        work = {sample.id or "": self._work(tokens_of(sample.response)) for sample in (*first, *samples)}
+        luck, kept = Luck(seed), Record()
+        played = self._played(self.servers(), luck, work, kept)
+        async with RewardEngine(seeded, sources=played) as engine:
+            await engine.score_all(first)
+            await asyncio.sleep(2 * max(server.server.server.window_s for server in played.values()) + 1)
+            before = engine.statistics()
+            kept.bars.clear()
+            start_s = asyncio.get_running_loop().time()
+            outcomes = await engine.score_all(samples)
+            report, after = engine.last_batch(), engine.statistics()
+            # What was cancelled ends, and is on record, when its task next runs.
+            await asyncio.sleep(1e-3)
+            makespan_s = report.makespan_s if report else 0.0
+            timeline = self._timeline(kept, start_s, makespan_s, seed, played)
+            uses = {}
+            for name, source in played.items():
+                then, now = before.sources[name], after.sources[name]
+                holds = engine.lanes[name].held(start_s, start_s + makespan_s)
+                uses[name] = Use(
+                    requests=now.requests - then.requests,
+                    answered=now.answered - then.answered,
+                    hedges=now.hedges - then.hedges,
+                    cost_usd=now.cost_usd - then.cost_usd,
+                    tokens=now.prompt_tokens + now.completion_tokens - then.prompt_tokens - then.completion_tokens,
+                    shape=_shape(timeline, name, source.server.server.window_s),
+                    held_s={str(hold): held for hold, held in holds.items()},
+                )
+        failures = [outcome for outcome in outcomes if isinstance(outcome, Failed) and outcome.reason != "deadline"]
+        return Run(
+            seed=seed,
+            makespan_s=makespan_s,
+            cost_usd=sum(use.cost_usd for use in uses.values()),
+            scored=sum(outcome.reward is not None for outcome in outcomes),
+            late=sum(_late(outcome, self.config.engine.deadline_s) for outcome in outcomes),
+            failed=_counted(failures),
+            example=failures[0].describe() if failures else "",
+            attempts=sum(use.requests for use in uses.values()),
+            report=report,
+            uses=uses,
+            timeline=timeline if record else None,
+        )
+
+    def _played(
+        self, servers: Mapping[str, Server], luck: Luck, work: Mapping[str, float], record: Record
+    ) -> dict[str, PlayedSource]:
+        return {
+            name: PlayedSource(
+                SimulatedServer(server, luck),
+                self.config,
+                slots=self.truths[name].slots,
+                work=work,
+                verdict_tokens=self.truths[name].verdict_tokens,
+                record=record,
+            )
+            for name, server in servers.items()
+        }
+
+    def _work(self, tokens: int) -> float:
+        return 1.0 - self.length_share + self.length_share * tokens / self.usual_tokens
+
+    def _server(self, name: str) -> Server:
+        source, truth = self.config.sources[name], self.truths[name]
+        limits = source.limits
+        parts = shares(limits, source=name, processes=1, slots=truth.slots)
+        local = isinstance(source, FunctionSource)
+        overhead_s = 0.0 if local else min(_OVERHEAD_S, truth.latency_s / 4)
+        network_s = overhead_s / 2
+        try:
+            return Server(
+                name,
+                requests_per_minute=limits.requests_per_minute,
+                tokens_per_minute=limits.tokens_per_minute,
+                concurrency=parts.concurrency,
+                window="bucket" if limits.window == "bucket" else "sliding",
+                burst=limits.burst,
+                window_s=parts.window_s,
+                seconds_per_unit=truth.latency_s - overhead_s,
+                overhead_s=overhead_s,
+                noise=truth.spread,
+                straggler_share=truth.straggler_share,
+                straggler_factor=_STRAGGLER_FACTOR,
+                error_share=truth.error_share,
+                # The same for all: what jitter costs a bucket that holds a single request is no matter of planning.
+                network_s=(network_s, network_s),
+            )
+        except ValueError as error:
+            raise ConfigurationError([Mistake(f"sources.{name}.limits", f"{error}.")]) from None
+
+    def _timeline(
+        self, record: Record, start_s: float, makespan_s: float, seed: int, played: Mapping[str, PlayedSource]
+    ) -> Timeline:
+        bars = tuple(
+            replace(bar, start_s=bar.start_s - start_s, end_s=min(bar.end_s - start_s, makespan_s))
+            for bar in record.bars
+        )
+        servers = {name: source.server.server for name, source in played.items()}
+        requests = {name: server.requests_per_window for name, server in servers.items()}
+        tokens = {name: server.tokens_per_window for name, server in servers.items()}
+        return Timeline(
+            sources=tuple(played),
+            bars=bars,
+            makespan_s=makespan_s,
+            samples=self.rollouts.count,
+            seed=seed,
+            windows_s={name: server.window_s for name, server in servers.items() if requests[name] or tokens[name]},
+            requests_per_window={name: float(limit) for name, limit in requests.items() if limit},
+            tokens_per_window={name: float(limit) for name, limit in tokens.items() if limit},
+        )
+
+
+def _shape(timeline: Timeline, name: str, window_s: float) -> Shape:
+    bars = timeline.of(name)
+    changes = sorted([(bar.start_s, 1) for bar in bars] + [(bar.end_s, -1) for bar in bars])
+    starts = [bar.start_s for bar in bars]
+    return Shape(
+        peak_in_flight=max(itertools.accumulate(change for _, change in changes), default=0),
+        mean_in_flight=sum(bar.end_s - bar.start_s for bar in bars) / (timeline.makespan_s or 1.0),
+        most_requests=most_in_window(starts, window_s),
+        most_tokens=most_in_window(starts, window_s, [bar.tokens for bar in bars]),
+    )
+
+
+def _late(outcome: Outcome, deadline_s: float) -> bool:
+    if isinstance(outcome, Failed):
+        return outcome.reason == "deadline"
+    return outcome.verdict.latency_s > deadline_s
+
+
+def _counted(failures: list[Failed]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for failed in failures:
+        name = f"{failed.cause.value}/{failed.reason}"
+        counts[name] = counts.get(name, 0) + 1
+    return counts
+
+
+_rehearsing: contextvars.ContextVar[bool] = contextvars.ContextVar("qreward_rehearsing", default=False)
+
+
+class _OnlyInEarnest(logging.Filter):
+    """Drops what an engine logs of a rehearsal: nothing of it has happened."""
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not _rehearsing.get()
+
+
+_only_in_earnest = _OnlyInEarnest()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    for name in ("qreward_plugins.engine", "qreward_plugins.scheduling"):
+        # Adding it again changes nothing.
+        logging.getLogger(name).addFilter(_only_in_earnest)
+    token = _rehearsing.set(True)
+    try:
+        yield
+    finally:
+        _rehearsing.reset(token)

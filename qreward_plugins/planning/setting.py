@@ -1,0 +1,190 @@
+"""From a configuration and assumptions to a rehearsal, and to the sentences that say what was assumed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ..config import Config, judge_for, sources_of
+from ..errors import InputError
+from ..judges import build_judge
+from ..samples import Sample
+from ..sources import open_source
+from .assumptions import FUNCTION_LATENCY_S, LLM_LATENCY_S, VERDICT_TOKENS, Assumptions
+from .bottleneck import listed
+from .lengths import BYTES_PER_TOKEN, Lengths, tokens_of
+from .recorded import Recorded, read_recorded
+from .rehearsal import Rehearsal, Truth
+from .rollouts import Rollouts, check_data_sources, default_data_source
+
+_SHORTEST_LATENCY_S = 0.001
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A rehearsal, and where its numbers come from."""
+
+    rehearsal: Rehearsal
+    judged: Mapping[str, float]
+    latency_from: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def set_up(
+    config: Config,
+    count: int,
+    lengths: Lengths | None,
+    assumptions: Assumptions,
+    data_sources: Sequence[tuple[str, float]],
+) -> Setting:
+    """Join what is known and what is assumed. Raises as `plan` does."""
+    slots = {name: _slots(config, name) for name in config.sources}
+    journal = config.engine.journal
+    places = {name: source.limits.concurrency or slots[name] for name, source in config.sources.items()}
+    recorded = read_recorded(journal.path, places) if journal is not None else {}
+    latency_from, truths = {}, {}
+    for name in config.sources:
+        latency_s, latency_from[name] = _latency(config, name, assumptions, recorded.get(name))
+        truths[name] = Truth(
+            latency_s=latency_s,
+            spread=assumptions.spread,
+            straggler_share=assumptions.straggler_share,
+            error_share=assumptions.error_share,
+            verdict_tokens=_verdict_tokens(assumptions, recorded.get(name)),
+            slots=slots[name],
+        )
+    named = tuple(data_sources)
+    if not named and not (lengths and lengths.rollouts):
+        named = ((default_data_source(config), 1.0),)
+    check_data_sources(config, [name for name, _ in named])
+    if lengths is None:
+        lengths = _recorded_lengths(recorded, _own_tokens(config, named[0][0])) or Lengths()
+    rollouts = Rollouts(count, lengths, 0 if lengths.seen else assumptions.prompt_tokens, named)
+    samples = rollouts.samples(0)
+    usual = sum(tokens_of(sample.response) for sample in samples) / len(samples)
+    rehearsal = Rehearsal(config, truths, rollouts, usual, assumptions.length_share)
+    judged, unjudged = _judged(config, samples)
+    check_data_sources(config, sorted(unjudged)[:1] if not judged else [])
+    notes = [
+        f"rollouts: {lengths.describe()}{_texts_note(assumptions, lengths, truths)}",
+        _latency_note(config, truths, latency_from, recorded, judged),
+        f"latencies spread with a sigma of {assumptions.spread:g}; {_percent(assumptions.length_share)} of each is in "
+        "proportion to the length of the rollout",
+        f"{_percent(assumptions.straggler_share)} of the requests take ten times as long, "
+        f"{_percent(assumptions.error_share)} fail and are tried again",
+    ]
+    if unjudged:
+        rest = sum(unjudged.values())
+        notes.append(f"{rest:,} samples have a data source that no route matches, e.g. {next(iter(unjudged))!r}")
+    notes += _undeclared(config, judged)
+    return Setting(rehearsal, judged, latency_from, tuple(notes))
+
+
+def _slots(config: Config, name: str) -> int | None:
+    node = config.sources[name]
+    if node.kind != "function":
+        # Its key may be unset where one plans, and a plan needs none.
+        return None
+    source = open_source(name, node)
+    asyncio.run(source.aclose())
+    return source.slots
+
+
+def _latency(config: Config, name: str, assumptions: Assumptions, recorded: Recorded | None) -> tuple[float, str]:
+    given = assumptions.latency_s.get(name, assumptions.latency_s.get("*"))
+    if given is not None:
+        return given, "given"
+    if recorded is not None:
+        return max(_SHORTEST_LATENCY_S, recorded.latency_s), "journal"
+    return FUNCTION_LATENCY_S if config.sources[name].kind == "function" else LLM_LATENCY_S, "assumed"
+
+
+def _verdict_tokens(assumptions: Assumptions, recorded: Recorded | None) -> float:
+    if assumptions.verdict_tokens is not None:
+        return assumptions.verdict_tokens
+    return recorded.completion_tokens if recorded is not None and recorded.completion_tokens else VERDICT_TOKENS
+
+
+def _recorded_lengths(recorded: Mapping[str, Recorded], own_tokens: int) -> Lengths | None:
+    """What judges were shown, without the judge's own words."""
+    seen = [max(1, tokens - own_tokens) for one in recorded.values() for tokens in one.prompt_tokens]
+    return Lengths(seen=tuple(seen), origin="the journal, questions included") if seen else None
+
+
+def _own_tokens(config: Config, data_source: str) -> int:
+    """What the judge of a data source adds to what it is shown."""
+    name = judge_for(config, data_source)
+    if name is None:
+        return 0
+    judge = build_judge(name, config.judges[name], sources=sources_of(config, name), models=[""], key=bytes(16))
+    sample = Sample([{"role": "user", "content": ""}], "x", data_source=data_source)
+    try:
+        return judge.request(sample, attempt=0).size // BYTES_PER_TOKEN
+    except InputError:
+        # Its template needs columns that only real samples have.
+        return 0
+
+
+def _judged(config: Config, samples: Sequence[Sample]) -> tuple[dict[str, float], Counter[str]]:
+    judged: Counter[str] = Counter()
+    unjudged: Counter[str] = Counter()
+    for sample in samples:
+        judge = judge_for(config, sample.data_source)
+        if judge is None:
+            unjudged[sample.data_source] += 1
+        else:
+            judged[judge] += 1
+    return dict(judged), unjudged
+
+
+def _texts_note(assumptions: Assumptions, lengths: Lengths, truths: Mapping[str, Truth]) -> str:
+    questions = "" if lengths.seen or lengths.rollouts else f"questions of {assumptions.prompt_tokens:,}, "
+    told = sorted({round(truth.verdict_tokens) for truth in truths.values()})
+    return f"; {questions}verdicts of {listed([f'{tokens:,}' for tokens in told])}"
+
+
+def _latency_note(
+    config: Config,
+    truths: Mapping[str, Truth],
+    latency_from: Mapping[str, str],
+    recorded: Mapping[str, Recorded],
+    judged: Mapping[str, float],
+) -> str:
+    asked = [name for name in config.sources if any(name in sources_of(config, judge) for judge in judged)]
+    words = []
+    for origin, said in (("journal", "from {} verdicts in the journal"), ("given", "as given"), ("assumed", "assumed")):
+        names = [name for name in asked if latency_from[name] == origin]
+        if names:
+            count = f"{sum(recorded[name].verdicts for name in names if name in recorded):,}"
+            each = ", ".join(f"{truths[name].latency_s:.3g} s at {name}" for name in names)
+            words.append(f"{each} ({said.format(count)})")
+    return "an average request takes " + "; ".join(words)
+
+
+def _undeclared(config: Config, judged: Mapping[str, float]) -> list[str]:
+    """Name what is taken to be unlimited because the configuration is silent about it."""
+    asked = [name for name in config.sources if any(name in sources_of(config, judge) for judge in judged)]
+    by_lack: dict[str, list[str]] = {}
+    for name in asked:
+        source = config.sources[name]
+        if source.kind == "function":
+            continue
+        limits = source.limits
+        lacks = [
+            word
+            for word, value in (
+                ("requests", limits.requests_per_minute),
+                ("tokens", limits.tokens_per_minute),
+                ("concurrency", limits.concurrency),
+            )
+            if value is None
+        ]
+        if lacks:
+            by_lack.setdefault(listed(lacks).replace(" and ", " or "), []).append(name)
+    return [f"{listed(names)}: no limit of {lacks} declared, so none is assumed" for lacks, names in by_lack.items()]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.3g}%"

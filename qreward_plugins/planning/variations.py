@@ -1,0 +1,170 @@
+"""What one could change: the configuration or the rollouts of a rehearsal, one thing at a time.
+
+Only what could matter is tried, because every trial costs a simulation: a limit that no step came near is not raised.
+Limits are doubled: that is what one asks a provider for, and less may change nothing, because windows come in steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from ..config import Config, Limits, sources_of
+from ..quotas import UNDECLARED_CONCURRENCY
+from .bottleneck import Wait, listed, used_up
+from .rehearsal import Rehearsal, Run
+
+MOST = 12
+MOST_DROPPED = 3
+_SHORTER = 0.5
+
+_LIMITS = {"requests_per_minute": "rpm", "tokens_per_minute": "tpm", "concurrency": "concurrency"}
+_RESOURCES = ("requests", "tokens", "places")
+
+ChangeKind = Literal["raise", "add", "drop", "shorten", "settings"]
+
+
+@dataclass(frozen=True)
+class Variation:
+    """One change, in words and as the rehearsal with it."""
+
+    kind: ChangeKind
+    change: str
+    rehearsal: Rehearsal
+
+
+def variations(rehearsal: Rehearsal, runs: Sequence[Run], waits: Sequence[Wait]) -> list[Variation]:
+    """The changes worth trying after these runs, at most `MOST`; those of sources that are waited for come first."""
+    config = rehearsal.config
+    in_use = [name for name in config.sources if any(run.uses[name].requests for run in runs)]
+    waited = {name: sum(wait.seconds for wait in waits if wait.source == name) for name in in_use}
+    in_use.sort(key=lambda name: -waited[name])
+    found = [*_settings(rehearsal)]
+    if (busiest := _busiest(rehearsal, runs)) is not None:
+        found.append(_added(rehearsal, busiest))
+    found += _raised_everywhere(rehearsal, runs, in_use)
+    found += [dropped for name in _dearest(runs, in_use) if (dropped := _dropped(rehearsal, name)) is not None]
+    for name in in_use:
+        found += _raised(rehearsal, runs, name)
+    shortened = replace(rehearsal, rollouts=replace(rehearsal.rollouts, kept=_SHORTER))
+    rest = Variation("shorten", "rollouts half as long", shortened)
+    return [*found[: MOST - 1], rest]
+
+
+def _settings(rehearsal: Rehearsal) -> Iterator[Variation]:
+    scheduling = rehearsal.config.engine.scheduling
+    several = len(rehearsal.config.sources) > 1
+    better: list[tuple[str, dict[str, Any]]] = []
+    if not scheduling.hedge and several:
+        better.append(("engine.scheduling.hedge: true", {"hedge": True}))
+    if scheduling.strategy != "earliest_finish" and several:
+        better.append(("engine.scheduling.strategy: earliest_finish", {"strategy": "earliest_finish"}))
+    if scheduling.prefer == "cost" and several:
+        better.append(("engine.scheduling.prefer: speed", {"prefer": "speed"}))
+    for change, update in better:
+        engine = rehearsal.config.engine.model_copy(update={"scheduling": scheduling.model_copy(update=update)})
+        config = rehearsal.config.model_copy(update={"engine": engine})
+        yield Variation("settings", change, replace(rehearsal, config=config))
+
+
+def _raised_everywhere(rehearsal: Rehearsal, runs: Sequence[Run], names: Sequence[str]) -> Iterator[Variation]:
+    """More of a limit that several sources have used up: of many equal sources, one alone changes little."""
+    doubled = {name: _doubled(rehearsal, runs, name) for name in names}
+    for key, words in _LIMITS.items():
+        several = [name for name in names if key in doubled[name]]
+        if len(several) > 1:
+            more = rehearsal
+            for name in several:
+                more = _with_limits(more, name, {key: doubled[name][key]})
+            yield Variation("raise", f"twice the {words} on {listed(several)}", more)
+
+
+def _raised(rehearsal: Rehearsal, runs: Sequence[Run], name: str) -> Iterator[Variation]:
+    """More of what the source used up, each by itself and all of it together."""
+    doubled = _doubled(rehearsal, runs, name)
+    words = {key: f"+{limit / 2:,.0f} {_LIMITS[key]}" for key, limit in doubled.items()}
+    for key, limit in doubled.items():
+        yield Variation("raise", f"{words[key]} on {name}", _with_limits(rehearsal, name, {key: limit}))
+    if len(doubled) > 1:
+        change = f"{listed(list(words.values()))} on {name}"
+        yield Variation("raise", change, _with_limits(rehearsal, name, doubled))
+    undeclared = rehearsal.config.sources[name].limits.concurrency is None
+    if undeclared and any("places" in used_up(rehearsal.config, run, name) for run in runs):
+        yield _more_places(rehearsal, name)
+
+
+def _doubled(rehearsal: Rehearsal, runs: Sequence[Run], name: str) -> dict[str, float]:
+    """Twice the declared limits of a source that a step used up, by their keys."""
+    limits = rehearsal.config.sources[name].limits
+    used = frozenset[str]().union(*(used_up(rehearsal.config, run, name) for run in runs))
+    found = {key: getattr(limits, key) for key, what in zip(_LIMITS, _RESOURCES, strict=True) if what in used}
+    return {key: 2 * limit for key, limit in found.items() if limit is not None}
+
+
+def _more_places(rehearsal: Rehearsal, name: str) -> Variation:
+    """More places at a source that does not declare how many it has."""
+    slots = rehearsal.truths[name].slots
+    if slots is not None:
+        truths = {**rehearsal.truths, name: replace(rehearsal.truths[name], slots=2 * slots)}
+        return Variation("raise", f"{2 * slots} workers for {name}", replace(rehearsal, truths=truths))
+    most = 8 * UNDECLARED_CONCURRENCY
+    change = f"concurrency: {most} declared for {name}, if it bears that"
+    return Variation("raise", change, _with_limits(rehearsal, name, {"concurrency": most}))
+
+
+def _busiest(rehearsal: Rehearsal, runs: Sequence[Run]) -> str | None:
+    """The model that answered most: that is the fastest under its limits."""
+    answered = {
+        name: sum(run.uses[name].answered for run in runs)
+        for name, source in rehearsal.config.sources.items()
+        if source.kind == "openai"
+    }
+    best = max(answered, key=lambda name: answered[name], default=None)
+    return best if best is not None and answered[best] else None
+
+
+def _added(rehearsal: Rehearsal, name: str) -> Variation:
+    """A second source like `name`, for every judge that asks that one."""
+    twin = f"{name} (2nd)"
+    config = rehearsal.config
+    judges = {
+        key: judge.model_copy(update={"sources": (*judge.sources, twin)}) if name in judge.sources else judge
+        for key, judge in config.judges.items()
+    }
+    added = config.model_copy(update={"sources": {**config.sources, twin: config.sources[name]}, "judges": judges})
+    truths = {**rehearsal.truths, twin: rehearsal.truths[name]}
+    return Variation("add", f"another source like {name}", replace(rehearsal, config=added, truths=truths))
+
+
+def _dearest(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
+    """The sources that one could do without: the dearest, and of those that cost alike the ones that answer least."""
+
+    def worth(name: str) -> tuple[float, int]:
+        uses = [run.uses[name] for run in runs]
+        answered = sum(use.answered for use in uses)
+        return -sum(use.cost_usd for use in uses) / (answered or 1), answered
+
+    return sorted(names, key=worth)[:MOST_DROPPED]
+
+
+def _dropped(rehearsal: Rehearsal, name: str) -> Variation | None:
+    """Without `name`; None where a judge would have no source left."""
+    config = rehearsal.config
+    if any(set(sources_of(config, judge)) == {name} for judge in config.judges):
+        return None
+    judges = {
+        key: judge.model_copy(update={"sources": tuple(source for source in judge.sources if source != name)})
+        for key, judge in config.judges.items()
+    }
+    sources = {key: source for key, source in config.sources.items() if key != name}
+    without = config.model_copy(update={"sources": sources, "judges": judges})
+    return Variation("drop", f"without {name}", replace(rehearsal, config=without))
+
+
+def _with_limits(rehearsal: Rehearsal, name: str, update: Mapping[str, Any]) -> Rehearsal:
+    source = rehearsal.config.sources[name]
+    limits: Limits = source.limits.model_copy(update=dict(update))
+    changed = source.model_copy(update={"limits": limits})
+    config: Config = rehearsal.config.model_copy(update={"sources": {**rehearsal.config.sources, name: changed}})
+    return replace(rehearsal, config=config)

@@ -1,0 +1,344 @@
+"""Plays a trial: the production engine, unmodified, called as the trial says, in virtual time, and watched.
+
+Whatever is looked at inside the engine is looked at here: who waits in the queue while nothing is under way, and what
+is still held when nothing should be. Everything else is seen from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ..config.models import Config
+from ..engine import RewardEngine
+from ..errors import EngineError
+from ..samples import Outcome, Sample, Scored
+from ..scheduling import Cutoff, Job
+from .clock import Deadlock, VirtualTimeLoop, run
+from .draws import Luck
+from .record import CallRecord, Given, Record, WatchedServer
+from .trace import Trace
+from .trial import Step, Trial
+
+MOST_STEPS = 400_000
+"""Steps of the event loop, hundreds of times what a trial needs: more are a busy loop."""
+IDLE_S = 0.3
+"""A little longer than the planner may leave a source idle by choice before it chooses again."""
+AFTERWARDS_S = 600.0
+"""How long a trial goes on after its engine was closed, for what might come to life again."""
+_SETTLED_S = 1e-6
+_LOOKS = 14
+_LONGEST_WAIT_S = 300.0
+"""More than any window or pause in a trial: a source that asks for more while nothing is under way has lost count."""
+
+
+def play(trial: Trial, *, trace: bool = False) -> Record:
+    """Play `trial` and return what was seen. The same trial gives the same record."""
+    record = Record(trace=Trace() if trace else None)
+    with _alarms(record):
+        try:
+            run(_Performance(trial, record).main(), loop=_CountedLoop())
+        except Deadlock as error:
+            record.aborted = f"deadlock: {error}"
+        except BusyLoop as error:
+            record.aborted = str(error)
+        except EngineError as error:
+            record.alarms.append(f"the engine could not be closed: {error}")
+    return record
+
+
+class BusyLoop(RuntimeError):
+    """The event loop does not come to rest."""
+
+
+class _CountedLoop(VirtualTimeLoop):
+    """Stops a program that does nothing but wake up."""
+
+    steps = 0
+
+    def _run_once(self) -> None:
+        self.steps += 1
+        if self.steps == MOST_STEPS:
+            raise BusyLoop(f"busy loop: {MOST_STEPS} steps, and it is {self.time():.3f} s only")
+        super()._run_once()  # type: ignore[misc]
+
+
+class _Performance:
+    def __init__(self, trial: Trial, record: Record) -> None:
+        self._trial = trial
+        self._record = record
+        luck = Luck(trial.seed)
+        self._servers = {
+            server.name: WatchedServer(server, luck, record=record, on_change=self._changed, trace=record.trace)
+            for server in trial.servers
+        }
+        record.servers = self._servers
+        self._engine = RewardEngine(Config.model_validate(trial.config), sources=self._servers)
+        self._open = 0
+        self._changes = 0
+        self._looks = 0
+        self._seen: tuple[int, frozenset[str]] = (-1, frozenset())
+        self._look: asyncio.TimerHandle | None = None
+
+    async def main(self) -> None:
+        record, loop = self._record, asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: record.alarms.append(_describe(context)))
+        for step in self._trial.steps:
+            await asyncio.sleep(step.idle_s)
+            await self._step(step)
+            await asyncio.sleep(_SETTLED_S)
+            self._look_for_leftovers("when everything was answered")
+        if math.isnan(record.closed_at):
+            record.closed_at = loop.time()
+            await self._engine.aclose()
+        await asyncio.sleep(_SETTLED_S)
+        if self._look is not None:
+            self._look.cancel()
+        self._look_for_leftovers("after closing")
+        self._look_for_timers()
+        statistics = self._engine.statistics()
+        record.counted = {
+            "submitted": statistics.submitted,
+            "scored": statistics.scored,
+            "failed": statistics.failed_total,
+            "waiting": statistics.waiting,
+        }
+        record.left += [f"source {name} is not closed" for name, server in self._servers.items() if not server.closed]
+        record.ended_at = loop.time()
+        await asyncio.sleep(AFTERWARDS_S)
+
+    # Calls
+
+    async def _step(self, step: Step) -> None:
+        records = [CallRecord(call, math.nan, alone=len(step.calls) == 1) for call in step.calls]
+        self._record.calls += records
+        running = [self._call(record) for record in records]
+        if step.close_after_s is not None:
+            running.append(self._close(step.close_after_s))
+        await asyncio.gather(*running)
+
+    async def _close(self, after_s: float) -> None:
+        await asyncio.sleep(after_s)
+        self._record.closed_at = asyncio.get_running_loop().time()
+        await self._engine.aclose()
+
+    async def _call(self, record: CallRecord) -> None:
+        call, loop = record.call, asyncio.get_running_loop()
+        await asyncio.sleep(call.after_s)
+        record.started_at = loop.time()
+        last = self._engine.last_batch()
+        score = {"batch": self._batch, "single": self._single, "stream": self._stream}[call.kind]
+        task = loop.create_task(score(record))
+        giving_up = None if call.cancel_after_s is None else loop.call_later(call.cancel_after_s, task.cancel)
+        self._arm()
+        try:
+            await task
+        except asyncio.CancelledError:
+            record.given_up = True
+            if giving_up is None:
+                self._record.alarms.append(f"the call of a {call.describe()} was cancelled, and not by its caller")
+        except EngineError as error:
+            record.refused = True
+            if math.isnan(self._record.closed_at):
+                self._record.alarms.append(f"an open engine refused a {call.describe()}: {error}")
+        except Exception as error:
+            self._record.alarms.append(f"a {call.describe()} raised {error!r}")
+        if giving_up is not None:
+            giving_up.cancel()
+        record.ended_at = loop.time()
+        report = self._engine.last_batch()
+        if report is not None and report is not last:
+            record.report = report
+            self._record.reports.append(report)
+
+    async def _batch(self, record: CallRecord) -> None:
+        call = record.call
+        given = [self._begin(record, sample) for sample in call.samples]
+        cutoff = Cutoff(*call.cutoff) if call.cutoff else None
+        outcomes = await self._engine.score_all(
+            call.samples, deadline_s=call.deadline_s, priority=call.priority, cutoff=cutoff
+        )
+        if len(outcomes) != len(given):
+            self._record.alarms.append(f"{len(outcomes)} outcomes of {len(given)} samples")
+        for one, outcome in zip(given, outcomes, strict=False):
+            self._give(one, outcome)
+
+    async def _single(self, record: CallRecord) -> None:
+        call = record.call
+        given = self._begin(record, call.samples[0])
+        outcome = await self._engine.score(given.sample, deadline_s=call.deadline_s, priority=call.priority)
+        self._give(given, outcome)
+
+    async def _stream(self, record: CallRecord) -> None:
+        call = record.call
+
+        async def feed() -> AsyncIterator[Sample]:
+            for sample in call.samples:
+                if call.gap_s:
+                    await asyncio.sleep(call.gap_s)
+                self._begin(record, sample)
+                yield sample
+
+        number = 0
+        async for sample, outcome in self._engine.score_stream(feed(), window=call.window):
+            given = record.given[number]
+            if sample is not given.sample:
+                self._record.alarms.append(f"a stream gave {sample.id} in place of {given.sample.id}")
+            self._give(given, outcome)
+            number += 1
+
+    def _begin(self, record: CallRecord, sample: Sample) -> Given:
+        now = asyncio.get_running_loop().time()
+        call = record.call
+        deadline_s = self._trial.config["engine"]["deadline_s"] if call.deadline_s is None else call.deadline_s
+        given = Given(sample, call, now, now + deadline_s)
+        record.given.append(given)
+        self._note(sample, f"handed in, due at {given.due_at:.6f}")
+        return given
+
+    def _give(self, given: Given, outcome: Outcome) -> None:
+        latency_s = outcome.verdict.latency_s if isinstance(outcome, Scored) else outcome.latency_s
+        given.ended_at = given.submitted_at + latency_s
+        given.returned_at = asyncio.get_running_loop().time()
+        given.outcome, given.words = outcome, repr(outcome)
+        said = f"scored {outcome.reward!r}" if isinstance(outcome, Scored) else outcome.describe()
+        self._note(given.sample, f"known since {given.ended_at:.6f}: {said}")
+
+    def _note(self, sample: Sample, what: str) -> None:
+        if self._record.trace is not None:
+            self._record.trace.note(asyncio.get_running_loop().time(), "caller", sample.id or "", what)
+
+    # Whether it moves
+
+    def _changed(self, by: int) -> None:
+        self._open += by
+        self._changes += 1
+        if not self._open:
+            self._arm()
+
+    def _arm(self) -> None:
+        self._looks = 0
+        if self._look is None:
+            self._look = asyncio.get_running_loop().call_later(IDLE_S, self._look_around)
+
+    def _look_around(self) -> None:
+        self._look = None
+        dispatcher = self._engine._dispatcher
+        if self._open or dispatcher is None or not dispatcher._jobs:
+            self._seen = -1, frozenset()
+            return
+        loop = asyncio.get_running_loop()
+        now, queue, able, stalls = loop.time(), dispatcher._planner.queue, set(), self._record.stalls
+        for name, lane in self._engine.lanes.items():
+            job = queue.first(name)
+            if lane.unusable:
+                continue
+            if lane.breaker.wait_s(now) == math.inf:
+                stalls.append(f"at {now:.6f} s the breaker of {name} waits for a probe, and none is under way")
+            elif lane.quota.wait_s(0, now) == math.inf:
+                stalls.append(f"at {now:.6f} s the quota of {name} waits for a request to end, and none is under way")
+            elif job is not None:
+                wait_s = lane.wait_s(lane.tokens(job.request), now)
+                if wait_s <= 0:
+                    if not self._spared_rightly(job, name, now):
+                        able.add(name)
+                elif wait_s > _LONGEST_WAIT_S:
+                    stalls.append(f"at {now:.6f} s {name} asks {job.sample.id} to wait for {wait_s:.3f} s")
+        for job in dispatcher._jobs:
+            rests = job.rest_timer is not None and not job.rest_timer.cancelled() and job.rest_timer.when() > now
+            if not (job.live or job.entry or rests):
+                stalls.append(f"at {now:.6f} s {job.sample.id} neither waits nor rests nor is under way: it is lost")
+        before, able_before = self._seen
+        stuck = able & able_before if before == self._changes else set()
+        if stuck:
+            stalls.append(f"until {now:.6f} s nothing was under way and {', '.join(sorted(stuck))} could send")
+        self._seen = self._changes, frozenset(able)
+        self._looks += 1
+        if not stalls and self._looks < _LOOKS:
+            # A source that can send now is looked at again soon; what waits for a window may wait for long.
+            again_s = IDLE_S if able else IDLE_S * 1.5**self._looks
+            self._look = loop.call_later(again_s, self._look_around)
+
+    def _spared_rightly(self, job: Job, name: str, now: float) -> bool:
+        """Whether `job` is kept from a source because a cheaper one will take it long before its deadline."""
+        dispatcher, lanes = self._engine._dispatcher, self._engine.lanes
+        assert dispatcher is not None
+        # Read as it was when it was last used: to ask would be to change it.
+        spared = dispatcher._planner.forecast._spared
+        ready_at = [
+            max(now + lanes[other].wait_s(lanes[other].tokens(job.request), now), job.rested_at.get(other, now))
+            for other in set(job.judge.sources) - job.barred - spared
+        ]
+        return name in spared and any(at < job.deadline_at for at in ready_at)
+
+    # What is left
+
+    def _look_for_leftovers(self, when: str) -> None:
+        left = self._record.left
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        if tasks:
+            left.append(f"{when} {len(tasks)} tasks were left, one of them {_name_of(tasks)}")
+        for name, server in self._servers.items():
+            if server.open:
+                left.append(f"{when} {server.open} requests were under way at {name}")
+        for name, lane in self._engine.lanes.items():
+            quota = lane.quota
+            held = {
+                "attempts": len(lane.live),
+                "requests in flight": quota.in_flight,
+                "reserved requests": quota.requests.held,
+                "reserved tokens": quota.tokens.held,
+            }
+            left += [f"{when} {name} held {amount:g} {what}" for what, amount in held.items() if abs(amount) > 1e-6]
+        dispatcher = self._engine._dispatcher
+        if dispatcher is not None and (dispatcher._jobs or len(dispatcher._planner.queue)):
+            left.append(f"{when} {len(dispatcher._jobs)} jobs were open, {len(dispatcher._planner.queue)} queued")
+
+    def _look_for_timers(self) -> None:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        for timer in loop._scheduled:
+            callback = getattr(timer, "_callback", None)
+            module = getattr(callback, "__module__", None) or ""
+            if not timer.cancelled() and module.startswith("qreward_plugins.") and ".simulation" not in module:
+                name = f"{module}.{getattr(callback, '__qualname__', callback)}"
+                self._record.left.append(f"after closing, a timer of {name} was set for {timer.when():.6f} s")
+
+
+def _name_of(tasks: set[asyncio.Task[Any]]) -> str:
+    return min(getattr(task.get_coro(), "__qualname__", "unknown") for task in tasks)
+
+
+def _describe(context: dict[str, Any]) -> str:
+    error = context.get("exception")
+    return f"{context.get('message', 'unknown')}{f' ({error!r})' if error is not None else ''}"
+
+
+class _Alarm(logging.Handler):
+    def __init__(self, record: Record) -> None:
+        super().__init__(logging.ERROR)
+        self._record = record
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        self._record.alarms.append(f"logged: {record.getMessage()}{f' ({error!r})' if error is not None else ''}")
+
+
+@contextmanager
+def _alarms(record: Record) -> Iterator[None]:
+    """Take what the engine logs as an error for an alarm, and keep the rest of its log to itself."""
+    logger = logging.getLogger("qreward_plugins")
+    handler, propagate, level = _Alarm(record), logger.propagate, logger.level
+    logger.addHandler(handler)
+    logger.propagate = False
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagate
+        logger.setLevel(level)

@@ -1,0 +1,387 @@
+"""The promises, checked against the record of a trial.
+
+What a client can keep is checked, no more and no less. So three things that a strict server complains of are not held
+against the engine: limits that it was never told (it has to run into them to learn them), a token bucket that was
+declared as a limit and not as a bucket (the same), and places that a server keeps for requests which their client
+has cancelled. In their stead it is checked what the client knows: the requests that it waits for are never more than
+the declared concurrency, and a declared bucket is never overdrawn by the times at which requests were sent.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ..samples import Cause, Failed, Scored, Verdict
+from ..scheduling.hedging import LEAST_HEDGES
+from ..scheduling.jobs import MAX_HEDGES, MAX_LIVE
+from .answers import score_of
+from .books import RequestBucket
+from .record import CallRecord, Given, Record, Sent
+from .trial import EMPTY, Trial
+
+RETRY_RESERVE = 100.0
+RETRIES_PER_S = 10.0
+RETRIES_PER_SUCCESS = 0.2
+"""The retry budget of a source."""
+
+_ROUNDING_S = 1e-6
+
+
+@dataclass(frozen=True)
+class Broken:
+    """A promise that a trial broke."""
+
+    promise: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.promise}: {self.what}"
+
+
+def broken_promises(trial: Trial, record: Record) -> list[Broken]:
+    """Every promise that was broken, the first few times it was; empty: all were kept."""
+    if record.aborted:
+        # What the end of the world leaves behind says nothing.
+        return [Broken("liveness", record.aborted)]
+    found = []
+    for promise, check in _CHECKS.items():
+        for number, what in enumerate(check(trial, record)):
+            if number == _MOST_SAID:
+                break
+            found.append(Broken(promise, what))
+    return found
+
+
+def _answered(trial: Trial, record: Record) -> Iterator[str]:
+    """P1: one outcome for each sample, in order, by its deadline."""
+    for call in record.calls:
+        complete = not (call.given_up or call.refused)
+        if complete and len(call.given) != len(call.call.samples):
+            yield f"{len(call.given)} of {len(call.call.samples)} samples of a {call.call.describe()} were taken"
+        for given in call.given:
+            name = given.sample.id
+            if given.outcome is None:
+                if complete:
+                    yield f"{name} has no outcome"
+                continue
+            if given.ended_at > given.due_at + _ROUNDING_S:
+                yield f"{name} was due at {given.due_at:.6f} s, its outcome came at {given.ended_at:.6f} s"
+            late = given.returned_at - max(given.ended_at, given.due_at)
+            if call.call.kind != "stream" and late > _ROUNDING_S:
+                yield f"{name} was due at {given.due_at:.6f} s and given to its caller {late:.6f} s later"
+            if call.call.kind == "single" and given.returned_at > given.ended_at + _ROUNDING_S:
+                yield f"{name} was answered at {given.ended_at:.6f} s, its caller knew at {given.returned_at:.6f} s"
+            if given.ended_at > record.closed_at + _ROUNDING_S:
+                yield f"{name} has an outcome of {given.ended_at:.6f} s, after the engine was closed"
+            if isinstance(given.outcome, Failed) and given.outcome.reason == "deadline":
+                early = given.due_at - given.ended_at
+                if early > _ROUNDING_S:
+                    yield f"{name} was failed {early:.6f} s before its deadline, because of its deadline"
+        yield from _cut_off(call)
+    counted = record.counted
+    if counted and counted["submitted"] < counted["scored"] + counted["failed"]:
+        yield f"{counted['submitted']} samples were taken, and there are more outcomes: {counted}"
+    complete_ones = sum(given.outcome is not None for given in record.given())
+    if counted and counted["scored"] + counted["failed"] < complete_ones:
+        yield f"callers were given {complete_ones} outcomes, the engine counted {counted}"
+
+
+def _cut_off(call: CallRecord) -> Iterator[str]:
+    """What a cut-off promises: the batch ends when it is late enough and every group is in, and not before."""
+    if call.call.cutoff is None or call.given_up or call.refused:
+        return
+    after_s, quorum = call.call.cutoff
+    groups: dict[str | None, list[Given]] = defaultdict(list)
+    for given in call.given:
+        groups[given.sample.group_id].append(given)
+    in_at = max((_in_at(group, quorum) for group in groups.values()), default=0.0)
+    over_at = max(call.started_at + after_s, in_at)
+    for given in call.given:
+        if given.ended_at > over_at + _ROUNDING_S:
+            yield f"{given.sample.id} ended at {given.ended_at:.6f} s, its batch was to be cut off at {over_at:.6f} s"
+        if isinstance(given.outcome, Failed) and given.outcome.reason == "cutoff":
+            early = over_at - given.ended_at
+            if early > _ROUNDING_S:
+                yield f"{given.sample.id} was cut off {early:.6f} s before its batch's quorum was in"
+
+
+def _in_at(group: list[Given], quorum: float) -> float:
+    """When the share `quorum` of a group had a reward, of those samples that had not failed by then; infinity: never.
+
+    Those that were cut off do not count as failed: the question is whether that was right.
+    """
+    rewarded, expected = 0, len(group)
+    if math.ceil(quorum * expected - 1e-9) <= 0:
+        return 0.0
+    for given in sorted(group, key=lambda given: given.ended_at):
+        outcome = given.outcome
+        if outcome is None or (isinstance(outcome, Failed) and outcome.reason == "cutoff"):
+            continue
+        if outcome.reward is None:
+            expected -= 1
+        else:
+            rewarded += 1
+        if rewarded >= math.ceil(quorum * expected - 1e-9):
+            return given.ended_at
+    return math.inf
+
+
+def _true(trial: Trial, record: Record) -> Iterator[str]:
+    """P2: a score is what the server gave for this sample, and there is no other number."""
+    answers = {(sent.source, sent.sample, round(sent.ended_at, 6)) for sent in record.sent if sent.ending == "valid"}
+    for given in record.given():
+        sample, outcome = given.sample, given.outcome
+        if outcome is None:
+            continue
+        name = trial.judge_of(sample)
+        if isinstance(outcome, Failed):
+            yield from _failure(trial, given, outcome)
+            continue
+        verdict = outcome.verdict
+        if name is None or sample.response == EMPTY:
+            yield f"{sample.id} was scored, and nobody was to judge it"
+            continue
+        node = trial.config["judges"][name]
+        low, high = node["reward_range"]
+        right = low + (high - low) * score_of(sample.id or "") / 10.0
+        if not _is_reward(verdict) or abs(verdict.score - right) > 1e-9:
+            yield f"{sample.id} was given {verdict.score!r}, the server said {right!r}"
+        if verdict.judge != name or verdict.source not in node["sources"]:
+            yield f"{sample.id} was scored by {verdict.judge} at {verdict.source}, it was for {name}"
+        elif (verdict.source, sample.id, round(given.ended_at, 6)) not in answers:
+            yield f"{sample.id} was scored at {given.ended_at:.6f} s, and {verdict.source} gave no valid answer then"
+
+
+def _is_reward(verdict: Verdict) -> bool:
+    return isinstance(verdict.score, float) and math.isfinite(verdict.score)
+
+
+def _failure(trial: Trial, given: Given, outcome: Failed) -> Iterator[str]:
+    sample, name = given.sample, trial.judge_of(given.sample)
+    if name is None:
+        if (outcome.reason, outcome.reward) != ("no_route", None):
+            yield f"{sample.id} has no route, and is {outcome.describe()}"
+        return
+    node = trial.config["judges"][name]
+    low = node["reward_range"][0]
+    floor = None
+    if outcome.cause is Cause.POLICY or (outcome.cause is Cause.VERDICT and node["on_invalid"] == "floor"):
+        floor = low
+    if outcome.reward != floor:
+        yield f"{sample.id} failed ({outcome.describe()}) with a reward of {outcome.reward!r}, not {floor!r}"
+    if (sample.response == EMPTY) != (outcome.cause is Cause.POLICY):
+        yield f"the response of {sample.id} is {sample.response[:10]!r}, and it is {outcome.describe()}"
+    if outcome.reason == "bug":
+        yield f"{sample.id} failed because of a bug: {outcome.detail}"
+    if outcome.reason not in ("cutoff", "deadline", "closed", *_REASONS):
+        yield f"{sample.id} failed for no known reason: {outcome.describe()}"
+
+
+def _limited(trial: Trial, record: Record) -> Iterator[str]:
+    """P3: no declared limit is broken."""
+    for server in trial.servers:
+        watched = record.servers[server.name]
+        if not server.declared:
+            continue
+        known_bucket = server.window == "bucket" and server.declares_window
+        for at, limit in watched.violations:
+            # A client cannot know of a bucket that nobody declared, nor of the network's jitter in front of it.
+            if limit == "requests" and server.window == "bucket":
+                continue
+            if limit == "concurrency" and not server.cancel_frees:
+                continue
+            yield f"{server.name} was over its {limit} at {at:.6f} s"
+        if server.concurrency is not None and watched.most_open > server.concurrency:
+            yield f"{watched.most_open} requests were under way at {server.name}, it takes {server.concurrency}"
+        if known_bucket and server.requests_per_minute is not None:
+            bucket = RequestBucket(server.requests_per_minute, server.burst)
+            for sent in record.sent:
+                if sent.source == server.name:
+                    if bucket.wait_s(sent.started_at) > 0:
+                        yield f"the bucket of {server.name} was overdrawn at {sent.started_at:.6f} s"
+                    bucket.enter(sent.started_at)
+
+
+def _bounded(trial: Trial, record: Record) -> Iterator[str]:
+    """P4: attempts, hedges and retries keep to their budgets."""
+    engine = trial.config["engine"]
+    scheduling = engine["scheduling"]
+    per_sample = _per_sample(record)
+    hedges = {name: _hedges(sent) for name, sent in per_sample.items()}
+    for sample in trial.samples():
+        name = sample.id or ""
+        sent, judge = per_sample.get(name, []), trial.judge_of(sample)
+        retries = trial.config["judges"][judge]["invalid_retries"] if judge is not None else 0
+        throttled = sum(one.ending == "throttled" for one in sent)
+        # Failed attempts are bounded, and those among them that were probes of a resting source once more.
+        most = 2 * engine["max_attempts"] + retries + MAX_HEDGES + throttled
+        if len(sent) > most:
+            yield f"{name} was sent {len(sent)} times, {throttled} of them throttled; {most} is the most"
+        most_hedges = MAX_HEDGES if scheduling["hedge"] else 0
+        if hedges.get(name, 0) > most_hedges:
+            yield f"{name} was hedged {hedges[name]} times; {most_hedges} is the most"
+        most_live = max((_live(sent, one.started_at) for one in sent), default=0)
+        if most_live > MAX_LIVE:
+            yield f"{most_live} requests of {name} were under way at once; {MAX_LIVE} is the most"
+    for call in record.calls:
+        if call.call.kind == "batch":
+            count = sum(hedges.get(sample.id or "", 0) for sample in call.call.samples)
+            most_in_batch = max(LEAST_HEDGES, scheduling["hedge_budget"] * len(call.call.samples))
+            if count > most_in_batch:
+                yield f"a {call.call.describe()} was hedged {count} times; {most_in_batch:g} is the most"
+    yield from _retries(record, per_sample)
+    for given in record.given():
+        if given.outcome is not None:
+            outcome = given.outcome
+            attempts = outcome.verdict.attempts if isinstance(outcome, Scored) else outcome.attempts
+            count = len(per_sample.get(given.sample.id or "", []))
+            if count > attempts:
+                yield f"{given.sample.id} was sent {count} times, its outcome says {attempts}"
+
+
+def hedges_of(record: Record) -> int:
+    """How many requests began while another one of the same sample was under way."""
+    return sum(map(_hedges, _per_sample(record).values()))
+
+
+def _per_sample(record: Record) -> dict[str, list[Sent]]:
+    per_sample: dict[str, list[Sent]] = defaultdict(list)
+    for sent in record.sent:
+        per_sample[sent.sample].append(sent)
+    return per_sample
+
+
+def _hedges(sent: list[Sent]) -> int:
+    """How many of one sample's requests began while another one was under way."""
+    count = 0
+    for number, one in enumerate(sent):
+        count += any(other.ended_at > one.started_at + _ROUNDING_S for other in sent[:number])
+    return count
+
+
+def _live(sent: list[Sent], at: float) -> int:
+    """How many of one sample's requests were under way."""
+    return sum(one.started_at <= at and one.ended_at > at + _ROUNDING_S for one in sent)
+
+
+def _retries(record: Record, per_sample: dict[str, list[Sent]]) -> Iterator[str]:
+    """What is sent again because a source failed is within the budget of that source, from the start to any time."""
+    again: dict[str, list[float]] = defaultdict(list)
+    answered: dict[str, list[float]] = defaultdict(list)
+    for sent in record.sent:
+        if sent.ending in ("valid", "invalid"):
+            answered[sent.source].append(sent.ended_at)
+    for requests in per_sample.values():
+        for number, sent in enumerate(requests):
+            if sent.ending == "failed":
+                later = [other for other in requests[number + 1 :] if other.started_at >= sent.ended_at - _ROUNDING_S]
+                if later and not any(
+                    other.started_at < sent.ended_at < other.ended_at for other in requests if other is not sent
+                ):
+                    again[sent.source].append(later[0].started_at)
+    for source, times in again.items():
+        for number, at in enumerate(sorted(times), 1):
+            successes = sum(ended_at <= at for ended_at in answered[source]) if number > RETRY_RESERVE else 0
+            if number > RETRY_RESERVE + RETRIES_PER_S * at + RETRIES_PER_SUCCESS * successes + 1:
+                yield f"{number} retries because of {source} until {at:.6f} s, and {successes} successes"
+                break
+
+
+def _clean(trial: Trial, record: Record) -> Iterator[str]:
+    """P5: nothing is left behind, and nothing unexpected happens."""
+    yield from record.left
+    yield from record.alarms
+    for sent in record.sent:
+        if sent.started_at > record.closed_at + _ROUNDING_S:
+            yield f"{sent.sample} was sent to {sent.source} at {sent.started_at:.6f} s, after the engine was closed"
+        elif sent.ending == "under way" or sent.ended_at > record.ended_at:
+            yield f"the request of {sent.sample} to {sent.source} at {sent.started_at:.6f} s never ended"
+
+
+def _final(trial: Trial, record: Record) -> Iterator[str]:
+    """P6: an outcome stays as it was given, it is that of the first valid answer, and nobody works on it any more."""
+    known: dict[str, Given] = {}
+    for given in record.given():
+        known[given.sample.id or ""] = given
+        if given.outcome is not None and repr(given.outcome) != given.words:
+            yield f"the outcome of {given.sample.id} was {given.words}, and has become {given.outcome!r}"
+    ended = {name: given.ended_at for name, given in known.items() if given.outcome is not None}
+    complete = set(ended)
+    for call in record.calls:
+        for given in call.given:
+            if given.outcome is None:
+                ended[given.sample.id or ""] = call.ended_at
+    for sent in record.sent:
+        ended_at = ended.get(sent.sample, math.nan)
+        if sent.started_at > ended_at + _ROUNDING_S:
+            yield f"{sent.sample} was over at {ended_at:.6f} s, and sent to {sent.source} at {sent.started_at:.6f} s"
+        elif sent.ended_at > ended_at + _ROUNDING_S:
+            yield (
+                f"{sent.sample} was over at {ended_at:.6f} s, and its request to {sent.source} was under way until"
+                f" {sent.ended_at:.6f} s"
+            )
+        elif sent.sample in complete and sent.ending == "valid" and sent.ended_at < ended_at - _ROUNDING_S:
+            yield (
+                f"{sent.source} gave {sent.sample} a valid answer at {sent.ended_at:.6f} s, its outcome is of"
+                f" {ended_at:.6f} s"
+            )
+
+
+def _alive(trial: Trial, record: Record) -> Iterator[str]:
+    """Something that waits and a source that can send come together."""
+    yield from record.stalls
+
+
+def _blamed(trial: Trial, record: Record) -> Iterator[str]:
+    """The parts of a batch's report add up to its makespan, and the makespan is what was seen."""
+    for report in record.reports:
+        total_s = math.fsum(part.seconds for part in report.parts)
+        if abs(total_s - report.makespan_s) > _ROUNDING_S:
+            yield f"the parts of {report} add up to {total_s:.6f} s"
+        if any(not part.seconds > 0 for part in report.parts):
+            yield f"a part of {report} is empty or negative"
+        if report.scored + report.failed != report.samples:
+            yield f"{report} does not add up"
+    for call in record.calls:
+        ended = [given.ended_at for given in call.given if given.outcome is not None]
+        if call.call.kind != "batch" or not call.alone or call.report is None or not ended:
+            continue
+        took_s = max(ended) - call.started_at
+        if abs(call.report.makespan_s - took_s) > _ROUNDING_S:
+            yield f"a {call.call.describe()} took {took_s:.6f} s, its report says {call.report.makespan_s:.6f} s"
+
+
+Check = Callable[[Trial, Record], Iterator[str]]
+
+_CHECKS: dict[str, Check] = {
+    "P1 one outcome by the deadline": _answered,
+    "P2 nothing but what the server said": _true,
+    "P3 no limit broken": _limited,
+    "P4 attempts within their budgets": _bounded,
+    "P5 nothing left behind": _clean,
+    "P6 an outcome stays": _final,
+    "liveness": _alive,
+    "blame adds up": _blamed,
+}
+REPLAY = "P7 the same seed, the same schedule"
+PROMISES = (*_CHECKS, REPLAY)
+"""The promises by name."""
+
+_MOST_SAID = 3
+_REASONS = ("no_route", "empty", "exhausted", "invalid", "garbage", "no_source")
+
+
+def replay_differs(first: Record, second: Record) -> Broken | None:
+    """P7: what was different when a trial was played again."""
+    one, other = first.text(), second.text()
+    if one == other:
+        return None
+    pairs: Any = zip(one.splitlines(), other.splitlines(), strict=False)
+    line, (was, became) = next(
+        ((number, pair) for number, pair in enumerate(pairs, 1) if pair[0] != pair[1]), (0, ("", "it has more lines"))
+    )
+    return Broken(REPLAY, f"line {line} was {was!r} and became {became!r}")

@@ -1,0 +1,176 @@
+"""The soak: trial after trial, on all cores, until one breaks a promise or the seeds run out.
+
+A shard is a range of seeds that one process works off; what comes back is small, so that a hundred thousand trials fit
+in memory. The fingerprint of a soak adds up the schedules of all its trials in any order: two runs of the same seeds,
+in other processes or with other hash seeds, have the same one, or promise P7 is broken.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections import Counter
+from collections.abc import Generator
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import pairwise
+
+from ..samples import Scored
+from .performance import play
+from .promises import Broken, broken_promises, hedges_of, replay_differs
+from .record import Record
+from .trial import Trial, random_trial
+
+SHARD = 50
+"""Seeds of a shard."""
+REPLAY_EVERY = 16
+"""One trial in so many is played twice."""
+_FINGERPRINTS = 2**64
+
+
+@dataclass
+class Tally:
+    """What happened in the trials, added up."""
+
+    trials: int = 0
+    replayed: int = 0
+    samples: int = 0
+    scored: int = 0
+    attempts: int = 0
+    hedges: int = 0
+    throttled: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    """Failed samples by cause and reason."""
+    given_up: int = 0
+    """Samples whose callers lost interest, or that a closed engine refused."""
+    virtual_s: float = 0.0
+    fingerprint: int = 0
+
+    def add(self, other: Tally) -> None:
+        """Add another tally to this one."""
+        self.trials += other.trials
+        self.replayed += other.replayed
+        self.samples += other.samples
+        self.scored += other.scored
+        self.attempts += other.attempts
+        self.hedges += other.hedges
+        self.throttled += other.throttled
+        self.failures += other.failures
+        self.given_up += other.given_up
+        self.virtual_s += other.virtual_s
+        self.fingerprint = (self.fingerprint + other.fingerprint) % _FINGERPRINTS
+
+    def count(self, trial: Trial, record: Record) -> None:
+        """Add one trial."""
+        self.trials += 1
+        self.samples += sum(1 for _ in trial.samples())
+        self.attempts += len(record.sent)
+        self.hedges += hedges_of(record)
+        self.throttled += sum(sent.ending == "throttled" for sent in record.sent)
+        outcomes = [given.outcome for given in record.given()]
+        for outcome in outcomes:
+            if isinstance(outcome, Scored):
+                self.scored += 1
+            elif outcome is not None:
+                self.failures[f"{outcome.cause.value}/{outcome.reason}"] += 1
+        self.given_up += outcomes.count(None)
+        self.virtual_s += record.ended_at
+        digest = blake2b(f"{trial.seed} {record.text()}".encode(), digest_size=8).digest()
+        self.fingerprint = (self.fingerprint + int.from_bytes(digest, "little")) % _FINGERPRINTS
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A seed whose trial broke promises."""
+
+    seed: int
+    broken: tuple[Broken, ...]
+
+    def describe(self) -> str:
+        """Which promises, what happened, and how to play it again."""
+        lines = [f"seed {self.seed} broke {broken}" for broken in self.broken]
+        return "\n".join([*lines, f"  replay: {replay_command(self.seed)}"])
+
+
+@dataclass(frozen=True)
+class Soaked:
+    """What became of a range of seeds."""
+
+    tally: Tally
+    findings: tuple[Finding, ...]
+
+    def describe(self, *, most: int = 3) -> str:
+        """The first findings with their trials, for people."""
+        said = [f"{finding.describe()}\n{random_trial(finding.seed).describe()}" for finding in self.findings[:most]]
+        if len(self.findings) > most:
+            said.append("more seeds: " + ", ".join(str(finding.seed) for finding in self.findings[most:]))
+        return "\n\n".join(said)
+
+
+def replay_command(seed: int) -> str:
+    """What plays the trial of this seed again, and shows what happened in it."""
+    return f"python -m qreward_plugins.simulation --seed {seed} --trace"
+
+
+def check(seed: int, *, replay: bool = False) -> tuple[Trial, Record, list[Broken]]:
+    """Play the trial of a seed and check every promise; with `replay`, play it twice and compare."""
+    trial = random_trial(seed)
+    record = play(trial, trace=replay)
+    broken = broken_promises(trial, record)
+    if replay:
+        differs = replay_differs(record, play(trial, trace=True))
+        broken += [differs] if differs is not None else []
+    return trial, record, broken
+
+
+def soak(first: int, last: int, *, replay_every: int = REPLAY_EVERY) -> Soaked:
+    """Play the trials of the seeds from `first` to before `last` in this process."""
+    tally, findings = Tally(), []
+    for seed in range(first, last):
+        replay = seed % replay_every == 0
+        try:
+            trial, record, broken = check(seed, replay=replay)
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{error!r} in {where.name} ({os.path.basename(where.filename)}:{where.lineno})"
+            findings.append(Finding(seed, (Broken("the trial itself", what),)))
+            continue
+        tally.count(trial, record)
+        tally.replayed += replay
+        if broken:
+            findings.append(Finding(seed, tuple(broken)))
+    return Soaked(tally, tuple(findings))
+
+
+def shards(first: int, last: int, size: int = SHARD) -> list[tuple[int, int]]:
+    """The seeds from `first` to before `last` in ranges of at most `size`."""
+    return list(pairwise([*range(first, last, size), last]))
+
+
+def pool(jobs: int) -> ProcessPoolExecutor:
+    """Processes that soak. They are started afresh: what a process that forks has in its threads is not for them."""
+    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
+
+
+def soak_in_processes(
+    first: int, last: int, *, jobs: int, replay_every: int = REPLAY_EVERY
+) -> Generator[Soaked, None, None]:
+    """Play the trials in `jobs` processes; yields what became of each shard as it comes. Closing it ends the soak."""
+    with pool(jobs) as processes:
+        running: list[Future[Soaked]] = []
+        try:
+            running += [processes.submit(soak, *shard, replay_every=replay_every) for shard in shards(first, last)]
+            for done in as_completed(running):
+                yield done.result()
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def cores() -> int:
+    """Processors that this process may use."""
+    # Not every system can tell which ones a process may use.
+    affinity = getattr(os, "sched_getaffinity", None)
+    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

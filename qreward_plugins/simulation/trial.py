@@ -1,0 +1,291 @@
+"""A trial: servers, a configuration of the engine and calls of it, all drawn from one seed.
+
+Nobody would think of a batch with a cut-off and a caller that loses interest while a source with unknown limits comes
+back from a hang. So the combinations are drawn, and a number stands for each: a trial that broke a promise is played
+again from its seed for as long as it takes to understand it.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from ..samples import Sample
+from .chance import random_servers
+from .draws import normal
+from .scenarios import JUDGE
+from .servers import Server
+
+DATA_SOURCES = ("math/easy", "math/hard", "code", "chat")
+EMPTY = "  \n"
+_LARGEST_BYTES = 12_000
+"""So that a request fits every token limit that servers by chance have."""
+_LARGEST_TOKENS = 6000
+_OVERSIZE_BYTES = 200_000
+_STRATEGIES = ("round_robin", "weighted", "least_requests", "least_tokens")
+
+CallKind = Literal["batch", "single", "stream"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of the engine. Times are seconds from the start of its step."""
+
+    kind: CallKind
+    samples: tuple[Sample, ...]
+    after_s: float = 0.0
+    deadline_s: float | None = None
+    """None: what the configuration says."""
+    priority: int = 0
+    cutoff: tuple[float, float] | None = None
+    """Seconds and quorum at which a batch stops waiting."""
+    cancel_after_s: float | None = None
+    """When its caller loses interest, counted from the call."""
+    window: int | None = None
+    gap_s: float = 0.0
+    """How long a stream waits for each of its samples."""
+
+    def describe(self) -> str:
+        """One line."""
+        said = [f"{self.kind} of {len(self.samples)}" if self.kind != "single" else f"sample {self.samples[0].id}"]
+        said.append(f"at {self.after_s:.3f} s")
+        if self.deadline_s is not None:
+            said.append(f"deadline {self.deadline_s:.3f} s")
+        if self.priority:
+            said.append(f"priority {self.priority}")
+        if self.cutoff:
+            said.append(f"cut off at {self.cutoff[0]:.3f} s with {self.cutoff[1]:.2f} of each group")
+        if self.kind == "stream":
+            said.append(f"window {self.window}, one every {self.gap_s:.3f} s")
+        if self.cancel_after_s is not None:
+            said.append(f"given up after {self.cancel_after_s:.3f} s")
+        return ", ".join(said)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Calls that overlap, after `idle_s` seconds of rest. `close_after_s`: when the engine is closed under them."""
+
+    idle_s: float
+    calls: tuple[Call, ...]
+    close_after_s: float | None = None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Everything that happens in one simulated run, but for what the production code does."""
+
+    seed: int
+    servers: tuple[Server, ...]
+    config: dict[str, Any]
+    steps: tuple[Step, ...]
+
+    def samples(self) -> Iterator[Sample]:
+        """All samples, in the order of the calls."""
+        return (sample for step in self.steps for call in step.calls for sample in call.samples)
+
+    def judge_of(self, sample: Sample) -> str | None:
+        """Name of the judge that has to score `sample`; None: no route leads to one."""
+        routes: dict[str, str] = self.config["routes"]
+        if not routes:
+            return str(next(iter(self.config["judges"])))
+        return next((judge for pattern, judge in routes.items() if fnmatchcase(sample.data_source, pattern)), None)
+
+    def describe(self) -> str:
+        """Every choice that was made, for people, in lines."""
+        engine = self.config["engine"]
+        lines = [f"trial {self.seed}"]
+        lines += [f"  {server.describe()}" for server in self.servers]
+        lines += [
+            f"  source {name}: timeout {node['timeouts']['total_s']:.3f} s, weight {node['weight']:.3f}"
+            for name, node in self.config["sources"].items()
+        ]
+        lines += [
+            f"  judge {name} over {', '.join(node['sources'])}: {node['invalid_retries']} invalid retries,"
+            f" rewards {node['reward_range']}, on_invalid {node['on_invalid']}"
+            for name, node in self.config["judges"].items()
+        ]
+        lines += [f"  routes {self.config['routes']}"] if self.config["routes"] else []
+        lines.append(
+            f"  engine: {engine['scheduling']}, deadline {engine['deadline_s']:.3f} s,"
+            f" {engine['max_attempts']} attempts"
+        )
+        for number, step in enumerate(self.steps):
+            closed = f", closed after {step.close_after_s:.3f} s" if step.close_after_s is not None else ""
+            lines.append(f"  step {number}, after {step.idle_s:.3f} s of rest{closed}")
+            lines += [f"    {call.describe()}" for call in step.calls]
+        return "\n".join(lines)
+
+
+def random_trial(seed: int) -> Trial:
+    """The trial of this seed. The same seed gives the same trial, on every machine."""
+    rng = random.Random(f"trial {seed}")
+    servers = tuple(_tighter(random_servers(rng), seed))
+    config = _config(rng, seed, servers)
+    samples = _Samples(rng, seed, unrouted=rng.random() < 0.1, oversize=rng.random() < 0.03)
+    count = rng.choice((1, 1, 2, 2, 3))
+    steps = [_step(rng, samples, first=number == 0) for number in range(count)]
+    if rng.random() < 0.15:
+        last = steps[-1]
+        steps[-1] = Step(last.idle_s, last.calls, close_after_s=_some_seconds(rng))
+    return Trial(seed, servers, config, tuple(steps))
+
+
+def _tighter(servers: list[Server], seed: int) -> Iterator[Server]:
+    """The servers, some of them with token limits that a few samples of a trial use up."""
+    rng = random.Random(f"tokens {seed}")
+    for server in servers:
+        tight = rng.random() < 0.5
+        per_minute = rng.uniform(1, 5) * _LARGEST_TOKENS * 60 / server.window_s
+        yield replace(server, tokens_per_minute=per_minute) if tight and server.tokens_per_minute else server
+
+
+def _config(rng: random.Random, seed: int, servers: tuple[Server, ...]) -> dict[str, Any]:
+    names = [server.name for server in servers]
+    judges = {f"j{number}": _judge(rng, names) for number in range(rng.choice((1, 1, 1, 2, 3)))}
+    routes: dict[str, str] = {}
+    if len(judges) > 1 or rng.random() < 0.2:
+        patterns = ["math/*", "code", "chat", "*/hard"]
+        rng.shuffle(patterns)
+        routes = {pattern: rng.choice(list(judges)) for pattern in patterns[: rng.randint(1, 3)]}
+        if rng.random() < 0.9:
+            routes["*"] = rng.choice(list(judges))
+    return {
+        "sources": {
+            server.name: {
+                "kind": "openai",
+                "base_url": "http://simulated.invalid/v1",
+                "model": "simulated",
+                "limits": server.limits(),
+                "price": server.price(),
+                "timeouts": {"total_s": rng.choice((120.0, 120.0, 20.0, rng.uniform(1, 60)))},
+                "weight": rng.choice((1.0, 1.0, rng.uniform(0.1, 10))),
+            }
+            for server in servers
+        },
+        "judges": judges,
+        "routes": routes,
+        "engine": {
+            "seed": seed,
+            "deadline_s": rng.choice((300.0, 60.0, rng.uniform(0.5, 30))),
+            "max_attempts": rng.choice((6, 6, 1, 2, rng.randint(1, 12))),
+            "scheduling": {
+                "strategy": rng.choice(
+                    ("earliest_finish", "earliest_finish", "earliest_finish", rng.choice(_STRATEGIES))
+                ),
+                "prefer": rng.choice(("speed", "speed", "cost")),
+                "hedge": rng.random() < 0.8,
+                "hedge_budget": rng.choice((0.25, 0.25, 0.02, 1.0)),
+            },
+        },
+    }
+
+
+def _judge(rng: random.Random, names: list[str]) -> dict[str, Any]:
+    return {
+        **JUDGE,
+        "sources": rng.sample(names, rng.randint(1, len(names))) if rng.random() < 0.6 else list(names),
+        "invalid_retries": rng.choice((1, 1, 0, 3)),
+        "reward_range": list(rng.choice(((0.0, 1.0), (0.0, 1.0), (-1.0, 1.0)))),
+        "on_invalid": rng.choice(("missing", "missing", "floor")),
+    }
+
+
+class _Samples:
+    """Draws samples, each with another id."""
+
+    def __init__(self, rng: random.Random, seed: int, *, unrouted: bool, oversize: bool) -> None:
+        self._rng = rng
+        self._seed = seed
+        self._data_sources = (*DATA_SOURCES, "elsewhere") if unrouted else DATA_SOURCES
+        self._oversize = oversize
+        self._mean_bytes = rng.choice((200, 1500, 3000))
+        self._next = 0
+
+    def draw(self, count: int) -> tuple[Sample, ...]:
+        group_size = self._rng.choice((1, 4, 8))
+        return tuple(self._one(number // group_size) for number in range(count))
+
+    def _one(self, group: int) -> Sample:
+        rng = self._rng
+        name = f"{self._seed}-{self._next}"
+        self._next += 1
+        work = math.exp(0.6 * normal(1.0 - rng.random(), rng.random()) - 0.18)
+        seen = work * math.exp(0.4 * normal(1.0 - rng.random(), rng.random()))
+        length = min(round(self._mean_bytes * seen) + 1, _LARGEST_BYTES)
+        if self._oversize and rng.random() < 0.1:
+            length = _OVERSIZE_BYTES
+        return Sample(
+            messages=[{"role": "user", "content": "?"}],
+            response=EMPTY if rng.random() < 0.01 else f"{name} ".ljust(length, "x"),
+            data_source=rng.choice(self._data_sources),
+            group_id=f"{self._seed}-{group}" if rng.random() < 0.95 else None,
+            extras={"work": work},
+            id=name,
+        )
+
+
+def _step(rng: random.Random, samples: _Samples, *, first: bool) -> Step:
+    idle_s = 0.0 if first else rng.choice((0.0, 1.0, rng.uniform(0, 20), rng.uniform(0, 150)))
+    shape = rng.random()
+    if shape < 0.45:
+        calls = [_batch(rng, samples)]
+    elif shape < 0.6:
+        calls = [_batch(rng, samples), _batch(rng, samples, after_s=rng.choice((0.0, _some_seconds(rng))))]
+    elif shape < 0.8:
+        calls = _singles(rng, samples)
+    elif shape < 0.9:
+        calls = [_stream(rng, samples)]
+    else:
+        calls = [_batch(rng, samples), *_singles(rng, samples), _stream(rng, samples)]
+    return Step(idle_s, tuple(calls))
+
+
+def _batch(rng: random.Random, samples: _Samples, *, after_s: float = 0.0) -> Call:
+    return Call(
+        "batch",
+        samples.draw(_count(rng)),
+        after_s,
+        deadline_s=rng.choice((None, None, None, 0.0, rng.uniform(0.1, 120))),
+        priority=rng.choice((0, 0, 0, 1, -3)),
+        cutoff=(_some_seconds(rng), rng.choice((0.0, 0.5, 0.9, 1.0))) if rng.random() < 0.2 else None,
+        cancel_after_s=_some_seconds(rng) if rng.random() < 0.07 else None,
+    )
+
+
+def _singles(rng: random.Random, samples: _Samples) -> list[Call]:
+    spread_s = rng.choice((0.0, 1.0, 30.0, 120.0))
+    doomed = rng.choice((0.0, 0.0, 0.1, 0.5))
+    return [
+        Call(
+            "single",
+            samples.draw(1),
+            rng.uniform(0, spread_s),
+            deadline_s=rng.choice((None, None, None, rng.uniform(0.1, 60))),
+            priority=rng.choice((0, 0, 0, 2)),
+            cancel_after_s=rng.choice((0.0, _some_seconds(rng))) if rng.random() < doomed else None,
+        )
+        for _ in range(_count(rng))
+    ]
+
+
+def _stream(rng: random.Random, samples: _Samples) -> Call:
+    return Call(
+        "stream",
+        samples.draw(_count(rng)),
+        window=rng.choice((None, 1, rng.randint(2, 20))),
+        gap_s=rng.choice((0.0, 0.01, 1.0)),
+        cancel_after_s=_some_seconds(rng) if rng.random() < 0.15 else None,
+    )
+
+
+def _count(rng: random.Random) -> int:
+    return rng.choice((rng.randint(1, 6), rng.randint(1, 20), rng.randint(1, 20), rng.randint(10, 70)))
+
+
+def _some_seconds(rng: random.Random) -> float:
+    return rng.choice((rng.uniform(0, 1), rng.uniform(0, 10), rng.uniform(0, 90)))

@@ -1,0 +1,16 @@
+"""The bench is no package: its modules are found as they are when it is run."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCH = Path(__file__).parents[2] / "bench"
+sys.path.insert(0, str(BENCH))
+
+
+@pytest.fixture
+def bench() -> Path:
+    return BENCH

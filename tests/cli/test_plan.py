@@ -1,0 +1,122 @@
+"""`qreward plan`: what a person reads, the files that are written, and how mistakes are told."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import signal
+from pathlib import Path
+
+import pytest
+
+LIMITS = {"requests_per_minute": 30, "concurrency": 16}
+
+
+@pytest.fixture
+def config(write_config):
+    source = {"limits": LIMITS, "price": {"per_request": 0.01}, "api_key_env": "A_KEY_THAT_IS_NOT_SET"}
+    return write_config({"a": "http://planned.invalid/v1"}, source=source)
+
+
+def test_a_plan_is_printed(run_cli, config):
+    exact = ["--latency", "1", "--tokens", "100", "--spread", "0", "--errors", "0", "--stragglers", "0", "--seeds", "1"]
+    result = run_cli("plan", "--config", config, "--samples", 45, *exact)
+    assert (result.exit_code, result.stderr) == (0, "")
+    text = " ".join(result.stdout.split())
+    assert f"{config}: a step of 45 samples (judged: 45 by quality)" in text.replace("\n", "")
+    assert "takes 61." in text
+    assert "costs $0.45 ($10.00 per 1,000 samples)" in text
+    assert "waits for the 30 requests a minute of a" in text
+    assert "a 1.00s 45 100% - 16 of 16" in text
+    assert "+30 rpm on a" in text
+    assert "rollouts: 100 tokens" in text
+    assert "1 s at a (as given)" in text
+    assert "a: no limit of tokens declared, so none is assumed" in text
+    assert max(map(len, result.stdout.splitlines()[1:])) <= 100
+
+
+def test_advice_is_ranked_and_matters(run_cli, config):
+    result = run_cli("plan", "-c", config, "-n", 45, "--seeds", 1)
+    lines = result.stdout.splitlines()
+    advice = lines[lines.index("what would help most") + 1 : lines.index("assumed") - 1]
+    saved = [float(line.rsplit("->")[0].split()[-1]) - float(line.rsplit("->")[1].split()[0]) for line in advice]
+    assert saved
+    assert saved == sorted(saved, reverse=True)
+    assert saved[0] > 20
+
+
+def test_what_is_late_is_said(run_cli, write_config):
+    path = write_config({"a": "http://x.invalid"}, source={"limits": LIMITS}, engine={"deadline_s": 30})
+    result = run_cli("plan", "-c", path, "-n", 60, "--seeds", 1)
+    assert "of the samples get no reward: engine.deadline_s is 30" in " ".join(result.stdout.split())
+
+
+def test_the_plan_and_its_timeline_are_written(run_cli, config, tmp_path):
+    plot, as_json = tmp_path / "plan.png", tmp_path / "plan.json"
+    result = run_cli("plan", "-c", config, "-n", 20, "--seeds", 2, "--plot", plot, "--json", as_json)
+    assert result.exit_code == 0
+    assert f"the timeline is in {plot}" in result.stderr
+    assert plot.read_bytes()[:4] == b"\x89PNG"
+    assert plot.stat().st_size > 10_000
+    written = json.loads(as_json.read_text())
+    assert written["samples"] == 20
+    assert written["step_s"]["p50"] > 0
+    assert [source["name"] for source in written["sources"]] == ["a"]
+
+
+def test_real_rollouts(run_cli, config, write_rows, row):
+    rows = write_rows([row(number) for number in range(5)])
+    result = run_cli("plan", "-c", config, "-n", 10, "--seeds", 1, "--tokens", f"file:{rows}")
+    assert result.exit_code == 0
+    assert f"the rollouts of {rows}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--tokens", "many"], "--tokens 'many' is no distribution of lengths"),
+        (["--latency", "b=2"], "--latency 'b=2': there is no source 'b'; there are a"),
+        (["--tokens", "file:missing.jsonl"], "missing.jsonl"),
+        (["--plot", "missing/plan.png"], "there is no directory 'missing'"),
+        (["--json", "missing/plan.json"], "there is no directory 'missing'"),
+        (["--data-source", "x=-1"], "a share must be above 0"),
+    ],
+)
+def test_mistakes_are_one_message(run_cli, config, options, message):
+    result = run_cli("plan", "-c", config, "-n", 4, *options)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith("error: ")
+    assert message in result.stderr
+
+
+def test_a_mistake_in_the_configuration_is_told_as_ever(run_cli, write_config):
+    path = write_config({"a": "http://x.invalid"}, source={"limits": {"requests_per_minutes": 30}})
+    result = run_cli("plan", "-c", path, "-n", 4)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr.startswith(f"error: {path}: sources.a.limits.requests_per_minutes")
+    path = write_config({"a": "http://x.invalid"}, judge={"instructions": "{{ nonsense }}"})
+    result = run_cli("plan", "-c", path, "-n", 4)
+    assert result.stderr.startswith(f"error: {path}: judges.quality.instructions")
+
+
+def test_without_matplotlib_nothing_is_simulated_first(run_cli, config, monkeypatch):
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == "matplotlib" else real(name, *more)
+    )
+    result = run_cli("plan", "-c", config, "-n", 4, "--plot", "plan.png")
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert 'pip install "qreward-plugins[plot]"' in result.stderr
+
+
+def test_ctrl_c_ends_it(start_cli, config, wait_until, tmp_path):
+    """With rehearsals under way in processes of their own."""
+    process = start_cli("plan", "-c", config, "-n", 3000, "--seeds", 50, "--json", tmp_path / "plan.json")
+    threads = Path(f"/proc/{process.pid}/task")
+    if not (threads / str(process.pid) / "children").exists():
+        pytest.skip("needs /proc, which lists the children of a process")
+    wait_until(lambda: any(children.read_text() for children in threads.glob("*/children")))
+    code, out, errors = process.end(signal.SIGINT)
+    assert (code, out) == (130, "")
+    assert "Traceback" not in errors
+    assert not (tmp_path / "plan.json").exists()

@@ -1,0 +1,190 @@
+"""What a step takes, costs and waits for."""
+
+from __future__ import annotations
+
+import json
+import logging
+import multiprocessing
+from statistics import fmean
+
+import pytest
+
+from qreward_plugins import ConfigurationError, EngineError, InputError
+from qreward_plugins.planning import Assumptions, Lengths, forecast, plan
+from qreward_plugins.quotas.pace import JITTER_S
+
+
+def bucket(rpm: float) -> dict:
+    return {"requests_per_minute": rpm, "window": "bucket", "concurrency": 64}
+
+
+def test_with_twice_the_requests_a_paced_step_waits_half_as_long(tree, exact_plan):
+    slow = exact_plan(tree(a=bucket(300)), 200)
+    fast = exact_plan(tree(a=bucket(600)), 200)
+    assert slow.step_s.p50 == pytest.approx(199 * (1 / 5 + JITTER_S) + 1, abs=1.0)
+    assert fast.step_s.p50 == pytest.approx(199 * (1 / 10 + JITTER_S) + 1, abs=1.0)
+    assert (slow.bottleneck.resource, slow.bottleneck.sources) == ("requests", ("a",))
+
+
+def test_a_sliding_window_is_spent_at_once(tree, exact_plan):
+    """60 now, 60 in the next window, 30 in the third."""
+    found = exact_plan(tree(a={"requests_per_minute": 60, "concurrency": 64}), 150)
+    assert found.step_s.p50 == pytest.approx(121, abs=1.5)
+    assert found.sources[0].requests_used == pytest.approx(1.0)
+    assert (found.timeline.windows_s, found.timeline.requests_per_window) == ({"a": 60.0}, {"a": 60.0})
+    assert found.sources[0].out_of_quota > 0.9
+
+
+def test_places_bound_a_step_without_limits(tree, exact_plan):
+    found = exact_plan(tree(a={"concurrency": 10}), 100, latency_s={"a": 2.0})
+    assert found.step_s.p50 == pytest.approx(20, rel=0.1)
+    assert found.bottleneck.resource == "places"
+    assert "a (concurrency 10)" in found.bottleneck.describes
+    use = found.sources[0]
+    assert (use.peak_in_flight, use.requests) == (10, 100)
+    assert use.mean_in_flight == pytest.approx(10, rel=0.1)
+    assert use.out_of_places > 0.8
+
+
+def test_tokens_bound_a_step_whose_requests_are_plenty(tree, exact_plan):
+    limits = {"tokens_per_minute": 60_000, "requests_per_minute": 6000, "concurrency": 64}
+    found = exact_plan(tree(a=limits), 120, tokens=600)
+    assert found.step_s.p50 > 60
+    assert (found.bottleneck.resource, found.bottleneck.describes) == ("tokens", "the 60,000 tokens a minute of a")
+    assert 0.9 < found.sources[0].tokens_used <= 1.0
+    assert found.timeline.tokens_per_window == {"a": 60_000.0}
+
+
+def test_the_cost_is_what_one_calculates_by_hand(tree, exact_plan):
+    """128 requests at a fixed price, with a verdict of 50 tokens each and prompts of one size."""
+    prices = {"a": {"per_request": 0.001, "input_per_million": 2.0, "output_per_million": 10.0}}
+    found = exact_plan(tree(prices, a={"concurrency": 64}), 128, assumed={"verdict_tokens": 50})
+    (sized,) = {bar.tokens for bar in found.timeline.bars}
+    by_hand = 128 * (0.001 + (sized - 50) * 2e-6 + 50 * 1e-5)
+    assert found.cost_usd.p50 == pytest.approx(by_hand, rel=1e-9)
+    assert found.sources[0].cost_usd == pytest.approx(by_hand, rel=1e-9)
+    assert sized - 50 > 300  # the question, the rollout, and the judge's own words
+
+
+def test_prices_that_are_not_given_are_not_zero(tree, exact_plan):
+    found = exact_plan(tree(a={"concurrency": 8}), 8)
+    assert found.cost_usd is None
+    assert found.sources[0].cost_usd is None
+
+
+def test_the_same_plan_comes_out_again(tree):
+    config = tree(a={"requests_per_minute": 600, "concurrency": 16}, b={"concurrency": 8})
+    first, second = (plan(config, samples=48, seeds=2).to_dict() for _ in range(2))
+    assert first == second
+    assert first["step_s"]["least"] < first["step_s"]["most"]
+    assert json.loads(json.dumps(first, allow_nan=False))["samples"] == 48
+
+
+def test_processes_change_nothing(tree, monkeypatch):
+    monkeypatch.setattr(forecast, "WORTH_PROCESSES", 0)
+    config = tree(a={"concurrency": 64})
+    done = []
+    apart = plan(config, samples=24, seeds=2, advise=False, processes=2, progress=lambda *far: done.append(far))
+    assert apart.to_dict() == plan(config, samples=24, seeds=2, advise=False).to_dict()
+    assert (done[0], done[-1]) == ((0, 2), (2, 2))
+
+
+def test_what_comes_after_the_deadline_is_counted(tree, exact_plan):
+    config = {**tree(a={"concurrency": 10}), "engine": {"deadline_s": 10.5}}
+    found = exact_plan(config, 200)
+    assert found.late == pytest.approx(0.5, abs=0.06)
+    assert found.step_s.p50 == pytest.approx(20, rel=0.1)
+
+
+def test_latencies_are_taken_by_source(tree, exact_plan):
+    found = exact_plan(tree(a={"concurrency": 8}, b={"concurrency": 8}), 90, latency_s={"a": 1.0, "*": 9.0})
+    fast, slow = found.sources
+    assert (fast.latency_s, slow.latency_s) == (1.0, 9.0)
+    assert fast.share > 4 * slow.share
+
+
+def test_a_step_is_rehearsed_by_judge_and_data_source(tree, exact_plan):
+    config = tree(model={"concurrency": 8}, judge={"criteria": {"clarity": "is it clear?"}, "score_range": [1, 5]})
+    config["sources"]["rules"] = {"kind": "function", "function": "math:isclose", "workers": 2}
+    config["judges"]["exact"] = {"kind": "function", "components": ["acc"], "reward_range": [-1, 1]}
+    config["routes"] = {"math/*": "exact", "code/[ab]?": "quality"}
+    both = exact_plan(config, 60, data_sources=[("math/gsm", 3.0), ("code/a1", 1.0)], latency_s={"*": 0.5})
+    assert set(both.judged) == {"exact", "quality"}
+    assert both.judged["exact"] > 2 * both.judged["quality"]
+    assert both.failed == {}
+    used = {use.name: use for use in both.sources}
+    assert (used["rules"].concurrency, used["rules"].peak_in_flight) == (2, 2)
+    first = exact_plan(config, 8)
+    assert first.judged == {"exact": 8}
+    assert first.notes[-1] == "model: not asked, because no judge of these samples has it"
+
+
+def test_samples_that_nobody_judges_are_an_error_that_names_the_routes(tree, exact_plan):
+    config = {**tree(a={}), "routes": {"math/*": "quality"}}
+    with pytest.raises(InputError, match=r"no route matches the data source 'code'; routes: math/\*"):
+        exact_plan(config, 8, data_sources=[("code", 1.0)])
+
+
+def test_mistakes_are_told_as_the_engine_tells_them(tree, exact_plan, tmp_path):
+    with pytest.raises(ConfigurationError, match=r"concurency.*Did you mean `concurrency`"):
+        exact_plan(tree(a={"concurency": 4}), 8)
+    with pytest.raises(ConfigurationError, match=r"judges\.quality\.instructions"):
+        exact_plan(tree(a={}, judge={"instructions": "{{ nonsense }}"}), 8)
+
+
+def test_a_template_that_needs_columns_asks_for_real_rollouts(tree, exact_plan):
+    config = tree(a={}, judge={"instructions": "Grade {{ extras.rubric.text }}."})
+    with pytest.raises(InputError, match=r"no sample can be scored: .*; give real rollouts with --tokens file:PATH"):
+        exact_plan(config, 8)
+
+
+def test_what_is_not_declared_is_said(tree, exact_plan):
+    notes = exact_plan(tree(a={"requests_per_minute": 600}, b={}), 8).notes
+    assert "a: no limit of tokens or concurrency declared, so none is assumed" in notes
+    assert "b: no limit of requests, tokens or concurrency declared, so none is assumed" in notes
+
+
+def test_longer_rollouts_take_longer(tree):
+    """A rollout of no length at all would take half as long as the average one."""
+    config = tree(a={"concurrency": 64})
+    assumed = Assumptions(latency_s={"a": 2.0}, spread=0.0, straggler_share=0.0, error_share=0.0)
+
+    def bars(lengths: Lengths):
+        found = plan(config, samples=64, lengths=lengths, assumptions=assumed, seeds=1, advise=False)
+        return [(bar.tokens, bar.end_s - bar.start_s) for bar in found.timeline.bars if bar.end == "answered"]
+
+    assert all(seconds == pytest.approx(2.0) for _, seconds in bars(Lengths(800, 0.0)))
+    mixed = sorted(bars(Lengths(800, 1.0)))
+    took = [seconds for _, seconds in mixed]
+    assert took == sorted(took)
+    assert 1.0 < took[0] < 1.5
+    assert took[-1] > 3.0
+    assert fmean(took) == pytest.approx(2.0, rel=0.05)
+
+
+def test_nothing_of_a_rehearsal_is_logged(tree, exact_plan, caplog):
+    with caplog.at_level(logging.DEBUG, logger="qreward_plugins"):
+        exact_plan({**tree(a={"concurrency": 1}), "engine": {"deadline_s": 1}}, 8, assumed={"error_share": 0.5})
+    assert caplog.records == []
+    logging.getLogger("qreward_plugins.engine").warning("in earnest")
+    assert [record.message for record in caplog.records] == ["in earnest"]
+
+
+def test_what_progress_raises_ends_the_plan(tree, exact_plan):
+    def stop(done: int, total: int) -> None:
+        if done:
+            raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        exact_plan(tree(a={}), 4, seeds=3, progress=stop)
+
+
+def test_a_process_that_dies_is_one_error(tree, monkeypatch):
+    monkeypatch.setattr(forecast, "WORTH_PROCESSES", 0)
+
+    def kill(done: int, total: int) -> None:
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    with pytest.raises(EngineError, match="plan fewer samples"):
+        plan(tree(a={}), samples=24, seeds=2, processes=2, progress=kill)

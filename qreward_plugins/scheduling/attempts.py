@@ -45,6 +45,8 @@ class Attempt:
     result: Result = ""
     """How it ended; empty: it is under way."""
     ended_at: float = 0.0
+    late: bool = False
+    """Whether it takes longer than most do."""
     overdue: bool = False
     """Whether it has been noted that it takes far too long."""
     rescued: bool = False

@@ -8,6 +8,7 @@ not be earlier than the longest single job can be, or small batches go to fast s
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Mapping
 
@@ -22,6 +23,7 @@ DEAD_WAIT_S = 30.0
 RESTING_WAIT_S = 5.0
 THRIFTY_PART = 0.5
 """Part of the time to the deadline that cheap sources may take before dearer ones are asked as well."""
+_LOOKED_AT = 8
 _STEPS = 14
 _FRESH_S = 0.25
 _FRESH_SHORT_S = 0.05
@@ -72,7 +74,13 @@ class Forecast:
             return math.inf
         if not lane.breaker.closed:
             return RESTING_WAIT_S
-        return (lane.speed.mean_s or FIRST_GUESS_S) / max(1, lane.quota.in_flight)
+        left_s = [self.left_s(attempt, now) for attempt in itertools.islice(lane.live, _LOOKED_AT)]
+        mean_left_s = sum(left_s) / len(left_s) if left_s else FIRST_GUESS_S
+        return mean_left_s / max(1, lane.quota.in_flight)
+
+    def left_s(self, attempt: Attempt, now: float) -> float:
+        """How much longer `attempt` will take, by its age."""
+        return attempt.expected_s * self.tail.residual(attempt.age(now))
 
     def end(self, lane: Lane, now: float) -> float:
         """When everything will be done that is queued for `lane` and for the lanes that share its work."""

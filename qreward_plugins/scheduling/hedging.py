@@ -1,11 +1,15 @@
 """Hedging: a second attempt at another source, where the first one takes much longer than it should.
 
-Two kinds, because they answer two questions. A soft hedge asks "what if this one straggles?": when a source has nothing
-else to do, the longest attempts under way are started once more elsewhere as soon as they are not clearly early, since
-whoever straggles now is what the batch will wait for. A hard hedge asks "is this one hopeless?": an attempt at several
-times its expected latency, that would end after everything else even so, is started again before the queue is empty.
-Each kind has its own budget: false alarms of the first must not use up what the second needs (SCHEDULING.md: one shared
-budget costs more than a factor of three). The first success ends the others.
+Three reasons, each with its own share of the budget, because false alarms of one must not use up what the next needs
+(SCHEDULING.md: one shared budget costs more than a factor of three):
+
+    soft     the sources have nothing else to do: the longest attempts are started once more as soon as they are not
+             clearly early, since whoever straggles now is what the batch will wait for
+    early    by its age an attempt will take longer than another source would from now on; with a queue, only when it
+             would end after everything else, and not before it has to be started again to end with the others
+    overdue  as early, at several times the expected latency: what the last part of the budget is kept for
+
+How much longer an attempt of some age will take is learned (`tail.py`). The first success ends the others.
 
 Jeffrey Dean and Luiz Andre Barroso, "The Tail at Scale", Communications of the ACM 56(2), 2013.
 """
@@ -18,19 +22,20 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from .attempts import Attempt
+from .endings import GIVE_UP_AFTER_S
 from .forecast import Forecast
 from .jobs import Job
-from .lane import Lane
+from .lane import SHORTEST_SILENCE_S, Lane
 from .queue import ReadyQueue
 
 SOFT_AT = 0.5
 """Age, as a multiple of the expected latency, from which an attempt may be hedged when a source is idle."""
 SOFT_WITHIN = 2.0
 """Such a hedge is worth its cost only if it is expected to take at most this multiple of the first attempt's time."""
+LATE_AT = 1.5
+"""Age from which an attempt may be hedged before the queue is empty, if nothing else would end later."""
 HARD_AT = 3.0
 """Age from which an attempt is overdue."""
-HOPELESS_S = 8.0
-"""Multiple of the expected latency that an overdue attempt is assumed to take, before the queue is empty."""
 WORTH = 1.2
 """Factor on the expected time of a hedge that must end before the attempt that it replaces."""
 LEAST_AGE_S = 0.25
@@ -43,6 +48,9 @@ EARLY_PART = 0.75
 """Part of the hedge budget that hedges of attempts which are not overdue may use."""
 _STAGES = (0.25, SOFT_AT, 0.75, 1.0, 1.5, 2.0, HARD_AT, 4.0, 6.0, 9.0)
 """Ages at which an attempt is looked at."""
+_FLOORS_S = (LEAST_AGE_S, SHORTEST_SILENCE_S, GIVE_UP_AFTER_S)
+"""Ages in seconds from which something may be done that is too young before, however little was expected."""
+_LATER = 1.5
 _EVERY_S = 0.05
 """Least time between two looks at all attempts."""
 
@@ -74,12 +82,12 @@ class Hedges:
         """When to look again at the latest."""
 
     def watch(self, attempt: Attempt, now: float) -> None:
-        """Look at an attempt when it reaches the next of the ages at which something may have to be done."""
-        for stage in _STAGES:
-            due = attempt.started_at + stage * attempt.expected_s
-            if due > now:
-                heapq.heappush(self._coming, (due, next(self._numbers), attempt))
-                return
+        """Look at an attempt again when it reaches the next of the ages at which something may have to be done."""
+        age_s = now - attempt.started_at
+        stages = [stage * attempt.expected_s for stage in _STAGES]
+        next_s = min((at for at in (*stages, *_FLOORS_S) if at > age_s), default=_LATER * age_s)
+        due = max(attempt.started_at + next_s, math.nextafter(now, math.inf))
+        heapq.heappush(self._coming, (due, next(self._numbers), attempt))
 
     def advance(self, now: float) -> None:
         """Take note of the attempts that have grown older."""
@@ -90,7 +98,8 @@ class Hedges:
                 continue
             self._forecast.update(attempt)
             self.watch(attempt, now)
-            attempt.overdue = attempt.age(now) >= HARD_AT
+            age = attempt.age(now)
+            attempt.late, attempt.overdue = age >= LATE_AT, age >= HARD_AT
             self._on_older(attempt, now)
         self.wake_at = coming[0][0] if coming else math.inf
 
@@ -107,7 +116,7 @@ class Hedges:
             (-max(attempt.started_at + 6 * attempt.expected_s, now + 2 * attempt.expected_s), number, attempt)
             for number, attempt in enumerate(attempt for lane in self._lanes.values() for attempt in lane.live)
             if now - attempt.started_at >= LEAST_AGE_S
-            and ((drained and attempt.job.batch.quiet(now)) or attempt.overdue)
+            and ((drained and attempt.job.batch.quiet(now)) or attempt.late)
             and not attempt.result
             and not attempt.rescued
             and attempt.job.hedgeable
@@ -126,15 +135,17 @@ class Hedges:
         part = 1.0 if attempt.overdue else EARLY_PART
         if batch.hedges + 1 > max(LEAST_HEDGES, part * self._budget * batch.samples):
             return None
-        if not drained:
-            ends = max(attempt.started_at + HOPELESS_S * expected_s, now + expected_s)
-            if ends < self._forecast.end(attempt.lane, now):
-                return None
+        left_s = self._forecast.left_s(attempt, now)
+        others_end = math.inf if drained else self._forecast.end(attempt.lane, now)
+        if not drained and now + left_s < others_end:
+            return None
         lane, takes_s = self._quickest(job, now)
         if lane is None:
             return None
-        left_s = expected_s * self._forecast.tail.residual(age)
-        if WORTH * takes_s <= left_s and all(self._left_s(other, now) > takes_s for other in job.live):
+        if not drained and not attempt.overdue and now + WORTH * takes_s < others_end:
+            # There is time to see whether it ends by itself; now it would take what the others need.
+            return None
+        if WORTH * takes_s <= left_s and all(self._forecast.left_s(other, now) > takes_s for other in job.live):
             return lane
         if not drained or age < SOFT_AT or takes_s > SOFT_WITHIN * expected_s or len(job.live) > 1:
             return None
@@ -142,9 +153,6 @@ class Hedges:
             return None
         batch.soft_hedges += 1
         return lane
-
-    def _left_s(self, attempt: Attempt, now: float) -> float:
-        return attempt.expected_s * self._forecast.tail.residual(attempt.age(now))
 
     def _quickest(self, job: Job, now: float) -> tuple[Lane | None, float]:
         """The source that would answer `job` soonest of those that are not asked already, and in how many seconds.

@@ -273,6 +273,8 @@ class Lane:
         """Whether the source is given a rest now because it fell silent, as `attempt` shows, which has grown older."""
         if attempt.probe and not self.breaker.closed:
             opened = attempt.overdue and self.breaker.failed(now, probe=True, in_flight=self.quota.in_flight)
+            # It has failed once; what becomes of it later says nothing more.
+            attempt.probe = not opened
         else:
             opened = self.missing(now) >= SILENT_AT and self.breaker.trip(now)
             self._silenced = self._silenced or opened

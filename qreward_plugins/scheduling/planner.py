@@ -147,8 +147,8 @@ class Planner:
         head = self.queue.first(lane.name)
         if head is None or len(self._lanes) == 1:
             return head
-        if not lane.speed.known:
-            # What is not known is tried with what can go wrong least.
+        if not lane.speed.known or not lane.breaker.closed:
+            # What is not known, or may be down, is tried with what can go wrong least.
             return self.queue.smallest(lane.name)
         if near:
             return head

@@ -73,6 +73,9 @@ async def score_rollouts(plan: Plan, out: Console, errors: Console) -> int:
                 raise
         statistics = engine.statistics()
         out.print(source_table(statistics, out.width))
+        for source in statistics.sources.values():
+            if source.learned:
+                say(out, f"{source.name}: {source.learned}")
         say(out, _summary(plan, tally, statistics))
         for line in tally.failures():
             say(errors, line)

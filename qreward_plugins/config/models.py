@@ -200,7 +200,8 @@ Source = Annotated[OpenAISource | FunctionSource, Field(discriminator="kind")]
 
 class _JudgeNode(Node):
     sources: tuple[str, ...] = ()
-    """Names of the sources that may answer this judge. Default: all sources of its kind."""
+    """Names of the sources that may answer this judge; a glob over names (`local-*`) or, after `model:`, over models
+    (`model:Qwen/*`) means all of its kind that match. Default: all sources of its kind."""
 
     floor: Number | None = None
     """Score of a response that is empty or cannot be judged, and of an invalid verdict with `on_invalid: floor`.

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from .findings import Finding, cut, did_you_mean
-from .routes import SOURCE_KIND
+from .routes import SOURCE_KIND, is_glob, matching
 
 
 def check_references(tree: dict[str, Any]) -> list[Finding]:
@@ -18,9 +18,10 @@ def check_references(tree: dict[str, Any]) -> list[Finding]:
     findings: list[Finding] = []
     if isinstance(sources, dict) and sources and isinstance(judges, dict):
         kinds = {name: _kind(source) for name, source in sources.items()}
+        models = {name: _model(source) for name, source in sources.items()}
         for name, judge in judges.items():
             if isinstance(judge, dict):
-                findings += _judge(name, judge, kinds)
+                findings += _judge(name, judge, kinds, models)
     if isinstance(judges, dict) and judges and isinstance(routes, dict):
         findings += _routes(routes, judges)
     return findings
@@ -31,7 +32,14 @@ def _kind(node: Any) -> str | None:
     return kind if isinstance(kind, str) else None
 
 
-def _judge(name: str, judge: dict[str, Any], kinds: dict[str, str | None]) -> list[Finding]:
+def _model(node: Any) -> str | None:
+    model = node.get("model") if isinstance(node, dict) else None
+    return model if isinstance(model, str) else None
+
+
+def _judge(
+    name: str, judge: dict[str, Any], kinds: dict[str, str | None], models: dict[str, str | None]
+) -> list[Finding]:
     findings = []
     wanted = SOURCE_KIND.get(_kind(judge) or "")
     named = judge.get("sources")
@@ -39,7 +47,11 @@ def _judge(name: str, judge: dict[str, Any], kinds: dict[str, str | None]) -> li
         if not isinstance(source, str):
             continue
         path = ("judges", name, "sources", *((n,) if isinstance(named, list) else ()))
-        if source not in kinds:
+        if source not in kinds and is_glob(source):
+            fitting = [other for other, kind in kinds.items() if kind == wanted]
+            if wanted and not matching(source, {other: models[other] for other in fitting}):
+                findings.append(Finding(path, f"`{cut(source)}` matches no source of kind {wanted}", _offer(fitting)))
+        elif source not in kinds:
             remedy = f"{did_you_mean(source, kinds)}Sources: {_listed(kinds)}."
             findings.append(Finding(path, f"there is no source `{cut(source)}`", remedy))
         elif wanted and kinds[source] in SOURCE_KIND.values() and kinds[source] != wanted:
@@ -70,6 +82,11 @@ def _routes(routes: dict[str, Any], judges: dict[str, Any]) -> list[Finding]:
         first = cut(next(iter(judges)))
         findings.append(Finding(("routes",), problem, f'Add routes, e.g. `"*": {first}`; the first match wins.'))
     return findings
+
+
+def _offer(fitting: list[str]) -> str:
+    what = "Patterns are matched against names, or against models after `model:`."
+    return f"{what} Of that kind: {_listed(fitting)}." if fitting else what
 
 
 def _listed(names: Any) -> str:

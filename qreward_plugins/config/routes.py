@@ -1,17 +1,21 @@
 """Who judges a data source, and who answers a judge: the two look-ups that join the parts of a configuration.
 
-They stand apart from the models because both have defaults that depend on the rest of the tree.
+They stand apart from the models because both have defaults that depend on the rest of the tree, and both know globs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Final
 
-from .models import Config
+from .models import Config, OpenAISource
 
 SOURCE_KIND: Final = {"llm": "openai", "function": "function"}
 """The kind of source that can answer a kind of judge."""
+
+BY_MODEL: Final = "model:"
+"""What a pattern begins with that is matched against models instead of names."""
 
 
 def judge_for(config: Config, data_source: str) -> str | None:
@@ -30,7 +34,29 @@ def sources_of(config: Config, judge_name: str) -> tuple[str, ...]:
     Raises KeyError for a judge that does not exist.
     """
     judge = config.judges[judge_name]
-    if judge.sources:
-        return tuple(dict.fromkeys(judge.sources))
     kind = SOURCE_KIND[judge.kind]
-    return tuple(name for name, source in config.sources.items() if source.kind == kind)
+    of_kind = {
+        name: source.model if isinstance(source, OpenAISource) else None
+        for name, source in config.sources.items()
+        if source.kind == kind
+    }
+    if not judge.sources:
+        return tuple(of_kind)
+    return tuple(dict.fromkeys(name for pattern in judge.sources for name in matching(pattern, of_kind)))
+
+
+def matching(pattern: str, sources: Mapping[str, str | None]) -> list[str]:
+    """The names in `sources` (name to model; None: it has none) that `pattern` means: a name, a glob over names, or
+    `model:` and a glob over models, with case.
+    """
+    if pattern in sources:
+        return [pattern]
+    if pattern.startswith(BY_MODEL):
+        models = pattern.removeprefix(BY_MODEL)
+        return [name for name, model in sources.items() if model is not None and fnmatchcase(model, models)]
+    return [name for name in sources if fnmatchcase(name, pattern)] if is_glob(pattern) else []
+
+
+def is_glob(pattern: str) -> bool:
+    """Whether `pattern` may mean several sources."""
+    return pattern.startswith(BY_MODEL) or any(sign in pattern for sign in "*?[")

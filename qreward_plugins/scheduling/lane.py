@@ -9,7 +9,7 @@ from collections import deque
 from typing import TYPE_CHECKING, Literal
 
 from ..config.models import Price
-from ..quotas import Quota, Reservation, RetryBudget
+from ..quotas import Quota, QuotaUse, Reservation, RetryBudget
 from ..sources.base import Reply, Request, Source
 from ..telemetry import SourceCounters, SourceStatistics, percentile
 from .breaker import Breaker
@@ -328,6 +328,7 @@ class Lane:
             requests_share=use.requests_share,
             tokens_share=use.tokens_share,
             paced=use.paced,
+            learned=_learned(use),
         )
 
     def _prompt_tokens(self, request: Request) -> int:
@@ -341,3 +342,17 @@ class Lane:
                 self.breaker.wait_s(now),
             )
         return opened
+
+
+def _learned(use: QuotaUse) -> str:
+    """What a person wants to know of the limits that were found out."""
+    found = []
+    if use.learned_requests_per_minute is not None:
+        found.append(f"really about {use.learned_requests_per_minute:,.0f} requests a minute")
+    if use.learned_tokens_per_minute is not None:
+        found.append(f"really about {use.learned_tokens_per_minute:,.0f} tokens a minute")
+    if use.learned_concurrency is not None:
+        found.append(f"about {use.learned_concurrency:,.0f} at once")
+    if use.paced:
+        found.append("counts like a token bucket")
+    return ", ".join(found)

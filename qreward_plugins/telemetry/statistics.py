@@ -28,7 +28,7 @@ def percentile(values: Iterable[float], share: float) -> float:
 @dataclass(frozen=True)
 class SourceStatistics:
     """One source so far. Latencies are seconds of answered attempts, the last `RECENT` of them; NaN before the
-    first.
+    first. `learned`: what was found out about its limits beyond what was declared, in words; empty: nothing.
     """
 
     name: str
@@ -52,6 +52,7 @@ class SourceStatistics:
     requests_share: float | None
     tokens_share: float | None
     paced: bool
+    learned: str = ""
 
 
 @dataclass(frozen=True)

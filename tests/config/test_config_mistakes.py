@@ -172,6 +172,8 @@ def test_the_full_tree_is_valid() -> None:
         ("routes", {"math/*": "exat"}, 'routes["math/*"]', "there is no judge `exat`. Did you mean `exact`? Judges: `quality`"),
         ("routes", {}, "", "there are 2 judges (`quality`, `exact`), and nothing says which data source goes to which."),
         ("judges.quality.sources", ["fast", "slwo"], "judges.quality.sources[1]", "there is no source `slwo`. Did you mean `slow`?"),
+        ("judges.quality.sources", "slw*", "", "`slw*` matches no source of kind openai. Patterns are matched against names,"),
+        ("judges.quality.sources", ["fast", "model:x*"], "judges.quality.sources[1]", "`model:x*` matches no source of kind"),
         ("judges.exact.sources", "loca", "", "there is no source `loca`. Did you mean `local`? Sources: `fast`,"),
         ("judges.exact.sources", "fast", "", "`fast` is a source of kind openai, which cannot answer a judge of kind function."),
         ("judges.quality.sources", ["local"], "judges.quality.sources[0]", "`local` is a source of kind function, which"),

@@ -50,3 +50,23 @@ def test_the_sources_of_a_judge() -> None:
     assert sources_of(tree, "m") == ("f",)
     with pytest.raises(KeyError):
         sources_of(tree, "n")
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"),
+    [
+        (["*"], ("a", "b")),
+        (["b", "*"], ("b", "a")),
+        (["[b-z]*"], ("b",)),
+        (["model:m"], ("a", "b")),
+        (["model:?"], ("a", "b")),
+    ],
+)
+def test_patterns_mean_all_sources_of_the_kind_that_match(patterns: list[str], names: tuple[str, ...]) -> None:
+    assert sources_of(config({}, j={"kind": "llm", "sources": patterns}), "j") == names
+
+
+def test_a_source_whose_name_looks_like_a_pattern_is_meant_by_its_name() -> None:
+    sources = {name: {"kind": "openai", "base_url": "http://a/v1", "model": "m"} for name in ("gpt[4]", "gpt4")}
+    tree = load_config({"sources": sources, "judges": {"j": {"kind": "llm", "sources": ["gpt[4]"]}}})
+    assert sources_of(tree, "j") == ("gpt[4]",)

@@ -29,14 +29,17 @@ if TYPE_CHECKING:
     )
     from .portal import EnginePortal
     from .samples import Cause, Failed, Message, Outcome, Sample, Scored, Split, Usage, Verdict
-    from .telemetry import EngineStatistics, SourceStatistics
+    from .scheduling import Cutoff
+    from .telemetry import BatchReport, EngineStatistics, Part, SourceStatistics
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BatchReport": "telemetry",
     "Cause": "samples",
     "Config": "config",
     "ConfigurationError": "errors",
+    "Cutoff": "scheduling",
     "EngineError": "errors",
     "EnginePortal": "portal",
     "EngineStatistics": "telemetry",
@@ -47,6 +50,7 @@ _HOMES = {
     "Message": "samples",
     "Mistake": "errors",
     "Outcome": "samples",
+    "Part": "telemetry",
     "PermanentError": "errors",
     "QRewardError": "errors",
     "RewardEngine": "engine",
@@ -65,9 +69,11 @@ _HOMES = {
 }
 
 __all__ = [
+    "BatchReport",
     "Cause",
     "Config",
     "ConfigurationError",
+    "Cutoff",
     "EngineError",
     "EnginePortal",
     "EngineStatistics",
@@ -78,6 +84,7 @@ __all__ = [
     "Message",
     "Mistake",
     "Outcome",
+    "Part",
     "PermanentError",
     "QRewardError",
     "RewardEngine",

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from .samples import Outcome, Sample
-from .telemetry import EngineStatistics
+from .scheduling import Cutoff
+from .telemetry import BatchReport, EngineStatistics
 
 if TYPE_CHECKING:
     from .engine import RewardEngine
@@ -27,13 +28,21 @@ class EnginePortal:
         self._engine = engine
         self._portal = portal
 
-    def score(self, sample: Sample, *, deadline_s: float | None = None) -> Outcome:
+    def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Outcome:
         """As `RewardEngine.score`; blocks the calling thread until the outcome is there."""
-        return self._portal.call(partial(self._engine.score, sample, deadline_s=deadline_s))
+        return self._portal.call(partial(self._engine.score, sample, deadline_s=deadline_s, priority=priority))
 
-    def score_all(self, samples: Iterable[Sample], *, deadline_s: float | None = None) -> list[Outcome]:
+    def score_all(
+        self,
+        samples: Iterable[Sample],
+        *,
+        deadline_s: float | None = None,
+        priority: int = 0,
+        cutoff: Cutoff | None = None,
+    ) -> list[Outcome]:
         """As `RewardEngine.score_all`."""
-        return self._portal.call(partial(self._engine.score_all, list(samples), deadline_s=deadline_s))
+        score_all = partial(self._engine.score_all, deadline_s=deadline_s, priority=priority, cutoff=cutoff)
+        return self._portal.call(score_all, list(samples))
 
     def score_stream(self, samples: Iterable[Sample], *, window: int | None = None) -> Iterator[tuple[Sample, Outcome]]:
         """As `RewardEngine.score_stream`. The samples are drawn in the engine's thread: keep their iterator quick."""
@@ -43,6 +52,10 @@ class EnginePortal:
                 yield scored
         finally:
             self._portal.call(_close, stream)
+
+    def last_batch(self) -> BatchReport | None:
+        """As `RewardEngine.last_batch`."""
+        return self._portal.call(self._engine.last_batch)
 
     def statistics(self) -> EngineStatistics:
         """As `RewardEngine.statistics`."""

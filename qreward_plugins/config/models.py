@@ -315,7 +315,7 @@ class Scheduling(Node):
     counts and the other attempt is cancelled. `off`: never. Default: on."""
 
     hedge_budget: Annotated[FiniteFloat, Field(gt=0, le=1), BeforeValidator(_no_bool)] = 0.25
-    """Hedges of a batch, as a share of its samples, at most. Default: 0.25."""
+    """Hedges of a batch, as a share of its samples, at most (a small batch may have 4). Default: 0.25."""
 
 
 class EngineConfig(Node):

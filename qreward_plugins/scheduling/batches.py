@@ -214,4 +214,5 @@ class Batches:
         if batch.last is not None:
             self.last = report(batch, self._lanes)
             batch.last = None
-            _log.info("%s", self.last.describe())
+            if self.last.samples > 1:
+                _log.info("%s", self.last.describe())

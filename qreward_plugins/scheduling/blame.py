@@ -79,7 +79,7 @@ def _gap(job: Job, lane: Lane | None, since: float, until: float, *, after: Atte
     if until <= since:
         return []
     parts: list[Part] = []
-    if after is not None and lane is not None and after.result in ("failed", "invalid"):
+    if after is not None and lane is not None and (after.rescued or after.result in ("failed", "invalid")):
         rested_until = min(until, max(job.rested_at.get(lane.name, since), job.rests_until, since))
         parts.append(Part("retry", lane.name, rested_until - since))
         since = rested_until

@@ -110,22 +110,24 @@ class Endings:
         if isinstance(ending, Verdict | InvalidVerdict):
             lane.judged(attempt.result == "valid", now, probe=attempt.probe, alternative=self._alternative(job, lane))
         late = job.future.done()
+        gone = late or attempt.rescued
         if isinstance(ending, Verdict):
             verdict = job.scored(ending, attempt, now)
             if not late:
                 self._desk.finish(job, Scored(verdict))
             elif self.on_late is not None:
                 self.on_late(job.sample, job.judge, verdict)
-        elif late or attempt.rescued:
-            lane.breaker.abandoned(probe=attempt.probe)
-        elif isinstance(ending, InvalidVerdict):
-            self._invalid(attempt, ending, now)
         elif isinstance(ending, Throttled):
             lane.throttled(ending.retry_after_s, attempt.started_at, now)
             lane.breaker.abandoned(probe=attempt.probe)
-            self._retry(attempt, str(ending))
+            if not gone:
+                self._retry(attempt, str(ending))
         elif isinstance(ending, PermanentError):
-            self._permanent(attempt, ending)
+            self._permanent(attempt, ending, gone=gone)
+        elif gone:
+            lane.breaker.abandoned(probe=attempt.probe)
+        elif isinstance(ending, InvalidVerdict):
+            self._invalid(attempt, ending, now)
         else:
             if lane.failed(now, probe=attempt.probe):
                 self._rescue(lane, now)
@@ -168,7 +170,7 @@ class Endings:
         job.rests_until = now + lane.retries.withdraw(now)
         self._retry(attempt, str(error))
 
-    def _permanent(self, attempt: Attempt, error: PermanentError) -> None:
+    def _permanent(self, attempt: Attempt, error: PermanentError, *, gone: bool) -> None:
         job, lane = attempt.job, attempt.lane
         lane.counters.permanent += 1
         lane.breaker.abandoned(probe=attempt.probe)
@@ -177,7 +179,8 @@ class Endings:
             lane.take_out(str(error))
             for waiting in list(self._desk.waiting_jobs()):
                 self._desk.enqueue(waiting)
-        self._retry(attempt, str(error))
+        if not gone:
+            self._retry(attempt, str(error))
 
     def _others_live(self, attempt: Attempt) -> bool:
         return any(other is not attempt for other in attempt.job.live)

@@ -57,6 +57,7 @@ _EVERY_S = 0.05
 
 class Hedges:
     """The attempts that may be worth a hedge, and the budgets. `budget`: hedges of a batch as a share of its samples.
+    `eager`: whether to hedge anything that is not overdue.
 
     Times are seconds of the event loop's clock.
     """
@@ -68,12 +69,14 @@ class Hedges:
         forecast: Forecast,
         *,
         budget: float,
+        eager: bool = True,
         on_older: Callable[[Attempt, float], None],
     ) -> None:
         self._lanes = lanes
         self._queue = queue
         self._forecast = forecast
         self._budget = budget
+        self._eager = eager
         self._on_older = on_older
         self._coming: list[tuple[float, int, Attempt]] = []
         self._numbers = itertools.count()
@@ -116,7 +119,7 @@ class Hedges:
             (-max(attempt.started_at + 6 * attempt.expected_s, now + 2 * attempt.expected_s), number, attempt)
             for number, attempt in enumerate(attempt for lane in self._lanes.values() for attempt in lane.live)
             if now - attempt.started_at >= LEAST_AGE_S
-            and ((drained and attempt.job.batch.quiet(now)) or attempt.late)
+            and ((drained and attempt.job.batch.quiet(now)) or attempt.overdue or (self._eager and attempt.late))
             and not attempt.result
             and not attempt.rescued
             and attempt.job.hedgeable

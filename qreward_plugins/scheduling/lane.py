@@ -305,7 +305,7 @@ class Lane:
 
     def statistics(self, now: float) -> SourceStatistics:
         """A snapshot."""
-        counters, use = self.counters, self.quota.use(now)
+        counters, use, retries = self.counters, self.quota.use(now), self.retries.use(now)
         return SourceStatistics(
             name=self.name,
             state=self.state(now),
@@ -328,6 +328,8 @@ class Lane:
             requests_share=use.requests_share,
             tokens_share=use.tokens_share,
             paced=use.paced,
+            retries=retries.retries,
+            retries_put_off=retries.put_off,
             learned=_learned(use),
         )
 

@@ -65,7 +65,9 @@ class Planner:
         self._thrifty = settings.prefer == "cost"
         self.forecast = Forecast(lanes, self.queue, thrifty=self._thrifty)
         budget = settings.hedge_budget if settings.hedge else 0.0
-        self._hedges = Hedges(lanes, self.queue, self.forecast, budget=budget, on_older=on_older)
+        self._hedges = Hedges(
+            lanes, self.queue, self.forecast, budget=budget, eager=not self._thrifty, on_older=on_older
+        )
         self.wake_at = math.inf
         """When to ask again at the latest, unless something happens before."""
 

@@ -28,7 +28,8 @@ def percentile(values: Iterable[float], share: float) -> float:
 @dataclass(frozen=True)
 class SourceStatistics:
     """One source so far. Latencies are seconds of answered attempts, the last `RECENT` of them; NaN before the
-    first. `learned`: what was found out about its limits beyond what was declared, in words; empty: nothing.
+    first. `retries`: those that its failures caused, `retries_put_off` the part of them that had to wait for the retry
+    budget. `learned`: what was found out about its limits beyond what was declared, in words; empty: nothing.
     """
 
     name: str
@@ -52,6 +53,8 @@ class SourceStatistics:
     requests_share: float | None
     tokens_share: float | None
     paced: bool
+    retries: int = 0
+    retries_put_off: int = 0
     learned: str = ""
 
 

@@ -111,7 +111,11 @@ class Attempt:
             ending, self.result = PermanentError(f"unexpected {type(error).__name__}; see the log"), "failed"
         self.ended_at = loop.time()
         self._release()
-        on_end(self, ending)
+        try:
+            on_end(self, ending)
+        finally:
+            # An error holds this frame by its traceback: without this, frame, error and attempt would hold each other.
+            del ending
 
     def _sent(self) -> None:
         """Stamp the quota with the time at which the request was really written, and start the time limit."""

@@ -106,9 +106,13 @@ class Batch:
         self._open -= 1
         self.attempts += job.attempts
         self.settled(job.sample, outcome)
-        if outcome is not None:
-            self.last, self.last_at = job, now
-            self.scored += isinstance(outcome, Scored)
+        if outcome is None:
+            job.let_go()
+            return
+        if self.last is not None:
+            self.last.let_go()
+        self.last, self.last_at = job, now
+        self.scored += isinstance(outcome, Scored)
 
     def settled(self, sample: Sample, outcome: Outcome | None) -> None:
         """Note that nothing more is to come of a sample, whether it ever became a job or not."""
@@ -213,6 +217,7 @@ class Batches:
             self._timed.pop(batch, None)
         if batch.last is not None:
             self.last = report(batch, self._lanes)
+            batch.last.let_go()
             batch.last = None
             if self.last.samples > 1:
                 _log.info("%s", self.last.describe())

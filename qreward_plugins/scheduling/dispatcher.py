@@ -131,6 +131,7 @@ class Dispatcher:
             await asyncio.gather(*self._ending, return_exceptions=True)
         if self._wake is not None:
             self._wake.cancel()
+        self._planner.close()
 
     # Placing jobs
 

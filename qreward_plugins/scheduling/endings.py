@@ -25,6 +25,7 @@ from typing import Protocol
 from ..errors import InvalidVerdict, PermanentError, SourceError, SourceUnusable, Throttled, TransientError
 from ..judges.base import Judge
 from ..samples import Cause, Outcome, Sample, Scored, Usage, Verdict
+from ..sources.base import Reply
 from .attempts import Attempt, Ending
 from .jobs import MAX_RESTARTS, Job
 from .lane import Lane
@@ -104,10 +105,10 @@ class Endings:
         """Draw the consequences of an attempt's end."""
         job, lane = attempt.job, attempt.lane
         lane.heard(now)
-        if attempt.reply is not None:
-            job.cost_usd += lane.answered(attempt, attempt.reply, now)
-            job.usage += attempt.reply.usage or Usage()
         if isinstance(ending, Verdict | InvalidVerdict):
+            reply = attempt.reply or Reply()  # a refusal may come without one
+            job.cost_usd += lane.answered(attempt, reply, now)
+            job.usage += reply.usage or Usage()
             lane.judged(attempt.result == "valid", now, probe=attempt.probe, alternative=self._alternative(job, lane))
         late = job.future.done()
         gone = late or attempt.rescued

@@ -51,6 +51,7 @@ _STAGES = (0.25, SOFT_AT, 0.75, 1.0, 1.5, 2.0, HARD_AT, 4.0, 6.0, 9.0)
 _FLOORS_S = (LEAST_AGE_S, SHORTEST_SILENCE_S, GIVE_UP_AFTER_S)
 """Ages in seconds from which something may be done that is too young before, however little was expected."""
 _LATER = 1.5
+_LEAST_COMPACTED = 64
 _EVERY_S = 0.05
 """Least time between two looks at all attempts."""
 
@@ -79,6 +80,7 @@ class Hedges:
         self._eager = eager
         self._on_older = on_older
         self._coming: list[tuple[float, int, Attempt]] = []
+        self._compact_at = _LEAST_COMPACTED
         self._numbers = itertools.count()
         self._looked_at = {False: -math.inf, True: -math.inf}
         self.wake_at = math.inf
@@ -91,12 +93,20 @@ class Hedges:
         next_s = min((at for at in (*stages, *_FLOORS_S) if at > age_s), default=_LATER * age_s)
         due = max(attempt.started_at + next_s, math.nextafter(now, math.inf))
         heapq.heappush(self._coming, (due, next(self._numbers), attempt))
+        if len(self._coming) > self._compact_at:
+            # Most attempts end before they are looked at again.
+            self._coming = [item for item in self._coming if not item[2].result]
+            heapq.heapify(self._coming)
+            self._compact_at = max(_LEAST_COMPACTED, 2 * len(self._coming))
+
+    def close(self) -> None:
+        """Forget every attempt."""
+        self._coming.clear()
 
     def advance(self, now: float) -> None:
         """Take note of the attempts that have grown older."""
-        coming = self._coming
-        while coming and coming[0][0] <= now:
-            attempt = heapq.heappop(coming)[2]
+        while self._coming and self._coming[0][0] <= now:
+            attempt = heapq.heappop(self._coming)[2]
             if attempt.result or attempt.job.future.done():
                 continue
             self._forecast.update(attempt)
@@ -104,7 +114,7 @@ class Hedges:
             age = attempt.age(now)
             attempt.late, attempt.overdue = age >= LATE_AT, age >= HARD_AT
             self._on_older(attempt, now)
-        self.wake_at = coming[0][0] if coming else math.inf
+        self.wake_at = self._coming[0][0] if self._coming else math.inf
 
     def choose(self, now: float, *, drained: bool) -> Iterator[tuple[Job, Lane]]:
         """The hedges to start now. `drained`: no source that is free has anything else to do."""

@@ -97,6 +97,13 @@ class Job:
         resting = [at for name, at in self.rested_at.items() if at > now and name not in self.barred]
         return min(resting, default=None)
 
+    def let_go(self) -> None:
+        """Forget the attempts, once nobody will ask how it came to its outcome: they hold the job in turn, and memory
+        must not wait for the garbage collector.
+        """
+        self.live.clear()
+        self.past.clear()
+
     def scored(self, verdict: Verdict, attempt: Attempt, now: float) -> Verdict:
         """The verdict of `attempt`, with where it came from and what the sample has cost."""
         reply = attempt.reply

@@ -41,7 +41,8 @@ SLOWED = 2.0
 answered late together, so that the ages of attempts are no independent witnesses."""
 DOUBTED_AT = 4.0
 """Missing answers from which on nothing is built upon a source."""
-SHORTEST_SILENCE_S = 1.0
+SHORTEST_SILENCE_S = 3.0
+"""Silence that is forgiven to quick sources, too: a collection of garbage or a busy machine is no breakdown."""
 
 
 class Lane:

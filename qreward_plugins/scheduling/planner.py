@@ -96,6 +96,10 @@ class Planner:
             elif attempt.result == "cancelled":
                 self.forecast.tail.given_up(age)
 
+    def close(self) -> None:
+        """Forget the attempts: they hold their samples."""
+        self._hedges.close()
+
     def placements(self, now: float, *, in_flight: Callable[[], int]) -> Iterator[Placement]:
         """What to send now. Each placement must have been started when the next one is asked for."""
         self.wake_at = math.inf

@@ -89,5 +89,5 @@ def test_servers_that_stop_and_start_again_cost_no_sample_its_score(
         source = statistics.sources[name]
         assert source.transient > 5  # cut off, and refused while the server was down
         assert source.in_flight == source.timeouts == source.permanent == report.violations_total == 0
-        assert source.answered + source.transient == source.requests
+        assert source.answered + source.transient + source.cancelled == source.requests
         assert report.answered + report.abandoned == report.requests <= source.requests

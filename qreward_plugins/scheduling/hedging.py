@@ -88,9 +88,12 @@ class Hedges:
 
     def watch(self, attempt: Attempt, now: float) -> None:
         """Look at an attempt again when it reaches the next of the ages at which something may have to be done."""
-        age_s = now - attempt.started_at
-        stages = [stage * attempt.expected_s for stage in _STAGES]
-        next_s = min((at for at in (*stages, *_FLOORS_S) if at > age_s), default=_LATER * age_s)
+        age_s, expected_s = now - attempt.started_at, attempt.expected_s
+        next_s = next((at for stage in _STAGES if (at := stage * expected_s) > age_s), _LATER * age_s)
+        if next_s < LEAST_AGE_S:
+            next_s = LEAST_AGE_S
+        else:
+            next_s = min(next_s, next((floor_s for floor_s in _FLOORS_S if floor_s > age_s), next_s))
         due = max(attempt.started_at + next_s, math.nextafter(now, math.inf))
         heapq.heappush(self._coming, (due, next(self._numbers), attempt))
         if len(self._coming) > self._compact_at:

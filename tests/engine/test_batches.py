@@ -76,6 +76,18 @@ def test_the_last_batch_says_what_it_waited_for(caplog):
     assert report.describe().startswith("8 samples in 4.0 s; waited 4.0 s on a: 3.0 queue, 1.0 service")
 
 
+def test_a_sample_by_itself_is_not_worth_a_line(caplog):
+    async def main(engine):
+        for response in ("a", "b"):
+            await engine.score(sample(response))
+        return engine.last_batch()
+
+    with caplog.at_level(logging.INFO, logger=LOGGER):
+        report = engine_run(tree(), simulated(), main)
+    assert report.samples == 1
+    assert report.describe() not in caplog.text
+
+
 def test_it_is_the_one_that_ended_last_and_not_the_one_that_began_last():
     async def main(engine):
         slow = asyncio.ensure_future(engine.score_all(samples(12)))
@@ -164,16 +176,21 @@ def test_of_two_batches_the_higher_priority_goes_first(priority, ends):
     assert engine_run(tree(limits={"concurrency": 1}), simulated(), main) == ends
 
 
-def test_one_sample_may_go_before_a_batch():
+@pytest.mark.parametrize("journal", [False, True])
+def test_one_sample_may_go_before_a_batch(journal):
     async def main(engine):
         batch = asyncio.ensure_future(engine.score_all(samples(10)))
         await asyncio.sleep(0.5)
-        await engine.score(sample(), priority=1)
+        await engine.score(sample("urgent"), priority=1)
         at = asyncio.get_running_loop().time()
         await batch
         return at
 
-    assert engine_run(tree(limits={"concurrency": 1}), simulated(), main) == pytest.approx(2.0)
+    if journal:
+        at = remembering_run(simulated(), main, limits={"concurrency": 1})
+    else:
+        at = engine_run(tree(limits={"concurrency": 1}), simulated(), main)
+    assert at == pytest.approx(2.0, abs=0.05)
 
 
 # The cut-off
@@ -272,11 +289,11 @@ class Remembered:
         pass
 
 
-def remembering_run(sources, main):
+def remembering_run(sources, main, **options):
     """As `engine_run`, with a journal."""
 
     async def runs():
-        async with RewardEngine(tree(), sources=sources) as engine:
+        async with RewardEngine(tree(**options), sources=sources) as engine:
             engine._journal, engine._reuse = Remembered(), True
             return await main(engine)
 

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import pytest
 
 from qreward_plugins.config.models import Limits, Price, Scheduling
 from qreward_plugins.errors import InvalidVerdict
 from qreward_plugins.quotas import Quota
-from qreward_plugins.samples import Cause, Sample, Verdict
-from qreward_plugins.scheduling import Dispatcher, Lane
-from qreward_plugins.simulation import SimulatedSource
+from qreward_plugins.samples import Cause, Outcome, Sample, Scored, Verdict
+from qreward_plugins.scheduling import Batch, Dispatcher, Job, Lane, ReadyQueue
+from qreward_plugins.scheduling.attempts import Attempt
+from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Request
+from qreward_plugins.telemetry import BatchReport
 
 
 @dataclass
@@ -47,28 +53,136 @@ class PlainJudge:
         return ()
 
 
+class Sent(NamedTuple):
+    """A request that reached a source."""
+
+    at: float
+    source: str
+    size: int
+
+
+@dataclass(frozen=True)
+class Played:
+    """What became of a batch that was handed in at once."""
+
+    outcomes: list[Outcome]
+    finished_at: float
+    report: BatchReport
+
+    @property
+    def all_scored(self) -> bool:
+        return all(isinstance(outcome, Scored) for outcome in self.outcomes)
+
+    @property
+    def shares(self) -> Counter[str]:
+        """How many verdicts came from each source."""
+        return Counter(outcome.verdict.source for outcome in self.outcomes if isinstance(outcome, Scored))
+
+
 class Stage:
-    """Sources, their lanes and a judge; `dispatcher()` and `samples()` inside a virtual-time run."""
+    """Sources, their lanes and a judge; `dispatcher()` and `sample()` inside a virtual-time run, or `play()` a batch.
+
+    `sent` lists every request that came to a source.
+    """
 
     def __init__(self) -> None:
         self.sources: dict[str, SimulatedSource] = {}
         self.lanes: dict[str, Lane] = {}
         self.judge = PlainJudge(())
+        self.sent: list[Sent] = []
+        self._sequence = itertools.count()
 
-    def add(self, name: str, *, timeout_s: float = 60.0, limits: dict | None = None, **source) -> SimulatedSource:
-        simulated = SimulatedSource(name, **source)
+    def add(
+        self,
+        name: str,
+        *,
+        timeout_s: float = 60.0,
+        limits: dict | None = None,
+        price: float = 0.0,
+        weight: float = 1.0,
+        behaviour=lambda number, request, now: 1.0,
+        **source,
+    ) -> SimulatedSource:
+        def noted(number, request, now):
+            self.sent.append(Sent(now, name, request.size))
+            return behaviour(number, request, now)
+
+        simulated = SimulatedSource(name, behaviour=noted, **source)
         quota = Quota(Limits.model_validate(limits or {}), source=name)
         self.sources[name] = simulated
-        self.lanes[name] = Lane(simulated, quota, timeout_s=timeout_s, price=Price())
+        self.lanes[name] = Lane(simulated, quota, timeout_s=timeout_s, price=Price(per_request=price), weight=weight)
         self.judge.sources = (*self.judge.sources, name)
         return simulated
 
-    def dispatcher(self, *, seed: int = 0, max_attempts: int = 6, **scheduling) -> Dispatcher:
-        settings = Scheduling(**{"hedge": False, **scheduling})
-        return Dispatcher(self.lanes, rng=random.Random(seed), max_attempts=max_attempts, settings=settings)
+    def knows(self, name: str, seconds: float, *, size: int = 10, answers: int = 40) -> None:
+        """Let it be known that `name` takes `seconds` for a request of `size`, and in proportion for others."""
+        for _ in range(answers):
+            self.lanes[name].speed.learn(size, seconds)
 
-    def sample(self, size: int = 10) -> Sample:
-        return Sample([{"role": "user", "content": "?"}], "x" * size)
+    def dispatcher(self, *, seed: int = 0, max_attempts: int = 6, on_late=None, **scheduling) -> Dispatcher:
+        settings = Scheduling(**{"hedge": False, **scheduling})
+        rng = random.Random(seed)
+        return Dispatcher(self.lanes, rng=rng, max_attempts=max_attempts, settings=settings, on_late=on_late)
+
+    def sample(self, size: int = 10, **fields) -> Sample:
+        return Sample([{"role": "user", "content": "?"}], "x" * size, **fields)
+
+    def play(self, sizes: Sequence[int], *, deadline_s: float = 300.0, groups=None, cutoff=None, **options) -> Played:
+        """Hand samples of these sizes in as one batch in virtual time. Nothing may be left over afterwards."""
+
+        async def main():
+            dispatcher = self.dispatcher(**options)
+            samples = [self.sample(size, group_id=groups[n] if groups else None) for n, size in enumerate(sizes)]
+            batch = dispatcher.batches.new(samples, cutoff=cutoff)
+            futures = [dispatcher.submit(each, self.judge, deadline_s=deadline_s, batch=batch) for each in samples]
+            outcomes = await asyncio.gather(*futures)
+            finished_at = dispatcher.now()
+            dispatcher.batches.seal(batch)
+            report = dispatcher.batches.last
+            assert report is not None
+            await dispatcher.aclose()
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+            return Played(list(outcomes), finished_at, report)
+
+        played = run(main())
+        assert self.idle()
+        return played
+
+    # Single parts, for units that are tested without a dispatcher; within a running loop
+
+    def job(self, size: int = 10, *, batch: Batch | None = None, deadline_s: float = 300.0) -> Job:
+        sample = self.sample(size)
+        future = asyncio.get_running_loop().create_future()
+        batch = batch or Batch(0, 0.0)
+        now = asyncio.get_running_loop().time()
+        request = self.judge.request(sample, attempt=0)
+        job = Job(sample, self.judge, future, batch, now, now + deadline_s, request, next(self._sequence))
+        job.place = float(size)
+        batch.add(job)
+        return job
+
+    def queued(self, queue: ReadyQueue, size: int = 10, *, sources: Sequence[str] = (), **job) -> Job:
+        """A new job in `queue`, for these sources (default: all)."""
+        made = self.job(size, **job)
+        queue.push(made, frozenset(sources or self.judge.sources))
+        return made
+
+    def attempt(self, job: Job, source: str, *, started_at: float, expected_s: float, **fields) -> Attempt:
+        """An attempt under way, without a task."""
+        lane = self.lanes[source]
+        reservation = lane.reserve(job.request, started_at)
+        attempt = Attempt(
+            job,
+            lane,
+            job.request,
+            reservation,
+            started_at,
+            expected_s=expected_s,
+            **{"probe": False, "hedge": False, **fields},
+        )
+        job.live.append(attempt)
+        lane.started(attempt)
+        return attempt
 
     def idle(self) -> bool:
         """Whether nothing is held any more."""

@@ -1,0 +1,132 @@
+"""Sources that answer garbage: they are kept away from where another one is fine, and never where nobody is."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from qreward_plugins.samples import Cause, Failed
+from qreward_plugins.scheduling.breaker import FIRST_PAUSE_S
+from qreward_plugins.sources.base import Reply
+
+
+def bad(request):
+    return Reply(text="bad")
+
+
+def bad_until(at):
+    """An answer that is garbage until `at`, by the clock of the running loop."""
+    import asyncio
+
+    return lambda request: Reply(text="bad" if asyncio.get_running_loop().time() < at else "1")
+
+
+def test_a_source_of_garbage_rests_where_another_one_is_fine(stage, caplog):
+    garbled = stage.add("a", limits={"concurrency": 5}, answer=bad)
+    stage.add("b", limits={"concurrency": 5})
+    played = stage.play([10] * 200)
+    assert played.all_scored
+    assert played.shares == {"b": 200}
+    # The first of them before anybody could know, and after that a probe now and then.
+    assert len(garbled.arrivals) < 30
+    assert sum(at > 8 for at in garbled.arrivals) < 6
+    assert "a answers mostly with invalid verdicts" in caplog.text
+    assert "b answers mostly" not in caplog.text
+
+
+def test_a_probe_that_is_garbage_lengthens_the_rest(stage):
+    garbled = stage.add("a", limits={"concurrency": 5}, answer=bad)
+    stage.add("b", limits={"concurrency": 5})
+    assert stage.play([10] * 600, deadline_s=900).all_scored
+    probes = [at for at in garbled.arrivals if at > 9][:4]
+    pauses = [after - before for before, after in itertools.pairwise(probes)]
+    assert len(pauses) >= 2
+    assert all(pause > 1.5 * FIRST_PAUSE_S for pause in pauses)
+    assert pauses == sorted(pauses)
+
+
+def test_a_source_that_answers_well_again_is_used_again(stage):
+    stage.add("a", limits={"concurrency": 5}, answer=bad_until(10.0))
+    stage.add("b", limits={"concurrency": 5})
+    played = stage.play([10] * 400)
+    assert played.all_scored
+    assert played.shares["a"] > 100
+    assert stage.lanes["a"].breaker.closed
+    assert not stage.lanes["a"].answers_garbage()
+
+
+def test_after_a_probe_that_was_well_the_garbage_from_before_is_forgotten(stage):
+    import asyncio
+
+    answered = []
+
+    def answer(request):
+        answered.append(asyncio.get_running_loop().time())
+        return Reply(text="bad" if answered[-1] < 10.0 or len(answered) % 3 == 0 else "1")
+
+    stage.add("a", limits={"concurrency": 5}, answer=answer)
+    stage.add("b", limits={"concurrency": 5})
+    stage.judge.invalid_retries = 5
+    trips, trip = [], stage.lanes["a"].breaker.trip
+    stage.lanes["a"].breaker.trip = lambda now: trips.append(now) or trip(now)
+    played = stage.play([10] * 400)
+    assert played.all_scored
+    assert played.shares["a"] > 100
+    assert max(trips) < 10.0
+
+
+def test_where_everybody_answers_garbage_nobody_rests(stage):
+    for name in "ab":
+        stage.add(name, limits={"concurrency": 5}, answer=bad)
+    played = stage.play([10] * 100)
+    assert [lane.breaker.closed for lane in stage.lanes.values()] == [True, True]
+    # Two tries each, as if nothing were wrong with the sources; but it is said that something is.
+    assert len(stage.sent) == 200
+    assert played.finished_at < 60
+    assert sum(outcome.cause is Cause.INFRA for outcome in played.outcomes) >= 75
+    assert all(isinstance(outcome, Failed) and outcome.reward is None for outcome in played.outcomes)
+
+
+def test_the_only_source_of_a_judge_does_not_rest(stage):
+    source = stage.add("a", limits={"concurrency": 5}, answer=bad)
+    stage.play([10] * 50)
+    assert len(source.arrivals) == 100
+    assert stage.lanes["a"].breaker.closed
+
+
+@pytest.mark.parametrize("state", ["out", "resting"])
+def test_an_alternative_that_cannot_serve_is_none(stage, state):
+    source = stage.add("a", limits={"concurrency": 5}, answer=bad)
+    stage.add("b")
+    if state == "out":
+        stage.lanes["b"].take_out("its key was refused")
+    else:
+        for _ in range(5):
+            stage.lanes["b"].breaker.trip(0.0)
+            stage.lanes["b"].breaker.failed(0.0, probe=True, in_flight=0)
+    stage.play([10] * 30, deadline_s=50)
+    assert stage.lanes["a"].breaker.closed
+    assert len(source.arrivals) >= 30
+
+
+def test_a_source_that_errs_now_and_then_does_not_rest(stage):
+    rng = random.Random(2)
+    stage.add("a", limits={"concurrency": 5}, answer=lambda request: Reply(text="bad" if rng.random() < 0.35 else "1"))
+    stage.add("b", limits={"concurrency": 5})
+    stage.judge.invalid_retries = 5
+    trips = []
+    stage.lanes["a"].breaker.trip = lambda now: trips.append(now) or True
+    assert stage.play([10] * 300).all_scored
+    assert trips == []
+
+
+def test_a_few_invalid_verdicts_at_first_are_no_reason(stage):
+    answers = iter(["bad"] * 6)
+    stage.add("a", limits={"concurrency": 1}, answer=lambda request: Reply(text=next(answers, "1")))
+    stage.add("b", limits={"concurrency": 1})
+    trips = []
+    stage.lanes["a"].breaker.trip = lambda now: trips.append(now) or True
+    assert stage.play([10] * 60).all_scored
+    assert trips == []

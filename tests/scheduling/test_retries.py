@@ -1,0 +1,121 @@
+"""Retries: jitter that doubles, a bound on failed attempts, a budget per source, and probes that are nobody's fault."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+
+import pytest
+
+from qreward_plugins.config.models import Scheduling
+from qreward_plugins.errors import TransientError
+from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
+from qreward_plugins.samples import Cause
+from qreward_plugins.scheduling import Dispatcher
+from qreward_plugins.scheduling.endings import FIRST_BACKOFF_S, LONGEST_BACKOFF_S
+from qreward_plugins.simulation import run
+
+RESET = TransientError("reset")
+
+
+class Dice(random.Random):
+    """Notes the range of every draw, and draws the share `lucky` of it."""
+
+    def __init__(self, lucky):
+        super().__init__(0)
+        self.lucky = lucky
+        self.ranges = []
+
+    def uniform(self, low, high):
+        self.ranges.append((low, high))
+        return low + self.lucky * (high - low)
+
+
+def retried(stage, *, lucky, max_attempts):
+    """One sample among others that keep the source's breaker closed; return (its requests' times, draws, outcome)."""
+    stage.add("a", behaviour=lambda number, request, now: RESET if request.size == 13 else 0.1)
+
+    async def main():
+        dice = Dice(lucky)
+        dispatcher = Dispatcher(stage.lanes, rng=dice, max_attempts=max_attempts, settings=Scheduling(hedge=False))
+        future = dispatcher.submit(stage.sample(13), stage.judge, deadline_s=900)
+        while not future.done():
+            await asyncio.wait([dispatcher.submit(stage.sample(10), stage.judge, deadline_s=900)])
+        await dispatcher.aclose()
+        return [sent.at for sent in stage.sent if sent.size == 13], dice.ranges, future.result()
+
+    return run(main())
+
+
+@pytest.mark.parametrize("lucky", [0.3, 1.0])
+def test_the_same_source_is_asked_again_after_full_jitter(stage, lucky):
+    at, draws, _ = retried(stage, lucky=lucky, max_attempts=9)
+    assert draws[-1][1] == LONGEST_BACKOFF_S
+    assert draws == [(0, min(FIRST_BACKOFF_S * 2**n, LONGEST_BACKOFF_S)) for n in range(8)]
+    gaps = [after - before for before, after in itertools.pairwise(at)]
+    assert gaps == pytest.approx([lucky * high for _, high in draws], abs=0.01)
+
+
+@pytest.mark.parametrize("most", [1, 2, 5])
+def test_a_sample_that_fails_everywhere_is_given_up_after_max_attempts(stage, most):
+    at, _, outcome = retried(stage, lucky=0.5, max_attempts=most)
+    assert (outcome.cause, outcome.reason, outcome.attempts, len(at)) == (Cause.INFRA, "exhausted", most, most)
+    assert "reset" in outcome.detail
+
+
+def test_another_source_is_asked_at_once(stage):
+    for name in "abc":
+        stage.add(name, behaviour=lambda number, request, now: RESET if number == 0 else 1.0)
+    played = stage.play([10])
+    assert played.outcomes[0].verdict.attempts == 4
+    assert sorted(sent.source for sent in stage.sent[:3]) == ["a", "b", "c"]
+    assert [sent.at for sent in stage.sent[:3]] == [0.0, 0.0, 0.0]
+    assert 0.0 < stage.sent[3].at <= FIRST_BACKOFF_S * 4
+
+
+def test_retries_come_back_no_faster_than_their_budget_allows(stage):
+    # Half of 600 requests fail at `a` all at once; where else they may go at once, they may not all go at once.
+    stage.add("a", limits={"concurrency": 300}, behaviour=lambda *_: 1.0)
+    stage.add("b", limits={"concurrency": 900}, behaviour=lambda *_: 0.2)
+
+    async def fails_late(request, *, on_sent):
+        on_sent()
+        await asyncio.sleep(1.0)
+        raise RESET
+
+    stage.sources["a"].send = fails_late
+    played = stage.play([10] * 600, strategy="round_robin")
+    assert played.all_scored
+    retries = [sent.at for sent in stage.sent if sent.at >= 1.0]
+    assert len(retries) == 300
+    assert sum(at < 1.05 for at in retries) == pytest.approx(RESERVE, abs=2)
+    for seconds in (1, 5, 10, 15):
+        assert sum(at <= 1 + seconds for at in retries) <= RESERVE + FLOOR_PER_S * seconds + 1
+    assert played.finished_at == pytest.approx(1 + (300 - RESERVE) / FLOOR_PER_S + 0.2, abs=1.0)
+
+
+def test_successes_earn_retries(stage):
+    stage.add("a", limits={"concurrency": 50})
+    budget = stage.lanes["a"].retries
+    for _ in range(100):
+        budget.withdraw(0.0)
+    assert stage.play([10] * 50).all_scored
+    assert budget.use(0.0).successes == 50
+    assert budget.use(0.0).balance == pytest.approx(FLOOR_PER_S * 1.0 + 50 * PER_SUCCESS)
+
+
+def test_a_failed_probe_is_not_a_failure_of_the_sample(stage):
+    # The source is down for 200 s: far longer than the attempts of a sample would last.
+    stage.add("a", behaviour=lambda number, request, now: RESET if now < 200 else 1.0)
+    played = stage.play([10], max_attempts=6, deadline_s=500)
+    assert played.all_scored
+    assert played.finished_at > 200
+    assert played.outcomes[0].verdict.attempts > 7
+
+
+def test_the_source_of_a_failure_is_named(stage):
+    stage.add("a", behaviour=lambda *_: RESET)
+    played = stage.play([10], max_attempts=3)
+    assert (played.outcomes[0].source, played.outcomes[0].attempts) == ("a", 3)
+    assert played.outcomes[0].reward is None

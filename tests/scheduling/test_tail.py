@@ -1,0 +1,87 @@
+"""The tail of latencies: how much longer an old attempt takes, learned from those that were given up as well."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+
+from qreward_plugins.scheduling.tail import Tail
+
+AGES = [0.05 * step for step in range(1, 800)]
+
+
+def learned(*, ended=(), given_up=()):
+    tail = Tail()
+    for age in ended:
+        tail.ended(age)
+    for age in given_up:
+        tail.given_up(age)
+    return tail
+
+
+def exponential(count=4000, seed=3):
+    rng = random.Random(seed)
+    return [rng.expovariate(1.0) for _ in range(count)]
+
+
+def test_before_anything_is_known_an_old_attempt_is_taken_for_a_straggler():
+    tail = Tail()
+    assert tail.residual(0.0) == pytest.approx(1.2, abs=0.15)
+    assert tail.residual(0.8) < tail.residual(0.0)
+    assert tail.residual(3.0) > 3.0
+
+
+def test_what_does_not_age_has_the_same_time_left_at_every_age():
+    tail = learned(ended=exponential())
+    for age in (0.2, 1.0, 2.0):
+        assert tail.residual(age) == pytest.approx(1.0, rel=0.2)
+
+
+def test_ends_are_expected_in_step_with_what_was_seen():
+    tail = learned(ended=exponential())
+    for age in (0.5, 1.0, 2.0):
+        assert tail.hazard(age) == pytest.approx(age, rel=0.15)
+
+
+def test_hazard_starts_at_nothing_and_grows_without_jumps():
+    tail = learned(ended=exponential(400))
+    hazards = [tail.hazard(age) for age in AGES]
+    assert tail.hazard(0.0) == tail.hazard(-1.0) == 0.0
+    assert hazards == sorted(hazards)
+    assert max(after - before for before, after in itertools.pairwise(hazards)) < 0.25
+    assert tail.hazard(1e6) == tail.hazard(2e6) >= hazards[-1]
+
+
+def test_a_step_in_which_everybody_ended_is_no_certainty():
+    assert learned(ended=[1.0] * 1600).hazard(1.1) < 5
+    assert Tail().hazard(1e6) < 5
+
+
+def test_attempts_that_were_given_up_are_not_forgotten():
+    usual, slow = [1.0] * 1600, [1.5] * 160
+    forgetful = learned(ended=usual)
+    mistaken = learned(ended=usual + slow)
+    right = learned(ended=usual, given_up=slow)
+    assert right.residual(1.2) > mistaken.residual(1.2) + 0.5
+    assert right.hazard(1.3) < forgetful.hazard(1.3)
+    assert right.hazard(1.5) < mistaken.hazard(1.5)
+
+
+def test_stragglers_teach_to_expect_them():
+    few, many = learned(ended=[1.0] * 1600), learned(ended=([1.0] * 4 + [10.0]) * 320)
+    assert many.residual(1.5) > few.residual(0.5) + 3
+    assert many.residual(0.5) > few.residual(0.5) + 1
+
+
+def test_what_was_seen_long_ago_fades():
+    tail = learned(ended=[10.0] * 3200 + [1.0] * 16000)
+    assert tail.residual(0.5) < 1.5
+
+
+@pytest.mark.parametrize("age", [0.0, 31.0, 1e9])
+def test_every_age_has_an_answer(age):
+    tail = learned(ended=[0.0, 1e9] * 16)
+    assert tail.residual(age) > 0
+    assert tail.hazard(age) >= 0

@@ -13,10 +13,10 @@ import logging
 import random
 import secrets
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
@@ -97,10 +97,12 @@ class RewardEngine:
         attempts and gives back what they held. Raises `EngineError` when the engine is closed or serves another event
         loop.
         """
-        batches = self._bind().batches
-        if self._journal is not None:
-            return await self._score_with(self._journal, sample, lambda: batches.trickle(priority), deadline_s)
-        return await self._submit(sample, batches.trickle(priority), deadline_s)
+        dispatcher = self._bind()
+        if self._journal is None:
+            return await self._submit(sample, dispatcher.batches.trickle(priority), deadline_s)
+        due_at = dispatcher.now() + self._deadline_s(deadline_s)
+        record = await self._recorded(self._journal, sample)
+        return await self._score_with(self._journal, sample, record, dispatcher.batches.trickle(priority), due_at)
 
     def _submit(self, sample: Sample, batch: Batch, deadline_s: float | None) -> asyncio.Future[Outcome]:
         """Hand a sample to the scheduler, and count its outcome when it comes."""
@@ -115,31 +117,28 @@ class RewardEngine:
         future.add_done_callback(lambda done: None if done.cancelled() else self._count(sample, done.result()))
         return future
 
-    async def _score_with(
-        self, journal: Journal, sample: Sample, batch_of: Callable[[], Batch], deadline_s: float | None
-    ) -> Outcome:
-        """Score a sample unless the journal has its verdict, and record the outcome.
-
-        `batch_of` says which batch it belongs to when it is handed in, which is after the journal was asked.
-        """
-        dispatcher = self._bind()
+    async def _recorded(self, journal: Journal, sample: Sample) -> _Record:
+        """What the journal knows of a sample."""
         judge = self._judge_of(sample)
-        if judge is None:
-            return await self._submit(sample, batch_of(), deadline_s)
-        self._counters.submitted += 1
-        due_at = dispatcher.now() + self._deadline_s(deadline_s)
-        key = sample_key(sample, judge.fingerprint)
-        if key is not None and self._reuse:
-            verdict = await journal.get(key)
-            if verdict is not None:
-                dispatcher.batches.settled(batch_of(), sample, Scored(verdict))
-                return self._count(sample, Scored(verdict))
-        left_s = max(0.0, due_at - dispatcher.now())
-        outcome = await dispatcher.submit(sample, judge, deadline_s=left_s, batch=batch_of())
-        # The entry is in before `put` waits; what it waits for is a slow disk, and the deadline does not.
-        with anyio.move_on_after(max(0.0, due_at - dispatcher.now())):
-            await journal.put(key, sample, outcome)
-        return self._count(sample, outcome)
+        key = sample_key(sample, judge.fingerprint) if judge is not None else None
+        return _Record(key, await journal.get(key) if key is not None and self._reuse else None)
+
+    async def _score_with(
+        self, journal: Journal, sample: Sample, record: _Record, batch: Batch, due_at: float
+    ) -> Outcome:
+        """Score a sample unless its verdict is on record, and record the outcome."""
+        dispatcher = self._bind()
+        if record.verdict is not None:
+            self._counters.submitted += 1
+            outcome = self._count(sample, Scored(record.verdict))
+            dispatcher.batches.settled(batch, sample, outcome)
+            return outcome
+        outcome = await self._submit(sample, batch, max(0.0, due_at - dispatcher.now()))
+        if record.key is not None:
+            # The entry is in before `put` waits; what it waits for is a slow disk, and the deadline does not.
+            with anyio.move_on_after(max(0.0, due_at - dispatcher.now())):
+                await journal.put(record.key, sample, outcome)
+        return outcome
 
     def _judge_of(self, sample: Sample) -> Judge | None:
         name = judge_for(self.config, sample.data_source)
@@ -165,16 +164,20 @@ class RewardEngine:
         batch = list(samples)
         self._warn_if_too_many(batch, deadline_s)
         dispatcher = self._bind()
+        due_at = dispatcher.now() + self._deadline_s(deadline_s)
         together = dispatcher.batches.new(batch, priority=priority, cutoff=cutoff)
-        if self._journal is None:
-            scoring = [self._submit(sample, together, deadline_s) for sample in batch]
-        else:
-            journal = self._journal
-            scoring = [
-                asyncio.ensure_future(self._score_with(journal, sample, lambda: together, deadline_s))
-                for sample in batch
-            ]
+        scoring: list[asyncio.Future[Outcome]] = []
         try:
+            if self._journal is None:
+                scoring += (self._submit(sample, together, deadline_s) for sample in batch)
+            else:
+                # All of the journal first: what is left of the batch is ordered as a whole.
+                journal = self._journal
+                records = await asyncio.gather(*(self._recorded(journal, sample) for sample in batch))
+                scoring += (
+                    asyncio.ensure_future(self._score_with(journal, sample, record, together, due_at))
+                    for sample, record in zip(batch, records, strict=True)
+                )
             return [await future for future in scoring]
         except BaseException:
             await _cancel(scoring)
@@ -332,6 +335,13 @@ class RewardEngine:
         busy = 4 * sum(lane.quota.concurrency for lane in self._lanes.values())
         allowed = self._rate_per_s(list(self._lanes)) * self.config.engine.deadline_s / 2
         return max(1, int(min(busy, allowed)))
+
+
+class _Record(NamedTuple):
+    """What the journal knows of a sample: its key (None: it has none), and its verdict (None: none is on record)."""
+
+    key: str | None
+    verdict: Verdict | None
 
 
 def _no_route(sample: Sample) -> Failed:

@@ -7,8 +7,9 @@ over the rounds of `time.process_time` by request: the machine's other work show
 
     python bench/overhead.py [--samples N] [--rounds R] [--json FILE]
 
-Both kinds of httpx are measured as they come, with at most 100 connections however many requests are under way. They
-are wanted beside the package itself: `pip install httpx httpx-aiohttp`.
+Both kinds of httpx are measured as they come, with at most 100 connections however many requests are under way. QReward
+(its proxy manager) and litellm (its Router) do no more than they must: no limits, no retries. The peers are wanted
+beside the package itself: `pip install -r bench/requirements.txt`; QReward and litellm are left out where they are not.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import argparse
 import asyncio
 import gc
 import json
+import os
 import platform
 import statistics
 import sys
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +132,42 @@ async def _with_httpx(base_url: str, bodies: Sequence[bytes], in_flight: int, tr
         return await _exchange(ask, bodies, in_flight)
 
 
+async def with_qreward(base_url: str, samples: Sequence[Sample], bodies: Sequence[bytes], in_flight: int) -> float:
+    """The same exchanges by QReward's `OpenAIChatProxyManager`, without its scheduler."""
+    from qreward.client import OpenAIChatProxy, OpenAIChatProxyManager
+
+    manager = OpenAIChatProxyManager()
+    manager.add_proxy("judge", OpenAIChatProxy(base_url=base_url, api_key="none", max_concurrent=in_flight))
+
+    async def ask(body: bytes) -> Any:
+        text = await manager.select_proxy().chat_completion(json.loads(body)["messages"], "judge")
+        return {"choices": [text]}
+
+    try:
+        return await _exchange(ask, bodies, in_flight)
+    finally:
+        await manager.close()
+
+
+async def with_litellm(base_url: str, samples: Sequence[Sample], bodies: Sequence[bytes], in_flight: int) -> float:
+    """The same exchanges by litellm's Router with one deployment."""
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or the import asks the net
+    import litellm
+
+    litellm.suppress_debug_info, litellm.telemetry = True, False
+    deployment = {"model": "openai/judge", "api_base": base_url, "api_key": "none"}
+    router = litellm.Router([{"model_name": "judge", "litellm_params": deployment}], num_retries=0)
+
+    async def ask(body: bytes) -> Any:
+        reply = await router.acompletion(model="judge", messages=json.loads(body)["messages"])
+        return {"choices": reply.choices}
+
+    try:
+        return await _exchange(ask, bodies, in_flight)
+    finally:
+        router.discard()
+
+
 async def _exchange(ask: Ask, bodies: Sequence[bytes], in_flight: int) -> float:
     """Seconds of processor time for all bodies, `in_flight` at once: so many workers that take the next one."""
 
@@ -155,9 +194,11 @@ def _started() -> float:
 
 CLIENTS: dict[str, Client] = {
     BASELINE: with_aiohttp,
-    "qreward engine": with_engine,
+    "this engine": with_engine,
     "httpx over aiohttp": with_httpx_aiohttp,
     "httpx": with_httpx,
+    **({"QReward 0.1.7": with_qreward} if find_spec("qreward") else {}),
+    **({"litellm's Router": with_litellm} if find_spec("litellm") else {}),
 }
 
 

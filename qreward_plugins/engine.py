@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import anyio
 
-from .config import Config, judge_for, load_config, sources_of
+from .config import Config, Limits, judge_for, load_config, sources_of
 from .errors import ConfigurationError, EngineError, Mistake
 from .journal import Journal, sample_key
 from .judges import Judge, build_judge
@@ -219,6 +219,19 @@ class RewardEngine:
     def lanes(self) -> Mapping[str, Lane]:
         """The sources by name, with their quotas and what was learned of them."""
         return self._lanes
+
+    def retune(self, source: str, limits: Limits) -> None:
+        """Change what a source allows while the engine runs, for whoever is told by the provider; what was spent stays
+        spent. Call it from the engine's event loop.
+
+        Raises `EngineError` for a source that there is not, and `ConfigurationError`, changing nothing, for limits that
+        the processes cannot share.
+        """
+        if source not in self._lanes:
+            raise EngineError(f"there is no source {source!r}; there are {', '.join(self._lanes)}")
+        dispatcher = self._bind()
+        self._lanes[source].quota.retune(limits, dispatcher.now())
+        dispatcher.look_again()
 
     def last_batch(self) -> BatchReport | None:
         """The batch that ended last and what it waited for; None: none has ended yet.

@@ -74,6 +74,10 @@ class Dispatcher:
         """Jobs that are queued or rest."""
         return (job for job in self._jobs if not job.live and (job.entry or job.rest_timer is not None))
 
+    def look_again(self) -> None:
+        """See what can go now: somebody changed what a source allows."""
+        self._ask_for_pump()
+
     def now(self) -> float:
         """The event loop's clock, in seconds."""
         return self._loop.time()

@@ -10,8 +10,8 @@ import logging
 import pytest
 
 from qreward_plugins import Cause, ConfigurationError, RewardEngine, Sample, Scored
-from qreward_plugins.config import load_config
-from qreward_plugins.errors import SourceError
+from qreward_plugins.config import Limits, load_config
+from qreward_plugins.errors import EngineError, SourceError
 from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Reply
@@ -500,3 +500,24 @@ def test_errors_of_a_source_are_in_the_blame():
     report = engine_run(tree(), simulated(behaviour=errs), main)
     assert report.attempts == 2
     assert report.seconds()["retry"] > 0
+
+
+def test_limits_can_be_changed_while_the_engine_runs():
+    async def main():
+        source = SimulatedSource("a", answer=lambda request: Reply(value=1.0))
+        tree = {
+            "sources": {"a": {"kind": "function", "function": "a:b", "limits": {"requests_per_minute": 2}}},
+            "judges": {"rule": {"kind": "function"}},
+        }
+        async with RewardEngine(tree, sources={"a": source}) as engine:
+            scoring = asyncio.ensure_future(engine.score_all(samples(5)))
+            await asyncio.sleep(10)
+            assert len(source.arrivals) == 2
+            engine.retune("a", Limits(requests_per_minute=4))
+            await asyncio.sleep(10)
+            assert len(source.arrivals) == 4  # the two that were sent before still count
+            with pytest.raises(EngineError, match="no source 'b'; there are a"):
+                engine.retune("b", Limits())
+            assert all(isinstance(outcome, Scored) for outcome in await scoring)
+
+    run(main())

@@ -34,8 +34,10 @@ FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 20.0
 SHORTEST_INVALID_REST_S = 0.5
 """The least time for which a job keeps away from a source that gave it an invalid verdict, if there is another one."""
-RESCUE_FROM = 1.0
-"""Age, as a multiple of the expected latency, from which an attempt is given up when its source is given a rest."""
+RESCUE_SILENT_FROM = 1.0
+"""Age, as a multiple of the expected latency, from which an attempt is given up when its source fell silent."""
+RESCUE_FAILING_FROM = 1.5
+"""The same for a source that errs: what it has not refused at once, it may still answer."""
 GIVE_UP_AT = 8.0
 """Age from which an attempt is given up and its job starts anew, if it could not be hedged: even if it were a straggler
 that ends at ten times the usual time, nothing would be lost."""
@@ -76,7 +78,7 @@ class Endings:
         """Look at an attempt that has grown older: its source may have fallen silent, or it may be hopeless itself."""
         job, lane = attempt.job, attempt.lane
         if lane.silent(attempt, now) or lane.resting_in_silence:
-            self._rescue(lane, now)
+            self._rescue(lane, now, RESCUE_SILENT_FROM)
         if (
             not attempt.rescued
             and lane.speed.known
@@ -88,11 +90,11 @@ class Endings:
             job.restarts += 1
             self._give_up(attempt, now, f"{lane.name} took {attempt.age(now):.0f} times longer than expected")
 
-    def _rescue(self, lane: Lane, now: float) -> None:
+    def _rescue(self, lane: Lane, now: float, from_age: float) -> None:
         """Give up the older attempts of a source that is given a rest, and let their jobs go elsewhere."""
         for attempt in list(lane.live):
             # A probe is given the time to answer: how else could a source prove that it is well, only slower?
-            if attempt.age(now) >= RESCUE_FROM and not attempt.probe and not attempt.job.future.done():
+            if attempt.age(now) >= from_age and not attempt.probe and not attempt.job.future.done():
                 self._give_up(attempt, now, f"{lane.name} fell silent")
 
     def _give_up(self, attempt: Attempt, now: float, why: str) -> None:
@@ -126,12 +128,13 @@ class Endings:
         elif isinstance(ending, PermanentError):
             self._permanent(attempt, ending, gone=gone)
         elif gone:
+            lane.counters.transient += isinstance(ending, TransientError)
             lane.breaker.abandoned(probe=attempt.probe)
         elif isinstance(ending, InvalidVerdict):
             self._invalid(attempt, ending, now)
         else:
             if lane.failed(now, probe=attempt.probe):
-                self._rescue(lane, now)
+                self._rescue(lane, now, RESCUE_FAILING_FROM)
             self._transient(attempt, ending, now)
 
     def _alternative(self, job: Job, lane: Lane) -> bool:

@@ -65,16 +65,18 @@ BaseURL = Annotated[str, AfterValidator(_plain_url)]
 
 
 class Limits(Node):
-    """What a source allows. A limit that is left out is taken to be absent, not to be guessed."""
+    """What a source allows. What is declared here is law; what is left out is found out from 429s and from the headers
+    in which servers announce their limits."""
 
     requests_per_minute: PositiveFloat | None = None
-    """Requests per minute. Default: no limit."""
+    """Requests per minute. Default: none declared."""
 
     tokens_per_minute: PositiveFloat | None = None
-    """Tokens per minute, prompt and completion together. Default: no limit."""
+    """Tokens per minute, prompt and completion together. Default: none declared."""
 
     concurrency: PositiveInt | None = None
-    """Requests in flight at once. Default: no limit declared; 32 are sent at once."""
+    """Requests in flight at once. Default: none declared; it begins with 32, grows as long as it is used, and shrinks
+    when the server throttles."""
 
     window: Literal["auto", "sliding", "bucket"] = "auto"
     """How the server counts. `sliding`: at most the limit in any window, so the window is spent at once. `bucket`: the

@@ -1,8 +1,9 @@
-"""How many requests an undeclared source takes at once, learned from its 429s: additive increase, multiplicative cut.
+"""How many requests an undeclared source takes at once, learned from what it loses: grown by steps, cut by a factor.
 
-Latency says nothing here, because it follows the length of the answer; only throttling counts. The window starts wide
-and grows by one with every answer until it is cut for the first time, later by one for a whole window of answers, and
-only while it is really used: the answers to what was in flight when the window was last full count, no others.
+Latency says nothing here, because it follows the length of the answer; what counts are 429s, and requests that were not
+answered in their time. The window starts wide and grows by one with every answer until it is cut for the first time,
+later by one for a whole window of answers, and only while it is really used: the answers to what was in flight when the
+window was last full count, no others.
 
 A server may throttle everything for a while, whatever is in flight (a 429 storm). Each cut then makes the window
 smaller, which is kind to the server, but teaches nothing unless a request that was sent after the last cut was

@@ -180,6 +180,14 @@ class Quota:
             self._window.answered(sent_at)
             self.concurrency = int(self._window.size)
 
+    def timed_out(self, now: float, *, sent_at: float) -> None:
+        """Note that a request got no answer in time: a source that queues what it cannot work on throttles nobody, and
+        is overrun all the same, so a learned concurrency is cut as by a 429.
+        """
+        window = self._window
+        if window is not None and window.throttled(now, sent_at, self.in_flight):
+            self.concurrency = int(window.size)
+
     def throttled(self, now: float, *, sent_at: float, retry_after_s: float | None) -> str | None:
         """Learn from a 429, after its reservation was released with `rejected=True`; return words for the log where
         something was learned.

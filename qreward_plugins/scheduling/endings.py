@@ -133,6 +133,8 @@ class Endings:
         elif isinstance(ending, InvalidVerdict):
             self._invalid(attempt, ending, now)
         else:
+            if attempt.timed_out:
+                lane.quota.timed_out(now, sent_at=attempt.started_at)
             if lane.failed(now, probe=attempt.probe):
                 self._rescue(lane, now, RESCUE_FAILING_FROM)
             self._transient(attempt, ending, now)

@@ -263,3 +263,15 @@ def test_retuning_paces_at_the_new_rate():
     assert subject.wait_s(0, 0.0) == pytest.approx(10.0 + JITTER_S)
     subject.retune(Limits(requests_per_minute=600, window="sliding"), 0.0)
     assert subject.wait_s(0, 0.0) == 0
+
+
+def test_requests_without_an_answer_cut_a_learned_concurrency_and_no_declared_one():
+    learned, declared = quota(), quota(concurrency=32)
+    for subject in (learned, declared):
+        held = [subject.reserve(0, 0, 0.0) for _ in range(32)]
+        held[0].release(120.0)
+        subject.timed_out(120.0, sent_at=0.0)
+        held[1].release(120.0)
+        subject.timed_out(120.0, sent_at=0.0)  # of the same burst: it teaches nothing new
+    assert declared.concurrency == 32
+    assert learned.concurrency == int(0.7 * 32)

@@ -255,7 +255,7 @@ MUTATIONS = [
     (quota_without("tokens"), "P3", "over its tokens", 150),
     (quota_without("concurrency"), "P3", "requests were under way", 30),
     (no_pacing, "P3", "was overdrawn", 150),
-    (endless_attempts, "P4", "times, ", 60),
+    (endless_attempts, "P4", "times, ", 400),
     (endless_hedges, "P4", "was hedged", 150),
     (hedges_without_budget, "P4", "was hedged", 150),
     (finished_twice, "P5", "InvalidStateError", 10),

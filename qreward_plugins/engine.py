@@ -21,13 +21,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import anyio
 
 from .config import Config, Limits, judge_for, load_config, sources_of
-from .errors import ConfigurationError, EngineError, Mistake
+from .errors import EngineError
 from .journal import Journal, sample_key
 from .judges import Judge, build_judge
-from .quotas import Quota
 from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
-from .scheduling import Batch, Cutoff, Dispatcher, Lane
-from .sources import Source, open_source
+from .scheduling import Batch, Cutoff, Dispatcher, Lane, open_lanes
+from .sources import Source
 from .telemetry import BatchReport, EngineCounters, EngineStatistics
 
 if TYPE_CHECKING:
@@ -61,26 +60,13 @@ class RewardEngine:
     ) -> None:
         self.config = load_config(config)
         settings = self.config.engine
-        opened = {
-            name: (sources or {}).get(name) or open_source(name, source) for name, source in self.config.sources.items()
-        }
-        quotas = _quotas(self.config, opened, processes)
-        self._lanes = {
-            name: Lane(
-                source,
-                quotas[name],
-                timeout_s=node.timeouts.total_s,
-                price=node.price,
-                weight=node.weight,
-            )
-            for (name, source), node in zip(opened.items(), self.config.sources.values(), strict=True)
-        }
+        self._lanes = open_lanes(self.config, sources or {}, processes=processes)
         self._rng = random.Random(settings.seed)
         key = secrets.token_bytes(32) if settings.seed is None else hashlib.sha256(str(settings.seed).encode()).digest()
         self._judges: dict[str, Judge] = {}
         for name, judge in self.config.judges.items():
             names = sources_of(self.config, name)
-            models = [opened[source].model for source in names]
+            models = [self._lanes[source].source.model for source in names]
             self._judges[name] = build_judge(name, judge, sources=names, models=models, key=key)
         self._journal = Journal(settings.journal.path) if settings.journal else None
         self._reuse = bool(settings.journal and settings.journal.reuse)
@@ -366,19 +352,6 @@ def _done(outcome: Outcome) -> asyncio.Future[Outcome]:
     future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
     future.set_result(outcome)
     return future
-
-
-def _quotas(config: Config, opened: Mapping[str, Source], processes: int) -> dict[str, Quota]:
-    quotas: dict[str, Quota] = {}
-    mistakes: list[Mistake] = []
-    for name, source in config.sources.items():
-        try:
-            quotas[name] = Quota(source.limits, source=name, processes=processes, slots=opened[name].slots)
-        except ConfigurationError as error:
-            mistakes.extend(error.mistakes)
-    if mistakes:
-        raise ConfigurationError(mistakes)
-    return quotas
 
 
 async def _cancel(tasks: Sequence[asyncio.Future[Outcome]]) -> None:

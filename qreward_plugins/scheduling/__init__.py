@@ -5,7 +5,8 @@ from .breaker import Breaker
 from .dispatcher import Dispatcher
 from .jobs import Job
 from .lane import Lane
+from .opening import open_lanes
 from .queue import ReadyQueue
 from .speed import Speed
 
-__all__ = ["Batch", "Breaker", "Cutoff", "Dispatcher", "Job", "Lane", "ReadyQueue", "Speed"]
+__all__ = ["Batch", "Breaker", "Cutoff", "Dispatcher", "Job", "Lane", "ReadyQueue", "Speed", "open_lanes"]

@@ -3,7 +3,7 @@
 A slow source is worth using as long as what it is given ends before the rest does, and an attempt is worth repeating
 when it would end after everything else. Both need a forecast of the end, and a fluid one is enough: how many requests
 of average size all sources together finish by a time, given their windows, their concurrency and their speed. It must
-not be earlier than the longest single job can be, or small batches go to fast sources only (SCHEDULING.md).
+not be earlier than the longest single job can be, or small batches go to fast sources only.
 """
 
 from __future__ import annotations

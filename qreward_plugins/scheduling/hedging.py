@@ -1,7 +1,7 @@
 """Hedging: a second attempt at another source, where the first one takes much longer than it should.
 
 Three reasons, each with its own share of the budget, because false alarms of one must not use up what the next needs
-(SCHEDULING.md: one shared budget costs more than a factor of three):
+(in simulation, one shared budget made small batches take three times as long):
 
     soft     the sources have nothing else to do: the longest attempts are started once more as soon as they are not
              clearly early, since whoever straggles now is what the batch will wait for

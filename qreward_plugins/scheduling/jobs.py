@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 MAX_HEDGES = 5
 """Hedges of one sample in all: some of them fail, too."""
 MAX_LIVE = 3
-"""Attempts of one sample at once; a second hedge halves the loss where sources err often (SCHEDULING.md)."""
+"""Attempts of one sample at once; in simulation, a second hedge halved the loss where sources err often."""
 
 MAX_RESTARTS = 2
 """Attempts of one sample that are given up for their age: whoever is slow three times in a row is slow."""

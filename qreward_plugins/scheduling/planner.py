@@ -4,7 +4,7 @@ The default choice is the earliest expected finish, seen from the sources: a sou
 fastest takes the head of the queue; a slower one takes a short job, of the size at which it uses up its requests and
 its time together, and only if it will finish it before everything else is done; if there is none, the head, if no other
 source would finish that earlier. A source may therefore idle by choice, but never for long, and never when nothing at
-all is in flight: whatever the forecasts say, something that is queued and a source that is able to send end up together.
+all is in flight: whatever the forecasts say, something that is queued and a source that is able to send come together.
 """
 
 from __future__ import annotations

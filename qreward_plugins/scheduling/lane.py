@@ -56,7 +56,6 @@ class Lane:
         timeout_s: float,
         price: Price,
         weight: float = 1.0,
-        tail: Tail | None = None,
     ) -> None:
         self.source = source
         self.name = source.name
@@ -66,7 +65,7 @@ class Lane:
         self.weight = weight
         self.breaker = Breaker()
         self.speed = Speed()
-        self.tail = tail or Tail()
+        self.tail = Tail()
         self.retries = RetryBudget()
         self.counters = SourceCounters()
         self.live: dict[Attempt, None] = {}

@@ -59,7 +59,6 @@ class Planner:
     ) -> None:
         self._lanes = lanes
         self._on_misfit = on_misfit
-        self._settings = settings
         self._choose = strategy(settings.strategy)
         self.queue = ReadyQueue()
         self._thrifty = settings.prefer == "cost"

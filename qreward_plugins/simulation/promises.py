@@ -368,8 +368,6 @@ _CHECKS: dict[str, Check] = {
     "blame adds up": _blamed,
 }
 REPLAY = "P7 the same seed, the same schedule"
-PROMISES = (*_CHECKS, REPLAY)
-"""The promises by name."""
 
 _MOST_SAID = 3
 _REASONS = ("no_route", "empty", "exhausted", "invalid", "garbage", "no_source")

@@ -18,8 +18,9 @@ from hashlib import blake2b
 from itertools import pairwise
 
 from ..samples import Scored
+from .budgets import hedges_of
 from .performance import play
-from .promises import Broken, broken_promises, hedges_of, replay_differs
+from .promises import Broken, broken_promises, replay_differs
 from .record import Record
 from .trial import Trial, random_trial
 

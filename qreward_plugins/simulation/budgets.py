@@ -1,0 +1,100 @@
+"""P4, checked against the record of a trial: nothing is sent more often than attempts, retries and hedges may be."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+
+from ..quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
+from ..samples import Scored
+from ..scheduling.hedging import LEAST_HEDGES
+from ..scheduling.jobs import MAX_HEDGES, MAX_LIVE
+from .record import Record, Sent
+from .trial import Trial
+
+_ROUNDING_S = 1e-6
+
+
+def bounded(trial: Trial, record: Record) -> Iterator[str]:
+    """P4: attempts, hedges and retries keep to their budgets."""
+    engine = trial.config["engine"]
+    scheduling = engine["scheduling"]
+    per_sample = _per_sample(record)
+    hedges = {name: _hedges(sent) for name, sent in per_sample.items()}
+    for sample in trial.samples():
+        name = sample.id or ""
+        sent, judge = per_sample.get(name, []), trial.judge_of(sample)
+        retries = trial.config["judges"][judge]["invalid_retries"] if judge is not None else 0
+        throttled = sum(one.ending == "throttled" for one in sent)
+        # Failed attempts are bounded, and those among them that were probes of a resting source once more.
+        most = 2 * engine["max_attempts"] + retries + MAX_HEDGES + throttled
+        if len(sent) > most:
+            yield f"{name} was sent {len(sent)} times, {throttled} of them throttled; {most} is the most"
+        most_hedges = MAX_HEDGES if scheduling["hedge"] else 0
+        if hedges.get(name, 0) > most_hedges:
+            yield f"{name} was hedged {hedges[name]} times; {most_hedges} is the most"
+        most_live = max((_live(sent, one.started_at) for one in sent), default=0)
+        if most_live > MAX_LIVE:
+            yield f"{most_live} requests of {name} were under way at once; {MAX_LIVE} is the most"
+    for call in record.calls:
+        if call.call.kind == "batch":
+            count = sum(hedges.get(sample.id or "", 0) for sample in call.call.samples)
+            most_in_batch = max(LEAST_HEDGES, scheduling["hedge_budget"] * len(call.call.samples))
+            if count > most_in_batch:
+                yield f"a {call.call.describe()} was hedged {count} times; {most_in_batch:g} is the most"
+    yield from _retries(record, per_sample)
+    for given in record.given():
+        if given.outcome is not None:
+            outcome = given.outcome
+            attempts = outcome.verdict.attempts if isinstance(outcome, Scored) else outcome.attempts
+            count = len(per_sample.get(given.sample.id or "", []))
+            if count > attempts:
+                yield f"{given.sample.id} was sent {count} times, its outcome says {attempts}"
+
+
+def hedges_of(record: Record) -> int:
+    """How many requests began while another one of the same sample was under way."""
+    return sum(map(_hedges, _per_sample(record).values()))
+
+
+def _per_sample(record: Record) -> dict[str, list[Sent]]:
+    per_sample: dict[str, list[Sent]] = defaultdict(list)
+    for sent in record.sent:
+        per_sample[sent.sample].append(sent)
+    return per_sample
+
+
+def _hedges(sent: list[Sent]) -> int:
+    """How many of one sample's requests began while another one was under way."""
+    count = 0
+    for number, one in enumerate(sent):
+        count += any(other.ended_at > one.started_at + _ROUNDING_S for other in sent[:number])
+    return count
+
+
+def _live(sent: list[Sent], at: float) -> int:
+    """How many of one sample's requests were under way."""
+    return sum(one.started_at <= at and one.ended_at > at + _ROUNDING_S for one in sent)
+
+
+def _retries(record: Record, per_sample: dict[str, list[Sent]]) -> Iterator[str]:
+    """What is sent again because a source failed is within the budget of that source, from the start to any time."""
+    again: dict[str, list[float]] = defaultdict(list)
+    answered: dict[str, list[float]] = defaultdict(list)
+    for sent in record.sent:
+        if sent.ending in ("valid", "invalid"):
+            answered[sent.source].append(sent.ended_at)
+    for requests in per_sample.values():
+        for number, sent in enumerate(requests):
+            if sent.ending == "failed":
+                later = [other for other in requests[number + 1 :] if other.started_at >= sent.ended_at - _ROUNDING_S]
+                if later and not any(
+                    other.started_at < sent.ended_at < other.ended_at for other in requests if other is not sent
+                ):
+                    again[sent.source].append(later[0].started_at)
+    for source, times in again.items():
+        for number, at in enumerate(sorted(times), 1):
+            successes = sum(ended_at <= at for ended_at in answered[source]) if number > RESERVE else 0
+            if number > RESERVE + FLOOR_PER_S * at + PER_SUCCESS * successes + 1:
+                yield f"{number} retries because of {source} until {at:.6f} s, and {successes} successes"
+                break

@@ -87,7 +87,7 @@ class RewardEngine:
         if self._journal is None:
             return await self._submit(sample, dispatcher.batches.trickle(priority), deadline_s)
         due_at = dispatcher.now() + self._deadline_s(deadline_s)
-        record = await self._recorded(self._journal, sample)
+        record = await self._recorded(self._journal, sample, due_at)
         return await self._score_with(self._journal, sample, record, dispatcher.batches.trickle(priority), due_at)
 
     def _submit(self, sample: Sample, batch: Batch, deadline_s: float | None) -> asyncio.Future[Outcome]:
@@ -103,11 +103,15 @@ class RewardEngine:
         future.add_done_callback(lambda done: None if done.cancelled() else self._count(sample, done.result()))
         return future
 
-    async def _recorded(self, journal: Journal, sample: Sample) -> _Record:
-        """What the journal knows of a sample."""
+    async def _recorded(self, journal: Journal, sample: Sample, due_at: float) -> _Record:
+        """What the journal knows of a sample; what a slow disk does not tell by `due_at` is not known."""
         judge = self._judge_of(sample)
         key = sample_key(sample, judge.fingerprint) if judge is not None else None
-        return _Record(key, await journal.get(key) if key is not None and self._reuse else None)
+        verdict = None
+        if key is not None and self._reuse:
+            with anyio.move_on_after(max(0.0, due_at - self._bind().now())):
+                verdict = await journal.get(key)
+        return _Record(key, verdict)
 
     async def _score_with(
         self, journal: Journal, sample: Sample, record: _Record, batch: Batch, due_at: float
@@ -159,7 +163,7 @@ class RewardEngine:
             else:
                 # All of the journal first: what is left of the batch is ordered as a whole.
                 journal = self._journal
-                records = await asyncio.gather(*(self._recorded(journal, sample) for sample in batch))
+                records = await asyncio.gather(*(self._recorded(journal, sample, due_at) for sample in batch))
                 scoring += (
                     asyncio.ensure_future(self._score_with(journal, sample, record, together, due_at))
                     for sample, record in zip(batch, records, strict=True)

@@ -521,3 +521,23 @@ def test_limits_can_be_changed_while_the_engine_runs():
             assert all(isinstance(outcome, Scored) for outcome in await scoring)
 
     run(main())
+
+
+def test_a_journal_that_does_not_answer_cannot_hold_a_batch_beyond_its_deadline(tmp_path, monkeypatch):
+    async def hangs(self, key):
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr("qreward_plugins.journal.Journal.get", hangs)
+
+    async def main():
+        tree = {
+            "sources": {"a": {"kind": "function", "function": "a:b"}},
+            "judges": {"rule": {"kind": "function"}},
+            "engine": {"journal": {"path": str(tmp_path / "verdicts.sqlite")}},
+        }
+        source = SimulatedSource("a", answer=lambda request: Reply(value=1.0))
+        async with RewardEngine(tree, sources={"a": source}) as engine:
+            outcomes = await asyncio.wait_for(engine.score_all(samples(3), deadline_s=0.05), 30)
+            assert [outcome.reason for outcome in outcomes] == ["deadline"] * 3
+
+    asyncio.run(main())

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         InputError,
         InvalidVerdict,
         JournalError,
+        JudgeUnavailable,
         Mistake,
         PermanentError,
         QRewardError,
@@ -27,7 +28,8 @@ if TYPE_CHECKING:
         Throttled,
         TransientError,
     )
-    from .portal import EnginePortal
+    from .groups import GroupGate, group_means
+    from .portal import EnginePortal, process_portal
     from .samples import Cause, Failed, Message, Outcome, Sample, Scored, Split, Usage, Verdict
     from .scheduling import Cutoff
     from .telemetry import BatchReport, EngineStatistics, Part, SourceStatistics
@@ -44,9 +46,11 @@ _HOMES = {
     "EnginePortal": "portal",
     "EngineStatistics": "telemetry",
     "Failed": "samples",
+    "GroupGate": "groups",
     "InputError": "errors",
     "InvalidVerdict": "errors",
     "JournalError": "errors",
+    "JudgeUnavailable": "errors",
     "Message": "samples",
     "Mistake": "errors",
     "Outcome": "samples",
@@ -65,7 +69,9 @@ _HOMES = {
     "TransientError": "errors",
     "Usage": "samples",
     "Verdict": "samples",
+    "group_means": "groups",
     "load_config": "config",
+    "process_portal": "portal",
 }
 
 __all__ = [
@@ -78,9 +84,11 @@ __all__ = [
     "EnginePortal",
     "EngineStatistics",
     "Failed",
+    "GroupGate",
     "InputError",
     "InvalidVerdict",
     "JournalError",
+    "JudgeUnavailable",
     "Message",
     "Mistake",
     "Outcome",
@@ -100,7 +108,9 @@ __all__ = [
     "Usage",
     "Verdict",
     "__version__",
+    "group_means",
     "load_config",
+    "process_portal",
 ]
 
 

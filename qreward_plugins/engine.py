@@ -27,7 +27,7 @@ from .judges import Judge, build_judge
 from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from .scheduling import Batch, Cutoff, Dispatcher, Lane, open_lanes
 from .sources import Source
-from .telemetry import BatchReport, EngineCounters, EngineStatistics
+from .telemetry import BatchReport, EngineCounters, EngineStatistics, Facts
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -242,6 +242,13 @@ class RewardEngine:
             attempts=counters.attempts,
             waiting=self._dispatcher.waiting if self._dispatcher else 0,
             sources={name: lane.statistics(now) for name, lane in self._lanes.items()},
+        )
+
+    def facts(self) -> Facts:
+        """What turns this engine's outcomes into mappings whose keys are the same for every sample."""
+        return Facts(
+            (name for judge in self._judges.values() for name in judge.component_names()),
+            defines_correct=any(judge.correct_at is not None for judge in self.config.judges.values()),
         )
 
     def portal(self) -> AbstractContextManager[EnginePortal]:

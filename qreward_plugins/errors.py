@@ -6,6 +6,7 @@
     ├── JournalError            the record of verdicts cannot be read or written
     ├── EngineError             the engine was used in a way it cannot serve (closed, wrong event loop)
     ├── RewardMissing           an adapter's way to leave a failed sample out of training; carries the Failed
+    ├── JudgeUnavailable        so many groups in a row have no reward that replacing them cannot end
     ├── InvalidVerdict          a judge answered, but not with a valid verdict
     └── SourceError             one attempt at one source failed
         ├── Throttled           429, or 503 with Retry-After: the source asks for a pause
@@ -86,6 +87,10 @@ class RewardMissing(QRewardError):
 
     def __reduce__(self) -> tuple[object, ...]:
         return RewardMissing, (self.failed,)
+
+
+class JudgeUnavailable(QRewardError):
+    """So many groups in a row had too few rewards that replacing them would go on for ever."""
 
 
 class InvalidVerdict(QRewardError):

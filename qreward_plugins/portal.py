@@ -1,21 +1,30 @@
-"""The sync facade of an engine: for code that has no event loop, or several threads.
+"""The facade of an engine for code that has no event loop, or several threads, or loops that come and go.
 
-The engine runs in one thread with a loop of its own (anyio's blocking portal), so that any number of threads share its
-queue and its quotas. Calls block their thread only.
+The engine runs in one thread with a loop of its own (anyio's blocking portal), so that any number of threads and event
+loops share its queue and its quotas. Calls block their thread only; `submit` and `submit_all` give futures, which an
+event loop awaits with `asyncio.wrap_future`.
+
+Frameworks load a reward function anew wherever they need one, and the limits of a source belong to the process and not
+to whoever calls. So a process has one portal for each configuration, which `process_portal` finds or opens.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import threading
 from collections.abc import AsyncGenerator, Iterable, Iterator
-from contextlib import contextmanager
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from .config import Config
 from .samples import Outcome, Sample
 from .scheduling import Cutoff
-from .telemetry import BatchReport, EngineStatistics
+from .telemetry import BatchReport, EngineStatistics, Facts
 
 if TYPE_CHECKING:
     from .engine import RewardEngine
@@ -44,6 +53,18 @@ class EnginePortal:
         score_all = partial(self._engine.score_all, deadline_s=deadline_s, priority=priority, cutoff=cutoff)
         return self._portal.call(score_all, list(samples))
 
+    def submit(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Future[Outcome]:
+        """As `RewardEngine.score`, without waiting. Cancelling the future cancels the sample's attempts."""
+        score = partial(self._engine.score, sample, deadline_s=deadline_s, priority=priority)
+        return self._portal.start_task_soon(score)
+
+    def submit_all(
+        self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int = 0
+    ) -> Future[list[Outcome]]:
+        """As `RewardEngine.score_all`, without waiting. Cancelling the future cancels what is under way."""
+        score_all = partial(self._engine.score_all, list(samples), deadline_s=deadline_s, priority=priority)
+        return self._portal.start_task_soon(score_all)
+
     def score_stream(self, samples: Iterable[Sample], *, window: int | None = None) -> Iterator[tuple[Sample, Outcome]]:
         """As `RewardEngine.score_stream`. The samples are drawn in the engine's thread: keep their iterator quick."""
         stream = self._engine.score_stream(samples, window=window)
@@ -52,6 +73,15 @@ class EnginePortal:
                 yield scored
         finally:
             self._portal.call(_close, stream)
+
+    @property
+    def config(self) -> Config:
+        """The engine's configuration."""
+        return self._engine.config
+
+    def facts(self) -> Facts:
+        """As `RewardEngine.facts`."""
+        return self._engine.facts()
 
     def last_batch(self) -> BatchReport | None:
         """As `RewardEngine.last_batch`."""
@@ -78,3 +108,58 @@ def open_portal(engine: RewardEngine) -> Iterator[EnginePortal]:
             yield EnginePortal(engine, portal)
         finally:
             portal.call(engine.aclose)
+
+
+class _Portals:
+    """The portals of this process, by configuration."""
+
+    def __init__(self) -> None:
+        self._abandoned: list[ExitStack] = []
+        self._start()
+        os.register_at_fork(after_in_child=self._start_in_child)
+
+    def _start(self) -> None:
+        self._lock = threading.Lock()
+        self._open: list[tuple[Config, EnginePortal]] = []
+        self._resources = ExitStack()
+
+    def _start_in_child(self) -> None:
+        # Threads do not survive a fork, so a child cannot close what its parent opened: not even by forgetting it.
+        self._abandoned.append(self._resources)
+        self._start()
+
+    def get(self, config: Config) -> EnginePortal:
+        from .engine import RewardEngine
+
+        with self._lock:
+            for known, portal in self._open:
+                if known == config:
+                    return portal
+            if not self._open:
+                atexit.register(self.close)
+            portal = self._resources.enter_context(RewardEngine(config).portal())
+            self._open.append((config, portal))
+            return portal
+
+    def close(self) -> None:
+        with self._lock:
+            atexit.unregister(self.close)
+            self._open.clear()
+            self._resources.close()
+
+
+_portals = _Portals()
+
+
+def process_portal(config: Config) -> EnginePortal:
+    """The portal of this process for a configuration: opened by who asks first, closed when the process ends, or by
+    `close_process_portals`. Equal configurations share one. Any thread may call this.
+
+    Raises `ConfigurationError` for what only opening the sources shows.
+    """
+    return _portals.get(config)
+
+
+def close_process_portals() -> None:
+    """Close every portal that `process_portal` opened; what is waiting in them fails. Idempotent."""
+    _portals.close()

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS = [
     {"errors", "samples", "config"},
-    {"sources", "quotas", "telemetry"},
+    {"sources", "quotas", "telemetry", "groups"},
     {"judges"},
     {"scheduling", "journal"},
     {"engine", "simulation", "testing"},

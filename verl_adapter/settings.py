@@ -8,21 +8,18 @@ completed by one that runs verl's reward function, so that whoever has a functio
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from qreward_plugins.config import Config, FunctionSource, load_config, read_yaml
+from qreward_plugins.config import Config, FunctionSource, load_layers
 from qreward_plugins.errors import ConfigurationError, Mistake
 
 _log = logging.getLogger("verl_adapter")
 
 COMPUTE_SCORE = "verl_adapter:compute_score"
 """The `function` of a source that stands for the reward function of this verl run, default or custom."""
-
-ENVIRONMENT = "QREWARD_CONFIG"
 
 
 def load_settings(trainer: DictConfig | None, tree: Any = None) -> Config:
@@ -35,16 +32,8 @@ def load_settings(trainer: DictConfig | None, tree: Any = None) -> Config:
     Raises `ConfigurationError` with every mistake.
     """
     inline = tree if tree is not None else (trainer.get("qreward") if trainer is not None else None)
-    inline = {} if inline is None else {"config": inline} if isinstance(inline, str) else inline
-    if not isinstance(inline, (Mapping, DictConfig)):
-        raise ConfigurationError([Mistake("qreward", f"must be a mapping or a path, not {type(inline).__name__}.")])
     _warn_of_printed_keys(inline)
-    path = inline.get("config") or os.environ.get(ENVIRONMENT)
-    merged, origin = inline, "qreward"
-    if path or "config" in inline or "judges" not in inline:
-        origin = str(path) if path else origin
-        merged = _merged(read_yaml(origin, origin=origin) if path else {}, inline)
-    return load_config(merged, origin=origin)
+    return load_layers(inline, default=_REWARD_FUNCTION)
 
 
 def reward_function_sources(config: Config) -> Iterator[tuple[str, FunctionSource]]:
@@ -79,27 +68,14 @@ def check_failure_policy(config: Config, trainer: DictConfig) -> None:
         )
 
 
-def _merged(file: Any, inline: Mapping[str, Any] | DictConfig) -> Any:
-    """The tree of a file with inline keys laid over it, and verl's reward function as the judge where there is none."""
-    if not isinstance(file, dict):
-        return file
-    if list(file) == ["qreward"] and isinstance(file["qreward"], dict):
-        file = file["qreward"]
-    over = OmegaConf.to_container(inline, resolve=False) if isinstance(inline, DictConfig) else inline
-    assert isinstance(over, Mapping)
-    over = {key: value for key, value in over.items() if key != "config"}
-    default = {} if "judges" in {**file, **over} else _REWARD_FUNCTION
-    return OmegaConf.merge(default, file, over)
-
-
 _REWARD_FUNCTION = {
     "sources": {"compute_score": {"kind": "function", "function": COMPUTE_SCORE}},
     "judges": {"compute_score": {"kind": "function", "sources": ["compute_score"]}},
 }
 
 
-def _warn_of_printed_keys(inline: Mapping[str, Any] | DictConfig) -> None:
-    sources = inline.get("sources")
+def _warn_of_printed_keys(inline: Any) -> None:
+    sources = inline.get("sources") if isinstance(inline, (Mapping, DictConfig)) else None
     for name, source in sources.items() if isinstance(sources, (Mapping, DictConfig)) else ():
         if isinstance(source, (Mapping, DictConfig)) and source.get("api_key"):
             _log.warning(

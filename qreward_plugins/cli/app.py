@@ -124,7 +124,7 @@ def plan_command(
         typer.Option(
             metavar="SECONDS",
             help="What an average request takes, without waiting: 3, or a=2,b=0.5. Default: the journal's, or 3 for "
-            "a model and 0.1 for a function.",
+            "a model, 0.5 for a scoring service and 0.1 for a function.",
         ),
     ] = None,
     data_source: Annotated[
@@ -210,7 +210,8 @@ def judge_server(
 ) -> None:
     """Serve a judge that behaves like a provider: limits, latency and faults as asked for.
 
-    It speaks the OpenAI protocol (/v1/chat/completions). Ctrl-C stops it and prints what it saw.
+    It speaks the OpenAI protocol (/v1/chat/completions), and scores samples as they are (/score). Ctrl-C stops it and
+    prints what it saw.
     """
     with one_message(_errors):
         from .judge_server import ServerOptions, build_server, serve

@@ -75,7 +75,7 @@ async def serve(server: JudgeServer, model: str, out: Console) -> int:
     except JudgeServerError as error:
         raise InputError(str(error)) from None
     with suppress(asyncio.CancelledError):
-        say(out, f"judge server at {server.base_url}, model {model}; stop it with Ctrl-C")
+        say(out, f"judge server at {server.base_url}, model {model}, and {server.score_url}; stop it with Ctrl-C")
         await asyncio.get_running_loop().create_future()
     server.stop()
     out.print(_report_table(server.report()))

@@ -6,6 +6,7 @@ to start and nobody wants to learn of five typing errors one start at a time.
 
 from __future__ import annotations
 
+from .layers import load_layers
 from .loading import load_config
 from .models import (
     Config,
@@ -13,6 +14,8 @@ from .models import (
     EngineConfig,
     FunctionJudge,
     FunctionSource,
+    Groups,
+    HTTPSource,
     JournalConfig,
     Judge,
     Limits,
@@ -32,6 +35,8 @@ __all__ = [
     "EngineConfig",
     "FunctionJudge",
     "FunctionSource",
+    "Groups",
+    "HTTPSource",
     "JournalConfig",
     "Judge",
     "LLMJudge",
@@ -43,6 +48,7 @@ __all__ = [
     "Timeouts",
     "judge_for",
     "load_config",
+    "load_layers",
     "read_yaml",
     "sources_of",
 ]

@@ -20,7 +20,7 @@ Path: TypeAlias = tuple[str | int, ...]
 SHOWN_CHARS = 60
 """Longest excerpt of a value in a message, in characters."""
 
-_SECRET_KEYS = frozenset({"api_key", "api_key_env", "headers", "parameters", "kwargs"})
+_SECRET_KEYS = frozenset({"api_key", "api_key_env", "headers", "parameters", "body", "kwargs"})
 """Below these keys no value is ever shown: keys of providers end up in all of them."""
 
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")

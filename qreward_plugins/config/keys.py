@@ -49,7 +49,7 @@ class KeyCheck:
         for choice in shapes:
             self._name_keys(node, path)
             if "properties" in choice:
-                self._mend(node, choice["properties"], path)
+                self._mend(node, _required_first(choice), path)
                 for key, below in choice["properties"].items():
                     self._check(node.get(key), below, (*path, key))
             elif isinstance(choice.get("additionalProperties"), Mapping):
@@ -106,6 +106,12 @@ class KeyCheck:
             return None
         node["kind"] = guess
         return by_kind[guess]
+
+
+def _required_first(shape: Shape) -> dict[str, Shape]:
+    """The keys that a shape allows, those that must be there in front: messages list them in this order."""
+    required = shape.get("required", ())
+    return {key: shape["properties"][key] for key in sorted(shape["properties"], key=lambda key: key not in required)}
 
 
 def _strangers(node: Mapping[Any, Any], by_kind: Mapping[str, Shape]) -> list[str]:

@@ -37,7 +37,7 @@ def load_config(
     `origin` names the source in messages; default: the path.
 
     Raises `ConfigurationError` with every mistake and its path. It never shows values of `api_key`, `headers`,
-    `parameters`, `kwargs` or unknown keys, and has neither cause nor context.
+    `parameters`, `body`, `kwargs` or unknown keys, and has neither cause nor context.
     """
     if isinstance(source, Config):
         return _checked_references(source, origin or "configuration")
@@ -99,7 +99,10 @@ def _checked(tree: Tree, origin: str) -> Config:
 
 def _checked_references(config: Config, origin: str) -> Config:
     tree = {
-        "sources": {name: {"kind": source.kind} for name, source in config.sources.items()},
+        "sources": {
+            name: {"kind": source.kind, "model": getattr(source, "model", None)}
+            for name, source in config.sources.items()
+        },
         "judges": {name: {"kind": judge.kind, "sources": list(judge.sources)} for name, judge in config.judges.items()},
         "routes": config.routes,
     }

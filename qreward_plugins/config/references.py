@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from .findings import Finding, cut, did_you_mean
-from .routes import SOURCE_KIND, is_glob, matching
+from .routes import SOURCE_KINDS, is_glob, matching
+
+_KNOWN = frozenset(kind for kinds in SOURCE_KINDS.values() for kind in kinds)
 
 
 def check_references(tree: dict[str, Any]) -> list[Finding]:
@@ -41,26 +43,26 @@ def _judge(
     name: str, judge: dict[str, Any], kinds: dict[str, str | None], models: dict[str, str | None]
 ) -> list[Finding]:
     findings = []
-    wanted = SOURCE_KIND.get(_kind(judge) or "")
+    wanted = SOURCE_KINDS.get(_kind(judge) or "", ())
+    fitting = [other for other, kind in kinds.items() if kind in wanted]
+    said = " or ".join(wanted)
     named = judge.get("sources")
     for n, source in enumerate(named if isinstance(named, list) else [named]):
         if not isinstance(source, str):
             continue
         path = ("judges", name, "sources", *((n,) if isinstance(named, list) else ()))
         if source not in kinds and is_glob(source):
-            fitting = [other for other, kind in kinds.items() if kind == wanted]
             if wanted and not matching(source, {other: models[other] for other in fitting}):
-                findings.append(Finding(path, f"`{cut(source)}` matches no source of kind {wanted}", _offer(fitting)))
+                findings.append(Finding(path, f"`{cut(source)}` matches no source of kind {said}", _offer(fitting)))
         elif source not in kinds:
             remedy = f"{did_you_mean(source, kinds)}Sources: {_listed(kinds)}."
             findings.append(Finding(path, f"there is no source `{cut(source)}`", remedy))
-        elif wanted and kinds[source] in SOURCE_KIND.values() and kinds[source] != wanted:
+        elif wanted and kinds[source] in _KNOWN and kinds[source] not in wanted:
             problem = f"`{cut(source)}` is a source of kind {kinds[source]}, which cannot answer a judge of kind"
-            fitting = [other for other, kind in kinds.items() if kind == wanted]
-            remedy = f"Name sources of kind {wanted}" + (f": {_listed(fitting)}." if fitting else ".")
+            remedy = f"Name sources of kind {said}" + (f": {_listed(fitting)}." if fitting else ".")
             findings.append(Finding(path, f"{problem} {_kind(judge)}", remedy))
-    if not named and wanted and wanted not in kinds.values() and set(kinds.values()) <= set(SOURCE_KIND.values()):
-        problem = f"there is no source of kind {wanted} to answer this judge of kind {_kind(judge)}"
+    if not named and wanted and not fitting and _KNOWN.issuperset(kinds.values()):
+        problem = f"there is no source of kind {said} to answer this judge of kind {_kind(judge)}"
         findings.append(Finding(("judges", name), problem, "Add one below `sources`."))
     return findings
 

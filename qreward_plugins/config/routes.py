@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Final
 
-from .models import Config, OpenAISource
+from .models import Config, HTTPSource, OpenAISource
 
-SOURCE_KIND: Final = {"llm": "openai", "function": "function"}
-"""The kind of source that can answer a kind of judge."""
+SOURCE_KINDS: Final = {"llm": ("openai",), "function": ("function", "http")}
+"""The kinds of source that can answer a kind of judge: language models, and what gives a value."""
 
 BY_MODEL: Final = "model:"
 """What a pattern begins with that is matched against models instead of names."""
@@ -29,16 +29,16 @@ def judge_for(config: Config, data_source: str) -> str | None:
 
 
 def sources_of(config: Config, judge_name: str) -> tuple[str, ...]:
-    """Names of the sources that may answer a judge: those it names, or else all of its kind, in the order of the file.
+    """Names of the sources that may answer a judge: those it names, or else all that can, in the order of the file.
 
     Raises KeyError for a judge that does not exist.
     """
     judge = config.judges[judge_name]
-    kind = SOURCE_KIND[judge.kind]
+    kinds = SOURCE_KINDS[judge.kind]
     of_kind = {
-        name: source.model if isinstance(source, OpenAISource) else None
+        name: source.model if isinstance(source, (OpenAISource, HTTPSource)) else None
         for name, source in config.sources.items()
-        if source.kind == kind
+        if source.kind in kinds
     }
     if not judge.sources:
         return tuple(of_kind)

@@ -19,6 +19,7 @@ _NOTHING: Shape = {"type": "null"}
 _PATTERNS = {
     "function": "`package.module:name` or `path/to/file.py:name`",
     "api_key_env": "the name of an environment variable",
+    "score_key": "the way to the value in a reply, its keys joined by dots (`data.score`)",
 }
 """Regular expressions of the models, said for people, by key."""
 

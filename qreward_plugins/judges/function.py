@@ -1,8 +1,9 @@
-"""The judge that takes a reward function's value as the verdict.
+"""The judge that takes a value as the verdict: what a reward function returned, or what a scoring service answered.
 
-Reward functions are the user's own code, so nothing is fenced here; their numbers are checked like those of any judge.
-A truth value is not a score: frameworks add and average scores, and a function that returns now `True`, now 0.5, is a
-mistake that trains. Beside the score, truth values are labels (`acc`), and count as 1.0 and 0.0.
+Nobody is asked anything in words, so nothing is fenced here; the numbers are checked like those of any judge, and that
+is all the gate there is, as a service's are not to be trusted. A truth value is not a score: frameworks add and average
+scores, and what gives now `True`, now 0.5, is a mistake that trains. Beside the score, truth values are labels (`acc`),
+and count as 1.0 and 0.0.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ from ..samples import Cause, Failed, Sample, Verdict
 from ..sources.base import Reply, Request
 from .settings import fingerprint, floor_of, number_mistakes
 
+MOST_COMPONENTS = 100
+"""Components of a verdict, where they are not named; more is no set of scores, and every one becomes a metric."""
+_LONGEST_NAME_CHARS = 100
+
 
 class FunctionJudge:
-    """A judge that reads what a function returned: a finite number, or a mapping that has one under `score`.
+    """A judge that reads a value: a finite number, or a mapping that has one under `score`.
 
     Numbers are Python's, numpy's, and tensors without dimensions. Of a mapping, the keys named in the configuration
     become components, and each must hold a finite number or a truth value; with none named every key that does becomes
-    one, and the rest (texts, lists, NaN) is dropped. `correct_at` decides correctness where it is configured, else the
-    key `acc` where it is a truth value, 0 or 1. Raises `ConfigurationError` for numbers that contradict each other.
+    one, and the rest (texts, lists, NaN, names of more than 100 characters) is dropped. `correct_at` decides
+    correctness where it is configured, else the key `acc` where it is a truth value, 0 or 1. Raises
+    `ConfigurationError` for numbers that contradict each other.
     """
 
     def __init__(
@@ -55,28 +61,29 @@ class FunctionJudge:
         return self._fingerprint
 
     def screen(self, sample: Sample) -> Failed | None:
-        """None: what an empty response is worth is for the function to say."""
+        """None: what an empty response is worth is for the function, or the service, to say."""
         return None
 
     def request(self, sample: Sample, *, attempt: int) -> Request:
         return Request(sample=sample)
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
-        """Read what the function returned. Raises `InvalidVerdict`."""
+        """Read the value. Raises `InvalidVerdict`."""
         value = _unwrapped(reply.value)
         components: dict[str, float] = {}
         acc: float | None = None
         if isinstance(value, Mapping):
             if "score" not in value:
                 raise InvalidVerdict(
-                    "the function returned a mapping without the key `score`; add it, or return a number"
+                    "the value is a mapping without the key `score`; add it, give a number, or, where a service has "
+                    "it elsewhere, say so with its source's `score_key`"
                 )
             components = self._components(value)
             acc = _label(value.get("acc"))
             score = self._score(_unwrapped(value["score"]), "the value under `score`")
         else:
             components = self._components({})
-            score = self._score(value, "the function's value")
+            score = self._score(value, "the value")
         return Verdict(
             score=score,
             components=components,
@@ -93,12 +100,12 @@ class FunctionJudge:
 
     def _score(self, value: Any, what: str) -> float:
         if isinstance(value, bool):
-            raise InvalidVerdict(f"{what} is a truth value, not a number; return 1.0 or 0.0")
+            raise InvalidVerdict(f"{what} is a truth value, not a number; give 1.0 or 0.0")
         if not isinstance(value, (int, float)):
-            raise InvalidVerdict(f"{what} is of type {type(value).__name__}, not a number; return a float")
+            raise InvalidVerdict(f"{what} is of type {type(value).__name__}, not a number; give a float")
         score = _label(value)
         if score is None:
-            raise InvalidVerdict(f"{what} is not finite; return a finite number, or raise an exception for no score")
+            raise InvalidVerdict(f"{what} is not finite; give a finite number, or, for no score, an error")
         interval = self._config.reward_range
         if interval is not None and not interval[0] <= score <= interval[1]:
             raise InvalidVerdict(f"{what}, {score:g}, is outside the reward range {interval[0]:g} to {interval[1]:g}")
@@ -107,15 +114,21 @@ class FunctionJudge:
     def _components(self, values: Mapping[Any, Any]) -> dict[str, float]:
         named = self._config.components
         if not named:
-            labels = ((key, _label(value)) for key, value in values.items() if isinstance(key, str) and key != "score")
-            return {key: label for key, label in labels if label is not None}
-        components: dict[str, float] = {}
+            labels = ((key, _label(value)) for key, value in values.items() if _is_name(key) and key != "score")
+            components = {key: label for key, label in labels if label is not None}
+            if len(components) > MOST_COMPONENTS:
+                raise InvalidVerdict(
+                    f"the value has {len(components):,} numbers beside its score; name those that count in "
+                    f"judges.{self._name}.components"
+                )
+            return components
+        components = {}
         for key in named:
             label = _label(values.get(key))
             if label is None:
                 state = "holds no finite number" if key in values else "is missing"
                 raise InvalidVerdict(
-                    f"the component {key!r} {state}; return it with every score, or take it out of "
+                    f"the component {key!r} {state}; give it with every score, or take it out of "
                     f"judges.{self._name}.components"
                 )
             components[key] = label
@@ -127,13 +140,17 @@ class FunctionJudge:
         return bool(acc) if acc in (0.0, 1.0) else None
 
 
+def _is_name(key: Any) -> bool:
+    return isinstance(key, str) and len(key) <= _LONGEST_NAME_CHARS
+
+
 def _unwrapped(value: Any) -> Any:
     """Take the number out of a numpy scalar or a tensor without dimensions, without importing either library."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         try:
             return value.item()
         except Exception as error:
-            raise InvalidVerdict(f"the function's value cannot be read: {type(error).__name__}") from None
+            raise InvalidVerdict(f"the value cannot be read: {type(error).__name__}") from None
     return value
 
 

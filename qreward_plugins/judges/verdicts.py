@@ -12,7 +12,6 @@ converted that is longer than 64 digits, and a budget of characters that all att
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,15 +19,13 @@ from fractions import Fraction
 from typing import Any
 
 from ..errors import InvalidVerdict
+from ..sources.strict_json import MAX_NESTING, strict_decoder, too_deep
 from .material import readable
 
-MAX_NESTING = 100
 MAX_RATIONALE_CHARS = 2_000
 MAX_EXCERPT_CHARS = 120
 
 _MAX_CANDIDATES = 256
-_MAX_DIGITS = 64
-_BRACKET = re.compile(r"[\[\]{}]")
 _CANDIDATE = re.compile(r'\{\s*"')
 _ID = re.compile(r'"id"\s*:\s*')
 _THINK, _END_THINK = "<think>", "</think>"
@@ -120,14 +117,10 @@ def _without_reasoning(text: str, nonce: str) -> str:
 
 def _object_with(text: str, nonce: str, claim: int) -> Mapping[str, Any]:
     """Find the outermost JSON object around the position `claim`, and see to it that it makes the claim itself."""
-    depth = 0
-    for bracket in _BRACKET.finditer(text):
-        # Not aware of strings: an upper bound of the nesting of every part of the text, in one pass.
-        depth = depth + 1 if bracket.group() in "[{" else max(0, depth - 1)
-        if depth > MAX_NESTING:
-            raise InvalidVerdict(f"the reply is nested more than {MAX_NESTING} deep: {excerpt(text)}")
+    if too_deep(text):
+        raise InvalidVerdict(f"the reply is nested more than {MAX_NESTING} deep: {excerpt(text)}")
     flaws: list[str] = []
-    decoder = _decoder(flaws)
+    decoder = strict_decoder(flaws)
     budget = 8 * len(text)
     position = 0
     for _ in range(_MAX_CANDIDATES):
@@ -159,26 +152,6 @@ def _claimant(value: Any, nonce: str, flaws: Sequence[str], source: str) -> Mapp
     if not isinstance(value, dict) or value.get("id") != nonce:
         raise InvalidVerdict(f"the verdict stands inside another object: {excerpt(source)}")
     return value
-
-
-def _decoder(flaws: list[str]) -> json.JSONDecoder:
-    """A decoder of JSON that notes in `flaws` what Python's would let pass."""
-
-    def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        made = dict(pairs)
-        if len(made) != len(pairs):
-            flaws.append("has a key twice")
-        return made
-
-    def constant(name: str) -> float:
-        flaws.append(f"holds {name}, which is not JSON")
-        return math.nan
-
-    def integer(digits: str) -> int | float:
-        # Converting takes quadratic time, and from 4,300 digits on Python refuses; such a number is in no range.
-        return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
-
-    return json.JSONDecoder(object_pairs_hook=mapping, parse_constant=constant, parse_int=integer)
 
 
 def _number(name: str, values: Mapping[str, Any], interval: tuple[float, float], source: str) -> float:

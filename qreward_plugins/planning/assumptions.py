@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from ..config import Config
 from ..errors import InputError
 
-LLM_LATENCY_S = 3.0
-FUNCTION_LATENCY_S = 0.1
+LATENCY_S = {"openai": 3.0, "http": 0.5, "function": 0.1}
+"""How long an average request takes, by the kind of the source: one pass over a text is quicker than writing one."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Assumptions:
 
     latency_s: Mapping[str, float] = field(default_factory=dict)
     """How long an average request takes, without any waiting, by the name of the source; "*" for all others. Default:
-    3 for a language model, 0.1 for a function, unless a journal tells."""
+    3 for a language model, 0.5 for a scoring service, 0.1 for a function, unless a journal tells."""
     spread: float = 0.3
     """Sigma of the lognormal noise on latencies."""
     length_share: float = 0.5

@@ -1,7 +1,7 @@
 """A source that a simulated server stands behind: it answers as the judge of each sample reads it, and is on record.
 
 `SimulatedServer` speaks the words of one judge only. Here the sources answer for the configuration's own judges,
-language models and functions alike, so the engine's strict reading of verdicts runs as in earnest.
+language models, services and functions alike, so the engine's strict reading of verdicts runs as in earnest.
 """
 
 from __future__ import annotations
@@ -93,15 +93,16 @@ class PlayedSource:
             raise
         finally:
             self._record.end(name, Bar(self.name, kind, end, sent_at, time(), prompt + completion))
-        return self._reply(request, sample, Usage(prompt, completion) if request.messages else None)
+        return self._reply(request, sample, Usage(prompt, completion) if prompt else None)
 
     async def aclose(self) -> None:
         return None
 
     def _tokens(self, request: Request, work: float) -> tuple[int, int]:
-        if not request.messages:
+        if self._config.sources[self.name].kind == "function":
             return 0, 0
-        completion = round(self._verdict_tokens * work)
+        # A score is not written in tokens.
+        completion = round(self._verdict_tokens * work) if request.messages else 0
         return -(-request.size // BYTES_PER_TOKEN), min(completion, request.max_completion_tokens or completion)
 
     def _reply(self, request: Request, sample: Sample, usage: Usage | None) -> Reply:
@@ -110,7 +111,8 @@ class PlayedSource:
         if isinstance(judge, FunctionJudge):
             low, high = judge.reward_range or (0.0, 1.0)
             score = low + part * (high - low)
-            return Reply(value={"score": score, **dict.fromkeys(judge.components, score)}, model="simulated")
+            value = {"score": score, **dict.fromkeys(judge.components, score)}
+            return Reply(value=value, usage=usage, model="simulated")
         low, high = judge.score_range
         score = low + part * (high - low)
         verdict = {"id": request.nonce, "rationale": "rehearsed", "score": score}

@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..judges import build_judge
 from ..samples import Sample
 from ..sources import open_source
-from .assumptions import FUNCTION_LATENCY_S, LLM_LATENCY_S, VERDICT_TOKENS, Assumptions
+from .assumptions import LATENCY_S, VERDICT_TOKENS, Assumptions
 from .bottleneck import listed
 from .lengths import BYTES_PER_TOKEN, Lengths, tokens_of
 from .recorded import Recorded, read_recorded
@@ -98,7 +98,7 @@ def _latency(config: Config, name: str, assumptions: Assumptions, recorded: Reco
         return given, "given"
     if recorded is not None:
         return max(_SHORTEST_LATENCY_S, recorded.latency_s), "journal"
-    return FUNCTION_LATENCY_S if config.sources[name].kind == "function" else LLM_LATENCY_S, "assumed"
+    return LATENCY_S[config.sources[name].kind], "assumed"
 
 
 def _verdict_tokens(assumptions: Assumptions, recorded: Recorded | None) -> float:

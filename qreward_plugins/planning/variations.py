@@ -114,11 +114,11 @@ def _more_places(rehearsal: Rehearsal, name: str) -> Variation:
 
 
 def _busiest(rehearsal: Rehearsal, runs: Sequence[Run]) -> str | None:
-    """The model that answered most: that is the fastest under its limits."""
+    """The model or service that answered most: that is the fastest under its limits."""
     answered = {
         name: sum(run.uses[name].answered for run in runs)
         for name, source in rehearsal.config.sources.items()
-        if source.kind == "openai"
+        if source.kind != "function"
     }
     best = max(answered, key=lambda name: answered[name], default=None)
     return best if best is not None and answered[best] else None

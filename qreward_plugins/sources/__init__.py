@@ -1,4 +1,4 @@
-"""What answers requests: endpoints over HTTP, and local functions.
+"""What answers requests: language models and scoring services over HTTP, and local functions.
 
 The names load on first use, because a worker process of a function imports this package too and needs no HTTP client.
 """
@@ -14,22 +14,26 @@ if TYPE_CHECKING:
     from ..config import models
     from .function import FunctionSource
     from .openai import OpenAISource
+    from .service import HTTPSource
 
-__all__ = ["FunctionSource", "OpenAISource", "Reply", "Request", "Source", "open_source"]
+__all__ = ["FunctionSource", "HTTPSource", "OpenAISource", "Reply", "Request", "Source", "open_source"]
 
-_HOMES = {"FunctionSource": "function", "OpenAISource": "openai"}
+_HOMES = {"FunctionSource": "function", "HTTPSource": "service", "OpenAISource": "openai"}
 
 
-def open_source(name: str, config: models.OpenAISource | models.FunctionSource) -> Source:
+def open_source(name: str, config: models.Source) -> Source:
     """Make the source `name` of the configuration. It connects, and starts workers, with its first request.
 
     Raises ConfigurationError for what only the environment shows: an unset key, a function that cannot be loaded.
     """
     from .function import FunctionSource
     from .openai import OpenAISource
+    from .service import HTTPSource
 
     if config.kind == "openai":
         return OpenAISource(name, config)
+    if config.kind == "http":
+        return HTTPSource(name, config)
     return FunctionSource(name, config)
 
 

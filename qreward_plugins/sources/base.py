@@ -6,7 +6,7 @@ A source knows how to talk to its endpoint and nothing else: not when it may (qu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -18,8 +18,8 @@ class Request:
     """What one source is asked.
 
     `messages` and `parameters` (the body's further keys: max_tokens, response_format, ...) are for sources that talk
-    to language models, `sample` for functions. `nonce` binds the reply to this request. `max_completion_tokens` is the
-    most that the reply may take, for the quota; 0 where tokens play no part.
+    to language models, `sample` for functions and scoring services. `nonce` binds the reply to this request.
+    `max_completion_tokens` is the most that the reply may take, for the quota; 0 where tokens play no part.
     """
 
     sample: Sample
@@ -28,19 +28,38 @@ class Request:
     nonce: str = ""
     max_completion_tokens: int = 0
     size: int = field(init=False, repr=False, compare=False)
-    """Length of what is sent, in UTF-8 bytes: the scheduler's measure of how long the answer will take."""
+    """Length of what is sent, in UTF-8 bytes: the scheduler's measure of how long the answer will take, and of how many
+    tokens it takes. Without messages it is that of the sample's prompt, response and ground truth, where these are
+    texts."""
 
     def __post_init__(self) -> None:
-        texts = [message["content"] for message in self.messages] or [self.sample.response]
+        texts = [message["content"] for message in self.messages] or _texts(self.sample)
         object.__setattr__(self, "size", sum(len(text.encode("utf-8", "surrogatepass")) for text in texts))
+
+
+def _texts(sample: Sample) -> list[str]:
+    """The texts of a sample as it is; data sets hold other things, too, in the place of messages and contents."""
+    messages: Sequence[Any] = sample.messages
+    found = [sample.response, sample.ground_truth]
+    for message in messages:
+        if isinstance(message, Mapping):
+            found += _parts(message.get("content"))
+    return [text for text in found if isinstance(text, str)]
+
+
+def _parts(content: Any) -> list[Any]:
+    if isinstance(content, (list, tuple)):
+        return [part.get("text") for part in content if isinstance(part, Mapping)]
+    return [content]
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
     """What a source answered.
 
-    `text` is untrusted; `value` is what a function returned. `announced` holds the limits that the source states of
-    itself (`requests_per_window`, `requests_remaining`, `requests_reset_s`, and the same for `tokens`), where it does.
+    `text` is what a language model wrote, `value` what a function returned or a service answered; neither is trusted.
+    `announced` holds the limits that the source states of itself (`requests_per_window`, `requests_remaining`,
+    `requests_reset_s`, and the same for `tokens`), where it does.
     """
 
     text: str = ""
@@ -59,7 +78,7 @@ class Source(Protocol):
 
     @property
     def model(self) -> str:
-        """What answers: the model, or the function's path."""
+        """What answers: the model, the function's path, or the address of a service. Part of the journal's key."""
         ...
 
     @property
@@ -68,8 +87,8 @@ class Source(Protocol):
         ...
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
-        """Ask once, and return the reply or raise exactly one error: a `SourceError`, or `InvalidVerdict` where the
-        model or a content filter refused to answer.
+        """Ask once, and return the reply or raise exactly one error: a `SourceError`, or `InvalidVerdict` where there
+        is an answer that can be no verdict: the model or a content filter refused, or a service's value is not JSON.
 
         `on_sent` is called when the request is written to the wire, which is what a server's limits count; a source
         without a wire calls it before it starts. There is no time limit in here but the one for connecting: the

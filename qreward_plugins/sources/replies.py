@@ -1,13 +1,13 @@
-"""What a chat-completions server answered: a `Reply`, or the one error that says what to do next.
+"""What a server answered: a `Reply`, or the one error that says what to do next.
 
-Servers that call themselves compatible differ in everything but the happy path: errors inside a 200, parts instead of a
-text, `null` for "I spent all my tokens thinking". This module decides by facts (status, codes) and never by searching
-prose, and takes no type for granted.
+Here is what does not depend on the kind of server: what a status means, and an error object, wherever it stands. That
+is decided by facts (status, codes) and never by searching prose, and no type is taken for granted. How a reply of
+success is read is for each kind of source to say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from yarl import URL
 
 from ..errors import InvalidVerdict, PermanentError, QRewardError, SourceUnusable, Throttled, TransientError
 from ..samples import Usage
-from .announced import announced, retry_after_s
+from .announced import retry_after_s
 from .base import Reply
 from .excerpts import Excerpts
 from .http import HTTPReply
@@ -39,20 +39,23 @@ _LONGEST_NAME_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
-    """One HTTP reply of the source `name` at `url`, which was asked for `model`."""
+class Answer(ABC):
+    """One HTTP reply of the source `name` at `url`, which was asked for `model`. `url_key` is the key of the
+    configuration that names the URL.
+    """
 
     name: str
     url: URL
     model: str
+    url_key: str
     http: HTTPReply
     excerpts: Excerpts
 
     def reply(self) -> Reply:
-        """Return the completion.
+        """Return what was answered.
 
-        Raises InvalidVerdict when the model or a filter refused, Throttled, SourceUnusable or PermanentError for what
-        the status or an error object says, TransientError for anything that cannot be read.
+        Raises InvalidVerdict for an answer that can be no verdict (a refusal), Throttled, SourceUnusable or
+        PermanentError for what the status or an error object says, TransientError for anything that cannot be read.
         """
         outcome = self._understand()
         if isinstance(outcome, Reply):
@@ -62,40 +65,16 @@ class Answer:
 
     def _understand(self) -> Reply | QRewardError:
         if not 200 <= self.http.status < 300:
-            return self._of_status(self.http.status, _Problem.of(_json(self.http.body)))
+            return self._of_status(self.http.status, Problem.of(json_of(self.http.body)))
         if not self.http.body.strip():
             return self._unreadable("an empty body")
-        body = _json(self.http.body)
-        if not isinstance(body, dict):
-            kind = self.http.headers.get("Content-Type", "").partition(";")[0].strip() or "no content type"
-            return self._unreadable(f"{self.excerpts.of(kind, 80)} that is not a JSON object", self.http.body)
-        if body.get("error"):
-            return self._of_object(_Problem.of(body))
-        return self._completion(body)
+        return self._read()
 
-    def _completion(self, body: Mapping[str, Any]) -> Reply | QRewardError:
-        choices = body.get("choices")
-        choice = choices[0] if isinstance(choices, list) and choices else None
-        if isinstance(choice, dict) and choice.get("error"):
-            return self._of_object(_Problem.of(choice))
-        message = choice.get("message") if isinstance(choice, dict) else None
-        if not isinstance(choice, dict) or not isinstance(message, dict):
-            return self._unreadable("no choices[0].message", self.http.body)
-        text, refusal = _text(message.get("content"))
-        if text is None:
-            return self._unreadable("a content of the wrong type", self.http.body)
-        refusal = refusal or _name(message.get("refusal"))
-        if refusal and not text:
-            return InvalidVerdict(f"source {self.name!r} refused to judge: {self.excerpts.of(refusal)}")
-        return Reply(
-            text=text,
-            usage=_usage(body.get("usage")),
-            model=_name(body.get("model")),
-            finish_reason=_name(choice.get("finish_reason")),
-            announced=announced(self.http.headers),
-        )
+    @abstractmethod
+    def _read(self) -> Reply | QRewardError:
+        """Understand a body that is not empty, of a reply with a status of success."""
 
-    def _of_object(self, problem: _Problem) -> QRewardError:
+    def _of_object(self, problem: Problem) -> QRewardError:
         if problem.status is not None and problem.status >= 400:
             return self._of_status(problem.status, problem)
         if problem.has(_OUT_OF_CREDIT) or problem.has(_THROTTLED):
@@ -104,7 +83,7 @@ class Answer:
             return self._of_status(400, problem)
         return TransientError(self._says("answered with an error", problem), status=self.http.status)
 
-    def _of_status(self, status: int, problem: _Problem) -> QRewardError:
+    def _of_status(self, status: int, problem: Problem) -> QRewardError:
         pause_s = retry_after_s(self.http.headers)
         if problem.has(_OUT_OF_CREDIT):
             return SourceUnusable(
@@ -123,7 +102,7 @@ class Answer:
             return SourceUnusable(self._says(said, problem), status=status)
         if 300 <= status < 400:
             # Every request meets the same redirect, so it is the configuration that needs mending.
-            said = f"answered {status}, a redirect{self._target()}; redirects are not followed, mend base_url"
+            said = f"answered {status}, a redirect{self._target()}; redirects are not followed, mend {self.url_key}"
             return SourceUnusable(self._says(said, problem), status=status)
         if status in _TRANSIENT or status >= 500:
             return TransientError(self._says(f"answered {status}", problem), status=status)
@@ -135,9 +114,13 @@ class Answer:
         except ValueError:
             return ""
 
-    def _says(self, said: str, problem: _Problem) -> str:
+    def _says(self, said: str, problem: Problem) -> str:
         detail = self.excerpts.of(problem.message or self.http.body)
         return f"source {self.name!r} ({self.url}) {said}" + (f" ({detail})" if detail else "")
+
+    def _content_type(self) -> str:
+        kind = self.http.headers.get("Content-Type", "").partition(";")[0].strip() or "no content type"
+        return self.excerpts.of(kind, 80)
 
     def _unreadable(self, what: str, body: bytes = b"") -> TransientError:
         detail = self.excerpts.of(body)
@@ -146,7 +129,7 @@ class Answer:
 
 
 @dataclass(frozen=True, slots=True)
-class _Problem:
+class Problem:
     """An error as a server words it: its message, its codes in lower case, and the status among them."""
 
     message: str = ""
@@ -154,7 +137,7 @@ class _Problem:
     status: int | None = None
 
     @classmethod
-    def of(cls, body: Any) -> _Problem:
+    def of(cls, body: Any) -> Problem:
         # {"error": {...}} (OpenAI), {"error": "..."}, {"detail": ...} (FastAPI), or the object itself (older vLLM).
         if not isinstance(body, dict):
             return cls()
@@ -172,27 +155,16 @@ class _Problem:
         return not self.codes.isdisjoint(codes)
 
 
-def _json(body: bytes) -> Any:
+def json_of(body: bytes) -> Any:
+    """The JSON of a body; None where it is none."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
         return None
 
 
-def _text(content: Any) -> tuple[str | None, str]:
-    """Return the text and the refusal that a content holds; the text is None if its type is unknown."""
-    if content is None:
-        return "", ""
-    if isinstance(content, str):
-        return content, ""
-    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
-        return None, ""
-    texts = [part["text"] for part in content if isinstance(part.get("text"), str)]
-    refusals = [part["refusal"] for part in content if isinstance(part.get("refusal"), str)]
-    return "".join(texts), "".join(refusals)
-
-
-def _usage(usage: Any) -> Usage | None:
+def usage_of(usage: Any) -> Usage | None:
+    """The tokens that a reply states; None where that makes no sense."""
     if not isinstance(usage, dict):
         return None
     prompt, completion = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
@@ -205,5 +177,6 @@ def _count(value: Any) -> int | None:
     return value if is_count else None
 
 
-def _name(value: Any) -> str:
+def name_of(value: Any) -> str:
+    """A text of a reply that is a name, cut short; "" for anything else."""
     return value[:_LONGEST_NAME_CHARS] if isinstance(value, str) else ""

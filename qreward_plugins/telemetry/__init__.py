@@ -1,6 +1,7 @@
 """Counters and snapshots of what the engine did, and what a batch waited for."""
 
 from .blame import PART_KINDS, BatchReport, Part, PartKind
+from .facts import Facts, summary
 from .statistics import EngineCounters, EngineStatistics, SourceCounters, SourceStatistics, percentile
 
 __all__ = [
@@ -8,9 +9,11 @@ __all__ = [
     "BatchReport",
     "EngineCounters",
     "EngineStatistics",
+    "Facts",
     "Part",
     "PartKind",
     "SourceCounters",
     "SourceStatistics",
     "percentile",
+    "summary",
 ]

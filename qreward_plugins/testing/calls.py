@@ -13,13 +13,17 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import orjson
 
 from ..judges.fence import read_fences
 
 Answer = float | Mapping[str, object] | str
-"""What a scorer returns: a score, the fields of a verdict, or the content of the message as it is."""
+"""What a scorer returns: a score, the fields of a verdict, or the content of the message (the body of a reply to a
+scoring request) as it is."""
+
+OTHER_MODEL = "somebody-else"
 
 
 def count_tokens(text: str) -> int:
@@ -29,7 +33,7 @@ def count_tokens(text: str) -> int:
 
 @dataclass(frozen=True)
 class JudgeCall:
-    """One chat completion request, as the scorer gets it."""
+    """One chat completion request, as the scorer gets it; one to score a sample is a `ScoreCall`."""
 
     model: str
     messages: Sequence[Mapping[str, object]]
@@ -41,7 +45,7 @@ class JudgeCall:
         """The text of the last user message, or "" where there is none."""
         for message in reversed(self.messages):
             if message.get("role") == "user":
-                return _text(message.get("content"))
+                return text_of(message.get("content"))
         return ""
 
     @cached_property
@@ -72,7 +76,7 @@ class JudgeCall:
     @cached_property
     def prompt_tokens(self) -> int:
         """Tokens of the texts of all messages, by `count_tokens` over them all."""
-        return count_tokens("".join(_text(message.get("content")) for message in self.messages))
+        return count_tokens("".join(text_of(message.get("content")) for message in self.messages))
 
     @property
     def max_tokens(self) -> int | None:
@@ -90,14 +94,20 @@ class Refused(Exception):
         self.code = code
 
 
-def read_call(body: bytes, models: Sequence[str]) -> JudgeCall:
-    """Read the body of a chat completion request. Raises `Refused` with what is wrong with it."""
+def read_object(body: bytes) -> dict[str, Any]:
+    """Read a body. Raises `Refused` for what is no JSON object."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError:
         raise Refused(400, "the body is not valid JSON") from None
     if not isinstance(fields, dict):
         raise Refused(400, "the body must be a JSON object")
+    return fields
+
+
+def read_call(body: bytes, models: Sequence[str]) -> JudgeCall:
+    """Read the body of a chat completion request. Raises `Refused` with what is wrong with it."""
+    fields = read_object(body)
     model = fields.pop("model", None)
     if not isinstance(model, str):
         raise Refused(400, "you must provide a model parameter")
@@ -106,11 +116,7 @@ def read_call(body: bytes, models: Sequence[str]) -> JudgeCall:
     messages = fields.pop("messages", None)
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "'messages' must be a list of at least one message")
-    for message in messages:
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise Refused(400, "every message must be an object with a role")
-        if not isinstance(message.get("content"), (str, list, type(None))):
-            raise Refused(400, "the content of a message must be a string or a list of parts")
+    check_messages(messages)
     if fields.get("stream"):
         raise Refused(400, "this server does not stream: leave 'stream' out")
     if fields.get("n", 1) != 1:
@@ -120,6 +126,15 @@ def read_call(body: bytes, models: Sequence[str]) -> JudgeCall:
         if limit is not None and (isinstance(limit, bool) or not isinstance(limit, int) or limit < 1):
             raise Refused(400, f"{name!r} must be an integer of at least 1")
     return JudgeCall(model, messages, fields)
+
+
+def check_messages(messages: Sequence[object]) -> None:
+    """Raises `Refused` for what is no message."""
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise Refused(400, "every message must be an object with a role")
+        if not isinstance(message.get("content"), (str, list, type(None))):
+            raise Refused(400, "the content of a message must be a string or a list of parts")
 
 
 def overlap_score(call: JudgeCall) -> float:
@@ -182,7 +197,11 @@ class Completion:
         kept = self.content.encode("utf-8", "surrogatepass")[: 4 * max_tokens].decode("utf-8", "ignore")
         return Completion(kept, "length", self.refusal)
 
-    def body(self, call: JudgeCall, number: int) -> dict[str, object]:
+    def reply(self, call: JudgeCall, number: int) -> CompletionReply:
+        """The reply that carries it, the `number`-th of its server."""
+        return CompletionReply(self._body(call, number))
+
+    def _body(self, call: JudgeCall, number: int) -> dict[str, object]:
         """The chat completion object. `created` is 0, so that the same requests get the same bytes."""
         message: dict[str, object] = {"role": "assistant", "content": self.content}
         if self.refusal is not None:
@@ -199,6 +218,37 @@ class Completion:
                 "total_tokens": call.prompt_tokens + self.tokens,
             },
         }
+
+
+@dataclass(frozen=True)
+class CompletionReply:
+    """The body of a chat completion, and what faults make of it."""
+
+    fields: Mapping[str, object]
+
+    @property
+    def good(self) -> bytes:
+        return orjson.dumps(self.fields)
+
+    @property
+    def cuttable(self) -> bytes:
+        return self.good
+
+    @property
+    def without_verdict(self) -> bytes:
+        return orjson.dumps({**self.fields, "choices": []})
+
+    @property
+    def of_another_model(self) -> bytes:
+        return orjson.dumps({**self.fields, "model": OTHER_MODEL})
+
+    @property
+    def invalid_utf8(self) -> bytes:
+        return self.good.replace(b'"content":"', b'"content":"\xff\xfe', 1)
+
+    @property
+    def around_filler(self) -> tuple[bytes, bytes]:
+        return b'{"object": "chat.completion", "choices": [{"message": {"role": "assistant", "content": "', b'"}}]}'
 
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 529: "overloaded_error"}
@@ -219,7 +269,8 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest / 1000:g}s" if minutes else f"{rest / 1000:g}s"
 
 
-def _text(content: object) -> str:
+def text_of(content: object) -> str:
+    """The text of a message's content, whose parts are put together."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):

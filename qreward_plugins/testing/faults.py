@@ -22,7 +22,8 @@ FaultStage = Literal["status", "connection", "reply", "verdict"]
 
 class FaultKind(str, Enum):
     """The kinds of faults. `says` tells what happens, `stage` where: instead of an answer ("status", "connection"),
-    to the HTTP reply that carries the answer ("reply"), or to the answer itself ("verdict")."""
+    to the HTTP reply that carries the answer ("reply"), or to the answer itself ("verdict"). They are told in the words
+    of chat completions; `faulty_scores` has what the faults of a verdict are to a score."""
 
     _value_: str
     stage: FaultStage

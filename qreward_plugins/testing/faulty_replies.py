@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from functools import lru_cache
+from typing import Protocol
 
 import orjson
 from aiohttp import web
@@ -32,18 +33,49 @@ _HUGE_RETRY_AFTER_S = 3 * 365 * 24 * 3600
 _NESTING = 100_000
 
 
+class ReplyForms(Protocol):
+    """The body of a good reply, and what it is with these faults."""
+
+    @property
+    def good(self) -> bytes: ...
+
+    @property
+    def cuttable(self) -> bytes:
+        """As good, in a form of which no part is a reply by itself."""
+        ...
+
+    @property
+    def without_verdict(self) -> bytes: ...
+
+    @property
+    def of_another_model(self) -> bytes: ...
+
+    @property
+    def invalid_utf8(self) -> bytes: ...
+
+    @property
+    def around_filler(self) -> tuple[bytes, bytes]:
+        """What stands around any number of letters in a huge reply."""
+        ...
+
+
 @dataclass(frozen=True)
 class Spoilable:
-    """What a fault has to work with: the request, the good reply (None for faults without an answer), the settings."""
+    """What a fault has to work with: the request, the reply (None for faults without an answer), the settings."""
 
     request: web.BaseRequest
-    body: Mapping[str, object] | None
+    forms: ReplyForms | None
     headers: Mapping[str, str]
     faults: Faults
 
     @property
-    def encoded(self) -> bytes:
-        return orjson.dumps(self.body)
+    def reply(self) -> ReplyForms:
+        assert self.forms is not None, "a fault of the stage `reply` has an answer"
+        return self.forms
+
+    @property
+    def body(self) -> bytes:
+        return self.reply.good
 
     @property
     def transport(self) -> asyncio.Transport:
@@ -146,21 +178,21 @@ async def _drip(reply: Spoilable, data: bytes) -> None:
 
 
 async def _slow_headers(reply: Spoilable) -> web.StreamResponse:
-    body = reply.encoded
+    body = reply.body
     await _drip(reply, _head(len(body)))
     reply.transport.write(body)
     return Written(200)
 
 
 async def _slow_body(reply: Spoilable) -> web.StreamResponse:
-    body = reply.encoded
+    body = reply.body
     reply.transport.write(_head(len(body)))
     await _drip(reply, body)
     return Written(200)
 
 
 async def _mid_body_reset(reply: Spoilable) -> web.StreamResponse:
-    body = reply.encoded
+    body = reply.reply.cuttable
     transport = reply.transport
     transport.write(_head(len(body)) + body[: len(body) // 2])
     _reset_now(transport)
@@ -168,31 +200,31 @@ async def _mid_body_reset(reply: Spoilable) -> web.StreamResponse:
 
 
 async def _truncated_body(reply: Spoilable) -> web.StreamResponse:
-    body = reply.encoded
+    body = reply.body
     reply.transport.write(_head(len(body) + 64) + body)
     return Written(200)
 
 
 async def _short_length(reply: Spoilable) -> web.StreamResponse:
-    body = reply.encoded
+    body = reply.reply.cuttable
     reply.transport.write(_head(len(body) // 2) + body)
     return Written(200)
 
 
 async def _bad_chunk(reply: Spoilable) -> web.StreamResponse:
     head = f"HTTP/1.1 200 OK\r\nContent-Type: {_JSON}\r\nTransfer-Encoding: chunked\r\n\r\n".encode("ascii")
-    reply.transport.write(head + b"forty-two\r\n" + reply.encoded + b"\r\n0\r\n\r\n")
+    reply.transport.write(head + b"forty-two\r\n" + reply.body + b"\r\n0\r\n\r\n")
     return Written(200)
 
 
 async def _close_after(reply: Spoilable) -> web.StreamResponse:
-    body = reply.encoded
+    body = reply.body
     reply.transport.write(_head(len(body), extra="Connection: keep-alive\r\n") + body)
     return Written(200)
 
 
 async def _huge_header(reply: Spoilable) -> web.StreamResponse:
-    body = reply.encoded
+    body = reply.body
     reply.transport.write(_head(len(body), extra=f"x-filler: {'x' * _HUGE_HEADER_CHARS}\r\n") + body)
     return Written(200)
 
@@ -200,14 +232,14 @@ async def _huge_header(reply: Spoilable) -> web.StreamResponse:
 async def _huge_body(reply: Spoilable) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": _JSON})
     await response.prepare(reply.request)
-    for chunk in _huge_json(reply.faults.huge_bytes):
+    for chunk in _huge_json(reply.faults.huge_bytes, *reply.reply.around_filler):
         await response.write(chunk)
     await response.write_eof()
     return response
 
 
 async def _gzip_bomb(reply: Spoilable) -> web.StreamResponse:
-    body = _bomb(reply.faults.huge_bytes)
+    body = _bomb(reply.faults.huge_bytes, *reply.reply.around_filler)
     return web.Response(body=body, content_type=_JSON, headers={**reply.headers, "Content-Encoding": "gzip"})
 
 
@@ -216,10 +248,8 @@ async def _bad_gzip(reply: Spoilable) -> web.StreamResponse:
     return web.Response(body=b"\x1f\x8bnot gzip at all", content_type=_JSON, headers=headers)
 
 
-def _huge_json(size: int) -> Iterator[bytes]:
-    """A chat completion of `size` bytes (or a little more), in chunks: a client without a cap would read it all."""
-    head = b'{"object": "chat.completion", "choices": [{"message": {"role": "assistant", "content": "'
-    tail = b'"}}]}'
+def _huge_json(size: int, head: bytes, tail: bytes) -> Iterator[bytes]:
+    """A reply of `size` bytes (or a little more), in chunks: a client without a cap would read it all."""
     yield head
     for start in range(0, size - len(head) - len(tail), _CHUNK_BYTES):
         yield b"a" * min(_CHUNK_BYTES, size - len(head) - len(tail) - start)
@@ -227,9 +257,9 @@ def _huge_json(size: int) -> Iterator[bytes]:
 
 
 @lru_cache(maxsize=4)
-def _bomb(size: int) -> bytes:
+def _bomb(size: int, head: bytes, tail: bytes) -> bytes:
     compressor = zlib.compressobj(1, wbits=31)
-    return b"".join([*map(compressor.compress, _huge_json(size)), compressor.flush()])
+    return b"".join([*map(compressor.compress, _huge_json(size, head, tail)), compressor.flush()])
 
 
 def _with_body(body: bytes, content_type: str = _JSON) -> Callable[[Spoilable], Awaitable[web.StreamResponse]]:
@@ -239,22 +269,21 @@ def _with_body(body: bytes, content_type: str = _JSON) -> Callable[[Spoilable], 
     return player
 
 
-def _with_fields(**fields: object) -> Callable[[Spoilable], Awaitable[web.StreamResponse]]:
-    async def player(reply: Spoilable) -> web.StreamResponse:
-        body = orjson.dumps({**(reply.body or {}), **fields})
-        return web.Response(body=body, content_type=_JSON, headers=reply.headers)
+async def _no_choices(reply: Spoilable) -> web.StreamResponse:
+    return web.Response(body=reply.reply.without_verdict, content_type=_JSON, headers=reply.headers)
 
-    return player
+
+async def _wrong_model(reply: Spoilable) -> web.StreamResponse:
+    return web.Response(body=reply.reply.of_another_model, content_type=_JSON, headers=reply.headers)
 
 
 async def _truncated_json(reply: Spoilable) -> web.StreamResponse:
-    body = reply.encoded
+    body = reply.reply.cuttable
     return web.Response(body=body[: len(body) // 2], content_type=_JSON, headers=reply.headers)
 
 
 async def _invalid_utf8(reply: Spoilable) -> web.StreamResponse:
-    body = reply.encoded.replace(b'"content":"', b'"content":"\xff\xfe', 1)
-    return web.Response(body=body, content_type=_JSON, headers=reply.headers)
+    return web.Response(body=reply.reply.invalid_utf8, content_type=_JSON, headers=reply.headers)
 
 
 async def _no_content(reply: Spoilable) -> web.StreamResponse:
@@ -281,9 +310,9 @@ _PLAYERS: Mapping[FaultKind, Callable[[Spoilable], Awaitable[web.StreamResponse]
     FaultKind.INVALID_UTF8: _invalid_utf8,
     FaultKind.WRONG_JSON_TYPE: _with_body(b'["this", "is", "a", "list"]'),
     FaultKind.DEEP_NESTING: _with_body(b"[" * _NESTING + b"]" * _NESTING),
-    FaultKind.NO_CHOICES: _with_fields(choices=[]),
+    FaultKind.NO_CHOICES: _no_choices,
     FaultKind.ERROR_IN_200: _with_body(orjson.dumps(error_body(500, "injected fault error_in_200", "error_in_200"))),
-    FaultKind.WRONG_MODEL: _with_fields(model="somebody-else"),
+    FaultKind.WRONG_MODEL: _wrong_model,
     FaultKind.HUGE_BODY: _huge_body,
     FaultKind.HUGE_HEADER: _huge_header,
     FaultKind.BAD_GZIP: _bad_gzip,

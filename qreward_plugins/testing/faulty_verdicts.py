@@ -1,4 +1,4 @@
-"""What bad judges say: the faults that spoil the verdict and leave HTTP alone."""
+"""What bad judges say: the faults that spoil the verdict and leave HTTP alone. Those of scores stand beside it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .faults import FaultKind
 
 Verdict = Mapping[str, object]
 
-_REFUSAL = "I'm sorry, but I can't help with that."
+REFUSAL = "I'm sorry, but I can't help with that."
 
 
 def spoil_verdict(kind: FaultKind, call: JudgeCall, verdict: Verdict | str) -> Completion:
@@ -21,6 +21,11 @@ def spoil_verdict(kind: FaultKind, call: JudgeCall, verdict: Verdict | str) -> C
     if isinstance(verdict, str):
         verdict = {"id": call.nonce, "score": 1.0, "rationale": "scored by the judge server"}
     return _SPOILERS[kind](call, verdict)
+
+
+def prose_of(score: object) -> str:
+    """What a judge says that was not asked for JSON."""
+    return f"The response is fine overall. I would give it a score of {score}."
 
 
 def _null_content(call: JudgeCall, verdict: Verdict) -> Completion:
@@ -37,15 +42,15 @@ def _content_filter(call: JudgeCall, verdict: Verdict) -> Completion:
 
 
 def _refusal(call: JudgeCall, verdict: Verdict) -> Completion:
-    return Completion(None, refusal=_REFUSAL)
+    return Completion(None, refusal=REFUSAL)
 
 
 def _refusal_text(call: JudgeCall, verdict: Verdict) -> Completion:
-    return Completion(_REFUSAL)
+    return Completion(REFUSAL)
 
 
 def _prose(call: JudgeCall, verdict: Verdict) -> Completion:
-    return Completion(f"The response is fine overall. I would give it a score of {verdict.get('score', 1.0)}.")
+    return Completion(prose_of(verdict.get("score", 1.0)))
 
 
 def _with_score(score: object) -> Callable[[JudgeCall, Verdict], Completion]:

@@ -16,13 +16,13 @@ from collections.abc import Awaitable, Callable, Sequence
 import orjson
 from aiohttp import web
 
-from .calls import Answer, Completion, JudgeCall, Refused, as_verdict, dump_verdict, duration, error_body, read_call
+from .calls import Answer, JudgeCall, Refused, duration, error_body
 from .faults import FaultKind, FaultPlan, Faults
 from .faulty_replies import Spoilable, Written, play, sent_status
-from .faulty_verdicts import spoil_verdict
 from .latency import Latency
 from .limits import Excess, Ledger, LimitKind, ServerLimits
 from .report import Tally, Violation
+from .routes import Route, Spoken, routes
 
 Scorer = Callable[[JudgeCall], Answer | Awaitable[Answer]]
 
@@ -73,6 +73,7 @@ class JudgeHandler:
         self._faults = faults
         self._plan = FaultPlan(faults, random.Random(f"{seed}/faults"))
         self._models = tuple(models)
+        self._routes = routes(self._models)
         self._bearer = None if api_key is None else f"Bearer {api_key}".encode()
         self._tally = tally
         self._elapsed_s = elapsed_s
@@ -92,8 +93,8 @@ class JudgeHandler:
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         route = (request.method, request.path)
-        if route == ("POST", "/v1/chat/completions"):
-            return await self._chat(request)
+        if route[0] == "POST" and route[1] in self._routes:
+            return await self._answer(request, self._routes[route[1]])
         if route == ("GET", "/health"):
             return _json({"status": "ok"})
         if route == ("GET", "/v1/models"):
@@ -103,11 +104,11 @@ class JudgeHandler:
                 return _refusal(refused)
             models = [{"id": name, "object": "model", "created": 0, "owned_by": "qreward"} for name in self._models]
             return _json({"object": "list", "data": models})
-        if route[1] in ("/v1/chat/completions", "/health", "/v1/models"):
+        if route[1] in (*self._routes, "/health", "/v1/models"):
             return _refusal(Refused(405, f"{route[0]} is not allowed here"))
-        return _refusal(Refused(404, "there is nothing here: ask /v1/chat/completions, /v1/models or /health"))
+        return _refusal(Refused(404, f"there is nothing here: ask {', '.join(self._routes)}, /v1/models or /health"))
 
-    async def _chat(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _answer(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         try:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
@@ -118,7 +119,7 @@ class JudgeHandler:
             self._authorise(request)
             if body is None:
                 raise Refused(413, "the body is too large")
-            call = read_call(body, self._models)
+            call = route.read(body)
         except Refused as refused:
             self._tally.refused(refused.status)
             return _refusal(refused)
@@ -132,7 +133,7 @@ class JudgeHandler:
         self._tally.entered()
         gone = False
         try:
-            return await self._serve(request, call, arrived_s)
+            return await self._serve(request, route, call, arrived_s)
         except asyncio.CancelledError:
             gone = True
             raise
@@ -170,30 +171,35 @@ class JudgeHandler:
         if self._tokens is not None and call is not None:
             self._tokens.give_back(call.prompt_tokens, arrived_s)
 
-    async def _serve(self, request: web.BaseRequest, call: JudgeCall, arrived_s: float) -> web.StreamResponse:
+    async def _serve(
+        self, request: web.BaseRequest, route: Route, call: JudgeCall, arrived_s: float
+    ) -> web.StreamResponse:
         number, self._number = self._number, self._number + 1
         fault = self._plan.choose(arrived_s)
         delay_s = self._latency.draw(self._latency_rng)
         playing = False
         try:
-            completion = None
+            spoken = None
             if fault is None or fault.has_answer:
-                completion = await self._complete(call, fault)
-                self._charge(call, completion, arrived_s)
+                spoken = await self._say(route, call, fault)
+                self._charge(call, spoken, arrived_s)
             if delay_s > 0:
                 await asyncio.sleep(delay_s)
             while self.held and self._gate is not None:
                 await self._gate.wait()
-            body = None if completion is None else completion.body(call, number)
+            reply = None if spoken is None else spoken.reply(call, number)
             if fault is None or fault.stage == "verdict":
-                response: web.StreamResponse = _json(body, headers=self._announced())
+                assert reply is not None, "there is an answer"
+                response: web.StreamResponse = web.Response(
+                    body=reply.good, content_type=_JSON, headers=self._announced()
+                )
                 if fault is None:
                     self._tally.answered(self._elapsed_s() - arrived_s)
                     return response
             playing = True
             self._tally.faulted(fault)
             if fault.stage != "verdict":
-                response = await play(fault, Spoilable(request, body, self._announced(), self._faults))
+                response = await play(fault, Spoilable(request, reply, self._announced(), self._faults))
             if status := sent_status(response):
                 self._tally.sent(status)
             return response
@@ -208,27 +214,23 @@ class JudgeHandler:
                 self._tally.abandoned()
             raise
 
-    async def _complete(self, call: JudgeCall, fault: FaultKind | None) -> Completion:
+    async def _say(self, route: Route, call: JudgeCall, fault: FaultKind | None) -> Spoken:
         try:
             answer = self._score(call)
             if inspect.isawaitable(answer):
                 answer = await answer
-            verdict = as_verdict(call, answer)
-            if fault is not None and fault.stage == "verdict":
-                return spoil_verdict(fault, call, verdict)
-            content = verdict if isinstance(verdict, str) else dump_verdict(verdict)
+            return route.say(call, answer, fault)
         except Exception as error:
             self._tally.scorer_failed(error)
             raise ScorerFailed from error
-        return Completion(content).cut(call.max_tokens)
 
-    def _charge(self, call: JudgeCall, completion: Completion, arrived_s: float) -> None:
-        """Charge the completion's tokens, or give everything back and raise `Throttle`."""
-        if self._tokens is not None and (excess := self._tokens.take(completion.tokens, self._elapsed_s())):
+    def _charge(self, call: JudgeCall, spoken: Spoken, arrived_s: float) -> None:
+        """Charge the tokens of what is said, or give everything back and raise `Throttle`."""
+        if self._tokens is not None and (excess := self._tokens.take(spoken.tokens, self._elapsed_s())):
             self._give_back(call, arrived_s)
             self._tally.spent(prompt_tokens=-call.prompt_tokens)
             raise Throttle("tokens", excess)
-        self._tally.spent(completion_tokens=completion.tokens)
+        self._tally.spent(completion_tokens=spoken.tokens)
 
     def _throttled(self, throttle: Throttle, arrived_s: float) -> web.StreamResponse:
         kind, excess = throttle.kind, throttle.excess

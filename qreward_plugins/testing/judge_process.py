@@ -16,6 +16,7 @@ from .judge_server import JudgeServer, JudgeServerError
 from .latency import Latency
 from .limits import ServerLimits
 from .report import Report
+from .routes import SCORE_PATH
 
 _START_TIMEOUT_S = 60.0
 _JOIN_TIMEOUT_S = 10.0
@@ -73,6 +74,11 @@ class JudgeServerProcess:
         if self._base_url is None:
             raise JudgeServerError("this judge server has no port yet: start() it first")
         return self._base_url
+
+    @property
+    def score_url(self) -> str:
+        """The address for scoring requests. Raises like `base_url`."""
+        return self.base_url.removesuffix("/v1") + SCORE_PATH
 
     def start(self) -> None:
         """Spawn the process and return once connections are accepted. Does nothing if it runs."""

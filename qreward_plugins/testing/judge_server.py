@@ -27,6 +27,7 @@ from .judge_handler import JudgeHandler, Scorer
 from .latency import Latency
 from .limits import ServerLimits
 from .report import Report, Tally
+from .routes import SCORE_PATH
 
 _BACKLOG = 4096
 
@@ -36,12 +37,15 @@ class JudgeServerError(RuntimeError):
 
 
 class JudgeServer:
-    """An OpenAI-compatible judge: POST /v1/chat/completions (not streaming), GET /v1/models, GET /health.
+    """An OpenAI-compatible judge: POST /v1/chat/completions (not streaming), GET /v1/models, GET /health. It also
+    scores samples as they are: POST /score, whose body is that of slime's remote reward model: `{"prompt": text or
+    messages, "response": text, "label": anything}`.
 
     `score` gets a `JudgeCall` and returns (or, if async, resolves to) a float, which becomes the verdict
     `{"id": nonce, "score": ..., "rationale": ...}`; a mapping, which becomes a verdict with the id added; or a str,
-    which is the content as it is. Async scorers run on the server's loop; sync ones block it, so they must not wait. An
-    exception of the scorer is an HTTP 500 and is in the report.
+    which is the content as it is. Asked for a score it gets a `ScoreCall`, a `JudgeCall` with the same blocks, and the
+    reply is the number, the mapping or the str itself. Async scorers run on the server's loop; sync ones block it, so
+    they must not wait. An exception of the scorer is an HTTP 500 and is in the report.
 
     `with` and `async with` start and stop it. All methods are thread-safe. It can be started again after `stop()`, on
     the same port and with its counts going on: clients see a server that was down for a while. With `port=0` (the
@@ -102,6 +106,11 @@ class JudgeServer:
     def base_url(self) -> str:
         """The address for OpenAI clients: "http://127.0.0.1:PORT/v1". Raises like `port`."""
         return f"http://{self._url_host}:{self.port}/v1"
+
+    @property
+    def score_url(self) -> str:
+        """The address for scoring requests: "http://127.0.0.1:PORT/score". Raises like `port`."""
+        return f"http://{self._url_host}:{self.port}{SCORE_PATH}"
 
     def start(self) -> None:
         """Listen, and return once connections are accepted. Does nothing if it runs. Raises `JudgeServerError`."""

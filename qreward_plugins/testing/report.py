@@ -39,7 +39,7 @@ class Violation:
 
 @dataclass(frozen=True)
 class Report:
-    """A snapshot of what a judge server saw. Counts are of chat completion requests, since the server was made."""
+    """A snapshot of what a judge server saw. Counts are of requests for completions and scores, since it was made."""
 
     elapsed_s: float
     """Seconds since the first start."""
@@ -48,7 +48,7 @@ class Report:
     answered: int
     """Answers of the scorer that were sent as they are."""
     refused: int
-    """Requests that were the client's mistake: no valid key, no such model, not a chat completion request."""
+    """Requests that were the client's mistake: no valid key, no such model, not what is asked here."""
     abandoned: int
     """Requests whose client went away (or whose server stopped) before the answer, those that met a fault apart."""
     in_flight: int

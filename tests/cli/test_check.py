@@ -141,6 +141,28 @@ def test_functions_are_called(check, write_config, tmp_path, mode):
     assert "ValueError: not my data" in result.stdout
 
 
+def test_a_scoring_service_is_asked_like_any_source(check, write_config):
+    limits = ServerLimits(requests_per_minute=600)
+    right = lambda call: {"score": float(call.label in call.response)}  # noqa: E731
+    with JudgeServer(right, limits=limits) as good, JudgeServer(faults=Faults(script=["score_nan"])) as odd:
+        write_config(
+            sources={
+                "good": {"kind": "http", "url": good.score_url},
+                "odd": {"kind": "http", "url": odd.score_url, "model": "rm-7b"},
+            },
+            judges={"quality": {"kind": "function", "reward_range": [0, 1]}},
+        )
+        result = check()
+        assert (good.report().requests, odd.report().requests) == (1, 1)
+        place = good.score_url.removeprefix("http://")
+    assert result.exit_code == 1
+    assert " 1 " in table_of(result)["good"]
+    assert "600 requests, 599 left" in table_of(result)["good"]
+    assert place in result.stdout
+    assert "rm-7b" in result.stdout
+    assert "judge quality: source 'odd' gave no valid value: its reply holds NaN, which is not JSON" in result.stdout
+
+
 def test_a_judge_that_needs_columns_gets_them_from_rollouts(check, server, write_config, write_rows, row):
     write_config({"a": server}, judge={"instructions": "By this rubric: {{ extras.rubric }}"})
     result = check()

@@ -34,7 +34,8 @@ def test_it_serves_until_it_is_stopped_and_prints_what_it_saw(start_cli, tmp_pat
     )
     line = first_line(process)
     assert line.startswith("judge server at http://127.0.0.1:")
-    assert line.endswith("/v1, model mine; stop it with Ctrl-C\n")
+    assert "/v1, model mine, and http://127.0.0.1:" in line
+    assert line.endswith("/score; stop it with Ctrl-C\n")
     assert ask(line)["score"] == 0.5
     code, out, errors = process.end(number)
     assert (code, errors) == (0, "")

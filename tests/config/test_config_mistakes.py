@@ -52,6 +52,18 @@ FULL: dict[str, Any] = {
             "workers": 2,
             "limits": {"concurrency": 1},
         },
+        "service": {
+            "kind": "http",
+            "url": ["http://a:1/score", "https://b/score/"],
+            "model": "rm",
+            "api_key_env": "KEY",
+            "headers": {"x-team": "t"},
+            "parameters": {"task": "math"},
+            "body": {"text": "response", "q": "prompt"},
+            "score_key": "data.0.score",
+            "limits": {"requests_per_minute": 60},
+            "verify_tls": False,
+        },
     },
     "judges": {
         "quality": {
@@ -83,7 +95,7 @@ FULL: dict[str, Any] = {
 NAMES = {("sources",), ("judges",), ("routes",)}
 """Mappings whose keys are the user's."""
 
-FREE = {"headers", "parameters", "kwargs", "criteria"}
+FREE = {"headers", "parameters", "body", "kwargs", "criteria"}
 
 
 def caught(source: Any) -> ConfigurationError:
@@ -121,13 +133,28 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.limits.concurency", 4, "", "unknown key. Did you mean `concurrency`? Allowed here: requests_per"),
         ("sources.fast.base-url", "x", "", "unknown key. Did you mean `base_url`?"),
         ("sources.local.url", 1, "", "unknown key. Allowed here: kind, function, "),
+        ("sources.service.base_url", "x", "", "unknown key. Did you mean `url`? Allowed here: kind, url, limits, "),
+        ("sources.fast.url", "x", "", "unknown key. Did you mean `base_url`? Allowed here: kind, base_url, model, "),
+        ("sources.service.scorekey", "x", "", "unknown key. Did you mean `score_key`?"),
+        ("sources.service.url", ..., "", "the key is missing. It takes a list of texts that is not empty."),
+        ("sources.service.url", "http://h/score?task=math", "", "no credentials, query or fragment; a key goes into api_key or"),
+        ("sources.service.url", ["http://h", "h/score"], "sources.service.url[1]", "a URL starts with http:// or https://"),
+        ("sources.service.body", {}, "", "must be a mapping with at least one entry"),
+        ("sources.service.body", {"prompt": "prompt"}, "", "no key holds the response; add `response: response`, or one"),
+        ("sources.service.body.text", "respons", "", "must be one of `prompt`, `messages`, `conversation`, `response`, "),
+        ("sources.service.body.text", "respons", "", "Did you mean `response`?"),
+        ("sources.service.body.text", 3, "", "must be one of `prompt`, `messages`"),
+        ("sources.service.score_key", "data..score", "", "must be the way to the value in a reply, its keys joined by dots"),
+        ("sources.service.api_key", "x", "sources.service.api_key_env", "give api_key or api_key_env, not both"),
+        ("judges.quality.sources", "service", "", "`service` is a source of kind http, which cannot answer a judge of kind llm."),
+        ("judges.exact.sources", "servce", "", "there is no source `servce`. Did you mean `service`?"),
         ("judges.exact.instructions", "x", "", "unknown key. Allowed here: "),
         ("sources.fast.model", ..., "", "the key is missing. It takes text that is not empty."),
         ("sources.local.function", ..., "", "the key is missing. It takes `package.module:name` or"),
         ("judges", ..., "", "the key is missing. It takes a mapping with at least one entry."),
         ("sources", {}, "", "must be a mapping with at least one entry, not a mapping."),
-        ("sources.fast.kind", "opnai", "", "unknown kind 'opnai'. Did you mean `openai`? Allowed here: openai, function."),
-        ("sources.fast.kind", 3, "", "unknown kind 3. Allowed here: openai, function."),
+        ("sources.fast.kind", "opnai", "", "unknown kind 'opnai'. Did you mean `openai`? Allowed here: openai, http, function."),
+        ("sources.fast.kind", 3, "", "unknown kind 3. Allowed here: openai, http, function."),
         ("sources.fast.kind", ..., "", "the key is missing. Add `kind: openai`."),
         ("judges.none", {}, "judges.none.kind", "the key is missing. Add `kind: llm` or `kind: function`."),
         ("sources.fast", None, "", "must be a mapping, not null. Give it a value, or remove the key."),
@@ -148,9 +175,9 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.model", 4, "", "must be text that is not empty, not 4. Put it in quotes."),
         ("sources.fast.model", "", "", "must be text that is not empty, not ''."),
         ("sources.fast.base_url", [], "", "must be a list of texts that is not empty, not a list of 0."),
-        ("sources.fast.base_url", ["http://a", "b"], "sources.fast.base_url[1]", "a base URL starts with http:// or"),
+        ("sources.fast.base_url", ["http://a", "b"], "sources.fast.base_url[1]", "a URL starts with http:// or"),
         ("sources.fast.base_url", ["http://a", 3], "sources.fast.base_url[1]", "must be text, not 3."),
-        ("sources.fast.base_url", "http://u:pw@b/v1", "", "a base URL holds no credentials, query or fragment; write"),
+        ("sources.fast.base_url", "http://u:pw@b/v1", "", "a URL holds no credentials, query or fragment; a key"),
         ("sources.fast.api_key_env", "KEY", "", "give api_key or api_key_env, not both."),
         ("sources.fast.api_key", "", "", "must be text that is not empty."),
         ("sources.slow.api_key_env", "sk-1", "", "must be the name of an environment variable."),
@@ -195,8 +222,10 @@ def test_a_mistake_is_named_in_words(path: str, value: Any, place: str, text: st
 def test_a_judge_without_any_source_of_its_kind() -> None:
     tree = changed("sources.local", ...)
     del tree["judges"]["exact"]["sources"]
+    load_config(tree)
+    del tree["sources"]["service"]
     assert messages(tree) == {
-        "judges.exact": "there is no source of kind function to answer this judge of kind function. Add one below `sources`."
+        "judges.exact": "there is no source of kind function or http to answer this judge of kind function. Add one below `sources`."
     }
 
 
@@ -286,6 +315,9 @@ SECRET = "sk-SECRET"
         ("sources.slow.api_key_env", SECRET),
         ("sources.fast.parameters", SECRET),
         ("sources.local.kwargs", SECRET),
+        ("sources.service.body", SECRET),
+        ("sources.service.body", {"token": SECRET}),
+        ("sources.service.url", f"http://h/score?key={SECRET}"),
         ("sources.fast.base_url", f"http://user:{SECRET}@host/v1"),
         ("sources.fast.base_url", f"host/v1?key={SECRET}"),
         ("engine.seed", "${oc.env:QR_SECRET}"),
@@ -368,6 +400,7 @@ REQUIRED = [
     ("sources", "slow", "model"),
     ("sources", "local", "kind"),
     ("sources", "local", "function"),
+    ("sources", "service", "url"),
     ("judges", "quality", "kind"),
     ("judges", "exact", "kind"),
     ("engine", "journal", "path"),
@@ -466,4 +499,6 @@ def test_any_tree_is_valid_or_refused(tree: Any) -> None:
 def assert_tagless(error: ConfigurationError) -> None:
     assert error.__context__ is None
     for mistake in error.mistakes:
-        assert not {"openai", "llm", "Constant", "key"} & set(mistake.path.replace("[", ".").strip("]").split("."))
+        assert not {"openai", "http", "llm", "Constant", "key"} & set(
+            mistake.path.replace("[", ".").strip("]").split(".")
+        )

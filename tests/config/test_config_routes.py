@@ -10,6 +10,8 @@ SOURCES = {
     "a": {"kind": "openai", "base_url": "http://a/v1", "model": "m"},
     "f": {"kind": "function", "function": "a:b"},
     "b": {"kind": "openai", "base_url": "http://b/v1", "model": "m"},
+    "s": {"kind": "http", "url": "http://s/score"},
+    "t": {"kind": "http", "url": "http://t/score", "model": "m"},
 }
 
 
@@ -47,7 +49,7 @@ def test_the_sources_of_a_judge() -> None:
     tree = config({"*": "j"}, j={"kind": "llm"}, k={"kind": "llm", "sources": ["b", "b"]}, m={"kind": "function"})
     assert sources_of(tree, "j") == ("a", "b")
     assert sources_of(tree, "k") == ("b",)
-    assert sources_of(tree, "m") == ("f",)
+    assert sources_of(tree, "m") == ("f", "s", "t")
     with pytest.raises(KeyError):
         sources_of(tree, "n")
 
@@ -64,6 +66,19 @@ def test_the_sources_of_a_judge() -> None:
 )
 def test_patterns_mean_all_sources_of_the_kind_that_match(patterns: list[str], names: tuple[str, ...]) -> None:
     assert sources_of(config({}, j={"kind": "llm", "sources": patterns}), "j") == names
+
+
+@pytest.mark.parametrize(
+    ("patterns", "names"), [("*", ("f", "s", "t")), (["t", "f"], ("t", "f")), ("model:m", ("t",)), ("[st]", ("s", "t"))]
+)
+def test_a_judge_of_values_has_functions_and_services(patterns: str | list[str], names: tuple[str, ...]) -> None:
+    assert sources_of(config({}, j={"kind": "function", "sources": patterns}), "j") == names
+
+
+def test_a_config_is_checked_again_by_the_same_rules() -> None:
+    for judge in ({"kind": "function", "sources": ["model:m"]}, {"kind": "llm", "sources": "model:?"}):
+        tree = config({}, j=judge)
+        assert load_config(tree) is tree
 
 
 def test_a_source_whose_name_looks_like_a_pattern_is_meant_by_its_name() -> None:

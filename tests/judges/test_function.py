@@ -65,10 +65,10 @@ def test_numbers_of_all_kinds_are_scores(function: Build, value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (True, "return 1.0 or 0.0"),
-        (False, "return 1.0 or 0.0"),
-        (np.bool_(True), "return 1.0 or 0.0"),
-        (torch.tensor(True), "return 1.0 or 0.0"),
+        (True, "give 1.0 or 0.0"),
+        (False, "give 1.0 or 0.0"),
+        (np.bool_(True), "give 1.0 or 0.0"),
+        (torch.tensor(True), "give 1.0 or 0.0"),
         (None, "NoneType"),
         ("0.5", "type str"),
         (b"1", "type bytes"),
@@ -129,6 +129,14 @@ def test_every_number_becomes_a_component_unless_they_are_named(function: Build)
     ):
         with pytest.raises(InvalidVerdict, match=said):
             read(function(components=(name,)), value)
+
+
+def test_there_is_an_end_to_components_that_nobody_named(function: Build) -> None:
+    value = {"score": 0.5, "x" * 200: 1.0, **{f"c{number}": 1.0 for number in range(100)}}
+    assert len(read(function(), value).components) == 100
+    with pytest.raises(InvalidVerdict, match=r"101 numbers beside its score; name those .* judges\.rules\.components"):
+        read(function(), {**value, "more": 1})
+    assert read(function(components=("c7",)), {**value, "more": 1}).components == {"c7": 1.0}
 
 
 def test_a_number_alone_has_no_named_components(function: Build) -> None:

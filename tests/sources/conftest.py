@@ -12,9 +12,10 @@ from typing import Any
 
 import pytest
 
+from qreward_plugins.config.models import HTTPSource as HTTPConfig
 from qreward_plugins.config.models import OpenAISource as OpenAIConfig
 from qreward_plugins.samples import Sample
-from qreward_plugins.sources import OpenAISource, Request
+from qreward_plugins.sources import HTTPSource, OpenAISource, Request
 
 KEY = "sk-test-0123456789abcdefghij"
 Script = Callable[["Exchange"], Awaitable[None]]
@@ -38,9 +39,12 @@ class Exchange:
         self.writer.write(data)
 
     def reply(
-        self, body: bytes | str | Mapping[str, Any], status: str = "200 OK", headers: Mapping[str, str] | None = None
+        self,
+        body: bytes | str | float | Mapping[str, Any],
+        status: str = "200 OK",
+        headers: Mapping[str, str] | None = None,
     ) -> None:
-        if isinstance(body, Mapping):
+        if isinstance(body, (Mapping, float)):
             body = json.dumps(body)
         data = body.encode() if isinstance(body, str) else body
         merged = {"Content-Type": "application/json", "Content-Length": str(len(data)), **(headers or {})}
@@ -69,6 +73,10 @@ class Server:
     connections: int = 0
     exchanges: list[Exchange] = field(default_factory=list)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def score_url(self) -> str:
+        return f"{self.scheme}://127.0.0.1:{self.port}/score"
 
     @property
     def base_url(self) -> str:
@@ -138,6 +146,15 @@ def open_source() -> Callable[..., OpenAISource]:
     def make(*base_urls: str, **settings: Any) -> OpenAISource:
         settings.setdefault("api_key", KEY)
         return OpenAISource("fast", OpenAIConfig(kind="openai", base_url=base_urls, model="judge", **settings))
+
+    return make
+
+
+@pytest.fixture
+def open_service() -> Callable[..., HTTPSource]:
+    def make(*urls: str, **settings: Any) -> HTTPSource:
+        settings.setdefault("api_key", KEY)
+        return HTTPSource("rm", HTTPConfig(kind="http", url=urls, **settings))
 
     return make
 

@@ -7,16 +7,20 @@ import pytest
 
 import qreward_plugins.sources as sources
 from qreward_plugins.config.models import FunctionSource as FunctionConfig
+from qreward_plugins.config.models import HTTPSource as HTTPConfig
 from qreward_plugins.config.models import OpenAISource as OpenAIConfig
-from qreward_plugins.sources import FunctionSource, OpenAISource, open_source
+from qreward_plugins.sources import FunctionSource, HTTPSource, OpenAISource, open_source
 
 
 def test_the_kind_decides_and_every_name_loads() -> None:
     fast = open_source("fast", OpenAIConfig(kind="openai", base_url="http://h/v1", model="m"))
     rule = open_source("rule", FunctionConfig(kind="function", function="os.path:join"))
+    service = open_source("rm", HTTPConfig(kind="http", url="http://h:1/score"))
     assert isinstance(fast, OpenAISource)
+    assert isinstance(service, HTTPSource)
     assert isinstance(rule, FunctionSource)
     assert (fast.name, fast.model) == ("fast", "m")
+    assert (service.name, service.model, service.slots) == ("rm", "h:1/score", None)
     assert (rule.name, rule.model) == ("rule", "os.path:join")
     assert all(hasattr(sources, name) for name in sources.__all__)
     with pytest.raises(AttributeError, match="nothing"):

@@ -18,9 +18,9 @@ from qreward_plugins.errors import (
 )
 from qreward_plugins.samples import Usage
 from qreward_plugins.sources import Reply
+from qreward_plugins.sources.completions import CompletionAnswer
 from qreward_plugins.sources.excerpts import Excerpts
 from qreward_plugins.sources.http import HTTPReply
-from qreward_plugins.sources.replies import Answer
 
 KEY = "sk-test-0123456789abcdefghij"
 
@@ -28,7 +28,8 @@ KEY = "sk-test-0123456789abcdefghij"
 def answer(body: Any, status: int = 200, headers: dict[str, str] | None = None) -> Reply:
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     http = HTTPReply(status, CIMultiDict({"Content-Type": "application/json", **(headers or {})}), data)
-    return Answer("fast", URL("http://h/v1/chat/completions"), "judge", http, Excerpts([KEY])).reply()
+    url = URL("http://h/v1/chat/completions")
+    return CompletionAnswer("fast", url, "judge", "base_url", http, Excerpts([KEY])).reply()
 
 
 def completion(message: Any, **choice: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ import json
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
@@ -37,7 +38,7 @@ class Exchange:
         return self.raw.split(b"\r\n\r\n", 1)[1]
 
     @property
-    def json(self) -> dict:
+    def json(self) -> Any:
         return json.loads(self.body)
 
     @property
@@ -72,6 +73,10 @@ def chat_body(prompt: str | None = None, **parameters: object) -> bytes:
     return json.dumps({"model": "judge", "messages": messages, **parameters}).encode()
 
 
+def score_body(response: object = "42", prompt: object = "6 * 7?", **more: object) -> bytes:
+    return json.dumps({"prompt": prompt, "response": response, **more}).encode()
+
+
 def connect(server: JudgeServer) -> socket.socket:
     return socket.create_connection(("127.0.0.1", server.port), timeout=SAFETY_S)
 
@@ -104,6 +109,9 @@ class Client:
     def send(self, body: bytes | None = None, **options: object) -> Exchange:
         with self.open(body, **options) as connection:
             return read_all(connection)
+
+    def score(self, *texts: object, headers: dict[str, str] | None = None, **more: object) -> Exchange:
+        return self.send(score_body(*texts, **more), path="/score", headers=headers)
 
     def chat(self, prompt: str | None = None, **parameters: object) -> Exchange:
         return self.send(chat_body(prompt, **parameters))

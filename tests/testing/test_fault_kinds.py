@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer, ServerLimits
+from qreward_plugins.testing.calls import CompletionReply
 from qreward_plugins.testing.faulty_replies import Spoilable, play
 
 HUGE = 3 * 1024 * 1024
@@ -210,7 +211,8 @@ async def test_slow_replies_drip_byte_by_byte(kind: FaultKind, monkeypatch: pyte
 
     wire = Wire()
     monkeypatch.setattr(Spoilable, "transport", wire)
-    await play(kind, Spoilable(None, {"answer": "good"}, {}, Faults(drip_interval_s=0.0)))  # type: ignore[arg-type]
+    forms = CompletionReply({"answer": "good"})
+    await play(kind, Spoilable(None, forms, {}, Faults(drip_interval_s=0.0)))  # type: ignore[arg-type]
     dripped = [data for data in wire.writes if len(data) == 1]
     assert len(wire.writes) == len(dripped) + 1
     head, body = b"".join(wire.writes).split(b"\r\n\r\n")

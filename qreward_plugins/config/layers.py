@@ -1,0 +1,57 @@
+"""Where the tree comes from in a training run: the framework's own configuration, a file, or both.
+
+Every framework has a place for a plugin's settings, and some people want them there while others keep one file for
+all runs. So the tree may stand inline, in the file that its key `config` or the environment variable `QREWARD_CONFIG`
+names, or in both, inline keys winning. What is laid over what is merged before anything is checked, so that mistakes
+are reported once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from ..errors import ConfigurationError, Mistake
+from .loading import load_config
+from .models import Config
+from .yaml_file import read_yaml
+
+ENVIRONMENT = "QREWARD_CONFIG"
+"""The environment variable that names the file where the framework's configuration names none."""
+
+
+def load_layers(inline: Any, *, default: Mapping[str, Any] | None = None, origin: str = "qreward") -> Config:
+    """The checked configuration of a training run.
+
+    Args:
+        inline: the tree in the framework's configuration (a mapping or DictConfig), the path of a file, or None.
+        default: a tree that completes one without judges of its own.
+        origin: what messages call the inline tree.
+
+    Raises `ConfigurationError` with every mistake.
+    """
+    inline = {} if inline is None else {"config": inline} if isinstance(inline, (str, os.PathLike)) else inline
+    if not isinstance(inline, (Mapping, DictConfig)):
+        raise ConfigurationError([Mistake(origin, f"must be a mapping or a path, not {type(inline).__name__}.")])
+    path = inline.get("config") or os.environ.get(ENVIRONMENT)
+    if not path and "config" not in inline and ("judges" in inline or default is None):
+        return load_config(inline, origin=origin)
+    merged = _merged(read_yaml(path, origin=str(path)) if path else {}, inline, default or {})
+    return load_config(merged, origin=str(path) if path else origin)
+
+
+def _merged(file: Any, inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any]) -> Any:
+    if not isinstance(file, dict):
+        return file
+    if list(file) == ["qreward"] and isinstance(file["qreward"], dict):
+        file = file["qreward"]
+    over = OmegaConf.to_container(inline, resolve=False) if isinstance(inline, DictConfig) else inline
+    assert isinstance(over, Mapping)
+    over = {key: value for key, value in over.items() if key != "config"}
+    return OmegaConf.merge({} if "judges" in {**file, **over} else default, file, over)
+
+
+__all__ = ["ENVIRONMENT", "load_layers"]

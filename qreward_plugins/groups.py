@@ -1,0 +1,71 @@
+"""What a failed sample means to its group, for every framework that trains on groups.
+
+A group-based estimator compares the samples of one prompt with each other, so a number made up for one of them moves
+the baseline of all. The mean of the scored ones is the number that moves nothing: it leaves the group's mean where it
+was and has an advantage of zero itself. Where a framework can replace a prompt, a group with too few rewards is better
+dropped; but a judge that is down would have prompts replaced for ever, so the gate that drops them gives up.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Hashable, Iterable, Sequence
+
+from .config import Groups
+from .errors import JudgeUnavailable
+
+
+def group_means(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> list[float]:
+    """For every sample the mean reward of the scored samples of its group.
+
+    `rewards[i]` belongs to the group `groups[i]`; None: that sample failed. A group without any reward has the mean of
+    all scored samples, and 0.0 where there are none at all: any one number is neutral to a group that failed whole.
+    """
+    scored: dict[Hashable, list[float]] = {}
+    for reward, group in zip(rewards, groups, strict=True):
+        if reward is not None:
+            scored.setdefault(group, []).append(reward)
+    means = {group: math.fsum(values) / len(values) for group, values in scored.items()}
+    everything = [reward for reward in rewards if reward is not None]
+    whole = math.fsum(everything) / len(everything) if everything else 0.0
+    return [means.get(group, whole) for group in groups]
+
+
+class GroupGate:
+    """Decides which groups are trained, and ends the run when too many in a row are not. Any thread may ask it."""
+
+    def __init__(self, settings: Groups) -> None:
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._dropped_in_a_row = 0
+        self._causes: Counter[str] = Counter()
+
+    def admit(self, size: int, causes: Iterable[str]) -> bool:
+        """Whether a group of `size` samples has enough rewards; `causes` says why each failed one has none.
+
+        Raises `JudgeUnavailable` when `give_up_after` groups in a row had too few.
+        """
+        failed = list(causes)
+        enough = size if self._settings.min_scored is None else min(size, self._settings.min_scored)
+        with self._lock:
+            if size - len(failed) >= enough:
+                self._dropped_in_a_row = 0
+                self._causes.clear()
+                return True
+            self._dropped_in_a_row += 1
+            self._causes.update(failed)
+            if self._dropped_in_a_row < self._settings.give_up_after:
+                return False
+            dropped, reasons = self._dropped_in_a_row, self._causes.most_common(3)
+            self._dropped_in_a_row = 0
+            self._causes.clear()
+        told = ", ".join(f"{reason} {count} times" for reason, count in reasons)
+        raise JudgeUnavailable(
+            f"{dropped} groups in a row had fewer than {enough} samples with a reward ({told}). Replacing them would "
+            "not end. `qreward check` asks every source once; groups.give_up_after is how many groups are tried."
+        )
+
+
+__all__ = ["GroupGate", "group_means"]

@@ -1,0 +1,64 @@
+"""What a chat-completions server answered with success: the completion.
+
+Servers that call themselves compatible differ in everything but the happy path: errors inside a 200, parts instead of a
+text, `null` for "I spent all my tokens thinking".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import InvalidVerdict, QRewardError
+from .announced import announced
+from .base import Reply
+from .replies import Answer, Problem, json_of, name_of, usage_of
+
+
+class CompletionAnswer(Answer):
+    """One HTTP reply to a chat completion request."""
+
+    __slots__ = ()
+
+    def _read(self) -> Reply | QRewardError:
+        body = json_of(self.http.body)
+        if not isinstance(body, dict):
+            return self._unreadable(f"{self._content_type()} that is not a JSON object", self.http.body)
+        if body.get("error"):
+            return self._of_object(Problem.of(body))
+        return self._completion(body)
+
+    def _completion(self, body: Mapping[str, Any]) -> Reply | QRewardError:
+        choices = body.get("choices")
+        choice = choices[0] if isinstance(choices, list) and choices else None
+        if isinstance(choice, dict) and choice.get("error"):
+            return self._of_object(Problem.of(choice))
+        message = choice.get("message") if isinstance(choice, dict) else None
+        if not isinstance(choice, dict) or not isinstance(message, dict):
+            return self._unreadable("no choices[0].message", self.http.body)
+        text, refusal = _text(message.get("content"))
+        if text is None:
+            return self._unreadable("a content of the wrong type", self.http.body)
+        refusal = refusal or name_of(message.get("refusal"))
+        if refusal and not text:
+            return InvalidVerdict(f"source {self.name!r} refused to judge: {self.excerpts.of(refusal)}")
+        return Reply(
+            text=text,
+            usage=usage_of(body.get("usage")),
+            model=name_of(body.get("model")),
+            finish_reason=name_of(choice.get("finish_reason")),
+            announced=announced(self.http.headers),
+        )
+
+
+def _text(content: Any) -> tuple[str | None, str]:
+    """Return the text and the refusal that a content holds; the text is None if its type is unknown."""
+    if content is None:
+        return "", ""
+    if isinstance(content, str):
+        return content, ""
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        return None, ""
+    texts = [part["text"] for part in content if isinstance(part.get("text"), str)]
+    refusals = [part["refusal"] for part in content if isinstance(part.get("refusal"), str)]
+    return "".join(texts), "".join(refusals)

@@ -1,0 +1,211 @@
+"""What every source over HTTP has: its URLs with their replicas, its key and headers, and the way a body gets out.
+
+Everything that can be wrong with the configuration alone is found when the source is made, all mistakes at once; `send`
+then only encodes, posts (`http`) and understands (`replies`). A kind of source says what its bodies are and how the
+answers to them are read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import orjson
+from yarl import URL
+
+from ..errors import ConfigurationError, Mistake, PermanentError, SourceError
+from .base import Reply, Request
+from .http import HTTPClient, HTTPReply, proxy_for
+from .replicas import Replicas
+from .replies import Answer
+
+if TYPE_CHECKING:
+    from ..config import models
+
+_OURS = ("content-length", "transfer-encoding", "content-encoding", "connection", "host")
+_JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+
+
+class Endpoint(ABC):
+    """A source that is asked by POST, at one URL or at several that share its limits.
+
+    `name` is its name in the configuration, `urls` what is configured below the key `URL_KEY`, and `path` what is added
+    to each. The proxies of the environment are used (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`); `~/.netrc` is not read.
+
+    Raises ConfigurationError with `mistakes` and all that only the environment shows: an unset variable for the key, a
+    URL or header that cannot be sent.
+    """
+
+    URL_KEY: ClassVar[str]
+
+    def __init__(
+        self, name: str, config: models.Endpoint, urls: Sequence[str], *, path: str = "", mistakes: Sequence[Mistake]
+    ) -> None:
+        self._name = name
+        self._parameters = config.parameters
+        self._max_reply_bytes = config.max_reply_bytes
+        found: list[Mistake] = []
+        headers = _headers(f"sources.{name}", config, found)
+        self._urls = _urls(f"sources.{name}.{self.URL_KEY}", urls, path, found)
+        if found or mistakes:
+            raise ConfigurationError([*found, *mistakes])
+        self._replicas = Replicas(urls)
+        self._http = HTTPClient(
+            name,
+            tuple(self._urls.values()),
+            headers,
+            verify_tls=config.verify_tls,
+            connect_s=config.timeouts.connect_s,
+        )
+
+    @property
+    def name(self) -> str:
+        return self._name
+
+    @property
+    @abstractmethod
+    def model(self) -> str:
+        """What answers."""
+
+    @property
+    def slots(self) -> int | None:
+        """None: how much it takes at once is a matter of its limits."""
+        return None
+
+    async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
+        """Ask once.
+
+        Cancelling closes the connection, so that the server can stop working on the answer.
+
+        Raises a SourceError, or InvalidVerdict where there is an answer that can be no verdict.
+        """
+        loop = asyncio.get_running_loop()
+        body = self._encode(request)
+        with self._replicas.borrow(loop.time()) as replica:
+            url = self._urls[replica.base_url]
+            try:
+                http = await self._http.post(url, body, on_sent=on_sent, max_reply_bytes=self._max_reply_bytes)
+            except SourceError:
+                replica.failed(loop.time())
+                raise
+            if http.status >= 500:
+                replica.failed(loop.time())
+            else:
+                replica.answered()
+        return self._answer(url, http).reply()
+
+    async def aclose(self) -> None:
+        """Close all connections. Idempotent; a closed source answers no more."""
+        await self._http.aclose()
+
+    @abstractmethod
+    def _body(self, request: Request) -> Mapping[str, Any]:
+        """The body of a request, without the configured parameters."""
+
+    @abstractmethod
+    def _answer(self, url: URL, http: HTTPReply) -> Answer:
+        """What `url` answered, to be read."""
+
+    def _encode(self, request: Request) -> bytes:
+        body = {**self._body(request), **self._parameters}
+        try:
+            return orjson.dumps(body, default=_plain, option=_JSON_OPTIONS)
+        except TypeError:
+            # Rare enough not to look for on every request: half a surrogate pair, which a policy's tokens can make.
+            pass
+        try:
+            return orjson.dumps(_mended(body), default=_plain, option=_JSON_OPTIONS)
+        except (TypeError, RecursionError) as error:
+            reason = self._http.excerpts.of(str(error))
+        raise PermanentError(f"source {self._name!r}: the request cannot be written as JSON ({reason})")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._name!r}, {', '.join(self._urls)})"
+
+
+def _urls(where: str, configured: Sequence[str], path: str, mistakes: list[Mistake]) -> dict[str, URL]:
+    urls: dict[str, URL] = {}
+    for text in configured:
+        try:
+            url = URL(text + path)
+            if not url.host:
+                raise ValueError("it names no host")
+        except ValueError as error:
+            mistakes.append(Mistake(where, f"{text!r} is not a URL: {error}."))
+            continue
+        try:
+            proxy_for(url)
+        except ValueError:
+            # The value may hold a password, so it is not shown.
+            mistakes.append(Mistake(where, f"the environment's proxy for {url.scheme} is not a URL."))
+        urls[text] = url
+    return urls
+
+
+def _headers(path: str, config: models.Endpoint, mistakes: list[Mistake]) -> dict[str, str]:
+    headers: dict[str, str] = {}
+    for name, secret in config.headers.items():
+        value = secret.get_secret_value().strip()
+        where = f"{path}.headers.{name}"
+        if not name.isascii() or not name.replace("-", "").replace("_", "").isalnum():
+            mistakes.append(Mistake(where, "this is not the name of a header."))
+        elif name.lower() in _OURS:
+            mistakes.append(Mistake(where, "this header follows from the request.", "Leave it out."))
+        elif not _can_be_sent(value):
+            mistakes.append(Mistake(where, "the value holds characters that cannot be sent."))
+        else:
+            headers[name] = value
+    key, where = _key(path, config, mistakes)
+    if key and any(name.lower() == "authorization" for name in headers):
+        mistakes.append(Mistake(where, "headers has an Authorization too.", "Give one of them."))
+    elif key and not _can_be_sent(key):
+        mistakes.append(Mistake(where, "the key holds characters that cannot be sent."))
+    elif key:
+        headers["Authorization"] = f"Bearer {key}"
+    return headers
+
+
+def _key(path: str, config: models.Endpoint, mistakes: list[Mistake]) -> tuple[str, str]:
+    if config.api_key is not None:
+        return config.api_key.get_secret_value().strip(), f"{path}.api_key"
+    where = f"{path}.api_key_env"
+    if config.api_key_env is None:
+        return "", where
+    key = os.environ.get(config.api_key_env, "").strip()
+    if not key:
+        problem = f"the environment variable {config.api_key_env!r} is not set, or empty."
+        mistakes.append(Mistake(where, problem, "Set it where this process runs, workers of Ray included."))
+    return key, where
+
+
+def _can_be_sent(value: str) -> bool:
+    return value.isprintable() and value.isascii()
+
+
+def _plain(value: Any) -> Any:
+    """What JSON has for the containers of data sets that orjson does not know. Raises TypeError for anything else."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    # numpy's arrays of objects, which parquet files are full of; those of numbers are orjson's own business.
+    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, (Sequence, Set)) and not isinstance(value, (bytes, bytearray, memoryview)):
+        return list(value)
+    raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
+
+
+def _mended(value: Any) -> Any:
+    """Return `value` with every half of a surrogate pair replaced by U+FFFD; whole pairs become their character."""
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, Mapping):
+        return {_mended(key): _mended(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_mended(item) for item in value]
+    try:
+        return _mended(_plain(value))
+    except TypeError:
+        return value

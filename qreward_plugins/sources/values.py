@@ -1,0 +1,75 @@
+"""What a scoring service answered: a `Reply` that carries a value, or the one error that says what to do next.
+
+A reply that is no JSON at all is the server's trouble, and another try may help. JSON that holds NaN, or the same key
+twice, is the service's answer to this sample, and no valid verdict: asking as often as for a broken connection would
+change nothing, and whether the value is a score is for the judge to say.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import InvalidVerdict, QRewardError
+from .announced import announced
+from .base import Reply
+from .replies import Answer, Problem, name_of, usage_of
+from .strict_json import MAX_NESTING, strict_decoder, too_deep
+
+_NOTHING = object()
+
+
+@dataclass(frozen=True, slots=True)
+class ValueAnswer(Answer):
+    """One HTTP reply of a scoring service; `score_key` leads to the value, None: the whole reply is the value."""
+
+    score_key: str | None = None
+
+    def _read(self) -> Reply | QRewardError:
+        try:
+            text = self.http.body.decode("utf-8-sig")
+        except UnicodeDecodeError:
+            return self._unreadable("text that is not UTF-8", self.http.body)
+        if too_deep(text):
+            return self._unreadable(f"JSON nested more than {MAX_NESTING} deep", self.http.body)
+        flaws: list[str] = []
+        try:
+            said = strict_decoder(flaws).decode(text)
+        except (json.JSONDecodeError, RecursionError):
+            return self._unreadable(f"{self._content_type()} that is not JSON", self.http.body)
+        if flaws:
+            return InvalidVerdict(f"source {self.name!r} gave no valid value: its reply {flaws[0]}")
+        value = said if self.score_key is None else _at(said, self.score_key)
+        if not _is_there(value):
+            if isinstance(said, Mapping) and _is_error(said.get("error")):
+                return self._of_object(Problem.of(said))
+            if value is _NOTHING:
+                return InvalidVerdict(f"source {self.name!r} gave no value: its reply has no {self.score_key!r}")
+        return Reply(
+            value=value,
+            usage=usage_of(said.get("usage")) if isinstance(said, Mapping) else None,
+            model=name_of(said.get("model")) if isinstance(said, Mapping) else "",
+            announced=announced(self.http.headers),
+        )
+
+
+def _at(said: Any, score_key: str) -> Any:
+    for key in score_key.split("."):
+        if isinstance(said, Mapping) and key in said:
+            said = said[key]
+        elif isinstance(said, list) and key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < len(said):
+            said = said[int(key)]
+        else:
+            return _NOTHING
+    return said
+
+
+def _is_there(value: Any) -> bool:
+    """Whether a value may hold a score. Beside one, `error` is what the service calls one of its numbers or notes."""
+    return value is not _NOTHING and (not isinstance(value, Mapping) or "score" in value)
+
+
+def _is_error(error: Any) -> bool:
+    return isinstance(error, (Mapping, str)) and bool(error)

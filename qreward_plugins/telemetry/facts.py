@@ -1,0 +1,96 @@
+"""What an outcome tells, as a flat mapping with the same keys for every sample, and what many of them tell together.
+
+Frameworks take the keys of one sample for all of them, so a key that is there only when a judge answered breaks a run
+hours later. Every key is therefore always there; where a failed sample has no value it is None.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ..samples import Outcome, Scored
+from .statistics import percentile
+
+COMPONENT = "score/"
+"""What stands before the names of components."""
+
+
+class Facts:
+    """Turns outcomes into mappings.
+
+    `components` are the names that all judges together are known to give. A function judge that does not name its
+    components adds those that it returns as they come, and keeps them from then on. `defines_correct`: some judge says
+    what is correct; without one there is no key `acc`.
+    """
+
+    def __init__(self, components: Iterable[str], *, defines_correct: bool) -> None:
+        self._components: dict[str, None] = dict.fromkeys(components)
+        self._defines_correct = defines_correct
+
+    def of(self, outcome: Outcome) -> dict[str, Any]:
+        """`failed` and `cached` are 0.0 or 1.0, `cause` is "infra/deadline" or the like and empty for a scored sample,
+        `latency_s` seconds, `cost_usd` US dollars, `score/<name>` a component or None, `acc` 0.0 or 1.0.
+        """
+        scored = isinstance(outcome, Scored)
+        told = outcome.verdict if isinstance(outcome, Scored) else outcome
+        components = outcome.verdict.components if isinstance(outcome, Scored) else {}
+        correct = outcome.verdict.correct if isinstance(outcome, Scored) else None
+        self._components.update(dict.fromkeys(components))
+        self._defines_correct = self._defines_correct or correct is not None
+        facts: dict[str, Any] = {
+            "failed": 0.0 if scored else 1.0,
+            "cause": "" if isinstance(outcome, Scored) else f"{outcome.cause.value}/{outcome.reason}",
+            "source": told.source,
+            "judge": told.judge,
+            "attempts": float(told.attempts),
+            "latency_s": float(told.latency_s),
+            "tokens": float(told.usage.total_tokens),
+            "cost_usd": float(told.cost_usd),
+            "cached": float(isinstance(outcome, Scored) and outcome.verdict.cached),
+        }
+        for name in self._components:
+            facts[COMPONENT + name] = float(components[name]) if name in components else None
+        if self._defines_correct:
+            facts["acc"] = float(bool(correct)) if scored else 0.0
+        return facts
+
+
+def summary(facts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Numbers for a metrics board out of the facts of many outcomes; empty where there are none.
+
+    Counts and shares cover all of them; latencies are seconds from submission to outcome; components are means over the
+    samples that have them.
+    """
+    told = list(facts)
+    if not told:
+        return {}
+    causes = Counter(fact["cause"].split("/", 1)[0] for fact in told if fact["failed"])
+    latencies = [fact["latency_s"] for fact in told]
+    numbers = {
+        "samples": float(len(told)),
+        "failed": float(sum(causes.values())),
+        "failed_rate": sum(causes.values()) / len(told),
+        **{f"failed/{cause}": float(causes[cause]) for cause in ("infra", "verdict", "policy")},
+        "attempts_mean": _mean(fact["attempts"] for fact in told),
+        **{f"latency_s/p{share}": percentile(latencies, share / 100) for share in (50, 95, 99)},
+        "latency_s/max": max(latencies),
+        "tokens": float(sum(fact["tokens"] for fact in told)),
+        "cost_usd": math.fsum(fact["cost_usd"] for fact in told),
+        "cached_rate": _mean(fact["cached"] for fact in told),
+    }
+    sources = Counter(fact["source"] for fact in told if fact["source"] and not fact["failed"])
+    for source, count in sorted(sources.items()):
+        numbers[f"source_share/{source}"] = count / sources.total()
+    for name in dict.fromkeys(key for fact in told for key in fact if key.startswith(COMPONENT) or key == "acc"):
+        values = [fact[name] for fact in told if fact.get(name) is not None and not fact["failed"]]
+        if values:
+            numbers[name] = _mean(values)
+    return numbers
+
+
+def _mean(values: Iterable[float]) -> float:
+    numbers = list(values)
+    return math.fsum(numbers) / len(numbers)

@@ -1,0 +1,94 @@
+"""The portal: one engine for threads and event loops that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from concurrent.futures import CancelledError
+
+import pytest
+
+from qreward_plugins import RewardEngine, load_config, process_portal
+from qreward_plugins.portal import close_process_portals
+from qreward_plugins.testing import JudgeServer
+
+
+@pytest.fixture
+def judge():
+    with JudgeServer(lambda call: 0.25) as server:
+        yield server
+
+
+@pytest.fixture
+def portal(judge, make_config):
+    with RewardEngine(make_config({"a": judge})).portal() as portal:
+        yield portal
+
+
+def test_futures_give_outcomes(portal, make_sample):
+    assert portal.submit(make_sample()).result().reward == 0.025
+    outcomes = portal.submit_all([make_sample(1), make_sample(2)]).result()
+    assert [outcome.reward for outcome in outcomes] == [0.025, 0.025]
+    assert portal.statistics().scored == 3
+
+
+def test_an_event_loop_can_await_them(portal, make_sample):
+    async def main():
+        return await asyncio.wrap_future(portal.submit(make_sample()))
+
+    assert [asyncio.run(main()).reward for _ in range(2)] == [0.025, 0.025]
+
+
+def test_cancelling_a_future_cancels_its_attempts(portal, judge, make_sample):
+    judge.hold()
+    one, many = portal.submit(make_sample()), portal.submit_all([make_sample(1), make_sample(2)])
+    judge.wait_for(lambda report: report.in_flight == 3)
+    one.cancel()
+    many.cancel()
+    assert judge.wait_for(lambda report: report.in_flight == 0).abandoned == 3
+    judge.release()
+    for future in (one, many):
+        with pytest.raises(CancelledError):
+            future.result()
+
+
+def test_a_process_has_one_portal_for_equal_configurations(judge, make_config, make_sample):
+    config = load_config(make_config({"a": judge}))
+    try:
+        portal = process_portal(config)
+        assert process_portal(load_config(make_config({"a": judge}))) is portal
+        assert process_portal(load_config(make_config({"a": judge}, engine={"deadline_s": 9}))) is not portal
+        assert portal.config == config
+        assert portal.score(make_sample()).reward == 0.025
+    finally:
+        close_process_portals()
+    close_process_portals()
+    with pytest.raises(RuntimeError, match="not running"):
+        portal.score(make_sample())
+    try:
+        assert process_portal(config).score(make_sample()).reward == 0.025
+    finally:
+        close_process_portals()
+
+
+PROGRAM = """
+import os, sys
+from qreward_plugins import Sample, load_config, process_portal
+portal = process_portal(load_config({
+    "sources": {"f": {"kind": "function", "function": "math:fsum", "mode": "thread", "arguments": "sample"}},
+    "judges": {"j": {"kind": "function"}},
+}))
+print(portal.score(Sample([], "x")).reward, flush=True)
+if os.fork() == 0:
+    import qreward_plugins.portal as home
+    print("child", len(home._portals._open), flush=True)
+    os._exit(0)
+os.wait()
+"""
+
+
+def test_it_closes_when_the_process_ends_and_a_forked_child_has_none():
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == ["None", "child", "0"]
+    assert "exception" not in done.stderr.lower().replace("typeerror", "")

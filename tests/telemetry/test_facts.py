@@ -1,0 +1,55 @@
+"""The facts of outcomes: the same keys for every sample, and what they tell together."""
+
+from __future__ import annotations
+
+import pytest
+
+from qreward_plugins import Cause, Failed, Scored, Usage, Verdict
+from qreward_plugins.telemetry import Facts, summary
+
+SCORED = Scored(
+    Verdict(0.5, {"tone": 0.25}, judge="j", source="a", attempts=2, usage=Usage(10, 5), latency_s=1.5, cost_usd=0.01)
+)
+FAILED = Failed(Cause.INFRA, "deadline", judge="j", attempts=3, latency_s=4.0)
+
+
+def test_every_outcome_has_the_same_keys():
+    facts = Facts(["tone"], defines_correct=False)
+    scored, failed = facts.of(SCORED), facts.of(FAILED)
+    assert scored.keys() == failed.keys()
+    assert (scored["score/tone"], failed["score/tone"]) == (0.25, None)
+    assert (scored["failed"], scored["cause"]) == (0.0, "")
+    assert (failed["failed"], failed["cause"], failed["attempts"]) == (1.0, "infra/deadline", 3.0)
+    assert (scored["tokens"], scored["cost_usd"], scored["latency_s"], scored["source"]) == (15.0, 0.01, 1.5, "a")
+
+
+def test_components_and_correctness_that_turn_up_stay():
+    facts = Facts([], defines_correct=False)
+    assert "score/tone" not in facts.of(FAILED)
+    assert facts.of(SCORED)["score/tone"] == 0.25
+    assert facts.of(FAILED)["score/tone"] is None
+    assert "acc" not in facts.of(FAILED)
+    assert facts.of(Scored(Verdict(1.0, correct=True)))["acc"] == 1.0
+    assert facts.of(FAILED)["acc"] == 0.0
+
+
+def test_a_summary_counts_all_and_averages_what_was_scored():
+    facts = Facts(["tone"], defines_correct=True)
+    outcomes = [
+        SCORED,
+        FAILED,
+        Failed(Cause.VERDICT, "invalid"),
+        Scored(Verdict(1.0, {"tone": 0.75}, correct=True, source="b")),
+    ]
+    numbers = summary([facts.of(outcome) for outcome in outcomes])
+    assert (numbers["samples"], numbers["failed"], numbers["failed_rate"]) == (4.0, 2.0, 0.5)
+    assert [numbers[f"failed/{cause}"] for cause in ("infra", "verdict", "policy")] == [1.0, 1.0, 0.0]
+    assert (numbers["source_share/a"], numbers["source_share/b"]) == (0.5, 0.5)
+    assert (numbers["score/tone"], numbers["acc"]) == (0.5, 0.5)
+    assert (numbers["latency_s/max"], numbers["latency_s/p50"]) == (4.0, 0.0)
+    assert numbers["cost_usd"] == pytest.approx(0.01)
+    assert numbers["attempts_mean"] == pytest.approx(1.5)
+
+
+def test_nothing_has_no_summary():
+    assert summary([]) == {}

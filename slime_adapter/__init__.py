@@ -1,0 +1,59 @@
+"""qreward for slime: a reward function and the hooks around it, each reached by the path that slime's flags take.
+
+    --custom-rm-path slime_adapter.reward
+    --custom-reward-post-process-path slime_adapter.post_process
+    --dynamic-sampling-filter-path slime_adapter.drop_failed_groups
+    --custom-rollout-log-function-path slime_adapter.log_rollout
+    --custom-eval-rollout-log-function-path slime_adapter.log_eval
+    --eval-function-path slime_adapter.eval_rollout          (where --group-rm is set)
+
+slime's `load_function` takes what stands before the last dot for a module and looks the rest up in it, so everything a
+flag may name is an attribute of this package. The names load on first use: slime imports this in processes that never
+score, and looking at it must import neither slime nor torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .evaluation import eval_rollout
+    from .filters import drop_failed_and_flat_groups, drop_failed_groups
+    from .logs import log_eval, log_rollout
+    from .normalization import post_process
+    from .scoring import reward, reward_group, reward_sample
+    from .settings import close
+
+_HOMES = {
+    "close": "settings",
+    "drop_failed_and_flat_groups": "filters",
+    "drop_failed_groups": "filters",
+    "eval_rollout": "evaluation",
+    "log_eval": "logs",
+    "log_rollout": "logs",
+    "post_process": "normalization",
+    "reward": "scoring",
+    "reward_group": "scoring",
+    "reward_sample": "scoring",
+}
+
+__all__ = [
+    "close",
+    "drop_failed_and_flat_groups",
+    "drop_failed_groups",
+    "eval_rollout",
+    "log_eval",
+    "log_rollout",
+    "post_process",
+    "reward",
+    "reward_group",
+    "reward_sample",
+]
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {', '.join(__all__)}")
+    return getattr(importlib.import_module(f".{home}", __name__), name)

@@ -1,0 +1,62 @@
+"""Dynamic sampling filters: groups with too few rewards are replaced by other prompts, and not for ever.
+
+slime resamples until its batch is full and knows no end to it (slime/rollout/sglang_rollout.py), so while a judge is
+down a filter that drops failed groups would keep generating and judging in vain. The gate of the core ends that run
+with an error that says what the judge answered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from .late import settle
+from .samples import ROLLOUT_SAMPLE, flat, has_reward, record_of
+from .settings import adapter_of
+
+REASON = "qreward_failed"
+"""What slime counts the dropped groups under: `rollout/dynamic_filter/drop_qreward_failed`."""
+
+
+@dataclass
+class FilterOutput:
+    """slime's `DynamicFilterOutput`, where slime is not installed."""
+
+    keep: bool
+    reason: str | None = None
+    keep_when_insufficient: bool = False
+
+
+def drop_failed_groups(args: Any, samples: Sequence[ROLLOUT_SAMPLE], **_: Any) -> Any:
+    """slime's `--dynamic-sampling-filter-path`: keep a group when at least `groups.min_scored` of its samples have a
+    reward (default: all of them).
+
+    Returns slime's `DynamicFilterOutput`. Raises `JudgeUnavailable` when `groups.give_up_after` groups in a row had too
+    few.
+    """
+    group = list(flat(samples))
+    settle(group)
+    causes = [str(record_of(sample).get("cause") or "no reward") for sample in group if not has_reward(args, sample)]
+    kept = adapter_of(args).gate.admit(len(group), causes)
+    return _output()(keep=kept, reason=None if kept else REASON)
+
+
+def drop_failed_and_flat_groups(args: Any, samples: Sequence[ROLLOUT_SAMPLE], **kwargs: Any) -> Any:
+    """`drop_failed_groups`, and then slime's own filter against groups whose rewards are all the same (as in DAPO;
+    slime/rollout/filter_hub/dynamic_sampling_filters.py). slime takes the path of one filter only.
+    """
+    output = drop_failed_groups(args, samples, **kwargs)
+    if not output.keep:
+        return output
+    flatness = import_module("slime.rollout.filter_hub.dynamic_sampling_filters")
+    return flatness.check_reward_nonzero_std(args, list(flat(samples)), **kwargs)
+
+
+def _output() -> type[Any]:
+    try:
+        module = import_module("slime.rollout.filter_hub.base_types")
+    except ModuleNotFoundError:
+        return FilterOutput
+    return module.DynamicFilterOutput  # type: ignore[no-any-return]

@@ -1,0 +1,121 @@
+"""slime's log hooks: what the rewards of a step took and cost, beside slime's own metrics.
+
+A hook that returns False leaves logging to slime, and what it puts into slime's dict of extra metrics is logged with
+the rest. In evaluation and in fully-async rollouts there is no such dict; then the hook logs by itself, on the axes
+that slime's trackers know (`rollout/`, `eval/`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from importlib import import_module
+from typing import Any
+
+from qreward_plugins.telemetry import BatchReport, summary
+
+from .samples import ROLLOUT_SAMPLE, has_reward, record_of
+from .scoring import give_stand_ins
+from .settings import adapter_of
+
+
+def log_rollout(
+    rollout_id: int,
+    args: Any,
+    samples: Sequence[ROLLOUT_SAMPLE],
+    rollout_extra_metrics: dict[str, Any] | None,
+    rollout_time: float,
+) -> bool:
+    """slime's `--custom-rollout-log-function-path`: adds `rollout/qreward/...` to the step's metrics; returns False.
+
+    It is the first hook that sees the whole batch, before slime's own metrics read the rewards, so samples that have
+    none get a stand-in here.
+    """
+    unscored = [sample for sample in samples if getattr(sample, "reward", None) is None]
+    if unscored and any(record_of(sample) for sample in samples):
+        give_stand_ins(args, unscored)
+    numbers = _summary(samples)
+    if numbers:
+        numbers.update(_blame(adapter_of(args).portal.last_batch()))
+    _hand_over(
+        args,
+        rollout_id,
+        {f"rollout/qreward/{name}": value for name, value in numbers.items()},
+        rollout_extra_metrics,
+        "rollout/step",
+    )
+    args.logged_rollout_id = rollout_id  # slime's contract tests look for it
+    return False
+
+
+def log_eval(rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: dict[str, Any] | None) -> bool:
+    """slime's `--custom-eval-rollout-log-function-path`: leaves failed samples out of the means that slime takes of
+    `data`, and adds `eval/<data set>/qreward/...`; returns False.
+
+    With `--log-passrate`, which wants whole groups, all samples of a prompt with a failed one are left out. A data set
+    without any reward is taken out of `data`, because slime cannot average nothing; its failure rate is logged.
+    """
+    metrics: dict[str, Any] = {}
+    for name in list(data):
+        samples = data[name].get("samples")
+        if not samples:
+            continue
+        metrics.update({f"eval/{name}/qreward/{key}": value for key, value in _summary(samples).items()})
+        kept = _kept(args, samples)
+        if not any(kept):
+            del data[name]
+        elif not all(kept):
+            data[name] = {key: _only(value, kept) for key, value in data[name].items()}
+    _hand_over(args, rollout_id, metrics, extra_metrics, "eval/step")
+    args.logged_eval_rollout_id = rollout_id  # slime's contract tests look for it
+    return False
+
+
+def _summary(samples: Iterable[ROLLOUT_SAMPLE]) -> dict[str, float]:
+    return summary(record for sample in samples if (record := record_of(sample)))
+
+
+def _kept(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> list[bool]:
+    """Which samples of a data set count; slime sorts them by prompt."""
+    scored = [not record_of(sample) or has_reward(args, sample) for sample in samples]
+    size = getattr(args, "n_samples_per_eval_prompt", 1) if getattr(args, "log_passrate", False) else 1
+    if size > 1 and len(samples) % size == 0:
+        return [all(scored[place - place % size : place - place % size + size]) for place in range(len(samples))]
+    return scored
+
+
+def _only(values: Any, kept: Sequence[bool]) -> Any:
+    if not isinstance(values, list) or len(values) != len(kept):
+        return values
+    return [value for value, keep in zip(values, kept, strict=True) if keep]
+
+
+def _blame(report: BatchReport | None) -> dict[str, float]:
+    if report is None:
+        return {}
+    return {
+        f"blame_s/{source or 'none'}/{kind}": seconds
+        for source, kinds in report.by_source().items()
+        for kind, seconds in kinds.items()
+    }
+
+
+def _hand_over(
+    args: Any, rollout_id: int, metrics: dict[str, Any], extra_metrics: dict[str, Any] | None, step_key: str
+) -> None:
+    """Give metrics to slime's dict, or log them where slime has none."""
+    if extra_metrics is not None:
+        extra_metrics.update(metrics)
+    elif metrics:
+        step = _module("metric_utils").compute_rollout_step(args, rollout_id)
+        _module("logging_utils").log(args, {**metrics, step_key: step}, step_key=step_key)
+
+
+def _module(name: str) -> Any:
+    """A module of slime's that moved from `utils` (v0.3.1) to `observability`."""
+    try:
+        return import_module(f"slime.observability.{name}")
+    except ModuleNotFoundError:
+        return import_module(f"slime.utils.{name}")
+
+
+__all__ = ["log_eval", "log_rollout"]

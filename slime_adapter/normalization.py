@@ -1,0 +1,84 @@
+"""slime's reward normalisation, with the failed samples left out of it.
+
+Without a hook slime normalises in `_post_process_rewards` (slime/ray/rollout.py), where a failed sample counts like any
+other: `remove_sample` zeroes its loss mask later and its reward still moves its group. This hook computes the very
+numbers of slime where nothing failed, its peculiarities included, and elsewhere takes mean and standard deviation over
+the scored samples alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from qreward_plugins import group_means
+
+from .late import settle
+from .samples import ROLLOUT_SAMPLE, finite, group_of, has_reward, value_of
+
+if TYPE_CHECKING:
+    import torch
+
+GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
+"""The estimators whose rewards slime normalises within groups."""
+
+SCALED_ESTIMATORS = ("grpo", "gspo", "cispo")
+"""Those of them that it divides by the standard deviation with `--grpo-std-normalization`."""
+
+EPSILON = 1e-6
+"""What slime adds to the standard deviation."""
+
+
+def post_process(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> tuple[list[Any], list[Any]]:
+    """slime's `--custom-reward-post-process-path`: the raw and the normalised rewards of a batch, in order.
+
+    A sample without a finite reward of its own, whoever scored it, gets `remove_sample = True`, the mean of its group's
+    scored samples as raw reward, and a normalised reward of 0.0 where the estimator works on groups. Nothing that is
+    returned is None, NaN or infinite.
+    """
+    settle(samples)
+    scored = [has_reward(args, sample) for sample in samples]
+    for sample, has in zip(samples, scored, strict=True):
+        if not has:
+            sample.remove_sample = True
+    means = group_means(
+        [finite(value_of(args, sample)) if has else None for sample, has in zip(samples, scored, strict=True)],
+        [group_of(sample) for sample in samples],
+    )
+    raw = [value_of(args, sample) if has else mean for sample, has, mean in zip(samples, scored, means, strict=True)]
+    estimator = getattr(args, "advantage_estimator", None)
+    if estimator not in GROUP_ESTIMATORS or not getattr(args, "rewards_normalization", True):
+        return raw, list(raw)
+    scale = estimator in SCALED_ESTIMATORS and getattr(args, "grpo_std_normalization", True)
+    return raw, _normalized(args, raw, scored, scale=scale)
+
+
+def _normalized(args: Any, raw: Sequence[float], scored: Sequence[bool], *, scale: bool) -> list[float]:
+    import torch
+
+    rewards = torch.tensor(raw, dtype=torch.float)
+    size = getattr(args, "n_samples_per_prompt", 1)
+    # Where rollouts became several samples slime takes the whole batch for one group, and so does this.
+    regular = len(raw) == size * getattr(args, "rollout_batch_size", 0)
+    rewards = rewards.reshape(-1, size if regular else len(raw))
+    if rewards.shape[1] < 2:
+        return [0.0] * len(raw)  # slime divides by a deviation that one sample does not have
+    centered = rewards - rewards.mean(dim=-1, keepdim=True)
+    normalized = centered / (centered.std(dim=-1, keepdim=True) + EPSILON) if scale else centered
+    there = torch.tensor(scored).reshape(rewards.shape)
+    for row in range(len(rewards)):
+        if not there[row].all():
+            normalized[row] = _over_scored(rewards[row], there[row], scale=scale)
+    return normalized.flatten().tolist()
+
+
+def _over_scored(rewards: torch.Tensor, there: torch.Tensor, *, scale: bool) -> torch.Tensor:
+    """One group, normalised over the scored samples; the others get 0.0, and so does a sample that is alone."""
+    import torch
+
+    normalized = torch.zeros_like(rewards)
+    count = int(there.sum())
+    if count > 1:
+        centered = rewards[there] - rewards[there].mean()
+        normalized[there] = centered / (centered.std() + EPSILON) if scale else centered
+    return normalized

@@ -1,0 +1,192 @@
+"""The reward function: a sample, a group, or the several samples that one rollout became, each to its reward.
+
+slime puts what comes back straight into training. It ends the job at an exception, breaks at None, and makes a whole
+group NaN for one NaN; so every sample gets a finite number here, and what is only a stand-in is masked with
+`remove_sample` and marked on the sample for the post-process hook, which leaves it out of the group's statistics.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, TypeAlias, cast
+from weakref import ref
+
+from qreward_plugins import Cause, Failed, Outcome, RewardMissing
+from qreward_plugins.config import Constant
+
+from .aborts import Aborts, aborted
+from .late import expect, write_late
+from .samples import ROLLOUT_SAMPLE, group_of, is_aborted, keep_record, metadata_of, record_of, to_sample
+from .settings import Adapter, adapter_of
+
+Reward: TypeAlias = float | dict[str, Any]
+
+_ABORTED = Failed(Cause.INFRA, "aborted", "slime aborted the rollout before there was a verdict")
+
+_aborts = Aborts()
+
+
+async def reward(args: Any, sample: ROLLOUT_SAMPLE | Sequence[ROLLOUT_SAMPLE], **_: Any) -> Any:
+    """The reward of a sample, or the rewards of several in order: with `--group-rm` the group, without it what a custom
+    generate function made of one rollout.
+
+    A reward is a float; with `--reward-key` or `--eval-reward-key` a dict that has those keys and `score`, `failed`,
+    `cause` and every component. A failed sample gets the mean of its scored siblings, `remove_sample = True` and
+    `metadata["qreward"]["excluded"]`, unless `on_failure` says otherwise. Returns within the configuration's
+    `engine.deadline_s`; cancelling the call cancels its attempts. Raises `ConfigurationError`, and `RewardMissing` with
+    `on_failure: raise`.
+    """
+    if isinstance(sample, (list, tuple)):
+        return await reward_group(args, sample)
+    return (await _score(args, [sample], size=getattr(args, "n_samples_per_prompt", None)))[0]
+
+
+async def reward_sample(args: Any, sample: ROLLOUT_SAMPLE, **kwargs: Any) -> Any:
+    """`reward` under the parameter names that slime's contract tests want of a function for single samples."""
+    return await reward(args, sample, **kwargs)
+
+
+async def reward_group(args: Any, samples: Sequence[ROLLOUT_SAMPLE], **_: Any) -> list[Reward]:
+    """`reward` for several samples; slime's contract tests want this parameter name with `--group-rm`."""
+    samples = list(samples)
+    return await _score(args, samples, size=len(samples) if getattr(args, "group_rm", False) else None)
+
+
+def give_stand_ins(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> None:
+    """Treat samples that never came to be scored as failed ones. slime asks for no reward where the server cut a
+    generation short, and breaks at the None that such a sample trains with.
+    """
+    rewards = _write(args, adapter_of(args), samples, [_ABORTED] * len(samples), size=None)
+    for sample, reward in zip(samples, rewards, strict=True):
+        sample.reward = reward
+
+
+async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | None) -> list[Reward]:
+    adapter = adapter_of(args)
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    judged = [sample for sample in samples if not is_aborted(sample)]
+    outcomes: Sequence[Outcome] = [_ABORTED] * len(judged)
+    late: Future[Any] | None = None
+    if judged and not aborted(args):
+        work = _submit(adapter, judged)
+        try:
+            if await _aborts.finished(args, work):
+                outcomes = _outcomes(work)
+            elif getattr(args, "partial_rollout", False):
+                late = work
+        finally:
+            if late is None:
+                work.cancel()
+    told = iter(outcomes)
+    by_sample = [_ABORTED if is_aborted(sample) else next(told) for sample in samples]
+    rewards = _write(args, adapter, samples, by_sample, size=size)
+    for sample in samples:
+        sample.non_generation_time = getattr(sample, "non_generation_time", 0.0) + (loop.time() - began)
+    if late is not None:
+        # slime keeps these samples for a later rollout, so their verdicts are still worth having.
+        expect(judged)
+        late.add_done_callback(partial(_arrived, args, adapter, judged))
+    return rewards
+
+
+def _submit(adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE]) -> Future[Any]:
+    """Hand samples to the engine: several as one batch, single ones as they come."""
+    if len(samples) == 1:
+        return adapter.portal.submit(to_sample(samples[0]))
+    return adapter.portal.submit_all([to_sample(sample) for sample in samples])
+
+
+def _outcomes(work: Future[Any]) -> Sequence[Outcome]:
+    result = work.result()
+    return result if isinstance(result, list) else [cast(Outcome, result)]
+
+
+def _arrived(args: Any, adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE], work: Future[Any]) -> None:
+    """Write verdicts that came after slime took its samples back. It runs in the engine's thread."""
+    if work.cancelled() or work.exception() is not None:
+        return
+    for sample, outcome in zip(samples, _outcomes(work), strict=True):
+        if outcome.reward is not None:
+            facts = adapter.facts.of(outcome)
+            write_late(sample, _as_reward(args, facts, outcome.reward), {**facts, "excluded": False})
+
+
+def _write(
+    args: Any,
+    adapter: Adapter,
+    samples: Sequence[ROLLOUT_SAMPLE],
+    outcomes: Sequence[Outcome],
+    *,
+    size: int | None,
+) -> list[Reward]:
+    """Mark the samples with their outcomes, and return their rewards. `size` is the size of a whole group, if known."""
+    rewards: dict[int, Reward] = {}
+    failed: list[int] = []
+    for place, (sample, outcome) in enumerate(zip(samples, outcomes, strict=True)):
+        facts = adapter.facts.of(outcome)
+        reward = _number(adapter, outcome)
+        keep_record(sample, {**facts, "excluded": reward is None})
+        if reward is None:
+            failed.append(place)
+            continue
+        rewards[place] = _as_reward(args, facts, reward)
+        adapter.siblings.scored(_siblings_of(sample), _trained(args, rewards[place]), size=size)
+    for place in failed:
+        sample = samples[place]
+        adapter.tell_of_missing_hook(args)
+        sample.remove_sample = True
+        adapter.siblings.failed(
+            _siblings_of(sample),
+            partial(_stand_in, args, ref(sample)),
+            size=size,
+            follow=group_of(sample) is not None,
+        )
+        rewards[place] = sample.reward
+    return [rewards[place] for place in range(len(samples))]
+
+
+def _number(adapter: Adapter, outcome: Outcome) -> float | None:
+    """What an outcome trains as; None: as nothing. Raises `RewardMissing` where the configuration says so."""
+    policy = adapter.config.on_failure
+    if outcome.reward is not None:
+        return float(outcome.reward)
+    if isinstance(policy, Constant):
+        return policy.constant
+    if policy == "raise" and outcome is not _ABORTED:
+        raise RewardMissing(outcome)
+    return None
+
+
+def _stand_in(args: Any, sample_ref: ref[ROLLOUT_SAMPLE], mean: float) -> None:
+    """Give a failed sample the mean of its siblings, unless its own verdict has come after all."""
+    sample = sample_ref()
+    if sample is not None and record_of(sample).get("excluded"):
+        sample.reward = _as_reward(args, record_of(sample), mean)
+
+
+def _as_reward(args: Any, facts: Mapping[str, Any], number: float) -> Reward:
+    """A number as slime wants it: alone, or in a dict when the reward has a key."""
+    keys = {getattr(args, name, None) for name in ("reward_key", "eval_reward_key")} - {None, ""}
+    if not keys:
+        return number
+    components = {name.removeprefix("score/"): value for name, value in facts.items() if name.startswith("score/")}
+    told: dict[str, Any] = {**components, "score": number, "failed": facts["failed"], "cause": facts["cause"]}
+    for key in map(str, keys):
+        if told.get(key) is None or facts["failed"]:
+            told[key] = number
+    return told
+
+
+def _trained(args: Any, reward: Reward) -> float:
+    key = getattr(args, "reward_key", None)
+    return float(reward[key] if key else reward["score"]) if isinstance(reward, dict) else reward
+
+
+def _siblings_of(sample: ROLLOUT_SAMPLE) -> tuple[str, Any]:
+    """Whose mean a failed sample gets: its group's, and in evaluation, where there is none, its data source's."""
+    group = group_of(sample)
+    return ("eval", str(metadata_of(sample).get("data_source", ""))) if group is None else ("group", group)

@@ -1,0 +1,102 @@
+"""Where the configuration of a slime run comes from, and what belongs to one configuration in a process.
+
+slime calls a bare function from whatever event loop it has at the moment (train and eval share one, fully-async rollout
+has another, tests make one each), with `args` as the only context. So what must outlive a call is kept here, by
+configuration: the core's portal with its queue and limits, the gate that drops groups, and what is known of groups.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import os
+import threading
+from typing import Any
+
+from qreward_plugins import ConfigurationError, GroupGate, Mistake, process_portal
+from qreward_plugins.config import Config, load_layers
+from qreward_plugins.config.layers import ENVIRONMENT
+from qreward_plugins.portal import close_process_portals
+
+from .siblings import Siblings
+
+_log = logging.getLogger("slime_adapter")
+
+POST_PROCESS_FLAG = "--custom-reward-post-process-path slime_adapter.post_process"
+
+
+class Adapter:
+    """What one configuration needs in this process. Raises `ConfigurationError`."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+        self.portal = process_portal(config)
+        self.facts = self.portal.facts()
+        self.gate = GroupGate(config.groups)
+        self.siblings = Siblings()
+        self._told = False
+
+    def tell_of_missing_hook(self, args: Any) -> None:
+        """Say once which flag keeps failed samples out of the groups' statistics, where it is not set."""
+        if self._told or self.config.on_failure != "exclude":
+            return
+        self._told = True
+        if getattr(args, "custom_reward_post_process_path", None) is None:
+            _log.warning(
+                "A sample has no reward. It is masked and gets the mean of its group, but it still counts in its "
+                "group's standard deviation. Add %s to leave it out of that, too.",
+                POST_PROCESS_FLAG,
+            )
+
+
+_lock = threading.Lock()
+_adapters: list[tuple[tuple[Any, ...], Adapter]] = []
+
+
+def adapter_of(args: Any) -> Adapter:
+    """The adapter for slime's `args`; made with the first call for a configuration.
+
+    The tree is `args.qreward` (slime makes every top-level key of the file behind `--custom-config-path` an attribute),
+    or the file that `QREWARD_CONFIG` names; without either, the reward server of `--rm-url`. Raises
+    `ConfigurationError` with every mistake.
+    """
+    inline, url = getattr(args, "qreward", None), getattr(args, "rm_url", None)
+    key = (inline, url, os.environ.get(ENVIRONMENT))
+    with _lock:
+        for known, adapter in _adapters:
+            if known == key:
+                return adapter
+        adapter = Adapter(_load(inline, url))
+        _adapters.append((copy.deepcopy(key), adapter))
+        return adapter
+
+
+def close() -> None:
+    """Close the engines of this process; what waits for a reward there fails. Without a call they close at exit."""
+    with _lock:
+        _adapters.clear()
+    close_process_portals()
+
+
+def _load(inline: Any, url: str | None) -> Config:
+    if inline is None and not url and not os.environ.get(ENVIRONMENT):
+        raise ConfigurationError(
+            [
+                Mistake(
+                    "qreward",
+                    "there is no configuration.",
+                    f"Give slime `--custom-config-path FILE` with the tree below the key `qreward`, name a file in "
+                    f"{ENVIRONMENT} (in the runtime environment of the Ray job), or set --rm-url.",
+                )
+            ],
+            origin="slime's arguments",
+        )
+    return load_layers(inline, default=_reward_server(url) if url else None, origin="qreward")
+
+
+def _reward_server(url: str) -> dict[str, Any]:
+    """The server of slime's own `remote_rm`, which takes prompt, response and label (slime/rollout/rm_hub)."""
+    return {
+        "sources": {"rm_url": {"kind": "http", "url": url}},
+        "judges": {"rm_url": {"kind": "function", "sources": ["rm_url"]}},
+    }

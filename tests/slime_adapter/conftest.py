@@ -1,0 +1,88 @@
+"""Samples and arguments as slime has them, without slime; a judge server on loopback."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import slime_adapter
+from qreward_plugins.testing import JudgeServer
+
+
+class Status(enum.Enum):
+    PENDING = "pending"
+    COMPLETED = "completed"
+    ABORTED = "aborted"
+
+
+@dataclass
+class SlimeSample:
+    """The fields of slime's Sample that a reward function may touch."""
+
+    response: str = ""
+    label: str | None = "42"
+    prompt: Any = "17 + 25?"
+    group_index: int | None = 0
+    index: int | None = 0
+    reward: Any = None
+    metadata: Any = field(default_factory=dict)
+    remove_sample: bool = False
+    status: Status = Status.COMPLETED
+    non_generation_time: float = 0.0
+
+
+@pytest.fixture
+def make_group():
+    def make(*responses, group=0, **fields):
+        return [SlimeSample(text, group_index=group, index=n, **fields) for n, text in enumerate(responses)]
+
+    return make
+
+
+@pytest.fixture
+def judge():
+    """Gives the number in the response out of 10, and of "5/2" the 2 for its tone; "break" is an HTTP 500."""
+
+    def score(call):
+        response = call.blocks["response"]
+        if "break" in response:
+            raise RuntimeError("the test asked for it")
+        total, _, tone = response.partition("/")
+        return {"score": float(total), "components": {"tone": float(tone)}} if tone else float(total)
+
+    with JudgeServer(score) as server:
+        yield server
+
+
+@pytest.fixture
+def make_args(judge):
+    """slime's arguments, with a configuration that points to the judge and gives up at the first failure."""
+
+    def make(*, tree=None, **arguments):
+        qreward = {
+            "sources": {"judge": {"kind": "openai", "base_url": judge.base_url, "model": "judge"}},
+            "judges": {"quality": {"kind": "llm"}},
+            "engine": {"max_attempts": 1, "seed": 1},
+            **(tree or {}),
+        }
+        defaults = {
+            "custom_reward_post_process_path": "slime_adapter.post_process",
+            "group_rm": False,
+            "n_samples_per_prompt": 4,
+            "partial_rollout": False,
+            "rollout_batch_size": 1,
+        }
+        return SimpleNamespace(qreward=qreward, **{**defaults, **arguments})
+
+    return make
+
+
+@pytest.fixture(autouse=True)
+def closed():
+    """What a test opened is closed after it: no engine, thread or connection lives on."""
+    yield
+    slime_adapter.close()

@@ -1,0 +1,138 @@
+"""When slime aborts a rollout, pending rewards end at once and nothing is lost that slime keeps."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+import slime_adapter
+from slime_adapter.aborts import aborted
+
+
+@pytest.fixture
+def generation(monkeypatch):
+    """slime's singleton with the flag, in the modules where slime keeps it."""
+
+    class GenerateState:
+        aborted = False
+
+    state = GenerateState()
+    rollout, misc = ModuleType("slime.rollout.sglang_rollout"), ModuleType("slime.utils.misc")
+    rollout.GenerateState = GenerateState
+    misc.SingletonMeta = SimpleNamespace(_instances={GenerateState: state})
+    monkeypatch.setitem(sys.modules, rollout.__name__, rollout)
+    monkeypatch.setitem(sys.modules, misc.__name__, misc)
+    return state
+
+
+async def pending(judge, args, samples, *, group=False):
+    """The calls for these samples, all of them waiting at the judge."""
+
+    async def one(sample):
+        sample.reward = await slime_adapter.reward(args, sample)
+
+    async def whole():
+        for sample, reward in zip(samples, await slime_adapter.reward(args, samples), strict=True):
+            sample.reward = reward
+
+    before = judge.report().in_flight
+    calls = [asyncio.ensure_future(whole())] if group else [asyncio.ensure_future(one(sample)) for sample in samples]
+    await asyncio.to_thread(judge.wait_for, lambda report: report.in_flight == before + len(samples))
+    return calls
+
+
+@pytest.mark.parametrize("group", [False, True])
+def test_pending_rewards_end_while_the_judge_still_thinks(generation, judge, make_args, make_group, group):
+    async def main():
+        samples = make_group("2", "4", "6")
+        calls = await pending(judge, make_args(), samples, group=group)
+        generation.aborted = True
+        await asyncio.gather(*calls)
+        return samples, [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    judge.hold()
+    samples, left = asyncio.run(main())
+    assert left == []
+    assert judge.wait_for(lambda report: report.in_flight == 0).abandoned == 3
+    assert all(sample.remove_sample for sample in samples)
+    assert [sample.reward for sample in samples] == [0.0] * 3
+    assert {sample.metadata["qreward"]["cause"] for sample in samples} == {"infra/aborted"}
+    judge.release()
+
+
+def test_what_is_aborted_already_is_not_sent(generation, judge, make_args, make_group):
+    generation.aborted = True
+    (sample,) = make_group("7")
+    assert asyncio.run(slime_adapter.reward(make_args(), sample)) == 0.0
+    assert sample.remove_sample
+    assert judge.report().requests == 0
+
+
+def test_a_rollout_function_of_ones_own_can_tell(judge, make_args, make_group):
+    told = []
+
+    async def main():
+        args = make_args(qreward_aborted=lambda: bool(told))
+        (sample,) = make_group("7")
+        (call,) = await pending(judge, args, [sample])
+        told.append(True)
+        await call
+        return sample
+
+    judge.hold()
+    assert asyncio.run(main()).remove_sample
+    judge.release()
+
+
+def test_without_slime_nothing_is_aborted():
+    assert not aborted(SimpleNamespace())
+
+
+class TestPartialRollout:
+    """slime keeps the samples and does not score complete ones again."""
+
+    def abort(self, judge, args, samples, generation):
+        async def main():
+            calls = await pending(judge, args, samples)
+            generation.aborted = True
+            await asyncio.gather(*calls)
+
+        judge.hold()
+        asyncio.run(main())
+        generation.aborted = False
+
+    def test_a_verdict_that_comes_later_is_written_into_its_sample(self, generation, judge, make_args, make_group):
+        args, samples = make_args(partial_rollout=True), make_group("2", "4")
+        self.abort(judge, args, samples, generation)
+        assert [(sample.reward, sample.remove_sample) for sample in samples] == [(0.0, True)] * 2
+        judge.release()
+        slime_adapter.close()  # waits for the engine's thread, which writes
+        assert [(sample.reward, sample.remove_sample) for sample in samples] in (
+            [(0.2, False), (0.4, False)],
+            [(0.0, True), (0.0, True)],
+        )
+
+    def test_it_counts_when_it_came_in_time(self, generation, judge, make_args, make_group):
+        args, samples = make_args(partial_rollout=True), make_group("2", "4", "6", "8")
+        self.abort(judge, args, samples[:2], generation)
+        judge.release()
+        judge.wait_for(lambda report: report.answered == 2)
+        for sample in samples[2:]:
+            sample.reward = asyncio.run(slime_adapter.reward(args, sample))
+        # The engine's thread works in order: what was answered first is written by now.
+        raw, _ = slime_adapter.post_process(args, samples)
+        assert raw == pytest.approx([0.2, 0.4, 0.6, 0.8])
+        assert not any(sample.remove_sample for sample in samples)
+
+    def test_it_does_not_change_a_sample_that_is_in_use(self, generation, judge, make_args, make_group):
+        args, samples = make_args(partial_rollout=True), make_group("2", "4")
+        self.abort(judge, args, samples, generation)
+        raw, _ = slime_adapter.post_process(args, samples)
+        judge.release()
+        judge.wait_for(lambda report: report.answered == 2)
+        asyncio.run(slime_adapter.reward(args, make_group("6", group=1)[0]))
+        assert raw == [0.0, 0.0]
+        assert [(sample.reward, sample.remove_sample) for sample in samples] == [(0.0, True)] * 2

@@ -1,0 +1,77 @@
+"""slime's samples in the core's words."""
+
+from __future__ import annotations
+
+import pytest
+
+import slime_adapter
+from slime_adapter.samples import to_sample
+
+CHATML = (
+    "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n17 + 25?<|im_end|>\n<|im_start|>assistant\n<think>\n"
+)
+LLAMA = (
+    "<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nBe brief.<|eot_id|>"
+    "<|start_header_id|>user<|end_header_id|>\n\n17 + 25?<|eot_id|><|start_header_id|>assistant<|end_header_id|>\n\n"
+)
+GLM = "[gMASK]<sop><|system|>\nBe brief.<|user|>\n17 + 25?<|assistant|>\n"
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "17 + 25?"}]
+
+
+@pytest.mark.parametrize("prompt", [CHATML, LLAMA, GLM, MESSAGES])
+def test_a_templated_prompt_is_read_back_into_messages(make_group, prompt):
+    assert to_sample(make_group("42", prompt=prompt)[0]).messages == MESSAGES
+
+
+def test_plain_text_is_one_user_message(make_group):
+    assert to_sample(make_group("42", prompt="17 + 25?")[0]).messages == [{"role": "user", "content": "17 + 25?"}]
+
+
+def test_content_in_parts_becomes_text(make_group):
+    prompt = [
+        {"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "What is it?"}]}
+    ]
+    assert to_sample(make_group("42", prompt=prompt)[0]).messages == [
+        {"role": "user", "content": "[image]\nWhat is it?"}
+    ]
+
+
+def test_every_field_finds_its_place(make_group):
+    (sample,) = make_group("It is 42.", group=7)
+    sample.metadata = {"source_name": "add", "difficulty": 3, "qreward": {"excluded": True}}
+    told = to_sample(sample)
+    assert (told.response, told.ground_truth, told.data_source) == ("It is 42.", "42", "add")
+    assert (told.group_id, told.split, told.id) == ("7", "train", "0")
+    assert told.extras == {"source_name": "add", "difficulty": 3}
+
+
+@pytest.mark.parametrize(
+    ("metadata", "expected"),
+    [
+        ({"data_source": "a", "source_name": "b"}, "a"),
+        ({"rm_type": "math"}, "math"),
+        (None, ""),
+        ({}, ""),
+    ],
+)
+def test_the_data_source_is_found_wherever_data_sets_keep_it(make_group, metadata, expected):
+    assert to_sample(make_group("42", metadata=metadata)[0]).data_source == expected
+
+
+def test_evaluation_is_the_split_without_groups(make_group):
+    assert to_sample(make_group("42", group=None)[0]).split == "val"
+
+
+def test_bare_objects_will_do():
+    told = to_sample(object())
+    assert (told.response, told.messages) == ("", [{"role": "user", "content": ""}])
+
+
+@pytest.mark.parametrize("name", slime_adapter.__all__)
+def test_every_path_that_a_flag_may_name_is_there(name):
+    assert callable(getattr(slime_adapter, name))
+
+
+def test_an_unknown_path_says_what_there_is():
+    with pytest.raises(AttributeError, match="post_process"):
+        _ = slime_adapter.postprocess

@@ -1,0 +1,255 @@
+"""The reward function: shapes, failures, and loops that come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import pickle
+import threading
+
+import pytest
+
+import slime_adapter
+from qreward_plugins import ConfigurationError, RewardMissing
+from slime_adapter.settings import adapter_of
+
+
+def run(args, sample):
+    return asyncio.run(slime_adapter.reward(args, sample))
+
+
+async def one_by_one(args, samples):
+    """As slime does without `--group-rm`: each sample by itself, its reward assigned when it comes."""
+
+    async def one(sample):
+        sample.reward = await slime_adapter.reward(args, sample)
+
+    await asyncio.gather(*map(one, samples))
+
+
+def test_a_sample_gets_a_float(make_args, make_group):
+    (sample,) = make_group("7")
+    reward = run(make_args(), sample)
+    assert reward == 0.7
+    assert type(reward) is float
+    assert sample.remove_sample is False
+    assert sample.non_generation_time > 0
+
+
+def test_the_record_of_a_sample_says_what_happened_and_can_be_pickled(make_args, make_group):
+    scored, failed = make_group("7", "break")
+    shared = {"source_name": "add"}
+    scored.metadata = failed.metadata = shared
+    args = make_args()
+    asyncio.run(one_by_one(args, [scored, failed]))
+    assert shared == {"source_name": "add"}
+    assert scored.metadata["source_name"] == "add"
+    record = pickle.loads(pickle.dumps(scored)).metadata["qreward"]
+    assert (record["failed"], record["cause"], record["excluded"]) == (0.0, "", False)
+    assert (record["source"], record["judge"], record["attempts"]) == ("judge", "quality", 1.0)
+    record = failed.metadata["qreward"]
+    assert (record["failed"], record["excluded"], record["attempts"]) == (1.0, True, 1.0)
+    assert record["cause"].startswith("infra/")
+
+
+def test_a_group_and_a_fan_out_get_a_list(make_args, make_group):
+    assert run(make_args(group_rm=True), make_group("1", "2", "3", "4")) == [0.1, 0.2, 0.3, 0.4]
+    assert run(make_args(), make_group("5", "6")) == [0.5, 0.6]
+    assert run(make_args(), []) == []
+
+
+def test_the_aliases_have_the_parameter_names_of_slimes_contract(make_args, make_group):
+    args = make_args()
+    assert asyncio.run(slime_adapter.reward_sample(args=args, sample=make_group("3")[0])) == 0.3
+    assert asyncio.run(slime_adapter.reward_group(args=args, samples=make_group("3", "4"))) == [0.3, 0.4]
+
+
+@pytest.mark.parametrize("group_rm", [False, True])
+def test_a_failed_sample_is_masked_and_gets_the_mean_of_its_group(make_args, make_group, group_rm):
+    args, group = make_args(group_rm=group_rm), make_group("break", "2", "4", "break")
+    if group_rm:
+        for sample, reward in zip(group, run(args, group), strict=True):
+            sample.reward = reward
+    else:
+        asyncio.run(one_by_one(args, group))
+    assert [sample.reward for sample in group] == pytest.approx([0.3, 0.2, 0.4, 0.3])
+    assert [sample.remove_sample for sample in group] == [True, False, False, True]
+
+
+def test_a_sample_that_failed_first_follows_the_mean_of_those_that_come_later(make_args, make_group):
+    args, group = make_args(), make_group("break", "2", "4", "9")
+    seen = []
+    for sample in group:
+        sample.reward = run(args, sample)
+        seen.append(group[0].reward)
+    assert seen == pytest.approx([0.0, 0.2, 0.3, 0.5])
+
+
+def test_groups_do_not_mix_and_are_forgotten_when_they_are_complete(make_args, make_group):
+    args = make_args(n_samples_per_prompt=2)
+    groups = [make_group("break", "2", group=1), make_group("8", "break", group=2)]
+    asyncio.run(one_by_one(args, [*groups[0], *groups[1]]))
+    assert [sample.reward for group in groups for sample in group] == [0.2, 0.2, 0.8, 0.8]
+    assert not adapter_of(args).siblings._groups
+    again = make_group("break", group=1)
+    assert run(args, again[0]) == 0.0
+
+
+def test_a_group_that_failed_whole_has_one_number(make_args, make_group):
+    group = make_group("break", "break", "break", "break")
+    asyncio.run(one_by_one(make_args(), group))
+    assert {sample.reward for sample in group} == {0.0}
+    assert all(sample.remove_sample for sample in group)
+
+
+def test_an_evaluation_sample_gets_the_mean_of_its_data_set(make_args, make_group):
+    args = make_args()
+    samples = make_group("2", "4", "break", group=None)
+    for sample in samples:
+        sample.metadata = {"data_source": "held-out"}
+        sample.reward = run(args, sample)
+    assert [sample.reward for sample in samples] == pytest.approx([0.2, 0.4, 0.3])
+
+
+WITH_TONE = {"judges": {"quality": {"kind": "llm", "criteria": {"tone": "is it kind?"}, "reward_range": [0, 10]}}}
+
+
+def test_rewards_with_a_key_are_dicts_whose_keys_are_always_there(make_args, make_group):
+    args = make_args(reward_key="reward", eval_reward_key="acc", tree=WITH_TONE)
+    scored, failed = run(args, make_group("7/2", "break"))
+    assert scored == {"tone": 2.0, "score": 7.0, "failed": 0.0, "cause": "", "reward": 7.0, "acc": 7.0}
+    assert failed.pop("cause").startswith("infra/")
+    assert failed == {"tone": None, "score": 7.0, "failed": 1.0, "reward": 7.0, "acc": 7.0}
+
+
+def test_a_component_can_be_what_trains(make_args, make_group):
+    args = make_args(reward_key="tone", tree=WITH_TONE)
+    rewards = run(args, make_group("5/2", "6/4", "break"))
+    assert [reward["tone"] for reward in rewards] == [2.0, 4.0, 3.0]
+    assert [reward["score"] for reward in rewards] == [5.0, 6.0, 3.0]
+
+
+def test_a_constant_trains_and_is_not_masked(make_args, make_group):
+    (sample,) = make_group("break")
+    assert run(make_args(tree={"on_failure": {"constant": -1}}), sample) == -1.0
+    assert sample.remove_sample is False
+    assert sample.metadata["qreward"]["failed"] == 1.0
+
+
+def test_raise_ends_the_job_knowingly(make_args, make_group):
+    with pytest.raises(RewardMissing, match="infra"):
+        run(make_args(tree={"on_failure": "raise"}), make_group("break")[0])
+
+
+def test_what_slime_aborted_is_not_judged(judge, make_args, make_group):
+    group = make_group("2", "unfinished", "4", "6")
+    group[1].status = type(group[1].status).ABORTED
+    assert run(make_args(group_rm=True), group) == pytest.approx([0.2, 0.4, 0.4, 0.6])
+    assert [sample.remove_sample for sample in group] == [False, True, False, False]
+    assert judge.report().requests == 3
+
+
+def test_without_the_post_process_hook_it_says_once_which_flag_to_add(make_args, make_group, caplog):
+    args = make_args(custom_reward_post_process_path=None)
+    with caplog.at_level(logging.WARNING, logger="slime_adapter"):
+        asyncio.run(one_by_one(args, make_group("break", "break", "3")))
+    told = [record.message for record in caplog.records if record.name == "slime_adapter"]
+    assert len(told) == 1
+    assert "--custom-reward-post-process-path slime_adapter.post_process" in told[0]
+
+
+def test_with_the_hook_it_says_nothing(make_args, make_group, caplog):
+    with caplog.at_level(logging.WARNING, logger="slime_adapter"):
+        asyncio.run(one_by_one(make_args(), make_group("break")))
+    assert [record for record in caplog.records if record.name == "slime_adapter"] == []
+
+
+def test_loops_come_and_go_and_share_one_engine(make_args, make_group):
+    args = make_args()
+    rewards = [run(args, make_group(str(n))[0]) for n in range(5)]
+    assert rewards == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4])
+    assert adapter_of(args).portal.statistics().scored == 5
+    # Equal arguments, as every Ray actor or test makes them anew, mean the same engine.
+    assert adapter_of(make_args()) is adapter_of(args)
+    assert adapter_of(make_args(tree={"engine": {"deadline_s": 5}})) is not adapter_of(args)
+
+
+def test_loops_in_several_threads_share_the_limits(judge, make_args, make_group):
+    tree = {
+        "sources": {
+            "judge": {"kind": "openai", "base_url": judge.base_url, "model": "judge", "limits": {"concurrency": 2}}
+        }
+    }
+    args, rewards = make_args(tree=tree, group_rm=True), []
+    judge.hold()
+    threads = [
+        threading.Thread(target=lambda n=n: rewards.extend(run(args, make_group("1", "2", "3", "4", group=n))))
+        for n in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    judge.wait_for(lambda report: report.in_flight == 2)
+    judge.release()
+    for thread in threads:
+        thread.join()
+    assert sorted(rewards) == [0.1] * 3 + [0.2] * 3 + [0.3] * 3 + [0.4] * 3
+    assert judge.report().peak_concurrency == 2
+
+
+def test_a_cancelled_call_cancels_its_attempts_and_leaves_nothing_on_the_loop(judge, make_args, make_group):
+    async def main():
+        call = asyncio.ensure_future(slime_adapter.reward(make_args(), make_group("5")[0]))
+        await asyncio.to_thread(judge.wait_for, lambda report: report.in_flight == 1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        return [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    judge.hold()
+    assert asyncio.run(main()) == []
+    judge.wait_for(lambda report: report.in_flight == 0)
+    judge.release()
+
+
+def test_a_loop_that_is_closed_under_a_pending_call_does_no_harm(judge, make_args, make_group, caplog):
+    args = make_args()
+    loop = asyncio.new_event_loop()
+    judge.hold()
+    call = loop.create_task(slime_adapter.reward(args, make_group("5")[0]))
+    loop.run_until_complete(asyncio.to_thread(judge.wait_for, lambda report: report.in_flight == 1))
+    loop.run_until_complete(loop.shutdown_default_executor())
+    loop.close()
+    judge.release()
+    assert run(args, make_group("6")[0]) == 0.6
+    assert adapter_of(args).portal.statistics().scored == 2
+    with caplog.at_level(logging.CRITICAL, logger="asyncio"):
+        del call
+        gc.collect()
+
+
+def test_no_configuration_is_one_clear_error(make_group, monkeypatch):
+    monkeypatch.delenv("QREWARD_CONFIG", raising=False)
+
+    class Args:
+        pass
+
+    with pytest.raises(ConfigurationError, match="--custom-config-path FILE"):
+        run(Args(), make_group("5")[0])
+
+
+def test_the_environment_may_name_the_file(judge, make_args, make_group, monkeypatch, tmp_path):
+    path = tmp_path / "judges.yaml"
+    path.write_text(
+        f"sources: {{judge: {{kind: openai, base_url: '{judge.base_url}', model: judge}}}}\n"
+        "judges: {quality: {kind: llm, reward_range: [0, 10]}}\n"
+    )
+    args = make_args()
+    del args.qreward
+    monkeypatch.setenv("QREWARD_CONFIG", str(path))
+    assert run(args, make_group("7")[0]) == 7.0
+
+
+def test_a_mistake_in_the_tree_is_named(make_args, make_group):
+    with pytest.raises(ConfigurationError, match="dead_line"):
+        run(make_args(tree={"engine": {"dead_line": 3}}), make_group("7")[0])

@@ -27,10 +27,12 @@ def expect(samples: Iterable[ROLLOUT_SAMPLE]) -> None:
 def write_late(sample: ROLLOUT_SAMPLE, reward: Any, record: Mapping[str, Any]) -> bool:
     """Write a verdict into its sample, unless the sample is in use already; return whether it was written."""
     with _lock:
-        if not record_of(sample).get(_PENDING):
+        before = record_of(sample)
+        if not before.get(_PENDING):
             return False
         sample.reward = reward
         sample.remove_sample = False
+        sample.loss_mask = before.get("loss_mask")
         keep_record(sample, record)
         return True
 

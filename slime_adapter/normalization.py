@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from qreward_plugins import group_means
 
 from .late import settle
-from .samples import ROLLOUT_SAMPLE, finite, group_of, has_reward, value_of
+from .samples import ROLLOUT_SAMPLE, finite, group_of, has_reward, mask, mask_but_one_token, value_of
 
 if TYPE_CHECKING:
     import torch
@@ -40,7 +40,11 @@ def post_process(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> tuple[list[Any
     scored = [has_reward(args, sample) for sample in samples]
     for sample, has in zip(samples, scored, strict=True):
         if not has:
-            sample.remove_sample = True
+            mask(args, sample)
+    if not any(scored) and getattr(args, "normalize_advantages", False):
+        # slime whitens advantages over all tokens in the loss, and ends the run where there is none
+        # (slime/utils/distributed_utils.py). Over one token they are zero.
+        mask_but_one_token(max(samples, key=lambda sample: getattr(sample, "response_length", 0)))
     means = group_means(
         [finite(value_of(args, sample)) if has else None for sample, has in zip(samples, scored, strict=True)],
         [group_of(sample) for sample in samples],

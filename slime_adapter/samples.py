@@ -50,7 +50,9 @@ def metadata_of(sample: ROLLOUT_SAMPLE) -> Mapping[str, Any]:
 
 
 def record_of(sample: ROLLOUT_SAMPLE) -> Mapping[str, Any]:
-    """What we know of a sample that was scored here: its facts, and `excluded`; empty for any other."""
+    """What we know of a sample that was scored here: its facts, whether its reward is a stand-in (`excluded`), and then
+    the `loss_mask` it had before; empty for any other.
+    """
     record = metadata_of(sample).get(RECORD)
     return record if isinstance(record, Mapping) else {}
 
@@ -86,6 +88,24 @@ def value_of(args: Any, sample: ROLLOUT_SAMPLE) -> Any:
 
 FLOAT32_MAX = 3.4028234663852886e38
 """Trainers compute with 32 bits; what is larger is infinite there."""
+
+
+def mask(args: Any, sample: ROLLOUT_SAMPLE) -> None:
+    """Keep a sample out of the loss. slime zeroes the loss mask of a removed sample when it converts the batch; but its
+    REINFORCE++ ends the run at a sample without any token in the loss (slime/utils/ppo_utils.py), so there one is left.
+    """
+    if getattr(args, "advantage_estimator", None) == "reinforce_plus_plus":
+        mask_but_one_token(sample)
+    else:
+        sample.remove_sample = True
+
+
+def mask_but_one_token(sample: ROLLOUT_SAMPLE) -> None:
+    """Keep all but the last token of a sample's response out of the loss."""
+    length = getattr(sample, "response_length", 0)
+    sample.remove_sample = not length
+    if length:
+        sample.loss_mask = [0] * (length - 1) + [1]
 
 
 def finite(value: Any) -> float | None:

@@ -19,7 +19,7 @@ from qreward_plugins.config import Constant
 
 from .aborts import Aborts, aborted
 from .late import expect, write_late
-from .samples import ROLLOUT_SAMPLE, group_of, is_aborted, keep_record, metadata_of, record_of, to_sample
+from .samples import ROLLOUT_SAMPLE, group_of, is_aborted, keep_record, mask, metadata_of, record_of, to_sample
 from .settings import Adapter, adapter_of
 
 Reward: TypeAlias = float | dict[str, Any]
@@ -138,7 +138,8 @@ def _write(
     for place in failed:
         sample = samples[place]
         adapter.tell_of_missing_hook(args)
-        sample.remove_sample = True
+        keep_record(sample, {**record_of(sample), "loss_mask": getattr(sample, "loss_mask", None)})
+        mask(args, sample)
         adapter.siblings.failed(
             _siblings_of(sample),
             partial(_stand_in, args, ref(sample)),

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+import slime_adapter
 from qreward_plugins import load_config
 
 ROOT = Path(__file__).parents[1]
@@ -34,10 +35,20 @@ def test_every_program_compiles(block):
     compile(block, "README.md", "exec")
 
 
-def test_the_example_without_a_provider_runs(capsys):
-    (program,) = [block for block in blocks("python") if "JudgeServer" in block]
-    exec(program, {"__name__": "readme"})
-    assert capsys.readouterr().out == "1.0\n"
+@pytest.mark.parametrize(
+    ("contains", "output"),
+    [
+        ("portal.score", r"1\.0\n"),
+        ("FakeSlimeTrainer", r"0\.0 \{'held_out': \[[01.]+(, [01.]+)*\]\}\n"),
+    ],
+)
+def test_the_examples_without_a_provider_run(capsys, contains, output):
+    (program,) = [block for block in blocks("python") if contains in block]
+    try:
+        exec(program, {"__name__": "readme"})
+    finally:
+        slime_adapter.close()
+    assert re.fullmatch(output, capsys.readouterr().out)
 
 
 def test_every_command_and_target_exists():

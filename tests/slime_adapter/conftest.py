@@ -33,6 +33,8 @@ class SlimeSample:
     remove_sample: bool = False
     status: Status = Status.COMPLETED
     non_generation_time: float = 0.0
+    response_length: int = 3
+    loss_mask: list[int] | None = None
 
 
 @pytest.fixture

@@ -127,6 +127,16 @@ class TestPartialRollout:
         assert raw == pytest.approx([0.2, 0.4, 0.6, 0.8])
         assert not any(sample.remove_sample for sample in samples)
 
+    def test_it_gives_back_the_loss_mask_that_a_failure_took(self, generation, judge, make_args, make_group):
+        args = make_args(partial_rollout=True, advantage_estimator="reinforce_plus_plus")
+        (sample,) = make_group("2", loss_mask=[1, 0, 1])
+        self.abort(judge, args, [sample], generation)
+        assert sample.loss_mask == [0, 0, 1]
+        judge.release()
+        judge.wait_for(lambda report: report.answered == 1)
+        asyncio.run(slime_adapter.reward(args, make_group("6", group=1)[0]))
+        assert (sample.reward, sample.remove_sample, sample.loss_mask) == (0.2, False, [1, 0, 1])
+
     def test_it_does_not_change_a_sample_that_is_in_use(self, generation, judge, make_args, make_group):
         args, samples = make_args(partial_rollout=True), make_group("2", "4")
         self.abort(judge, args, samples, generation)

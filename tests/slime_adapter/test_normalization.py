@@ -63,7 +63,8 @@ def test_failed_samples_stay_out_of_every_estimators_statistics(make_group, esti
     else:
         expected = raw
     assert rewards == pytest.approx(expected, abs=1e-5)
-    assert [sample.remove_sample for sample in samples] == [reward is None for group in groups for reward in group]
+    masked = [sample.remove_sample or sample.loss_mask == [0, 0, 1] for sample in samples]
+    assert masked == [reward is None for group in groups for reward in group]
     everything = [r for group in groups for r in group if r is not None]
     means = [0.4, 0.4375, sum(everything) / len(everything), 0.3]
     assert raw == pytest.approx([m if r is None else r for group, m in zip(groups, means, strict=True) for r in group])
@@ -128,3 +129,22 @@ def test_other_peoples_removed_samples_still_count_as_in_slime(make_group):
     samples[1].remove_sample = True
     raw, rewards = slime_adapter.post_process(make_args(size=2, std=False), samples)
     assert (raw, rewards) == ([0.0, 1.0], [-0.5, 0.5])
+
+
+def test_reinforce_plus_plus_keeps_one_token_of_a_failed_sample_because_it_dies_without(make_group):
+    samples = batch(make_group, [0.5, None])
+    slime_adapter.post_process(make_args("reinforce_plus_plus", size=2), samples)
+    assert [(sample.remove_sample, sample.loss_mask) for sample in samples] == [(False, None), (False, [0, 0, 1])]
+
+
+@pytest.mark.parametrize("normalize_advantages", [True, False])
+def test_where_everything_failed_whitening_still_has_a_token(make_group, normalize_advantages):
+    samples = batch(make_group, [None, None])
+    samples[1].response_length = 5
+    args = make_args(size=2)
+    args.normalize_advantages = normalize_advantages
+    _, rewards = slime_adapter.post_process(args, samples)
+    assert rewards == [0.0, 0.0]
+    left = [not sample.remove_sample for sample in samples]
+    assert left == [False, normalize_advantages]
+    assert samples[1].loss_mask == ([0, 0, 0, 0, 1] if normalize_advantages else None)

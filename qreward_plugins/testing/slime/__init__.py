@@ -1,0 +1,1 @@
+"""slime's rollout side as a stand-in for unit tests: same calls, same order, same failures, no dependencies."""

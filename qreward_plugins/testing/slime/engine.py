@@ -1,0 +1,158 @@
+"""The inference engine that isn't there: it writes responses at once, unless the test holds them back.
+
+Tests of oversampling and of aborts need slow generations. A real engine is slow by the clock; here a generation is held
+until an event, so that a test says which ones are slow and gets the same run every time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import random
+import threading
+import zlib
+from argparse import Namespace
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+from .samples import SlimeSample
+
+Respond: TypeAlias = Callable[[SlimeSample, random.Random], "str | Awaitable[str | None] | None"]
+Hold: TypeAlias = Callable[[SlimeSample], bool]
+
+END_TOKEN = 0
+
+
+def tokens_of(text: str) -> list[int]:
+    """One token a word, stable between processes; never `END_TOKEN`."""
+    return [1 + zlib.crc32(word.encode()) % 50_000 for word in text.split()]
+
+
+def answer_by_chance(sample: SlimeSample, rng: random.Random) -> str:
+    """The default response: the label, or as often another answer."""
+    right = rng.random() < 0.5
+    return f"The answer is {sample.label if right else rng.randrange(100, 1000)}"
+
+
+class SlimeEngine:
+    """Plays `/generate`, with seeded responses, and the abort of all that is running.
+
+    `respond` writes (or, as an async function, resolves to) the text of one generation; None: the engine aborted it. A
+    generation for which `hold` is true is held once its text is written.
+    """
+
+    def __init__(self, respond: Respond, hold: Hold | None, seed: int) -> None:
+        self._respond = respond
+        self._hold = hold
+        self._seed = seed
+        self._changed = threading.Condition()
+        self._held: dict[int, tuple[SlimeSample, asyncio.Future[bool]]] = {}
+        self._aborted = asyncio.Event()
+
+    def rng(self, *scope: object) -> random.Random:
+        """A generator of random numbers that depends on the seed and on `scope` only."""
+        return random.Random("/".join(str(part) for part in (self._seed, *scope)))
+
+    async def generate(
+        self, args: Namespace, sample: SlimeSample, sampling_params: dict[str, Any], rollout_id: int
+    ) -> SlimeSample:
+        """Write the response of `sample`, after what it has already. Raises `AssertionError` if it is finished."""
+        assert sample.status in (SlimeSample.Status.PENDING, SlimeSample.Status.ABORTED), f"status {sample.status}"
+        limit = sampling_params.get("max_new_tokens")
+        if limit is not None:
+            limit -= sample.response_length
+            assert limit >= 0, f"{sample.response_length} tokens are more than max_new_tokens"
+            if limit == 0:
+                sample.status = SlimeSample.Status.TRUNCATED
+                return sample
+        rng = self.rng(rollout_id, sample.group_index, sample.index, sample.prompt)
+        text = await self._text_of(sample, rng)
+        if not sample.tokens:
+            sample.tokens = tokens_of(str(sample.prompt)) or [END_TOKEN]
+        words = [] if text is None else text.split()
+        reason = "abort" if text is None else "stop"
+        tokens = tokens_of(text or "") + ([END_TOKEN] if reason == "stop" else [])
+        if limit is not None and len(tokens) > limit:
+            words = words[:limit]
+            reason, tokens, text = "length", tokens[:limit], " ".join(words)
+        if text is not None and self._hold is not None and self._hold(sample) and not await self._released(sample):
+            done = len(words) // 2
+            reason, tokens, text = "abort", tokens[:done], " ".join(words[:done])
+        joint = " " if sample.response and text else ""
+        sample.append_response_tokens(
+            args,
+            tokens=tokens,
+            log_probs=[0.0] * len(tokens),
+            text=joint + (text or ""),
+            meta_info={"finish_reason": {"type": reason}},
+        )
+        return sample
+
+    async def _text_of(self, sample: SlimeSample, rng: random.Random) -> str | None:
+        written = self._respond(sample, rng)
+        if not inspect.isawaitable(written):
+            return written
+        writing = asyncio.ensure_future(written)
+        aborting = asyncio.ensure_future(self._aborted.wait())
+        try:
+            await asyncio.wait((writing, aborting), return_when=asyncio.FIRST_COMPLETED)
+            return writing.result() if writing.done() else None
+        finally:
+            for task in (writing, aborting):
+                task.cancel()
+            await asyncio.gather(writing, aborting, return_exceptions=True)
+
+    async def _released(self, sample: SlimeSample) -> bool:
+        if self._aborted.is_set():
+            return False
+        ticket: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        with self._changed:
+            self._held[id(ticket)] = (sample, ticket)
+            self._changed.notify_all()
+        try:
+            return await ticket
+        finally:
+            with self._changed:
+                self._held.pop(id(ticket), None)
+                self._changed.notify_all()
+
+    def release(self, which: Hold | None = None) -> int:
+        """Let the held generations finish (those for which `which` is true), and say how many. From any thread."""
+        with self._changed:
+            chosen = [ticket for sample, ticket in self._held.values() if which is None or which(sample)]
+            for ticket in chosen:
+                ticket.get_loop().call_soon_threadsafe(_settle, ticket, True)
+                del self._held[id(ticket)]
+            self._changed.notify_all()
+        return len(chosen)
+
+    def wait_until_held(self, count: int, timeout_s: float) -> None:
+        """Block until at least `count` generations are held. Raises `TimeoutError`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: len(self._held) >= count, timeout_s):
+                raise TimeoutError(f"{len(self._held)} generations were held after {timeout_s} s, not {count}")
+
+    @property
+    def held(self) -> int:
+        """How many generations are held now."""
+        return len(self._held)
+
+    def abort(self) -> None:
+        """Abort what is being generated: a held generation keeps the first half of its words."""
+        self._aborted.set()
+        with self._changed:
+            for _, ticket in self._held.values():
+                _settle(ticket, False)
+
+    def reset(self) -> None:
+        """Generate again."""
+        self._aborted.clear()
+
+    async def until_aborted(self) -> None:
+        """Return once generation has been aborted."""
+        await self._aborted.wait()
+
+
+def _settle(ticket: asyncio.Future[bool], released: bool) -> None:
+    if not ticket.done():
+        ticket.set_result(released)

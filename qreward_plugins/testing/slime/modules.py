@@ -1,0 +1,104 @@
+"""The few names that reward code imports from slime, for where slime is not installed.
+
+Hooks need slime for a type, an answer or a log: `from slime.utils.types import Sample`, `DynamicFilterOutput`,
+`logging_utils.log`. slime itself drags in SGLang and Megatron, and is on no package index, so a file with one such
+import could not be tested without a GPU machine. No more of slime is there, and an installed slime is not touched.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import statistics
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+from .hooks import DynamicFilterOutput, HookLoader
+from .metrics import rollout_step
+from .results import SlimeEvalOutput, SlimeRolloutOutput
+from .samples import SlimeSample
+
+
+def _log(args: Namespace, metrics: dict[str, Any], step_key: str) -> None:
+    args.qreward_log(args, metrics, step_key)
+
+
+def _generate_rollout(args: Namespace, rollout_id: int, data_source: Any, evaluation: bool = False) -> Any:
+    return args.qreward_generate_rollout(args, rollout_id, data_source, evaluation=evaluation)
+
+
+def _check_spread(args: Namespace, samples: list[SlimeSample], **_: Any) -> DynamicFilterOutput:
+    rewards = [sample.get_reward_value(args) for sample in samples]
+    keep = len(rewards) > 1 and statistics.stdev(map(float, rewards)) > 1e-6
+    return DynamicFilterOutput(keep, reason=None if keep else f"zero_std_{round(rewards[0], 1)}")
+
+
+def _contents() -> dict[str, dict[str, Any]]:
+    logging_utils = {"log": _log}
+    metric_utils = {"compute_rollout_step": rollout_step}
+    return {
+        "slime": {},
+        "slime.observability": {},  # where main has what v0.3.1 has in slime.utils
+        "slime.observability.logging_utils": logging_utils,
+        "slime.observability.metric_utils": metric_utils,
+        "slime.rollout": {},
+        "slime.rollout.base_types": {
+            "RolloutFnEvalOutput": SlimeEvalOutput,
+            "RolloutFnTrainOutput": SlimeRolloutOutput,
+        },
+        "slime.rollout.filter_hub": {},
+        "slime.rollout.filter_hub.base_types": {"DynamicFilterOutput": DynamicFilterOutput},
+        "slime.rollout.filter_hub.dynamic_sampling_filters": {"check_reward_nonzero_std": _check_spread},
+        "slime.rollout.sglang_rollout": {"generate_rollout": _generate_rollout},
+        "slime.utils": {},
+        "slime.utils.logging_utils": logging_utils,
+        "slime.utils.metric_utils": metric_utils,
+        "slime.utils.misc": {"load_function": HookLoader().load},
+        "slime.utils.types": {"Sample": SlimeSample},
+    }
+
+
+@contextmanager
+def slime_stand_in() -> Iterator[bool]:
+    """Let hooks import a few names from where slime has them, with a `FakeSlimeTrainer` behind them.
+
+    They are `Sample`, `DynamicFilterOutput`, `RolloutFnTrainOutput`, `RolloutFnEvalOutput`, `load_function`,
+    `check_reward_nonzero_std`, `generate_rollout`, `compute_rollout_step`, and `log`, whose metrics are in the
+    trainer's result. Anything else under `slime` stays a `ModuleNotFoundError`.
+
+    Yields whether that was needed: False means that slime is installed, and its own are used. For a whole test suite,
+    enter it in a session fixture or in `conftest.py`, before the first import of a hook. Leaving it takes the modules
+    away again; hooks that were imported keep the names that they have. For one thread at a time.
+    """
+    if _is_installed():
+        yield False
+        return
+    before = {name: sys.modules[name] for name in list(sys.modules) if name.split(".")[0] == "slime"}
+    made = {}
+    for name, contents in _contents().items():
+        module = ModuleType(name, "A stand-in of qreward_plugins.testing, for tests without slime.")
+        module.__path__ = []
+        vars(module).update(contents)
+        made[name] = module
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(made[parent], last, module)
+    sys.modules.update(made)
+    try:
+        yield True
+    finally:
+        for name in made:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+
+
+def _is_installed() -> bool:
+    """Whether this is slime: the package index has another project of that name."""
+    try:
+        return importlib.util.find_spec("slime.utils.types") is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,251 @@
+"""A stand-in for slime's rollout side, for unit tests of reward functions, filters, post-processing and log hooks.
+
+Rewards are written against slime's calling conventions, and what goes wrong there goes wrong hours into a run: a None
+is a `TypeError` in post-processing, a NaN takes its group along, an exception ends the job. The stand-in makes the same
+calls in the same order and fails in the same way, with no slime, torch, Ray, Megatron, SGLang or GPU, in milliseconds.
+
+    with FakeSlimeTrainer(custom_rm_path="my_rewards.score", n_samples_per_prompt=4) as trainer:
+        step = trainer.rollout()
+    assert all(advantage is not None for advantage in step.advantages)
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import itertools
+import time
+import weakref
+from argparse import Namespace
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, TypeVar
+
+import yaml  # type: ignore[import-untyped]
+
+from .advantages import sample_advantages, token_advantages
+from .arguments import (
+    DEFAULT_ROLLOUT_FUNCTION,
+    EVAL_DATASET_KEYS,
+    EvalDataset,
+    refuse_unknown,
+    resolve_args,
+    resolve_eval_dataset,
+)
+from .data import DEFAULT_PROMPTS, Row, SlimeDataSource, prompt_of
+from .engine import Hold, Respond, SlimeEngine, answer_by_chance
+from .hooks import Hook, HookLoader
+from .loop import SlimeLoop
+from .metrics import log_evaluation, log_rollout
+from .results import SlimeEvalOutput, SlimeEvaluation, SlimeRolloutOutput, SlimeStep
+from .rollout import RolloutRecord, SlimeRollout
+from .samples import SlimeSample
+from .train_data import check_rollout_ids, convert_samples, post_process_rewards
+
+_SHORTEST_S = 1e-9
+
+T = TypeVar("T")
+
+
+class FakeSlimeTrainer:
+    """slime's `RolloutManager` with its data source, inference engine and trainer played.
+
+    `flags` are slime's own, with slime's defaults, except for `rollout_batch_size` and `n_samples_per_prompt`, which
+    are 4. Hook flags take a dotted path or the function itself. `custom_config_path` takes a path of a YAML file or the
+    mapping; `qreward` is a short way to its key of that name. The resulting `args` has three things more than slime's:
+    `args.qreward_aborted()` says whether generation has been aborted (in slime: `GenerateState.aborted`),
+    `args.qreward_log(args, metrics, step_key)` takes what a hook would log through slime's `logging_utils.log`, and
+    `args.qreward_generate_rollout` is `generate_rollout`, for an eval or rollout function that wraps slime's.
+
+    `prompts`: rows, each a prompt, a conversation, or `{"prompt": ..., "label": ..., "metadata": {...}}`.
+    `eval_datasets`: for each name its rows, or `{"rows": rows}` with settings of its own: `custom_rm_path`,
+    `n_samples_per_eval_prompt`, `rm_type`, `max_response_len`, `custom_generate_function_path`, `metadata_overrides`...
+
+    `respond(sample, rng)` writes a response (it may be async; None: the engine aborted it); a word is a token, and an
+    end token follows. `hold(sample)` true: this generation waits for `release()`, or for the abort when the batch is
+    full, which leaves it the first half of its words. `seed` fixes all that is random. `timeout_s` bounds one rollout
+    or evaluation, where slime would wait for ever; None: it does.
+
+    Methods are for one thread, except `release`, `wait_until_held` and `until_aborted`. Leaving the context closes it.
+    Raises `TypeError` for an unknown flag, `ValueError` where slime would refuse to start, and whatever importing the
+    hooks raises that slime imports at startup.
+    """
+
+    def __init__(
+        self,
+        *,
+        prompts: Iterable[Row] = DEFAULT_PROMPTS,
+        respond: Respond = answer_by_chance,
+        hold: Hold | None = None,
+        eval_datasets: Mapping[str, Sequence[Row] | Mapping[str, Any]] | None = None,
+        qreward: Any = None,
+        custom_config_path: str | Path | Mapping[str, Any] | None = None,
+        seed: int = 0,
+        timeout_s: float | None = 60.0,
+        **flags: Any,
+    ) -> None:
+        extra = _custom_config(custom_config_path)
+        if qreward is not None:
+            extra["qreward"] = qreward
+        self.args: Namespace = resolve_args(flags, extra)
+        self._loader = HookLoader()
+        self._engine = SlimeEngine(respond, hold, seed)
+        self._state = SlimeRollout(self.args, self._loader, self._engine)
+        self._timeout_s = timeout_s
+        self._logged: dict[str, Any] = {}
+        self._steps = itertools.count()
+        self.args.qreward_aborted = lambda: self._state.aborted
+        self.args.qreward_log = self._log
+        self.args.qreward_generate_rollout = self.generate_rollout
+        self.args.eval_datasets = [
+            _eval_dataset(self.args, name, given) for name, given in (eval_datasets or {}).items()
+        ]
+        self.data_source = SlimeDataSource(self.args, self._loader, prompts)
+        self._generate = self._startup(self.args.rollout_function_path)
+        self._evaluate = self._startup(self.args.eval_function_path)
+        self._post_process = self._startup(self.args.custom_reward_post_process_path) or post_process_rewards
+        self._convert = self._startup(self.args.custom_convert_samples_to_train_data_path) or self._default_conversion
+        self._record: RolloutRecord | None = None
+        self._background: concurrent.futures.ThreadPoolExecutor | None = None
+        self._loop = SlimeLoop()
+        self._finalizer = weakref.finalize(self, self._loop.close)
+
+    def rollout(self, rollout_id: int | None = None) -> SlimeStep:
+        """One step: a batch of scored groups, logged, post-processed and made ready for training.
+
+        `rollout_id` counts from 0 by itself. Raises whatever slime raises, and `TimeoutError` after `timeout_s`. After
+        an error what was running is cancelled; the trainer may be used again.
+        """
+        number = next(self._steps) if rollout_id is None else rollout_id
+        self._begin(number)
+        self._record = None
+        self._state.rewards_pending_max = self._state.rewards_pending
+        calls_before = self._state.reward_calls
+        started_s = time.monotonic()
+        output: Any = self._generate(self.args, number, self.data_source, evaluation=False)
+        record = self._record or RolloutRecord()
+        groups = getattr(output, "samples", output)
+        metrics = getattr(output, "metrics", None)
+        check_rollout_ids(groups)
+        samples: list[Any] = list(groups)
+        while isinstance(samples[0], list):
+            samples = list(itertools.chain.from_iterable(samples))
+        took_s = max(time.monotonic() - started_s, _SHORTEST_S)
+        logged = log_rollout(self.args, self._loader, number, samples, metrics, took_s)
+        train_data = self._convert(self.args, samples)
+        rewards: Any = train_data.get("rewards")
+        masks: Any = train_data.get("loss_masks")
+        has_advantages = rewards is not None and masks is not None
+        tokens = token_advantages(self.args, rewards, masks) if has_advantages else []
+        return SlimeStep(
+            rollout_id=number,
+            groups=groups,
+            samples=samples,
+            train_data=train_data,
+            token_advantages=tokens,
+            advantages=sample_advantages(tokens, masks) if has_advantages else [],
+            metrics={**logged, **self._logged},
+            dropped=record.dropped,
+            aborted=record.aborted,
+            surplus=record.surplus,
+            lost_errors=record.lost_errors,
+            reward_calls=self._state.reward_calls - calls_before,
+            rewards_pending_max=self._state.rewards_pending_max,
+        )
+
+    def start_rollout(self, rollout_id: int | None = None) -> concurrent.futures.Future[SlimeStep]:
+        """`rollout` in a thread of its own, for tests that act while it runs."""
+        if not self._finalizer.alive:
+            raise RuntimeError("this FakeSlimeTrainer is closed")
+        if self._background is None:
+            self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fake-slime-manager")
+        return self._background.submit(self.rollout, rollout_id)
+
+    def evaluate(self, rollout_id: int = 0) -> SlimeEvaluation:
+        """Score `eval_datasets`. Raises like `rollout`, and `AssertionError` with `group_rm`, as slime does."""
+        self._begin(rollout_id)
+        output: Any = self._evaluate(self.args, rollout_id, self.data_source, evaluation=True)
+        data = getattr(output, "data", output)
+        logged = log_evaluation(self.args, self._loader, rollout_id, data, getattr(output, "metrics", None))
+        return SlimeEvaluation(rollout_id=rollout_id, data=data, metrics={**logged, **self._logged})
+
+    def generate_rollout(
+        self, args: Namespace, rollout_id: int, data_source: SlimeDataSource, evaluation: bool = False
+    ) -> SlimeRolloutOutput | SlimeEvalOutput:
+        """slime's `generate_rollout`, for custom rollout and eval functions that wrap it. Heeds a changed `args`."""
+        own, self._state.args = self._state.args, args
+        try:
+            if evaluation:
+                return SlimeEvalOutput(self._run(self._state.evaluate(args.eval_datasets)))
+            self._record = record = self._run(self._state.rollout(data_source.get_samples))
+        finally:
+            self._state.args = own
+        if args.partial_rollout and record.aborted:
+            data_source.add_samples(record.aborted)
+        return SlimeRolloutOutput(record.groups, record.metrics)
+
+    async def generate(self, args: Namespace, sample: SlimeSample, sampling_params: dict[str, Any]) -> SlimeSample:
+        """Let the engine write one response, for custom generate functions: what `POST /generate` is in slime."""
+        return await self._engine.generate(args, sample, dict(sampling_params), self._state.rollout_id)
+
+    def release(self, which: Callable[[SlimeSample], bool] | None = None) -> int:
+        """Let held generations finish (those for which `which` is true), and say how many. From any thread or hook."""
+        return self._engine.release(which)
+
+    def wait_until_held(self, count: int, timeout_s: float = 20.0) -> None:
+        """Block until `count` generations are held; for tests with `start_rollout`. Raises `TimeoutError`."""
+        self._engine.wait_until_held(count, timeout_s)
+
+    async def until_aborted(self) -> None:
+        """Return once generation has been aborted because the batch is full; for hooks that play a slow judge."""
+        await self._engine.until_aborted()
+
+    def close(self) -> None:
+        """Cancel what still runs and stop the threads. May be called more than once."""
+        self._finalizer()
+        if self._background is not None:
+            self._background.shutdown()
+
+    def __enter__(self) -> FakeSlimeTrainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begin(self, rollout_id: int) -> None:
+        self._logged = {}
+        self._state.rollout_id = rollout_id
+
+    def _startup(self, path: str | Hook | None) -> Any:
+        if path == DEFAULT_ROLLOUT_FUNCTION:
+            return self.generate_rollout
+        return None if path is None else self._loader.load(path)
+
+    def _default_conversion(self, args: Namespace, samples: list[SlimeSample]) -> dict[str, Any]:
+        raw_rewards, rewards = self._post_process(args, samples)
+        return convert_samples(args, samples, raw_rewards, rewards)
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self._loop.run(coroutine, self._timeout_s, self._waiting_for)
+
+    def _waiting_for(self) -> str:
+        return f"{self._state.rewards_pending} reward calls are pending and {self._engine.held} generations are held"
+
+    def _log(self, args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
+        self._logged.update(metrics)
+
+
+def _custom_config(given: str | Path | Mapping[str, Any] | None) -> dict[str, Any]:
+    if given is None or isinstance(given, Mapping):
+        return dict(given or {})
+    return dict(yaml.safe_load(Path(given).read_text(encoding="utf-8")) or {})
+
+
+def _eval_dataset(args: Namespace, name: str, given: Sequence[Row] | Mapping[str, Any]) -> EvalDataset:
+    if not isinstance(given, Mapping):
+        given = {"rows": given}
+    refuse_unknown(given, ("rows", *EVAL_DATASET_KEYS), f"the eval data set {name!r}")
+    settings = {key: value for key, value in given.items() if key != "rows"}
+    return resolve_eval_dataset(args, name, [prompt_of(row) for row in given["rows"]], settings)

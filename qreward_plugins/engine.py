@@ -10,22 +10,22 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
+import math
 import random
 import secrets
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from os import PathLike
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import anyio
-
-from .config import Config, Limits, judge_for, load_config, sources_of
+from .config import Config, Limits, load_config
 from .errors import EngineError
 from .journal import Journal, sample_key
-from .judges import Judge, build_judge
-from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
-from .scheduling import Batch, Cutoff, Dispatcher, Lane, open_lanes
+from .judges import Judge, Panel
+from .samples import Outcome, Sample, Scored, Verdict
+from .scheduling import Cutoff, Dispatcher, Lane, open_lanes
+from .scoring import Scoring
 from .sources import Source
 from .telemetry import BatchReport, EngineCounters, EngineStatistics, Facts
 
@@ -63,16 +63,13 @@ class RewardEngine:
         self._lanes = open_lanes(self.config, sources or {}, processes=processes)
         self._rng = random.Random(settings.seed)
         key = secrets.token_bytes(32) if settings.seed is None else hashlib.sha256(str(settings.seed).encode()).digest()
-        self._judges: dict[str, Judge] = {}
-        for name, judge in self.config.judges.items():
-            names = sources_of(self.config, name)
-            models = [self._lanes[source].source.model for source in names]
-            self._judges[name] = build_judge(name, judge, sources=names, models=models, key=key)
+        models = {name: lane.source.model for name, lane in self._lanes.items()}
+        self._panel = Panel(self.config, models=models, key=key)
         self._journal = Journal(settings.journal.path) if settings.journal else None
         self._reuse = bool(settings.journal and settings.journal.reuse)
         self._counters = EngineCounters()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._dispatcher: Dispatcher | None = None
+        self._scoring: Scoring | None = None
         self._closed = False
 
     async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Outcome:
@@ -83,59 +80,11 @@ class RewardEngine:
         attempts and gives back what they held. Raises `EngineError` when the engine is closed or serves another event
         loop.
         """
-        dispatcher = self._bind()
-        if self._journal is None:
-            return await self._submit(sample, dispatcher.batches.trickle(priority), deadline_s)
-        due_at = dispatcher.now() + self._deadline_s(deadline_s)
-        record = await self._recorded(self._journal, sample, due_at)
-        return await self._score_with(self._journal, sample, record, dispatcher.batches.trickle(priority), due_at)
-
-    def _submit(self, sample: Sample, batch: Batch, deadline_s: float | None) -> asyncio.Future[Outcome]:
-        """Hand a sample to the scheduler, and count its outcome when it comes."""
-        dispatcher = self._bind()
-        self._counters.submitted += 1
-        judge = self._judge_of(sample)
-        if judge is None:
-            outcome = self._count(sample, _no_route(sample))
-            dispatcher.batches.settled(batch, sample, outcome)
-            return _done(outcome)
-        future = dispatcher.submit(sample, judge, deadline_s=self._deadline_s(deadline_s), batch=batch)
-        future.add_done_callback(lambda done: None if done.cancelled() else self._count(sample, done.result()))
-        return future
-
-    async def _recorded(self, journal: Journal, sample: Sample, due_at: float) -> _Record:
-        """What the journal knows of a sample; what a slow disk does not tell by `due_at` is not known."""
-        judge = self._judge_of(sample)
-        key = sample_key(sample, judge.fingerprint) if judge is not None else None
-        verdict = None
-        if key is not None and self._reuse:
-            with anyio.move_on_after(max(0.0, due_at - self._bind().now())):
-                verdict = await journal.get(key)
-        return _Record(key, verdict)
-
-    async def _score_with(
-        self, journal: Journal, sample: Sample, record: _Record, batch: Batch, due_at: float
-    ) -> Outcome:
-        """Score a sample unless its verdict is on record, and record the outcome."""
-        dispatcher = self._bind()
-        if record.verdict is not None:
-            self._counters.submitted += 1
-            outcome = self._count(sample, Scored(record.verdict))
-            dispatcher.batches.settled(batch, sample, outcome)
-            return outcome
-        outcome = await self._submit(sample, batch, max(0.0, due_at - dispatcher.now()))
-        if record.key is not None:
-            # The entry is in before `put` waits; what it waits for is a slow disk, and the deadline does not.
-            with anyio.move_on_after(max(0.0, due_at - dispatcher.now())):
-                await journal.put(record.key, sample, outcome)
-        return outcome
-
-    def _judge_of(self, sample: Sample) -> Judge | None:
-        name = judge_for(self.config, sample.data_source)
-        return None if name is None else self._judges[name]
-
-    def _deadline_s(self, deadline_s: float | None) -> float:
-        return self.config.engine.deadline_s if deadline_s is None else deadline_s
+        scoring = self._bind()
+        (case,) = await scoring.open([sample], scoring.now() + self._deadline_s(deadline_s))
+        # It may have been closed while the journal was asked.
+        scoring = self._bind()
+        return await scoring.submit(case, scoring.batches.trickle(priority))
 
     async def score_all(
         self,
@@ -153,27 +102,23 @@ class RewardEngine:
         """
         batch = list(samples)
         self._warn_if_too_many(batch, deadline_s)
-        dispatcher = self._bind()
-        due_at = dispatcher.now() + self._deadline_s(deadline_s)
-        together = dispatcher.batches.new(batch, priority=priority, cutoff=cutoff)
-        scoring: list[asyncio.Future[Outcome]] = []
+        scoring = self._bind()
+        due_at = scoring.now() + self._deadline_s(deadline_s)
+        together = scoring.batches.new(batch, priority=priority, cutoff=cutoff)
+        outcomes: list[asyncio.Future[Outcome]] = []
         try:
-            if self._journal is None:
-                scoring += (self._submit(sample, together, deadline_s) for sample in batch)
-            else:
-                # All of the journal first: what is left of the batch is ordered as a whole.
-                journal = self._journal
-                records = await asyncio.gather(*(self._recorded(journal, sample, due_at) for sample in batch))
-                scoring += (
-                    asyncio.ensure_future(self._score_with(journal, sample, record, together, due_at))
-                    for sample, record in zip(batch, records, strict=True)
-                )
-            return [await future for future in scoring]
+            # All of the journal first: what is left of the batch is ordered as a whole.
+            cases = await scoring.open(batch, due_at)
+            outcomes += (self._bind().submit(case, together) for case in cases)
+            scored = [await outcome for outcome in outcomes]
+            # Of those that ended at the same moment as the one that was waited for last, some are not counted yet.
+            await asyncio.sleep(0)
+            return scored
         except BaseException:
-            await _cancel(scoring)
+            await _cancel(outcomes)
             raise
         finally:
-            dispatcher.batches.seal(together)
+            scoring.batches.seal(together)
 
     async def score_stream(
         self, samples: Iterable[Sample] | AsyncIterable[Sample], *, window: int | None = None
@@ -202,8 +147,8 @@ class RewardEngine:
 
     @property
     def judges(self) -> Mapping[str, Judge]:
-        """The judges by name."""
-        return self._judges
+        """The judges that ask sources, by name; sums of them are not among them."""
+        return self._panel.judges
 
     @property
     def lanes(self) -> Mapping[str, Lane]:
@@ -219,9 +164,9 @@ class RewardEngine:
         """
         if source not in self._lanes:
             raise EngineError(f"there is no source {source!r}; there are {', '.join(self._lanes)}")
-        dispatcher = self._bind()
-        self._lanes[source].quota.retune(limits, dispatcher.now())
-        dispatcher.look_again()
+        scoring = self._bind()
+        self._lanes[source].quota.retune(limits, scoring.now())
+        scoring.dispatcher.look_again()
 
     def last_batch(self) -> BatchReport | None:
         """The batch that ended last and what it waited for; None: none has ended yet.
@@ -246,10 +191,7 @@ class RewardEngine:
 
     def facts(self) -> Facts:
         """What turns this engine's outcomes into mappings whose keys are the same for every sample."""
-        return Facts(
-            (name for judge in self._judges.values() for name in judge.component_names()),
-            defines_correct=any(judge.correct_at is not None for judge in self.config.judges.values()),
-        )
+        return Facts(self._panel.component_names(), defines_correct=self._panel.defines_correct)
 
     def portal(self) -> AbstractContextManager[EnginePortal]:
         """A context manager that runs the engine in a thread of its own and gives a sync, thread-safe facade of it."""
@@ -280,13 +222,17 @@ class RewardEngine:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _bind(self) -> Dispatcher:
-        """The dispatcher of the running event loop."""
+    @property
+    def _dispatcher(self) -> Dispatcher | None:
+        return self._scoring.dispatcher if self._scoring is not None else None
+
+    def _bind(self) -> Scoring:
+        """What scores in the running event loop."""
         if self._closed:
             raise EngineError("this RewardEngine is closed; make a new one")
         loop = asyncio.get_running_loop()
-        if self._dispatcher is not None and self._loop is loop:
-            return self._dispatcher
+        if self._scoring is not None and self._loop is loop:
+            return self._scoring
         if self._loop is not None and not self._loop.is_closed():
             raise EngineError(
                 "this RewardEngine serves another event loop that is still open; "
@@ -295,45 +241,39 @@ class RewardEngine:
         for lane in self._lanes.values():
             lane.abandon_attempts(loop.time())
         self._loop = loop
-        self._dispatcher = Dispatcher(
+        dispatcher = Dispatcher(
             self._lanes,
             rng=self._rng,
             max_attempts=self.config.engine.max_attempts,
             settings=self.config.engine.scheduling,
             on_late=self._late if self._journal is not None else None,
         )
-        return self._dispatcher
+        self._scoring = Scoring(self._panel, dispatcher, self._counters, journal=self._journal, reuse=self._reuse)
+        return self._scoring
 
     def _late(self, sample: Sample, judge: Judge, verdict: Verdict) -> None:
         """Record a verdict that came after its sample's outcome: it is paid for, and may be asked for again."""
         if self._journal is not None:
             self._journal.note(sample_key(sample, judge.fingerprint), sample, Scored(verdict))
 
-    def _count(self, sample: Sample, outcome: Outcome) -> Outcome:
-        self._counters.count(outcome)
-        if isinstance(outcome, Failed):
-            total = sum(self._counters.failed.values())
-            # One line for the 1st, 2nd, 4th, 8th ... failure: a dead judge must be seen, and must not fill the disk.
-            if total & (total - 1) == 0:
-                name = (
-                    f"{sample.id or 'sample'} ({sample.data_source})" if sample.data_source else sample.id or "sample"
-                )
-                _log.warning("%s: %s (failure no. %d)", name, outcome.describe(), total)
-        return outcome
+    def _deadline_s(self, deadline_s: float | None) -> float:
+        return self.config.engine.deadline_s if deadline_s is None else deadline_s
 
-    def _rate_per_s(self, names: Sequence[str]) -> float:
-        """Requests per second that the declared limits of these sources allow in this process; infinity: no limit."""
-        return sum(self._lanes[name].quota.rate_per_s for name in names)
+    @property
+    def _rate_per_s(self) -> float:
+        """Requests per second that the declared limits allow in this process; infinity: no limit."""
+        return sum(lane.quota.rate_per_s for lane in self._lanes.values())
 
     def _warn_if_too_many(self, batch: Sequence[Sample], deadline_s: float | None) -> None:
-        deadline_s = self.config.engine.deadline_s if deadline_s is None else deadline_s
-        rate = self._rate_per_s(list(self._lanes))
-        if len(batch) > rate * deadline_s + sum(lane.quota.burst for lane in self._lanes.values()):
+        deadline_s = self._deadline_s(deadline_s)
+        rate = self._rate_per_s
+        requests = self._panel.requests_of(batch) if math.isfinite(rate) else 0
+        if requests > rate * deadline_s + sum(lane.quota.burst for lane in self._lanes.values()):
             _log.warning(
                 "%d samples take about %.0f s at the %.0f requests/min that the sources allow; the deadline is %.0f s: "
                 "samples will fail. Raise engine.deadline_s, or add sources.",
                 len(batch),
-                len(batch) / rate,
+                requests / rate,
                 60 * rate,
                 deadline_s,
             )
@@ -343,32 +283,14 @@ class RewardEngine:
         allow.
         """
         busy = 4 * sum(lane.quota.concurrency for lane in self._lanes.values())
-        allowed = self._rate_per_s(list(self._lanes)) * self.config.engine.deadline_s / 2
-        return max(1, int(min(busy, allowed)))
+        allowed = self._rate_per_s * self.config.engine.deadline_s / 2
+        return max(1, int(min(busy, allowed / self._panel.most_requests)))
 
 
-class _Record(NamedTuple):
-    """What the journal knows of a sample: its key (None: it has none), and its verdict (None: none is on record)."""
-
-    key: str | None
-    verdict: Verdict | None
-
-
-def _no_route(sample: Sample) -> Failed:
-    detail = f'no route matches the data source {sample.data_source!r}; add it to `routes`, or a last route "*"'
-    return Failed(Cause.INFRA, "no_route", detail)
-
-
-def _done(outcome: Outcome) -> asyncio.Future[Outcome]:
-    future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-    future.set_result(outcome)
-    return future
-
-
-async def _cancel(tasks: Sequence[asyncio.Future[Outcome]]) -> None:
-    for task in tasks:
-        task.cancel()
-    await asyncio.gather(*tasks, return_exceptions=True)
+async def _cancel(futures: Sequence[asyncio.Future[Outcome]]) -> None:
+    for future in futures:
+        future.cancel()
+    await asyncio.gather(*futures, return_exceptions=True)
 
 
 async def _aiter(samples: Iterable[Sample] | AsyncIterable[Sample]) -> AsyncIterator[Sample]:

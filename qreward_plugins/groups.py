@@ -12,9 +12,11 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from typing import Literal
 
-from .config import Groups
-from .errors import JudgeUnavailable
+from .config import Constant, Groups
+from .errors import JudgeUnavailable, RewardMissing
+from .samples import Failed, Outcome
 
 
 def group_means(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> list[float]:
@@ -33,6 +35,21 @@ def group_means(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> 
     return [means.get(group, whole) for group in groups]
 
 
+def number_of(outcome: Outcome, policy: Literal["exclude", "raise"] | Constant) -> float | None:
+    """The number that an outcome trains as under `on_failure`; None: it is kept out of training.
+
+    Raises `RewardMissing` with the policy `raise`.
+    """
+    if outcome.reward is not None:
+        return float(outcome.reward)
+    if isinstance(policy, Constant):
+        return policy.constant
+    if policy == "raise":
+        assert isinstance(outcome, Failed)
+        raise RewardMissing(outcome)
+    return None
+
+
 class GroupGate:
     """Decides which groups are trained, and ends the run when too many in a row are not. Any thread may ask it."""
 
@@ -48,7 +65,8 @@ class GroupGate:
         Raises `JudgeUnavailable` when `give_up_after` groups in a row had too few.
         """
         failed = list(causes)
-        enough = size if self._settings.min_scored is None else min(size, self._settings.min_scored)
+        wanted = self._settings.min_scored
+        enough = size if wanted == "all" else min(size, wanted)
         with self._lock:
             if size - len(failed) >= enough:
                 self._dropped_in_a_row = 0
@@ -68,4 +86,4 @@ class GroupGate:
         )
 
 
-__all__ = ["GroupGate", "group_means"]
+__all__ = ["GroupGate", "group_means", "number_of"]

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from .config import judge_for
+from .config import judge_for, parts_of
 from .engine import RewardEngine
 from .errors import InputError, InvalidVerdict, SourceError
 from .judges import Judge
@@ -65,15 +65,17 @@ async def probe(engine: RewardEngine, samples: Mapping[str, Sample] | None = Non
 
 
 def samples_for(engine: RewardEngine, samples: Iterable[Sample]) -> dict[str, Sample]:
-    """For every judge the first of `samples` that is routed to it, and that it has to ask a source about.
+    """For every judge the first of `samples` that is routed to it, or to a sum that it is a part of, and that it has to
+    ask a source about.
 
     Reads no further than it must. Judges without such a sample are left out.
     """
     found: dict[str, Sample] = {}
     for sample in samples:
-        name = judge_for(engine.config, sample.data_source)
-        if name is not None and name not in found and engine.judges[name].screen(sample) is None:
-            found[name] = sample
+        routed = judge_for(engine.config, sample.data_source)
+        for name in () if routed is None else parts_of(engine.config, routed):
+            if name not in found and engine.judges[name].screen(sample) is None:
+                found[name] = sample
         if len(found) == len(engine.judges):
             break
     return found

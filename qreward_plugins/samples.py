@@ -31,7 +31,8 @@ class Sample:
     `messages` is the prompt; `response` the text that the policy wrote, which is never trusted. `ground_truth` may be
     any value that the judge understands (None: there is none). `data_source` chooses the judge. `group_id` names the
     prompt that the samples of a group share, `step` the training step. `extras` are the remaining columns of the data
-    set. `id` is the caller's name for the sample; it plays no part in scoring.
+    set. `id` is the caller's name for the sample; it plays no part in scoring. `prompt` is the prompt as the framework
+    has it, for services that want it so (None: it is the messages).
     """
 
     messages: Sequence[Message]
@@ -43,6 +44,7 @@ class Sample:
     split: Split | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
     id: str | None = None
+    prompt: Any = None
 
 
 @dataclass(frozen=True, slots=True)

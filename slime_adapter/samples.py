@@ -6,11 +6,11 @@ the samples of a fake trainer, and the bare objects that slime's contract tests 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
-from qreward_plugins import Message, Sample
+from qreward_plugins import Sample
+from qreward_plugins.prompts import messages_of
 
 RECORD = "qreward"
 """The key of `sample.metadata` that holds the record of a sample."""
@@ -32,7 +32,7 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
     )
     group, index = getattr(sample, "group_index", None), getattr(sample, "index", None)
     return Sample(
-        messages=_messages(getattr(sample, "prompt", "")),
+        messages=messages_of(getattr(sample, "prompt", "")),
         response=getattr(sample, "response", "") or "",
         ground_truth=getattr(sample, "label", None),
         data_source=str(source or ""),
@@ -40,6 +40,7 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
         split="val" if group is None else "train",
         extras={key: value for key, value in metadata.items() if key != RECORD},
         id=None if index is None else str(index),
+        prompt=getattr(sample, "prompt", None),
     )
 
 
@@ -124,46 +125,3 @@ def flat(samples: Any) -> Iterator[ROLLOUT_SAMPLE]:
             yield from flat(sample)
         else:
             yield sample
-
-
-_TEMPLATES = (
-    # ChatML (Qwen), Llama 3 and GLM: how `--apply-chat-template` writes a turn. Each stops where the next turn begins.
-    re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<content>.*?)(?:<\|im_end\|>|(?=<\|im_start\|>)|\Z)", re.DOTALL),
-    re.compile(
-        r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\s*(?P<content>.*?)"
-        r"(?:<\|eot_id\|>|(?=<\|start_header_id\|>)|\Z)",
-        re.DOTALL,
-    ),
-    re.compile(
-        r"<\|(?P<role>system|user|assistant|observation)\|>\n?(?P<content>.*?)"
-        r"(?=<\|(?:system|user|assistant|observation)\|>|\Z)",
-        re.DOTALL,
-    ),
-)
-
-
-def _messages(prompt: Any) -> list[Message]:
-    """The messages of a prompt. With `--apply-chat-template` slime keeps only the templated text; where its template
-    is a known one the messages are read back out of it, so that the judge sees what the policy was asked.
-    """
-    if not isinstance(prompt, str):
-        return [{"role": str(turn.get("role", "user")), "content": _text(turn.get("content"))} for turn in prompt or ()]
-    for template in _TEMPLATES:
-        turns = [(found["role"], found["content"].strip()) for found in template.finditer(prompt)]
-        if turns and turns[-1][0] == "assistant":
-            turns.pop()  # the opening of the response
-        if turns:
-            return [{"role": role, "content": content} for role, content in turns]
-    return [{"role": "user", "content": prompt}]
-
-
-def _text(content: Any) -> str:
-    """A message's text; of content in parts the texts, and the kind of every other part in brackets."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, (list, tuple)) else ()
-    return "\n".join(
-        str(part["text"]) if "text" in part else f"[{part.get('type', 'attachment')}]"
-        for part in parts
-        if isinstance(part, Mapping)
-    )

@@ -14,8 +14,8 @@ from functools import partial
 from typing import Any, TypeAlias, cast
 from weakref import ref
 
-from qreward_plugins import Cause, Failed, Outcome, RewardMissing
-from qreward_plugins.config import Constant
+from qreward_plugins import Cause, Failed, Outcome
+from qreward_plugins.groups import number_of
 
 from .aborts import Aborts, aborted
 from .late import expect, write_late
@@ -128,7 +128,7 @@ def _write(
     failed: list[int] = []
     for place, (sample, outcome) in enumerate(zip(samples, outcomes, strict=True)):
         facts = adapter.facts.of(outcome)
-        reward = _number(adapter, outcome)
+        reward = None if outcome is _ABORTED else number_of(outcome, adapter.config.on_failure)
         keep_record(sample, {**facts, "excluded": reward is None})
         if reward is None:
             failed.append(place)
@@ -148,18 +148,6 @@ def _write(
         )
         rewards[place] = sample.reward
     return [rewards[place] for place in range(len(samples))]
-
-
-def _number(adapter: Adapter, outcome: Outcome) -> float | None:
-    """What an outcome trains as; None: as nothing. Raises `RewardMissing` where the configuration says so."""
-    policy = adapter.config.on_failure
-    if outcome.reward is not None:
-        return float(outcome.reward)
-    if isinstance(policy, Constant):
-        return policy.constant
-    if policy == "raise" and outcome is not _ABORTED:
-        raise RewardMissing(outcome)
-    return None
 
 
 def _stand_in(args: Any, sample_ref: ref[ROLLOUT_SAMPLE], mean: float) -> None:

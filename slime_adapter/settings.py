@@ -17,8 +17,7 @@ from qreward_plugins import ConfigurationError, GroupGate, Mistake, process_port
 from qreward_plugins.config import Config, load_layers
 from qreward_plugins.config.layers import ENVIRONMENT
 from qreward_plugins.portal import close_process_portals
-
-from .siblings import Siblings
+from qreward_plugins.siblings import Siblings
 
 _log = logging.getLogger("slime_adapter")
 

@@ -7,7 +7,6 @@ whole gets one constant, so that every advantage in it is zero.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -16,8 +15,8 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from qreward_plugins import Failed, Outcome, RewardEngine, RewardMissing, Sample
-from qreward_plugins.config import Constant
+from qreward_plugins import Outcome, RewardEngine, Sample, group_means
+from qreward_plugins.groups import number_of
 
 from .functions import ComputeScore, open_reward_function
 from .rewards import ExtraInfo
@@ -89,22 +88,10 @@ class QRewardBatchManager:
         self._resources.close()
 
     def _rewards(self, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> list[float]:
-        scored: dict[str | None, list[float]] = defaultdict(list)
-        for sample, outcome in zip(samples, outcomes, strict=True):
-            if outcome.reward is not None:
-                scored[sample.group_id].append(outcome.reward)
-        return [
-            outcome.reward if outcome.reward is not None else self._instead(outcome, scored[sample.group_id])
-            for sample, outcome in zip(samples, outcomes, strict=True)
-        ]
-
-    def _instead(self, outcome: Outcome, siblings: Sequence[float]) -> float:
-        if isinstance(self._on_failure, Constant):
-            return self._on_failure.constant
-        if self._on_failure == "raise":
-            assert isinstance(outcome, Failed)
-            raise RewardMissing(outcome)
-        return math.fsum(siblings) / len(siblings) if siblings else 0.0
+        # verl of these versions has no way to leave a sample out; being neutral to its group is the nearest to it.
+        rewards = [number_of(outcome, self._on_failure) for outcome in outcomes]
+        means = group_means(rewards, [sample.group_id for sample in samples])
+        return [mean if reward is None else reward for reward, mean in zip(rewards, means, strict=True)]
 
     def _decode(self, ids: Any) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

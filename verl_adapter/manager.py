@@ -16,8 +16,8 @@ from omegaconf import DictConfig
 from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
-from qreward_plugins import Outcome, RewardEngine, RewardMissing, Sample
-from qreward_plugins.config import Constant
+from qreward_plugins import Failed, Outcome, RewardEngine, RewardMissing, Sample
+from qreward_plugins.groups import number_of
 
 from .functions import ComputeScore, open_reward_function
 from .rewards import ExtraInfo
@@ -87,8 +87,8 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _reward(self, outcome: Outcome) -> float:
-        if outcome.reward is not None:
-            return float(outcome.reward)
-        if isinstance(self._on_failure, Constant):
-            return self._on_failure.constant
-        raise RewardMissing(outcome)
+        reward = number_of(outcome, self._on_failure)
+        if reward is None:
+            assert isinstance(outcome, Failed)
+            raise RewardMissing(outcome)
+        return reward

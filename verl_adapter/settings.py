@@ -7,16 +7,13 @@ completed by one that runs verl's reward function, so that whoever has a functio
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from qreward_plugins.config import Config, FunctionSource, load_layers
 from qreward_plugins.errors import ConfigurationError, Mistake
-
-_log = logging.getLogger("verl_adapter")
 
 COMPUTE_SCORE = "verl_adapter:compute_score"
 """The `function` of a source that stands for the reward function of this verl run, default or custom."""
@@ -32,8 +29,7 @@ def load_settings(trainer: DictConfig | None, tree: Any = None) -> Config:
     Raises `ConfigurationError` with every mistake.
     """
     inline = tree if tree is not None else (trainer.get("qreward") if trainer is not None else None)
-    _warn_of_printed_keys(inline)
-    return load_layers(inline, default=_REWARD_FUNCTION)
+    return load_layers(inline, default=_REWARD_FUNCTION, printed_by="verl")
 
 
 def reward_function_sources(config: Config) -> Iterator[tuple[str, FunctionSource]]:
@@ -72,14 +68,3 @@ _REWARD_FUNCTION = {
     "sources": {"compute_score": {"kind": "function", "function": COMPUTE_SCORE}},
     "judges": {"compute_score": {"kind": "function", "sources": ["compute_score"]}},
 }
-
-
-def _warn_of_printed_keys(inline: Any) -> None:
-    sources = inline.get("sources") if isinstance(inline, (Mapping, DictConfig)) else None
-    for name, source in sources.items() if isinstance(sources, (Mapping, DictConfig)) else ():
-        if isinstance(source, (Mapping, DictConfig)) and source.get("api_key"):
-            _log.warning(
-                "qreward.sources.%s.api_key stands in verl's own configuration, which verl prints and uploads with "
-                "everything resolved. Use api_key_env, or move the tree to a file (+qreward.config=FILE).",
-                name,
-            )

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import load_config
+from ..config import Config, SumJudge, load_config
 from ..files import read_rollouts
 from ..probe import Probe, idle_sources, probe, samples_for
 from ..samples import Sample
@@ -35,6 +35,8 @@ async def check_config(path: Path, rollouts: Path | None, out: Console, errors: 
             samples = samples_for(engine, (rollout.sample for rollout in read_rollouts(rollouts)))
         counts = ((config.sources, "source"), (config.judges, "judge"), (config.routes, "route"))
         say(out, f"{path}: valid, with {', '.join(number_of(len(part), noun) for part, noun in counts)}")
+        for line in _sums(config):
+            say(out, line)
         with errors.status("asking every source once ..."):
             results = await probe(engine, samples)
         idle = idle_sources(engine)
@@ -48,6 +50,15 @@ async def check_config(path: Path, rollouts: Path | None, out: Console, errors: 
     for result in failed:
         say(out, _problem(result, built_in=result.judge not in samples))
     return SOURCE_SILENT if failed else OK
+
+
+def _sums(config: Config) -> list[str]:
+    """What is added up, in words: sums are not asked themselves."""
+    return [
+        f"{name}: the sum of " + " and ".join(f"{weight:g} x {part}" for part, weight in judge.weights.items())
+        for name, judge in config.judges.items()
+        if isinstance(judge, SumJudge)
+    ]
 
 
 def _table(results: list[Probe]) -> Table:

@@ -16,7 +16,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from ..config import Config, JournalConfig, load_config
+from ..config import Config, JournalConfig, judges_in_charge, load_config, parts_of
 from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rollouts
 from ..samples import Failed, Outcome, Sample
 from ..telemetry import EngineStatistics
@@ -60,7 +60,7 @@ async def score_rollouts(plan: Plan, out: Console, errors: Console) -> int:
     tally = _Tally()
     rows = _Rows(plan.rollouts)
     async with open_engine(plan.config, plan.config_path) as engine:
-        rate_per_s = sum(lane.quota.rate_per_s for lane in engine.lanes.values())
+        rate_per_s = sum(lane.quota.rate_per_s for lane in engine.lanes.values()) / _requests_a_row(plan.config)
         with open_writer(plan.out, source=plan.rollouts) as writer:
             say(errors, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
             try:
@@ -80,6 +80,11 @@ async def score_rollouts(plan: Plan, out: Console, errors: Console) -> int:
         for line in tally.failures():
             say(errors, line)
     return REWARDS_MISSING if tally.rewarded < tally.done else OK
+
+
+def _requests_a_row(config: Config) -> int:
+    """The fewest requests that a row takes: a sum takes one for each of its parts."""
+    return min(len(parts_of(config, name)) for name in judges_in_charge(config))
 
 
 class _Rows:

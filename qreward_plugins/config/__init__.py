@@ -9,6 +9,7 @@ from __future__ import annotations
 from .layers import load_layers
 from .loading import load_config
 from .models import (
+    AskingJudge,
     Config,
     Constant,
     EngineConfig,
@@ -24,12 +25,14 @@ from .models import (
     OpenAISource,
     Price,
     Source,
+    SumJudge,
     Timeouts,
 )
-from .routes import judge_for, sources_of
+from .routes import judge_for, judges_in_charge, parts_of, sources_of
 from .yaml_file import read_yaml
 
 __all__ = [
+    "AskingJudge",
     "Config",
     "Constant",
     "EngineConfig",
@@ -45,10 +48,13 @@ __all__ = [
     "OpenAISource",
     "Price",
     "Source",
+    "SumJudge",
     "Timeouts",
     "judge_for",
+    "judges_in_charge",
     "load_config",
     "load_layers",
+    "parts_of",
     "read_yaml",
     "sources_of",
 ]

@@ -8,6 +8,7 @@ are reported once.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -19,23 +20,30 @@ from .loading import load_config
 from .models import Config
 from .yaml_file import read_yaml
 
+_log = logging.getLogger("qreward_plugins.config")
+
 ENVIRONMENT = "QREWARD_CONFIG"
 """The environment variable that names the file where the framework's configuration names none."""
 
 
-def load_layers(inline: Any, *, default: Mapping[str, Any] | None = None, origin: str = "qreward") -> Config:
+def load_layers(
+    inline: Any, *, default: Mapping[str, Any] | None = None, origin: str = "qreward", printed_by: str | None = None
+) -> Config:
     """The checked configuration of a training run.
 
     Args:
         inline: the tree in the framework's configuration (a mapping or DictConfig), the path of a file, or None.
         default: a tree that completes one without judges of its own.
         origin: what messages call the inline tree.
+        printed_by: the framework that prints and uploads the inline tree; keys that stand in it are warned of.
 
     Raises `ConfigurationError` with every mistake.
     """
     inline = {} if inline is None else {"config": inline} if isinstance(inline, (str, os.PathLike)) else inline
     if not isinstance(inline, (Mapping, DictConfig)):
         raise ConfigurationError([Mistake(origin, f"must be a mapping or a path, not {type(inline).__name__}.")])
+    if printed_by:
+        _warn_of_printed_keys(inline, origin, printed_by)
     path = inline.get("config") or os.environ.get(ENVIRONMENT)
     if not path and "config" not in inline and ("judges" in inline or default is None):
         return load_config(inline, origin=origin)
@@ -52,6 +60,20 @@ def _merged(file: Any, inline: Mapping[str, Any] | DictConfig, default: Mapping[
     assert isinstance(over, Mapping)
     over = {key: value for key, value in over.items() if key != "config"}
     return OmegaConf.merge({} if "judges" in {**file, **over} else default, file, over)
+
+
+def _warn_of_printed_keys(inline: Mapping[str, Any] | DictConfig, origin: str, framework: str) -> None:
+    sources = inline.get("sources")
+    for name, source in sources.items() if isinstance(sources, (Mapping, DictConfig)) else ():
+        if isinstance(source, (Mapping, DictConfig)) and source.get("api_key"):
+            _log.warning(
+                "%s.sources.%s.api_key stands in %s's own configuration, which %s prints and uploads with everything "
+                "resolved. Use api_key_env, or move the tree to a file.",
+                origin,
+                name,
+                framework,
+                framework,
+            )
 
 
 __all__ = ["ENVIRONMENT", "load_layers"]

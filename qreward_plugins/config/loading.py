@@ -103,12 +103,16 @@ def _checked_references(config: Config, origin: str) -> Config:
             name: {"kind": source.kind, "model": getattr(source, "model", None)}
             for name, source in config.sources.items()
         },
-        "judges": {name: {"kind": judge.kind, "sources": list(judge.sources)} for name, judge in config.judges.items()},
+        "judges": {name: judge.model_dump(mode="json", include=_REFERRING) for name, judge in config.judges.items()},
         "routes": config.routes,
     }
     if findings := check_references(tree):
         raise ConfigurationError([finding.as_mistake(hidden=False) for finding in findings], origin=origin)
     return config
+
+
+_REFERRING = {"kind", "sources", "weights"}
+"""The keys of a judge that name other parts of the tree, and what kind of part they may name."""
 
 
 def _hides_nothing(_: Path) -> bool:

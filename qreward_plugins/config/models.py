@@ -7,9 +7,9 @@ have a module of their own, and are had from here all the same.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, FiniteFloat, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, field_validator
 
 from .nodes import Integer, Node, NonNegativeFloat, Number, PositiveFloat, PositiveInt, no_bool, one_or_several
 from .source_models import (
@@ -25,6 +25,7 @@ from .source_models import (
 )
 
 __all__ = [
+    "AskingJudge",
     "Config",
     "Constant",
     "Endpoint",
@@ -44,6 +45,7 @@ __all__ = [
     "Scheduling",
     "Source",
     "Strategy",
+    "SumJudge",
     "Timeouts",
 ]
 
@@ -138,7 +140,29 @@ class FunctionJudge(_JudgeNode):
     _ranges = field_validator("reward_range")(_ascending)
 
 
-Judge = Annotated[LLMJudge | FunctionJudge, Field(discriminator="kind")]
+def _weighs(weight: float) -> float:
+    if weight == 0:
+        raise ValueError("a weight of 0 adds nothing; leave the judge out of the sum, or give it another weight")
+    return weight
+
+
+class SumJudge(Node):
+    """Several rewards for one sample: other judges of this configuration score it, and what they say is added up."""
+
+    kind: Literal["sum"]
+
+    weights: Annotated[dict[str, Annotated[Number, AfterValidator(_weighs)]], Field(min_length=1)]
+    """The judges whose rewards are added, by name, and what each reward is multiplied by; a negative weight makes a
+    penalty of it. Every one of them scores the sample; the sum is missing where one of their rewards is."""
+
+    correct_at: Number | None = None
+    """The sum from which on the response counts as correct. Default: the sum says nothing about it."""
+
+
+AskingJudge: TypeAlias = LLMJudge | FunctionJudge
+"""The judges that ask sources."""
+
+Judge = Annotated[LLMJudge | FunctionJudge | SumJudge, Field(discriminator="kind")]
 
 
 class JournalConfig(Node):
@@ -172,7 +196,8 @@ class Scheduling(Node):
     counts and the other attempt is cancelled. `off`: never. Default: on."""
 
     hedge_budget: Annotated[FiniteFloat, Field(gt=0, le=1), BeforeValidator(no_bool)] = 0.25
-    """Hedges of a batch, as a share of its samples, at most (a small batch may have 4). Default: 0.25."""
+    """Hedges of a batch, as a share of its samples, at most (a small batch may have 4); of a sum every part counts as
+    one. Default: 0.25."""
 
 
 class EngineConfig(Node):
@@ -203,9 +228,9 @@ class Constant(Node):
 class Groups(Node):
     """When the group of one prompt is worth training, for adapters whose framework can replace a group."""
 
-    min_scored: Annotated[int, Field(ge=1), BeforeValidator(no_bool)] | None = None
-    """Samples of a group that must have a reward; a group with fewer is dropped, and another prompt takes its place.
-    Default: all of them."""
+    min_scored: Literal["all"] | PositiveInt = 2
+    """Samples of a group that must have a reward (a smaller group: all of them); a group with fewer is dropped, and
+    another prompt takes its place. `all`: every one. Default: 2, because one alone has nothing to compare with."""
 
     give_up_after: PositiveInt = 256
     """Groups dropped in a row after which the run ends with an error, because a judge that is down would have prompts
@@ -223,7 +248,7 @@ class Config(Node):
 
     routes: dict[str, str] = Field(default_factory=dict)
     """Which judge scores which data source: glob pattern to name of the judge, the first match wins. Default: the one
-    judge for everything."""
+    judge for everything; judges that are only parts of a sum do not count."""
 
     engine: EngineConfig = EngineConfig()
 

@@ -1,4 +1,4 @@
-"""Checks what one part of the tree says of another: judges name sources, routes name judges.
+"""Checks what one part of the tree says of another: judges name sources, sums and routes name judges.
 
 It works on the unchecked tree and leaves alone whatever has the wrong type, so that one bad number does not hide a
 misspelt name.
@@ -24,8 +24,14 @@ def check_references(tree: dict[str, Any]) -> list[Finding]:
         for name, judge in judges.items():
             if isinstance(judge, dict):
                 findings += _judge(name, judge, kinds, models)
-    if isinstance(judges, dict) and judges and isinstance(routes, dict):
-        findings += _routes(routes, judges)
+    if isinstance(judges, dict) and judges:
+        weights = {name: _weights(judge) for name, judge in judges.items() if _kind(judge) == "sum"}
+        of_sums = [finding for name, parts in weights.items() for finding in _sum(name, parts, judges, set(weights))]
+        findings += of_sums
+        if isinstance(routes, dict):
+            findings += _routes(routes, judges)
+            if not routes and not of_sums and all(weights.values()):
+                findings += _no_routes(judges, {part for parts in weights.values() for part in parts})
     return findings
 
 
@@ -37,6 +43,34 @@ def _kind(node: Any) -> str | None:
 def _model(node: Any) -> str | None:
     model = node.get("model") if isinstance(node, dict) else None
     return model if isinstance(model, str) else None
+
+
+def _weights(node: dict[str, Any]) -> list[str]:
+    weights = node.get("weights")
+    return [part for part in weights if isinstance(part, str)] if isinstance(weights, dict) else []
+
+
+def _sum(name: str, parts: list[str], judges: dict[str, Any], sums: set[str]) -> list[Finding]:
+    findings = []
+    fitting = [other for other in judges if other not in sums]
+    for part in parts:
+        path = ("judges", name, "weights", part)
+        whole = next((other for other in parts if part.startswith(f"{other}/")), None)
+        if part not in judges:
+            remedy = f"{did_you_mean(part, fitting)}Judges: {_listed(fitting)}."
+            findings.append(Finding(path, f"there is no judge `{cut(part)}`", remedy))
+        elif part in sums:
+            problem = (
+                "a sum cannot be a part of itself"
+                if part == name
+                else f"`{cut(part)}` is a sum, and sums are not nested"
+            )
+            remedy = f"Name judges of another kind: {_listed(fitting)}." if fitting else "Name judges of another kind."
+            findings.append(Finding(path, problem, remedy))
+        elif whole is not None:
+            problem = f"the name reads like a component of `{cut(whole)}`, another part of this sum"
+            findings.append(Finding(path, problem, "Give the judge another name."))
+    return findings
 
 
 def _judge(
@@ -68,7 +102,7 @@ def _judge(
 
 
 def _routes(routes: dict[str, Any], judges: dict[str, Any]) -> list[Finding]:
-    findings = [
+    return [
         Finding(
             ("routes", pattern),
             f"there is no judge `{cut(judge)}`",
@@ -77,13 +111,17 @@ def _routes(routes: dict[str, Any], judges: dict[str, Any]) -> list[Finding]:
         for pattern, judge in routes.items()
         if isinstance(judge, str) and judge not in judges
     ]
-    if not routes and len(judges) > 1:
-        problem = (
-            f"there are {len(judges)} judges ({_listed(judges)}), and nothing says which data source goes to which"
-        )
-        first = cut(next(iter(judges)))
-        findings.append(Finding(("routes",), problem, f'Add routes, e.g. `"*": {first}`; the first match wins.'))
-    return findings
+
+
+def _no_routes(judges: dict[str, Any], parts: set[str]) -> list[Finding]:
+    whole = [name for name in judges if name not in parts]
+    if len(whole) <= 1:
+        return []
+    beside = " that are no part of a sum" if parts else ""
+    problem = (
+        f"there are {len(whole)} judges{beside} ({_listed(whole)}), and nothing says which data source goes to which"
+    )
+    return [Finding(("routes",), problem, f'Add routes, e.g. `"*": {cut(whole[0])}`; the first match wins.')]
 
 
 def _offer(fitting: list[str]) -> str:

@@ -1,6 +1,7 @@
-"""Who judges a data source, and who answers a judge: the two look-ups that join the parts of a configuration.
+"""Who judges a data source, and who answers a judge: the look-ups that join the parts of a configuration.
 
-They stand apart from the models because both have defaults that depend on the rest of the tree, and both know globs.
+They stand apart from the models because their defaults depend on the rest of the tree: who has no route, which sources
+are not named, which judges are but parts of a sum.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Final
 
-from .models import Config, HTTPSource, OpenAISource
+from .models import Config, HTTPSource, OpenAISource, SumJudge
 
 SOURCE_KINDS: Final = {"llm": ("openai",), "function": ("function", "http")}
 """The kinds of source that can answer a kind of judge: language models, and what gives a value."""
@@ -21,19 +22,38 @@ BY_MODEL: Final = "model:"
 def judge_for(config: Config, data_source: str) -> str | None:
     """Name of the judge for a data source: the first route whose glob matches, with case. None: no route does.
 
-    Without routes, the only judge judges everything.
+    Without routes, the only judge judges everything; judges that are parts of a sum do not count.
     """
     if not config.routes:
-        return next(iter(config.judges)) if len(config.judges) == 1 else None
+        names = judges_in_charge(config)
+        return names[0] if len(names) == 1 else None
     return next((judge for pattern, judge in config.routes.items() if fnmatchcase(data_source, pattern)), None)
 
 
-def sources_of(config: Config, judge_name: str) -> tuple[str, ...]:
-    """Names of the sources that may answer a judge: those it names, or else all that can, in the order of the file.
+def judges_in_charge(config: Config) -> tuple[str, ...]:
+    """Names of the judges that samples may go to: all but those that are only parts of a sum."""
+    parts = {name for judge in config.judges.values() if isinstance(judge, SumJudge) for name in judge.weights}
+    return tuple(name for name in config.judges if name not in parts or name in config.routes.values())
+
+
+def parts_of(config: Config, judge_name: str) -> tuple[str, ...]:
+    """Names of the judges that ask sources when a sample goes to a judge: the parts of a sum, or else itself.
 
     Raises KeyError for a judge that does not exist.
     """
     judge = config.judges[judge_name]
+    return tuple(judge.weights) if isinstance(judge, SumJudge) else (judge_name,)
+
+
+def sources_of(config: Config, judge_name: str) -> tuple[str, ...]:
+    """Names of the sources that may answer a judge: those it names, or else all that can, in the order of the file. Of
+    a sum those of its parts.
+
+    Raises KeyError for a judge that does not exist.
+    """
+    judge = config.judges[judge_name]
+    if isinstance(judge, SumJudge):
+        return tuple(dict.fromkeys(source for part in judge.weights for source in sources_of(config, part)))
     kinds = SOURCE_KINDS[judge.kind]
     of_kind = {
         name: source.model if isinstance(source, (OpenAISource, HTTPSource)) else None

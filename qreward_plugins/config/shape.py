@@ -86,6 +86,8 @@ def _words(shape: Shape, key: str | int) -> str:
     if kind == "boolean":
         return "true or false"
     if kind == "string":
+        if "const" in shape:
+            return f"`{shape['const']}`"
         if "enum" in shape:
             return "one of " + ", ".join(f"`{value}`" for value in shape["enum"])
         if "pattern" in shape:

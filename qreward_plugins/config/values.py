@@ -77,6 +77,8 @@ def _path(loc: tuple[str | int, ...], tree: Any) -> Path:
         del keys[2:3]
     elif keys[0] == "on_failure":
         del keys[1:2]
+    elif keys[:2] == ["groups", "min_scored"]:
+        del keys[2:]
     path: Path = ()
     for key in keys:
         if key == "[key]" or (isinstance(key, int) and isinstance(tree, str)):

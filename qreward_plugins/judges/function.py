@@ -65,7 +65,7 @@ class FunctionJudge:
         return None
 
     def request(self, sample: Sample, *, attempt: int) -> Request:
-        return Request(sample=sample)
+        return Request(sample=sample, judge=self._name)
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
         """Read the value. Raises `InvalidVerdict`."""

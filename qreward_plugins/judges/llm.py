@@ -167,6 +167,7 @@ class LLMJudge:
             parameters=dict(self._parameters),
             nonce=nonce,
             max_completion_tokens=self._config.max_tokens,
+            judge=self._name,
         )
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:

@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from ..config import Config, FunctionJudge, judge_for
+from ..config import Config, FunctionJudge, LLMJudge, judge_for
 from ..errors import SourceError, Throttled
 from ..samples import Sample, Usage
 from ..simulation import SimulatedServer, score_of
@@ -77,8 +77,8 @@ class PlayedSource:
         on_sent()
         time = asyncio.get_running_loop().time
         sample, sent_at = request.sample, time()
-        name = sample.id or ""
-        work = self._work[name]
+        work = self._work[sample.id or ""]
+        name = self._asked_for(request)
         prompt, completion = self._tokens(request, work)
         kind = self._record.begin(name)
         end: BarEnd = "cancelled"
@@ -98,6 +98,12 @@ class PlayedSource:
     async def aclose(self) -> None:
         return None
 
+    def _asked_for(self, request: Request) -> str:
+        """What is asked for, by name: the sample, or a part of a sum's, whose parts have fortunes of their own."""
+        sample = request.sample
+        whole = judge_for(self._config, sample.data_source) == request.judge
+        return sample.id or "" if whole else f"{sample.id} {request.judge}"
+
     def _tokens(self, request: Request, work: float) -> tuple[int, int]:
         if self._config.sources[self.name].kind == "function":
             return 0, 0
@@ -106,13 +112,14 @@ class PlayedSource:
         return -(-request.size // BYTES_PER_TOKEN), min(completion, request.max_completion_tokens or completion)
 
     def _reply(self, request: Request, sample: Sample, usage: Usage | None) -> Reply:
-        judge = self._config.judges[judge_for(self._config, sample.data_source) or ""]
+        judge = self._config.judges[request.judge]
         part = score_of(sample.id or "") / 10
         if isinstance(judge, FunctionJudge):
             low, high = judge.reward_range or (0.0, 1.0)
             score = low + part * (high - low)
             value = {"score": score, **dict.fromkeys(judge.components, score)}
             return Reply(value=value, usage=usage, model="simulated")
+        assert isinstance(judge, LLMJudge), "a sum asks nothing itself"
         low, high = judge.score_range
         score = low + part * (high - low)
         verdict = {"id": request.nonce, "rationale": "rehearsed", "score": score}

@@ -6,8 +6,9 @@ import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
-from ..config import Config, judge_for, sources_of
+from ..config import Config, LLMJudge, judge_for, parts_of, sources_of
 from ..errors import InputError
 from ..judges import build_judge
 from ..samples import Sample
@@ -114,11 +115,21 @@ def _recorded_lengths(recorded: Mapping[str, Recorded], own_tokens: int) -> Leng
 
 
 def _own_tokens(config: Config, data_source: str) -> int:
-    """What the judge of a data source adds to what it is shown."""
+    """What the judge of a data source adds to what it is shown; of a sum, what its parts add in the mean."""
     name = judge_for(config, data_source)
     if name is None:
         return 0
-    judge = build_judge(name, config.judges[name], sources=sources_of(config, name), models=[""], key=bytes(16))
+    added = [_added_tokens(config, part, data_source) for part in parts_of(config, name)]
+    # Who is asked without words shows nothing in tokens, and has left none in the journal.
+    worded = [tokens for tokens in added if tokens is not None]
+    return round(fmean(worded)) if worded else 0
+
+
+def _added_tokens(config: Config, name: str, data_source: str) -> int | None:
+    node = config.judges[name]
+    if not isinstance(node, LLMJudge):
+        return None
+    judge = build_judge(name, node, sources=sources_of(config, name), models=[""], key=bytes(16))
     sample = Sample([{"role": "user", "content": ""}], "x", data_source=data_source)
     try:
         return judge.request(sample, attempt=0).size // BYTES_PER_TOKEN

@@ -6,11 +6,11 @@ Limits are doubled: that is what one asks a provider for, and less may change no
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..config import Config, Limits, sources_of
+from ..config import Config, Judge, Limits, SumJudge, sources_of
 from ..quotas import UNDECLARED_CONCURRENCY
 from .bottleneck import Wait, listed, used_up
 from .rehearsal import Rehearsal, Run
@@ -128,10 +128,7 @@ def _added(rehearsal: Rehearsal, name: str) -> Variation:
     """A second source like `name`, for every judge that asks that one."""
     twin = f"{name} (2nd)"
     config = rehearsal.config
-    judges = {
-        key: judge.model_copy(update={"sources": (*judge.sources, twin)}) if name in judge.sources else judge
-        for key, judge in config.judges.items()
-    }
+    judges = _asking(config, lambda names: (*names, twin) if name in names else names)
     added = config.model_copy(update={"sources": {**config.sources, twin: config.sources[name]}, "judges": judges})
     truths = {**rehearsal.truths, twin: rehearsal.truths[name]}
     return Variation("add", f"another source like {name}", replace(rehearsal, config=added, truths=truths))
@@ -153,13 +150,18 @@ def _dropped(rehearsal: Rehearsal, name: str) -> Variation | None:
     config = rehearsal.config
     if any(set(sources_of(config, judge)) == {name} for judge in config.judges):
         return None
-    judges = {
-        key: judge.model_copy(update={"sources": tuple(source for source in judge.sources if source != name)})
-        for key, judge in config.judges.items()
-    }
+    judges = _asking(config, lambda names: tuple(source for source in names if source != name))
     sources = {key: source for key, source in config.sources.items() if key != name}
     without = config.model_copy(update={"sources": sources, "judges": judges})
     return Variation("drop", f"without {name}", replace(rehearsal, config=without))
+
+
+def _asking(config: Config, changed: Callable[[tuple[str, ...]], tuple[str, ...]]) -> dict[str, Judge]:
+    """The judges with other sources, as `changed` makes them of those that a judge names."""
+    return {
+        key: judge if isinstance(judge, SumJudge) else judge.model_copy(update={"sources": changed(judge.sources)})
+        for key, judge in config.judges.items()
+    }
 
 
 def _with_limits(rehearsal: Rehearsal, name: str, update: Mapping[str, Any]) -> Rehearsal:

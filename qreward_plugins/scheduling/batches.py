@@ -3,6 +3,9 @@
 What is handed in at once is one batch. What trickles in sample by sample belongs to one batch for as long as anything
 is under way, because that is what a training step waits for. A batch keeps counts and its last job, never its jobs: a
 stream of a million samples is one batch as well.
+
+What is waited for are samples. Mostly a sample is one job; where several serve it they are a bundle, which the batch
+counts as the one sample that it is.
 """
 
 from __future__ import annotations
@@ -70,6 +73,8 @@ class Batch:
         self.planned = False
         """Whether its order is another than by size."""
         self.samples = 0
+        """Samples that something was asked for."""
+        self.jobs = 0
         self.scored = 0
         self.attempts = 0
         self.hedges = 0
@@ -87,14 +92,22 @@ class Batch:
 
     @property
     def done(self) -> bool:
-        """Whether every job that was added has ended."""
+        """Whether every job and every bundle that was added has ended."""
         return self._open == 0
 
     def add(self, job: Job) -> None:
         """Take a job in."""
-        self.samples += 1
-        self._gap_s += _GAP_WEIGHT * (job.submitted_at - self._added_at - self._gap_s)
-        self._added_at = job.submitted_at
+        self.jobs += 1
+        self._open += 1
+        if job.bundle is None or not job.bundle.jobs:
+            self.samples += 1
+            self._gap_s += _GAP_WEIGHT * (job.submitted_at - self._added_at - self._gap_s)
+            self._added_at = job.submitted_at
+        if job.bundle is not None:
+            job.bundle.jobs += 1
+
+    def add_bundle(self) -> None:
+        """Take a bundle in, of which nothing is asked yet."""
         self._open += 1
 
     def quiet(self, now: float) -> bool:
@@ -105,14 +118,21 @@ class Batch:
         """Note the end of a job; None: its caller lost interest in it."""
         self._open -= 1
         self.attempts += job.attempts
-        self.settled(job.sample, outcome)
+        if job.bundle is None:
+            self.scored += isinstance(outcome, Scored)
+            self.settled(job.sample, outcome)
         if outcome is None:
             job.let_go()
             return
         if self.last is not None:
             self.last.let_go()
         self.last, self.last_at = job, now
-        self.scored += isinstance(outcome, Scored)
+
+    def bundle_ended(self, bundle: Bundle, outcome: Outcome | None) -> None:
+        """Note what came of a bundle's sample; None: its caller lost interest in it."""
+        self._open -= 1
+        self.scored += bundle.jobs > 0 and isinstance(outcome, Scored)
+        self.settled(bundle.sample, outcome)
 
     def settled(self, sample: Sample, outcome: Outcome | None) -> None:
         """Note that nothing more is to come of a sample, whether it ever became a job or not."""
@@ -132,6 +152,20 @@ class Batch:
     def over(self, now: float) -> bool:
         """Whether its cut-off has come: late enough, and every group is in."""
         return self.cutoff is not None and not self._groups and now >= self.started_at + self.cutoff.after_s
+
+
+@dataclass(eq=False)
+class Bundle:
+    """Jobs that serve one sample, handed in at one moment: `opened_at` on the event loop's clock.
+
+    Their batch counts the sample once, by what `Batches.settle` is told of it, and is not done before. A bundle of
+    which nothing was asked counts like a sample that never became a job.
+    """
+
+    batch: Batch
+    sample: Sample
+    opened_at: float
+    jobs: int = 0
 
 
 @dataclass
@@ -186,16 +220,23 @@ class Batches:
 
     def ended(self, job: Job, outcome: Outcome | None) -> None:
         """Note the end of a job; None: its caller lost interest in it."""
-        batch = job.batch
-        batch.ended(job, outcome, self._loop.time())
-        if batch.sealed or not batch.whole:
-            self._report(batch)
-        self._check(batch)
+        job.batch.ended(job, outcome, self._loop.time())
+        self._look(job.batch)
 
     def settled(self, batch: Batch, sample: Sample, outcome: Outcome) -> None:
         """Note the outcome of a sample that never became a job."""
         batch.settled(sample, outcome)
         self._check(batch)
+
+    def bundle(self, batch: Batch, sample: Sample) -> Bundle:
+        """A bundle in `batch`, for jobs that are about to be submitted to it; whoever opens it has to `settle` it."""
+        batch.add_bundle()
+        return Bundle(batch, sample, self._loop.time())
+
+    def settle(self, bundle: Bundle, outcome: Outcome | None) -> None:
+        """Note what came of a bundle's sample; None: its caller lost interest in it. Call it once."""
+        bundle.batch.bundle_ended(bundle, outcome)
+        self._look(bundle.batch)
 
     def close(self) -> None:
         """Drop the timers."""
@@ -203,6 +244,11 @@ class Batches:
             if batch.cutoff_timer is not None:
                 batch.cutoff_timer.cancel()
         self._timed.clear()
+
+    def _look(self, batch: Batch) -> None:
+        if batch.sealed or not batch.whole:
+            self._report(batch)
+        self._check(batch)
 
     def _check(self, batch: Batch) -> None:
         if not batch.cut and batch.over(self._loop.time()):

@@ -22,7 +22,7 @@ from ..errors import InputError
 from ..judges.base import Judge
 from ..samples import Cause, Failed, Outcome, Sample
 from .attempts import Attempt, Ending
-from .batches import Batch, Batches
+from .batches import Batch, Batches, Bundle
 from .endings import Endings, OnLate
 from .jobs import Job
 from .lane import Lane
@@ -90,16 +90,18 @@ class Dispatcher:
             self.fail(job, Cause.INFRA, "cutoff", f"the batch stopped waiting after {waited:.1f} s, its quorum was in")
 
     def submit(
-        self, sample: Sample, judge: Judge, *, deadline_s: float, batch: Batch | None = None
+        self, sample: Sample, judge: Judge, *, deadline_s: float, batch: Batch | Bundle | None = None
     ) -> asyncio.Future[Outcome]:
         """Take a sample in; the future has its outcome at the latest `deadline_s` seconds from now, and never an
         exception.
 
-        Without a `batch` it belongs to the one of everything that is under way. Cancelling the future drops the job
-        and cancels its attempts.
+        Without a `batch` it belongs to the one of everything that is under way. Of a bundle in a batch all jobs count
+        from when the bundle was opened, so that they end together when their time is up. Cancelling the future drops
+        the job and cancels its attempts.
         """
         future: asyncio.Future[Outcome] = self._loop.create_future()
-        batch = batch or self.batches.trickle()
+        bundle = batch if isinstance(batch, Bundle) else None
+        batch = batch.batch if isinstance(batch, Bundle) else batch or self.batches.trickle()
         outcome: Outcome | None = judge.screen(sample)
         try:
             request = judge.request(sample, attempt=0) if outcome is None else None
@@ -110,10 +112,11 @@ class Dispatcher:
         if outcome is not None or request is None:
             assert outcome is not None, "a sample is either asked for or has its outcome"
             future.set_result(outcome)
-            self.batches.settled(batch, sample, outcome)
+            if bundle is None:
+                self.batches.settled(batch, sample, outcome)
             return future
-        now = self._loop.time()
-        job = Job(sample, judge, future, batch, now, now + deadline_s, request, next(self._sequence))
+        now = self._loop.time() if bundle is None else bundle.opened_at
+        job = Job(sample, judge, future, batch, now, now + deadline_s, request, next(self._sequence), bundle)
         self._jobs[job] = None
         batch.add(job)
         job.deadline_timer = self._loop.call_at(job.deadline_at, self._deadline, job)

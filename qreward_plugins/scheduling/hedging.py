@@ -149,7 +149,7 @@ class Hedges:
         job, batch = attempt.job, attempt.job.batch
         age, expected_s = attempt.age(now), attempt.expected_s
         part = 1.0 if attempt.overdue else EARLY_PART
-        if batch.hedges + 1 > max(LEAST_HEDGES, part * self._budget * batch.samples):
+        if batch.hedges + 1 > max(LEAST_HEDGES, part * self._budget * batch.jobs):
             return None
         left_s = self._forecast.left_s(attempt, now)
         others_end = math.inf if drained else self._forecast.end(attempt.lane, now)
@@ -165,7 +165,7 @@ class Hedges:
             return lane
         if not drained or age < SOFT_AT or takes_s > SOFT_WITHIN * expected_s or len(job.live) > 1:
             return None
-        if batch.soft_hedges + 1 > max(LEAST_SOFT_HEDGES, SOFT_PART * self._budget * batch.samples):
+        if batch.soft_hedges + 1 > max(LEAST_SOFT_HEDGES, SOFT_PART * self._budget * batch.jobs):
             return None
         batch.soft_hedges += 1
         return lane

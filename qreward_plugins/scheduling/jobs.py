@@ -1,4 +1,4 @@
-"""A job: one sample on its way to its outcome, with all that its own history says about where it may go next."""
+"""A job: a sample on its way to what one judge says of it, with all that its own history says about where it may go."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..sources.base import Request
 
 if TYPE_CHECKING:
     from .attempts import Attempt
-    from .batches import Batch
+    from .batches import Batch, Bundle
 
 MAX_HEDGES = 5
 """Hedges of one sample in all: some of them fail, too."""
@@ -36,6 +36,8 @@ class Job:
     deadline_at: float
     request: Request
     sequence: int
+    bundle: Bundle | None = None
+    """Where it serves its sample together with other jobs."""
 
     live: list[Attempt] = field(default_factory=list)
     """Attempts under way: one, or more when it is hedged."""

@@ -19,7 +19,8 @@ class Request:
 
     `messages` and `parameters` (the body's further keys: max_tokens, response_format, ...) are for sources that talk
     to language models, `sample` for functions and scoring services. `nonce` binds the reply to this request.
-    `max_completion_tokens` is the most that the reply may take, for the quota; 0 where tokens play no part.
+    `max_completion_tokens` is the most that the reply may take, for the quota; 0 where tokens play no part. `judge` is
+    the name of who asks; it is not sent.
     """
 
     sample: Sample
@@ -27,6 +28,7 @@ class Request:
     parameters: Mapping[str, Any] = field(default_factory=dict)
     nonce: str = ""
     max_completion_tokens: int = 0
+    judge: str = ""
     size: int = field(init=False, repr=False, compare=False)
     """Length of what is sent, in UTF-8 bytes: the scheduler's measure of how long the answer will take, and of how many
     tokens it takes. Without messages it is that of the sample's prompt, response and ground truth, where these are

@@ -65,7 +65,11 @@ def _named(config: models.HTTPSource) -> str:
 
 
 def _prompt(sample: Sample) -> Any:
-    """The text of a prompt that is one user message, else the messages; "" without any, as a prompt of no text."""
+    """The prompt as the framework has it; else the text of one that is one user message, else the messages ("" without
+    any).
+    """
+    if sample.prompt is not None:
+        return sample.prompt
     messages = _messages(sample)
     if not messages:
         return ""

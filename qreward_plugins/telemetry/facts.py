@@ -30,6 +30,11 @@ class Facts:
         self._components: dict[str, None] = dict.fromkeys(components)
         self._defines_correct = defines_correct
 
+    @property
+    def components(self) -> tuple[str, ...]:
+        """Names of the components known so far."""
+        return tuple(self._components)
+
     def of(self, outcome: Outcome) -> dict[str, Any]:
         """`failed` and `cached` are 0.0 or 1.0, `cause` is "infra/deadline" or the like and empty for a scored sample,
         `latency_s` seconds, `cost_usd` US dollars, `score/<name>` a component or None, `acc` 0.0 or 1.0.

@@ -65,13 +65,21 @@ class JudgeCall:
     @property
     def score_range(self) -> tuple[float, float]:
         """The range in which a score is asked for: that of the schema of `response_format`, else 0 to 1."""
-        node: object = self.parameters.get("response_format")
-        for key in ("json_schema", "schema", "properties", "score"):
-            node = node.get(key) if isinstance(node, Mapping) else None
+        node = _below(self._schema, "properties", "score")
         low, high = (node.get("minimum"), node.get("maximum")) if isinstance(node, Mapping) else (None, None)
         if isinstance(low, (int, float)) and isinstance(high, (int, float)):
             return float(low), float(high)
         return 0.0, 1.0
+
+    @property
+    def criteria(self) -> tuple[str, ...]:
+        """The components that are asked for beside the score: those that the schema of `response_format` names."""
+        components = _below(self._schema, "properties", "components", "properties")
+        return tuple(components) if isinstance(components, Mapping) else ()
+
+    @property
+    def _schema(self) -> object:
+        return _below(self.parameters.get("response_format"), "json_schema", "schema")
 
     @cached_property
     def prompt_tokens(self) -> int:
@@ -83,6 +91,13 @@ class JudgeCall:
         """The most tokens the completion may have, None for no limit."""
         value = self.parameters.get("max_completion_tokens", self.parameters.get("max_tokens"))
         return value if isinstance(value, int) else None
+
+
+def _below(node: object, *keys: str) -> object:
+    """The value below these keys, one below the other; None where there is none."""
+    for key in keys:
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node
 
 
 class Refused(Exception):
@@ -141,7 +156,7 @@ def overlap_score(call: JudgeCall) -> float:
     """The built-in scorer: deterministic, and plausible enough for a demo.
 
     With a reference: the share of its distinct words that the response has. Without: a share that depends on nothing
-    but the response. In the range that is asked for, rounded to three digits.
+    but the response. In the range that is asked for, rounded to three digits; each criterion gets it as well.
     """
     response = call.blocks.get("response", call.prompt)
     wanted = _words(call.blocks.get("reference", ""))
@@ -161,6 +176,9 @@ def _words(text: str) -> set[str]:
 def as_verdict(call: JudgeCall, answer: Answer) -> dict[str, object] | str:
     """The verdict that a scorer's answer stands for, its id first, or the text it wants sent as it is.
 
+    A number is the score, and stands for every component that the request asks for, too: who gives one number judges
+    the whole. A mapping says itself what it holds, so a component that it leaves out is left out.
+
     Raises `TypeError` for an answer of another type. NaN and infinity pass: they are what some judges say.
     """
     verdict: dict[str, object] = {} if call.nonce is None else {"id": call.nonce}
@@ -169,7 +187,8 @@ def as_verdict(call: JudgeCall, answer: Answer) -> dict[str, object] | str:
     if isinstance(answer, Mapping):
         return verdict | dict(answer)
     if isinstance(answer, (int, float)) and not isinstance(answer, bool):
-        return verdict | {"score": answer, "rationale": "scored by the judge server"}
+        components = {"components": dict.fromkeys(call.criteria, answer)} if call.criteria else {}
+        return verdict | {"score": answer, "rationale": "scored by the judge server", **components}
     raise TypeError(f"the scorer returned {type(answer).__name__}: return a float, a mapping or a str")
 
 

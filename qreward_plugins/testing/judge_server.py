@@ -42,10 +42,11 @@ class JudgeServer:
     messages, "response": text, "label": anything}`.
 
     `score` gets a `JudgeCall` and returns (or, if async, resolves to) a float, which becomes the verdict
-    `{"id": nonce, "score": ..., "rationale": ...}`; a mapping, which becomes a verdict with the id added; or a str,
-    which is the content as it is. Asked for a score it gets a `ScoreCall`, a `JudgeCall` with the same blocks, and the
-    reply is the number, the mapping or the str itself. Async scorers run on the server's loop; sync ones block it, so
-    they must not wait. An exception of the scorer is an HTTP 500 and is in the report.
+    `{"id": nonce, "score": ..., "rationale": ...}`, with that number for each of `JudgeCall.criteria`, too, where the
+    request asks for any; a mapping, which becomes a verdict with the id added; or a str, which is the content as it is.
+    Asked for a score it gets a `ScoreCall`, a `JudgeCall` with the same blocks, and the reply is the number, the
+    mapping or the str itself. Async scorers run on the server's loop; sync ones block it, so they must not wait. An
+    exception of the scorer is an HTTP 500 and is in the report.
 
     `with` and `async with` start and stop it. All methods are thread-safe. It can be started again after `stop()`, on
     the same port and with its counts going on: clients see a server that was down for a while. With `port=0` (the

@@ -197,3 +197,31 @@ def test_every_judge_gets_the_first_row_that_is_routed_to_it(check, write_config
         path = write_rows([row(0, data_source=source, response=response) for source, response in rows])
         assert check("-r", path).exit_code == 0
     assert seen == [("math", "two"), ("code", "print"), ("rest", "17 plus 25 is 42")]
+
+
+def test_the_default_server_gives_every_criterion(check, write_config):
+    with JudgeServer() as server:
+        write_config({"a": server}, judge={"criteria": {"proof": "Is it proven?", "style": "Is it elegant?"}})
+        result = check()
+    assert result.exit_code == 0, result.output
+
+
+def test_every_part_of_a_sum_is_asked(check, write_config, write_rows, row):
+    judges = {
+        "style": {"kind": "llm", "instructions": "By this rubric: {{ extras.rubric }}"},
+        "rules": {"kind": "function"},
+        "total": {"kind": "sum", "weights": {"style": 0.75, "rules": -1}},
+    }
+    with JudgeServer() as words, JudgeServer() as rules:
+        sources = {
+            "a": {"kind": "openai", "base_url": words.base_url, "model": "judge"},
+            "rm": {"kind": "http", "url": rules.score_url},
+        }
+        write_config(sources=sources, judges=judges)
+        result = check("--rollouts", write_rows([row(1, rubric="Be brief.")]))
+        assert result.exit_code == 0, result.output
+        assert (words.report().requests, rules.report().requests) == (1, 1)
+        assert "valid, with 2 sources, 3 judges, 0 routes" in result.stdout
+        assert "total: the sum of 0.75 x style and -1 x rules" in result.stdout
+        rules.stop()
+        assert check("--rollouts", write_rows([row(1, rubric="Be brief.")])).exit_code == 1

@@ -254,3 +254,33 @@ def test_functions_are_scored_too(score, write_config, write_rows, read_rows, ro
     assert [outcome["reward"] for outcome in outcomes] == [10.0] * 3
     # `extra_info` wins over a column of the same name, as it is what the function sees in training.
     assert [outcome["components"] for outcome in outcomes] == [{"extra": n, "inner": n} for n in range(3)]
+
+
+def test_a_sum_is_one_row_with_its_parts(
+    server, score, write_config, write_rows, read_rows, row, tmp_path, verdicts_in
+):
+    judges = {
+        "quality": {"kind": "llm", "score_range": [0, 1], "invalid_retries": 0, "criteria": {"proof": "Proven?"}},
+        "rules": {"kind": "function"},
+    }
+    sources = {
+        "a": {"kind": "openai", "base_url": server.base_url, "model": "judge"},
+        "rm": {"kind": "http", "url": server.score_url, "model": "rm"},
+    }
+    write_rows([row(1), row(2, response="It is 7."), row(3, response="BAD")])
+    for weights, requests in (({"quality": 1, "rules": 1}, 6), ({"quality": 1, "rules": -3}, 8)):
+        judges["total"] = {"kind": "sum", "weights": weights}
+        write_config(sources=sources, judges=judges, on_failure="exclude")
+        result = score()
+        assert result.exit_code == 3, result.output
+        right, wrong, bad = (line["qreward"] for line in read_rows(tmp_path / "out.jsonl"))
+        # The row without a reward is tried again, the others are known part by part.
+        assert server.report().requests <= requests
+        assert (right["reward"], wrong["reward"], bad["reward"]) == (sum(weights.values()), 0.0, None)
+        assert right["components"] == {"quality": 1.0, "quality/proof": 1.0, "rules": 1.0}
+        assert (right["judge"], right["source"], right["model"]) == ("total", "a+rm", "judge+rm")
+        assert (bad["cause"], bad["reason"], bad["components"]) == ("verdict", "invalid", {})
+        assert "2 of 3 rows have a reward" in result.stdout
+        assert set(right) == KEYS
+    assert right["cached"]
+    assert verdicts_in(tmp_path / "out.jsonl.journal") == 4

@@ -86,8 +86,9 @@ FULL: dict[str, Any] = {
             "max_response_chars": 1000,
         },
         "exact": {"kind": "function", "sources": "local", "reward_range": [0, 1], "components": ["format"]},
+        "total": {"kind": "sum", "weights": {"quality": 0.8, "exact": -0.2}, "correct_at": 0.5},
     },
-    "routes": {"math/*": "exact", "*": "quality"},
+    "routes": {"math/*": "exact", "both/*": "total", "*": "quality"},
     "engine": {"deadline_s": 10, "max_attempts": 2, "seed": 1, "journal": {"path": "j.sqlite", "reuse": False}},
     "on_failure": {"constant": 0.5},
 }
@@ -95,7 +96,7 @@ FULL: dict[str, Any] = {
 NAMES = {("sources",), ("judges",), ("routes",)}
 """Mappings whose keys are the user's."""
 
-FREE = {"headers", "parameters", "body", "kwargs", "criteria"}
+FREE = {"headers", "parameters", "body", "kwargs", "criteria", "weights"}
 
 
 def caught(source: Any) -> ConfigurationError:
@@ -156,7 +157,7 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.kind", "opnai", "", "unknown kind 'opnai'. Did you mean `openai`? Allowed here: openai, http, function."),
         ("sources.fast.kind", 3, "", "unknown kind 3. Allowed here: openai, http, function."),
         ("sources.fast.kind", ..., "", "the key is missing. Add `kind: openai`."),
-        ("judges.none", {}, "judges.none.kind", "the key is missing. Add `kind: llm` or `kind: function`."),
+        ("judges.none", {}, "judges.none.kind", "the key is missing. Add `kind: llm` or `kind: function` or `kind: sum`."),
         ("sources.fast", None, "", "must be a mapping, not null. Give it a value, or remove the key."),
         ("sources.fast", "http://a", "", "must be a mapping, not 'http://a'."),
         ("sources.fast.limits", None, "", "must be a mapping, not null. Give it a value, or remove the key."),
@@ -196,8 +197,20 @@ def test_the_full_tree_is_valid() -> None:
         ("on_failure", {}, "on_failure.constant", "the key is missing. It takes a number."),
         ("on_failure", {"constant": True}, "on_failure.constant", "must be a number, not true."),
         ("on_failure", True, "", "must be one of `exclude`, `raise` or a mapping with `constant`, not true."),
+        ("groups", {"min_scored": "al"}, "groups.min_scored", "must be `all` or a positive whole number, not 'al'."),
+        ("groups", {"min_scored": True}, "groups.min_scored", "must be `all` or a positive whole number, not true."),
         ("routes", {"math/*": "exat"}, 'routes["math/*"]', "there is no judge `exat`. Did you mean `exact`? Judges: `quality`"),
-        ("routes", {}, "", "there are 2 judges (`quality`, `exact`), and nothing says which data source goes to which."),
+        ("judges.total.weights", {"quality": 0}, "judges.total.weights.quality", "a weight of 0 adds nothing; leave the judge out"),
+        ("judges.total.weights.quality", True, "", "must be a number, not true."),
+        ("judges.total.weights.quality", float("inf"), "", "must be a finite number, not inf."),
+        ("judges.total.weights", {}, "", "must be a mapping with at least one entry"),
+        ("judges.total.weights", ..., "", "the key is missing. It takes a mapping with at least one entry."),
+        ("judges.total.weights", {"qualty": 1}, "judges.total.weights.qualty", "there is no judge `qualty`. Did you mean `quality`? Judges: `quality`, `exact`."),
+        ("judges.total.weights", {"total": 1}, "judges.total.weights.total", "a sum cannot be a part of itself. Name judges of another kind: `quality`, `exact`."),
+        ("judges.more", {"kind": "sum", "weights": {"total": 1}}, "judges.more.weights.total", "`total` is a sum, and sums are not nested. Name judges of"),
+        ("judges.total.weight", {}, "", "unknown key. Did you mean `weights`? Allowed here: kind, weights, correct_at."),
+        ("judges.total.sources", "fast", "", "unknown key. Allowed here: "),
+        ("judges.total.correct_at", "high", "", "must be a number, not 'high'."),
         ("judges.quality.sources", ["fast", "slwo"], "judges.quality.sources[1]", "there is no source `slwo`. Did you mean `slow`?"),
         ("judges.quality.sources", "slw*", "", "`slw*` matches no source of kind openai. Patterns are matched against names,"),
         ("judges.quality.sources", ["fast", "model:x*"], "judges.quality.sources[1]", "`model:x*` matches no source of kind"),
@@ -217,6 +230,33 @@ def test_the_full_tree_is_valid() -> None:
 def test_a_mistake_is_named_in_words(path: str, value: Any, place: str, text: str) -> None:
     found = messages(changed(path, value))
     assert text in found[place or path]
+
+
+def test_judges_without_routes() -> None:
+    two = changed("routes", {})
+    two["judges"]["other"] = {"kind": "llm"}
+    assert messages(two) == {
+        "routes": "there are 2 judges that are no part of a sum (`total`, `other`), and nothing says which data source goes to which. "
+        'Add routes, e.g. `"*": total`; the first match wins.'
+    }
+    del two["judges"]["total"]
+    assert "there are 3 judges (`quality`, `exact`, `other`), and nothing says" in messages(two)["routes"]
+
+
+def test_a_misspelt_part_is_one_mistake() -> None:
+    tree = changed("routes", {})
+    tree["judges"]["total"]["weights"] = {"quality": 1, "exat": 1}
+    assert list(messages(tree)) == ["judges.total.weights.exat"]
+    tree["judges"]["total"]["weights"] = None
+    assert list(messages(tree)) == ["judges.total.weights"]
+
+
+def test_a_part_whose_name_reads_like_a_component() -> None:
+    tree = changed("judges.total.weights", {"quality": 1, "quality/style": 1})
+    tree["judges"]["quality/style"] = {"kind": "llm"}
+    assert messages(tree) == {
+        'judges.total.weights["quality/style"]': "the name reads like a component of `quality`, another part of this sum. Give the judge another name."
+    }
 
 
 def test_a_judge_without_any_source_of_its_kind() -> None:
@@ -380,7 +420,7 @@ def test_unions_of_the_models_are_where_the_paths_expect_them() -> None:
         for arg in args:
             yield from unions(arg, place)
 
-    assert set(unions(Config, "")) == {"Config.sources", "Config.judges", "Config.on_failure"}
+    assert set(unions(Config, "")) == {"Config.sources", "Config.judges", "Config.on_failure", "Groups.min_scored"}
 
 
 def paths_of(node: Any, above: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
@@ -403,6 +443,8 @@ REQUIRED = [
     ("sources", "service", "url"),
     ("judges", "quality", "kind"),
     ("judges", "exact", "kind"),
+    ("judges", "total", "kind"),
+    ("judges", "total", "weights"),
     ("engine", "journal", "path"),
     ("on_failure", "constant"),
 ]
@@ -499,6 +541,6 @@ def test_any_tree_is_valid_or_refused(tree: Any) -> None:
 def assert_tagless(error: ConfigurationError) -> None:
     assert error.__context__ is None
     for mistake in error.mistakes:
-        assert not {"openai", "http", "llm", "Constant", "key"} & set(
+        assert not {"openai", "http", "llm", "sum", "Constant", "key"} & set(
             mistake.path.replace("[", ".").strip("]").split(".")
         )

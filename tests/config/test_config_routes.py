@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins.config import Config, judge_for, load_config, sources_of
+from qreward_plugins.config import Config, judge_for, judges_in_charge, load_config, parts_of, sources_of
 
 SOURCES = {
     "a": {"kind": "openai", "base_url": "http://a/v1", "model": "m"},
@@ -52,6 +52,29 @@ def test_the_sources_of_a_judge() -> None:
     assert sources_of(tree, "m") == ("f", "s", "t")
     with pytest.raises(KeyError):
         sources_of(tree, "n")
+
+
+PARTS = {
+    "j": {"kind": "llm", "sources": "b"},
+    "k": {"kind": "function"},
+    "t": {"kind": "sum", "weights": {"k": 1, "j": 2}},
+}
+
+
+def test_parts_of_a_sum_need_no_route() -> None:
+    tree = config({}, **PARTS)
+    assert judge_for(tree, "anything") == "t"
+    assert judges_in_charge(tree) == ("t",)
+    assert (parts_of(tree, "t"), parts_of(tree, "j")) == (("k", "j"), ("j",))
+    assert sources_of(tree, "t") == ("f", "s", "t", "b")
+    assert load_config(tree) is tree
+
+
+def test_parts_of_a_sum_may_have_routes() -> None:
+    tree = config({"code": "k", "*": "t"}, **PARTS)
+    assert (judge_for(tree, "code"), judge_for(tree, "math")) == ("k", "t")
+    assert judges_in_charge(tree) == ("k", "t")
+    assert judges_in_charge(config({"a": "j"}, j={"kind": "llm"}, k={"kind": "llm"})) == ("j", "k")
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,13 @@ def test_without_any_reward_there_is_one_number():
     assert group_means([], []) == []
 
 
-def test_a_gate_wants_whole_groups_unless_told_otherwise():
+def test_a_gate_wants_two_to_compare_unless_told_otherwise():
     gate = GroupGate(Groups())
+    assert gate.admit(4, ["infra/deadline"] * 2)
+    assert not gate.admit(4, ["infra/deadline"] * 3)
+    assert gate.admit(1, [])
+    assert not gate.admit(1, ["infra/deadline"])
+    gate = GroupGate(Groups(min_scored="all"))
     assert gate.admit(4, [])
     assert not gate.admit(4, ["infra/deadline"])
     gate = GroupGate(Groups(min_scored=3))
@@ -32,7 +37,7 @@ def test_a_gate_wants_whole_groups_unless_told_otherwise():
 
 
 def test_a_gate_gives_up_after_so_many_in_a_row_and_says_why():
-    gate = GroupGate(Groups(give_up_after=3))
+    gate = GroupGate(Groups(min_scored="all", give_up_after=3))
     for _ in range(2):
         assert not gate.admit(2, ["infra/deadline", "infra/no_source"])
     assert gate.admit(2, [])

@@ -16,7 +16,7 @@ from qreward_plugins.config.models import Limits, Price, Scheduling
 from qreward_plugins.errors import InvalidVerdict
 from qreward_plugins.quotas import Quota
 from qreward_plugins.samples import Cause, Outcome, Sample, Scored, Verdict
-from qreward_plugins.scheduling import Batch, Dispatcher, Job, Lane, ReadyQueue
+from qreward_plugins.scheduling import Batch, Bundle, Dispatcher, Job, Lane, ReadyQueue
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Request
@@ -150,13 +150,15 @@ class Stage:
 
     # Single parts, for units that are tested without a dispatcher; within a running loop
 
-    def job(self, size: int = 10, *, batch: Batch | None = None, deadline_s: float = 300.0) -> Job:
+    def job(
+        self, size: int = 10, *, batch: Batch | None = None, bundle: Bundle | None = None, deadline_s: float = 300.0
+    ) -> Job:
         sample = self.sample(size)
         future = asyncio.get_running_loop().create_future()
         batch = batch or Batch(0, 0.0)
         now = asyncio.get_running_loop().time()
         request = self.judge.request(sample, attempt=0)
-        job = Job(sample, self.judge, future, batch, now, now + deadline_s, request, next(self._sequence))
+        job = Job(sample, self.judge, future, batch, now, now + deadline_s, request, next(self._sequence), bundle)
         job.place = float(size)
         batch.add(job)
         return job

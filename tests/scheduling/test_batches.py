@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from qreward_plugins.errors import TransientError
-from qreward_plugins.samples import Cause, Failed, Scored
+from qreward_plugins.samples import Cause, Failed, Scored, Verdict
 from qreward_plugins.scheduling import Batch, Cutoff
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
@@ -232,6 +232,116 @@ def test_no_timer_of_a_batch_outlives_it(stage, ending):
     run(main())
     gc.collect()
     assert batches[0]() is None
+
+
+# Several jobs for one sample
+
+
+def bundled(stage, sizes, *, settle, cutoff=None, deadline_s=30.0, apart_s=0.0):
+    """Hand jobs of these sizes in as one bundle, and tell its batch what `settle` makes of their outcomes.
+
+    Returns the outcomes, whether the batch was done before it was told, and its report.
+    """
+
+    async def main():
+        dispatcher = stage.dispatcher()
+        sample = stage.sample(group_id="g")
+        batch = dispatcher.batches.new([sample], cutoff=cutoff)
+        bundle = dispatcher.batches.bundle(batch, sample)
+        jobs = []
+        for size in sizes:
+            jobs.append(dispatcher.submit(stage.sample(size), stage.judge, deadline_s=deadline_s, batch=bundle))
+            await asyncio.sleep(apart_s)
+        dispatcher.batches.seal(batch)
+        outcomes = await asyncio.gather(*jobs)
+        done = batch.done, dispatcher.batches.last
+        dispatcher.batches.settle(bundle, settle(outcomes))
+        assert batch.done
+        report = dispatcher.batches.last
+        ended_at = dispatcher.now()
+        await dispatcher.aclose()
+        return outcomes, done, report, ended_at
+
+    return run(main())
+
+
+def test_a_bundle_is_one_sample_and_is_not_done_before_it_is_settled(stage):
+    stage.add("a", behaviour=lambda number, request, now: 1.0 + number)
+    _, done, report, _ = bundled(stage, [10, 11, 12], settle=lambda outcomes: outcomes[0])
+    assert done == (False, None)
+    assert (report.samples, report.scored, report.failed, report.attempts) == (1, 1, 0, 3)
+    assert report.makespan_s == pytest.approx(3.0)
+
+
+@pytest.mark.parametrize("outcome", [None, Failed(Cause.INFRA, "no_source")])
+def test_a_bundle_counts_as_it_is_settled_and_not_as_its_jobs_end(stage, outcome):
+    stage.add("a")
+    _, _, report, _ = bundled(stage, [10, 11], settle=lambda _: outcome)
+    assert (report.samples, report.scored, report.failed) == (1, 0, 1)
+
+
+def test_jobs_of_a_bundle_that_are_handed_in_apart_end_together_when_their_time_is_up(stage):
+    some_hang(stage, {10, 11})
+    outcomes, _, _, ended_at = bundled(
+        stage, [10, 11], settle=lambda outcomes: outcomes[0], apart_s=0.25, deadline_s=5.0
+    )
+    assert reasons(outcomes) == ["deadline"] * 2
+    assert {outcome.latency_s for outcome in outcomes} == {5.0}
+    assert ended_at == 5.0
+
+
+def test_a_quorum_waits_for_the_bundle_and_not_for_its_jobs(stage):
+    some_hang(stage, {13})
+    # One of two jobs is in long before the cut-off; the sample is not.
+    outcomes, *_ = bundled(stage, [10, 13], settle=lambda outcomes: outcomes[1], cutoff=Cutoff(5.0, quorum=1.0))
+    assert reasons(outcomes) == ["scored", "deadline"]
+    outcomes, *_ = bundled(stage, [10, 13], settle=lambda outcomes: outcomes[1], cutoff=Cutoff(5.0, quorum=0.0))
+    assert reasons(outcomes) == ["scored", "cutoff"]
+
+
+def test_settling_a_bundle_may_be_what_its_batch_waited_for(stage):
+    some_hang(stage, {13})
+
+    async def main():
+        dispatcher = stage.dispatcher()
+        samples = [stage.sample(13), stage.sample(10)]
+        batch = dispatcher.batches.new(samples, cutoff=Cutoff(2.0, quorum=0.5))
+        hangs = dispatcher.submit(samples[0], stage.judge, deadline_s=60, batch=batch)
+        bundle = dispatcher.batches.bundle(batch, samples[1])
+        await dispatcher.submit(samples[1], stage.judge, deadline_s=60, batch=bundle)
+        await asyncio.sleep(6)
+        assert not hangs.done()
+        dispatcher.batches.settle(bundle, Scored(Verdict(1.0)))
+        assert hangs.result().reason == "cutoff"
+        await dispatcher.aclose()
+
+    run(main())
+
+
+def test_a_bundle_of_which_nothing_is_asked_leaves_no_trace(stage):
+    stage.add("a")
+    _, _, report, _ = bundled(stage, [], settle=lambda _: Scored(Verdict(1.0)))
+    assert report is None
+
+
+def test_a_stream_of_bundles_is_quiet_when_no_sample_came_for_long(stage):
+    stage.add("a", limits={"concurrency": 100})
+
+    async def main():
+        dispatcher = stage.dispatcher()
+        batch = dispatcher.batches.trickle()
+        for _ in range(60):
+            bundle = dispatcher.batches.bundle(batch, stage.sample())
+            for size in (10, 11, 12):
+                dispatcher.submit(stage.sample(size), stage.judge, deadline_s=300, batch=bundle)
+            await asyncio.sleep(0.5)
+        # Samples come twice a second, so 4 s without one are not long, and 6 s are.
+        quiet = batch.quiet(dispatcher.now() + 3.5), batch.quiet(dispatcher.now() + 5.5)
+        counts = batch.samples, batch.jobs
+        await dispatcher.aclose()
+        return quiet, counts
+
+    assert run(main()) == ((False, True), (60, 180))
 
 
 # One by one

@@ -21,6 +21,7 @@ from qreward_plugins.samples import Scored, Verdict
 from qreward_plugins.scheduling import Batch, Breaker, Dispatcher, Job, Lane, batches
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.scheduling.planner import Planner
+from qreward_plugins.scoring import Scoring
 from qreward_plugins.simulation import performance
 from qreward_plugins.simulation.soak import check, soak
 
@@ -81,7 +82,7 @@ def one_outcome_counted_twice(monkeypatch):
     def wrap(count):
         return lambda self, sample, outcome: (count(self, sample, outcome), count(self, sample, outcome))[1]
 
-    around(monkeypatch, RewardEngine, "_count", wrap)
+    around(monkeypatch, Scoring, "_count", wrap)
 
 
 def an_outcome_is_lost(monkeypatch):

@@ -24,7 +24,7 @@ def groups(make_group):
 
 
 def test_a_group_with_a_failed_sample_is_dropped_under_its_reason(make_args, groups):
-    args = make_args()
+    args = make_args(tree={"groups": {"min_scored": "all"}})
     output = slime_adapter.drop_failed_groups(args, groups(1, 1, 0, 1))
     assert (output.keep, output.reason, output.keep_when_insufficient) == (False, "qreward_failed", False)
     output = slime_adapter.drop_failed_groups(args, groups(1, 1, 1, 1))
@@ -40,8 +40,9 @@ def test_min_scored_says_how_many_are_enough(make_args, groups):
 
 def test_a_group_of_rollouts_that_became_several_samples_is_looked_into(make_args, groups):
     one, two = groups(1, 1), groups(1, 0)
-    assert not slime_adapter.drop_failed_groups(make_args(), [one, two]).keep
-    assert slime_adapter.drop_failed_groups(make_args(), [one, one]).keep
+    args = make_args(tree={"groups": {"min_scored": 4}})
+    assert not slime_adapter.drop_failed_groups(args, [one, two]).keep
+    assert slime_adapter.drop_failed_groups(args, [one, one]).keep
 
 
 def test_what_another_function_scored_is_judged_by_its_number(make_args, make_group):

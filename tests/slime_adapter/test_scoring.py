@@ -7,11 +7,13 @@ import gc
 import logging
 import pickle
 import threading
+from types import SimpleNamespace
 
 import pytest
 
 import slime_adapter
 from qreward_plugins import ConfigurationError, RewardMissing
+from qreward_plugins.testing import JudgeServer
 from slime_adapter.settings import adapter_of
 
 
@@ -248,6 +250,25 @@ def test_the_environment_may_name_the_file(judge, make_args, make_group, monkeyp
     del args.qreward
     monkeypatch.setenv("QREWARD_CONFIG", str(path))
     assert run(args, make_group("7")[0]) == 7.0
+
+
+@pytest.mark.parametrize(
+    "prompt", ["<|im_start|>user\n17 + 25?<|im_end|>\n", [{"role": "user", "content": "17 + 25?"}]]
+)
+def test_a_user_of_rm_url_changes_one_flag_and_his_server_is_asked_as_before(make_group, monkeypatch, prompt):
+    monkeypatch.delenv("QREWARD_CONFIG", raising=False)
+    asked = []
+
+    def score(call):
+        asked.append((list(call.messages), call.response, call.label))
+        return 0.75
+
+    with JudgeServer(score) as server:
+        args = SimpleNamespace(rm_url=server.score_url, custom_rm_path="slime_adapter.reward")
+        assert run(args, make_group("It is 42.", prompt=prompt)[0]) == 0.75
+        slime_adapter.close()
+    as_sent = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    assert asked == [(as_sent, "It is 42.", "42")]
 
 
 def test_a_mistake_in_the_tree_is_named(make_args, make_group):

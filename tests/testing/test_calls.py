@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qreward_plugins.testing import JudgeCall, count_tokens, overlap_score
-from qreward_plugins.testing.calls import Completion, duration
+from qreward_plugins.testing.calls import Completion, as_verdict, duration
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,31 @@ def test_the_built_in_scorer_counts_words_in_the_range_that_is_asked_for() -> No
     assert overlap_score(JudgeCall("judge", message)) == 0.5
     assert overlap_score(JudgeCall("judge", message, asked)) == 0.0
     assert JudgeCall("judge", message, {"response_format": {"type": "json_object"}}).score_range == (0.0, 1.0)
+
+
+def asking(*criteria: str) -> JudgeCall:
+    number = {"type": "number", "minimum": 0, "maximum": 10}
+    properties = {"score": number}
+    if criteria:
+        properties["components"] = {"type": "object", "properties": dict.fromkeys(criteria, number)}
+    schema = {"type": "object", "properties": properties}
+    return JudgeCall("judge", [], {"response_format": {"type": "json_schema", "json_schema": {"schema": schema}}})
+
+
+def test_a_number_stands_for_every_component_that_is_asked_for() -> None:
+    assert asking("style", "proof").criteria == ("style", "proof")
+    verdict = as_verdict(asking("style", "proof"), 4.0)
+    assert isinstance(verdict, dict)
+    assert (verdict["score"], verdict["components"]) == (4.0, {"style": 4.0, "proof": 4.0})
+
+
+@pytest.mark.parametrize("parameters", [{}, {"response_format": {"type": "json_object"}}, {"response_format": "?"}])
+def test_without_a_schema_nothing_but_a_score_is_asked_for(parameters: dict[str, object]) -> None:
+    for call in (JudgeCall("judge", [], parameters), asking()):
+        assert call.criteria == ()
+        assert "components" not in as_verdict(call, 1.0)
+
+
+def test_a_mapping_says_itself_what_it_holds() -> None:
+    assert as_verdict(asking("style"), {"score": 1.0}) == {"score": 1.0}
+    assert as_verdict(asking("style"), {"components": {"style": 2}}) == {"components": {"style": 2}}

@@ -50,7 +50,7 @@ def test_a_failed_sample_is_neutral_to_its_group(make_manager, make_data):
     data = make_data(texts, uid=["g1", "g1", "g1", "g2", "g2"])
     with JudgeServer(right) as server:
         rewards = make_manager(server)(data).sum(dim=1).tolist()
-    assert rewards == pytest.approx([1.0, 0.2, 0.6, 0.0, 0.0])
+    assert rewards == pytest.approx([1.0, 0.2, 0.6, 0.6, 0.6])
 
 
 def test_the_column_that_holds_the_data_source_chooses_the_judge(tokenizer, make_data):

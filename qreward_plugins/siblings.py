@@ -1,8 +1,8 @@
 """What a failed sample gets for a reward while its group is still being scored.
 
-slime asks for one sample at a time and puts the number where its group's baseline is computed from, so a failed sample
-needs a number that moves nothing: the mean of its scored siblings. They may be scored later than it failed. All of
-this happens in one process, so the sample's reward is brought up to date whenever a sibling's comes in.
+Where a framework asks for one sample at a time and computes a group's baseline from the numbers it got, a failed sample
+needs one that moves nothing: the mean of its scored siblings. They may be scored later than it failed; as long as all
+of this happens in one process, whoever failed is told the new mean whenever a sibling's reward comes in.
 """
 
 from __future__ import annotations
@@ -71,3 +71,6 @@ class Siblings:
     def _forget_if_complete(self, key: Hashable, group: _Group, size: int | None) -> None:
         if size is not None and group.scored + group.failed >= size:
             del self._groups[key]
+
+
+__all__ = ["Siblings"]

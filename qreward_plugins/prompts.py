@@ -1,0 +1,59 @@
+"""Prompts as messages, whatever shape a framework has left them in.
+
+Frameworks apply the policy's chat template early and often keep nothing but its text, or its tokens. A judge should see
+what the policy was asked and not how its tokenizer writes it, so the messages are read back out of the templates that
+most policies use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from .samples import Message
+
+_TEMPLATES = (
+    # ChatML (Qwen), Llama 3 and GLM: how each writes a turn. Each stops where the next turn begins.
+    re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<content>.*?)(?:<\|im_end\|>|(?=<\|im_start\|>)|\Z)", re.DOTALL),
+    re.compile(
+        r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\s*(?P<content>.*?)"
+        r"(?:<\|eot_id\|>|(?=<\|start_header_id\|>)|\Z)",
+        re.DOTALL,
+    ),
+    re.compile(
+        r"<\|(?P<role>system|user|assistant|observation)\|>\n?(?P<content>.*?)"
+        r"(?=<\|(?:system|user|assistant|observation)\|>|\Z)",
+        re.DOTALL,
+    ),
+)
+
+
+def messages_of(prompt: Any) -> list[Message]:
+    """The messages of a prompt: of a list of messages, whose content may be in parts, or of a text that a chat template
+    wrote. Of any other text one message of the user.
+    """
+    if not isinstance(prompt, str):
+        return [{"role": str(turn.get("role", "user")), "content": _text(turn.get("content"))} for turn in prompt or ()]
+    for template in _TEMPLATES:
+        turns = [(found["role"], found["content"].strip()) for found in template.finditer(prompt)]
+        if turns and turns[-1][0] == "assistant":
+            turns.pop()  # the opening of the response
+        if turns:
+            return [{"role": role, "content": content} for role, content in turns]
+    return [{"role": "user", "content": prompt}]
+
+
+def _text(content: Any) -> str:
+    """A message's text; of content in parts the texts, and the kind of every other part in brackets."""
+    if isinstance(content, str):
+        return content
+    parts = content if isinstance(content, (list, tuple)) else ()
+    return "\n".join(
+        str(part["text"]) if "text" in part else f"[{part.get('type', 'attachment')}]"
+        for part in parts
+        if isinstance(part, Mapping)
+    )
+
+
+__all__ = ["messages_of"]

@@ -1,0 +1,199 @@
+"""How a sample comes to its outcome: by its judge, or by every part of a sum; out of the journal, or by asking.
+
+It stands between the engine, which knows of event loops and batches, and the dispatcher, which knows of one judge at a
+time. To both of them a sample has one outcome; that several requests and several entries of the journal may lie behind
+it is known only here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import anyio
+
+from .journal import Journal, sample_key
+from .judges import InCharge, Judge, JudgeSum, Panel, parts_of
+from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
+from .scheduling import Batch, Batches, Bundle, Dispatcher
+from .telemetry import EngineCounters
+
+_log = logging.getLogger("qreward_plugins.engine")
+
+
+class Entry(NamedTuple):
+    """A judge that is to say something of a sample, the key of what it says (None: without a journal, and where the
+    sample has none), and what is on record of it.
+    """
+
+    judge: Judge
+    key: str | None
+    verdict: Verdict | None
+
+
+class Case(NamedTuple):
+    """A sample, who judges it (None: nobody), an entry for every judge that is to say something of it, and when its
+    time is up, on the event loop's clock.
+    """
+
+    sample: Sample
+    judge: InCharge | None
+    entries: tuple[Entry, ...]
+    due_at: float
+
+
+class Scoring:
+    """Takes the samples of one event loop to their outcomes, and counts these.
+
+    `reuse`: what is on record in `journal` is not asked for again.
+    """
+
+    def __init__(
+        self, panel: Panel, dispatcher: Dispatcher, counters: EngineCounters, *, journal: Journal | None, reuse: bool
+    ) -> None:
+        self._panel = panel
+        self.dispatcher = dispatcher
+        self._counters = counters
+        self._journal = journal
+        self._reuse = reuse
+
+    @property
+    def batches(self) -> Batches:
+        """The batches of the dispatcher."""
+        return self.dispatcher.batches
+
+    def now(self) -> float:
+        """The event loop's clock, in seconds."""
+        return self.dispatcher.now()
+
+    async def open(self, samples: Sequence[Sample], due_at: float) -> list[Case]:
+        """Make cases of samples, all of whose time is up at `due_at`; what a slow disk does not tell until then is not
+        known. Without a journal it returns at once.
+        """
+        if self._journal is None:
+            return [await self._case(sample, due_at) for sample in samples]
+        return await asyncio.gather(*(self._case(sample, due_at) for sample in samples))
+
+    async def _case(self, sample: Sample, due_at: float) -> Case:
+        judge = self._panel.judge_of(sample)
+        asked = () if judge is None else parts_of(judge)
+        return Case(sample, judge, tuple([await self._entry(sample, part, due_at) for part in asked]), due_at)
+
+    async def _entry(self, sample: Sample, judge: Judge, due_at: float) -> Entry:
+        key = sample_key(sample, judge.fingerprint) if self._journal is not None else None
+        verdict = None
+        if self._journal is not None and key is not None and self._reuse:
+            with anyio.move_on_after(self._left_s(due_at)):
+                verdict = await self._journal.get(key)
+        return Entry(judge, key, verdict)
+
+    def submit(self, case: Case, batch: Batch) -> asyncio.Future[Outcome]:
+        """Hand a case in, and count its outcome when it comes. Cancelling the future cancels what is under way."""
+        self._counters.submitted += 1
+        if case.judge is None:
+            future = _done(_no_route(case.sample))
+            self.batches.settled(batch, case.sample, future.result())
+        elif isinstance(case.judge, JudgeSum):
+            future = self._sum(case, case.judge, batch)
+        else:
+            future = self._ask(case, case.entries[0], batch)
+        if future.done():
+            # Whoever waits for it goes on at once, before any callback.
+            self._count(case.sample, future)
+        else:
+            future.add_done_callback(lambda done: self._count(case.sample, done))
+        return future
+
+    def _ask(self, case: Case, entry: Entry, batch: Batch | Bundle) -> asyncio.Future[Outcome]:
+        """The outcome of one judge: what is on record, or else what it says now, on record then."""
+        if entry.verdict is not None:
+            known = Scored(entry.verdict)
+            if isinstance(batch, Batch):
+                self.batches.settled(batch, case.sample, known)
+            return _done(known)
+        now = batch.opened_at if isinstance(batch, Bundle) else self.now()
+        deadline_s = max(0.0, case.due_at - now)
+        future = self.dispatcher.submit(case.sample, entry.judge, deadline_s=deadline_s, batch=batch)
+        if self._journal is None or entry.key is None:
+            return future
+        recorded = asyncio.ensure_future(self._recorded(self._journal, case, entry.key, future))
+        # A task that is cancelled before its first step never gets to know what it waits for.
+        recorded.add_done_callback(lambda _: future.cancel())
+        return recorded
+
+    async def _recorded(self, journal: Journal, case: Case, key: str, future: asyncio.Future[Outcome]) -> Outcome:
+        outcome = await future
+        # The entry is in before `put` waits; what it waits for is a slow disk, and the deadline does not.
+        with anyio.move_on_after(self._left_s(case.due_at)):
+            await journal.put(key, case.sample, outcome)
+        return outcome
+
+    def _sum(self, case: Case, judge: JudgeSum, batch: Batch) -> asyncio.Future[Outcome]:
+        """The outcome of a sum, all of whose parts are handed in at once."""
+        bundle = self.batches.bundle(batch, case.sample)
+        parts: dict[str, asyncio.Future[Outcome]] = {}
+
+        def settle(outcome: Outcome | None) -> None:
+            for part in parts.values():
+                part.cancel()
+            self.batches.settle(bundle, outcome)
+
+        try:
+            for entry in case.entries:
+                parts[entry.judge.name] = self._ask(case, entry, bundle)
+        except BaseException:
+            settle(None)
+            raise
+        certain = _certain(judge, parts)
+        if certain is not None:
+            settle(certain)
+            return _done(certain)
+        added = asyncio.ensure_future(_added(judge, parts))
+        added.add_done_callback(lambda done: settle(_outcome_of(done)))
+        return added
+
+    def _left_s(self, due_at: float) -> float:
+        return max(0.0, due_at - self.now())
+
+    def _count(self, sample: Sample, done: asyncio.Future[Outcome]) -> None:
+        outcome = _outcome_of(done)
+        if outcome is None:
+            return
+        self._counters.count(outcome)
+        if isinstance(outcome, Failed):
+            total = sum(self._counters.failed.values())
+            # One line for the 1st, 2nd, 4th, 8th ... failure: a dead judge must be seen, and must not fill the disk.
+            if total & (total - 1) == 0:
+                name = sample.id or "sample"
+                where = f" ({sample.data_source})" if sample.data_source else ""
+                _log.warning("%s%s: %s (failure no. %d)", name, where, outcome.describe(), total)
+
+
+async def _added(judge: JudgeSum, parts: Mapping[str, asyncio.Future[Outcome]]) -> Outcome:
+    """The sum of parts, as soon as it is certain."""
+    while (outcome := _certain(judge, parts)) is None:
+        await asyncio.wait([part for part in parts.values() if not part.done()], return_when="FIRST_COMPLETED")
+    return outcome
+
+
+def _certain(judge: JudgeSum, parts: Mapping[str, asyncio.Future[Outcome]]) -> Outcome | None:
+    """The sum of parts, as far as they have ended; None: it is not certain yet."""
+    return judge.outcome({name: part.result() for name, part in parts.items() if part.done()})
+
+
+def _outcome_of(done: asyncio.Future[Outcome]) -> Outcome | None:
+    """None: nobody waited for it any more, or it was not to be had."""
+    return None if done.cancelled() or done.exception() is not None else done.result()
+
+
+def _no_route(sample: Sample) -> Failed:
+    detail = f'no route matches the data source {sample.data_source!r}; add it to `routes`, or a last route "*"'
+    return Failed(Cause.INFRA, "no_route", detail)
+
+
+def _done(outcome: Outcome) -> asyncio.Future[Outcome]:
+    future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+    future.set_result(outcome)
+    return future

@@ -1,0 +1,591 @@
+"""Samples that several judges score: one outcome, one count, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import json
+import random
+
+import pytest
+
+from qreward_plugins import Cause, Failed, RewardEngine, Scored
+from qreward_plugins.errors import JournalError, PermanentError, TransientError
+from qreward_plugins.samples import Sample
+from qreward_plugins.scheduling import Cutoff
+from qreward_plugins.simulation import SimulatedSource, run
+from qreward_plugins.simulation.clock import VirtualTimeLoop
+from qreward_plugins.sources.base import Reply
+from qreward_plugins.testing import JudgeServer
+
+NEVER_S = 1e6
+
+
+def tree(*, weights=None, words=None, rules=None, limits=None, total=None, **top):
+    """Two judges, `words` of the source `llm` and `rules` of the source `rm`, and their sum."""
+    engine = {"seed": 7, **top.pop("engine", {})}
+    return {
+        "sources": {
+            "llm": {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m", "limits": limits or {}},
+            "rm": {"kind": "function", "function": "rewards:score"},
+        },
+        "judges": {
+            "words": {"kind": "llm", "score_range": [0, 1], "invalid_retries": 0, **(words or {})},
+            "rules": {"kind": "function", "invalid_retries": 0, **(rules or {})},
+            "total": {"kind": "sum", "weights": weights or {"words": 0.75, "rules": 0.25}, **(total or {})},
+        },
+        "engine": engine,
+        **top,
+    }
+
+
+def written(request, score=0.5, **fields):
+    return Reply(text=json.dumps({"id": request.nonce, "rationale": "so", "score": score, **fields}))
+
+
+def simulated(*, llm=lambda number, request, now: 2.0, rm=lambda number, request, now: 1.0, words=written, value=1.0):
+    return {
+        "llm": SimulatedSource("llm", behaviour=llm, answer=words, model="m"),
+        "rm": SimulatedSource("rm", behaviour=rm, answer=lambda request: Reply(value=value), model="rewards:score"),
+    }
+
+
+def sample(response="yes", **fields):
+    return Sample([{"role": "user", "content": "Is it?"}], response, **fields)
+
+
+def samples(count, **fields):
+    return [sample("x" * (10 + number), **fields) for number in range(count)]
+
+
+def hangs_for(response, seconds=1.0):
+    return lambda number, request, now: NEVER_S if request.sample.response == response else seconds
+
+
+class Remembered:
+    """A journal in memory, so that time may be virtual; looking something up takes a moment."""
+
+    def __init__(self, seconds=0.01):
+        self.seconds = seconds
+        self.outcomes = []
+        self.verdicts = {}
+
+    async def get(self, key):
+        await asyncio.sleep(self.seconds)
+        verdict = self.verdicts.get(key)
+        return verdict and type(verdict)(**{**fields_of(verdict), "cached": True, "attempts": 0, "latency_s": 0.0})
+
+    async def put(self, key, sample, outcome):
+        self.note(key, sample, outcome)
+
+    def note(self, key, sample, outcome):
+        self.outcomes.append(outcome)
+        if isinstance(outcome, Scored):
+            self.verdicts[key] = outcome.verdict
+
+    async def aclose(self):
+        pass
+
+
+def fields_of(verdict):
+    return {name: getattr(verdict, name) for name in verdict.__dataclass_fields__}
+
+
+def engine_run(config, sources, main, *, journal=None, loop=None):
+    """Run `main(engine)` in virtual time. Nothing may be left over after it."""
+
+    async def runs():
+        async with RewardEngine(config, sources=sources) as engine:
+            if journal is not None:
+                engine._journal, engine._reuse = journal, True
+            returned = await main(engine)
+        assert {source.in_flight for source in sources.values()} == {0}
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return returned
+
+    return run(runs(), loop=loop)
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+# The sum
+
+
+def test_the_parts_are_asked_at_the_same_time_and_added():
+    async def main(engine):
+        return await engine.score(sample(id="s")), now(), engine.statistics(), engine.facts()
+
+    sources = simulated()
+    outcome, at, statistics, facts = engine_run(tree(total={"correct_at": 0.6}), sources, main)
+    verdict = outcome.verdict
+    assert (outcome.reward, verdict.correct, verdict.judge, verdict.attempts) == (0.625, True, "total", 2)
+    assert (verdict.source, verdict.model, verdict.rationale) == ("llm+rm", "m+rewards:score", "words: so")
+    assert verdict.components == {"words": 0.5, "rules": 1.0}
+    assert (at, verdict.latency_s) == (2.0, 2.0)
+    assert [len(source.arrivals) for source in sources.values()] == [1, 1]
+    assert (statistics.submitted, statistics.scored, statistics.attempts) == (1, 1, 2)
+    told = facts.of(outcome)
+    assert (told["score/words"], told["score/rules"], told["acc"], told["source"]) == (0.5, 1.0, 1.0, "llm+rm")
+    failed = facts.of(Failed(Cause.INFRA, "deadline"))
+    assert list(failed) == list(told)
+
+
+def test_outcomes_of_a_batch_are_in_order_and_counted_once():
+    batch = samples(20)
+
+    async def main(engine):
+        outcomes = await engine.score_all(batch)
+        streamed = [pair async for pair in engine.score_stream(batch, window=4)]
+        return outcomes, streamed, engine.statistics()
+
+    def words(request):
+        return written(request, score=len(request.sample.response) / 100)
+
+    sources = simulated(words=words)
+    outcomes, streamed, statistics = engine_run(tree(limits={"concurrency": 3}), sources, main)
+    expected = [pytest.approx(0.75 * len(each.response) / 100 + 0.25) for each in batch]
+    assert [outcome.reward for outcome in outcomes] == expected
+    assert [outcome.reward for _, outcome in streamed] == expected
+    assert (statistics.submitted, statistics.scored, statistics.attempts, statistics.waiting) == (40, 40, 80, 0)
+
+
+def test_a_part_is_retried_and_hedged_like_any_judge():
+    def errs(number, request, now):
+        return TransientError("reset") if number == 0 else 1.0
+
+    async def main(engine):
+        return await engine.score(sample())
+
+    outcome = engine_run(tree(), simulated(llm=errs), main)
+    assert (outcome.reward, outcome.verdict.attempts) == (0.625, 3)
+
+
+def test_a_judge_may_be_a_part_and_have_routes_of_its_own():
+    async def main(engine):
+        return await engine.score_all([sample(data_source="code"), sample(data_source="math"), sample(data_source="")])
+
+    config = tree(routes={"code": "rules", "m*": "total"})
+    code, math, nobody = engine_run(config, simulated(), main)
+    assert (code.verdict.judge, code.reward, code.verdict.components) == ("rules", 1.0, {})
+    assert (math.verdict.judge, math.reward) == ("total", 0.625)
+    assert nobody.reason == "no_route"
+
+
+# Failures
+
+
+@pytest.mark.parametrize("journal", [None, Remembered])
+def test_a_part_that_fails_ends_the_sample_and_cancels_the_other(journal, caplog):
+    sources = simulated(llm=lambda *_: NEVER_S, rm=lambda *_: PermanentError("not my data"))
+    book = journal and journal()
+
+    async def main(engine):
+        outcome = await engine.score(sample(), deadline_s=60.0)
+        at = now()
+        await asyncio.sleep(1)
+        return outcome, at, sources["llm"].in_flight, engine.statistics(), engine.last_batch()
+
+    outcome, at, in_flight, statistics, report = engine_run(tree(), sources, main, journal=book)
+    assert (outcome.cause, outcome.reason, outcome.reward, outcome.judge) == (Cause.INFRA, "no_source", None, "total")
+    assert outcome.detail == "rules: not my data"
+    assert at < 0.1
+    assert (in_flight, sources["llm"].cancelled) == (0, 1)
+    assert (statistics.submitted, statistics.failed, statistics.waiting) == (1, {"infra/no_source": 1}, 0)
+    assert (report.samples, report.scored, report.failed) == (1, 0, 1)
+    assert "rules: not my data" in caplog.text
+    if book is not None:
+        assert [one.judge for one in book.outcomes] == ["rules"]
+
+
+def test_a_missing_reward_is_never_a_zero():
+    async def main(engine):
+        return await engine.score(sample())
+
+    outcome = engine_run(tree(), simulated(words=lambda request: Reply(text="no")), main)
+    assert (outcome.cause, outcome.reason, outcome.reward) == (Cause.VERDICT, "invalid", None)
+    assert outcome.detail.startswith("words: ")
+
+
+def test_an_empty_response_has_the_floor_of_one_part_and_the_reward_of_the_other():
+    sources = simulated()
+
+    async def main(engine):
+        return await engine.score(sample(" ")), engine.statistics(), engine.last_batch()
+
+    outcome, statistics, report = engine_run(tree(words={"reward_range": [-1, 1]}), sources, main)
+    assert (outcome.cause, outcome.reason, outcome.reward) == (Cause.POLICY, "empty", -0.5)
+    assert outcome.detail == "words: the response is empty"
+    assert (outcome.attempts, outcome.latency_s) == (1, 1.0)
+    assert (statistics.failed, sources["llm"].arrivals) == ({"policy/empty": 1}, [])
+    assert (report.samples, report.failed) == (1, 1)
+
+
+def test_a_sample_that_a_part_cannot_be_asked_about_costs_nothing():
+    sources = simulated()
+
+    async def main(engine):
+        outcome = await engine.score(sample())
+        await asyncio.sleep(1)
+        return outcome
+
+    outcome = engine_run(tree(words={"instructions": "{{ extras.rubric }}"}), sources, main)
+    assert (outcome.reason, outcome.reward) == ("input", None)
+    assert outcome.detail.startswith("words: ")
+    assert [source.arrivals for source in sources.values()] == [[], []]
+
+
+# Time
+
+
+@pytest.mark.parametrize("hanging", ["llm", "rm", "both"])
+def test_the_deadline_is_kept_whichever_part_hangs(hanging):
+    slow = {name: (lambda *_: NEVER_S) for name in ("llm", "rm") if hanging in (name, "both")}
+
+    async def main(engine):
+        outcomes = await engine.score_all(samples(3), deadline_s=5.0)
+        return outcomes, now(), engine.statistics().waiting
+
+    outcomes, at, waiting = engine_run(tree(), simulated(**slow), main)
+    assert at == 5.0
+    assert {(outcome.reason, outcome.reward, outcome.latency_s) for outcome in outcomes} == {("deadline", None, 5.0)}
+    assert waiting == 0
+
+
+def test_late_verdicts_of_all_parts_are_kept_when_time_is_up():
+    book = Remembered()
+    sources = simulated(llm=lambda *_: 20.0, rm=lambda *_: 10.0)
+
+    async def main(engine):
+        (outcome,) = await engine.score_all([sample()], deadline_s=5.0)
+        await asyncio.sleep(30)
+        return outcome, await engine.score(sample())
+
+    outcome, again = engine_run(tree(), sources, main, journal=book)
+    assert outcome.reason == "deadline"
+    assert (again.reward, again.verdict.cached) == (0.625, True)
+    assert [len(source.arrivals) for source in sources.values()] == [1, 1]
+
+
+class CreepingLoop(VirtualTimeLoop):
+    """A clock that goes on while the code runs, as real ones do: no two looks at it see the same time."""
+
+    crept_s = 0.0
+
+    def time(self):
+        self.crept_s += 1e-6
+        return super().time() + self.crept_s
+
+
+def test_all_parts_end_in_the_same_step_of_the_loop_when_their_time_is_up():
+    """Or else the first to end would have the others cancelled, and nobody would wait for their late verdicts."""
+    book = Remembered()
+    sources = simulated(llm=lambda *_: 20.0, rm=lambda *_: 10.0)
+
+    async def main(engine):
+        outcomes = await engine.score_all(samples(5), deadline_s=5.0)
+        await asyncio.sleep(30)
+        return outcomes
+
+    outcomes = engine_run(tree(), sources, main, journal=book, loop=CreepingLoop())
+    assert {outcome.reason for outcome in outcomes} == {"deadline"}
+    assert [source.cancelled for source in sources.values()] == [0, 0]
+    assert sum(isinstance(outcome, Scored) for outcome in book.outcomes) == 10
+
+
+@pytest.mark.parametrize("journal", [None, Remembered])
+def test_cancelling_leaves_nothing(journal):
+    sources = simulated(llm=lambda *_: NEVER_S, rm=lambda *_: NEVER_S)
+
+    async def main(engine):
+        scoring = [asyncio.ensure_future(engine.score(each)) for each in samples(5)]
+        batch = asyncio.ensure_future(engine.score_all(samples(5)))
+        await asyncio.sleep(1)
+        assert [source.in_flight for source in sources.values()] == [10, 10]
+        for task in (*scoring, batch):
+            task.cancel()
+        await asyncio.wait([*scoring, batch])
+        assert all(task.cancelled() for task in (*scoring, batch))
+        # Attempts take a step of the loop more; nothing else does.
+        assert not any("Scoring" in repr(task.get_coro()) for task in asyncio.all_tasks())
+        statistics = engine.statistics()
+        assert (statistics.waiting, statistics.scored, statistics.failed_total) == (0, 0, 0)
+        await asyncio.sleep(0)
+        assert [source.in_flight for source in sources.values()] == [0, 0]
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        for source in sources.values():
+            source.behaviour = lambda *_: 1.0
+        await engine.score_all(samples(2))
+        return engine.last_batch()
+
+    report = engine_run(tree(), sources, main, journal=journal and journal())
+    assert (report.samples, report.scored) == (2, 2)
+
+
+def test_a_call_that_is_cancelled_at_once_leaves_nothing():
+    sources = simulated()
+
+    async def main(engine):
+        for steps in range(12):
+            task = asyncio.ensure_future(engine.score(sample()))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            task.cancel()
+            await asyncio.wait([task])
+            await asyncio.sleep(0.5)
+            assert [source.in_flight for source in sources.values()] == [0, 0]
+            assert engine.statistics().waiting == 0
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    for config in (tree(), tree(routes={"*": "words"})):
+        engine_run(config, sources, main, journal=Remembered(seconds=0))
+        engine_run(config, sources, main)
+
+
+def test_closing_the_engine_gives_every_sample_an_outcome():
+    async def main(engine):
+        scoring = asyncio.ensure_future(engine.score_all(samples(4)))
+        await asyncio.sleep(0.5)
+        await engine.aclose()
+        return await scoring
+
+    outcomes = engine_run(tree(), simulated(), main)
+    assert {outcome.reason for outcome in outcomes} == {"closed"}
+    assert len(outcomes) == 4
+
+
+# Batches
+
+
+def test_a_batch_counts_samples():
+    async def main(engine):
+        await engine.score_all(samples(6))
+        return engine.last_batch()
+
+    sources = simulated(llm=lambda number, request, now: 2.0 + number)
+    report = engine_run(tree(limits={"concurrency": 6}), sources, main)
+    assert (report.samples, report.scored, report.failed, report.attempts) == (6, 6, 0, 12)
+    assert report.makespan_s == 7.0
+    assert report.describe().startswith("6 samples in 7.0 s; waited 7.0 s on llm")
+
+
+def test_samples_that_trickle_in_are_one_batch_that_ends_with_the_last_of_them():
+    async def main(engine):
+        scoring = []
+        for each in samples(3):
+            scoring.append(asyncio.ensure_future(engine.score(each)))
+            await asyncio.sleep(1.5)
+        await asyncio.gather(*scoring)
+        return engine.last_batch()
+
+    report = engine_run(tree(), simulated(), main)
+    assert (report.samples, report.scored, report.makespan_s) == (3, 3, 5.0)
+
+
+@pytest.mark.parametrize(("quorum", "at", "reasons"), [(0.75, 5.0, ["cutoff"]), (0.9, 60.0, ["deadline"])])
+def test_a_quorum_counts_samples_and_not_parts(quorum, at, reasons):
+    batch = [*(sample("good", group_id="g") for _ in range(6)), *(sample("hangs", group_id="g") for _ in range(2))]
+
+    async def main(engine):
+        outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=quorum), deadline_s=60.0)
+        return outcomes, now()
+
+    # Of the 16 parts 14 are in at once, of the 8 samples 6.
+    outcomes, ended_at = engine_run(tree(), simulated(llm=hangs_for("hangs")), main)
+    assert ended_at == at
+    assert [isinstance(outcome, Scored) for outcome in outcomes] == [True] * 6 + [False] * 2
+    assert {outcome.reason for outcome in outcomes[6:]} == set(reasons)
+
+
+def test_a_sample_whose_sum_failed_is_not_waited_for():
+    batch = [
+        *(sample("good", group_id="g") for _ in range(8)),
+        sample("refused", group_id="g"),
+        sample("hangs", group_id="g"),
+    ]
+
+    def rules(number, request, now):
+        return PermanentError("no") if request.sample.response == "refused" else 1.0
+
+    async def main(engine):
+        outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=0.85), deadline_s=60.0)
+        return [getattr(outcome, "reason", "scored") for outcome in outcomes], now()
+
+    # Eight of the nine that may have a reward.
+    reasons, at = engine_run(tree(), simulated(llm=hangs_for("hangs"), rm=rules), main)
+    assert reasons == ["scored"] * 8 + ["no_source", "cutoff"]
+    assert at == 5.0
+
+
+def test_a_part_that_is_never_asked_is_no_sample_of_its_own():
+    batch = [sample("good", group_id="g"), sample(" ", group_id="g")]
+
+    async def main(engine):
+        outcomes = await engine.score_all(batch, cutoff=Cutoff(5.0, quorum=1.0), deadline_s=60.0)
+        return [getattr(outcome, "reason", "scored") for outcome in outcomes], now()
+
+    # The floor of the empty one's words is no reward of the sample while the rules think about it.
+    assert engine_run(tree(), simulated(rm=hangs_for(" ")), main) == (["scored", "deadline"], 60.0)
+
+
+# The journal
+
+
+def test_every_part_is_on_record_by_itself_and_other_weights_cost_nothing():
+    book = Remembered()
+
+    async def main(engine):
+        return await engine.score_all(samples(3)), engine.statistics()
+
+    first = simulated()
+    engine_run(tree(), first, main, journal=book)
+    assert sorted(outcome.verdict.judge for outcome in book.outcomes) == ["rules"] * 3 + ["words"] * 3
+    for config, reward in ((tree(weights={"words": 0.5, "rules": -2.0}), -1.75), (tree(routes={"*": "words"}), 0.5)):
+        again = simulated()
+        outcomes, statistics = engine_run(config, again, main, journal=book)
+        assert {outcome.reward for outcome in outcomes} == {reward}
+        assert all(outcome.verdict.cached and outcome.verdict.attempts == 0 for outcome in outcomes)
+        assert [source.arrivals for source in again.values()] == [[], []]
+        assert (statistics.scored, statistics.cached) == (3, 3)
+
+
+def test_only_what_is_not_on_record_is_asked_for():
+    book = Remembered()
+
+    async def main(engine):
+        (outcome,) = await engine.score_all([sample()], cutoff=Cutoff(60.0))
+        return outcome, engine.last_batch(), engine.statistics()
+
+    engine_run(tree(), simulated(), main, journal=book)
+    sources = simulated(value=0.0)
+    config = tree(rules={"reward_range": [0, 1]})
+    outcome, report, statistics = engine_run(config, sources, main, journal=book)
+    assert [len(source.arrivals) for source in sources.values()] == [0, 1]
+    assert (outcome.reward, outcome.verdict.cached, outcome.verdict.attempts) == (0.375, False, 1)
+    assert (report.samples, report.scored, report.attempts) == (1, 1, 1)
+    assert (statistics.scored, statistics.cached) == (1, 0)
+
+
+def test_a_batch_counts_what_it_asked_for():
+    book = Remembered()
+
+    async def main(engine):
+        await engine.score(sample("known"))
+        await engine.score_all([sample("known"), sample("new")])
+        return engine.last_batch()
+
+    report = engine_run(tree(), simulated(), main, journal=book)
+    assert (report.samples, report.scored, report.failed) == (1, 1, 0)
+
+
+def test_what_is_on_record_altogether_begins_no_batch():
+    book = Remembered()
+
+    async def main(engine):
+        await engine.score(sample())
+        await engine.score(sample())
+        await asyncio.sleep(100)
+        await engine.score(sample("new"))
+        return engine.last_batch()
+
+    report = engine_run(tree(), simulated(), main, journal=book)
+    assert (report.samples, report.makespan_s) == (1, pytest.approx(2.0))
+
+
+@pytest.mark.anyio
+async def test_the_journal_on_disk_knows_the_parts(make_config, make_sample, tmp_path, tasks_left):
+    with JudgeServer(lambda call: 5.0) as server:
+        config = make_config(
+            {"a": server},
+            engine={"journal": {"path": str(tmp_path / "journal.sqlite")}},
+            judge={"criteria": {"proof": "Is it proven?"}},
+        )
+        config["judges"]["style"] = {"kind": "llm", "instructions": "Is it well written?"}
+        for requests, weights in ((2, {"quality": 1, "style": 1}), (2, {"quality": 1, "style": -0.5})):
+            config["judges"]["total"] = {"kind": "sum", "weights": weights}
+            async with RewardEngine(config) as engine:
+                outcome = await engine.score(make_sample())
+            assert server.report().requests == requests
+            assert outcome.reward == sum(0.5 * weight for weight in weights.values())
+            assert outcome.verdict.components == {"quality": 0.5, "quality/proof": 0.5, "style": 0.5}
+        assert outcome.verdict.cached
+        config["sources"]["a"]["parameters"] = {"top_p": 0.5}
+        async with RewardEngine(config) as engine:
+            assert not (await engine.score(make_sample())).verdict.cached
+        assert server.report().requests == 4
+    assert tasks_left() == []
+
+
+def test_a_journal_that_breaks_is_told_once_and_leaves_nothing():
+    class Broken(Remembered):
+        async def put(self, key, sample, outcome):
+            raise JournalError("the journal is closed")
+
+    complaints = []
+
+    async def main(engine):
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        with pytest.raises(JournalError, match="closed"):
+            await engine.score_all(samples(3))
+        await asyncio.sleep(5)
+        gc.collect()
+
+    sources = simulated(llm=lambda *_: 1.0)
+    engine_run(tree(), sources, main, journal=Broken())
+    assert complaints == []
+
+
+# By chance
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_whatever_happens_every_sample_has_one_outcome_in_time(seed):
+    """Parts that fail, hang and answer at random times, callers that give up, cut-offs and a journal."""
+    rng = random.Random(seed)
+    book = Remembered() if rng.random() < 0.5 else None
+
+    def behaviour(number, request, now):
+        chance = rng.random()
+        if chance < 0.1:
+            return TransientError("reset") if chance < 0.05 else PermanentError("no")
+        return NEVER_S if chance < 0.15 else rng.expovariate(0.5)
+
+    def words(request):
+        return written(request) if rng.random() < 0.9 else Reply(text="nonsense")
+
+    config = tree(
+        limits={"concurrency": rng.randint(2, 20)},
+        words={"on_invalid": rng.choice(["missing", "floor"]), "invalid_retries": rng.randint(0, 2)},
+        engine={"max_attempts": rng.randint(1, 3)},
+    )
+
+    async def main(engine):
+        async def call(count):
+            await asyncio.sleep(rng.uniform(0, 3))
+            batch = [sample("" if rng.random() < 0.1 else "x" * rng.randint(1, 99)) for _ in range(count)]
+            started_at, deadline_s = now(), rng.uniform(1, 20)
+            cutoff = Cutoff(rng.uniform(0, 10), rng.random()) if rng.random() < 0.5 else None
+            scoring = asyncio.ensure_future(engine.score_all(batch, deadline_s=deadline_s, cutoff=cutoff))
+            if rng.random() < 0.2:
+                await asyncio.wait([scoring], timeout=rng.uniform(0, 5))
+                scoring.cancel()
+                await asyncio.wait([scoring])
+                return 0
+            outcomes = await scoring
+            assert now() <= started_at + deadline_s + 1e-6
+            for outcome in outcomes:
+                told = outcome.verdict if isinstance(outcome, Scored) else outcome
+                assert told.judge == "total"
+                assert isinstance(outcome, Scored) or outcome.reward is None or outcome.cause is not Cause.INFRA
+                if isinstance(outcome, Scored):
+                    assert outcome.reward == 0.75 * told.components["words"] + 0.25 * told.components["rules"]
+            return len(outcomes)
+
+        counts = await asyncio.gather(*(call(rng.randint(1, 12)) for _ in range(6)))
+        statistics = engine.statistics()
+        assert statistics.scored + statistics.failed_total >= sum(counts)
+        assert statistics.submitted >= statistics.scored + statistics.failed_total
+        assert statistics.waiting == 0
+
+    engine_run(config, simulated(llm=behaviour, rm=behaviour, words=words), main, journal=book)

@@ -1,0 +1,1 @@
+"""Tests against the frameworks themselves, run where a checkout of them is at hand."""

@@ -1,0 +1,229 @@
+"""The process in which slime plays: it reads one JSON request a line, and answers each with one JSON line.
+
+slime's state (its event loop, its HTTP client, its singletons) is made anew for each scenario, as a new job would have
+it. All else is slime's: the arguments, the data source, the rollout, the rollout manager's `generate` and `eval`.
+
+    python -m conformance.slime.player FOLDER   (with the stubs, slime and this project on PYTHONPATH)
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import importlib
+import inspect
+import json
+import logging
+import os
+import sys
+import threading
+import time
+import traceback
+import warnings
+from pathlib import Path
+from typing import Any
+
+from .advantages import token_advantages
+from .rollout_manager import Manager, make_args, make_tokenizer, tracking
+from .scenarios import Draft, item_of
+
+
+class Ears:
+    """Hears what Python and the adapter say beside the protocol."""
+
+    def __init__(self) -> None:
+        self.complaints: list[str] = []
+        self.said: list[str] = []
+        self._listen("asyncio", logging.ERROR, self.complaints)
+        self._listen("slime_adapter", logging.WARNING, self.said)
+        sys.unraisablehook = lambda raised: self.complaints.append(f"unraisable: {raised.exc_value!r}")
+        threading.excepthook = lambda raised: self.complaints.append(f"thread: {raised.exc_value!r}")
+        warnings.simplefilter("ignore")
+        warnings.filterwarnings("always", category=ResourceWarning)
+        warnings.filterwarnings("always", message="coroutine .* was never awaited")
+        warnings.showwarning = lambda message, *_, **__: self.complaints.append(f"warning: {message}")
+
+    @staticmethod
+    def _listen(name: str, level: int, texts: list[str]) -> None:
+        class Handler(logging.Handler):
+            def emit(self, record: logging.LogRecord) -> None:
+                texts.append(record.getMessage() + (f": {record.exc_info[1]!r}" if record.exc_info else ""))
+
+        logging.getLogger(name).addHandler(Handler(level))
+
+    def take(self) -> dict[str, list[str]]:
+        gc.collect()
+        heard = {"complaints": list(self.complaints), "said": list(self.said)}
+        self.complaints.clear()
+        self.said.clear()
+        return heard
+
+
+class Player:
+    """One scenario after the other. Every method is a request; its result is JSON-able."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokenizer = make_tokenizer(folder / "tokenizer")
+        self.manager: Manager | None = None
+
+    def open(self, flags: list[str], environment: dict[str, str]) -> None:
+        os.environ.update(environment)
+        args = make_args([*flags, "--hf-checkpoint", str(self.tokenizer)])
+        self.manager = Manager(args)
+
+    def step(self, rollout_id: int) -> dict[str, Any]:
+        """A training step: what slime would hand to the trainer."""
+        manager = self._manager
+        with tracking() as metrics:
+            data = manager.generate(rollout_id)
+        return {
+            "samples": [describe(sample) for sample in manager.samples],
+            "train": {key: data[key] for key in ("rewards", "raw_reward", "loss_masks", "rollout_ids")},
+            "default": manager.default_rewards(),
+            "advantages": self._advantages(data),
+            "metrics": metrics,
+            "left": left_on_loop(),
+        }
+
+    def eval(self, rollout_id: int) -> dict[str, Any]:
+        manager = self._manager
+        with tracking() as metrics:
+            manager.eval(rollout_id)
+        data = manager.evaluated["sums"]
+        return {
+            "samples": [describe(sample) for sample in data["samples"]],
+            "rewards": data["rewards"],
+            "metrics": metrics,
+            "left": left_on_loop(),
+        }
+
+    def buffered(self) -> list[dict[str, Any]]:
+        """The samples of aborted groups, which slime trains in a later step."""
+        return [describe(sample) for group in self._manager.data_source.buffer for sample in group]
+
+    def buffered_when_scored(self, count: int) -> list[dict[str, Any]]:
+        """The complete samples of aborted groups, once all `count` of them have the verdict that came behind."""
+        complete = type(self._manager.data_source.buffer[0][0]).Status.COMPLETED
+        while True:
+            samples = [sample for group in self._manager.data_source.buffer for sample in group]
+            scored = [sample for sample in samples if sample.status == complete and not sample.remove_sample]
+            if len(scored) >= count:
+                return [describe(sample) for sample in scored]
+            time.sleep(0.01)
+
+    def loops(self, count: int) -> list[dict[str, Any]]:
+        """Score so many groups at once, each from a thread with `asyncio.run`, and one more from slime's own loop."""
+        from slime.rollout.rm_hub import async_rm
+        from slime.utils.async_utils import run
+
+        args = self._manager.args
+        groups = self._manager.data_source.get_samples(count + 1)
+
+        async def score(group: list[Any]) -> None:
+            for place, sample in enumerate(group):
+                sample.response = Draft(item_of(sample.prompt), place).response
+                sample.reward = await async_rm(args, sample)
+
+        threads = [threading.Thread(target=lambda group=group: asyncio.run(score(group))) for group in groups[1:]]
+        for thread in threads:
+            thread.start()
+        run(score(groups[0]))
+        for thread in threads:
+            thread.join()
+        return [describe(sample) for group in groups for sample in group]
+
+    def parameters(self, path: str) -> list[str]:
+        """Names of the parameters of a function that slime would load."""
+        from slime.utils.misc import load_function
+
+        return list(inspect.signature(load_function(path)).parameters)
+
+    def unknown_flags(self, flags: list[str]) -> list[str]:
+        """Parse `flags` with the parsers of slime and of the stubs, and return those that they do not know. Raises
+        `SystemExit` for a value that slime does not take."""
+        from slime.backends.sglang_utils.arguments import add_sglang_arguments
+        from slime.utils.arguments import get_slime_extra_args_provider
+
+        parser = get_slime_extra_args_provider(None)(argparse.ArgumentParser(allow_abbrev=False))
+        _, left = parser.parse_known_args(flags)
+        parser = argparse.ArgumentParser(allow_abbrev=False)
+        add_sglang_arguments(parser)
+        _, left = parser.parse_known_args(left)
+        return [flag.split("=")[0] for flag in left if flag.startswith("--")]
+
+    def close(self) -> dict[str, Any]:
+        """End the job: what is left of it then is a leak."""
+        import slime_adapter
+
+        if self.manager is not None:
+            self.manager.close()
+            self.manager = None
+        slime_adapter.close()
+        threads = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        return {"threads": threads}
+
+    def _advantages(self, data: dict[str, Any]) -> list[list[float]] | str:
+        """What the trainer makes of it, or the error that ends the training there."""
+        try:
+            return token_advantages(self._manager.args, data)
+        except Exception as error:
+            traceback.print_exc()
+            return f"{type(error).__name__}: {error}"
+
+    @property
+    def _manager(self) -> Manager:
+        assert self.manager is not None, "open a scenario first"
+        return self.manager
+
+
+def describe(sample: Any) -> dict[str, Any]:
+    """What a test looks at."""
+    return {
+        "group": sample.group_index,
+        "response": sample.response,
+        "reward": sample.reward,
+        "removed": sample.remove_sample,
+        "status": sample.status.value,
+        "record": (sample.metadata or {}).get("qreward"),
+        "seconds": sample.non_generation_time,
+        "mask": sample.loss_mask,
+        "length": sample.response_length,
+        "prompt": sample.prompt,
+    }
+
+
+def left_on_loop() -> list[str]:
+    """Tasks that still run on slime's event loop between two steps."""
+    loop = importlib.import_module("slime.utils.async_utils").get_async_loop().loop
+
+    async def look() -> list[str]:
+        return [repr(task) for task in asyncio.all_tasks() if task is not asyncio.current_task()]
+
+    return asyncio.run_coroutine_threadsafe(look(), loop).result()
+
+
+def main() -> None:
+    # The protocol keeps the pipe for itself: whatever is printed goes to the log.
+    replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    ears, player = Ears(), Player(Path(sys.argv[1]))
+    # What was imported stays: looking through it after every request would take longer than most requests.
+    gc.freeze()
+    for line in sys.stdin:
+        request = json.loads(line)
+        try:
+            result = getattr(player, request.pop("do"))(**request)
+            reply = {"result": result, **ears.take()}
+        except (Exception, SystemExit) as error:
+            traceback.print_exc()
+            reply = {"error": type(error).__name__, "text": str(error), **ears.take()}
+        replies.write(json.dumps(reply) + "\n")
+        replies.flush()
+    # Ray and torch leave threads that would hold the exit up; nothing is left to be written.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,395 @@
+"""Plays scenarios on slime: flags, servers, and the process in which slime runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import qreward_plugins
+
+from .scenarios import (
+    EVAL_DRAFTS,
+    EVAL_ITEMS,
+    GROUP_SIZE,
+    GROUPS,
+    ITEMS,
+    WATCHDOG_S,
+    Draft,
+    Played,
+    PlayedSample,
+    PlayedStep,
+    RunningJudge,
+    Scenario,
+    dying,
+    label_of,
+    prompt_of,
+    read_response,
+)
+from .servers import ROLLOUT_SEED, GenerateServer
+
+HERE = Path(__file__).parent
+PROJECT = Path(qreward_plugins.__file__).parents[1]
+START_S = 180.0
+"""Importing torch, transformers and slime from a cold disk."""
+
+PACKAGES = {
+    "torch": "torch==2.13.0",
+    "ray": "ray",
+    "transformers": "transformers",
+    "tokenizers": "tokenizers",
+    "wandb": "wandb",
+    "tensorboard": "tensorboard",
+    "httpx": "httpx",
+    "pylatexenc": "pylatexenc",
+    "PIL": "pillow",
+    "numpy": "numpy",
+    "tqdm": "tqdm",
+    "omegaconf": "omegaconf",
+    "aiohttp": "aiohttp",
+    "yaml": "pyyaml",
+}
+"""What slime imports on a CPU, and the packages that bring it."""
+
+
+def why_not(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Why slime cannot be played here, None if it can."""
+    path = environment.get("QREWARD_SLIME_SRC")
+    if not path:
+        return "QREWARD_SLIME_SRC is not set: point it to a checkout of slime (git tag v0.3.1)"
+    if not (Path(path) / "slime" / "rollout" / "sglang_rollout.py").is_file():
+        return f"QREWARD_SLIME_SRC={path} is not a checkout of slime: it has no slime/rollout/sglang_rollout.py"
+    missing = [package for module, package in PACKAGES.items() if importlib.util.find_spec(module) is None]
+    if missing:
+        return f"slime needs packages that are not installed: pip install {' '.join(missing)}"
+    return None
+
+
+def python_path(source: Path) -> str:
+    """Stubs first: they stand in for packages that may be installed."""
+    return os.pathsep.join(map(str, (HERE / "stubs", source, PROJECT, HERE.parents[1])))
+
+
+def environment(source: Path, **more: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("SLIME_", "QREWARD_"))}
+    return {
+        **kept,
+        "PYTHONPATH": python_path(source),
+        "HF_HUB_OFFLINE": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "WANDB_MODE": "disabled",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "NO_PROXY": "127.0.0.1,localhost",
+        **more,
+    }
+
+
+class PlayerDied(AssertionError):
+    """slime's process ended or hung. The message has the end of its log, with all stacks if it hung."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the player answered: a result, or the error that ended the job."""
+
+    result: Any
+    error: str | None
+    text: str
+    said: tuple[str, ...]
+    complaints: tuple[str, ...]
+
+
+class Player:
+    """The process in which slime plays. A context manager."""
+
+    def __init__(self, source: Path, folder: Path) -> None:
+        self.source = source
+        self.folder = folder
+        self._log = folder / "player.log"
+        self._replies: queue.Queue[str] = queue.Queue()
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Player:
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-m", "conformance.slime.player", str(self.folder)],
+                cwd=self.folder,
+                env=environment(self.source),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+            )
+        self._reader = threading.Thread(target=self._read, name="slime-player", daemon=True)
+        self._reader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(20)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._reader.join()
+        self._process.stdout.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def ask(self, do: str, *, timeout_s: float = WATCHDOG_S, **fields: Any) -> Reply:
+        """Have something done, and wait for it. Raises `PlayerDied` when no answer comes."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        with self._lock:
+            try:
+                self._process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
+                self._process.stdin.flush()
+                line = self._replies.get(timeout=timeout_s)
+            except BrokenPipeError:
+                line = ""
+            except queue.Empty:
+                # Its stacks go to the log.
+                self._process.send_signal(signal.SIGABRT)
+                self._process.wait()
+                raise PlayerDied(f"slime hangs: no end of {do!r} in {timeout_s:g} s\n{self._tail()}") from None
+        if not line:
+            raise PlayerDied(f"slime's process died in {do!r}\n{self._tail()}")
+        reply = json.loads(line)
+        return Reply(
+            reply.get("result"),
+            reply.get("error"),
+            reply.get("text", ""),
+            tuple(reply["said"]),
+            tuple(reply["complaints"]),
+        )
+
+    def _read(self) -> None:
+        assert self._process is not None
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._replies.put(line)
+        self._replies.put("")
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-6000:]
+
+
+@dataclass
+class Stage:
+    """The servers around one job, and the requests to it."""
+
+    player: Player
+    judge: RunningJudge
+    scenario: Scenario
+    _ended: list[Reply]
+
+    def ask(self, do: str, **fields: Any) -> Any:
+        reply = self.player.ask(do, **fields)
+        self._ended.append(reply)
+        if reply.error is not None:
+            raise JobEnded(reply)
+        return reply.result
+
+    def step(self, number: int) -> PlayedStep:
+        return self.read(self.ask("step", rollout_id=number))
+
+    def evaluate(self, number: int) -> PlayedStep:
+        return self.read(self.ask("eval", rollout_id=number))
+
+    def read(self, told: Mapping[str, Any]) -> PlayedStep:
+        """A step as the player describes it."""
+        return _step(told, self.scenario)
+
+
+class JobEnded(Exception):
+    """An error ended the job."""
+
+    def __init__(self, reply: Reply) -> None:
+        super().__init__(f"{reply.error}: {reply.text}")
+        self.reply = reply
+
+
+Script = Callable[[Stage], Sequence[tuple[str, PlayedStep]]]
+
+
+def play(
+    scenario: Scenario,
+    player: Player,
+    *,
+    script: Script | None = None,
+    flags: Sequence[str] = (),
+    tree: Mapping[str, Any] | None = None,
+    loses: Callable[[Draft], bool] | None = None,
+    env: Mapping[str, str] | None = None,
+    custom_rm: str | None = "slime_adapter.reward",
+) -> Played:
+    """Play a scenario on slime.
+
+    Args:
+        script: what to do with the open job; returns its steps, each as ("step" or "eval", step). Default: as many
+            steps as the scenario has, each after an evaluation where it has those.
+        flags: further flags.
+        tree: another configuration than the scenario's; an empty one sets no `--custom-config-path`.
+        loses: drafts whose generation the server ends early.
+        env: environment variables of the job.
+        custom_rm: the reward function, None for the one that `--rm-type` names.
+    """
+    steps: list[tuple[str, PlayedStep]] = []
+    replies: list[Reply] = []
+    error: Reply | None = None
+    with ExitStack() as stack:
+        judge = stack.enter_context(scenario.judge.start())
+        lost = {"loses": loses} if loses is not None else {}
+        generator = stack.enter_context(GenerateServer(holds=scenario.never_generated, **lost))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=player.folder)))
+        stage = Stage(player, judge, scenario, replies)
+        config = scenario.config(judge.base_url) if tree is None else tree
+        try:
+            all_flags = [*job_flags(scenario, folder, generator.port, config), *flags]
+            if custom_rm is not None:
+                all_flags += ["--custom-rm-path", custom_rm]
+            stage.ask("open", flags=all_flags, environment=dict(env or {}), timeout_s=START_S)
+            steps.extend((script or _all_steps)(stage))
+        except JobEnded as ended:
+            error = ended.reply
+        finally:
+            if player.alive:
+                replies.append(player.ask("close"))
+    closed = replies[-1]
+    assert closed.error is None, f"{closed.error}: {closed.text}"
+    return Played(
+        tuple(step for kind, step in steps if kind == "step"),
+        tuple(step for kind, step in steps if kind == "eval"),
+        None if error is None else error.error,
+        "" if error is None else error.text,
+        tuple(text for reply in replies for text in reply.said),
+        tuple(text for reply in replies for text in reply.complaints),
+    )
+
+
+def _all_steps(stage: Stage) -> Iterator[tuple[str, PlayedStep]]:
+    with dying(stage.judge):
+        for number in range(stage.scenario.steps):
+            if stage.scenario.evaluate:
+                yield "eval", stage.evaluate(number)
+            yield "step", stage.step(number)
+
+
+def job_flags(scenario: Scenario, folder: Path, port: int, tree: Mapping[str, Any]) -> list[str]:
+    """slime's own flags for a scenario; data and configuration are written to `folder`."""
+    values = {
+        "--rollout-num-gpus": 0,
+        "--prompt-data": _write_items(folder / "items.jsonl", ITEMS),
+        "--input-key": "text",
+        "--label-key": "label",
+        "--metadata-key": "metadata",
+        "--num-rollout": scenario.steps,
+        "--rollout-batch-size": GROUPS,
+        "--n-samples-per-prompt": GROUP_SIZE,
+        "--over-sampling-batch-size": scenario.oversampling,
+        "--global-batch-size": GROUPS * GROUP_SIZE,
+        "--rollout-max-response-len": 32,
+        "--rollout-seed": ROLLOUT_SEED,
+        "--sglang-router-ip": "127.0.0.1",
+        "--sglang-router-port": port,
+        "--sglang-server-concurrency": 64,
+        "--advantage-estimator": scenario.advantage_estimator,
+        "--custom-rollout-log-function-path": "slime_adapter.log_rollout",
+        "--custom-eval-rollout-log-function-path": "slime_adapter.log_eval",
+    }
+    flags = ["--debug-rollout-only", "--sglang-enable-deterministic-inference"]
+    flags += [str(word) for pair in values.items() for word in pair]
+    if scenario.normalize_advantages:
+        flags += ["--normalize-advantages"]
+    if tree:
+        path = folder / "qreward.yaml"
+        path.write_text(json.dumps({"qreward": tree}))
+        flags += ["--custom-config-path", str(path)]
+    if scenario.post_process:
+        flags += ["--custom-reward-post-process-path", "slime_adapter.post_process"]
+    if scenario.drop_failed_groups:
+        flags += ["--dynamic-sampling-filter-path", "slime_adapter.drop_failed_groups"]
+    if scenario.mode == "group":
+        flags += ["--group-rm", "--eval-function-path", "slime_adapter.eval_rollout"]
+    if scenario.mode == "fan_out":
+        flags += ["--custom-generate-function-path", "conformance.slime.rollouts.fan_out"]
+    if scenario.partial:
+        flags += ["--partial-rollout"]
+    if scenario.reward_key:
+        flags += ["--reward-key", scenario.reward_key]
+    if scenario.log_category:
+        flags += ["--log-reward-category", scenario.log_category]
+    if scenario.log_passrate:
+        flags += ["--log-passrate"]
+    if scenario.evaluate:
+        items = _write_items(folder / "eval.jsonl", EVAL_ITEMS)
+        flags += ["--eval-interval", "1", "--eval-prompt-data", "sums", str(items)]
+        flags += ["--n-samples-per-eval-prompt", str(EVAL_DRAFTS)]
+    return flags
+
+
+def _write_items(path: Path, count: int) -> Path:
+    rows = ({"text": prompt_of(item), "label": label_of(item), "metadata": {"item": item}} for item in range(count))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def _step(told: Mapping[str, Any], scenario: Scenario) -> PlayedStep:
+    train = told.get("train")
+    assert not told["left"] or scenario.partial, f"tasks are left on slime's loop: {told['left']}"
+    samples = tuple(
+        played_sample(
+            sample,
+            train and train["raw_reward"][place],
+            train and train["rewards"][place],
+            sample["mask"] if train is None else train["loss_masks"][place],
+        )
+        for place, sample in enumerate(told["samples"])
+    )
+    default, advantages = told.get("default"), told.get("advantages", ())
+    return PlayedStep(
+        samples,
+        told["metrics"],
+        None if default is None else tuple(default),
+        () if isinstance(advantages, str) else tuple(map(tuple, advantages)),
+        advantages if isinstance(advantages, str) else "",
+    )
+
+
+def played_sample(
+    sample: Mapping[str, Any], raw: float | None = None, trained: float | None = None, mask: Sequence[int] | None = None
+) -> PlayedSample:
+    """A sample as the player describes it."""
+    record = sample["record"] or {"failed": True, "cause": "no record"}
+    draft = read_response(sample["response"]) if sample["response"] else Draft(-1, -1)
+    return PlayedSample(
+        draft,
+        sample["group"],
+        sample["reward"],
+        raw,
+        trained,
+        tuple(mask or ()),
+        record["failed"],
+        record["cause"],
+        sample["removed"],
+        sample["status"],
+        sample["seconds"],
+    )

@@ -1,0 +1,94 @@
+"""slime's own contract tests of plugins, run on ours: each must pass, and none be skipped."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+from aiohttp import web
+
+from .real import environment
+from .servers import ThreadedServer
+
+LOADING = "test_plugin_path_loading_contracts.py"
+HOOKS = "test_plugin_runtime_hook_contracts.py"
+
+
+class Whatever(ThreadedServer):
+    """Scores everything 0.5: the samples of the contract tests are none of ours."""
+
+    def routes(self):
+        async def score(request: web.Request) -> web.Response:
+            return web.json_response({"score": 0.5})
+
+        return [web.post("/score", score)]
+
+
+@pytest.fixture
+def contract(slime_source, tmp_path):
+    """Run a file of contract tests with these flags; returns how many passed."""
+
+    def run(file: str, *flags: str, **env: str) -> int:
+        done = subprocess.run(
+            [sys.executable, f"tests/plugin_contracts/{file}", *flags, "-q", "-p", "no:cacheprovider"],
+            cwd=slime_source,
+            env=environment(slime_source, PYTHONDONTWRITEBYTECODE="1", **env),
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        summary = done.stdout.strip().splitlines()[-1]
+        assert not re.search("skipped|failed|error|xfailed|deselected", summary), summary
+        return int(re.search(r"(\d+) passed", summary)[1])
+
+    with Whatever() as server:
+        tree = {
+            "sources": {"scores": {"kind": "http", "url": f"http://127.0.0.1:{server.port}/score"}},
+            "judges": {"scores": {"kind": "function"}},
+        }
+        path = tmp_path / "qreward.yaml"
+        path.write_text(json.dumps(tree))
+        yield lambda file, *flags: run(file, *flags, QREWARD_CONFIG=str(path))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--custom-rm-path", "slime_adapter.reward_sample"],
+        ["--custom-rm-path", "slime_adapter.reward_group", "--group-rm"],
+        ["--dynamic-sampling-filter-path", "slime_adapter.drop_failed_groups"],
+        ["--dynamic-sampling-filter-path", "slime_adapter.drop_failed_and_flat_groups"],
+    ],
+    ids=" ".join,
+)
+def test_what_slime_loads_by_path(contract, flags):
+    assert contract(LOADING, *flags) == 16
+
+
+def test_what_slime_calls_at_run_time(contract):
+    passed = contract(
+        HOOKS,
+        *("--custom-reward-post-process-path", "slime_adapter.post_process"),
+        *("--custom-rollout-log-function-path", "slime_adapter.log_rollout"),
+        *("--custom-eval-rollout-log-function-path", "slime_adapter.log_eval"),
+    )
+    assert passed == 10
+
+
+def test_the_contract_tests_would_notice(contract):
+    """The same tests fail for a function of the wrong shape, so that passing them says something."""
+    with pytest.raises(AssertionError, match="1 failed"):
+        contract(LOADING, "--custom-rm-path", "slime_adapter.post_process")
+
+
+def test_eval_function_has_the_parameters_of_slimes_own(player):
+    """slime's contract test of it calls it without arguments to work on, so this asks for the first half of it."""
+    assert (
+        player.ask("parameters", path="slime_adapter.eval_rollout").result
+        == player.ask("parameters", path="slime.rollout.sglang_rollout.generate_rollout").result
+    )

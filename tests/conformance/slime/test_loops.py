@@ -1,0 +1,59 @@
+"""Several event loops in one process, as slime has them: limits belong to the process, and no loop leaves anything."""
+
+from __future__ import annotations
+
+import pytest
+
+from . import scenarios
+from .checks import check
+from .real import play, played_sample
+from .scenarios import GROUP_SIZE, Judge, Latency, Scenario, ServerLimits
+
+FULLY_ASYNC = ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async")
+
+
+def test_loops_share_the_limits_of_a_judge(player):
+    """slime's loop and six that come and go ask at once; the server enforces what the configuration says."""
+    judge = Judge(limits=ServerLimits(concurrency=2), latency=Latency(median_s=0.02))
+    scenario = Scenario("loops", judge, "all")
+    scored = []
+
+    def script(stage):
+        scored.extend(map(played_sample, stage.ask("loops", count=6)))
+        report = stage.judge.server.report()
+        assert report.violations_total == 0
+        assert report.peak_concurrency == 2
+        return [("step", stage.step(0))]
+
+    check(scenario, play(scenario, player, script=script))
+    assert len(scored) == 7 * GROUP_SIZE
+    assert all(sample.reward == sample.draft.reward and not sample.failed for sample in scored)
+
+
+@pytest.mark.parametrize("name", ["up-single", "uneven-single", "nan-group", "refused-single", "flaky-group"])
+def test_fully_async_rollouts_run_on_a_loop_of_their_own(player, name):
+    (scenario,) = (each for each in scenarios.EVERY_JUDGE_IN_EVERY_MODE if each.name == name)
+    played = play(scenario, player, flags=[*FULLY_ASYNC, "--sglang-server-concurrency", "2"])
+    check(scenario, played)
+
+
+def test_fully_async_rollouts_and_evaluation_have_a_loop_each(player):
+    scenario = Scenario(
+        "async-eval", Judge(spoils=scenarios.uneven), "unspoilt", engine={"max_attempts": 20}, evaluate=True
+    )
+    flags = [*FULLY_ASYNC, "--sglang-server-concurrency", "8"]
+    played = play(
+        scenario, player, flags=[*flags, "--eval-function-path", "slime.rollout.sglang_rollout.generate_rollout"]
+    )
+    check(scenario, played)
+
+
+def test_a_closed_job_leaves_no_thread_of_ours(new_player):
+    """After the engines are closed, a second job of the same process opens them anew."""
+    scenario = Scenario("again", Judge(), "all")
+    threads = []
+    for _ in range(2):
+        check(scenario, play(scenario, new_player))
+        threads.append(sorted(new_player.ask("close").result["threads"]))
+    assert threads[0] == threads[1]
+    assert not any("qreward" in name or "portal" in name.lower() for name in threads[0]), threads[0]

@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test soak lint types format clean
+.PHONY: help install demo test conformance soak lint types format clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -24,6 +24,9 @@ demo: $(INSTALLED) ## Train a tiny model with verl on the CPU, rewarded by two j
 
 test: $(INSTALLED) lint types ## Lint, type-check and test everything
 	$(BIN)/python -m pytest
+
+conformance: $(INSTALLED) ## Play our scenarios on the real slime: QREWARD_SLIME_SRC=/path/to/slime make conformance
+	$(BIN)/python -m pytest tests/conformance/slime
 
 SEEDS ?= 100000
 

@@ -40,6 +40,7 @@ def test_every_program_compiles(block):
     [
         ("portal.score", r"1\.0\n"),
         ("FakeSlimeTrainer", r"0\.0 \{'held_out': \[[01.]+(, [01.]+)*\]\}\n"),
+        ("FakeRollTrainer", r"0\.0 [\s\S]*\nJudgeUnavailable 8 groups in a row had fewer than 2 [\s\S]*\n"),
     ],
 )
 def test_the_examples_without_a_provider_run(capsys, contains, output):

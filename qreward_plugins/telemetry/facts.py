@@ -28,7 +28,8 @@ class Facts:
 
     def __init__(self, components: Iterable[str], *, defines_correct: bool) -> None:
         self._components: dict[str, None] = dict.fromkeys(components)
-        self._defines_correct = defines_correct
+        self.defines_correct = defines_correct
+        """Whether some judge says what is correct, as far as is known."""
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -44,7 +45,7 @@ class Facts:
         components = outcome.verdict.components if isinstance(outcome, Scored) else {}
         correct = outcome.verdict.correct if isinstance(outcome, Scored) else None
         self._components.update(dict.fromkeys(components))
-        self._defines_correct = self._defines_correct or correct is not None
+        self.defines_correct = self.defines_correct or correct is not None
         facts: dict[str, Any] = {
             "failed": 0.0 if scored else 1.0,
             "cause": "" if isinstance(outcome, Scored) else f"{outcome.cause.value}/{outcome.reason}",
@@ -58,7 +59,7 @@ class Facts:
         }
         for name in self._components:
             facts[COMPONENT + name] = float(components[name]) if name in components else None
-        if self._defines_correct:
+        if self.defines_correct:
             facts["acc"] = float(bool(correct)) if scored else 0.0
         return facts
 

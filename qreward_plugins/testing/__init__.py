@@ -15,6 +15,12 @@ from .report import Report, Violation
 from .scores import ScoreCall
 
 if TYPE_CHECKING:
+    from .roll.engine import RollDraft
+    from .roll.modules import roll_stand_in
+    from .roll.protocol import RollDataProto
+    from .roll.results import RollStep, RollValidation
+    from .roll.trainer import FakeRollTrainer
+    from .roll.trajectories import FakeTrajEnvManager
     from .slime.hooks import DynamicFilterOutput
     from .slime.modules import slime_stand_in
     from .slime.results import SlimeEvaluation, SlimeStep
@@ -23,16 +29,25 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "DynamicFilterOutput": "slime.hooks",
+    "FakeRollTrainer": "roll.trainer",
     "FakeSlimeTrainer": "slime.trainer",
+    "FakeTrajEnvManager": "roll.trajectories",
+    "RollDataProto": "roll.protocol",
+    "RollDraft": "roll.engine",
+    "RollStep": "roll.results",
+    "RollValidation": "roll.results",
     "SlimeEvaluation": "slime.results",
     "SlimeSample": "slime.samples",
     "SlimeStep": "slime.results",
+    "roll_stand_in": "roll.modules",
     "slime_stand_in": "slime.modules",
 }
 
 __all__ = [
     "DynamicFilterOutput",
+    "FakeRollTrainer",
     "FakeSlimeTrainer",
+    "FakeTrajEnvManager",
     "FaultKind",
     "Faults",
     "JudgeCall",
@@ -42,6 +57,10 @@ __all__ = [
     "Latency",
     "Outage",
     "Report",
+    "RollDataProto",
+    "RollDraft",
+    "RollStep",
+    "RollValidation",
     "ScoreCall",
     "ServerLimits",
     "SlimeEvaluation",
@@ -50,6 +69,7 @@ __all__ = [
     "Violation",
     "count_tokens",
     "overlap_score",
+    "roll_stand_in",
     "serve_forever",
     "slime_stand_in",
 ]

@@ -9,12 +9,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import random
-import threading
 import zlib
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
 
+from ..held import HeldGenerations
 from .samples import SlimeSample
 
 Respond: TypeAlias = Callable[[SlimeSample, random.Random], "str | Awaitable[str | None] | None"]
@@ -45,8 +45,8 @@ class SlimeEngine:
         self._respond = respond
         self._hold = hold
         self._seed = seed
-        self._changed = threading.Condition()
-        self._held: dict[int, tuple[SlimeSample, asyncio.Future[bool]]] = {}
+        self.held: HeldGenerations[SlimeSample] = HeldGenerations()
+        """What waits for the test to release it."""
         self._aborted = asyncio.Event()
 
     def rng(self, *scope: object) -> random.Random:
@@ -103,46 +103,12 @@ class SlimeEngine:
             await asyncio.gather(writing, aborting, return_exceptions=True)
 
     async def _released(self, sample: SlimeSample) -> bool:
-        if self._aborted.is_set():
-            return False
-        ticket: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        with self._changed:
-            self._held[id(ticket)] = (sample, ticket)
-            self._changed.notify_all()
-        try:
-            return await ticket
-        finally:
-            with self._changed:
-                self._held.pop(id(ticket), None)
-                self._changed.notify_all()
-
-    def release(self, which: Hold | None = None) -> int:
-        """Let the held generations finish (those for which `which` is true), and say how many. From any thread."""
-        with self._changed:
-            chosen = [ticket for sample, ticket in self._held.values() if which is None or which(sample)]
-            for ticket in chosen:
-                ticket.get_loop().call_soon_threadsafe(_settle, ticket, True)
-                del self._held[id(ticket)]
-            self._changed.notify_all()
-        return len(chosen)
-
-    def wait_until_held(self, count: int, timeout_s: float) -> None:
-        """Block until at least `count` generations are held. Raises `TimeoutError`."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: len(self._held) >= count, timeout_s):
-                raise TimeoutError(f"{len(self._held)} generations were held after {timeout_s} s, not {count}")
-
-    @property
-    def held(self) -> int:
-        """How many generations are held now."""
-        return len(self._held)
+        return not self._aborted.is_set() and await self.held.wait(sample)
 
     def abort(self) -> None:
         """Abort what is being generated: a held generation keeps the first half of its words."""
         self._aborted.set()
-        with self._changed:
-            for _, ticket in self._held.values():
-                _settle(ticket, False)
+        self.held.abort()
 
     def reset(self) -> None:
         """Generate again."""
@@ -151,8 +117,3 @@ class SlimeEngine:
     async def until_aborted(self) -> None:
         """Return once generation has been aborted."""
         await self._aborted.wait()
-
-
-def _settle(ticket: asyncio.Future[bool], released: bool) -> None:
-    if not ticket.done():
-        ticket.set_result(released)

@@ -7,16 +7,12 @@ import could not be tested without a GPU machine. No more of slime is there, and
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import statistics
-import sys
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
+from contextlib import AbstractContextManager
 from typing import Any
 
+from ..stand_in_modules import stand_in_modules
 from .hooks import DynamicFilterOutput, HookLoader
 from .metrics import rollout_step
 from .results import SlimeEvalOutput, SlimeRolloutOutput
@@ -62,43 +58,15 @@ def _contents() -> dict[str, dict[str, Any]]:
     }
 
 
-@contextmanager
-def slime_stand_in() -> Iterator[bool]:
+def slime_stand_in() -> AbstractContextManager[bool]:
     """Let hooks import a few names from where slime has them, with a `FakeSlimeTrainer` behind them.
 
     They are `Sample`, `DynamicFilterOutput`, `RolloutFnTrainOutput`, `RolloutFnEvalOutput`, `load_function`,
     `check_reward_nonzero_std`, `generate_rollout`, `compute_rollout_step`, and `log`, whose metrics are in the
     trainer's result. Anything else under `slime` stays a `ModuleNotFoundError`.
 
-    Yields whether that was needed: False means that slime is installed, and its own are used. For a whole test suite,
-    enter it in a session fixture or in `conftest.py`, before the first import of a hook. Leaving it takes the modules
-    away again; hooks that were imported keep the names that they have. For one thread at a time.
+    Entering it yields whether that was needed: False means that slime is installed, and its own are used. For a whole
+    test suite, enter it in a session fixture or in `conftest.py`, before the first import of a hook. Leaving it takes
+    the modules away again; hooks that were imported keep the names that they have. For one thread at a time.
     """
-    if _is_installed():
-        yield False
-        return
-    before = {name: sys.modules[name] for name in list(sys.modules) if name.split(".")[0] == "slime"}
-    made = {}
-    for name, contents in _contents().items():
-        module = ModuleType(name, "A stand-in of qreward_plugins.testing, for tests without slime.")
-        module.__path__ = []
-        vars(module).update(contents)
-        made[name] = module
-        parent, _, last = name.rpartition(".")
-        if parent:
-            setattr(made[parent], last, module)
-    sys.modules.update(made)
-    try:
-        yield True
-    finally:
-        for name in made:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
-
-
-def _is_installed() -> bool:
-    """Whether this is slime: the package index has another project of that name."""
-    try:
-        return importlib.util.find_spec("slime.utils.types") is not None
-    except (ImportError, ValueError):
-        return False
+    return stand_in_modules(_contents(), proof="slime.utils.types")

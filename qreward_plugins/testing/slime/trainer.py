@@ -190,11 +190,11 @@ class FakeSlimeTrainer:
 
     def release(self, which: Callable[[SlimeSample], bool] | None = None) -> int:
         """Let held generations finish (those for which `which` is true), and say how many. From any thread or hook."""
-        return self._engine.release(which)
+        return self._engine.held.release(which)
 
     def wait_until_held(self, count: int, timeout_s: float = 20.0) -> None:
         """Block until `count` generations are held; for tests with `start_rollout`. Raises `TimeoutError`."""
-        self._engine.wait_until_held(count, timeout_s)
+        self._engine.held.wait_until(count, timeout_s)
 
     async def until_aborted(self) -> None:
         """Return once generation has been aborted because the batch is full; for hooks that play a slow judge."""
@@ -231,7 +231,9 @@ class FakeSlimeTrainer:
         return self._loop.run(coroutine, self._timeout_s, self._waiting_for)
 
     def _waiting_for(self) -> str:
-        return f"{self._state.rewards_pending} reward calls are pending and {self._engine.held} generations are held"
+        return (
+            f"{self._state.rewards_pending} reward calls are pending and {len(self._engine.held)} generations are held"
+        )
 
     def _log(self, args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:
         self._logged.update(metrics)

@@ -1,0 +1,258 @@
+"""ROLL's configuration as far as rewards see it: names, defaults, and what ROLL makes of them at the start.
+
+ROLL reads its YAML with dacite, which drops a key that it does not know without a word, and trains without it. Here an
+unknown name is an error that names the nearest.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+from argparse import Namespace
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+DEFAULT_LOOP = "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"
+
+DEFAULTS: dict[str, Any] = {
+    # ROLL's own: 128 prompts, groups of 1, prompts of 1024 tokens and no default length of responses.
+    "rollout_batch_size": 4,
+    "num_return_sequences_in_group": 4,
+    "prompt_length": 128,
+    "sequence_length": 192,
+    "response_length": None,
+    "val_prompt_length": None,
+    "val_sequence_length": None,
+    "generate_opt_level": 1,
+    "is_num_return_sequences_expand": False,
+    "is_use_additional_prompts": False,
+    "max_additional_running_prompts": 16,
+    "user_defined_rollout_loop_cls": DEFAULT_LOOP,
+    "async_generation_ratio": 0,
+    "rpc_timeout": 3600,
+    "adv_estimator": "gae",
+    "gamma": 1,
+    "lambd": 0.95,
+    "norm_mean_type": None,
+    "norm_std_type": None,
+    "reward_clip": None,
+    "advantage_clip": None,
+    "whiten_rewards": False,
+    "whiten_advantages": False,
+    "max_len_mask": False,
+    "difficulty_mask": False,
+    "difficulty_low_threshold": 0.0,
+    "difficulty_high_threshold": 1.0,
+    "error_max_len_clip": False,
+    "error_max_len_threshold": 9999999999,
+    # Carried for workers and loops that read them; the fake has nothing that they could change.
+    "add_token_level_kl": False,
+    "init_kl_coef": 0.2,
+    "kl_penalty": "kl",
+    "use_kl_loss": False,
+    "kl_loss_coef": 0,
+    "max_steps": 500,
+    "eval_steps": 10,
+    "max_running_requests": 128,
+    "global_template": None,
+    "tag_to_template": None,
+    "pretrain": None,
+    "exp_name": "fake_roll_trainer",
+    "output_dir": "./output",
+    "resume_from_checkpoint": False,
+    "system_envs": None,
+    "val_n_sample": 1,
+    "val_greedy": False,
+}
+
+REWARD_DEFAULTS: dict[str, Any] = {
+    "name": None,
+    "worker_cls": None,
+    "world_size": 1,  # ROLL's own is None: it wants a number for workers without GPUs
+    "max_concurrency": 1,
+    "tag_included": (),
+    "query_filter_config": None,
+    "response_filter_config": None,
+    "reward_manager_config": (),
+    "system_envs": None,
+    # Carried for workers that read them.
+    "device_mapping": None,
+    "num_gpus_per_worker": 1,
+    "infer_batch_size": 16,
+    "data_args": None,
+    "generating_args": None,
+    "strategy_args": None,
+    "model_args": None,
+    "code_url": None,
+    "use_local": True,
+    "judge_prompt": None,
+    "judge_model_type": None,
+    "judge_model_name": None,
+    "judge_api_url": None,
+    "judge_api_key": None,
+    "format_pattern": None,
+    "reward_type": None,
+    "response_length_penalty_coef": 0.0,
+}
+
+ESTIMATORS = ("gae", "reinforce", "grpo", "gigpo", "step_reinforce")
+FILTERS = ("no_filter", "mean_filter", "std_filter")
+
+
+class ModelArguments:
+    """Where a tokenizer comes from. In ROLL that is a path, and every process reads the same file; so all copies of a
+    configuration share the one tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.model_name_or_path: str | None = None
+        self.qreward_tokenizer = tokenizer
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModelArguments:
+        return self
+
+
+@dataclass
+class GeneratingArguments:
+    """How responses are generated; its dict is `generation_config` of the meta information."""
+
+    do_sample: bool = True
+    temperature: float = 0.95
+    top_p: float = 0.7
+    top_k: int = 50
+    num_beams: int = 1
+    max_new_tokens: int = 8192
+    repetition_penalty: float = 1.0
+    length_penalty: float = 1.0
+    num_return_sequences: int = 1
+    stop_strings: list[str] | None = None
+    logprobs: int | None = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
+    """Raise `TypeError` for the first name in `given` that is not `known`, naming the nearest that is."""
+    names = list(known)
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(sorted(names))}"
+            raise TypeError(f"{what} has no {name!r}: {hint} ROLL itself drops unknown keys without a word.")
+
+
+def path_of(value: Any) -> Any:
+    """The dotted path of a class, as ROLL's configuration has it."""
+    return f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else value
+
+
+def make_config(
+    rewards: Mapping[str, Mapping[str, Any]],
+    flags: Mapping[str, Any],
+    *,
+    seed: int,
+    tokenizer: Any,
+    generating_args: Mapping[str, Any],
+    val_generating_args: Mapping[str, Any],
+) -> Namespace:
+    """The `pipeline_config` of a run (rlvr_config.py).
+
+    Raises `TypeError` for unknown names, and `ValueError` where ROLL does not start.
+    """
+    refuse_unknown(flags, DEFAULTS, "FakeRollTrainer")
+    config = Namespace(**{**DEFAULTS, **flags}, seed=seed)
+    config.user_defined_rollout_loop_cls = path_of(config.user_defined_rollout_loop_cls)
+    config.system_envs = dict(config.system_envs or {})
+    for name in ("rollout_batch_size", "num_return_sequences_in_group"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be 1 or more, not {getattr(config, name)}")
+    if config.adv_estimator not in ESTIMATORS:
+        raise ValueError(f"adv_estimator is one of {', '.join(ESTIMATORS)}, not {config.adv_estimator!r}")
+    if config.response_length is not None:
+        config.sequence_length = config.prompt_length + config.response_length
+    if config.sequence_length <= config.prompt_length:
+        raise ValueError(f"sequence_length {config.sequence_length} leaves no room after prompt_length")
+    if (config.val_prompt_length is None) != (config.val_sequence_length is None):
+        raise ValueError("val_prompt_length and val_sequence_length must be set simultaneously")
+    if config.val_prompt_length is None:
+        config.val_prompt_length, config.val_sequence_length = config.prompt_length, config.sequence_length
+    config.async_pipeline = config.async_generation_ratio > 0
+    if config.async_pipeline:
+        if config.async_generation_ratio < 1:
+            raise ValueError("async_generation_ratio must be 0, or 1 and more")
+        if config.generate_opt_level != 1:
+            raise ValueError("async_generation_ratio needs generate_opt_level 1")
+        if config.num_return_sequences_in_group > 1:
+            config.is_num_return_sequences_expand = True
+    if config.is_use_additional_prompts and config.max_additional_running_prompts < 1:
+        raise ValueError("is_use_additional_prompts needs max_additional_running_prompts")
+    refuse_unknown(generating_args, asdict(GeneratingArguments()), "generating_args")
+    refuse_unknown(val_generating_args, asdict(GeneratingArguments()), "val_generating_args")
+    model = ModelArguments(tokenizer)
+    sampling = GeneratingArguments(
+        **{
+            **generating_args,
+            "num_return_sequences": config.num_return_sequences_in_group,
+            "max_new_tokens": config.sequence_length - config.prompt_length,
+        }
+    )
+    val_room = config.val_sequence_length - config.val_prompt_length
+    val_sampling = GeneratingArguments(**{**val_generating_args, "max_new_tokens": val_room})
+    config.actor_train = Namespace(name="actor_train", model_args=model)
+    config.actor_infer = Namespace(name="actor_infer", model_args=model, generating_args=sampling)
+    config.validation = Namespace(name=None, generating_args=val_sampling)
+    config.rewards = {domain: _reward_config(domain, given, model) for domain, given in rewards.items()}
+    if not config.rewards:
+        raise ValueError("rewards is empty: there is no domain to train on")
+    config.domain_2_tag = {domain: set(reward.tag_included) for domain, reward in config.rewards.items()}
+    config.tag_2_domain = {tag: domain for domain, reward in config.rewards.items() for tag in reward.tag_included}
+    return config
+
+
+def _reward_config(domain: str, given: Mapping[str, Any], model: ModelArguments) -> Namespace:
+    where = f"rewards.{domain}"
+    refuse_unknown(given, REWARD_DEFAULTS, where)
+    reward = Namespace(**{**REWARD_DEFAULTS, **copy.deepcopy(dict(given))})
+    if reward.worker_cls is None:
+        raise ValueError(f"{where}.worker_cls is missing")
+    reward.worker_cls = path_of(reward.worker_cls)
+    if not reward.world_size or reward.world_size < 1:
+        raise ValueError(f"{where}.world_size must be 1 or more, not {reward.world_size}")
+    reward.tag_included = list(reward.tag_included)
+    reward.reward_manager_config = reward.reward_manager_config or []
+    if not isinstance(reward.reward_manager_config, (list, tuple)):
+        raise ValueError(f"{where}.reward_manager_config must be a list (of one tree), as ROLL's field is")
+    reward.reward_manager_config = list(reward.reward_manager_config)
+    reward.system_envs = dict(reward.system_envs or {})
+    for name, value in reward.system_envs.items():
+        if not isinstance(value, str):
+            raise ValueError(f"{where}.system_envs.{name} must be a str: Ray takes no {type(value).__name__}")
+    for name in ("query_filter_config", "response_filter_config"):
+        told = getattr(reward, name) or {}
+        refuse_unknown(told, ("type", "filter_args"), f"{where}.{name}")
+        kind = told.get("type", "no_filter")
+        if kind not in FILTERS:
+            raise ValueError(f"{where}.{name}.type is one of {', '.join(FILTERS)}, not {kind!r}")
+        setattr(reward, name, Namespace(type=kind, filter_args=dict(told.get("filter_args") or {})))
+    if reward.model_args is None:
+        reward.model_args = model
+    return reward
+
+
+def batch_sizes(config: Namespace, shares: Mapping[str, float] | None) -> dict[str, int]:
+    """The prompts of each domain in a batch, by `domain_interleave_probs`; the last takes what is left, as in ROLL.
+
+    Raises `TypeError` for a domain without a reward, and `ValueError` for one without a prompt.
+    """
+    domains = list(shares or config.rewards)
+    refuse_unknown(domains, config.rewards, "rewards (for which domain_interleave_probs has a share)")
+    sizes = {
+        domain: int((shares or {}).get(domain, 1 / len(domains)) * config.rollout_batch_size) for domain in domains[:-1]
+    }
+    sizes[domains[-1]] = config.rollout_batch_size - sum(sizes.values())
+    empty = [domain for domain, size in sizes.items() if size < 1]
+    if empty:
+        raise ValueError(f"rollout_batch_size {config.rollout_batch_size} leaves no prompt for {', '.join(empty)}")
+    return sizes

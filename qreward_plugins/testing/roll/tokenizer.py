@@ -1,0 +1,70 @@
+"""A tokenizer that needs no file: a word with the space before it is a token, and decoding gives back the very text.
+
+Tokens like `<|im_start|>` are special, so that a prompt in ChatML can be read back with its turns and without them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+_SPECIAL = re.compile(r"(<\|\w+\|>)")
+_WORD = re.compile(r"\s?\S+|\s")
+
+
+class RollTokenizer:
+    """What reward code uses of a tokenizer of `transformers`. Ids are given to words in the order of their coming."""
+
+    pad_token, pad_token_id = "<|endoftext|>", 0
+    eos_token, eos_token_id = "<|im_end|>", 1
+    padding_side = "left"
+
+    def __init__(self) -> None:
+        self._texts = [self.pad_token, self.eos_token]
+        self._ids = {text: number for number, text in enumerate(self._texts)}
+
+    def __call__(self, text: Any, **_: Any) -> dict[str, Any]:
+        if isinstance(text, str):
+            ids = self.encode(text)
+            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
+        rows = [self.encode(each) for each in text]
+        return {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        """The ids of a text; nothing is added."""
+        pieces = [
+            piece
+            for part in _SPECIAL.split(text)
+            for piece in ([part] if _SPECIAL.fullmatch(part) else _WORD.findall(part))
+        ]
+        for piece in pieces:
+            if piece not in self._ids:
+                self._ids[piece] = len(self._texts)
+                self._texts.append(piece)
+        return [self._ids[piece] for piece in pieces]
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
+        """The text of ids, which may be a tensor. Raises `IndexError` for one that was never given."""
+        texts = [self._texts[int(number)] for number in _flat(token_ids)]
+        return "".join(text for text in texts if not (skip_special_tokens and _SPECIAL.fullmatch(text)))
+
+    def batch_decode(self, sequences: Iterable[Any], skip_special_tokens: bool = False, **_: Any) -> list[str]:
+        return [self.decode(row, skip_special_tokens) for row in sequences]
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
+        **_: Any,
+    ) -> Any:
+        """ChatML."""
+        text = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in conversation)
+        text += "<|im_start|>assistant\n" if add_generation_prompt else ""
+        return self.encode(text) if tokenize else text
+
+
+def _flat(token_ids: Any) -> list[Any]:
+    listed = token_ids.tolist() if hasattr(token_ids, "tolist") else token_ids
+    return listed if isinstance(listed, list) else [listed]

@@ -1,0 +1,346 @@
+"""A stand-in for ROLL's rollout side, for unit tests of reward workers and rollout loops.
+
+What goes wrong there in rewards goes wrong hours into a run: an exception ends the training, a NaN poisons its group
+without a word, a tensor too many breaks a concatenation. The stand-in makes the same calls in the same order and fails
+in the same way, with no ROLL, Ray, vLLM, Megatron or GPU, in milliseconds; it needs torch.
+
+    with roll_stand_in():
+        with FakeRollTrainer({"math": {"worker_cls": "my_rewards.MathWorker"}}, adv_estimator="grpo") as trainer:
+            step = trainer.step()
+    assert not step.poisoned
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import importlib
+import itertools
+import weakref
+from argparse import Namespace
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, TypeVar
+
+import torch
+
+from .arguments import DEFAULT_LOOP, batch_sizes, make_config, refuse_unknown
+from .cluster import RollCluster
+from .data import DEFAULT_ROWS, RollDataset, Row, encode_row
+from .engine import Hold, Respond, RollDraft, RollEngine, answer_by_chance
+from .estimates import train_batch
+from .loop import RollLoop
+from .metrics import reduce_metrics, value_metrics
+from .protocol import RollDataProto
+from .results import RollStep, RollValidation
+from .rollout_loop import UserDefinedRolloutLoop
+from .scheduler import RollRecord, RollScheduler
+from .tokenizer import RollTokenizer
+
+T = TypeVar("T")
+
+_START_S = 60.0
+"""Seconds that making all workers may take, and closing them."""
+
+
+class FakeRollTrainer:
+    """ROLL's `RLVRPipeline` with its inference and its trainer played.
+
+    `rewards` is ROLL's node of that name: for every domain `worker_cls` (a dotted path or the class, made on the
+    `Worker` of `roll_stand_in()`), `reward_manager_config`, `world_size`, `tag_included`, `query_filter_config`,
+    `system_envs` and so on. `flags` are ROLL's own with ROLL's defaults, except for `rollout_batch_size` and
+    `num_return_sequences_in_group`, which are 4, and `prompt_length` and `sequence_length`, 128 and 192.
+    `user_defined_rollout_loop_cls` may be the class itself.
+
+    `rows`: the data set of every domain, or for each domain its own; a row is a question, or a mapping with `messages`
+    or a `prompt`, `ground_truth`, `tag`, `id` and any columns. `val_rows`: those of the validation, each with its
+    `domain` or `tag`. `domain_interleave_probs`: each domain's part of the batch, equal by default.
+    `generating_args` and `val_generating_args` set what stands in `generation_config`.
+
+    `respond(draft, rng)` writes a response (it may be async); the tokenizer makes a token of each word and an end token
+    follows. `hold(draft)` true: this generation waits for `release()`, or until it is aborted. `seed` fixes all that is
+    random. `timeout_s` bounds a step and a validation where ROLL would wait for its `rpc_timeout`; None: so does this.
+
+    A worker with async methods runs on the trainer's event loop, any other in a thread of its own, one call at a time.
+    `system_envs` are in `os.environ` while its worker is made and initialised. A worker's `close`, sync or async, is
+    called at the end if it has one; in ROLL its process is killed. Leaving the context closes the trainer. Methods are
+    for one thread, except `release` and `wait_until_held`.
+
+    Raises `TypeError` for an unknown name, `ValueError` where ROLL does not start, and whatever making and initialising
+    the workers and importing their classes raises.
+    """
+
+    def __init__(
+        self,
+        rewards: Mapping[str, Mapping[str, Any]],
+        *,
+        rows: Sequence[Row] | Mapping[str, Sequence[Row]] = DEFAULT_ROWS,
+        val_rows: Sequence[Row] = (),
+        domain_interleave_probs: Mapping[str, float] | None = None,
+        respond: Respond = answer_by_chance,
+        hold: Hold | None = None,
+        tokenizer: Any = None,
+        generating_args: Mapping[str, Any] | None = None,
+        val_generating_args: Mapping[str, Any] | None = None,
+        seed: int = 0,
+        timeout_s: float | None = 60.0,
+        **flags: Any,
+    ) -> None:
+        tokenizer = tokenizer if tokenizer is not None else RollTokenizer()
+        self.pipeline_config: Namespace = make_config(
+            rewards,
+            flags,
+            seed=seed,
+            tokenizer=tokenizer,
+            generating_args=generating_args or {},
+            val_generating_args=val_generating_args or {},
+        )
+        config = self.pipeline_config
+        self._tokenizer = tokenizer
+        self._engine = RollEngine(respond, hold, tokenizer, seed)
+        self._timeout_s = timeout_s
+        self._sizes = batch_sizes(config, domain_interleave_probs)
+        datasets = {domain: RollDataset(self._encoded(rows, domain), seed) for domain in self._sizes}
+        for domain, dataset in datasets.items():
+            if len(dataset) <= self._sizes[domain]:
+                raise ValueError(
+                    f"the data set of {domain} has {len(dataset)} rows: ROLL wants more than its "
+                    f"{self._sizes[domain]} prompts of a batch"
+                )
+        val_set = RollDataset([self._encoded_val(row, number) for number, row in enumerate(val_rows)], seed)
+        loop_cls = _loaded(flags.get("user_defined_rollout_loop_cls", DEFAULT_LOOP))
+        kinds = {domain: _loaded(rewards[domain]["worker_cls"]) for domain in config.rewards}
+        self._steps = itertools.count()
+        self._step = 0
+        self._ended: BaseException | None = None
+        self._clusters: dict[str, RollCluster] = {}
+        self._schedulers: dict[str, RollScheduler] = {}
+        self._val: RollScheduler | None = None
+        self._background: ThreadPoolExecutor | None = None
+        self._loop = RollLoop()
+        self._finalizer = weakref.finalize(self, self._loop.close)
+        try:
+            self._loop.run(self._start(kinds, datasets, val_set, loop_cls), _START_S)
+        except BaseException:
+            self.close()
+            raise
+
+    async def _start(
+        self, kinds: Mapping[str, type], datasets: Mapping[str, RollDataset], val_set: RollDataset, loop_cls: type
+    ) -> None:
+        config = self.pipeline_config
+        for domain, kind in kinds.items():
+            self._clusters[domain] = RollCluster(domain, kind, config.rewards[domain])
+        for cluster in self._clusters.values():
+            await cluster.start()
+        for domain, dataset in datasets.items():
+            self._schedulers[domain] = self._scheduler(domain, [domain], dataset, loop_cls(), is_val=False)
+        if len(val_set):
+            self._val = self._scheduler("validation", list(self._clusters), val_set, loop_cls(), is_val=True)
+        for cluster in self._clusters.values():
+            for actor in cluster.actors:
+                await actor.initialize(config)
+        if config.async_pipeline:
+            await self._all_workers("load_states")
+
+    def _scheduler(
+        self, name: str, domains: Sequence[str], dataset: RollDataset, loop: Any, *, is_val: bool
+    ) -> RollScheduler:
+        clusters = {domain: self._clusters[domain] for domain in domains}
+        config = copy.deepcopy(self.pipeline_config)  # a scheduler is an actor of its own
+        return RollScheduler(name, config, self._engine, clusters, dataset, loop, is_val=is_val)
+
+    def step(self) -> RollStep:
+        """Sample one batch and compute what would train.
+
+        Raises what a worker or a rollout loop raises, upon which ROLL's training ends: any further step is a
+        `RuntimeError`. Raises `TimeoutError` after `rpc_timeout`, as ROLL does, or after `timeout_s`.
+        """
+        self._step = next(self._steps)
+        records = [scheduler.record for scheduler in self._schedulers.values()]
+        parts = self._run(self._sample(self._step))
+        logged: dict[str, Any] = {}
+        for domain, part in parts.items():
+            told = reduce_metrics(part.meta_info.pop("metrics", {}))
+            logged |= {f"{domain}/{name}": value for name, value in told.items()}
+        batch = RollDataProto.concat(list(parts.values()))
+        batch.meta_info["global_step"] = self._step
+        raw = [float(number) for number in batch.batch["response_level_rewards"]]
+        with torch.no_grad():
+            batch, told = train_batch(batch, self.pipeline_config)
+            logged |= told
+            skipped = not bool(batch.batch["final_response_mask"].any())
+            logged["mask/final_mask_sum_eq_0"] = int(skipped)
+            if not skipped:
+                logged |= value_metrics(batch)
+                for domain, part in batch.group_by("domain").items():
+                    logged |= {f"{domain}/{name}": value for name, value in value_metrics(part).items()}
+        return RollStep(
+            global_step=self._step,
+            batch=batch,
+            responses=self._texts(batch),
+            raw_rewards=raw,
+            metrics=logged,
+            dropped=[prompt for record in records for prompt in record.dropped],
+            aborted=[prompt for record in records for prompt in record.aborted],
+            surplus=[item for record in records for item in record.surplus],
+            reward_calls=sum(record.reward_calls for record in records),
+            rewards_pending_max=max(record.rewards_pending_max for record in records),
+        )
+
+    def start_step(self) -> Future[RollStep]:
+        """`step` in a thread of its own, for tests that act while it runs."""
+        if self._background is None:
+            self._background = ThreadPoolExecutor(1, thread_name_prefix="fake-roll-driver")
+        return self._background.submit(self.step)
+
+    def validate(self) -> RollValidation:
+        """Generate and reward `val_rows` once. Raises like `step`, and `ValueError` without any."""
+        if self._val is None:
+            raise ValueError("there is nothing to validate on: set val_rows")
+        batch = self._run(self._sample_val(self._val, self._step))
+        metrics = reduce_metrics(batch.meta_info.pop("metrics", {}))
+        right = (batch.batch["scores"] == 1).float()
+        parts = {tag: (part.batch["scores"] == 1).float() for tag, part in batch.group_by("tag").items()}
+        correct = {name: part.mean().item() for name, part in {"all": right, **parts}.items()}
+        return RollValidation(
+            global_step=self._step,
+            batch=batch,
+            responses=self._texts(batch),
+            val_correct=correct,
+            metrics={**metrics, **{f"val_correct/{name}/mean": value for name, value in correct.items()}},
+        )
+
+    def workers(self, domain: str) -> list[Any]:
+        """The workers of a domain. Those with async methods belong to the trainer's event loop: look only."""
+        return [actor.worker for actor in self._clusters[domain].actors]
+
+    def release(self, which: Callable[[RollDraft], bool] | None = None) -> int:
+        """Let held generations finish (those for which `which` is true), and say how many. From any thread."""
+        return self._engine.release(which)
+
+    def wait_until_held(self, count: int, timeout_s: float = 20.0) -> None:
+        """Block until `count` generations are held; for tests with `start_step`. Raises `TimeoutError`."""
+        self._engine.held.wait_until(count, timeout_s)
+
+    def close(self) -> None:
+        """End what still runs, close the workers that can be closed, stop the threads. May be called more than once."""
+        try:
+            if self._finalizer.alive:
+                self._loop.run(self._end(), _START_S)
+        finally:
+            self._finalizer()
+            if self._background is not None:
+                self._background.shutdown()
+
+    def __enter__(self) -> FakeRollTrainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        if self._ended is not None:
+            coroutine.close()
+            raise RuntimeError(f"the training has ended: {self._ended!r}") from self._ended
+        limits = [limit for limit in (self.pipeline_config.rpc_timeout, self._timeout_s) if limit is not None]
+        try:
+            return self._loop.run(coroutine, min(limits, default=None), self._waiting_for)
+        except BaseException as error:
+            self._ended = error
+            raise
+
+    def _waiting_for(self) -> str:
+        config, schedulers = self.pipeline_config, self._all_schedulers()
+        pending = sum(scheduler.rewards_pending for scheduler in schedulers)
+        waited = f"{pending} reward calls are pending and {len(self._engine.held)} generations are held"
+        if self._timeout_s is None or config.rpc_timeout <= self._timeout_s:
+            return f"rpc_timeout: no batch came for {config.rpc_timeout} s, which ends ROLL's training; {waited}"
+        return f"ROLL would wait for its rpc_timeout: after {self._timeout_s} s {waited}"
+
+    def _all_schedulers(self) -> list[RollScheduler]:
+        return [*self._schedulers.values(), *([self._val] if self._val is not None else [])]
+
+    async def _sample(self, number: int) -> dict[str, RollDataProto]:
+        config, schedulers = self.pipeline_config, list(self._schedulers.values())
+        sampling = config.actor_infer.generating_args.to_dict()
+        if config.async_pipeline:
+            sampling["logprobs"] = 1
+            for scheduler in schedulers:
+                await scheduler.settle()
+                await scheduler.pause()
+        else:
+            await self._all_workers("load_states")
+        metas = {
+            domain: {
+                "global_step": number,
+                "collect_unfinished": config.async_pipeline,
+                "generation_config": copy.deepcopy(sampling),
+            }
+            for domain in self._schedulers
+        }
+        sampled = await asyncio.gather(
+            *(scheduler.get_batch(metas[domain], self._sizes[domain]) for domain, scheduler in self._schedulers.items())
+        )
+        if not config.async_pipeline:
+            await self._all_workers("offload_states")
+        for scheduler in schedulers:
+            scheduler.record = RollRecord()
+        return dict(zip(self._schedulers, sampled, strict=True))
+
+    async def _sample_val(self, scheduler: RollScheduler, number: int) -> RollDataProto:
+        sampling = self.pipeline_config.validation.generating_args.to_dict()
+        meta = {"is_offload_states": False, "generation_config": sampling, "global_step": number}
+        return await scheduler.get_batch(meta, len(scheduler.dataset))
+
+    async def _all_workers(self, method: str) -> None:
+        for cluster in self._clusters.values():
+            await cluster.call_all(method)
+
+    async def _end(self) -> None:
+        for scheduler in self._all_schedulers():
+            await scheduler.close()
+        actors = [actor for cluster in self._clusters.values() for actor in cluster.actors]
+        closed = await asyncio.gather(*(actor.close() for actor in actors), return_exceptions=True)
+        for error in closed:
+            if error is not None:
+                raise error
+
+    def _texts(self, batch: RollDataProto) -> list[str]:
+        texts: list[str] = self._tokenizer.batch_decode(batch.batch["responses"], skip_special_tokens=True)
+        return texts
+
+    def _encoded(self, rows: Sequence[Row] | Mapping[str, Sequence[Row]], domain: str) -> list[dict[str, Any]]:
+        if isinstance(rows, Mapping):
+            refuse_unknown(rows, self._sizes, "rewards (for which there are rows)")
+            own = rows.get(domain, ())
+        else:
+            own = rows
+        return [self._encoded_row(row, number, domain) for number, row in enumerate(own)]
+
+    def _encoded_row(self, row: Row, number: int, domain: str) -> dict[str, Any]:
+        config = self.pipeline_config
+        tag = next(iter(config.rewards[domain].tag_included), domain)
+        length = config.prompt_length
+        return encode_row(row, number, domain=domain, tag=tag, tokenizer=self._tokenizer, prompt_length=length)
+
+    def _encoded_val(self, row: Row, number: int) -> dict[str, Any]:
+        config = self.pipeline_config
+        told = row if isinstance(row, Mapping) else {}
+        domain = told.get("domain") or config.tag_2_domain.get(told.get("tag")) or next(iter(config.rewards))
+        if domain not in config.rewards:
+            raise ValueError(f"a row of val_rows is of the domain {domain!r}, for which there is no reward")
+        return self._encoded_row(row, number, domain)
+
+
+def _loaded(path: Any) -> Any:
+    """The class of a dotted path. Raises what importing raises; ROLL's own loop is this one's."""
+    if path == DEFAULT_LOOP:
+        return UserDefinedRolloutLoop
+    if not isinstance(path, str):
+        return path
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,50 @@
+"""Modules of a framework that is not installed, made of the few names that reward code imports from it."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+
+@contextmanager
+def stand_in_modules(
+    contents: Mapping[str, Mapping[str, Any]], *, proof: str, over_installed: bool = False
+) -> Iterator[bool]:
+    """Put modules into `sys.modules` while the context is open: full name to what is in it, parents before children.
+
+    `proof` is a module that only the real framework has (the package index has other projects of these names); where it
+    can be found nothing happens, unless `over_installed`. Yields whether the stand-ins are there. Leaving the context
+    puts back what was there before; what was imported meanwhile keeps the names that it has. For one thread at a time.
+    """
+    if not over_installed and _is_installed(proof):
+        yield False
+        return
+    roots = {name.split(".")[0] for name in contents}
+    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in roots}
+    made: dict[str, ModuleType] = {}
+    for name, held in contents.items():
+        module = ModuleType(name, "A stand-in of qreward_plugins.testing, for tests without the framework.")
+        module.__path__ = []
+        vars(module).update(held)
+        made[name] = module
+        parent, _, last = name.rpartition(".")
+        if parent:
+            setattr(made[parent], last, module)
+    sys.modules.update(made)
+    try:
+        yield True
+    finally:
+        for name in made:
+            sys.modules.pop(name, None)
+        sys.modules.update(before)
+
+
+def _is_installed(proof: str) -> bool:
+    try:
+        return importlib.util.find_spec(proof) is not None
+    except (ImportError, ValueError):
+        return False

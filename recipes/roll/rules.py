@@ -1,0 +1,11 @@
+"""Rewards by rule for judges.yaml."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def states_its_answer(data_source: str, solution_str: str, **_: Any) -> float:
+    """1.0 where the response states its answer as the data set RLVR asks for it, once and at its end."""
+    before, found, answer = solution_str.partition("Therefore, the answer is")
+    return float(bool(found and before.strip() and answer.strip()) and "Therefore, the answer is" not in answer)

@@ -1,0 +1,131 @@
+"""`QRewardRolloutLoop`: ROLL's rollout loop, which masks failed samples and replaces groups with too few rewards.
+
+A reward worker cannot touch the mask of a sample, and in the streaming path it may see the samples of a group one by
+one. The loop sees the whole group when all of its rewards are in: it gives failed samples the mean of the scored ones,
+so that they move nothing, zeroes their response mask, so that they are not in the loss, and only then lets ROLL's own
+filter look at the group. Returning None has ROLL take another prompt, without end; so a gate counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from roll.distributed.scheduler.generate_scheduler import expand_requests
+from roll.distributed.scheduler.user_defined_rollout_loop import UserDefinedRolloutLoop, query_filter
+
+from qreward_plugins import GroupGate, group_means
+from qreward_plugins.config import Groups
+
+from .rewards import FAILED, GROUPS
+
+_REWARDS = ("response_level_rewards", "scores")
+
+
+class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
+    """ROLL's `user_defined_rollout_loop_cls`. It works with every reward worker: where another one gives NaN or
+    infinity, that is a failed sample.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gates: dict[str, GroupGate] = {}
+
+    async def process_new_prompt(self, context: Any) -> Any:
+        """Generate and score one prompt, as ROLL's own loop does (scheduler/user_defined_rollout_loop.py).
+
+        Returns the responses; None where ROLL has to take another prompt. In validation nothing is dropped, and failed
+        samples count as scores of 0.0. Raises `JudgeUnavailable` when too many groups in a row had too few rewards,
+        which ends the training.
+        """
+        watched = _WatchedContext(context)
+        count = context.meta_info["generation_config"]["num_return_sequences"]
+        data, domain = context.get_request_data(meta_info=context.meta_info)
+        requests = expand_requests(
+            data=data,
+            num_return_sequences=count,
+            is_num_return_sequences_expand=context.is_num_return_sequences_expand,
+        )
+        async with context.do_generate_and_reward(max_concurrency=count):
+            groups = await asyncio.gather(
+                *[self._generate_and_reward(context=watched, req=request, domain=domain) for request in requests]
+            )
+        if any(group is None for group in groups):
+            return None
+        responses = [response for group in groups for response in group]
+        causes = [watched.cause_of(response) for response in responses]
+        if context.is_val:
+            _count_as_wrong(responses, causes)
+            return responses
+        if not self._gate_of(domain, watched.groups).admit(len(responses), [cause for cause in causes if cause]):
+            return None
+        _make_neutral(responses, causes)
+        return responses if query_filter(responses, context.pipeline_config) else None
+
+    def _gate_of(self, domain: str, groups: Groups) -> GroupGate:
+        gate = self._gates.get(domain)
+        if gate is None:
+            gate = self._gates[domain] = GroupGate(groups)
+        return gate
+
+
+class _WatchedContext:
+    """ROLL's `RolloutContext`, which remembers the causes of failed samples by the names of their rollouts."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+        self._causes: dict[str, str] = {}
+        self.groups = Groups()
+        """When a group is worth training, as its reward workers say."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._context, name)
+
+    async def compute_rewards(self, req: Any, domain: str) -> Any:
+        rewards = await self._context.compute_rewards(req=req, domain=domain)
+        self.groups = rewards.meta_info.pop(GROUPS, self.groups)
+        causes = rewards.meta_info.pop(FAILED, None) or [""] * len(rewards)
+        # The context has named the rollouts of `req` for the call.
+        self._causes.update(zip(map(str, req.non_tensor_batch["rollout_id"]), causes, strict=True))
+        return rewards
+
+    def cause_of(self, response: Any) -> str:
+        """Why a response has no reward; empty where it has one."""
+        cause = self._causes.get(str(response.non_tensor_batch["rollout_id"][0]), "")
+        if not cause and not all(math.isfinite(_number(response, key)) for key in _REWARDS):
+            return "not a finite reward"
+        return cause
+
+
+def _make_neutral(responses: Sequence[Any], causes: Sequence[str]) -> None:
+    """Give failed responses the means of the scored ones, and take them out of the loss."""
+    if not any(causes):
+        return
+    for key in _REWARDS:
+        means = group_means(
+            [None if cause else _number(response, key) for response, cause in zip(responses, causes, strict=True)],
+            [0] * len(responses),
+        )
+        for response, cause, mean in zip(responses, causes, means, strict=True):
+            if cause:
+                response.batch[key] = torch.full_like(response.batch[key], mean)
+    for response, cause in zip(responses, causes, strict=True):
+        if cause:
+            response.batch["response_mask"] = torch.zeros_like(response.batch["response_mask"])
+
+
+def _count_as_wrong(responses: Sequence[Any], causes: Sequence[str]) -> None:
+    for response, cause in zip(responses, causes, strict=True):
+        if cause:
+            for key in _REWARDS:
+                response.batch[key] = torch.zeros_like(response.batch[key])
+
+
+def _number(response: Any, key: str) -> float:
+    return float(response.batch[key].reshape(-1)[0])
+
+
+__all__ = ["QRewardRolloutLoop"]

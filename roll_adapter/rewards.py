@@ -1,0 +1,101 @@
+"""Outcomes in ROLL's terms: three tensors, numeric metrics, and word of the failed ones for the rollout loop.
+
+ROLL concatenates what the workers of all domains return and breaks at a tensor that only one of them has, so there are
+exactly its three. Training takes `response_level_rewards`; `scores` are what validation and the difficulty mask count
+(rlvr_pipeline.py: `val_correct` is the share of scores that equal 1), so where a judge defines correctness they are 1.0
+and 0.0.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from qreward_plugins import Outcome, Scored
+from qreward_plugins.telemetry import Facts, summary
+
+FAILED = "qreward_failed"
+"""The key of `meta_info` that holds the cause of every sample of the call, empty for the scored ones."""
+
+GROUPS = "qreward_groups"
+"""The key of `meta_info` that tells the rollout loop, which runs in another process, the domain's `groups`."""
+
+_CAUSES = ("infra", "verdict", "policy")
+
+
+def tensors(
+    width: int, rewards: Sequence[float], outcomes: Sequence[Outcome], *, right_or_wrong: bool
+) -> dict[str, torch.Tensor]:
+    """The tensors of a reward worker: `token_level_rewards` (B, width) of zeros, `response_level_rewards` and `scores`
+    (B,), in 32 bits.
+
+    `right_or_wrong`: scores are counted where they equal 1, so that a failed sample's must not be the stand-in that its
+    reward is; it is 0.0 then.
+    """
+    scores = [_score(reward, outcome, right_or_wrong) for reward, outcome in zip(rewards, outcomes, strict=True)]
+    return {
+        "token_level_rewards": torch.zeros(len(rewards), width, dtype=torch.float32),
+        "response_level_rewards": torch.tensor(rewards, dtype=torch.float32),
+        "scores": torch.tensor(scores, dtype=torch.float32),
+    }
+
+
+def _score(reward: float, outcome: Outcome, right_or_wrong: bool) -> float:
+    if isinstance(outcome, Scored):
+        return reward if outcome.verdict.correct is None else float(outcome.verdict.correct)
+    return 0.0 if right_or_wrong else reward
+
+
+class Metrics:
+    """Turns the outcomes of a call into ROLL's metrics: numbers, with the same keys in every call.
+
+    The suffix of a key says how ROLL reduces it over calls (utils/functionals.py, `reduce_metrics`). In the streaming
+    path every sample carries the metrics of its call, so sums are given per sample there, and add up to the right one.
+    """
+
+    def __init__(self, facts: Facts, sources: Sequence[str]) -> None:
+        self._facts = facts
+        self._sources = tuple(sources)
+
+    def of(self, outcomes: Sequence[Outcome], *, streamed: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """The metrics of a call, and the facts of its samples."""
+        facts = [self._facts.of(outcome) for outcome in outcomes]
+        told = summary(facts)
+        if not told:
+            return {}, facts
+        share = 1.0 / len(facts) if streamed else 1.0
+        answered = Counter(
+            source for fact in facts if not fact["failed"] for source in self._sources_of(fact["source"])
+        )
+        numbers = {
+            "samples_sum": share * told["samples"],
+            "failed_sum": share * told["failed"],
+            "failed_rate": told["failed_rate"],
+            **{f"failed/{cause}_sum": share * told[f"failed/{cause}"] for cause in _CAUSES},
+            "attempts_mean": told["attempts_mean"],
+            "latency_s_mean": sum(fact["latency_s"] for fact in facts) / len(facts),
+            "latency_s_p99": told["latency_s/p99"],
+            "latency_s@max": told["latency_s/max"],
+            "tokens_sum": share * told["tokens"],
+            "cost_usd_sum": share * told["cost_usd"],
+            "cached_rate": told["cached_rate"],
+            **{f"source/{name}_sum": share * answered[name] for name in self._sources},
+            **{
+                f"score/{name}_mean": told[f"score/{name}"]
+                for name in self._facts.components
+                if f"score/{name}" in told
+            },
+        }
+        return {f"qreward/{name}": value for name, value in numbers.items()}, facts
+
+    @property
+    def defines_correct(self) -> bool:
+        """Whether some judge says what is correct."""
+        return self._facts.defines_correct
+
+    def _sources_of(self, source: str) -> Sequence[str]:
+        """The sources that a verdict came from: that of a sum names the sources of all its parts."""
+        return (source,) if source in self._sources else source.split("+")

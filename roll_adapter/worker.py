@@ -1,0 +1,120 @@
+"""`QRewardWorker`: the core behind ROLL's contract of a reward worker.
+
+ROLL makes an actor with any async method serve a thousand calls at once on one event loop (executor/cluster.py), so one
+worker carries a whole batch that is streamed to it sample by sample; nothing here may block that loop. An exception of
+a worker ends the training, and so does a NaN some steps later, so a failed sample is a finite number and a word to the
+rollout loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from typing import Any
+
+from roll.distributed.executor.worker import Worker
+from roll.distributed.scheduler.decorator import Dispatch, register
+from roll.distributed.scheduler.protocol import DataProto
+from roll.models.model_providers import default_tokenizer_provider
+
+from qreward_plugins import Outcome, RewardEngine
+from qreward_plugins.groups import number_of
+from qreward_plugins.siblings import Siblings
+
+from .rewards import FAILED, GROUPS, Metrics, tensors
+from .rollouts import is_streamed, is_validation, prompt_of, to_samples
+from .settings import domain_of, load_settings, processes_of
+
+_log = logging.getLogger("roll_adapter")
+
+LOOP_KEY = "user_defined_rollout_loop_cls"
+LOOP = "roll_adapter.QRewardRolloutLoop"
+
+
+class QRewardWorker(Worker):  # type: ignore[misc]
+    """ROLL's reward worker `roll_adapter.QRewardWorker`."""
+
+    def __init__(self, worker_config: Any) -> None:
+        super().__init__(worker_config=worker_config)
+        self._siblings = Siblings()
+        self._told = False
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
+    def initialize(self, pipeline_config: Any) -> None:
+        """ROLL's call before training. Raises `ConfigurationError` with every mistake of the configuration."""
+        super().initialize(pipeline_config)
+        rewards = pipeline_config.rewards
+        self._domain = domain_of(self.cluster_name, rewards)
+        settings = load_settings(
+            self.worker_config, domain=self._domain, rpc_timeout_s=getattr(pipeline_config, "rpc_timeout", None)
+        )
+        self._loop_is_ours = getattr(pipeline_config, LOOP_KEY, None) == LOOP
+        self.engine = RewardEngine(settings, processes=processes_of(settings, rewards))
+        self._tokenizer = default_tokenizer_provider(pipeline_config.actor_train.model_args)
+        self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
+        self._metrics = Metrics(self.engine.facts(), list(settings.sources))
+
+    @register(dispatch_mode=Dispatch.DP_MP_COMPUTE, clear_cache=False)  # type: ignore[untyped-decorator]
+    async def compute_rewards(self, data: DataProto) -> DataProto:
+        """Score a batch of any size: `token_level_rewards` (B, R), `response_level_rewards` (B,) and `scores` (B,).
+
+        All numbers are finite. A failed sample gets the mean of the scored samples of its prompt that this worker knows
+        (0.0 while there are none), and its cause in `meta_info["qreward_failed"]`, by which `QRewardRolloutLoop` masks
+        it. Raises `RewardMissing` with `on_failure: raise`.
+        """
+        loop = asyncio.get_running_loop()
+        samples = await loop.run_in_executor(self._decoder, partial(to_samples, data, self._tokenizer))
+        outcomes: list[Outcome] = (
+            await self.engine.score_all(samples) if len(samples) > 1 else [await self.engine.score(samples[0])]
+        )
+        streamed = is_streamed(data)
+        metrics, facts = self._metrics.of(outcomes, streamed=streamed)
+        rewards, causes = self._rewards(data, outcomes, [str(fact["cause"]) for fact in facts])
+        if any(causes):
+            self._tell_of_missing_loop(streamed=streamed)
+        return DataProto.from_dict(
+            tensors=tensors(
+                data.batch["responses"].shape[-1],
+                rewards,
+                outcomes,
+                right_or_wrong=self._metrics.defines_correct or is_validation(data),
+            ),
+            meta_info={"metrics": metrics, FAILED: causes, GROUPS: self.engine.config.groups},
+        )
+
+    async def close(self) -> None:
+        """Close the engine and its thread. ROLL never does; tests and other callers should."""
+        await self.engine.aclose()
+        self._decoder.shutdown()
+
+    def _rewards(self, data: Any, outcomes: list[Outcome], causes: list[str]) -> tuple[list[float], list[str]]:
+        """The number of every sample, and the cause of those that are only stand-ins."""
+        policy = self.engine.config.on_failure
+        numbers = [number_of(outcome, policy) for outcome in outcomes]
+        step = data.meta_info.get("global_step")
+        keys = [(step, prompt_of(data, row)) for row in range(len(outcomes))]
+        for key, number in zip(keys, numbers, strict=True):
+            if number is not None:
+                self._siblings.scored(key, number)
+        rewards: list[float] = []
+        for key, number in zip(keys, numbers, strict=True):
+            if number is None:
+                self._siblings.failed(key, rewards.append, follow=False)
+            else:
+                rewards.append(number)
+        return rewards, [cause if number is None else "" for cause, number in zip(causes, numbers, strict=True)]
+
+    def _tell_of_missing_loop(self, *, streamed: bool) -> None:
+        if self._told or (self._loop_is_ours and streamed):
+            return
+        self._told = True
+        remedy = (
+            f"Set {LOOP_KEY}: {LOOP} to keep such samples out of the loss and of their group."
+            if streamed
+            else "ROLL calls no rollout loop with generate_opt_level 0; use 1 to keep such samples out of the loss."
+        )
+        _log.warning(
+            "A sample of the domain %s has no reward; it trains on the mean of its group. %s", self._domain, remedy
+        )

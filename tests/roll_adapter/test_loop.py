@@ -1,0 +1,132 @@
+"""The rollout loop with workers of others, whose NaN it takes for what it is, and in validation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from qreward_plugins import JudgeUnavailable
+from qreward_plugins.testing import FakeRollTrainer, RollDataProto
+from qreward_plugins.testing.roll.workers import Worker
+
+LOOP = "roll_adapter.QRewardRolloutLoop"
+
+
+class Spoilt(Worker):
+    """Rewards by the place in the group; what is no number stays none."""
+
+    rewards = (0.0, math.nan, 1.0, 0.5)
+    scores = rewards
+
+    def initialize(self, pipeline_config: Any) -> None:
+        super().initialize(pipeline_config)
+        self.tokenizer = pipeline_config.actor_train.model_args.qreward_tokenizer
+
+    async def compute_rewards(self, data: Any) -> Any:
+        places = [int(text) for text in self.tokenizer.batch_decode(data.batch["responses"], skip_special_tokens=True)]
+        tensors = {
+            "token_level_rewards": torch.zeros(len(data), data.batch["responses"].shape[-1]),
+            "response_level_rewards": torch.tensor([self.rewards[place] for place in places]),
+            "scores": torch.tensor([self.scores[place] for place in places]),
+        }
+        return RollDataProto.from_dict(tensors, meta_info={"metrics": {}})
+
+
+def train(worker: type[Worker], **flags: Any) -> FakeRollTrainer:
+    return FakeRollTrainer(
+        {"d": {"worker_cls": worker, **flags.pop("reward", {})}},
+        **{
+            "respond": lambda draft, rng: str(draft.number),
+            "user_defined_rollout_loop_cls": LOOP,
+            "adv_estimator": "grpo",
+            "rollout_batch_size": 2,
+            **flags,
+        },
+    )
+
+
+MODES = [pytest.param({"is_num_return_sequences_expand": True}, id="single"), pytest.param({}, id="group")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_nan_of_another_worker_is_masked_and_poisons_nothing(mode) -> None:
+    with train(Spoilt, **mode) as trainer:
+        step = trainer.step()
+    assert not step.poisoned
+    assert step.raw_rewards == pytest.approx([0.0, 0.5, 1.0, 0.5] * 2)
+    assert step.trained_tokens == [2, 0, 2, 2] * 2
+
+
+def test_so_is_an_infinity_and_a_score_that_is_none() -> None:
+    class Infinite(Spoilt):
+        rewards = (0.0, math.inf, 1.0, 0.5)
+        scores = (0.0, 1.0, math.nan, 0.5)
+
+    with train(Infinite) as trainer:
+        step = trainer.step()
+    assert step.raw_rewards == pytest.approx([0.0, 0.25, 0.25, 0.5] * 2)
+    assert step.scores == pytest.approx([0.0, 0.25, 0.25, 0.5] * 2)
+    assert step.trained_tokens == [2, 0, 0, 2] * 2
+
+
+def test_a_worker_that_only_gives_nan_ends_the_training_in_the_end() -> None:
+    class Gone(Spoilt):
+        rewards = scores = (math.nan,) * 4
+
+    with train(Gone) as trainer, pytest.raises(JudgeUnavailable, match=r"256 groups in a row.*not a finite reward"):
+        trainer.step()
+
+
+def test_validation_of_another_worker_counts_a_nan_as_wrong() -> None:
+    class Right(Spoilt):
+        rewards = scores = (1.0, math.nan, 1.0, 1.0)
+
+    with train(Right, val_rows=["a", "b"], val_generating_args={"num_return_sequences": 4}) as trainer:
+        validation = trainer.validate()
+    assert validation.val_correct["all"] == 0.75
+    assert sorted(validation.scores) == [0.0] * 2 + [1.0] * 6
+
+
+def test_rolls_own_filter_sees_the_neutral_rewards() -> None:
+    class Flat(Spoilt):
+        rewards = scores = (0.5, math.nan, 0.5, 0.5)
+
+    reward = {"query_filter_config": {"type": "std_filter", "filter_args": {"std_threshold": 0.0}}}
+    calls = 0
+
+    class Once(Flat):
+        async def compute_rewards(self, data: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            self.rewards = self.scores = (0.0, math.nan, 1.0, 0.5) if calls > 2 else (0.5, math.nan, 0.5, 0.5)
+            return await super().compute_rewards(data)
+
+    with train(Once, reward=reward) as trainer:
+        step = trainer.step()
+    assert len(step.dropped) == 2
+    assert step.raw_rewards == pytest.approx([0.0, 0.5, 1.0, 0.5] * 2)
+
+
+def test_domains_have_gates_of_their_own(make_tree, judge) -> None:
+    ours = {"worker_cls": "roll_adapter.QRewardWorker"}
+    rewards = {
+        "lax": {**ours, "reward_manager_config": [make_tree(groups={"min_scored": 1})]},
+        "strict": {**ours, "reward_manager_config": [make_tree(groups={"min_scored": "all", "give_up_after": 2})]},
+    }
+
+    def respond(draft: Any, rng: Any) -> str:
+        return "break" if draft.number == 1 and draft.domain == broken else str(draft.number)
+
+    for broken in ("lax", "strict"):
+        flags = {"respond": respond, "user_defined_rollout_loop_cls": LOOP, "rollout_batch_size": 2}
+        with FakeRollTrainer(rewards, **flags) as trainer:
+            if broken == "strict":
+                with pytest.raises(JudgeUnavailable, match="2 groups in a row had fewer than 4"):
+                    trainer.step()
+                continue
+            step = trainer.step()
+        assert step.column("domain") == ["lax"] * 4 + ["strict"] * 4
+        assert step.trained_tokens == [2, 0, 2, 2, 2, 2, 2, 2]

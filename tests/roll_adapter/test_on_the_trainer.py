@@ -1,0 +1,270 @@
+"""The adapter on ROLL's rollout side, played: judges that are up, flaky, down, and ones that say nonsense."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+
+from qreward_plugins import ConfigurationError, JudgeUnavailable, RewardMissing
+from qreward_plugins.testing import Faults, JudgeServer
+
+SINGLE = pytest.param({"is_num_return_sequences_expand": True}, id="single")
+GROUP = pytest.param({}, id="group")
+BATCH = pytest.param({"generate_opt_level": 0}, id="batch")
+STREAMED = [SINGLE, GROUP]
+MODES = [SINGLE, GROUP, BATCH]
+
+FORGIVING = {"groups": {"min_scored": 1}}
+HASTY = {"engine": {"max_attempts": 1, "seed": 1, "deadline_s": 1.0}}
+"""For a judge that is down: samples wait for it until their deadline once it has failed often enough."""
+
+
+def finite(step: Any) -> bool:
+    return not step.poisoned and all(map(math.isfinite, [*step.raw_rewards, *step.scores, *step.rewards]))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_rewards_are_the_judges(train, words, judge, mode) -> None:
+    step = train(words("1", "2", "3", "10"), **mode).step()
+    assert step.raw_rewards == pytest.approx([0.1, 0.2, 0.3, 1.0] * 2)
+    assert step.scores == step.raw_rewards
+    assert step.trained_tokens == [2] * 8
+    assert step.dropped == []
+    assert judge.report().requests == 8
+    assert step.batch.batch["token_level_scores"].sum() == 0
+    assert not {name for name in step.batch.meta_info if name.startswith("qreward")} or "generate_opt_level" in mode
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_a_failed_sample_gets_the_mean_of_its_group_and_is_not_trained(train, words, mode) -> None:
+    step = train(words("2", "break", "6", "4"), **mode).step()
+    assert step.raw_rewards == pytest.approx([0.2, 0.4, 0.6, 0.4] * 2)
+    assert step.trained_tokens == [2, 0, 2, 2] * 2
+    assert step.rewards[1] == pytest.approx(0.0, abs=1e-6)
+    assert step.advantages[1] is None
+    assert finite(step)
+
+
+def test_the_batch_path_can_mask_nothing_but_a_failed_sample_moves_nothing(train, words, caplog) -> None:
+    with caplog.at_level(logging.WARNING, "roll_adapter"):
+        step = train(words("2", "break", "6", "4"), generate_opt_level=0).step()
+    assert step.raw_rewards == pytest.approx([0.2, 0.4, 0.6, 0.4] * 2)
+    assert step.trained_tokens == [2] * 8
+    assert step.advantages[1] == pytest.approx(0.0, abs=1e-6)
+    assert "calls no rollout loop with generate_opt_level 0" in caplog.text
+
+
+def test_the_batch_path_cuts_groups_between_workers(train, words) -> None:
+    trainer = train(words("2", "break", "6", "4"), generate_opt_level=0, reward={"world_size": 3})
+    step = trainer.step()
+    # 3, 3 and 2 rows: each worker knows the siblings that it got itself.
+    assert step.raw_rewards == pytest.approx([0.2, 0.4, 0.6, 0.4, 0.2, 0.2, 0.6, 0.4])
+    assert finite(step)
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_without_the_loop_a_failed_sample_trains_on_a_mean_and_that_is_said(train, words, caplog, mode) -> None:
+    own = "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"
+    with caplog.at_level(logging.WARNING, "roll_adapter"):
+        step = train(words("2", "6", "4", "break"), user_defined_rollout_loop_cls=own, **mode).step()
+    assert finite(step)
+    assert step.trained_tokens == [2] * 8
+    if "is_num_return_sequences_expand" not in mode:
+        assert step.raw_rewards[3] == pytest.approx(0.4)
+    assert "Set user_defined_rollout_loop_cls: roll_adapter.QRewardRolloutLoop" in caplog.text
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("spoilt", ["nan", "nonsense"])
+def test_an_invalid_verdict_is_a_failure_and_no_number(train, words, spoilt, mode) -> None:
+    step = train(words("2", spoilt, "6", "4"), **mode).step()
+    assert step.raw_rewards == pytest.approx([0.2, 0.4, 0.6, 0.4] * 2)
+    assert finite(step)
+    if "generate_opt_level" not in mode:
+        assert step.trained_tokens == [2, 0, 2, 2] * 2
+        assert step.metrics["judged/qreward/failed/verdict_sum"] == pytest.approx(2.0)
+
+
+def test_an_invalid_verdict_can_be_worth_the_floor(train, words) -> None:
+    tree = {"judges": {"quality": {"kind": "llm", "on_invalid": "floor", "floor": 0.05}}}
+    step = train(words("2", "nonsense", "6", "4"), tree=tree).step()
+    assert step.raw_rewards == pytest.approx([0.2, 0.05, 0.6, 0.4] * 2)
+    assert step.trained_tokens == [2] * 8
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_flaky_judge_is_asked_again(train, make_tree, words, mode) -> None:
+    with JudgeServer(lambda call: 0.7, faults=Faults({"error_500": 0.3}), seed=3) as flaky:
+        tree = make_tree(engine={"max_attempts": 8, "seed": 1, "deadline_s": 20.0})
+        tree["sources"]["judge"]["base_url"] = flaky.base_url
+        step = train(words("1", "2", "3", "4"), tree=tree, **mode).step()
+        assert flaky.report().requests > 8
+    assert step.raw_rewards == pytest.approx([0.07] * 8)
+    assert step.trained_tokens == [2] * 8
+    assert finite(step)
+
+
+def test_groups_with_too_few_rewards_are_replaced(train) -> None:
+    def respond(draft: Any, rng: Any) -> str:
+        return "break" if int(draft.columns["id"]) % 2 == 0 and draft.number else str(draft.number)
+
+    step = train(respond, tree={"groups": {"min_scored": 2}}).step()
+    assert all(int(identity) % 2 for identity in step.column("id"))
+    assert step.dropped
+    assert all(int(prompt.id) % 2 == 0 for prompt in step.dropped)
+    step = train(respond, tree=FORGIVING).step()
+    assert any(int(identity) % 2 == 0 for identity in step.column("id"))
+    assert step.dropped == []
+
+
+def test_all_of_a_group_can_be_wanted(train, words) -> None:
+    with pytest.raises(JudgeUnavailable, match=r"3 groups in a row had fewer than 4 samples.*infra"):
+        train(words("1", "2", "3", "break"), tree={"groups": {"min_scored": "all", "give_up_after": 3}}).step()
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_a_dead_judge_ends_the_step_knowingly(train, words, judge, mode) -> None:
+    judge.stop()
+    trainer = train(words("1", "2"), tree={**HASTY, "groups": {"give_up_after": 5}}, **mode)
+    with pytest.raises(JudgeUnavailable, match="5 groups in a row"):
+        trainer.step()
+
+
+def test_a_dead_judge_in_the_batch_path_trains_nothing_but_noughts(train, words, judge) -> None:
+    judge.stop()
+    step = train(words("1", "2"), generate_opt_level=0, tree=HASTY).step()
+    assert step.raw_rewards == [0.0] * 8
+    assert step.advantages == [0.0] * 8
+
+
+def test_a_judge_that_dies_in_the_middle_of_a_batch(train, words, judge) -> None:
+    tree = {
+        "engine": {"max_attempts": 1, "seed": 1, "deadline_s": 3.0},
+        "groups": {"min_scored": 1, "give_up_after": 3},
+    }
+    trainer = train(words("1", "2", "3", "4"), tree=tree)
+    assert trainer.step().raw_rewards == pytest.approx([0.1, 0.2, 0.3, 0.4] * 2)
+    judge.hold()
+    running = trainer.start_step()
+    judge.wait_for(lambda report: report.in_flight == 8)
+    judge.stop()
+    with pytest.raises(JudgeUnavailable, match="3 groups in a row"):
+        running.result(30)
+
+
+def test_a_judge_that_comes_back_in_time(train, words, judge) -> None:
+    tree = {"engine": {"max_attempts": 50, "seed": 1, "deadline_s": 20.0}}
+    trainer = train(words("1", "2"), tree=tree, rollout_batch_size=1, num_return_sequences_in_group=2)
+    judge.hold()
+    running = trainer.start_step()
+    judge.wait_for(lambda report: report.in_flight == 2)
+    judge.stop()
+    judge.release()
+    judge.start()
+    step = running.result(30)
+    assert step.raw_rewards == pytest.approx([0.1, 0.2])
+    assert judge.report().requests > 2
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_constant_trains_and_is_not_masked(train, words, mode) -> None:
+    step = train(words("2", "break", "6", "4"), tree={"on_failure": {"constant": -1.0}}, **mode).step()
+    assert step.raw_rewards == pytest.approx([0.2, -1.0, 0.6, 0.4] * 2)
+    assert step.trained_tokens == [2] * 8
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_raise_ends_the_training(train, words, mode) -> None:
+    trainer = train(words("2", "break"), tree={"on_failure": "raise"}, **mode)
+    with pytest.raises(RewardMissing, match="infra"):
+        trainer.step()
+
+
+CORRECT = {"judges": {"quality": {"kind": "llm", "correct_at": 0.6}}}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_validation_counts_what_the_judge_calls_correct(train, mode) -> None:
+    rows = [{"prompt": f"p{number}", "ground_truth": str(number), "tag": "held-out"} for number in (2, 6, 7, 9)]
+    trainer = train(lambda draft, rng: draft.ground_truth, tree=CORRECT, val_rows=rows, **mode)
+    validation = trainer.validate()
+    assert validation.val_correct == {"all": 0.75, "held-out": 0.75}
+    assert sorted(validation.scores) == [0.0, 1.0, 1.0, 1.0]
+    assert sorted(validation.rewards) == pytest.approx([0.2, 0.6, 0.7, 0.9])
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_a_failed_sample_of_a_validation_is_wrong_and_drops_nothing(train, mode) -> None:
+    rows = [{"prompt": f"p{number}", "ground_truth": text} for number, text in enumerate(["10", "break", "10", "nan"])]
+    tree = {**CORRECT, "groups": {"min_scored": "all", "give_up_after": 1}}
+    validation = train(lambda draft, rng: draft.ground_truth, tree=tree, val_rows=rows, **mode).validate()
+    assert validation.val_correct["all"] == 0.5
+    by_truth = dict(zip(validation.column("ground_truth"), validation.scores, strict=True))
+    assert (by_truth["break"], by_truth["nan"], by_truth["10"]) == (0.0, 0.0, 1.0)
+
+
+def test_a_failed_sample_of_a_validation_in_the_batch_path_is_not_correct(train, words) -> None:
+    trainer = train(
+        words("10", "break"),
+        val_rows=[{"prompt": "p"}, {"prompt": "q"}],
+        val_generating_args={"num_return_sequences": 2},
+        generate_opt_level=0,
+    )
+    assert trainer.validate().val_correct["all"] == 0.5
+
+
+def test_scores_say_what_is_correct_in_training_too(train, words) -> None:
+    step = train(words("2", "6", "7", "break"), tree=CORRECT, difficulty_mask=True).step()
+    assert step.raw_rewards == pytest.approx([0.2, 0.6, 0.7, 0.5] * 2)
+    assert step.scores == pytest.approx([0.0, 1.0, 1.0, 2 / 3] * 2)
+    assert step.metrics["critic/correct/mean"] == 0.5
+    assert step.trained_tokens == [2, 2, 2, 0] * 2
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+def test_sums_are_right_whether_a_group_is_one_call_or_four(train, words, mode) -> None:
+    metrics = train(words("2", "break", "6", "4"), **mode).step().metrics
+    assert metrics["judged/qreward/samples_sum"] == pytest.approx(8.0)
+    assert metrics["judged/qreward/failed_sum"] == pytest.approx(2.0)
+    assert metrics["judged/qreward/failed/infra_sum"] == pytest.approx(2.0)
+    assert metrics["judged/qreward/failed_rate"] == pytest.approx(0.25)
+    assert metrics["judged/qreward/source/judge_sum"] == pytest.approx(6.0)
+    assert metrics["judged/qreward/attempts_mean"] == pytest.approx(1.0)
+    assert metrics["judged/qreward/latency_s@max"] > 0
+
+
+def test_several_workers_share_the_work_and_the_masks(train, words) -> None:
+    trainer = train(
+        words("2", "break", "6", "4"), reward={"world_size": 2}, is_num_return_sequences_expand=True, tree=FORGIVING
+    )
+    step = trainer.step()
+    # The loop knows the whole group, whichever worker scored a sample.
+    assert step.raw_rewards == pytest.approx([0.2, 0.4, 0.6, 0.4] * 2)
+    assert step.trained_tokens == [2, 0, 2, 2] * 2
+
+
+def test_sampling_ahead(train, words) -> None:
+    trainer = train(words("2", "break", "6", "4"), async_generation_ratio=1)
+    steps = [trainer.step() for _ in range(3)]
+    assert all(step.trained_tokens == [2, 0, 2, 2] * 2 for step in steps)
+    assert all(finite(step) for step in steps)
+
+
+def test_mistakes_end_the_start_with_their_path(train, words) -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)rewards.judged.reward_manager_config\[0\].*judges.quality.kind"):
+        train(words("1"), tree={"judges": {"quality": {"kind": "lllm"}}})
+
+
+def test_the_configuration_can_come_from_the_environment_of_the_workers(train, words, make_tree, tmp_path) -> None:
+    import yaml
+
+    file = tmp_path / "judges.yaml"
+    file.write_text(yaml.safe_dump(make_tree(groups={"min_scored": "all", "give_up_after": 2})))
+    reward = {"reward_manager_config": [], "system_envs": {"QREWARD_CONFIG": str(file)}}
+    assert train(words("1", "2"), reward=reward).step().raw_rewards == pytest.approx([0.1, 0.2] * 4)
+    # The rollout loop lives in another process, which has no such variable, and drops groups all the same.
+    with pytest.raises(JudgeUnavailable, match="2 groups in a row had fewer than 4"):
+        train(words("1", "break"), reward=reward).step()

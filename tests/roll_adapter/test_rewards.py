@@ -1,0 +1,91 @@
+"""Outcomes in ROLL's terms: three tensors, the metrics and their names, and word of what failed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+MODES = [pytest.param({"is_num_return_sequences_expand": True}, id="single"), pytest.param({}, id="group")]
+
+
+@pytest.fixture
+def answer_of(train, words):
+    """What a worker answers itself: the calls that ROLL makes of it, with their results."""
+
+    def answers(respond, **flags):
+        from roll_adapter import QRewardWorker
+
+        told = []
+
+        class Watched(QRewardWorker):
+            async def compute_rewards(self, data):
+                result = await super().compute_rewards(data)
+                told.append(result)
+                return result
+
+        reward = {"worker_cls": Watched, **flags.pop("reward", {})}
+        train(respond, reward=reward, **flags).step()
+        return told
+
+    return answers
+
+
+def test_there_are_exactly_three_tensors_of_32_bits(answer_of, words) -> None:
+    for result in answer_of(words("1", "2", "3", "break")):
+        assert result.batch.keys() == {"token_level_rewards", "response_level_rewards", "scores"}
+        assert {result.batch[name].dtype for name in result.batch.keys()} == {torch.float32}  # noqa: SIM118
+        assert result.batch["token_level_rewards"].shape == (4, 64)
+        assert result.batch["token_level_rewards"].sum() == 0
+        assert result.batch["response_level_rewards"].shape == result.batch["scores"].shape == (4,)
+        assert not result.non_tensor_batch.keys()
+
+
+def test_causes_are_told_in_the_order_of_the_rows(answer_of, words) -> None:
+    for result in answer_of(words("1", "break", "nan", "4")):
+        causes = result.meta_info["qreward_failed"]
+        assert (causes[0], causes[3]) == ("", "")
+        assert causes[1].startswith("infra/")
+        assert causes[2].startswith("verdict/")
+
+
+EXPECTED = {
+    *("samples_sum", "failed_sum", "failed_rate", "failed/infra_sum", "failed/verdict_sum", "failed/policy_sum"),
+    *("attempts_mean", "latency_s_mean", "latency_s_p99", "latency_s@max", "tokens_sum", "cost_usd_sum"),
+    *("cached_rate", "source/judge_sum"),
+}
+
+
+@pytest.mark.parametrize("mode", [*MODES, pytest.param({"generate_opt_level": 0}, id="batch")])
+def test_metrics_have_the_same_names_in_every_call(answer_of, words, mode) -> None:
+    for result in answer_of(words("1", "break", "nan", "4"), **mode):
+        metrics = result.meta_info["metrics"]
+        assert set(metrics) == {f"qreward/{name}" for name in EXPECTED}
+        assert all(type(value) in (int, float) for value in metrics.values())
+
+
+def test_sums_are_per_sample_where_roll_copies_them(answer_of, words) -> None:
+    (group, _) = answer_of(words("1", "break", "nan", "4"))
+    assert group.meta_info["metrics"]["qreward/samples_sum"] == 1.0
+    assert group.meta_info["metrics"]["qreward/failed_sum"] == 0.5
+    assert group.meta_info["metrics"]["qreward/source/judge_sum"] == 0.5
+    (batch,) = answer_of(words("1", "break", "nan", "4"), generate_opt_level=0)
+    assert batch.meta_info["metrics"]["qreward/samples_sum"] == 8
+    assert batch.meta_info["metrics"]["qreward/failed_sum"] == 4
+
+
+def test_a_class_made_of_the_worker_is_as_good(train, words) -> None:
+    from roll_adapter import QRewardWorker
+
+    class Mine(QRewardWorker):
+        pass
+
+    step = train(words("2", "break", "6", "4"), reward={"worker_cls": Mine}).step()
+    assert step.trained_tokens == [2, 0, 2, 2] * 2
+
+
+def test_no_reward_of_any_kind_is_not_finite(answer_of, words, judge) -> None:
+    for respond in (words("nan"), words("break"), words("nonsense"), words("")):
+        tree = {"engine": {"max_attempts": 1, "seed": 1, "deadline_s": 1.0}, "on_failure": "exclude"}
+        for result in answer_of(respond, tree=tree, generate_opt_level=0):
+            assert result.batch["response_level_rewards"].isfinite().all()
+            assert result.batch["scores"].isfinite().all()

@@ -1,0 +1,131 @@
+"""Rows of ROLL's batches as samples: prompts, responses, and the columns that a judge may use."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from qreward_plugins.testing import JudgeServer, RollDataProto
+from qreward_plugins.testing.roll.rollout_loop import response_batch
+from qreward_plugins.testing.roll.tokenizer import RollTokenizer
+from roll_adapter.rollouts import is_streamed, prompt_of, to_samples
+
+TOKENIZER = RollTokenizer()
+
+
+def batch(*turns: tuple[str, str], columns: dict[str, list[Any]] | None = None, **meta: Any) -> RollDataProto:
+    """Prompts, padded on the left to 24 tokens, and their responses."""
+    ids = torch.zeros(len(turns), 24, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for row, (prompt, _) in enumerate(turns):
+        tokens = TOKENIZER.encode(prompt)
+        ids[row, -len(tokens) :] = torch.tensor(tokens)
+        mask[row, -len(tokens) :] = 1
+    prompts = RollDataProto.from_dict({"input_ids": ids, "attention_mask": mask})
+    responses = [[*TOKENIZER.encode(response), TOKENIZER.eos_token_id] for _, response in turns]
+    tensors = response_batch(prompts, responses, None, sequence_length=40, pad_token_id=TOKENIZER.pad_token_id)
+    return RollDataProto.from_dict(tensors, columns or {}, meta)
+
+
+def test_texts_come_without_padding_and_end_tokens() -> None:
+    samples = to_samples(batch(("Q: 1 + 1?", "2"), ("A much longer question, is it not?", "yes  it\nis")), TOKENIZER)
+    assert [sample.response for sample in samples] == ["2", "yes  it\nis"]
+    assert [sample.messages for sample in samples] == [
+        [{"role": "user", "content": "Q: 1 + 1?"}],
+        [{"role": "user", "content": "A much longer question, is it not?"}],
+    ]
+
+
+def test_a_templated_prompt_is_read_back_as_turns() -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 1?"}]
+    text = TOKENIZER.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+    (sample,) = to_samples(batch((text, "2")), TOKENIZER)
+    assert sample.messages == chat
+
+
+@pytest.mark.parametrize("as_json", [True, False])
+def test_the_messages_column_wins_up_to_the_first_answer(as_json: bool) -> None:
+    chat = [
+        {"role": "user", "content": "1 + 1?"},
+        {"role": "assistant", "content": "the reference"},
+        {"role": "user", "content": "never asked"},
+    ]
+    column = json.dumps(chat) if as_json else chat
+    (sample,) = to_samples(batch(("something else", "2"), columns={"messages": [column]}), TOKENIZER)
+    assert sample.messages == chat[:1]
+
+
+@pytest.mark.parametrize("column", ["no json", "[1, 2]", None, 3, [], "null"])
+def test_a_messages_column_that_is_none_falls_back_to_the_tokens(column: Any) -> None:
+    (sample,) = to_samples(batch(("1 + 1?", "2"), columns={"messages": [column]}), TOKENIZER)
+    assert sample.messages == [{"role": "user", "content": "1 + 1?"}]
+
+
+def test_columns_become_what_they_are() -> None:
+    columns = {
+        "id": ["row 7"],
+        "ground_truth": ["2"],
+        "domain": ["math"],
+        "tag": ["gsm8k"],
+        "rollout_id": ["r-1"],
+        "prompt": ["the same again"],
+        "difficulty": [torch.tensor(3).numpy()],
+        "tests": [{"inputs": [1]}],
+        "multi_modal_data": [{"image": b"..."}],
+        "multi_modal_inputs": [object()],
+        "routed_experts": [object()],
+    }
+    (sample,) = to_samples(batch(("1 + 1?", "2"), columns=columns, global_step=5), TOKENIZER)
+    assert (sample.ground_truth, sample.data_source, sample.id, sample.step) == ("2", "gsm8k", "r-1", 5)
+    assert sample.group_id == "row 7"
+    assert sample.extras == {"difficulty": 3, "tests": {"inputs": [1]}}
+    assert type(sample.extras["difficulty"]) is int
+
+
+def test_without_columns_a_sample_still_has_a_name() -> None:
+    first, second = to_samples(batch(("a", "b"), ("c", "d")), TOKENIZER)
+    assert (first.id, second.id) == ("0", "1")
+    assert (first.data_source, first.ground_truth, first.step, first.group_id) == ("", None, None, "")
+    (sample,) = to_samples(batch(("a", "b"), columns={"domain": ["math"], "tag": [None], "id": [12]}), TOKENIZER)
+    assert (sample.data_source, sample.id, sample.group_id) == ("math", "12", "12")
+
+
+def test_the_prompt_of_a_row_in_both_paths() -> None:
+    data = batch(("a", "b"), ("a", "c"), columns={"id": ["x", "x"], "rollout_id": ["1", "2"]})
+    assert is_streamed(data)
+    assert [prompt_of(data, row) for row in (0, 1)] == ["x", "x"]
+    data = batch(("a", "b"), ("a", "c"), columns={"id": ["x", "x"]})
+    data.batch["origin_prompt_id"] = torch.tensor([4, 5])
+    assert not is_streamed(data)
+    assert [prompt_of(data, row) for row in (0, 1)] == ["4", "5"]
+
+
+def test_an_empty_response_is_empty() -> None:
+    (sample,) = to_samples(batch(("a", "")), TOKENIZER)
+    assert sample.response == ""
+
+
+def test_the_judge_sees_prompt_response_and_reference(train, make_tree) -> None:
+    calls: list[Any] = []
+
+    def score(call: Any) -> float:
+        calls.append(call)
+        return 5.0
+
+    rows = [
+        {"messages": json.dumps([{"role": "user", "content": f"How much is {n}?"}]), "ground_truth": f"it is {n}"}
+        for n in range(3)
+    ]
+    with JudgeServer(score) as server:
+        tree = make_tree()
+        tree["sources"]["judge"]["base_url"] = server.base_url
+        trainer = train(lambda draft, rng: f"say {draft.ground_truth}", tree=tree, rows=rows)
+        assert trainer.step().raw_rewards == [0.5] * 8
+    assert len(calls) == 8
+    for call in calls:
+        number = call.blocks["reference"].split()[-1]
+        assert call.blocks["response"].strip() == f"say it is {number}"
+        assert f"How much is {number}?" in call.prompt

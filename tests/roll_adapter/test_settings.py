@@ -1,0 +1,149 @@
+"""Where the settings of a worker come from, what they are checked for, and who shares their limits."""
+
+from __future__ import annotations
+
+import logging
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+import roll_adapter
+from qreward_plugins import ConfigurationError
+from roll_adapter.settings import domain_of, load_settings, processes_of
+
+
+def reward(*trees: Any, world_size: Any = 1, worker_cls: Any = "roll_adapter.QRewardWorker", **envs: str) -> Any:
+    return SimpleNamespace(
+        reward_manager_config=list(trees), world_size=world_size, worker_cls=worker_cls, system_envs=envs, name=None
+    )
+
+
+def tree(url: str = "http://judge.test/v1", **more: Any) -> dict[str, Any]:
+    return {
+        "sources": {"judge": {"kind": "openai", "base_url": url, "model": "judge"}},
+        "judges": {"quality": {"kind": "llm"}},
+        **more,
+    }
+
+
+def test_the_tree_stands_in_the_list_that_roll_keeps_free() -> None:
+    settings = load_settings(reward(tree(groups={"min_scored": 3})), domain="d")
+    assert settings.groups.min_scored == 3
+    assert list(settings.sources) == ["judge"]
+
+
+def test_a_file_is_named_and_inline_keys_win(tmp_path) -> None:
+    file = tmp_path / "judges.yaml"
+    file.write_text(yaml.safe_dump(tree(on_failure="raise", groups={"min_scored": 3})))
+    settings = load_settings(reward({"config": str(file), "groups": {"give_up_after": 9}}), domain="d")
+    assert (settings.on_failure, settings.groups.min_scored, settings.groups.give_up_after) == ("raise", 3, 9)
+
+
+def test_a_file_can_be_named_by_the_environment_of_the_worker(tmp_path, monkeypatch) -> None:
+    monkeypatch.delenv("QREWARD_CONFIG", raising=False)
+    file = tmp_path / "judges.yaml"
+    file.write_text(yaml.safe_dump(tree(on_failure="raise")))
+    assert load_settings(reward(QREWARD_CONFIG=str(file)), domain="d").on_failure == "raise"
+    monkeypatch.setenv("QREWARD_CONFIG", str(file))
+    assert load_settings(reward(), domain="d").on_failure == "raise"
+
+
+def test_a_domain_has_one_tree() -> None:
+    with pytest.raises(ConfigurationError, match=r"(?s)rewards.maths.reward_manager_config.*holds 2 trees"):
+        load_settings(reward(tree(), tree()), domain="maths")
+
+
+def test_mistakes_have_the_path_that_they_stand_at() -> None:
+    broken = tree(engine={"deadline": 3})
+    broken["sources"]["judge"]["kind"] = "opnai"
+    with pytest.raises(ConfigurationError) as raised:
+        load_settings(reward(broken), domain="maths")
+    text = str(raised.value)
+    assert "2 mistakes in rewards.maths.reward_manager_config[0]" in text
+    assert "sources.judge.kind" in text
+    assert "engine.deadline" in text
+
+
+def test_the_deadline_is_cut_to_stay_below_rolls_own(caplog) -> None:
+    node = reward(tree(engine={"deadline_s": 100}))
+    with caplog.at_level(logging.WARNING, "roll_adapter"):
+        assert load_settings(node, domain="d", rpc_timeout_s=50).engine.deadline_s == 40.0
+    assert "engine.deadline_s of the domain d is cut from 100 to 40 s" in caplog.text
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "roll_adapter"):
+        assert load_settings(node, domain="d", rpc_timeout_s=3600).engine.deadline_s == 100.0
+        assert load_settings(node, domain="d").engine.deadline_s == 100.0
+    assert caplog.text == ""
+
+
+def test_the_worker_cuts_its_deadline(train, words, make_tree) -> None:
+    trainer = train(words("1"), tree={"engine": {"deadline_s": 500.0}}, rpc_timeout=100)
+    assert trainer.workers("judged")[0].engine.config.engine.deadline_s == 80.0
+
+
+def test_the_domain_is_that_of_the_cluster() -> None:
+    rewards = {"a": reward(), "b": reward()}
+    assert domain_of("reward-b", rewards) == "b"
+    assert domain_of("reward-a", rewards) == "a"
+    assert domain_of(None, {"only": reward()}) == "only"
+
+
+def test_mistakes_name_the_right_one_of_several_domains(make_tree) -> None:
+    from qreward_plugins.testing import FakeRollTrainer
+
+    ours = "roll_adapter.QRewardWorker"
+    rewards = {
+        "fine": {"worker_cls": ours, "reward_manager_config": [make_tree()]},
+        "wrong": {"worker_cls": ours, "reward_manager_config": [make_tree(on_failure="explode")]},
+    }
+    with pytest.raises(ConfigurationError, match=r"rewards.wrong.reward_manager_config\[0\]"):
+        FakeRollTrainer(rewards)
+
+
+def test_workers_of_domains_with_a_source_in_common_share_its_limits() -> None:
+    rewards = {
+        "a": reward(tree(), world_size=2),
+        "b": reward(tree(engine={"deadline_s": 5}), world_size=3),
+        "c": reward(tree("http://elsewhere.test/v1"), world_size=4),
+        "d": reward(tree(), world_size=8, worker_cls="my_rewards.Rule"),
+        "e": reward(tree(), world_size=None),
+    }
+    mine = load_settings(rewards["a"], domain="a")
+    assert processes_of(mine, rewards) == 2 + 3 + 1
+    assert processes_of(load_settings(rewards["c"], domain="c"), rewards) == 4
+
+
+def test_a_domain_that_cannot_be_known_counts_as_sharing() -> None:
+    rewards = {"a": reward(tree(), world_size=2), "b": reward({"config": "/no/such/file.yaml"}, world_size=3)}
+    assert processes_of(load_settings(rewards["a"], domain="a"), rewards) == 5
+
+
+def test_other_spellings_of_the_worker_are_ours_too() -> None:
+    rewards = {
+        "a": reward(tree(), world_size=2),
+        "b": reward(tree(), world_size=3, worker_cls="roll_adapter.worker.QRewardWorker"),
+    }
+    assert processes_of(load_settings(rewards["a"], domain="a"), rewards) == 5
+
+
+def test_the_limits_of_a_source_are_divided_between_workers(train, words, make_tree, judge) -> None:
+    node = make_tree()
+    node["sources"]["judge"]["limits"] = {"concurrency": 4}
+    trainer = train(words("1", "2", "3", "4"), tree=node, reward={"world_size": 4}, is_num_return_sequences_expand=True)
+    judge.hold()
+    running = trainer.start_step()
+    judge.wait_for(lambda report: report.in_flight == 4)
+    judge.release()
+    assert running.result(20).raw_rewards == pytest.approx([0.1, 0.2, 0.3, 0.4] * 2)
+    # Two samples for each worker, and one slot of the four.
+    assert judge.report().peak_concurrency == 4
+
+
+def test_the_package_has_three_names_and_loads_them_on_first_use() -> None:
+    assert roll_adapter.__all__ == ["QRewardRolloutLoop", "QRewardTrajectoryMixin", "QRewardWorker"]
+    for name in roll_adapter.__all__:
+        assert getattr(roll_adapter, name).__name__ == name
+    with pytest.raises(AttributeError, match="has no attribute 'Worker'; it has QRewardRolloutLoop"):
+        _ = roll_adapter.Worker

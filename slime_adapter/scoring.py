@@ -129,10 +129,13 @@ def _write(
     for place, (sample, outcome) in enumerate(zip(samples, outcomes, strict=True)):
         facts = adapter.facts.of(outcome)
         reward = None if outcome is _ABORTED else number_of(outcome, adapter.config.on_failure)
+        failed_before = record_of(sample).get("excluded")
         keep_record(sample, {**facts, "excluded": reward is None})
         if reward is None:
             failed.append(place)
             continue
+        if failed_before:
+            sample.remove_sample = False
         rewards[place] = _as_reward(args, facts, reward)
         adapter.siblings.scored(_siblings_of(sample), _trained(args, rewards[place]), size=size)
     for place in failed:

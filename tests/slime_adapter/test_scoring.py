@@ -88,6 +88,15 @@ def test_a_sample_that_failed_first_follows_the_mean_of_those_that_come_later(ma
     assert seen == pytest.approx([0.0, 0.2, 0.3, 0.5])
 
 
+def test_a_failed_sample_that_is_scored_after_all_trains_again(make_args, make_group):
+    args, (sample,) = make_args(), make_group("break")
+    run(args, sample)
+    assert sample.remove_sample
+    sample.response = "4"
+    assert run(args, sample) == 0.4
+    assert not sample.remove_sample
+
+
 def test_groups_do_not_mix_and_are_forgotten_when_they_are_complete(make_args, make_group):
     args = make_args(n_samples_per_prompt=2)
     groups = [make_group("break", "2", group=1), make_group("8", "break", group=2)]

@@ -86,7 +86,8 @@ class _WatchedContext:
 
     async def compute_rewards(self, req: Any, domain: str) -> Any:
         rewards = await self._context.compute_rewards(req=req, domain=domain)
-        self.groups = rewards.meta_info.pop(GROUPS, self.groups)
+        if (told := rewards.meta_info.pop(GROUPS, None)) is not None:
+            self.groups = Groups(**told)
         causes = rewards.meta_info.pop(FAILED, None) or [""] * len(rewards)
         # The context has named the rollouts of `req` for the call.
         self._causes.update(zip(map(str, req.non_tensor_batch["rollout_id"]), causes, strict=True))

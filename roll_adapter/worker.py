@@ -81,7 +81,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
                 outcomes,
                 right_or_wrong=self._metrics.defines_correct or is_validation(data),
             ),
-            meta_info={"metrics": metrics, FAILED: causes, GROUPS: self.engine.config.groups},
+            meta_info={"metrics": metrics, FAILED: causes, GROUPS: self.engine.config.groups.model_dump()},
         )
 
     async def close(self) -> None:

@@ -1,0 +1,326 @@
+"""Plays scenarios on ROLL: keys, judge servers, and the process in which ROLL runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+
+import qreward_plugins
+
+from .scenarios import (
+    DOMAIN,
+    GROUP_SIZE,
+    ITEMS,
+    LOOP,
+    OWN_LOOP,
+    TAG,
+    VAL_ITEMS,
+    WATCHDOG_S,
+    WORKER,
+    Draft,
+    Played,
+    PlayedSample,
+    PlayedStep,
+    RunningJudge,
+    Scenario,
+    dying,
+    read_response,
+)
+
+HERE = Path(__file__).parent
+PROJECT = Path(qreward_plugins.__file__).parents[1]
+START_S = 180.0
+"""Importing torch, transformers and ROLL from a cold disk, and starting Ray."""
+SCRIPT = "tests/conformance/roll/environment.sh"
+
+
+def why_not(environment: Mapping[str, str] = os.environ) -> str | None:
+    """Why ROLL cannot be played here, None if it can."""
+    path = environment.get("QREWARD_ROLL_SRC")
+    if not path:
+        return f"QREWARD_ROLL_SRC is not set: point it to a checkout of ROLL and run {SCRIPT}"
+    if not (Path(path) / "roll" / "pipeline" / "rlvr" / "rlvr_pipeline.py").is_file():
+        return f"QREWARD_ROLL_SRC={path} is not a checkout of ROLL: it has no roll/pipeline/rlvr/rlvr_pipeline.py"
+    unmet = list(_unmet())
+    if unmet:
+        return f"ROLL needs other packages than are installed here ({', '.join(unmet)}): run {SCRIPT}"
+    return None
+
+
+def _unmet() -> Iterator[str]:
+    lines = (line.partition("#")[0].strip() for line in (HERE / "requirements.txt").read_text().splitlines())
+    for line in ("gem-llm==0.0.4", *filter(None, lines)):
+        wanted = Requirement(line)
+        try:
+            found = metadata.version(wanted.name)
+        except metadata.PackageNotFoundError:
+            yield f"{wanted} is not there"
+            continue
+        if not wanted.specifier.contains(found, prereleases=True):
+            yield f"{wanted} is {found}"
+
+
+def environment(source: Path, folder: Path) -> dict[str, str]:
+    kept = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith(("ROLL_", "QREWARD_", "RAY_", "PYTHONPATH"))
+    }
+    ours = (source, PROJECT, HERE.parents[1])
+    return {
+        **kept,
+        "PYTHONPATH": os.pathsep.join(map(str, ours)),
+        "ROLL_LOG_DIR": str(folder / "logs"),
+        "MODEL_DOWNLOAD_TYPE": "HUGGINGFACE_HUB",
+        "HF_HUB_OFFLINE": "1",
+        "HF_DATASETS_CACHE": str(folder / "datasets"),
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "TOKENIZERS_PARALLELISM": "false",
+        "OMP_NUM_THREADS": "1",
+        "NO_PROXY": "127.0.0.1,localhost",
+    }
+
+
+class PlayerDied(AssertionError):
+    """ROLL's process ended or hung. The message has the end of its log, with all stacks if it hung."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the player answered: a result, or the error that ended the run."""
+
+    result: Any
+    error: str | None
+    text: str
+    said: tuple[str, ...]
+    complaints: tuple[str, ...]
+
+
+class Player:
+    """The process in which ROLL plays. A context manager."""
+
+    def __init__(self, source: Path, folder: Path) -> None:
+        self._source = source
+        self._folder = folder
+        self._log = folder / "player.log"
+        self._replies: queue.Queue[str] = queue.Queue()
+
+    def __enter__(self) -> Player:
+        # Ray's sockets are in it, whose paths must be short; a test's folder is not.
+        self._session = tempfile.TemporaryDirectory(prefix="roll-", ignore_cleanup_errors=True)
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-X",
+                    "faulthandler",
+                    "-m",
+                    "conformance.roll.player",
+                    str(self._folder),
+                    self._session.name,
+                ],
+                cwd=self._folder,
+                env=environment(self._source, self._folder),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                # Ray's processes go with it, should it have to be killed.
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read, name="roll-player", daemon=True)
+        self._reader.start()
+        self._timeout_s = START_S
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        self._reader.join()
+        self._process.stdout.close()
+        self._session.cleanup()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, do: str, *, timeout_s: float = WATCHDOG_S, **fields: Any) -> Reply:
+        """Have something done, and wait for it. Raises `PlayerDied` when no answer comes."""
+        try:
+            self._process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
+            self._process.stdin.flush()
+            line = self._replies.get(timeout=max(timeout_s, self._timeout_s))
+        except BrokenPipeError:
+            line = ""
+        except queue.Empty:
+            # Its stacks go to the log.
+            self._process.send_signal(signal.SIGABRT)
+            self._process.wait()
+            self._kill()
+            raise PlayerDied(f"ROLL hangs: no end of {do!r} in {timeout_s:g} s\n{self._tail()}") from None
+        if not line:
+            raise PlayerDied(f"ROLL's process died in {do!r}\n{self._tail()}")
+        self._timeout_s = 0.0
+        told = json.loads(line)
+        return Reply(
+            told.get("result"), told.get("error"), told.get("text", ""), tuple(told["said"]), tuple(told["complaints"])
+        )
+
+    def must(self, do: str, **fields: Any) -> Any:
+        """As `ask`, where an error is a failed test. Returns the result."""
+        reply = self.ask(do, **fields)
+        assert reply.error is None, f"{reply.error}: {reply.text}\n{self._tail()}"
+        return reply.result
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            self._replies.put(line)
+        self._replies.put("")
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-6000:]
+
+
+def scenario_keys(scenario: Scenario, base_url: str) -> dict[str, Any]:
+    """ROLL's keys for a scenario."""
+    worker = {
+        "worker_cls": WORKER,
+        "model_args": {"model_name_or_path": "${pretrain}"},
+        "tag_included": [TAG],
+        "world_size": scenario.workers,
+        "reward_manager_config": [scenario.config(base_url)],
+    }
+    keys: dict[str, Any] = {
+        "rewards": {DOMAIN: worker},
+        "is_num_return_sequences_expand": scenario.mode == "single",
+        "generate_opt_level": 0 if scenario.mode == "batch" else 1,
+        "async_generation_ratio": int(scenario.asynchronous),
+        "user_defined_rollout_loop_cls": LOOP if scenario.loop else OWN_LOOP,
+    }
+    if scenario.validation:
+        keys["validation"] = {"generating_args": {"max_new_tokens": 16, "num_return_sequences": GROUP_SIZE}}
+    return keys
+
+
+class Companies:
+    """Reward workers and their judges, shared by the scenarios that they cannot tell apart. A context manager.
+
+    A worker takes seconds to start, and nothing of a scenario stays in it that another of the same company would see.
+    """
+
+    def __init__(self, player: Player, scenarios: Sequence[Scenario]) -> None:
+        self.player = player
+        self._hired: dict[tuple[Any, ...], _Company] = {}
+        self._waiting: dict[tuple[Any, ...], list[Scenario]] = {}
+        for scenario in scenarios:
+            self._waiting.setdefault(scenario.company, []).append(scenario)
+
+    def __enter__(self) -> Companies:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for company in self._hired.values():
+            company.judge.__exit__()
+        self._hired.clear()
+
+    @contextmanager
+    def company(self, scenario: Scenario) -> Iterator[_Company]:
+        """The workers of a scenario, and their judge. They are let go after the last scenario of theirs."""
+        if scenario.company not in self._hired:
+            self._hire(scenario)
+        company = self._hired[scenario.company]
+        try:
+            yield company
+        finally:
+            waiting = self._waiting.get(scenario.company, [])
+            if scenario in waiting:
+                waiting.remove(scenario)
+            if not waiting and self.player.alive:
+                self.player.must("let_go", key=company.key)
+                self._hired.pop(scenario.company).judge.__exit__()
+
+    def _hire(self, scenario: Scenario) -> None:
+        """Start the workers of a scenario, and with them those that are needed next: two start as fast as one."""
+        parties = {}
+        for each in (scenario, *self._next(scenario)):
+            judge = each.judge.start().__enter__()
+            self._hired[each.company] = company = _Company(str(each.company), judge)
+            parties[company.key] = scenario_keys(each, judge.base_url)
+        wrong = self.player.must("hire", parties=parties)
+        assert not any(wrong.values()), wrong
+
+    def _next(self, scenario: Scenario) -> list[Scenario]:
+        companies = list(self._waiting)
+        place = companies.index(scenario.company) if scenario.company in companies else len(companies)
+        later = (self._waiting[company] for company in companies[place + 1 :] if company not in self._hired)
+        return [scenarios[0] for scenarios in later if scenarios][:1]
+
+
+@dataclass
+class _Company:
+    key: str
+    judge: RunningJudge
+    said: list[str] = field(default_factory=list)
+    """All that its workers have warned of."""
+
+
+def play(scenario: Scenario, companies: Companies) -> Played:
+    """Play a scenario on ROLL's scheduler and reward workers. What its workers have said before counts as said."""
+    with companies.company(scenario) as company, dying(company.judge):
+        reply = companies.player.ask(
+            "play",
+            key=company.key,
+            keys=scenario_keys(scenario, company.judge.base_url),
+            steps=scenario.steps,
+            validation=scenario.validation,
+            items=VAL_ITEMS if scenario.validation else ITEMS,
+        )
+        company.said.extend(reply.said)
+    steps = tuple(_step(told) for told in reply.result or ())
+    return Played(steps, reply.error, reply.text, tuple(company.said), reply.complaints)
+
+
+def _step(told: Mapping[str, Any]) -> PlayedStep:
+    return PlayedStep(
+        tuple(played_sample(sample) for sample in told["samples"]),
+        told["metrics"],
+        tuple(told["tensors"]),
+        tuple(told["non_tensors"]),
+    )
+
+
+def played_sample(told: Mapping[str, Any]) -> PlayedSample:
+    """A sample as the player describes it."""
+    trains = told["advantage"] is not None
+    return PlayedSample(
+        read_response(told["response"]) if told["response"] else Draft(-1, -1),
+        told["domain"],
+        told["score"],
+        told.get("raw"),
+        told["reward"] if trains else None,
+        told["advantage"],
+        told["mask"],
+    )

@@ -1,0 +1,324 @@
+"""What is played: a judge that behaves in some way, and a way to ask it. Nothing here knows ROLL.
+
+Prompts, answers and verdicts follow from numbers (item, draft), never from the order in which things arrive: so
+whoever plays a scenario, ROLL or the fake trainer, must come to the same rewards, masks and failures. The judge, its
+items and its drafts are those that slime is tested with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from qreward_plugins.testing import Faults, Latency
+
+from ..slime.scenarios import (
+    GROUP_SIZE,
+    GROUPS,
+    ITEMS,
+    WORDS,
+    Draft,
+    Judge,
+    RunningJudge,
+    decode,
+    dying,
+    encode,
+    item_of,
+    label_of,
+    prompt_of,
+    read_response,
+    uneven,
+)
+
+DOMAIN = "judged"
+TAG = "judged_tag"
+LOOP = "roll_adapter.QRewardRolloutLoop"
+OWN_LOOP = "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"
+WORKER = "roll_adapter.QRewardWorker"
+SEED = 42
+"""ROLL's seed: it fixes the order in which items are drawn."""
+VAL_ITEMS = 3
+"""Prompts of a validation, each answered as often as in training."""
+TRAIN_ITEMS = 24
+"""Items of each domain in a whole run of the pipeline; those of validation come after the items of two domains."""
+CORRECT_AT = 0.5
+WATCHDOG_S = 90.0
+"""A request that takes longer hangs: the slowest starts a dozen processes."""
+
+Mode = Literal["single", "group", "batch"]
+"""How the worker is asked: a sample at a time (`is_num_return_sequences_expand: true`), a group at a time, or all
+samples of a step together (`generate_opt_level: 0`)."""
+
+Scored = Literal["all", "none", "unspoilt", "some", "any"]
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """What is played, and what must come out of it."""
+
+    name: str
+    judge: Judge
+    scored: Scored
+    """Which samples have a reward: all, none, those that the judge does not spoil, some but not all, or that depends
+    on who comes first."""
+    mode: Mode = "single"
+    steps: int = 1
+    engine: Mapping[str, Any] = field(default_factory=dict)
+    """The node `engine` of the configuration."""
+    groups: Mapping[str, Any] = field(default_factory=dict)
+    """The node `groups` of the configuration, over one scored sample a group."""
+    loop: bool = True
+    """Whether the rollout loop is configured."""
+    workers: int = 1
+    """Reward workers (`world_size`)."""
+    asynchronous: bool = False
+    """Whether prompts are sampled ahead (`async_generation_ratio: 1`)."""
+    validation: bool = False
+    """Play a validation in place of training steps."""
+    on_failure: Any = "exclude"
+    error: str | None = None
+    """Name of the error that ends the run, None where it goes on."""
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def masks(self) -> bool:
+        """Whether failed samples are masked: only the loop can, and ROLL asks it for neither batches nor validation."""
+        return self.loop and self.mode != "batch" and not self.validation and self.on_failure == "exclude"
+
+    @property
+    def company(self) -> tuple[Any, ...]:
+        """Scenarios of the same company can share a reward worker: it cannot tell them apart."""
+        return (id(self.judge), repr((self.engine, self.groups, self.loop, self.workers, self.on_failure)))
+
+    def config(self, base_url: str) -> dict[str, Any]:
+        """The tree of `reward_manager_config`."""
+        tree: dict[str, Any] = {
+            "sources": {
+                "judge": {
+                    "kind": "openai",
+                    "base_url": base_url,
+                    "model": "judge",
+                    "limits": {"concurrency": self.judge.limits.concurrency or 64},
+                    "timeouts": {"connect_s": 2.0, "total_s": 120.0},
+                }
+            },
+            "judges": {"quality": {"kind": "llm", "correct_at": CORRECT_AT}},
+            "engine": {"deadline_s": 30.0, "seed": 7, **self.engine},
+        }
+        if self.on_failure != "exclude":
+            tree["on_failure"] = self.on_failure
+        return {**tree, "groups": {"min_scored": 1, **self.groups}}
+
+
+@dataclass(frozen=True)
+class PlayedSample:
+    """A sample as it was handed to training, or as validation left it."""
+
+    draft: Draft
+    domain: str
+    score: float
+    """`scores` of the batch: what ROLL logs, and counts as correct in validation where it is exactly 1."""
+    raw: float | None
+    """`response_level_rewards` before normalisation; None where only the trainer saw the batch."""
+    trained: float | None
+    """`response_level_rewards` after normalisation, None for validation."""
+    advantage: float | None
+    """The advantage farthest from zero of its tokens, None for validation."""
+    mask: int
+    """Tokens that train (`final_response_mask`)."""
+
+
+@dataclass(frozen=True)
+class PlayedStep:
+    """A training step, or a validation."""
+
+    samples: tuple[PlayedSample, ...]
+    metrics: Mapping[str, Any]
+    """What ROLL logs of the step, reduced by ROLL."""
+    tensors: tuple[str, ...] = ()
+    non_tensors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Played:
+    """What came out of a scenario."""
+
+    steps: tuple[PlayedStep, ...]
+    error: str | None = None
+    """Name of the error that ended the run."""
+    error_text: str = ""
+    said: tuple[str, ...] = ()
+    """Warnings of the logger `roll_adapter`."""
+    complaints: tuple[str, ...] = ()
+    """What Python found wrong: tasks and sockets left behind, exceptions that nobody took."""
+
+
+def drawn() -> list[int]:
+    """The items in the order in which ROLL draws them from the data set, in its first pass."""
+    items = list(range(ITEMS))
+    random.Random(SEED).shuffle(items)
+    return items
+
+
+_QUICK = {"deadline_s": 1.5, "max_attempts": 2}
+_PATIENT = {"deadline_s": 50.0, "max_attempts": 20}
+_INVALID = {"prose": 0.25, "score_out_of_range": 0.25, "two_verdicts": 0.25, "wrong_nonce": 0.25}
+
+_UP = Judge()
+_SLOW = Judge(latency=Latency(median_s=0.2, sigma=0.5))
+_FLAKY = Judge(faults=Faults(rates={"error_500": 0.3}))
+_UNEVEN = Judge(spoils=uneven)
+_REFUSED = Judge(listens=False)
+_BROKEN = Judge(faults=Faults(rates={"error_500": 1.0}))
+_NAN = Judge(faults=Faults(rates={"score_nan": 1.0}))
+_INVALID_JUDGE = Judge(faults=Faults(rates=_INVALID))
+_DYING = Judge(answers=3)
+
+_ALIVE: dict[str, tuple[Judge, Scored, Mapping[str, Any]]] = {
+    "up": (_UP, "all", {}),
+    "slow": (_SLOW, "all", {}),
+    "flaky": (_FLAKY, "all", _PATIENT),
+    "uneven": (_UNEVEN, "unspoilt", _PATIENT),
+}
+_DEAD: dict[str, Judge] = {
+    "refused": _REFUSED,
+    "broken": _BROKEN,
+    "nan": _NAN,
+    "invalid": _INVALID_JUDGE,
+}
+_MODES: tuple[Mode, ...] = ("single", "group", "batch")
+
+ALIVE = tuple(
+    Scenario(f"{name}-{mode}", judge, scored, mode, engine=engine)
+    for name, (judge, scored, engine) in _ALIVE.items()
+    for mode in _MODES
+)
+"""Judges that answer at least some of every group: training goes on."""
+
+DEAD = tuple(
+    Scenario(
+        f"{name}-{mode}", judge, "none", mode, engine=_QUICK, groups={"give_up_after": 3}, error="JudgeUnavailable"
+    )
+    for name, judge in _DEAD.items()
+    for mode in ("single", "group")
+)
+"""Judges without any verdict, and the loop: the run ends with one error."""
+
+DYING = (
+    Scenario(
+        "dying-loop", _DYING, "some", engine=_QUICK, groups={"give_up_after": 3}, error="JudgeUnavailable", steps=2
+    ),
+    Scenario("dying-no_loop", Judge(answers=3), "some", engine=_QUICK, loop=False),
+)
+"""A judge that is gone in mid-batch."""
+
+WITHOUT_LOOP = (
+    Scenario("no_loop-uneven-single", _UNEVEN, "unspoilt", engine=_PATIENT, loop=False),
+    Scenario("no_loop-uneven-group", _UNEVEN, "unspoilt", "group", engine=_PATIENT, loop=False),
+    Scenario("no_loop-refused-single", _REFUSED, "none", engine=_QUICK, loop=False, steps=2),
+    Scenario("no_loop-refused-batch", _REFUSED, "none", "batch", engine=_QUICK, loop=False),
+)
+"""The loop is not configured: nothing is masked, everything is finite, and the run goes on."""
+
+ASYNCHRONOUS = (
+    Scenario("async-up", _UP, "all", asynchronous=True, steps=3),
+    Scenario("async-uneven", _UNEVEN, "unspoilt", engine=_PATIENT, asynchronous=True, steps=3),
+)
+"""Prompts are sampled ahead, and rewards go on while the model is updated."""
+
+VALIDATED = (
+    Scenario("val-up", _UP, "all", validation=True),
+    Scenario("val-uneven", _UNEVEN, "unspoilt", engine=_PATIENT, validation=True),
+    Scenario("val-no_loop", _UNEVEN, "unspoilt", engine=_PATIENT, loop=False, validation=True),
+    Scenario("val-refused", _REFUSED, "none", engine=_QUICK, groups={"give_up_after": 3}, validation=True),
+)
+
+_ONE_SPOILT = Judge(spoils=lambda draft: draft.item == drawn()[0] and draft.draft == 3)
+
+WHOLE_GROUPS = Scenario("min_scored-all", _ONE_SPOILT, "all", engine=_PATIENT, groups={"min_scored": "all"})
+"""A group with a failed sample is dropped, and another prompt takes its place."""
+
+TWO_WORKERS = (
+    Scenario("two_workers-single", _UNEVEN, "unspoilt", engine=_PATIENT, workers=2),
+    Scenario("two_workers-group", _UNEVEN, "unspoilt", "group", engine=_PATIENT, workers=2),
+    Scenario("two_workers-batch", _UNEVEN, "unspoilt", "batch", engine=_PATIENT, workers=2),
+)
+
+ON_FAILURE = (
+    Scenario("constant", _UNEVEN, "unspoilt", "group", engine=_PATIENT, on_failure={"constant": 0.25}),
+    Scenario("raise", _UNEVEN, "unspoilt", engine=_PATIENT, on_failure="raise", error="RewardMissing"),
+)
+
+DIRECT_SLOW = Scenario("direct-slow", _SLOW, "all")
+DIRECT_UNEVEN = Scenario("direct-uneven", _UNEVEN, "unspoilt", engine=_PATIENT)
+"""For calls of a worker without a rollout around them."""
+
+EVERY = (
+    DIRECT_SLOW,
+    DIRECT_UNEVEN,
+    *ALIVE,
+    *DEAD,
+    *DYING,
+    *WITHOUT_LOOP,
+    *ASYNCHRONOUS,
+    *VALIDATED,
+    WHOLE_GROUPS,
+    *TWO_WORKERS,
+    *ON_FAILURE,
+)
+
+SHARED = (*ALIVE, *DEAD, *WITHOUT_LOOP, *VALIDATED, WHOLE_GROUPS, *TWO_WORKERS, *ON_FAILURE)
+"""What ROLL and the fake trainer both play. Where a judge dies, or prompts are sampled ahead, who comes first is not
+fixed, so the two may differ there."""
+
+__all__ = [
+    "ALIVE",
+    "ASYNCHRONOUS",
+    "CORRECT_AT",
+    "DEAD",
+    "DIRECT_SLOW",
+    "DIRECT_UNEVEN",
+    "DOMAIN",
+    "DYING",
+    "EVERY",
+    "GROUPS",
+    "GROUP_SIZE",
+    "ITEMS",
+    "LOOP",
+    "ON_FAILURE",
+    "OWN_LOOP",
+    "SEED",
+    "SHARED",
+    "TAG",
+    "TRAIN_ITEMS",
+    "TWO_WORKERS",
+    "VALIDATED",
+    "VAL_ITEMS",
+    "WATCHDOG_S",
+    "WHOLE_GROUPS",
+    "WITHOUT_LOOP",
+    "WORDS",
+    "WORKER",
+    "Draft",
+    "Faults",
+    "Judge",
+    "Mode",
+    "Played",
+    "PlayedSample",
+    "PlayedStep",
+    "RunningJudge",
+    "Scenario",
+    "decode",
+    "drawn",
+    "dying",
+    "encode",
+    "item_of",
+    "label_of",
+    "prompt_of",
+    "read_response",
+    "uneven",
+]

@@ -1,0 +1,103 @@
+"""The mixin on ROLL's own trajectory env manager: judged rewards for the trajectories of an environment."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from qreward_plugins.testing import JudgeServer
+
+from .checks import close
+from .scenarios import GROUP_SIZE, Judge, Scenario, read_response, uneven
+
+ENV_REWARD = 0.125
+"""What the environment of `agentic` gives for a turn; that module imports ROLL."""
+
+
+@pytest.fixture
+def trajectories(player):
+    """Play a group of environments over a judge. Returns the rollouts, or the error's name."""
+
+    def play(score, *, episodes=1, turns=1, listens=True, env=None, **tree):
+        scenario = Scenario("agentic", Judge(), "any", engine={"deadline_s": 5.0, "max_attempts": 20})
+        with JudgeServer(score) as judge:
+            if not listens:
+                judge.stop()
+            items = {
+                "qreward": {**scenario.config(judge.base_url), **tree},
+                "env_config": {"turns": turns},
+                **(env or {}),
+            }
+            reply = player.ask("trajectories", keys={"custom_envs": {"items": items}}, episodes=episodes)
+        assert not reply.complaints, "\n".join(reply.complaints)
+        return reply.result if reply.error is None else f"{reply.error}: {reply.text}"
+
+    return play
+
+
+def quality(call):
+    return read_response(call.blocks["response"]).quality
+
+
+def unless_uneven(call):
+    return math.nan if uneven(read_response(call.blocks["response"])) else quality(call)
+
+
+def draft_of(rollout):
+    return read_response(rollout["text"][rollout["text"].rindex("item") :])
+
+
+def test_a_finished_trajectory_gets_the_judges_reward(trajectories):
+    rollouts = trajectories(quality, episodes=2)
+    assert len(rollouts) == 2 * GROUP_SIZE
+    for rollout in rollouts:
+        draft = draft_of(rollout)
+        assert draft.draft == rollout["env"]
+        assert close(rollout["episode_score"], ENV_REWARD + draft.reward)
+        assert close(rollout["score_sum"], rollout["episode_score"])
+        assert rollout["mask"] > 0
+        assert all(math.isfinite(value) for value in rollout["metrics"].values())
+    assert len({frozenset(rollout["metrics"]) for rollout in rollouts}) == 1
+
+
+def test_a_failed_trajectory_is_finite_and_masked(trajectories):
+    rollouts = trajectories(unless_uneven)
+    failed = [rollout for rollout in rollouts if not rollout["mask"]]
+    assert failed == [rollout for rollout in rollouts if uneven(draft_of(rollout))]
+    assert failed
+    for rollout in failed:
+        # The mean of the scored ones that were there before it, of its group or else of all.
+        assert ENV_REWARD <= rollout["episode_score"] <= ENV_REWARD + 1.0
+    assert {frozenset(rollout["metrics"]) for rollout in rollouts} == {frozenset(rollouts[0]["metrics"])}
+
+
+def test_a_dead_judge_masks_everything(trajectories):
+    rollouts = trajectories(quality, listens=False, engine={"deadline_s": 1.0, "max_attempts": 2})
+    assert len(rollouts) == GROUP_SIZE
+    for rollout in rollouts:
+        assert rollout["mask"] == 0
+        # The mean of what else was scored in this process, and nothing where there is none.
+        assert ENV_REWARD <= rollout["episode_score"] <= ENV_REWARD + 1.0
+
+
+def test_several_turns_are_one_trajectory_and_the_weight_counts(trajectories):
+    """Only the last turn gets the judge's reward; the judge sees all of them."""
+
+    def both(call):
+        assert call.blocks["response"].count("quality") == 2, call.blocks
+        return 7
+
+    rollouts = trajectories(both, turns=2, env={"qreward_weight": 0.5})
+    for rollout in rollouts:
+        first, last = rollout["step_scores"]
+        assert first == ENV_REWARD
+        assert close(last, ENV_REWARD + 0.5 * 0.7)
+        assert rollout["text"].count("quality") == 2
+
+
+def test_a_mistake_in_the_configuration_is_told_with_its_path(trajectories):
+    told = trajectories(quality, judgess={})
+    assert told.startswith("ConfigurationError"), told
+    assert "custom_envs.items.qreward" in told
+    assert "judgess" in told

@@ -1,0 +1,134 @@
+"""Whole runs of ROLL's RLVR pipeline: they train to their end, or end in one error before or while they run."""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+import pytest
+
+from .checks import close
+from .real import played_sample, scenario_keys
+from .scenarios import (
+    CORRECT_AT,
+    DOMAIN,
+    GROUP_SIZE,
+    GROUPS,
+    TAG,
+    TRAIN_ITEMS,
+    VAL_ITEMS,
+    Draft,
+    Faults,
+    Judge,
+    Scenario,
+    dying,
+    uneven,
+)
+from .test_worker import RULED
+
+TIMEOUT_S = 180.0
+PATIENT = {"deadline_s": 50.0, "max_attempts": 20}
+QUICK = {"deadline_s": 1.5, "max_attempts": 2}
+
+
+@pytest.fixture
+def run(player):
+    """Run the pipeline with a scenario's judge and these further keys. Returns what the player tells."""
+
+    def run(scenario, tags=None, val_tags=None, **more):
+        with scenario.judge.start() as judge, dying(judge):
+            keys = {**scenario_keys(scenario, judge.base_url), "max_steps": scenario.steps}
+            for name, value in more.items():
+                keys[name] = {**keys.get(name, {}), **value} if isinstance(value, dict) else value
+            reply = player.ask(
+                "pipeline", keys=keys, tags=tags or {TAG: DOMAIN}, val_tags=val_tags or {}, timeout_s=TIMEOUT_S
+            )
+        assert reply.error is None, reply.text
+        assert not reply.complaints, "\n".join(reply.complaints)
+        return reply.result
+
+    return run
+
+
+def steps_of(told):
+    return [[played_sample(sample) for sample in step["samples"]] for step in told["trained"]]
+
+
+def check_groups(samples, judge):
+    """Masks, and advantages that the failed samples have not moved."""
+    groups = {}
+    for sample in samples:
+        assert all(math.isfinite(number) for number in (sample.score, sample.trained, sample.advantage)), sample
+        groups.setdefault(sample.draft.item, []).append(sample)
+    for group in groups.values():
+        assert sorted(sample.draft.draft for sample in group) == list(range(GROUP_SIZE))
+        failed = [sample for sample in group if judge.spoils(sample.draft)]
+        assert [sample for sample in group if not sample.mask] == failed
+        assert all(abs(sample.trained) < 1e-3 for sample in failed), failed
+        middle = statistics.fmean(sample.draft.reward for sample in group if sample not in failed)
+        for sample in group:
+            if sample not in failed:
+                distance = sample.draft.reward - middle
+                assert abs(distance) < 1e-6 or (sample.trained > 0) == (distance > 0), sample
+
+
+def test_asynchronous_grpo_trains_and_validates_two_domains(run):
+    """Rewards come in while the model is updated. Ours are of a judge that fails for some and has to be asked again for
+    others; beside it there is a rule worker of ROLL's own.
+    """
+    judge = Judge(spoils=uneven, faults=Faults(rates={"error_500": 0.3}))
+    scenario = Scenario("domains", judge, "unspoilt", engine=PATIENT, steps=3, asynchronous=True)
+    told = run(
+        scenario,
+        tags={TAG: DOMAIN, "ruled_tag": "ruled"},
+        val_tags={TAG: DOMAIN, "ruled_tag": "ruled"},
+        rewards={"ruled": RULED},
+        rollout_batch_size=4,
+        actor_train={"data_args": {"domain_interleave_probs": {DOMAIN: 0.5, "ruled": 0.5}}},
+        validation={"generating_args": {"max_new_tokens": 16, "num_return_sequences": 1}},
+    )
+    assert told["stage"] == "done", (told["error"], told["text"])
+    assert len(told["trained"]) == len(told["logged"]) == scenario.steps
+    for samples, metrics in zip(steps_of(told), told["logged"], strict=True):
+        judged = [sample for sample in samples if sample.domain == DOMAIN]
+        assert len(judged) == len(samples) / 2 == 2 * GROUP_SIZE
+        check_groups(judged, scenario.judge)
+        assert all(sample.mask for sample in samples if sample.domain == "ruled")
+        assert metrics["judged/qreward/samples_sum"] == len(judged)
+        assert close(metrics["judged/qreward/failed_sum"], sum(not sample.mask for sample in judged))
+        assert not any("ruled" in name and "qreward" in name for name in metrics)
+        numbers = [value for name, value in metrics.items() if "qreward" in name or "val_correct" in name]
+        assert all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers)
+        assert not any("qreward_failed" in name for step in told["trained"] for name in step["tensors"])
+    first = [Draft(2 * TRAIN_ITEMS + item, 0) for item in range(VAL_ITEMS)]
+    correct = [draft.reward >= CORRECT_AT and not uneven(draft) for draft in first]
+    assert close(told["logged"][0][f"val_correct/{TAG}/mean"], statistics.fmean(correct))
+    assert told["logged"][0]["val_correct/ruled_tag/mean"] == 0.0
+
+
+def test_ppo_over_a_judge_that_dies_ends_with_one_error(run):
+    """The first step trains; then there are no rewards any more, and prompts are not replaced for ever."""
+    judge = Judge(answers=GROUPS * GROUP_SIZE)
+    scenario = Scenario("dying", judge, "some", engine=QUICK, groups={"give_up_after": 3}, steps=50)
+    critic = {
+        "worker_cls": "conformance.roll.workers.TrainWorker",
+        "training_args": {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 8},
+        "strategy_args": {"strategy_name": "hf_infer", "strategy_config": {}},
+        "world_size": 1,
+    }
+    told = run(scenario, adv_estimator="gae", critic=critic)
+    assert (told["stage"], told["error"]) == ("run", "JudgeUnavailable"), told["text"]
+    assert "3 groups in a row had fewer than 1 samples with a reward" in told["text"]
+    (samples,) = steps_of(told)
+    assert all(sample.mask and math.isfinite(sample.advantage) for sample in samples)
+    assert all(sample.score == float(sample.draft.reward >= CORRECT_AT) for sample in samples)
+    assert told["logged"][0]["judged/qreward/failed_sum"] == 0
+
+
+def test_a_mistake_in_the_configuration_ends_the_run_before_it_begins(run):
+    scenario = Scenario("wrong", Judge(), "all", engine={"deadline_sec": 5})
+    told = run(scenario)
+    assert (told["stage"], told["error"]) == ("set-up", "ConfigurationError")
+    assert f"rewards.{DOMAIN}.reward_manager_config[0]" in told["text"]
+    assert "engine.deadline_sec" in told["text"]
+    assert told["trained"] == []

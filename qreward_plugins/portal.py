@@ -120,7 +120,7 @@ class _Portals:
 
     def _start(self) -> None:
         self._lock = threading.Lock()
-        self._open: list[tuple[Config, EnginePortal]] = []
+        self._open: list[tuple[tuple[Config, int], EnginePortal]] = []
         self._resources = ExitStack()
 
     def _start_in_child(self) -> None:
@@ -128,17 +128,17 @@ class _Portals:
         self._abandoned.append(self._resources)
         self._start()
 
-    def get(self, config: Config) -> EnginePortal:
+    def get(self, config: Config, processes: int) -> EnginePortal:
         from .engine import RewardEngine
 
         with self._lock:
             for known, portal in self._open:
-                if known == config:
+                if known == (config, processes):
                     return portal
             if not self._open:
                 atexit.register(self.close)
-            portal = self._resources.enter_context(RewardEngine(config).portal())
-            self._open.append((config, portal))
+            portal = self._resources.enter_context(RewardEngine(config, processes=processes).portal())
+            self._open.append(((config, processes), portal))
             return portal
 
     def close(self) -> None:
@@ -151,13 +151,14 @@ class _Portals:
 _portals = _Portals()
 
 
-def process_portal(config: Config) -> EnginePortal:
+def process_portal(config: Config, *, processes: int = 1) -> EnginePortal:
     """The portal of this process for a configuration: opened by who asks first, closed when the process ends, or by
-    `close_process_portals`. Equal configurations share one. Any thread may call this.
+    `close_process_portals`. Equal configurations share one. `processes` is how many processes share the limits, as for
+    `RewardEngine`. Any thread may call this.
 
-    Raises `ConfigurationError` for what only opening the sources shows.
+    Raises `ConfigurationError` for what only opening the sources shows, and for limits that cannot be shared.
     """
-    return _portals.get(config)
+    return _portals.get(config, processes)
 
 
 def close_process_portals() -> None:

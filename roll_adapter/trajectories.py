@@ -40,14 +40,15 @@ class QRewardTrajectoryMixin:
         if not turns:
             return super().formulate_rollouts(rollout_cache)  # type: ignore[misc]
         settings = self._qreward_settings()
-        outcome = process_portal(settings).score(self.trajectory_sample(rollout_cache))
+        portal = process_portal(settings, processes=self._qreward_processes())
+        outcome = portal.score(self.trajectory_sample(rollout_cache))
         number, excluded = self._number(settings, outcome, rollout_cache)
         turns[-1]["reward"] = float(turns[-1].get("reward") or 0.0) + self._weight() * number
         turns[-1]["metrics"] = {
             **turns[-1].get("metrics", {}),
             "qreward_failed": float(excluded),
             "qreward_reward": number,
-            "qreward_latency_s": process_portal(settings).facts().of(outcome)["latency_s"],
+            "qreward_latency_s": portal.facts().of(outcome)["latency_s"],
         }
         rollout = super().formulate_rollouts(rollout_cache)  # type: ignore[misc]
         if excluded:
@@ -75,6 +76,12 @@ class QRewardTrajectoryMixin:
         return load_layers(
             _plain(self.env_config.get("qreward")), origin=f"custom_envs.{self.env_config.get('tag')}.qreward"
         )
+
+    def _qreward_processes(self) -> int:
+        """How many processes share the limits: the environment workers of training and of validation."""
+        pipeline = getattr(self, "pipeline_config", None)
+        workers = [getattr(pipeline, name, None) for name in ("train_env_manager", "val_env_manager")]
+        return max(1, sum(int(getattr(config, "world_size", None) or 0) for config in workers))
 
     def _weight(self) -> float:
         weight = self.env_config.get("qreward_weight")

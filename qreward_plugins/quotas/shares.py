@@ -61,5 +61,6 @@ def _too_small(where: str, key: str, value: float | None, processes: int) -> Mis
     return Mistake(
         f"{where}.{key}",
         f"{value:g} cannot be shared by {processes} processes without breaking it: each would get less than one.",
-        f"Use at most {max(1, math.floor(value or 1))} processes (verl: reward.num_workers), or raise the limit.",
+        f"Use at most {max(1, math.floor(value or 1))} processes (verl: reward.num_workers, ROLL: world_size), or "
+        "raise the limit.",
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,3 +158,17 @@ def test_all_managers_of_a_process_share_an_engine(manager_of, judge) -> None:
     first.play()
     second.play()
     assert process_portal(first._qreward_settings()) is process_portal(second._qreward_settings())
+
+
+def test_environment_workers_share_the_limits(manager_of, make_tree) -> None:
+    tree = make_tree()
+    for source in tree["sources"].values():
+        source["limits"] = {"concurrency": 4}
+    manager = manager_of("5", "5", tree=tree)
+    manager.pipeline_config = SimpleNamespace(
+        train_env_manager=SimpleNamespace(world_size=6), val_env_manager=SimpleNamespace(world_size=2)
+    )
+    with pytest.raises(ConfigurationError, match="cannot be shared by 8 processes"):
+        manager.play()
+    manager.pipeline_config.train_env_manager.world_size = 2
+    assert scores(manager.play()) == pytest.approx(0.125 + 0.5)

@@ -81,6 +81,7 @@ class Endings:
             self._rescue(lane, now, RESCUE_SILENT_FROM)
         if (
             not attempt.rescued
+            and not job.future.done()
             and lane.speed.known
             and attempt.age(now) >= GIVE_UP_AT
             and now - attempt.started_at >= GIVE_UP_AFTER_S
@@ -137,7 +138,9 @@ class Endings:
                 lane.quota.timed_out(now, sent_at=attempt.started_at)
             if lane.failed(now, probe=attempt.probe):
                 self._rescue(lane, now, RESCUE_FAILING_FROM)
-            self._transient(attempt, ending, now)
+            # A job that failed in the rescue may have been the last that its batch waited for, and so have ended this one.
+            if not job.future.done():
+                self._transient(attempt, ending, now)
 
     def _alternative(self, job: Job, lane: Lane) -> bool:
         """Whether another source could serve `job` that does not answer with garbage."""

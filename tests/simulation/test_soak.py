@@ -45,6 +45,18 @@ def test_every_promise_is_kept(soaking, shard):
     assert soaked.tally.scored > 0
 
 
+@pytest.mark.parametrize(
+    "seed",
+    [
+        # A rescue failed the last job that a batch waited for, which cut off the job whose attempt had just ended.
+        13233,
+    ],
+)
+def test_what_once_broke_a_promise_keeps_it_now(seed):
+    soaked = soak(seed, seed + 1)
+    assert not soaked.findings, "\n" + soaked.describe()
+
+
 def test_trials_meet_everything_that_can_happen():
     trials = [random_trial(seed) for seed in range(400)]
     calls = [call for trial in trials for step in trial.steps for call in step.calls]

@@ -20,7 +20,7 @@ from roll.pipeline.agentic.llm_proxy import BaseLLMProxy, register_llm_proxy
 
 import roll_adapter
 
-from .scenarios import ITEMS, Draft, decode, encode, item_of, prompt_of
+from ..judges import ITEMS, Draft, decode, encode, item_of, prompt_of
 
 ENV = "conformance_items"
 PROXY = "conformance_drafts"

@@ -14,8 +14,8 @@ from roll.distributed.scheduler.reward_scheduler import RewardScheduler
 from roll.utils.functionals import reduce_metrics
 from transformers import AutoTokenizer
 
+from ..judges import Draft, encode, label_of, prompt_of
 from .generated import generated
-from .scenarios import Draft, encode, label_of, prompt_of
 
 PROMPT_TOKENS = 24
 RESPONSE_TOKENS = 16

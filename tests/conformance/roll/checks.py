@@ -6,7 +6,9 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from .scenarios import CORRECT_AT, DOMAIN, GROUP_SIZE, GROUPS, VAL_ITEMS, Played, PlayedSample, PlayedStep, Scenario
+from ..judges import GROUP_SIZE, GROUPS
+from .played import Played, PlayedSample, PlayedStep
+from .scenarios import CORRECT_AT, DOMAIN, LOOP, VAL_ITEMS, Scenario
 
 _TOLERANCE = 2e-5
 """ROLL computes in float32."""
@@ -147,6 +149,12 @@ def check_metrics(scenario: Scenario, step: PlayedStep) -> None:
     if scenario.masks:
         assert close(causes, sum(not sample.mask for sample in step.samples))
     assert f"scheduler/{DOMAIN}/qreward/failed_rate/mean" in step.metrics
+
+
+def check_remedy(played: Played) -> None:
+    """Where failed samples train, one warning says what would keep them out."""
+    (said,) = played.said
+    assert f"user_defined_rollout_loop_cls: {LOOP}" in said or "generate_opt_level" in said
 
 
 def close(one: float | None, other: float, tolerance: float = _TOLERANCE) -> bool:

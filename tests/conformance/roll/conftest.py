@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from .played import Played
 from .real import Companies, Player, play, why_not
-from .scenarios import EVERY, Played, Scenario
+from .scenarios import EVERY, Scenario
 
 
 @pytest.fixture(scope="session")

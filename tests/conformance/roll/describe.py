@@ -6,7 +6,7 @@ from typing import Any
 
 from roll.distributed.scheduler.protocol import DataProto
 
-from .scenarios import decode
+from ..judges import decode
 
 
 def describe(batch: DataProto) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from roll.pipeline.rlvr.rlvr_config import RLVRConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from .scenarios import WORDS
+from ..judges import WORDS
 
 CONFIGS = Path(__file__).parent / "config"
 

@@ -18,7 +18,7 @@ from roll.pipeline.rlvr.rlvr_pipeline import RLVRPipeline
 from roll.platforms.cpu import CpuPlatform
 from roll.utils.constants import RAY_NAMESPACE
 
-from .rollouts import item_row
+from .rows import item_row
 from .scenarios import TRAIN_ITEMS, VAL_ITEMS
 from .workers import RECORD
 

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import queue
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -21,25 +15,10 @@ from packaging.requirements import Requirement
 
 import qreward_plugins
 
-from .scenarios import (
-    DOMAIN,
-    GROUP_SIZE,
-    ITEMS,
-    LOOP,
-    OWN_LOOP,
-    TAG,
-    VAL_ITEMS,
-    WATCHDOG_S,
-    WORKER,
-    Draft,
-    Played,
-    PlayedSample,
-    PlayedStep,
-    RunningJudge,
-    Scenario,
-    dying,
-    read_response,
-)
+from ..judges import GROUP_SIZE, ITEMS, Draft, RunningJudge, dying, read_response
+from ..processes import PlayerProcess
+from .played import Played, PlayedSample, PlayedStep
+from .scenarios import DOMAIN, LOOP, OWN_LOOP, TAG, VAL_ITEMS, WATCHDOG_S, WORKER, Scenario
 
 HERE = Path(__file__).parent
 PROJECT = Path(qreward_plugins.__file__).parents[1]
@@ -96,112 +75,29 @@ def environment(source: Path, folder: Path) -> dict[str, str]:
     }
 
 
-class PlayerDied(AssertionError):
-    """ROLL's process ended or hung. The message has the end of its log, with all stacks if it hung."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What the player answered: a result, or the error that ended the run."""
-
-    result: Any
-    error: str | None
-    text: str
-    said: tuple[str, ...]
-    complaints: tuple[str, ...]
-
-
-class Player:
-    """The process in which ROLL plays. A context manager."""
+class Player(PlayerProcess):
+    """The process in which ROLL plays, with its Ray. A context manager."""
 
     def __init__(self, source: Path, folder: Path) -> None:
-        self._source = source
-        self._folder = folder
-        self._log = folder / "player.log"
-        self._replies: queue.Queue[str] = queue.Queue()
+        super().__init__(
+            "ROLL",
+            "conformance.roll.player",
+            folder,
+            environment(source, folder),
+            start_s=START_S,
+            watchdog_s=WATCHDOG_S,
+        )
 
     def __enter__(self) -> Player:
         # Ray's sockets are in it, whose paths must be short; a test's folder is not.
         self._session = tempfile.TemporaryDirectory(prefix="roll-", ignore_cleanup_errors=True)
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-X",
-                    "faulthandler",
-                    "-m",
-                    "conformance.roll.player",
-                    str(self._folder),
-                    self._session.name,
-                ],
-                cwd=self._folder,
-                env=environment(self._source, self._folder),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-                # Ray's processes go with it, should it have to be killed.
-                start_new_session=True,
-            )
-        self._reader = threading.Thread(target=self._read, name="roll-player", daemon=True)
-        self._reader.start()
-        self._timeout_s = START_S
+        self.arguments += (self._session.name,)
+        super().__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.stdin.close()
-        try:
-            self._process.wait(30)
-        except subprocess.TimeoutExpired:
-            self._kill()
-        self._reader.join()
-        self._process.stdout.close()
+        super().__exit__()
         self._session.cleanup()
-
-    @property
-    def alive(self) -> bool:
-        return self._process.poll() is None
-
-    def ask(self, do: str, *, timeout_s: float = WATCHDOG_S, **fields: Any) -> Reply:
-        """Have something done, and wait for it. Raises `PlayerDied` when no answer comes."""
-        try:
-            self._process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
-            self._process.stdin.flush()
-            line = self._replies.get(timeout=max(timeout_s, self._timeout_s))
-        except BrokenPipeError:
-            line = ""
-        except queue.Empty:
-            # Its stacks go to the log.
-            self._process.send_signal(signal.SIGABRT)
-            self._process.wait()
-            self._kill()
-            raise PlayerDied(f"ROLL hangs: no end of {do!r} in {timeout_s:g} s\n{self._tail()}") from None
-        if not line:
-            raise PlayerDied(f"ROLL's process died in {do!r}\n{self._tail()}")
-        self._timeout_s = 0.0
-        told = json.loads(line)
-        return Reply(
-            told.get("result"), told.get("error"), told.get("text", ""), tuple(told["said"]), tuple(told["complaints"])
-        )
-
-    def must(self, do: str, **fields: Any) -> Any:
-        """As `ask`, where an error is a failed test. Returns the result."""
-        reply = self.ask(do, **fields)
-        assert reply.error is None, f"{reply.error}: {reply.text}\n{self._tail()}"
-        return reply.result
-
-    def _kill(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-
-    def _read(self) -> None:
-        for line in self._process.stdout:
-            self._replies.put(line)
-        self._replies.put("")
-
-    def _tail(self) -> str:
-        return self._log.read_text(errors="replace")[-6000:]
 
 
 def scenario_keys(scenario: Scenario, base_url: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """A step on ROLL's real schedulers, and what its pipeline makes of the batch before it trains.
 
 `DynamicSamplingScheduler` is an actor in the pipeline; here it runs in the driver, which saves a process a scenario.
-`prepare` is the part of `RLVRPipeline.run` between the rollout and the training step, in its order.
+`train_batch` is the part of `RLVRPipeline.run` between the rollout and the training step, in its order.
 """
 
 from __future__ import annotations
@@ -27,22 +27,11 @@ from roll.utils.functionals import (
 )
 from roll.utils.kl_controller import get_kl_controller
 
+from ..judges import prompt_of
 from .describe import describe
-from .scenarios import label_of, prompt_of
+from .rows import item_row
 
 SHUTDOWN_S = 30.0
-
-
-def item_row(item: int, domain: str, tag: str) -> dict[str, Any]:
-    """An item as a row of a data set for ROLL, before its prompt is encoded."""
-    return {
-        "id": str(item),
-        "prompt": prompt_of(item),
-        "messages": [{"role": "user", "content": prompt_of(item)}],
-        "ground_truth": label_of(item),
-        "domain": domain,
-        "tag": tag,
-    }
 
 
 def data_set(tokenizer: Any, count: int, domain: str, tag: str) -> datasets.Dataset:
@@ -105,33 +94,44 @@ async def _leave(scheduler: Any) -> None:
 
 
 def prepare(batch: DataProto, config: Any) -> dict[str, Any]:
-    """Masks, normalised rewards and advantages, as RLVRPipeline.run computes them. Describes the batch."""
+    """Describes what would train of a batch. Raises `AssertionError` where a metric of it is no finite number."""
+    whole, metrics = train_batch(batch, config)
+    assert all(np.isfinite(number) for number in metrics.values()), metrics
+    return describe(whole)
+
+
+def train_batch(batch: DataProto, config: Any) -> tuple[DataProto, dict[str, Any]]:
+    """Masks, normalised rewards and advantages, as RLVRPipeline.run computes them, of a policy, a reference and a
+    critic that say zero everywhere. Returns the batch in its order, and the metrics by domain.
+    """
     batch.batch["prompt_id"] = torch.arange(len(batch))
     rows, length = batch.batch["input_ids"].shape
-    batch.batch["old_log_probs"] = torch.zeros(rows, length - 1)
-    batch.batch["ref_log_probs"] = torch.zeros(rows, length - 1)
+    for name in ("old_log_probs", "ref_log_probs", "values")[: 3 if config.adv_estimator == "gae" else 2]:
+        batch.batch[name] = torch.zeros(rows, length - 1)
     control = get_kl_controller(
         init_kl_coef=config.init_kl_coef, target_kl=config.target_kl, kl_horizon=config.kl_horizon
     )
+    metrics: dict[str, Any] = {}
     prepared = []
-    for part in batch.group_by("domain").values():
-        part, _ = get_sample_level_mask(part, config)
-        part, _ = reward_postprocess(part, config, {"domain": RunningMoments()})
-        part, told = compute_token_reward(part, config, control)
-        assert all(np.isfinite(number) for number in told.values()), told
-        prepared.append(
-            compute_advantage(
-                data=part,
-                gamma=config.gamma,
-                lambd=config.lambd,
-                adv_estimator=config.adv_estimator,
-                advantage_clip=config.advantage_clip,
-                whiten_advantages=config.whiten_advantages,
-                whiten_rewards=config.whiten_rewards,
-                response_mask=part.batch["final_response_mask"].clone(),
-                pipeline_config=config,
-            )
+    for domain, part in batch.group_by("domain").items():
+        part, masked = get_sample_level_mask(part, config)
+        part, normalised = reward_postprocess(part, config, {"domain": RunningMoments()})
+        part, spread = compute_token_reward(part, config, control)
+        part = compute_advantage(
+            data=part,
+            gamma=config.gamma,
+            lambd=config.lambd,
+            adv_estimator=config.adv_estimator,
+            advantage_clip=config.advantage_clip,
+            whiten_advantages=config.whiten_advantages,
+            whiten_rewards=config.whiten_rewards,
+            response_mask=part.batch["final_response_mask"].clone(),
+            pipeline_config=config,
         )
+        reduced = reduce_metrics(part.meta_info.pop("metrics", {}))
+        told = {**masked, **normalised, **spread, **reduced}
+        metrics |= {f"{domain}/{name}": value for name, value in told.items()}
+        prepared.append(part)
     whole = DataProto.concat(prepared)
     whole.reorder(indices=torch.argsort(whole.batch["prompt_id"]))
-    return describe(whole)
+    return whole, metrics

@@ -1,9 +1,4 @@
-"""What is played: a judge that behaves in some way, and a way to ask it. Nothing here knows ROLL.
-
-Prompts, answers and verdicts follow from numbers (item, draft), never from the order in which things arrive: so
-whoever plays a scenario, ROLL or the fake trainer, must come to the same rewards, masks and failures. The judge, its
-items and its drafts are those that slime is tested with.
-"""
+"""What is played: a judge that behaves in some way, and a way to ask it. Nothing here knows ROLL."""
 
 from __future__ import annotations
 
@@ -14,23 +9,7 @@ from typing import Any, Literal
 
 from qreward_plugins.testing import Faults, Latency
 
-from ..slime.scenarios import (
-    GROUP_SIZE,
-    GROUPS,
-    ITEMS,
-    WORDS,
-    Draft,
-    Judge,
-    RunningJudge,
-    decode,
-    dying,
-    encode,
-    item_of,
-    label_of,
-    prompt_of,
-    read_response,
-    uneven,
-)
+from ..judges import ITEMS, Judge, uneven
 
 DOMAIN = "judged"
 TAG = "judged_tag"
@@ -112,49 +91,6 @@ class Scenario:
         if self.on_failure != "exclude":
             tree["on_failure"] = self.on_failure
         return {**tree, "groups": {"min_scored": 1, **self.groups}}
-
-
-@dataclass(frozen=True)
-class PlayedSample:
-    """A sample as it was handed to training, or as validation left it."""
-
-    draft: Draft
-    domain: str
-    score: float
-    """`scores` of the batch: what ROLL logs, and counts as correct in validation where it is exactly 1."""
-    raw: float | None
-    """`response_level_rewards` before normalisation; None where only the trainer saw the batch."""
-    trained: float | None
-    """`response_level_rewards` after normalisation, None for validation."""
-    advantage: float | None
-    """The advantage farthest from zero of its tokens, None for validation."""
-    mask: int
-    """Tokens that train (`final_response_mask`)."""
-
-
-@dataclass(frozen=True)
-class PlayedStep:
-    """A training step, or a validation."""
-
-    samples: tuple[PlayedSample, ...]
-    metrics: Mapping[str, Any]
-    """What ROLL logs of the step, reduced by ROLL."""
-    tensors: tuple[str, ...] = ()
-    non_tensors: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Played:
-    """What came out of a scenario."""
-
-    steps: tuple[PlayedStep, ...]
-    error: str | None = None
-    """Name of the error that ended the run."""
-    error_text: str = ""
-    said: tuple[str, ...] = ()
-    """Warnings of the logger `roll_adapter`."""
-    complaints: tuple[str, ...] = ()
-    """What Python found wrong: tasks and sockets left behind, exceptions that nobody took."""
 
 
 def drawn() -> list[int]:
@@ -257,9 +193,7 @@ DIRECT_SLOW = Scenario("direct-slow", _SLOW, "all")
 DIRECT_UNEVEN = Scenario("direct-uneven", _UNEVEN, "unspoilt", engine=_PATIENT)
 """For calls of a worker without a rollout around them."""
 
-EVERY = (
-    DIRECT_SLOW,
-    DIRECT_UNEVEN,
+ROLLOUTS = (
     *ALIVE,
     *DEAD,
     *DYING,
@@ -270,55 +204,8 @@ EVERY = (
     *TWO_WORKERS,
     *ON_FAILURE,
 )
+EVERY = (DIRECT_SLOW, DIRECT_UNEVEN, *ROLLOUTS)
 
 SHARED = (*ALIVE, *DEAD, *WITHOUT_LOOP, *VALIDATED, WHOLE_GROUPS, *TWO_WORKERS, *ON_FAILURE)
 """What ROLL and the fake trainer both play. Where a judge dies, or prompts are sampled ahead, who comes first is not
 fixed, so the two may differ there."""
-
-__all__ = [
-    "ALIVE",
-    "ASYNCHRONOUS",
-    "CORRECT_AT",
-    "DEAD",
-    "DIRECT_SLOW",
-    "DIRECT_UNEVEN",
-    "DOMAIN",
-    "DYING",
-    "EVERY",
-    "GROUPS",
-    "GROUP_SIZE",
-    "ITEMS",
-    "LOOP",
-    "ON_FAILURE",
-    "OWN_LOOP",
-    "SEED",
-    "SHARED",
-    "TAG",
-    "TRAIN_ITEMS",
-    "TWO_WORKERS",
-    "VALIDATED",
-    "VAL_ITEMS",
-    "WATCHDOG_S",
-    "WHOLE_GROUPS",
-    "WITHOUT_LOOP",
-    "WORDS",
-    "WORKER",
-    "Draft",
-    "Faults",
-    "Judge",
-    "Mode",
-    "Played",
-    "PlayedSample",
-    "PlayedStep",
-    "RunningJudge",
-    "Scenario",
-    "decode",
-    "drawn",
-    "dying",
-    "encode",
-    "item_of",
-    "label_of",
-    "prompt_of",
-    "read_response",
-    "uneven",
-]

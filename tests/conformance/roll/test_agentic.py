@@ -8,8 +8,9 @@ import pytest
 
 from qreward_plugins.testing import JudgeServer
 
+from ..judges import GROUP_SIZE, Judge, read_response, uneven
 from .checks import close
-from .scenarios import GROUP_SIZE, Judge, Scenario, read_response, uneven
+from .scenarios import Scenario
 
 ENV_REWARD = 0.125
 """What the environment of `agentic` gives for a turn; that module imports ROLL."""

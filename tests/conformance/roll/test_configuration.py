@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 
+from ..judges import Draft
 from .checks import close
 from .real import scenario_keys
-from .scenarios import ALIVE, DOMAIN, Draft
+from .scenarios import ALIVE, DOMAIN
 
 UP = next(scenario for scenario in ALIVE if scenario.name == "up-single")
 

@@ -7,23 +7,12 @@ import statistics
 
 import pytest
 
+from qreward_plugins.testing import Faults
+
+from ..judges import GROUP_SIZE, GROUPS, Draft, Judge, dying, uneven
 from .checks import close
 from .real import played_sample, scenario_keys
-from .scenarios import (
-    CORRECT_AT,
-    DOMAIN,
-    GROUP_SIZE,
-    GROUPS,
-    TAG,
-    TRAIN_ITEMS,
-    VAL_ITEMS,
-    Draft,
-    Faults,
-    Judge,
-    Scenario,
-    dying,
-    uneven,
-)
+from .scenarios import CORRECT_AT, DOMAIN, TAG, TRAIN_ITEMS, VAL_ITEMS, Scenario
 from .test_worker import RULED
 
 TIMEOUT_S = 180.0

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from ..judges import GROUP_SIZE, ITEMS, Draft, Judge
 from .checks import METRICS, close
 from .real import scenario_keys
-from .scenarios import CORRECT_AT, DIRECT_SLOW, DIRECT_UNEVEN, GROUP_SIZE, ITEMS, Draft, Judge, Scenario
+from .scenarios import CORRECT_AT, DIRECT_SLOW, DIRECT_UNEVEN, Scenario
 
 RULED = {
     "worker_cls": (

@@ -18,9 +18,9 @@ from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
 
+from ..judges import GROUP_SIZE, Draft, decode, encode, item_of
 from .describe import describe
 from .generated import generated
-from .scenarios import GROUP_SIZE, Draft, decode, encode, item_of
 
 RECORD = "trained.jsonl"
 """The file in the pipeline's output directory to which the training worker writes one line a step."""

@@ -7,7 +7,9 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from .scenarios import GROUP_SIZE, GROUPS, Played, PlayedSample, PlayedStep, Scenario
+from ..judges import GROUP_SIZE, GROUPS
+from .played import Played, PlayedSample, PlayedStep
+from .scenarios import Scenario
 
 _GROUP_NORMALISED = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 _DIVIDED_BY_STD = ("grpo", "gspo", "cispo")

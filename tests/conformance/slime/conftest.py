@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from .played import Played
 from .real import Player, play, why_not
-from .scenarios import Played, Scenario
+from .scenarios import Scenario
 
 
 @pytest.fixture(scope="session")

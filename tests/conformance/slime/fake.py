@@ -8,25 +8,10 @@ from typing import Any
 import slime_adapter
 from qreward_plugins.testing import FakeSlimeTrainer, SlimeSample, slime_stand_in
 
+from ..judges import GROUP_SIZE, GROUPS, ITEMS, Draft, dying, item_of, label_of, prompt_of, read_response
+from .played import Played, PlayedSample, PlayedStep
 from .rollouts import parts_of
-from .scenarios import (
-    EVAL_DRAFTS,
-    EVAL_ITEMS,
-    GROUP_SIZE,
-    GROUPS,
-    ITEMS,
-    WATCHDOG_S,
-    Draft,
-    Played,
-    PlayedSample,
-    PlayedStep,
-    Scenario,
-    dying,
-    item_of,
-    label_of,
-    prompt_of,
-    read_response,
-)
+from .scenarios import EVAL_DRAFTS, EVAL_ITEMS, WATCHDOG_S, Scenario
 
 
 def play(scenario: Scenario) -> Played:

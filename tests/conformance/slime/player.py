@@ -24,9 +24,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+from ..judges import Draft, item_of
 from .advantages import token_advantages
 from .rollout_manager import Manager, make_args, make_tokenizer, tracking
-from .scenarios import Draft, item_of
 
 
 class Ears:

@@ -5,12 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import queue
-import signal
-import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,24 +14,10 @@ from typing import Any
 
 import qreward_plugins
 
-from .scenarios import (
-    EVAL_DRAFTS,
-    EVAL_ITEMS,
-    GROUP_SIZE,
-    GROUPS,
-    ITEMS,
-    WATCHDOG_S,
-    Draft,
-    Played,
-    PlayedSample,
-    PlayedStep,
-    RunningJudge,
-    Scenario,
-    dying,
-    label_of,
-    prompt_of,
-    read_response,
-)
+from ..judges import GROUP_SIZE, GROUPS, ITEMS, Draft, RunningJudge, dying, label_of, prompt_of, read_response
+from ..processes import PlayerProcess, Reply
+from .played import Played, PlayedSample, PlayedStep
+from .scenarios import EVAL_DRAFTS, EVAL_ITEMS, WATCHDOG_S, Scenario
 from .servers import ROLLOUT_SEED, GenerateServer
 
 HERE = Path(__file__).parent
@@ -96,100 +77,18 @@ def environment(source: Path, **more: str) -> dict[str, str]:
     }
 
 
-class PlayerDied(AssertionError):
-    """slime's process ended or hung. The message has the end of its log, with all stacks if it hung."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What the player answered: a result, or the error that ended the job."""
-
-    result: Any
-    error: str | None
-    text: str
-    said: tuple[str, ...]
-    complaints: tuple[str, ...]
-
-
-class Player:
+class Player(PlayerProcess):
     """The process in which slime plays. A context manager."""
 
     def __init__(self, source: Path, folder: Path) -> None:
-        self.source = source
-        self.folder = folder
-        self._log = folder / "player.log"
-        self._replies: queue.Queue[str] = queue.Queue()
-        self._process: subprocess.Popen[str] | None = None
-        self._lock = threading.Lock()
-
-    def __enter__(self) -> Player:
-        with self._log.open("w") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-X", "faulthandler", "-m", "conformance.slime.player", str(self.folder)],
-                cwd=self.folder,
-                env=environment(self.source),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                text=True,
-            )
-        self._reader = threading.Thread(target=self._read, name="slime-player", daemon=True)
-        self._reader.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        assert self._process is not None
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        self._process.stdin.close()
-        try:
-            self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._reader.join()
-        self._process.stdout.close()
-
-    @property
-    def alive(self) -> bool:
-        return self._process is not None and self._process.poll() is None
-
-    def ask(self, do: str, *, timeout_s: float = WATCHDOG_S, **fields: Any) -> Reply:
-        """Have something done, and wait for it. Raises `PlayerDied` when no answer comes."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with self._lock:
-            try:
-                self._process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
-                self._process.stdin.flush()
-                line = self._replies.get(timeout=timeout_s)
-            except BrokenPipeError:
-                line = ""
-            except queue.Empty:
-                # Its stacks go to the log.
-                self._process.send_signal(signal.SIGABRT)
-                self._process.wait()
-                raise PlayerDied(f"slime hangs: no end of {do!r} in {timeout_s:g} s\n{self._tail()}") from None
-        if not line:
-            raise PlayerDied(f"slime's process died in {do!r}\n{self._tail()}")
-        reply = json.loads(line)
-        return Reply(
-            reply.get("result"),
-            reply.get("error"),
-            reply.get("text", ""),
-            tuple(reply["said"]),
-            tuple(reply["complaints"]),
+        super().__init__(
+            "slime",
+            "conformance.slime.player",
+            folder,
+            environment(source),
+            start_s=START_S,
+            watchdog_s=WATCHDOG_S,
         )
-
-    def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._replies.put(line)
-        self._replies.put("")
-
-    def _tail(self) -> str:
-        return self._log.read_text(errors="replace")[-6000:]
 
 
 @dataclass

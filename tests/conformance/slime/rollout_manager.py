@@ -21,7 +21,7 @@ from slime.utils import async_utils, http_utils
 from slime.utils.arguments import parse_args
 from slime.utils.misc import SingletonMeta, load_function
 
-from .scenarios import WORDS
+from ..judges import WORDS
 
 _RolloutManager = slime_rollout.RolloutManager.__ray_metadata__.modified_class
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-from .scenarios import PARTS, encode, read_response
+from ..judges import encode, read_response
+from .scenarios import PARTS
 
 
 async def fan_out(args: Any, sample: Any, sampling_params: dict[str, Any]) -> list[Any]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from aiohttp import web
 
-from .scenarios import EOS, Draft, decode, encode, item_of, never, read_response
+from ..judges import EOS, Draft, decode, encode, item_of, never, read_response
 
 ROLLOUT_SEED = 42
 

@@ -9,12 +9,8 @@ import pytest
 
 from . import fake
 from .checks import check
-from .scenarios import (
-    SHARED,
-    Played,
-    PlayedSample,
-    PlayedStep,
-)
+from .played import Played, PlayedSample, PlayedStep
+from .scenarios import SHARED
 
 BY_CHANCE = ("some", "any")
 """Where who is scored depends on who comes first, only how many is the same."""

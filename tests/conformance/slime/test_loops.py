@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from qreward_plugins.testing import Latency, ServerLimits
+
+from ..judges import GROUP_SIZE, Judge
 from . import scenarios
 from .checks import check
 from .real import play, played_sample
-from .scenarios import GROUP_SIZE, Judge, Latency, Scenario, ServerLimits
+from .scenarios import Scenario
 
 FULLY_ASYNC = ("--rollout-function-path", "slime.rollout.fully_async_rollout.generate_rollout_fully_async")
 

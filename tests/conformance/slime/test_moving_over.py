@@ -6,10 +6,11 @@ import json
 
 import pytest
 
+from ..judges import Judge
 from . import scenarios
 from .checks import check
 from .real import play
-from .scenarios import Judge, Scenario
+from .scenarios import Scenario
 from .servers import ScoreServer
 
 SCENARIO = Scenario("remote", Judge(), "all")

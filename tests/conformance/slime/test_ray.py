@@ -11,9 +11,11 @@ import sys
 
 import pytest
 
+from ..judges import GROUP_SIZE, GROUPS, Judge, dying, uneven
 from .checks import check_train_data
+from .played import PlayedStep
 from .real import environment, job_flags, played_sample
-from .scenarios import EVAL_DRAFTS, EVAL_ITEMS, GROUP_SIZE, GROUPS, Judge, PlayedStep, Scenario, dying, uneven
+from .scenarios import EVAL_DRAFTS, EVAL_ITEMS, Scenario
 from .servers import GenerateServer
 
 UNEVEN = Scenario(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from ..judges import Judge
 from . import scenarios
 from .checks import check
 from .real import play
-from .scenarios import Judge, Scenario
+from .scenarios import Scenario
 
 
 @pytest.mark.parametrize("scenario", scenarios.EVERY_JUDGE_IN_EVERY_MODE, ids=str)

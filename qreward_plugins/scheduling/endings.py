@@ -138,7 +138,7 @@ class Endings:
                 lane.quota.timed_out(now, sent_at=attempt.started_at)
             if lane.failed(now, probe=attempt.probe):
                 self._rescue(lane, now, RESCUE_FAILING_FROM)
-            # A job that failed in the rescue may have been the last that its batch waited for, and so have ended this one.
+            # A job that failed in the rescue may have been the last that its batch waited for, which ended this one.
             if not job.future.done():
                 self._transient(attempt, ending, now)
 

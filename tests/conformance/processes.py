@@ -1,0 +1,144 @@
+"""The process in which a framework plays: requests go to it and answers come back as JSON, one a line.
+
+Frameworks keep state where no test can reset it, and some hang when they fail. So each has a process of its own, in
+which a module of the tests (`player`) listens, and nobody waits for an answer longer than a watchdog allows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_LEAVING_S = 30.0
+_TOLD_OF_LOG = 6000
+"""Characters of the end of the log that an error shows."""
+
+
+class PlayerDied(AssertionError):
+    """The process ended or hung. The message has the end of its log, with all stacks if it hung."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the player answered: a result, or the error that ended the run."""
+
+    result: Any
+    error: str | None
+    text: str
+    said: tuple[str, ...]
+    """Warnings of the adapter."""
+    complaints: tuple[str, ...]
+    """What Python found wrong."""
+
+
+class PlayerProcess:
+    """A framework's process. A context manager; requests may come from any thread.
+
+    `start_s` is what the first request may take, which waits for imports from a cold disk, `watchdog_s` any further.
+    """
+
+    def __init__(
+        self,
+        framework: str,
+        module: str,
+        folder: Path,
+        environment: Mapping[str, str],
+        *,
+        start_s: float,
+        watchdog_s: float,
+    ) -> None:
+        self.folder = folder
+        self.arguments: tuple[str, ...] = (str(folder),)
+        self._framework = framework
+        self._module = module
+        self._environment = environment
+        self._start_s = start_s
+        self._watchdog_s = watchdog_s
+        self._log = folder / "player.log"
+        self._replies: queue.Queue[str] = queue.Queue()
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Any:
+        with self._log.open("w") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-X", "faulthandler", "-m", self._module, *self.arguments],
+                cwd=self.folder,
+                env=dict(self._environment),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                # Its children go with it, should it have to be killed.
+                start_new_session=True,
+            )
+        self._reader = threading.Thread(target=self._read, name=f"{self._framework}-player", daemon=True)
+        self._reader.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.stdin.close()
+        try:
+            self._process.wait(_LEAVING_S)
+        except subprocess.TimeoutExpired:
+            self._kill()
+        self._reader.join()
+        self._process.stdout.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process.poll() is None
+
+    def ask(self, do: str, *, timeout_s: float | None = None, **fields: Any) -> Reply:
+        """Have something done, and wait for it. Raises `PlayerDied` when no answer comes."""
+        with self._lock:
+            allowed_s = max(self._watchdog_s if timeout_s is None else timeout_s, self._start_s)
+            try:
+                self._process.stdin.write(json.dumps({"do": do, **fields}) + "\n")
+                self._process.stdin.flush()
+                line = self._replies.get(timeout=allowed_s)
+            except BrokenPipeError:
+                line = ""
+            except queue.Empty:
+                # Its stacks go to the log.
+                self._process.send_signal(signal.SIGABRT)
+                self._process.wait()
+                self._kill()
+                raise PlayerDied(
+                    f"{self._framework} hangs: no end of {do!r} in {allowed_s:g} s\n{self._tail()}"
+                ) from None
+            self._start_s = 0.0
+        if not line:
+            raise PlayerDied(f"the process of {self._framework} died in {do!r}\n{self._tail()}")
+        told = json.loads(line)
+        return Reply(
+            told.get("result"), told.get("error"), told.get("text", ""), tuple(told["said"]), tuple(told["complaints"])
+        )
+
+    def must(self, do: str, **fields: Any) -> Any:
+        """As `ask`, where an error is a failed test. Returns the result."""
+        reply = self.ask(do, **fields)
+        assert reply.error is None, f"{reply.error}: {reply.text}\n{self._tail()}"
+        return reply.result
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
+    def _read(self) -> None:
+        for line in self._process.stdout:
+            self._replies.put(line)
+        self._replies.put("")
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-_TOLD_OF_LOG:]

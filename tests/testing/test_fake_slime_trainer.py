@@ -409,6 +409,7 @@ def test_importing_the_package_does_not_import_the_trainer() -> None:
 
 
 def test_every_exported_name_is_there() -> None:
+    pytest.importorskip("torch", reason="torch is not installed: the stand-ins for ROLL hold tensors")
     for name in qreward_plugins.testing.__all__:
         assert getattr(qreward_plugins.testing, name) is not None
     with pytest.raises(AttributeError, match="FakeSlimeTrainr"):

@@ -76,16 +76,20 @@ class Durations:
 
 def batch_metrics(parts: Mapping[str, RollDataProto], prompts: int, off_policy_ratio: float) -> dict[str, Any]:
     """What a scheduler adds: scores by domain, and mean, max and min of everything that workers told."""
-    told: dict[str, Any] = {
+    own = {
         "scheduler/collect_query_count": prompts,
         "scheduler/query_use_count": prompts,
         "scheduler/off_policy_ratio": off_policy_ratio,
     }
+    told: dict[str, Any] = dict(own)
     for domain, part in parts.items():
         told.update(_spread_of(f"scheduler/{domain}/score", part.batch["scores"]))
         for name, value in part.meta_info.get("metrics", {}).items():
             numbers = np.mean(value).item(), np.max(value).item(), np.min(value).item()
             told.update(_spread(f"scheduler/{domain}/{name}", *numbers))
+        # ROLL puts its own numbers among those of every response before it spreads them.
+        for name, number in own.items():
+            told.update(_spread(f"scheduler/{domain}/{name}", number, number, number))
     return told
 
 

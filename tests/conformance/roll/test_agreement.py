@@ -9,7 +9,7 @@ import pytest
 
 from .checks import check, check_remedy, has_failed
 from .played import Played, PlayedSample, PlayedStep
-from .scenarios import DOMAIN, ROLLOUTS, SHARED, WITHOUT_LOOP, Scenario
+from .scenarios import ROLLOUTS, SHARED, WITHOUT_LOOP, Scenario
 
 torch = pytest.importorskip("torch", reason="FakeRollTrainer needs torch")
 torch.set_num_threads(1)
@@ -26,8 +26,6 @@ MODELS = {"old_log_probs", "ref_log_probs", "prompt_id"}
 """What only ROLL's batch has: the fake has no models to say it."""
 TOKENIZERS = {"token_type_ids"}
 """What some tokenizers say beside the tokens."""
-_OWN = f"scheduler/{DOMAIN}/scheduler/"
-"""ROLL's scheduler spreads its own numbers once more."""
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +84,7 @@ def told(sample: PlayedSample, scenario: Scenario) -> dict[str, float | None]:
 
 def names(step: PlayedStep) -> set[str]:
     """The metrics of the scheduler, those of rewards among them."""
-    return {name for name in step.metrics if name.startswith(("qreward/", "scheduler/")) and not name.startswith(_OWN)}
+    return {name for name in step.metrics if name.startswith(("qreward/", "scheduler/"))}
 
 
 def numbers(step: PlayedStep) -> dict[str, float]:

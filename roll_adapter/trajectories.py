@@ -7,7 +7,8 @@ managers of a process share one engine, in a thread beside theirs, and so its li
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from qreward_plugins import Message, Outcome, Sample, process_portal
@@ -24,9 +25,10 @@ class QRewardTrajectoryMixin:
         class JudgedEnvManager(QRewardTrajectoryMixin, TrajEnvManager): ...
 
     The configuration is the environment's own (`custom_envs.<tag>.qreward`: the tree, or the path of a file), or the
-    file that `QREWARD_CONFIG` names. `judge_weight` is what the judge's reward is multiplied with before it is added to
-    that of the last step (`custom_envs.<tag>.qreward_weight`, default 1.0). A failed trajectory adds the mean of what
-    its group's scored trajectories in this process got, and is masked out of the loss (`on_failure: exclude`).
+    file that `QREWARD_CONFIG` names; it is read once. The judge's reward is multiplied with
+    `custom_envs.<tag>.qreward_weight` (default 1.0) and added to that of the last step. A failed trajectory adds the
+    mean of what its group's scored trajectories in this process got, and is masked out of the loss (`on_failure:
+    exclude`).
     """
 
     env_config: Any
@@ -39,7 +41,7 @@ class QRewardTrajectoryMixin:
         turns = _acted(rollout_cache.history)
         if not turns:
             return super().formulate_rollouts(rollout_cache)  # type: ignore[misc]
-        settings = self._qreward_settings()
+        settings = self._qreward_settings
         portal = process_portal(settings, processes=self._qreward_processes())
         outcome = portal.score(self.trajectory_sample(rollout_cache))
         number, excluded = self._number(settings, outcome, rollout_cache)
@@ -72,10 +74,9 @@ class QRewardTrajectoryMixin:
             id=f"{group}/{rollout_cache.env_id}",
         )
 
+    @cached_property
     def _qreward_settings(self) -> Config:
-        return load_layers(
-            _plain(self.env_config.get("qreward")), origin=f"custom_envs.{self.env_config.get('tag')}.qreward"
-        )
+        return load_layers(self.env_config.get("qreward"), origin=f"custom_envs.{self.env_config.get('tag')}.qreward")
 
     def _qreward_processes(self) -> int:
         """How many processes share the limits: the environment workers of training and of validation."""
@@ -109,7 +110,3 @@ def _written(messages: Sequence[Message]) -> str:
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
-
-
-def _plain(node: Any) -> Any:
-    return node if node is None or isinstance(node, (str, Mapping)) else dict(node)

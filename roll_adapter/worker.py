@@ -67,7 +67,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         loop = asyncio.get_running_loop()
         samples = await loop.run_in_executor(self._decoder, partial(to_samples, data, self._tokenizer))
         outcomes: list[Outcome] = (
-            await self.engine.score_all(samples) if len(samples) > 1 else [await self.engine.score(samples[0])]
+            [await self.engine.score(samples[0])] if len(samples) == 1 else await self.engine.score_all(samples)
         )
         streamed = is_streamed(data)
         metrics, facts = self._metrics.of(outcomes, streamed=streamed)

@@ -157,7 +157,7 @@ def test_all_managers_of_a_process_share_an_engine(manager_of, judge) -> None:
     first, second = manager_of("8"), manager_of("6", env_id=1)
     first.play()
     second.play()
-    assert process_portal(first._qreward_settings()) is process_portal(second._qreward_settings())
+    assert process_portal(first._qreward_settings) is process_portal(second._qreward_settings)
 
 
 def test_environment_workers_share_the_limits(manager_of, make_tree) -> None:

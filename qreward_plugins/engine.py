@@ -26,6 +26,7 @@ from .judges import Judge, Panel
 from .samples import Outcome, Sample, Scored, Verdict
 from .scheduling import Cutoff, Dispatcher, Lane, open_lanes
 from .scoring import Scoring
+from .sharing import Channel, Membership, open_channel, source_keys
 from .sources import Source
 from .telemetry import BatchReport, EngineCounters, EngineStatistics, Facts
 
@@ -42,8 +43,9 @@ class RewardEngine:
 
     Args:
         config: what `load_config` takes: a path to a YAML file, the same tree as a mapping or DictConfig, or a
-        `Config`. processes: how many processes share the sources' limits; this engine keeps to an equal part of each.
-        sources: opened sources by name, which take the place of those that the configuration would open.
+        `Config`. processes: how many processes share the sources' limits, where no keeper shares them out; this engine
+        keeps to an equal part of each then. sources: opened sources by name, which take the place of those that the
+        configuration would open. channel: the way to a keeper other than the one that `engine.shared` asks for.
 
     Raises `ConfigurationError` with every mistake of the configuration.
 
@@ -57,10 +59,17 @@ class RewardEngine:
         *,
         processes: int = 1,
         sources: Mapping[str, Source] | None = None,
+        channel: Channel | None = None,
     ) -> None:
         self.config = load_config(config)
         settings = self.config.engine
-        self._lanes = open_lanes(self.config, sources or {}, processes=processes)
+        channel = channel or open_channel(settings.shared)
+        processes = 1 if settings.shared == "off" else processes
+        self._lanes = open_lanes(self.config, sources or {}, processes=processes, shared=channel is not None)
+        keys = source_keys(self.config)
+        self._membership = (
+            Membership({keys[name]: lane for name, lane in self._lanes.items()}, channel) if channel else None
+        )
         self._rng = random.Random(settings.seed)
         key = secrets.token_bytes(32) if settings.seed is None else hashlib.sha256(str(settings.seed).encode()).digest()
         models = {name: lane.source.model for name, lane in self._lanes.items()}
@@ -210,6 +219,8 @@ class RewardEngine:
         try:
             if self._dispatcher is not None and self._loop is asyncio.get_running_loop():
                 await self._dispatcher.aclose()
+                if self._membership is not None:
+                    await self._membership.aclose()
             for lane in self._lanes.values():
                 await lane.source.aclose()
         finally:
@@ -247,7 +258,10 @@ class RewardEngine:
             max_attempts=self.config.engine.max_attempts,
             settings=self.config.engine.scheduling,
             on_late=self._late if self._journal is not None else None,
+            on_waiting=self._membership.look if self._membership is not None else None,
         )
+        if self._membership is not None:
+            self._membership.start(dispatcher)
         self._scoring = Scoring(self._panel, dispatcher, self._counters, journal=self._journal, reuse=self._reuse)
         return self._scoring
 

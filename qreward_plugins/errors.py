@@ -7,6 +7,9 @@
     ├── EngineError             the engine was used in a way it cannot serve (closed, wrong event loop)
     ├── RewardMissing           an adapter's way to leave a failed sample out of training; carries the Failed
     ├── JudgeUnavailable        so many groups in a row have no reward that replacing them cannot end
+    ├── KeeperError             the keeper of shared limits cannot be heard
+    │   ├── KeeperLost          ... and there certainly is none any more
+    │   └── KeeperSilent        ... which may be well all the same
     ├── InvalidVerdict          a judge answered, but not with a valid verdict
     └── SourceError             one attempt at one source failed
         ├── Throttled           429, or 503 with Retry-After: the source asks for a pause
@@ -91,6 +94,18 @@ class RewardMissing(QRewardError):
 
 class JudgeUnavailable(QRewardError):
     """So many groups in a row had too few rewards that replacing them would go on for ever."""
+
+
+class KeeperError(QRewardError):
+    """The keeper of the limits that processes share cannot be heard."""
+
+
+class KeeperLost(KeeperError):
+    """There certainly is no keeper any more, and nobody who could have given a share of it away."""
+
+
+class KeeperSilent(KeeperError):
+    """The keeper did not answer, whatever the reason; it may be well."""
 
 
 class InvalidVerdict(QRewardError):

@@ -7,7 +7,7 @@ have a module of their own, and are had from here all the same.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, field_validator
 
@@ -200,6 +200,11 @@ class Scheduling(Node):
     one. Default: 0.25."""
 
 
+def _off(value: Any) -> Any:
+    # YAML takes the bare word for a boolean.
+    return "off" if value is False else value
+
+
 class EngineConfig(Node):
     """How samples are scored, whatever the judge."""
 
@@ -211,6 +216,12 @@ class EngineConfig(Node):
 
     seed: Integer | None = None
     """Seed of backoff and of the fences around untrusted text. Default: drawn by the operating system."""
+
+    shared: Annotated[Literal["auto", "ray", "local", "off"], BeforeValidator(_off)] = "auto"
+    """How processes that use the same sources keep to one limit. `ray`: a keeper, an actor of the Ray job, gives every
+    process the share of each limit that it can use. `local`: each process keeps to an equal, fixed share of every limit
+    (the adapters know how many there are). `off`: each process takes the limits for its own. `auto` (default): `ray`
+    where Ray is initialised in the process, or else `local`."""
 
     scheduling: Scheduling = Scheduling()
 

@@ -9,6 +9,7 @@ from .pace import BucketEvidence, Pace
 from .quota import Quota
 from .reservation import Reservation
 from .retries import RetryBudget, RetryUse
+from .shared import Resource, SharedQuota
 from .use import QuotaUse
 
 __all__ = [
@@ -22,6 +23,8 @@ __all__ = [
     "Quota",
     "QuotaUse",
     "Reservation",
+    "Resource",
     "RetryBudget",
     "RetryUse",
+    "SharedQuota",
 ]

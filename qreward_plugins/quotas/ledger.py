@@ -24,6 +24,7 @@ MARGIN_S = 0.15
 
 _KEPT_S = 60.0
 _MANY = 4096
+_OUTLOOK = 64
 _TIDY_AT = 1024
 _ROUNDING = 1e-9
 _SHORTEST_WAIT_S = 1e-4
@@ -157,6 +158,23 @@ class Ledger:
     def since(self, moment: float) -> float:
         """What was spent after `moment`, and what is held."""
         return math.fsum(self._amounts[bisect_right(self._at, moment) :]) + self.held
+
+    def outlook(self, now: float) -> tuple[tuple[float, float], ...]:
+        """What is spent, as (seconds until it leaves the window, amount), in at most some sixty parts, each of which
+        has left by then; what is held leaves at no time that could be told: infinity.
+        """
+        self._forget(now)
+        parts = []
+        count = len(self._at) - self._first
+        step = -(-count // _OUTLOOK) or 1
+        for start in range(self._first, len(self._at), step):
+            end = min(start + step, len(self._at))
+            amount = math.fsum(self._amounts[start:end])
+            if amount > 0:
+                parts.append((self._at[end - 1] + self.window_s - now, amount))
+        if self.held > 0:
+            parts.append((math.inf, self.held))
+        return tuple(parts)
 
     def forgive(self, down_to: float, now: float) -> bool:
         """Forget the oldest of what was spent until `down_to` is left; return whether there was anything to forget."""

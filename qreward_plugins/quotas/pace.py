@@ -44,6 +44,10 @@ class Pace:
         spare_s = until + self._tolerance_s - max(self._due, now)
         return max(0.0, math.floor(spare_s / self._interval_s + _ROUNDING) + 1.0)
 
+    def refilled_in_s(self, now: float) -> float:
+        """Seconds until the whole burst may go again."""
+        return max(0.0, self._due - now)
+
     def spend(self, now: float) -> None:
         """Enter one request at `now`."""
         self._due = max(self._due, now) + self._interval_s

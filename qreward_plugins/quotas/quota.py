@@ -240,7 +240,7 @@ class Quota:
                 reset_s = announced.get(f"{unit}_reset_s")
                 news = found.announced(limit, remaining, reset_s, in_flight=under_way, share=self._processes, now=now)
             elif remaining is not None and self._worth_a_word.get(unit) != limit:
-                declared = ledger.limit * self._processes
+                declared = self._declared(ledger)
                 news = lower_than_declared(unit, ledger, declared, limit, remaining, under_way, now)
                 if news:
                     self._worth_a_word[unit] = limit
@@ -300,6 +300,10 @@ class Quota:
             announced_tokens_per_window=self._announced.get("tokens"),
             throttled=self._throttled,
         )
+
+    def _declared(self, ledger: Ledger) -> float:
+        """The whole limit of which a ledger keeps this process's part."""
+        return ledger.limit * self._processes
 
     def _learn_what_is_undeclared(self) -> None:
         """Set up the learning of every limit that is not declared, and end it where it is; keep what was learned."""

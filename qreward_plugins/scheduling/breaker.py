@@ -39,6 +39,10 @@ class Breaker:
             return math.inf
         return max(0.0, self._open_until - now)
 
+    def rest_s(self, now: float) -> float:
+        """Seconds that are left of a rest; 0: it has none, or a probe finds out."""
+        return 0.0 if self.closed or self._probing else max(0.0, self._open_until - now)
+
     def started(self) -> None:
         """Note that an attempt passed."""
         if not self.closed:
@@ -72,6 +76,16 @@ class Breaker:
             return False
         self._open(now)
         return True
+
+    def told(self, rest_s: float, now: float) -> None:
+        """Note that another process gives the source a rest that has so many seconds left."""
+        if self.closed:
+            self._open_until = now + rest_s
+
+    def told_of_recovery(self, now: float) -> None:
+        """Note that another process had an answer: a probe may go at once."""
+        if not self.closed:
+            self._open_until = min(self._open_until, now)
 
     def abandoned(self, *, probe: bool) -> None:
         """Note that an attempt ended without telling anything about the source (cancelled, throttled)."""

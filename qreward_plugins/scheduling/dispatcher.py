@@ -15,7 +15,7 @@ import asyncio
 import itertools
 import logging
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from ..config.models import Scheduling
 from ..errors import InputError
@@ -41,6 +41,7 @@ class Dispatcher:
     `rng` draws the jitter; with the same seed, replies and submissions in virtual time the schedule is the same.
     `max_attempts` bounds a sample's failed attempts; throttled ones and hedges do not count. `on_late` is given valid
     verdicts that come after their sample's outcome; None: nobody waits for them, and the attempts are cancelled.
+    `on_waiting` is called when something waits and everything that may go now has gone.
     """
 
     def __init__(
@@ -51,6 +52,7 @@ class Dispatcher:
         max_attempts: int,
         settings: Scheduling | None = None,
         on_late: OnLate | None = None,
+        on_waiting: Callable[[], None] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._lanes = lanes
@@ -62,6 +64,7 @@ class Dispatcher:
         self._arrived: list[Job] = []
         self._ending: set[asyncio.Task[None]] = set()
         self._sequence = itertools.count()
+        self._on_waiting = on_waiting
         self._pump_due = False
         self._wake: asyncio.TimerHandle | None = None
 
@@ -77,6 +80,14 @@ class Dispatcher:
     def look_again(self) -> None:
         """See what can go now: somebody changed what a source allows."""
         self._ask_for_pump()
+
+    def waiting_for(self, lane: Lane) -> tuple[int, float, float]:
+        """What waits for a source: how many requests, their tokens together, about, and those of the first at most."""
+        return self._planner.waiting(lane)
+
+    def call_back(self, lane: Lane, *, sent: bool) -> None:
+        """Take back the attempts at a source that have not been sent, and with `sent` those under way, too."""
+        self._endings.call_back(lane, sent=sent)
 
     def now(self) -> float:
         """The event loop's clock, in seconds."""
@@ -181,6 +192,8 @@ class Dispatcher:
             self._arrange(now)
         for job, lane, hedge in self._planner.placements(now, in_flight=lambda: self._in_flight):
             self._start(job, lane, now, hedge=hedge)
+        if self._on_waiting is not None and self._planner.queue:
+            self._on_waiting()
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None

@@ -18,6 +18,7 @@ that it holds is rescued, or the attempt may be hopeless by itself.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
@@ -90,6 +91,17 @@ class Endings:
         ):
             job.restarts += 1
             self._give_up(attempt, now, f"{lane.name} took {attempt.age(now):.0f} times longer than expected")
+
+    def call_back(self, lane: Lane, *, sent: bool) -> None:
+        """Take back the attempts at a source that have not been sent, and with `sent` the others, too: their jobs wait
+        again, and nothing is held against anybody.
+        """
+        for attempt in list(lane.live):
+            unsent = attempt.reservation.sent_at == -math.inf
+            if (sent or unsent) and not (attempt.result or attempt.rescued or attempt.job.future.done()):
+                attempt.rescued = True
+                attempt.cancel()
+                self._retry(attempt, "it was called back, because the share of its limits had ended")
 
     def _rescue(self, lane: Lane, now: float, from_age: float) -> None:
         """Give up the older attempts of a source that is given a rest, and let their jobs go elsewhere."""

@@ -13,6 +13,7 @@ from ..quotas import Quota, QuotaUse, Reservation, RetryBudget
 from ..sources.base import Reply, Request, Source
 from ..telemetry import SourceCounters, SourceStatistics, percentile
 from .breaker import Breaker
+from .pauses import Pauses
 from .speed import Speed
 from .tail import Tail
 
@@ -27,8 +28,6 @@ Hold = Literal["", "queue", "quota", "pause"]
 _FIRST_TOKENS_PER_BYTE = 1 / 3
 _TOKENS_PER_BYTE_DECAY = 0.05
 _COMPLETION_WEIGHT = 0.05
-_FIRST_THROTTLE_PAUSE_S = 1.0
-_LONGEST_THROTTLE_PAUSE_S = 60.0
 _GARBAGE_WINDOW = 50
 _GARBAGE_AT_LEAST = 10
 _FRESH_S = 0.05
@@ -72,9 +71,7 @@ class Lane:
         """Attempts under way here."""
         self.unusable = ""
         """Why no request may go to this source any more; empty: it may."""
-        self._paused_until = -math.inf
-        self._paused_at = -math.inf
-        self._throttles_in_row = 0
+        self.pauses = Pauses()
         self._tokens_per_byte = _FIRST_TOKENS_PER_BYTE
         self._completion_tokens = 0.0
         self._validity: deque[bool] = deque(maxlen=_GARBAGE_WINDOW)
@@ -108,7 +105,7 @@ class Lane:
         """Seconds until a request of `tokens` may go; infinity: no time can be told."""
         if self.unusable:
             return math.inf
-        return max(self._paused_until - now, self.breaker.wait_s(now), self.quota.wait_s(tokens, now))
+        return max(self.pauses.left_s(now), self.breaker.wait_s(now), self.quota.wait_s(tokens, now))
 
     def up(self, now: float) -> bool:
         """Whether it takes part in what is being planned: not out, not resting for long, not silent."""
@@ -134,7 +131,7 @@ class Lane:
     def hold(self, now: float, tokens: float = 0) -> Hold:
         """Why no request of `tokens` may go now; empty: one may. It is noted down for the blame of batches."""
         hold: Hold = ""
-        if self.unusable or self._paused_until > now or self.breaker.wait_s(now) > 0:
+        if self.unusable or self.pauses.left_s(now) > 0 or self.breaker.wait_s(now) > 0:
             hold = "pause"
         elif self.quota.in_flight >= self.quota.concurrency:
             hold = "queue"
@@ -188,7 +185,7 @@ class Lane:
     def answered(self, attempt: Attempt, reply: Reply, now: float) -> float:
         """Learn from a reply; return its cost in dollars."""
         request, usage, latency_s = attempt.request, reply.usage, now - attempt.started_at
-        self._throttles_in_row = 0
+        self.pauses.answered()
         self.quota.answered(now, sent_at=attempt.started_at)
         if reply.announced:
             learned = self.quota.announced(reply.announced, now)
@@ -245,24 +242,29 @@ class Lane:
             )
 
     def throttled(self, retry_after_s: float | None, sent_at: float, now: float) -> None:
-        """Pause the source as it asks for. Attempts sent before the pause began tell nothing new and do not prolong
-        it.
-        """
+        """Pause the source as it asks for."""
         self.counters.throttled += 1
         learned = self.quota.throttled(now, sent_at=sent_at, retry_after_s=retry_after_s)
         if learned:
             _log.warning("source %s: %s", self.name, learned)
-        if sent_at < self._paused_at or now < self._paused_until:
-            return
-        self._throttles_in_row += 1
-        if retry_after_s is None:
-            pause = min(_FIRST_THROTTLE_PAUSE_S * 2.0 ** min(self._throttles_in_row - 1, 10), _LONGEST_THROTTLE_PAUSE_S)
-        else:
-            # "Retry at once" from a server that keeps on throttling would be a storm.
-            pause = max(retry_after_s, min(0.1 * 2.0 ** min(self._throttles_in_row - 1, 10), _FIRST_THROTTLE_PAUSE_S))
-        self._paused_at = now
-        self._paused_until = now + pause
-        _log.info("source %s asks for a pause of %.1f s", self.name, pause)
+        pause_s = self.pauses.throttled(retry_after_s, sent_at, now)
+        if pause_s is not None:
+            _log.info("source %s asks for a pause of %.1f s", self.name, pause_s)
+
+    def told(
+        self, now: float, *, pause_s: float, rest_s: float, recovered: bool, typical: tuple[float, float] | None
+    ) -> None:
+        """Take in what other processes learned of the source: seconds that are left of a pause or of a rest, that it
+        has answered after a rest, and size and latency of a typical answer.
+        """
+        if pause_s > 0:
+            self.pauses.told(pause_s, now)
+        if recovered:
+            self.breaker.told_of_recovery(now)
+        elif rest_s > 0:
+            self.breaker.told(rest_s, now)
+        if typical is not None and not self.speed.known:
+            self.speed.learn(*typical)
 
     def failed(self, now: float, *, probe: bool) -> bool:
         """Note a transient failure; return whether the source is given a rest because of it."""
@@ -297,7 +299,7 @@ class Lane:
         """One word or two for people."""
         if self.unusable:
             return "out"
-        if self._paused_until > now:
+        if self.pauses.left_s(now) > 0:
             return "paused"
         if not self.breaker.closed:
             return "resting"

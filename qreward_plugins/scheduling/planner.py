@@ -82,6 +82,15 @@ class Planner:
             for job in jobs:
                 job.batch.planned = True
 
+    def waiting(self, lane: Lane) -> tuple[int, float, float]:
+        """What waits for a source: how many requests, their tokens together, about, and those of the first at most."""
+        count = sum(live for eligible, live in self.queue.eligible_sets() if lane.name in eligible)
+        first = self.queue.first(lane.name) if count else None
+        if first is None or lane.unusable:
+            return 0, 0.0, 0.0
+        each, most = lane.tokens_of(self.queue.total_size / len(self.queue)), float(lane.tokens(first.request))
+        return count, max(count * each, most), most
+
     def started(self, attempt: Attempt) -> None:
         """Note that a placement became an attempt."""
         self._hedges.watch(attempt, attempt.started_at)

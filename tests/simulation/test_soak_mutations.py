@@ -217,7 +217,7 @@ def a_pause_without_end(monkeypatch):
     def wrap(throttled):
         def mutated(self, retry_after_s, sent_at, now):
             throttled(self, retry_after_s, sent_at, now)
-            self._paused_until = math.inf
+            self.pauses.told(math.inf, now)
 
         return mutated
 

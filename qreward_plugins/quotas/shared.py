@@ -1,0 +1,136 @@
+"""The quota of a source whose limits many processes share: the same ledgers, under shares that change.
+
+What the whole limit is decides what can ever be sent; what the share is decides what may be sent now, and only as long
+as it is valid. Forecasts take the larger of the share and an equal part, because a share that is small now is raised as
+soon as more is used.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Literal, TypeAlias
+
+from ..config.models import Limits
+from .ledger import Ledger
+from .quota import Quota
+
+Resource: TypeAlias = Literal["requests", "tokens", "concurrency", "burst"]
+"""What is shared: requests and tokens of a window, requests in flight, and the requests that a bucket lets through at
+once, with as much of its rate."""
+
+_ROUNDING = 1e-6
+
+
+class SharedQuota(Quota):
+    """The quota of one source, of which this process has a share: nothing, until it is given some by `resize`."""
+
+    def __init__(self, limits: Limits, *, source: str, slots: int | None = None) -> None:
+        super().__init__(limits, source=source, slots=slots)
+        self._whole = self._shares
+        self.share: dict[Resource, float] = {}
+        """What this process may use of each declared limit."""
+        self.valid_until = math.inf
+        """When the share ends by itself, in seconds of the clock that all methods are given."""
+        self.resize({}, workers=1, now=-math.inf)
+
+    @property
+    def workers(self) -> int:
+        """How many share the source."""
+        return self._processes
+
+    def limits(self) -> dict[Resource, tuple[float, float]]:
+        """What is shared: the declared limits, and the seconds of their windows (0: held until given back)."""
+        whole = self._whole
+        limits: dict[Resource, tuple[float, float]] = {}
+        if self._limits.window == "bucket" and whole.requests < math.inf:
+            limits["burst"] = (float(whole.burst), whole.burst / whole.pace_per_s)
+        elif whole.requests < math.inf:
+            limits["requests"] = (whole.requests, self.requests.window_s)
+        if whole.tokens < math.inf:
+            limits["tokens"] = (whole.tokens, self.tokens.window_s)
+        if self._limits.concurrency is not None:
+            limits["concurrency"] = (float(self._limits.concurrency), 0.0)
+        return limits
+
+    def spent(self, resource: Resource, now: float) -> tuple[tuple[float, float], ...]:
+        """What this process has spent of a limit: (seconds until it leaves the window, amount)."""
+        if resource == "requests":
+            return self.requests.outlook(now)
+        if resource == "tokens":
+            return self.tokens.outlook(now)
+        if resource == "concurrency" and self.in_flight:
+            return ((math.inf, float(self.in_flight)),)
+        return ()
+
+    def refilled_in_s(self, now: float) -> float:
+        """Seconds until the bucket, as far as it is this process's, is full again."""
+        return self._pace.refilled_in_s(now) if self._pace is not None else 0.0
+
+    def resize(self, share: Mapping[Resource, float], *, workers: int, now: float) -> None:
+        """Keep to these shares from now on, and to nothing of what they do not name; what was spent stays spent.
+        `workers` is how many share the source.
+        """
+        whole = self._whole
+        self.share = {resource: share.get(resource, 0.0) for resource in self.limits()}
+        self._processes = max(1, workers)
+        new = whole
+        if "burst" in self.share:
+            burst = math.floor(self.share["burst"] + _ROUNDING)
+            pace_per_s = whole.pace_per_s * burst / whole.burst
+            new = replace(new, requests=whole.requests if burst else 0.0, burst=burst, pace_per_s=pace_per_s)
+        elif "requests" in self.share:
+            requests = float(math.floor(self.share["requests"] + _ROUNDING))
+            burst = max(1, math.floor(whole.burst * requests / whole.requests))
+            new = replace(new, requests=requests, burst=burst, pace_per_s=whole.pace_per_s * requests / whole.requests)
+        if "tokens" in self.share:
+            new = replace(new, tokens=self.share["tokens"])
+        if "concurrency" in self.share:
+            concurrency = math.floor(self.share["concurrency"] + _ROUNDING)
+            new = replace(new, concurrency=min(concurrency, self._slots or concurrency))
+        self._shares = new
+        if new.requests < math.inf:
+            self.requests.limit = new.requests
+        if new.tokens < math.inf:
+            self.tokens.limit = new.tokens
+        if new.concurrency is not None:
+            self.concurrency = new.concurrency
+        if self._pace is not None and new.pace_per_s > 0:
+            self._pace.change(new.pace_per_s, new.burst, now)
+
+    def wait_s(self, tokens: float, now: float) -> float:
+        return super().wait_s(tokens, now) if now < self.valid_until else math.inf
+
+    def per_window(self) -> tuple[float, float]:
+        requests, window_s = super().per_window()
+        return (max(requests, self._whole.requests / self._processes) if requests < math.inf else requests), window_s
+
+    def tokens_per_window(self) -> float:
+        tokens = super().tokens_per_window()
+        return max(tokens, self._whole.tokens / self._processes) if tokens < math.inf else tokens
+
+    @property
+    def burst(self) -> float:
+        return self.per_window()[0]
+
+    def fits_ever(self, tokens: float) -> bool:
+        return tokens <= self._whole.tokens
+
+    def _declared(self, ledger: Ledger) -> float:
+        return self._whole.requests if ledger is self.requests else self._whole.tokens
+
+    def retune(self, limits: Limits, now: float) -> None:
+        kept, processes = self.share, self._processes
+        self._processes = 1
+        try:
+            super().retune(limits, now)
+        finally:
+            self._processes = processes
+        self._whole = self._shares
+        # Of a limit that was not shared before there is nothing yet; of one that was lowered, no more than that.
+        self.resize(
+            {resource: min(kept.get(resource, 0.0), limit) for resource, (limit, _) in self.limits().items()},
+            workers=processes,
+            now=now,
+        )

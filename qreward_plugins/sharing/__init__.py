@@ -1,0 +1,9 @@
+"""What the processes of one job share: the sources' limits, and the rewards of a group."""
+
+from .channels import open_channel
+from .keeper import Keeper
+from .keys import source_keys
+from .member import Demand, Member
+from .membership import Channel, Membership
+
+__all__ = ["Channel", "Demand", "Keeper", "Member", "Membership", "open_channel", "source_keys"]

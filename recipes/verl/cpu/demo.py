@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from omegaconf import OmegaConf
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -29,7 +30,7 @@ FLAKY = {"error_500": 0.04, "reset": 0.03, "error_429_seconds": 0.003, "truncate
 
 
 LIMITS = {
-    "fast": ServerLimits(requests_per_minute=600, window_s=10, concurrency=16),
+    "fast": ServerLimits(requests_per_minute=600, concurrency=16),
     "slow": ServerLimits(requests_per_minute=1800, concurrency=32),
 }
 """What the judges enforce; judges.yaml declares the same."""
@@ -81,6 +82,7 @@ def main() -> int:
     verdicts, failed = _read_journal(journal)
     console.print(_source_table(reports, verdicts))
     steps = training.steps
+    console.print(_limits_kept(reports, _workers()), highlight=False)
     console.print(_step_table(steps))
     plot = out / "reward.png"
     _plot(steps, plot, options.algorithm)
@@ -145,14 +147,21 @@ def _source_table(reports: Mapping[str, Report], verdicts: Mapping[str, int]) ->
             f"{report.prompt_tokens + report.completion_tokens:,}",
             str(report.violations_total),
         )
-    windows = [f"{name} {_window(report.max_requests_in_window, LIMITS[name])}" for name, report in reports.items()]
-    table.caption = "most in a window: " + ", ".join(windows)
     return table
 
 
-def _window(seen: int, limits: ServerLimits) -> str:
-    allowed = (limits.requests_per_minute or 0) * limits.window_s / 60
-    return f"{seen} of {allowed:.0f} in {limits.window_s:g} s"
+def _workers() -> int:
+    recipe = OmegaConf.load(Path(__file__).resolve().with_name("cpu.yaml"))
+    return int(OmegaConf.select(recipe, "reward.num_workers"))
+
+
+def _limits_kept(reports: Mapping[str, Report], workers: int) -> str:
+    """A line for every source: what it allows, and what it saw, whoever sent it."""
+    return "\n".join(
+        f"{name}: limit {LIMITS[name].requests_per_minute:.0f}/min, seen at most {report.max_requests_in_window} in any "
+        f"minute, over {workers} workers"
+        for name, report in reports.items()
+    )
 
 
 def _step_table(steps: Sequence[Step]) -> Table:

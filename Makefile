@@ -22,8 +22,10 @@ install: $(INSTALLED) ## Set up .venv with everything pinned
 demo: $(INSTALLED) ## Train a tiny model with verl on the CPU, rewarded by two judge servers (about 3 minutes)
 	$(BIN)/python recipes/verl/cpu/demo.py
 
-test: $(INSTALLED) lint types ## Lint, type-check and test everything
-	$(BIN)/python -m pytest
+JOBS ?= 2
+
+test: $(INSTALLED) lint types ## Lint, type-check and test everything, in JOBS processes
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 conformance: $(INSTALLED) ## Play our scenarios on the real slime: QREWARD_SLIME_SRC=/path/to/slime make conformance
 	$(BIN)/python -m pytest tests/conformance/slime

@@ -47,7 +47,22 @@ def test_a_mapping_is_read_with_defaults_and_left_alone() -> None:
     assert tree == TREE
     assert fast(config).base_url == ("https://a.example/v1",)
     assert isinstance(config.judges["quality"], LLMJudge)
-    assert config.on_failure == "exclude"
+    assert config.on_failure == "auto"
+
+
+@pytest.mark.parametrize(
+    ("written", "shared"), [("auto", "auto"), ("ray", "ray"), ("local", "local"), ("off", "off"), ('"off"', "off")]
+)
+def test_how_limits_are_shared_is_written_as_it_is_said(tmp_path: Path, written: str, shared: str) -> None:
+    path = write(
+        tmp_path,
+        f"""
+        sources: {{fast: {{kind: openai, base_url: https://a/v1, model: m}}}}
+        judges: {{quality: {{kind: llm}}}}
+        engine: {{shared: {written}}}
+        """,
+    )
+    assert load_config(path).engine.shared == shared
 
 
 def test_a_file_is_read(tmp_path: Path) -> None:

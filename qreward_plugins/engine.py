@@ -258,7 +258,7 @@ class RewardEngine:
             max_attempts=self.config.engine.max_attempts,
             settings=self.config.engine.scheduling,
             on_late=self._late if self._journal is not None else None,
-            on_waiting=self._membership.look if self._membership is not None else None,
+            on_pumped=self._membership.look if self._membership is not None else None,
         )
         if self._membership is not None:
             self._membership.start(dispatcher)

@@ -41,7 +41,7 @@ class Dispatcher:
     `rng` draws the jitter; with the same seed, replies and submissions in virtual time the schedule is the same.
     `max_attempts` bounds a sample's failed attempts; throttled ones and hedges do not count. `on_late` is given valid
     verdicts that come after their sample's outcome; None: nobody waits for them, and the attempts are cancelled.
-    `on_waiting` is called when something waits and everything that may go now has gone.
+    `on_pumped` is called whenever everything that may go now has gone, and what has ended has been given back.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Dispatcher:
         max_attempts: int,
         settings: Scheduling | None = None,
         on_late: OnLate | None = None,
-        on_waiting: Callable[[], None] | None = None,
+        on_pumped: Callable[[], None] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._lanes = lanes
@@ -64,7 +64,7 @@ class Dispatcher:
         self._arrived: list[Job] = []
         self._ending: set[asyncio.Task[None]] = set()
         self._sequence = itertools.count()
-        self._on_waiting = on_waiting
+        self._on_pumped = on_pumped
         self._pump_due = False
         self._wake: asyncio.TimerHandle | None = None
 
@@ -192,8 +192,8 @@ class Dispatcher:
             self._arrange(now)
         for job, lane, hedge in self._planner.placements(now, in_flight=lambda: self._in_flight):
             self._start(job, lane, now, hedge=hedge)
-        if self._on_waiting is not None and self._planner.queue:
-            self._on_waiting()
+        if self._on_pumped is not None:
+            self._on_pumped()
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None

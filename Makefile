@@ -27,8 +27,8 @@ JOBS ?= 2
 test: $(INSTALLED) lint types ## Lint, type-check and test everything, in JOBS processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-conformance: $(INSTALLED) ## Play our scenarios on the real slime: QREWARD_SLIME_SRC=/path/to/slime make conformance
-	$(BIN)/python -m pytest tests/conformance/slime
+conformance: $(INSTALLED) ## Play our scenarios on real verl, and on slime with QREWARD_SLIME_SRC=/path/to/slime
+	QREWARD_VERL=1 $(BIN)/python -m pytest tests/conformance/verl tests/conformance/slime
 
 SEEDS ?= 100000
 

@@ -12,9 +12,9 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
-from typing import Literal
 
 from .config import Constant, Groups
+from .config.models import FailurePolicy
 from .errors import JudgeUnavailable, RewardMissing
 from .samples import Failed, Outcome
 
@@ -35,8 +35,9 @@ def group_means(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> 
     return [means.get(group, whole) for group in groups]
 
 
-def number_of(outcome: Outcome, policy: Literal["exclude", "raise"] | Constant) -> float | None:
-    """The number that an outcome trains as under `on_failure`; None: it is kept out of training.
+def number_of(outcome: Outcome, policy: FailurePolicy) -> float | None:
+    """The number that an outcome trains as under `on_failure`; None: it has none of its own, and the adapter keeps it
+    out of training or makes it neutral to its group.
 
     Raises `RewardMissing` with the policy `raise`.
     """

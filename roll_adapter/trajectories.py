@@ -28,7 +28,7 @@ class QRewardTrajectoryMixin:
     file that `QREWARD_CONFIG` names; it is read once. The judge's reward is multiplied with
     `custom_envs.<tag>.qreward_weight` (default 1.0) and added to that of the last step. A failed trajectory adds the
     mean of what its group's scored trajectories in this process got, and is masked out of the loss (`on_failure:
-    exclude`).
+    auto`, `neutral` and `exclude`).
     """
 
     env_config: Any

@@ -37,7 +37,7 @@ class Adapter:
 
     def tell_of_missing_hook(self, args: Any) -> None:
         """Say once which flag keeps failed samples out of the groups' statistics, where it is not set."""
-        if self._told or self.config.on_failure != "exclude":
+        if self._told or self.config.on_failure not in ("auto", "neutral", "exclude"):
             return
         self._told = True
         if getattr(args, "custom_reward_post_process_path", None) is None:

@@ -8,14 +8,13 @@ whole gets one constant, so that every advantage in it is zero.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
-from qreward_plugins import Outcome, RewardEngine, Sample, group_means
+from qreward_plugins import RewardEngine, group_means
 from qreward_plugins.groups import number_of
 
 from .functions import ComputeScore, open_reward_function
@@ -73,25 +72,22 @@ class QRewardBatchManager:
         ]
         outcomes = self._portal.score_all(samples)
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
-        for index, reward in enumerate(self._rewards(samples, outcomes)):
-            rewards[index, max(len(ids[index]) - 1, 0)] = reward
+        numbers = [number_of(outcome, self._on_failure) for outcome in outcomes]
+        means = group_means(numbers, [sample.group_id for sample in samples])
+        for index, (number, mean) in enumerate(zip(numbers, means, strict=True)):
+            # verl of these versions has no way to leave a sample out; being neutral to its group is the nearest to it.
+            rewards[index, max(len(ids[index]) - 1, 0)] = mean if number is None else number
         if not return_dict:
             return rewards
         infos: dict[str, list[Any]] = defaultdict(list)
-        for info in [self._extra_info.of(outcome) for outcome in outcomes]:
-            for key, value in info.items():
+        for outcome, number in zip(outcomes, numbers, strict=True):
+            for key, value in self._extra_info.of(outcome, imputed=number is None).items():
                 infos[key].append(value)
         return {"reward_tensor": rewards, "reward_extra_info": dict(infos)}
 
     def close(self) -> None:
         """Close the engine and its thread."""
         self._resources.close()
-
-    def _rewards(self, samples: Sequence[Sample], outcomes: Sequence[Outcome]) -> list[float]:
-        # verl of these versions has no way to leave a sample out; being neutral to its group is the nearest to it.
-        rewards = [number_of(outcome, self._on_failure) for outcome in outcomes]
-        means = group_means(rewards, [sample.group_id for sample in samples])
-        return [mean if reward is None else reward for reward, mean in zip(rewards, means, strict=True)]
 
     def _decode(self, ids: Any) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

@@ -3,12 +3,15 @@
 verl starts `reward.num_workers` processes, each with one manager, and calls `run_single` on the process's event loop
 while the rollout still runs. The engine is made in the constructor, so that mistakes of the configuration end the run
 before the first rollout, and it binds to the loop with the first call.
+
+The siblings of a sample are scored in other processes, so that a failed one is neutral to its group takes the board of
+the job (`qreward_plugins.sharing`), and every outcome is reported there. In validation nothing waits: a failed sample
+is left out of the means, which `trainer` sees to.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,13 +21,18 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from qreward_plugins import Failed, Outcome, RewardEngine, RewardMissing, Sample
 from qreward_plugins.groups import number_of
+from qreward_plugins.sharing.board_actor import Report
+from qreward_plugins.sharing.board_client import GroupBoard
 
+from . import trainer
 from .functions import ComputeScore, open_reward_function
+from .policy import failure_policy, is_v1, samples_per_prompt, warn_of_short_waiting
 from .rewards import ExtraInfo
-from .rollouts import response_ids, to_sample
-from .settings import check_failure_policy, load_settings, processes_of, reward_function_sources
+from .rollouts import looks_like_validation, name_in_group, response_ids, to_sample
+from .settings import load_settings, processes_of, reward_function_sources
 
-_log = logging.getLogger("verl_adapter")
+UNSEEN = 0.0
+"""The score of a failed sample in validation: it takes the place of none, and is left out of every mean."""
 
 
 class QRewardManager(RewardManagerBase):  # type: ignore[misc]
@@ -47,7 +55,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self.tokenizer = tokenizer
         self.compute_score = compute_score
         settings = load_settings(config)
-        check_failure_policy(settings, config)
+        self._policy = failure_policy(settings, config)
         router = (
             {"reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer}
             if reward_router_address is not None
@@ -60,25 +68,59 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
             for name, node in reward_function_sources(settings)
         }
         self.engine = RewardEngine(settings, processes=processes_of(config), sources=sources)
-        self._on_failure = settings.on_failure
+        self._board = GroupBoard(wait_s=settings.groups.wait_s)
+        self._group_size = samples_per_prompt(config)
+        self._is_v1 = is_v1(config)
+        if self._policy == "neutral":
+            warn_of_short_waiting(config, processes_of(config))
         self._extra_info = ExtraInfo(self.engine)
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """Score one trajectory: `{"reward_score": float, "reward_extra_info": {...}}`.
 
-        Of several outputs of one trajectory the last is judged, as in verl. A sample without a reward raises
-        `RewardMissing` (`on_failure: exclude` or `raise`) or gets the constant that the configuration names.
+        Of several outputs of one trajectory the last is judged, as in verl. A sample without a reward gets the mean of
+        its group's scored samples (`on_failure: neutral`; it waits for them, `groups.wait_s` at most), raises
+        `RewardMissing` (`exclude` and `raise`), or gets the constant that the configuration names. In validation its
+        score stands for nothing and `qreward/missing` is 1.0.
         """
         item = data[-1:][0]
         sample = await asyncio.get_running_loop().run_in_executor(self._decoder, self._sample, item)
         outcome = await self.engine.score(sample)
-        return {"reward_score": self._reward(outcome), "reward_extra_info": self._extra_info.of(outcome)}
+        if sample.split == "val":
+            reward, imputed = await self._validated(outcome), False
+        else:
+            reward, imputed = await self._trained(outcome, sample, item)
+        return {"reward_score": reward, "reward_extra_info": self._extra_info.of(outcome, imputed=imputed)}
 
     async def aclose(self) -> None:
         """Close the engine and its threads. verl never does; tests and other callers should."""
         await self.engine.aclose()
+        await self._board.aclose()
         self._decoder.shutdown()
+
+    async def _validated(self, outcome: Outcome) -> float:
+        await self._board.settle(Report(None, "", outcome.reward, None, "val", _cause(outcome)))
+        if self._policy == "raise":
+            number_of(outcome, self._policy)
+        return UNSEEN if outcome.reward is None else float(outcome.reward)
+
+    async def _trained(self, outcome: Outcome, sample: Sample, item: Any) -> tuple[float, bool]:
+        """The number that a sample trains on, and whether it is the mean of its group."""
+        unlike_training = looks_like_validation(item)
+        neutral = self._policy == "neutral" and sample.group_id is not None and not (unlike_training and self._is_v1)
+        report = Report(None, "", outcome.reward, None, "val" if unlike_training else "train", _cause(outcome))
+        if neutral:
+            key = (str(sample.group_id), "" if sample.step is None else str(sample.step))
+            report = report._replace(key=key, sample=name_in_group(item), size=self._group_size)
+        mean = await self._board.settle(report, wait=not unlike_training)
+        if mean is not None:
+            return mean, True
+        number = number_of(outcome, self._policy)
+        if number is None:
+            assert isinstance(outcome, Failed)
+            raise RewardMissing(outcome)
+        return number, False
 
     def _sample(self, item: Any) -> Sample:
         return to_sample(item, self._decode(response_ids(item)), self._decode)
@@ -86,9 +128,10 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
     def _decode(self, ids: Any) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
-    def _reward(self, outcome: Outcome) -> float:
-        reward = number_of(outcome, self._on_failure)
-        if reward is None:
-            assert isinstance(outcome, Failed)
-            raise RewardMissing(outcome)
-        return reward
+
+def _cause(outcome: Outcome) -> str:
+    return outcome.cause.value if isinstance(outcome, Failed) else ""
+
+
+# The trainer's process makes no manager, but it imports this module, because it looks the class up.
+trainer.install()

@@ -11,6 +11,12 @@ from typing import Any
 
 from qreward_plugins import Outcome, RewardEngine
 
+MISSING = "qreward/missing"
+"""1.0 for a sample without a reward of its own: its score is a stand-in."""
+
+IMPUTED = "qreward/imputed"
+"""1.0 for a sample that trains on the mean of its group: one without a reward, or one that came too late to count."""
+
 
 class ExtraInfo:
     """Turns outcomes of an engine into `reward_extra_info`: its facts under `qreward/`, and verl's own `acc`."""
@@ -18,6 +24,11 @@ class ExtraInfo:
     def __init__(self, engine: RewardEngine) -> None:
         self._facts = engine.facts()
 
-    def of(self, outcome: Outcome) -> dict[str, Any]:
-        """The extra info of one outcome."""
-        return {key if key == "acc" else f"qreward/{key}": value for key, value in self._facts.of(outcome).items()}
+    def of(self, outcome: Outcome, *, imputed: bool) -> dict[str, Any]:
+        """The extra info of one outcome; `imputed`: its score is the mean of its group."""
+        facts = self._facts.of(outcome).items()
+        return {
+            **{key if key == "acc" else f"qreward/{key}": value for key, value in facts},
+            MISSING: float(outcome.reward is None),
+            IMPUTED: float(imputed),
+        }

@@ -6,12 +6,18 @@ naive.py), so that a function which worked there finds the same `extra_info` her
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from qreward_plugins import Message, Sample
 
 Decode = Callable[[Any], str]
+
+VALIDATION = "qreward_validation"
+"""The key in `extra_info` by which `trainer` marks the rows of validation, for verl itself does not."""
+
+_VALIDATION_SPLITS = frozenset({"val", "valid", "validation", "dev", "test", "eval", "evaluation"})
 
 
 def response_ids(item: Any) -> Any:
@@ -33,6 +39,7 @@ def to_sample(item: Any, response: str, decode: Decode, *, data_source_column: s
     """
     columns: Mapping[str, Any] = item.non_tensor_batch
     extras = dict(columns.get("extra_info") or {})
+    marked = extras.pop(VALIDATION, False)
     extras.update(columns.get("tool_extra_fields") or {})
     extras["num_turns"] = _plain(columns.get("__num_turns__"))
     extras["rollout_reward_scores"] = columns.get("reward_scores") or {}
@@ -46,9 +53,24 @@ def to_sample(item: Any, response: str, decode: Decode, *, data_source_column: s
         data_source=str(columns.get(data_source_column, "")),
         group_id=None if uid is None else str(uid),
         step=step if isinstance(step, int) else None,
+        split="val" if marked else None,
         extras=extras,
         id=None if uid is None else f"{uid}/{_plain(columns.get('session_id', ''))}",
     )
+
+
+def looks_like_validation(item: Any) -> bool:
+    """Whether a row that is not marked says of itself that it is not from the training set, as those do that verl's own
+    data scripts make (`extra_info.split`).
+    """
+    info = item.non_tensor_batch.get("extra_info") or {}
+    return str(info.get("split", "")).lower() in _VALIDATION_SPLITS
+
+
+def name_in_group(item: Any) -> str:
+    """What tells a sample from the others of its group. The legacy trainer gives it no name, so each call makes one."""
+    session = _plain(item.non_tensor_batch.get("session_id"))
+    return uuid.uuid4().hex if session is None else str(session)
 
 
 def _messages(item: Any, decode: Decode) -> list[Message]:

@@ -13,7 +13,6 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qreward_plugins.config import Config, FunctionSource, load_layers
-from qreward_plugins.errors import ConfigurationError, Mistake
 
 COMPUTE_SCORE = "verl_adapter:compute_score"
 """The `function` of a source that stands for the reward function of this verl run, default or custom."""
@@ -43,25 +42,6 @@ def processes_of(trainer: DictConfig) -> int:
     """How many processes share the limits: verl's number of reward workers."""
     workers = OmegaConf.select(trainer, "reward.num_workers") or OmegaConf.select(trainer, "reward_model.num_workers")
     return int(workers or 1)
-
-
-def check_failure_policy(config: Config, trainer: DictConfig) -> None:
-    """Refuse what would end the run at the first failed sample.
-
-    Leaving a sample out is a matter of verl's V1 trainer; in the legacy one an exception of a reward manager ends the
-    run (trainer/ppo/ray_trainer.py).
-    """
-    if config.on_failure == "exclude" and not OmegaConf.select(trainer, "trainer.use_v1"):
-        raise ConfigurationError(
-            [
-                Mistake(
-                    "on_failure",
-                    "`exclude` needs verl's V1 trainer; the legacy trainer ends the run when a sample has no reward.",
-                    "Set trainer.use_v1=True, or choose `on_failure: {constant: x}`, or `raise` to end it knowingly.",
-                )
-            ],
-            origin="qreward",
-        )
 
 
 _REWARD_FUNCTION = {

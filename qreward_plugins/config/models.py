@@ -30,6 +30,7 @@ __all__ = [
     "Constant",
     "Endpoint",
     "EngineConfig",
+    "FailurePolicy",
     "FunctionJudge",
     "FunctionSource",
     "Groups",
@@ -236,12 +237,22 @@ class Constant(Node):
     """The reward of a failed sample."""
 
 
+FailurePolicy: TypeAlias = Literal["auto", "neutral", "exclude", "raise"] | Constant
+"""What becomes of a sample without a reward."""
+
+
 class Groups(Node):
-    """When the group of one prompt is worth training, for adapters whose framework can replace a group."""
+    """The samples of one prompt: how long they wait for each other, and when they are worth training."""
+
+    wait_s: PositiveFloat = 300.0
+    """Seconds that a failed sample waits for its siblings at most, from its failure, where other processes score them
+    and it is to get their mean (verl, `on_failure: neutral`); then it gets the mean of those that are scored. Default:
+    300."""
 
     min_scored: Literal["all"] | PositiveInt = 2
-    """Samples of a group that must have a reward (a smaller group: all of them); a group with fewer is dropped, and
-    another prompt takes its place. `all`: every one. Default: 2, because one alone has nothing to compare with."""
+    """Samples of a group that must have a reward (a smaller group: all of them); where the framework can replace a
+    group (slime, ROLL), one with fewer is dropped, and another prompt takes its place. `all`: every one. Default: 2,
+    because one alone has nothing to compare with."""
 
     give_up_after: PositiveInt = 256
     """Groups dropped in a row after which the run ends with an error, because a judge that is down would have prompts
@@ -263,8 +274,11 @@ class Config(Node):
 
     engine: EngineConfig = EngineConfig()
 
-    on_failure: Literal["exclude", "raise"] | Constant = "exclude"
-    """What an adapter does with a sample that has no reward. `exclude` (default): leave it out of training in the
-    framework's own way. `raise`: stop the run. `{constant: x}`: train it on x."""
+    on_failure: FailurePolicy = "auto"
+    """What an adapter does with a sample that has no reward. `auto` (default): what the framework does best; with verl
+    `neutral` where the advantage estimator compares the samples of a group, `exclude` elsewhere. `neutral`: give it the
+    mean of its group's scored samples, so that its advantage is zero. `exclude`: leave it out of training in the
+    framework's own way; with slime and ROLL these three are one. `raise`: stop the run. `{constant: x}`: train it on
+    x."""
 
     groups: Groups = Groups()

@@ -75,7 +75,9 @@ class Ledger:
 
     def share(self, now: float) -> float | None:
         """What is spent, as a share of the limit; None where there is no limit."""
-        return self.spent(now) / self.limit if self.limit < math.inf else None
+        if self.limit == math.inf:
+            return None
+        return self.spent(now) / self.limit if self.limit else 1.0
 
     def wait_s(self, amount: float, now: float) -> float:
         """Seconds until `amount` fits, at the earliest: 0 if it does now, infinity if it is more than the limit.

@@ -91,7 +91,7 @@ def main() -> int:
     console.print(
         f"Mean reward {first:.2f} -> {last:.2f} (first and last three steps); right answers to held-out questions "
         f"{training.accuracy_before:.0%} -> {training.accuracy_after:.0%}. {sum(verdicts.values())} verdicts, {failed} "
-        f"samples left out, {violations} limit violations, {time.monotonic() - started:.0f} s. Plot: {plot}",
+        f"samples without one, {violations} limit violations, {time.monotonic() - started:.0f} s. Plot: {plot}",
         highlight=False,
         soft_wrap=True,
     )

@@ -1,0 +1,122 @@
+"""Writes down every sample that a real verl trainer trains, one JSON a line in the file that VERL_RECORD names.
+
+verl imports this in each of its processes (`VERL_USE_EXTERNAL_MODULES`), before it loads plugins. The trainer's process
+is the one that starts a tracker, and only then are the trainer's modules there to be looked into.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+
+from verl.utils.tracking import Tracking
+
+_STEP = [0]
+
+
+def _write(rows):
+    with open(os.environ["VERL_RECORD"], "a") as file:
+        file.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+def _rows(uids, infos, data, raw):
+    import torch
+
+    scores = data["scores"].sum(-1) if data["scores"].dim() > 1 else data["scores"]
+    _STEP[0] += 1
+    for row, (uid, info) in enumerate(zip(uids, infos, strict=True)):
+        mask = data["mask"][row].bool()
+        yield {
+            "step": _STEP[0],
+            "uid": str(uid),
+            "score": float(scores[row]),
+            "advantages": torch.masked_select(data["advantages"][row], mask).tolist(),
+            "raw": torch.masked_select(raw[row], mask).tolist(),
+            **{key.removeprefix("qreward/"): info[key] for key in info if key.startswith("qreward/")},
+        }
+
+
+_raw = {}
+
+
+def _keeping_raw(compute):
+    @functools.wraps(compute)
+    def kept(data, *args, **kwargs):
+        data = compute(data, *args, **kwargs)
+        _raw["advantages"] = data.batch["advantages"].clone()
+        return data
+
+    return kept
+
+
+def _recording_v1(compute):
+    @functools.wraps(compute)
+    def recorded(self, batch, metrics):
+        import torch
+        import transfer_queue
+
+        keys = list(batch.keys)
+        result = compute(self, batch, metrics)
+        fields = ["uid", "response_mask", "rm_scores", "advantages", "extra_fields"]
+        data = transfer_queue.kv_batch_get(keys=keys, partition_id="train", select_fields=fields)
+        infos = [extra["reward_extra_info"] for extra in data.pop("extra_fields").tolist()]
+        uids = data.pop("uid").tolist()
+        padded = {name: data[name].to_padded_tensor(0.0) for name in ("rm_scores", "advantages")}
+        mask = data["response_mask"].to_padded_tensor(0)
+        table = {"scores": padded["rm_scores"], "advantages": padded["advantages"], "mask": mask}
+        _write(_rows(uids, infos, table, _raw["advantages"][:, : mask.shape[1]].to(torch.float32)))
+        return result
+
+    return recorded
+
+
+def _recording_legacy(update):
+    @functools.wraps(update)
+    def recorded(self, batch):
+        columns = batch.non_tensor_batch
+        names = [name for name in columns if name.startswith("qreward/")]
+        infos = [
+            {
+                name: getattr(columns[name][row], "item", lambda row=row, name=name: columns[name][row])()
+                for name in names
+            }
+            for row in range(len(batch))
+        ]
+        table = {
+            "scores": batch.batch["token_level_scores"],
+            "advantages": batch.batch["advantages"],
+            "mask": batch.batch["response_mask"],
+        }
+        _write(_rows(columns["uid"].tolist(), infos, table, _raw["advantages"]))
+        return update(self, batch)
+
+    return recorded
+
+
+def _look_into(module, owner, name, wrapper):
+    holder = sys.modules.get(module)
+    holder = getattr(holder, owner, None) if owner else holder
+    if holder is not None:
+        setattr(holder, name, wrapper(getattr(holder, name)))
+
+
+def _record():
+    legacy, v1 = "verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"
+    _look_into(legacy, "", "compute_advantage", _keeping_raw)
+    _look_into(v1, "", "compute_advantage_for_multi_trajectories", _keeping_raw)
+    _look_into(v1, "PPOTrainer", "_compute_advantage", _recording_v1)
+    _look_into(legacy, "RayPPOTrainer", "_update_actor", _recording_legacy)
+
+
+_start = Tracking.__init__
+
+
+@functools.wraps(_start)
+def _start_and_record(self, *args, **kwargs):
+    _start(self, *args, **kwargs)
+    _record()
+
+
+Tracking.__init__ = _start_and_record

@@ -1,0 +1,130 @@
+"""One training with a real verl trainer on the CPU, whose judge goes through a bad day; and what came of it."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import threading
+from collections import defaultdict
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+from qreward_plugins.testing import Faults, JudgeServer
+
+CPU = Path(__file__).parents[3] / "recipes" / "verl" / "cpu"
+RECORDER = Path(__file__).with_name("recorder")
+
+STEPS = 7
+PROMPTS = 8
+GROUP = 4
+HELD_OUT = 16
+
+ALL_FAIL = range(HELD_OUT + 40, HELD_OUT + 120)
+"""The requests that all fail: more than two steps of them. An empty response is scored without a request, so where a
+step begins is not known."""
+DIES = HELD_OUT + 150
+"""The request in the middle of which the judge goes down."""
+DOWN_S = 3.0
+
+CONFIGURATION = """
+sources:
+  only: {kind: openai, base_url: "${oc.env:JUDGE_URL}", model: judge}
+judges:
+  sums: {kind: llm, invalid_retries: 0, correct_at: 1.0, instructions: "Is the answer right?"}
+engine: {deadline_s: 20, seed: 0, max_attempts: 1}
+groups: {wait_s: 60}
+"""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training left behind: every sample that was trained, the metrics by step, and the validations."""
+
+    rows: list[dict]
+    metrics: dict[int, dict]
+    validations: list[list[dict]]
+    log: str
+
+    @property
+    def groups(self) -> dict[str, list[dict]]:
+        groups = defaultdict(list)
+        for row in self.rows:
+            groups[row["uid"]].append(row)
+        return groups
+
+
+class Judge:
+    """A judge that fails three of ten requests, then all, dies and comes back; then it fails three of ten again."""
+
+    def __init__(self, score):
+        self._server = JudgeServer(score, faults=Faults(script=self._fault))
+        self._ups_and_downs = None
+        self._ending = threading.Event()
+
+    def __enter__(self):
+        self._server.start()
+        return self._server
+
+    def __exit__(self, *_):
+        self._ending.set()
+        if self._ups_and_downs is not None:
+            self._ups_and_downs.join()
+        self._server.stop()
+
+    def _fault(self, number):
+        if number == DIES:
+            self._ups_and_downs = threading.Thread(target=self._go_down)
+            self._ups_and_downs.start()
+            return "hang"
+        return "error_422" if number in ALL_FAIL or number % 10 in (2, 5, 8) else None
+
+    def _go_down(self):
+        self._server.stop()
+        self._ending.wait(DOWN_S)
+        self._server.start()
+
+
+def recipe() -> SimpleNamespace:
+    """The recipe's modules, which are scripts beside each other."""
+    sys.path.insert(0, str(CPU))
+    try:
+        return SimpleNamespace(**{name: importlib.import_module(name) for name in ("scorer", "tasks", "training")})
+    finally:
+        sys.path.remove(str(CPU))
+
+
+def train(out: Path, *overrides: str) -> Outcome:
+    """Train `STEPS` steps with GRPO, validating before and after."""
+    modules = recipe()
+    sizes = modules.tasks.Sizes(learning_steps=20, habit_steps=5, val_questions=HELD_OUT)
+    assets = modules.tasks.prepare(out / "assets", sizes)
+    configuration = out / "judges.yaml"
+    configuration.write_text(CONFIGURATION)
+    record = out / "rows.jsonl"
+    with Judge(modules.scorer.score) as server:
+        modules.training.train(
+            assets,
+            out,
+            algorithm="grpo",
+            steps=STEPS,
+            environment={
+                "QREWARD_CONFIG": str(configuration),
+                "JUDGE_URL": server.base_url,
+                "PYTHONPATH": os.pathsep.join((str(CPU), str(RECORDER), os.environ.get("PYTHONPATH", ""))),
+                "VERL_USE_EXTERNAL_MODULES": "verl_cpu,verl_recorder",
+                "VERL_RECORD": str(record),
+            },
+            on_step=lambda step: None,
+            overrides=(f"trainer.validation_data_dir={out / 'validations'}", *overrides),
+        )
+    metrics = [json.loads(line) for line in (out / "grpo.jsonl").read_text().splitlines()]
+    dumps = sorted((out / "validations").glob("*.jsonl"), key=lambda path: int(path.stem))
+    return Outcome(
+        [json.loads(line) for line in record.read_text().splitlines()],
+        {record["step"]: record["data"] for record in metrics},
+        [[json.loads(line) for line in dump.read_text().splitlines()] for dump in dumps],
+        (out / "grpo.log").read_text(errors="replace"),
+    )

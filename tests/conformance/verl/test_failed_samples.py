@@ -1,0 +1,110 @@
+"""A judge that fails, is out for a while and dies, in both of verl's trainers: the run goes on, and nothing is taught
+that nobody said.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+
+import pytest
+
+from .runs import GROUP, HELD_OUT, PROMPTS, STEPS, train
+
+pytestmark = [
+    pytest.mark.trainer,
+    pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl"),
+]
+
+SOURCE = "reasoning_gym/chain_sum"
+
+
+@pytest.fixture(scope="module", params=["v1", "legacy"])
+def outcome(request, tmp_path_factory):
+    pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")
+        return train(tmp_path_factory.mktemp(request.param), f"trainer.use_v1={request.param == 'v1'}")
+
+
+def test_the_run_goes_on_and_all_its_numbers_are_finite(outcome):
+    assert len(outcome.rows) == STEPS * PROMPTS * GROUP
+    assert {len(group) for group in outcome.groups.values()} == {GROUP}
+    for row in outcome.rows:
+        assert row["advantages"]
+        assert all(math.isfinite(advantage) for advantage in row["advantages"])
+    for metrics in outcome.metrics.values():
+        assert math.isfinite(metrics.get("actor/grad_norm", 0.0))
+
+
+def test_every_kind_of_trouble_was_met(outcome):
+    failed = [[row["missing"] for row in group] for group in outcome.groups.values()]
+    assert any(all(group) for group in failed), "a group that failed whole"
+    assert any(any(group) and not all(group) for group in failed), "a group that failed in part"
+    assert any(not any(group) for group in failed), "a group that is sound"
+    assert any(row["cause"] in ("infra/deadline", "infra/exhausted") for row in outcome.rows), "a judge that went down"
+    rates = [outcome.metrics[step]["qreward/failed_rate"] for step in range(1, STEPS + 1)]
+    assert max(rates) > 0.9
+    assert rates[-1] < 0.6
+
+
+def test_the_advantage_of_every_failed_sample_is_exactly_zero(outcome):
+    for row in outcome.rows:
+        assert row["imputed"] == row["missing"], "all could be waited for"
+        if row["imputed"]:
+            assert set(row["advantages"]) == {0.0}
+            assert max(map(abs, row["raw"])) < 1e-3, "without our hand in it, too, but for float32"
+    assert any(row["advantages"][0] for row in outcome.rows)
+
+
+def test_a_failed_sample_has_the_mean_of_its_scored_siblings(outcome):
+    for group in outcome.groups.values():
+        scored = [row["score"] for row in group if not row["missing"]]
+        mean = math.fsum(scored) / len(scored) if scored else 0.0
+        assert all(row["score"] == pytest.approx(mean, abs=1e-6) for row in group if row["missing"])
+
+
+def test_the_siblings_advantages_are_scaled_as_documented(outcome):
+    checked = 0
+    for group in outcome.groups.values():
+        scored = [row for row in group if not row["missing"]]
+        mean = math.fsum(row["score"] for row in scored) / max(len(scored), 1)
+        squares = math.fsum((row["score"] - mean) ** 2 for row in scored)
+        if len(scored) < 2 or len(scored) == GROUP or squares < 1e-4:
+            continue
+        alone = math.sqrt(squares / (len(scored) - 1))
+        for row in scored:
+            expected = (row["score"] - mean) / alone * math.sqrt((GROUP - 1) / (len(scored) - 1))
+            assert row["advantages"][0] == pytest.approx(expected, rel=1e-3, abs=1e-4)
+            checked += 1
+    assert checked
+
+
+def test_the_metrics_tell_what_failed(outcome):
+    for step in range(1, STEPS + 1):
+        rows = [row for row in outcome.rows if row["step"] == step]
+        metrics = outcome.metrics[step]
+        assert metrics["qreward/samples"] == len(rows) == PROMPTS * GROUP
+        assert metrics["qreward/failed_rate"] == pytest.approx(sum(row["failed"] for row in rows) / len(rows))
+        assert metrics["qreward/imputed_rate"] == pytest.approx(sum(row["imputed"] for row in rows) / len(rows))
+
+
+def test_validation_leaves_the_failed_out_of_its_means_and_counts_them(outcome):
+    for step, dump in zip((0, STEPS), outcome.validations, strict=True):
+        metrics = outcome.metrics[step]
+        scored = [row for row in dump if not row["qreward/missing"]]
+        assert len(dump) == HELD_OUT
+        assert 0 < len(scored) < HELD_OUT
+        rewards = [metrics[name] for name in metrics if name.endswith(f"{SOURCE}/reward/mean@1")]
+        right = [metrics[name] for name in metrics if name.endswith(f"{SOURCE}/acc/mean@1")]
+        assert rewards == [pytest.approx(math.fsum(row["score"] for row in scored) / len(scored), abs=1e-6)]
+        assert right == [pytest.approx(math.fsum(row["acc"] for row in scored) / len(scored), abs=1e-6)]
+        assert metrics["qreward/val/samples"] == HELD_OUT
+        assert metrics[f"val-aux/{SOURCE}/qreward/missing/mean@1"] == pytest.approx(1 - len(scored) / HELD_OUT)
+
+
+def test_nothing_of_this_verl_was_missed(outcome):
+    for text in ("see verl_adapter.trainer", "does not know this trainer", "cannot be read", "no metrics of rewards"):
+        assert text not in outcome.log

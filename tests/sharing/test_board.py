@@ -1,0 +1,164 @@
+"""The board alone: whatever order things come in, what is given out has the mean that the failed samples get."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qreward_plugins.sharing.board import UNSCORED, Board, mean_of
+
+KEY = ("u1", "5")
+
+
+class Heard(dict):
+    """What the board told of groups that closed; once each."""
+
+    def __call__(self, key, mean):
+        assert key not in self
+        self[key] = mean
+
+
+@st.composite
+def plays(draw):
+    """The outcomes of a group, and an order of reports, repeated reports and early closes in which they come."""
+    outcomes = draw(st.lists(st.none() | st.floats(-100, 100), min_size=1, max_size=8))
+    moves = [*range(len(outcomes)), *draw(st.lists(st.integers(0, len(outcomes) - 1), max_size=4))]
+    moves += ["close"] * draw(st.integers(0, 2))
+    told = draw(st.sampled_from(("all", "none", "first")))
+    return outcomes, draw(st.permutations(moves)), told
+
+
+@settings(max_examples=500, deadline=None)
+@given(plays())
+def test_the_mean_of_what_is_given_out_is_what_every_failed_sample_got(play):
+    outcomes, moves, told = play
+    heard = Heard()
+    board = Board(heard)
+    given_out = {}
+    for number, move in enumerate(moves):
+        if move == "close":
+            board.close(KEY)
+            continue
+        size = len(outcomes) if told == "all" or (told == "first" and number == 0) else None
+        answer = board.report(KEY, str(move), outcomes[move], size)
+        trains_on = outcomes[move] if answer is None else answer
+        if trains_on is not None:
+            assert given_out.setdefault(move, trains_on) == trains_on, "a second report changes nothing"
+    if KEY not in heard:
+        assert "close" not in moves
+        assert told != "all"
+        board.close(KEY)
+    mean = heard[KEY]
+    assert math.isfinite(mean)
+    waited = {move for move in range(len(outcomes)) if move not in given_out}
+    assert all(outcomes[move] is None for move in waited)
+    given_out.update(dict.fromkeys(waited, mean))
+    assert all(given_out[move] == mean for move, outcome in enumerate(outcomes) if outcome is None)
+    assert sum(given_out.values()) / len(given_out) == pytest.approx(mean, abs=1e-9)
+
+
+def test_a_group_closes_with_its_last_report_at_the_mean_of_the_scored():
+    heard = Heard()
+    board = Board(heard)
+    assert board.report(KEY, "0", None, 4) is None
+    assert board.report(KEY, "1", 0.2, 4) is None
+    assert board.report(KEY, "2", 0.6, 4) is None
+    assert heard == {}
+    assert board.report(KEY, "3", None, 4) == pytest.approx(0.4)
+    assert heard == {KEY: pytest.approx(0.4)}
+
+
+def test_a_group_that_failed_whole_has_one_constant():
+    board = Board()
+    assert board.report(KEY, "0", None, 2) is None
+    assert board.report(KEY, "1", None, 2) == UNSCORED
+
+
+def test_who_comes_after_an_early_close_gets_the_mean_scored_or_not():
+    board = Board()
+    board.report(KEY, "0", None, 4)
+    board.report(KEY, "1", 0.5, 4)
+    assert board.close(KEY) == 0.5
+    assert board.report(KEY, "2", 0.9, 4) == 0.5
+    assert board.report(KEY, "3", None, 4) == 0.5
+    assert board.close(KEY) == 0.5
+
+
+def test_a_report_that_comes_twice_counts_once_and_is_answered_the_same():
+    heard = Heard()
+    board = Board(heard)
+    board.report(KEY, "0", 1.0, 3)
+    assert board.report(KEY, "0", 1.0, 3) is None
+    assert board.report(KEY, "0", 0.0, 3) == 1.0, "another verdict of the same sample: the first one was given out"
+    board.report(KEY, "1", None, 3)
+    assert heard == {}
+    board.report(KEY, "2", 0.0, 3)
+    assert heard == {KEY: 0.5}
+    assert board.report(KEY, "0", 1.0, 3) is None
+    assert board.report(KEY, "1", None, 3) == 0.5
+
+
+def test_a_failed_sample_that_is_scored_after_all_counts_as_scored():
+    board = Board()
+    board.report(KEY, "0", None, 2)
+    board.report(KEY, "0", 0.25, 2)
+    assert board.report(KEY, "1", None, 2) == 0.25
+
+
+def test_groups_are_told_apart_by_uid_and_step():
+    board = Board()
+    board.report(("u", "1"), "0", 1.0, 2)
+    board.report(("u", "2"), "0", 3.0, 2)
+    assert board.report(("u", "1"), "1", None, 2) == 1.0
+    assert board.report(("u", "2"), "1", None, 2) == 3.0
+
+
+def test_memory_is_bounded_and_an_open_group_is_closed_before_it_is_forgotten():
+    heard = Heard()
+    board = Board(heard, detailed=10, remembered=20)
+    for number in range(1000):
+        board.report((str(number), "0"), "0", 1.0, 2)
+        board.report((str(number), "0"), "1", None, None if number % 2 else 2)
+    assert len(board._groups) == 10
+    assert len(board._means) == 20
+    assert len(heard) == 1000
+    assert board.mean(("985", "0")) == 1.0, "the mean is remembered longer than the reports"
+    assert board.report(("985", "0"), "2", 7.0, 3) == 1.0
+    assert board.mean(("3", "0")) is None
+
+
+def test_a_group_in_use_is_not_the_one_forgotten():
+    board = Board(detailed=3)
+    board.report(KEY, "0", 1.0, 3)
+    for number in range(50):
+        board.report((str(number), "0"), "0", 1.0, 2)
+        board.report(KEY, "1", None, 3)
+    assert board.report(KEY, "2", 3.0, 3) is None
+    assert board.mean(KEY) == 2.0
+
+
+def test_what_workers_remember_restores_a_board():
+    board = Board()
+    board.restore(KEY, 4, {"0": 0.25, "1": None}, None)
+    board.restore(KEY, 4, {"1": None, "2": 0.75}, None)
+    assert board.mean(KEY) is None
+    board.restore(KEY, 4, {"3": None}, None)
+    assert board.mean(KEY) == 0.5
+
+
+def test_a_mean_that_was_given_out_is_restored_though_the_reports_say_otherwise():
+    board = Board()
+    board.restore(KEY, 2, {"0": 1.0, "1": None}, 0.25)
+    assert board.mean(KEY) == 0.25
+    assert board.report(KEY, "0", 1.0, 2) is None, "its own reward was given out"
+    assert board.report(KEY, "2", 9.0, 2) == 0.25
+    board.restore(KEY, 2, {}, 0.75)
+    assert board.mean(KEY) == 0.25, "what is known here stands"
+
+
+def test_means_of_huge_rewards_are_finite():
+    assert mean_of([1.7e308, 1.7e308, None]) == pytest.approx(1.7e308)
+    assert mean_of([]) == UNSCORED

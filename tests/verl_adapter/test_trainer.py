@@ -1,0 +1,260 @@
+"""What is done in the trainer's process: with verl's own classes, but for the trainer around them."""
+
+from __future__ import annotations
+
+import importlib
+import pickle
+import sys
+import warnings
+from types import SimpleNamespace
+
+import pytest
+
+from verl_adapter import trainer
+from verl_adapter.rewards import IMPUTED, MISSING
+from verl_adapter.rollouts import VALIDATION
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported():
+    """verl's trainers tell of every engine that is not installed when they are imported."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        importlib.import_module("verl.trainer.ppo.ray_trainer")
+        importlib.import_module("verl.trainer.ppo.v1.trainer_base")
+
+
+class Counts(trainer.BoardNumbers):
+    """Numbers of a board that answers this next."""
+
+    def __init__(self):
+        super().__init__(None)
+        self.answer = ("start", {})
+
+    def _read(self):
+        return self.answer
+
+
+def test_metrics_are_of_what_was_scored_since_the_last():
+    numbers = Counts()
+    assert numbers.since_last() == {}
+    numbers.answer = ("start", {"val/samples": 8, "val/failed": 2, "val/failed/infra": 2})
+    assert numbers.since_last()["qreward/val/failed_rate"] == 0.25
+    train = {"train/samples": 32, "train/failed": 8, "train/failed/infra": 7, "train/failed/policy": 1}
+    numbers.answer = ("start", {**numbers.answer[1], **train, "train/imputed": 6})
+    assert numbers.since_last() == {
+        "qreward/samples": 32.0,
+        "qreward/failed_rate": 0.25,
+        "qreward/failed/infra": 7.0,
+        "qreward/failed/verdict": 0.0,
+        "qreward/failed/policy": 1.0,
+        "qreward/imputed_rate": 6 / 32,
+    }
+    assert numbers.since_last() == {}
+    assert not numbers.none_imputed()
+
+
+def test_a_board_that_was_started_anew_counts_from_zero_and_one_that_is_silent_gives_nothing():
+    numbers = Counts()
+    numbers.answer = ("first", {"train/samples": 32, "train/failed": 8})
+    numbers.since_last()
+    numbers.answer = None
+    assert numbers.since_last() == {}
+    numbers.answer = ("second", {"train/samples": 4, "train/failed": 1})
+    assert numbers.since_last()["qreward/failed_rate"] == 0.25
+    assert numbers.since_last() == {}
+    numbers.answer = ("third", {})
+    assert not numbers.none_imputed(), "what the lost one knew is not known any more"
+
+
+def test_rows_of_validation_are_marked_and_no_other_column_is_touched():
+    from verl.utils.dataset.rl_dataset import collate_fn
+
+    marked = pickle.loads(pickle.dumps(trainer.MarkedRows(collate_fn)))
+    rows = [{"data_source": "a", "extra_info": {"index": 1}}, {"data_source": "b", "extra_info": {"index": 2}}]
+    columns = marked(rows)
+    assert columns["extra_info"].tolist() == [{"index": 1, VALIDATION: True}, {"index": 2, VALIDATION: True}]
+    assert columns["data_source"].tolist() == ["a", "b"]
+    assert rows[0]["extra_info"] == {"index": 1}
+    assert marked([{"data_source": "a"}])["extra_info"].tolist() == [{VALIDATION: True}]
+
+
+def test_a_validation_marks_its_rows_once():
+    class Trainer:
+        val_dataloader = SimpleNamespace(collate_fn=lambda rows: {"extra_info": rows})
+
+        @trainer._marking_rows
+        def _validate(self, merged=False):
+            return self.val_dataloader.collate_fn([{}]), merged
+
+    made = Trainer()
+    made._validate()
+    columns, merged = made._validate(merged=True)
+    assert columns["extra_info"].tolist() == [{VALIDATION: True}]
+    assert merged
+
+
+@pytest.mark.parametrize("which", ["legacy", "v1"])
+def test_failed_samples_are_in_no_mean_of_validation_and_are_counted(which):
+    infos = {
+        "reward": [1.0, 0.0, 0.5],
+        "acc": [1.0, 0.0, 0.0],
+        "qreward/score/style": [0.5, None, 0.25],
+        "qreward/latency_s": [1.0, 3.0, 2.0],
+        "qreward/failed": [0.0, 1.0, 0.0],
+        MISSING: [0.0, 1.0, 0.0],
+    }
+    kept = {name: list(values) for name, values in infos.items()}
+    if which == "legacy":
+        import numpy as np
+        from verl.trainer.ppo.ray_trainer import RayPPOTrainer as Trainer
+
+        turns, more = [np.array([2, 2, 2])], {}
+    else:
+        from verl.trainer.ppo.v1.trainer_base import PPOTrainer as Trainer
+
+        turns, more = [2, 2, 2], {"expected_acc_counts": {("math", f"u{number}"): 1 for number in range(3)}}
+    update = vars(Trainer)["_val_metrics_update"]
+    metrics = trainer._leaving_out_the_missing(getattr(update, "__wrapped__", update))(
+        None, ["math"] * 3, ["u0", "u1", "u2"], infos, turns, **more
+    )
+    assert metrics["val-aux/math/reward/mean@1"] == 0.75
+    assert metrics["val-core/math/acc/mean@1"] == 0.5
+    assert metrics["val-aux/math/qreward/score/style/mean@1"] == 0.375
+    assert metrics["val-aux/math/qreward/failed/mean@1"] == pytest.approx(1 / 3)
+    assert metrics["val-aux/math/qreward/latency_s/mean@1"] == 2.0
+    assert infos == kept
+
+
+def test_the_advantage_of_an_imputed_sample_is_exactly_zero():
+    import numpy as np
+    import torch
+    from verl import DataProto
+    from verl.trainer.ppo.core_algos import AdvantageEstimator
+    from verl.trainer.ppo.ray_trainer import compute_advantage
+
+    scores = [0.1, 0.7, 0.9, 0.1, 0.1, *[1.9 / 5] * 3]
+    rewards = torch.zeros(8, 2)
+    rewards[:, 1] = torch.tensor(scores)
+    data = DataProto.from_dict(
+        tensors={"token_level_rewards": rewards, "response_mask": torch.ones(8, 2)},
+        non_tensors={
+            "uid": np.array(["u"] * 8, dtype=object),
+            IMPUTED: np.array([0.0] * 5 + [1.0] * 3, dtype=object),
+        },
+    )
+    original = getattr(compute_advantage, "__wrapped__", compute_advantage)
+    result = trainer._neutral_by_columns(original)(data, adv_estimator=AdvantageEstimator.GRPO)
+    assert (result.batch["advantages"][5:] == 0).all()
+    assert (result.batch["returns"][5:] == 0).all()
+    assert (result.batch["advantages"][:5] != 0).all()
+
+
+def test_in_v1_what_is_imputed_stands_in_the_queue(monkeypatch):
+    import torch
+
+    asked = []
+
+    def neutral(numbers, flags):
+        rows = [{"reward_extra_info": {IMPUTED: flag}} for flag in flags]
+        queue = SimpleNamespace(
+            kv_batch_get=lambda keys, partition_id, select_fields: asked.append(keys) or {"extra_fields": rows}
+        )
+        monkeypatch.setitem(sys.modules, "transfer_queue", queue)
+        data = SimpleNamespace(batch={"advantages": torch.ones(3, 2), "returns": torch.ones(3, 2)})
+        compute = trainer._neutral_by_keys(numbers, lambda data, batch_keys: data)
+        return compute(data, batch_keys=["a", "b", "c"]).batch["advantages"][:, 0].tolist()
+
+    numbers = Counts()
+    assert neutral(numbers, [1.0, 0.0, 1.0]) == [1.0, 1.0, 1.0]
+    assert asked == [], "nothing was imputed so far, so nobody asks"
+    numbers.answer = ("start", {"train/imputed": 1})
+    assert neutral(numbers, [1.0, 0.0, None]) == [0.0, 1.0, 1.0]
+    assert asked == [["a", "b", "c"]]
+
+
+def test_a_queue_that_cannot_be_read_leaves_the_advantages_as_they_are(monkeypatch, caplog):
+    trainer._warn_once.cache_clear()
+    monkeypatch.setitem(sys.modules, "transfer_queue", SimpleNamespace())
+    assert trainer._imputed_in_queue(["a"]) is None
+    assert trainer._imputed_in_queue(["a"]) is None
+    assert caplog.text.count("cannot be read") == 1
+
+
+@pytest.fixture
+def tracking(monkeypatch):
+    """verl's tracker, wrapped anew, that writes to a list."""
+    from verl.utils import tracking
+
+    class Tracking:
+        def __init__(self, project_name, experiment_name, default_backend="console", config=None):
+            self.lines = []
+
+        def log(self, data, step, backend=None):
+            self.lines.append((step, data))
+
+    monkeypatch.setattr(tracking, "Tracking", Tracking)
+    trainer.install()
+    trainer.install()
+    return Tracking
+
+
+def test_a_tracker_gets_the_numbers_of_the_board_in_a_run_of_ours_only(tracking, compose, monkeypatch):
+    from omegaconf import OmegaConf
+
+    numbers = Counts()
+    attached = []
+    monkeypatch.setattr(trainer.BoardNumbers, "attach", lambda: attached.append(1) or numbers)
+
+    def lines(*overrides):
+        logger = tracking("p", "e", config=OmegaConf.to_container(compose(*overrides)))
+        logger.log({"loss": 1.0}, 3)
+        return logger.lines
+
+    numbers.answer = ("start", {"train/samples": 4, "train/failed": 1})
+    assert lines("reward.reward_manager.name=naive") == [(3, {"loss": 1.0})]
+    assert attached == []
+    ((step, data),) = lines("reward.reward_manager.name=qreward")
+    assert (step, data["loss"], data["qreward/failed_rate"]) == (3, 1.0, 0.25)
+    assert attached == [1]
+    assert tracking("p", "e").lines == []
+
+
+def test_a_trainer_is_wrapped_once_with_the_classes_made_of_it(monkeypatch):
+    class Base:
+        def _validate(self):
+            return "base"
+
+        def _val_metrics_update(self, sources, uids, infos):
+            return infos
+
+    class Derived(Base):
+        def _val_metrics_update(self, sources, uids, infos):
+            return super()._val_metrics_update(sources, uids, infos)
+
+    def compute_advantage(data):
+        return data
+
+    module = SimpleNamespace(RayPPOTrainer=Base, compute_advantage=compute_advantage)
+    monkeypatch.setitem(sys.modules, trainer._LEGACY, module)
+    monkeypatch.setitem(sys.modules, trainer._V1, None)
+    for _ in range(2):
+        trainer._wrap_trainers(Counts())
+    assert Base._validate.__wrapped__.__name__ == "_validate"
+    assert not hasattr(Base._validate.__wrapped__, "__wrapped__")
+    assert module.compute_advantage.__wrapped__ is compute_advantage
+    infos = Derived()._val_metrics_update(["s"], ["u"], {"reward": [1.0], MISSING: [1.0]})
+    assert infos == {"reward": [None], MISSING: [1.0]}
+
+
+def test_a_trainer_that_validates_in_another_way_gets_no_marks_and_it_is_said(monkeypatch, caplog):
+    class Other:
+        def _validate(self):
+            return "other"
+
+    module = SimpleNamespace(RayPPOTrainer=Other)
+    monkeypatch.setitem(sys.modules, trainer._LEGACY, module)
+    monkeypatch.setitem(sys.modules, trainer._V1, None)
+    trainer._wrap_trainers(Counts())
+    assert not hasattr(Other._validate, "__wrapped__")
+    assert "_val_metrics_update" in caplog.text

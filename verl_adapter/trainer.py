@@ -1,0 +1,296 @@
+"""What verl's trainers do not do by themselves with rewards that are missing, in the process of the trainer.
+
+verl has no hook for any of it (0.9.1), so four things of its own are wrapped, in the driver's process alone and only in
+a run whose reward manager is ours, when the trainer starts its tracker:
+
+- the metrics of a step get the numbers of the board (`qreward/failed_rate`, ...): verl drops `reward_extra_info` after
+  training and has no metric of it;
+- rows of validation are marked, because a reward manager cannot tell them from others;
+- failed samples are left out of the means of validation: verl skips None there, but a reward can never be None;
+- the advantage of a sample that trains on the mean of its group is set to exactly zero: it is that already, but for
+  what adding up float32 numbers leaves, some 1e-7, and more where all rewards of a group are equal.
+
+Where a version of verl has not what a wrap needs, that wrap does nothing, and says so once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from qreward_plugins.sharing import named_actors
+from qreward_plugins.sharing.board_actor import NAME, BoardActor
+
+from .rewards import IMPUTED, MISSING
+from .rollouts import VALIDATION
+
+_log = logging.getLogger("verl_adapter")
+
+_LEGACY = "verl.trainer.ppo.ray_trainer"
+_V1 = "verl.trainer.ppo.v1.trainer_base"
+_BOARD_ANSWERS_S = 10.0
+_OURS = "_qreward"
+
+
+def install() -> None:
+    """Wait in this process for a trainer to start its tracker. Installing twice changes nothing."""
+    try:
+        from verl.utils.tracking import Tracking
+    except ImportError:
+        return
+    if _is_wrapped(Tracking, "log"):
+        return
+    start, log = Tracking.__init__, Tracking.log
+
+    @functools.wraps(start)
+    def start_and_attach(self: Any, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        config = kwargs.get("config", args[3] if len(args) > 3 else None)
+        self._qreward_numbers = BoardNumbers.attach() if _rewards_are_ours(config) else None
+
+    @functools.wraps(log)
+    def log_with_numbers(self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
+        numbers = getattr(self, "_qreward_numbers", None)
+        log(self, {**data, **numbers.since_last()} if numbers is not None else data, step, *args, **kwargs)
+
+    _replace(Tracking, "__init__", start_and_attach)
+    _replace(Tracking, "log", log_with_numbers)
+
+
+class BoardNumbers:
+    """The board's counts as metrics, for a tracker."""
+
+    def __init__(self, board: Any) -> None:
+        self._board = board
+        self._told: tuple[str, dict[str, int]] = ("", {})
+
+    @classmethod
+    def attach(cls) -> BoardNumbers | None:
+        """Wrap the trainer that is loaded in this process, and find the board. None: there is no board to be had."""
+        try:
+            numbers = cls(named_actors.get_or_start(NAME, BoardActor))
+        except Exception as error:
+            _log.warning("no metrics of rewards: there is no group board (%s: %s)", type(error).__name__, error)
+            return None
+        _wrap_trainers(numbers)
+        return numbers
+
+    def since_last(self) -> dict[str, float]:
+        """Metrics of what was scored since the last call; empty where nothing was, or the board does not answer."""
+        answer = self._read()
+        if answer is None:
+            return {}
+        before = self._told[1] if self._told[0] == answer[0] else {}
+        self._told = answer
+        news = {key: count - before.get(key, 0) for key, count in answer[1].items()}
+        metrics: dict[str, float] = {}
+        for split, prefix in (("train", "qreward/"), ("val", "qreward/val/")):
+            samples = news.get(f"{split}/samples", 0)
+            if not samples:
+                continue
+            metrics[f"{prefix}samples"] = float(samples)
+            metrics[f"{prefix}failed_rate"] = news.get(f"{split}/failed", 0) / samples
+            for cause in ("infra", "verdict", "policy"):
+                metrics[f"{prefix}failed/{cause}"] = float(news.get(f"{split}/failed/{cause}", 0))
+            if split == "train":
+                metrics[f"{prefix}imputed_rate"] = news.get(f"{split}/imputed", 0) / samples
+        return metrics
+
+    def none_imputed(self) -> bool:
+        """Whether it is sure that no sample of this run trains on the mean of its group so far."""
+        answer = self._read()
+        return answer is not None and self._told[0] in ("", answer[0]) and not answer[1].get("train/imputed")
+
+    def _read(self) -> tuple[str, dict[str, int]] | None:
+        import ray
+
+        try:
+            start, counts = ray.get(self._board.counts.remote(), timeout=_BOARD_ANSWERS_S)
+        except Exception as error:
+            _warn_once(f"no metrics of rewards: the group board does not answer ({type(error).__name__})")
+            with suppress(Exception):
+                self._board = named_actors.get_or_start(NAME, BoardActor)
+            return None
+        return start, counts
+
+
+def _rewards_are_ours(config: Any) -> bool:
+    """Whether the reward manager of a trainer's configuration is ours, or made of ours."""
+    from omegaconf import OmegaConf
+
+    from .manager import QRewardManager
+
+    try:
+        from verl.trainer.ppo.reward import resolve_reward_manager_cls
+
+        chosen = resolve_reward_manager_cls(OmegaConf.create(config))
+    except Exception:  # a tracker of something else: supervised training, an older verl
+        return False
+    return isinstance(chosen, type) and issubclass(chosen, QRewardManager)
+
+
+def _wrap_trainers(numbers: BoardNumbers) -> None:
+    found = False
+    for module, name in ((_LEGACY, "RayPPOTrainer"), (_V1, "PPOTrainer")):
+        trainer = getattr(sys.modules.get(module), name, None)
+        if trainer is None:
+            continue
+        found = True
+        for cls in _with_subclasses(trainer):
+            # Marked rows are only safe to hand out where their scores are left out again.
+            if _wrap(cls, "_val_metrics_update", _leaving_out_the_missing, inherited=cls is not trainer):
+                _wrap(cls, "_validate", _marking_rows, inherited=cls is not trainer)
+    _wrap(sys.modules.get(_LEGACY), "compute_advantage", _neutral_by_columns, inherited=True)
+    _wrap(
+        sys.modules.get(_V1),
+        "compute_advantage_for_multi_trajectories",
+        functools.partial(_neutral_by_keys, numbers),
+        inherited=True,
+    )
+    if not found:
+        _log.warning("qreward does not know this trainer of verl: failed samples count in its means of validation")
+
+
+def _marking_rows(validate: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(validate)
+    def marked(self: Any, *args: Any, **kwargs: Any) -> Any:
+        loader = self.val_dataloader
+        if not isinstance(loader.collate_fn, MarkedRows):
+            loader.collate_fn = MarkedRows(loader.collate_fn)
+        return validate(self, *args, **kwargs)
+
+    return marked
+
+
+class MarkedRows:
+    """Collates rows as verl does, and marks each as one of validation."""
+
+    def __init__(self, collate: Callable[[Any], dict[str, Any]]) -> None:
+        self._collate = collate
+
+    def __call__(self, rows: Any) -> dict[str, Any]:
+        columns = self._collate(rows)
+        infos = columns.get("extra_info")
+        marked = np.empty(len(rows), dtype=object)
+        marked[:] = [
+            {**(info or {}), VALIDATION: True} for info in (infos if infos is not None else [None] * len(rows))
+        ]
+        return {**columns, "extra_info": marked}
+
+
+def _leaving_out_the_missing(update: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(update)
+    def left_out(self: Any, sources: Any, uids: Any, infos: dict[str, list[Any]], *args: Any, **kwargs: Any) -> Any:
+        missing = {row for row, value in enumerate(infos.get(MISSING) or ()) if value}
+        expected = kwargs.get("expected_acc_counts")
+        if missing and expected:
+            # verl takes every session without `acc` for a wrong answer.
+            expected = dict(expected)
+            for row in missing:
+                prompt = (str(sources[row]), str(uids[row]))
+                expected[prompt] = expected.get(prompt, 0) - 1
+            kwargs["expected_acc_counts"] = expected
+        if missing:
+            infos = {
+                name: _without(missing, values) if _is_of_judge(name) else values for name, values in infos.items()
+            }
+        return update(self, sources, uids, infos, *args, **kwargs)
+
+    return left_out
+
+
+def _is_of_judge(name: str) -> bool:
+    """Whether a value says something of a response, and not of how its scoring went."""
+    return not name.startswith("qreward/") or name.startswith("qreward/score/")
+
+
+def _without(missing: set[int], values: list[Any]) -> list[Any]:
+    return [None if row in missing else value for row, value in enumerate(values)]
+
+
+def _neutral_by_columns(compute: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compute)
+    def neutral(data: Any, *args: Any, **kwargs: Any) -> Any:
+        data = compute(data, *args, **kwargs)
+        _set_to_zero(data, data.non_tensor_batch.get(IMPUTED))
+        return data
+
+    return neutral
+
+
+def _neutral_by_keys(numbers: BoardNumbers, compute: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(compute)
+    def neutral(data: Any, batch_keys: Sequence[str], *args: Any, **kwargs: Any) -> Any:
+        data = compute(data, batch_keys, *args, **kwargs)
+        if not numbers.none_imputed():
+            _set_to_zero(data, _imputed_in_queue(batch_keys))
+        return data
+
+    return neutral
+
+
+def _imputed_in_queue(keys: Sequence[str]) -> list[Any] | None:
+    """What the extra info of a V1 batch says of its rows; it is in verl's queue of transfers and not in the batch."""
+    try:
+        queue = importlib.import_module("transfer_queue")
+        fields = queue.kv_batch_get(keys=list(keys), partition_id="train", select_fields=["extra_fields"])
+        column = fields["extra_fields"]
+        rows = column.tolist() if hasattr(column, "tolist") else list(column)
+        return [(row or {}).get("reward_extra_info", {}).get(IMPUTED) for row in rows]
+    except Exception as error:
+        _warn_once(
+            f"which samples train on the mean of their group cannot be read ({type(error).__name__}: {error}); their "
+            "advantage is zero but for what float32 leaves"
+        )
+        return None
+
+
+def _set_to_zero(data: Any, imputed: Any) -> None:
+    rows = [row for row, value in enumerate(imputed if imputed is not None else ()) if value]
+    for name in ("advantages", "returns"):
+        if rows and name in data.batch.keys():  # noqa: SIM118 (a TensorDict refuses `in`)
+            data.batch[name][rows] = 0.0
+
+
+@functools.lru_cache(maxsize=32)
+def _warn_once(text: str) -> None:
+    _log.warning("%s", text)
+
+
+def _with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+    yield cls
+    for derived in type.__subclasses__(cls):
+        yield from _with_subclasses(derived)
+
+
+def _wrap(
+    owner: Any, name: str, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]], *, inherited: bool
+) -> bool:
+    """Wrap what `owner` defines itself; whether it is wrapped now. `inherited`: it may be that it defines no such."""
+    if owner is None:
+        return False
+    if _is_wrapped(owner, name):
+        return True
+    original = vars(owner).get(name)
+    if original is None:
+        if not inherited:
+            _log.warning("%s of this verl has no %s; see verl_adapter.trainer for what is missing then", owner, name)
+        return inherited
+    _replace(owner, name, wrapper(original))
+    return True
+
+
+def _replace(owner: Any, name: str, function: Callable[..., Any]) -> None:
+    setattr(function, _OURS, True)
+    setattr(owner, name, function)
+
+
+def _is_wrapped(owner: Any, name: str) -> bool:
+    return bool(getattr(vars(owner).get(name), _OURS, False))

@@ -48,15 +48,19 @@ class Pace:
         """Seconds until the whole burst may go again."""
         return max(0.0, self._due - now)
 
+    def drained(self, now: float) -> float:
+        """Requests that the bucket is short of being full."""
+        return max(0.0, self._due - now) / self._interval_s
+
     def spend(self, now: float) -> None:
         """Enter one request at `now`."""
         self._due = max(self._due, now) + self._interval_s
 
     def change(self, rate_per_s: float, burst: int, now: float) -> None:
         """Pace at another rate; requests that went too early for it still count."""
-        ahead = max(0.0, self._due - now) / self._interval_s
+        drained = self.drained(now)
         self._set(rate_per_s, burst)
-        self._due = now + ahead * self._interval_s
+        self._due = now + drained * self._interval_s
 
     def _set(self, rate_per_s: float, burst: int) -> None:
         self._interval_s = 1.0 / rate_per_s

@@ -41,6 +41,8 @@ class Quota:
         self._slots = slots
         self._limits = limits
         self._shares = shares(limits, source=source, processes=processes, slots=slots)
+        self.valid_until = math.inf
+        """When everything that is allowed here ends by itself, in seconds of the clock that all methods are given."""
         self.in_flight = 0
         self.epoch = 0
         """Counts the event loops that were closed under requests in flight; what those still say is not heard."""

@@ -68,6 +68,10 @@ class SharedQuota(Quota):
         """Seconds until the bucket, as far as it is this process's, is full again."""
         return self._pace.refilled_in_s(now) if self._pace is not None else 0.0
 
+    def drained(self, now: float) -> float:
+        """How many requests the bucket, as far as it is this process's, is short of being full."""
+        return self._pace.drained(now) if self._pace is not None else 0.0
+
     def resize(self, share: Mapping[Resource, float], *, workers: int, now: float) -> None:
         """Keep to these shares from now on, and to nothing of what they do not name; what was spent stays spent.
         `workers` is how many share the source.
@@ -134,3 +138,6 @@ class SharedQuota(Quota):
             workers=processes,
             now=now,
         )
+        if self._pace is not None and not self.share.get("burst", 1.0):
+            # What was sent is made up for at the least rate that can be given, as no share says which it is.
+            self._pace.change(self._whole.pace_per_s / self._whole.burst, 1, now)

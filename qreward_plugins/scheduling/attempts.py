@@ -118,9 +118,16 @@ class Attempt:
             del ending
 
     def _sent(self) -> None:
-        """Stamp the quota with the time at which the request was really written, and start the time limit."""
+        """Stamp the quota with the time at which the request is really written, and start the time limit.
+
+        A process that was stopped for a while goes on where it was, before any timer tells it how late it is: so what is
+        written when its share has ended is not written. Whoever ends the share calls the attempt back.
+        """
         loop = asyncio.get_running_loop()
-        self.reservation.sent(loop.time())
+        now = loop.time()
+        if now >= self.lane.quota.valid_until:
+            raise asyncio.CancelledError
+        self.reservation.sent(now)
         if self.timer is not None:
             self.timer.cancel()
             self.timer = loop.call_later(self.lane.timeout_s, self._expire)

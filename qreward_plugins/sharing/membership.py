@@ -18,6 +18,7 @@ import logging
 import math
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ..errors import KeeperError, KeeperLost, KeeperSilent
@@ -36,24 +37,49 @@ REPORT_EVERY_S = 0.25
 ANSWERED_WITHIN_S = HOLD_S + 2.0
 """Time after which a report is taken for lost."""
 SILENT_AFTER_S = 3 * TTL_S
-"""Time after which a keeper that does not answer is ended."""
+"""Time of waiting after which a keeper that does not answer is ended."""
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 2.0
 FAREWELL_WITHIN_S = 1.0
+
+_ROUNDING_S = 1e-6
 
 
 class Channel(Protocol):
     """The way to the keeper of this job."""
 
     async def exchange(self, report: Report) -> Answer | None:
-        """Give a report and wait for its answer; None: another report of this worker came first. A keeper is found, or
-        started, if need be. Raises `KeeperLost` and `KeeperSilent`. Cancelling it leaves the report with the keeper.
+        """Give a report and wait for its answer; None: another report of this worker came first, or it was its last.
+
+        A keeper is looked up, or started, if there is none or the last call raised `KeeperLost`; it raises that and
+        `KeeperSilent`. Cancelling it leaves the report with the keeper.
         """
         ...
 
     async def end_keeper(self) -> None:
         """End a keeper that does not answer. Raises nothing."""
         ...
+
+
+@dataclass
+class _Known:
+    """What is known of a source, beside what its lane knows: two ends of a pause and of a rest."""
+
+    told: tuple[float, ...] = (-math.inf, -math.inf)
+    """Those that others spoke of. They are not told on, or they would go round for ever, and grow by the way."""
+    said: tuple[float, ...] = (-math.inf, -math.inf)
+    """Those that the last report spoke of."""
+    waited: bool = False
+    """Whether something waited for it when the last report was made."""
+    rested: bool = False
+    """Whether it had a rest when the last report was made."""
+    recovered: bool = False
+    """Whether it has answered after a rest, and no answer of the keeper's has shown that it knows."""
+
+    def own(self, lane: Lane, now: float) -> tuple[float, ...]:
+        """Those that this process found out; minus infinity: there is none."""
+        ends = zip(_ends(lane, now), self.told, strict=True)
+        return tuple(end if end > max(now, told) + _ROUNDING_S else -math.inf for end, told in ends)
 
 
 class Membership:
@@ -73,26 +99,31 @@ class Membership:
         self._ending: asyncio.TimerHandle | None = None
         self._urgent = asyncio.Event()
         self._sent_at = -math.inf
-        self._answered_at = math.inf
-        self._rested: set[str] = set()
+        self._looked_at = -math.inf
+        self._silent_s = 0.0
+        self._lost = False
+        self._known: dict[str, _Known] = {key: _Known() for key in lanes}
 
     def start(self, dispatcher: Dispatcher) -> None:
         """Begin to report what waits in `dispatcher`, in the running event loop; one that was closed is forgotten."""
         self._dispatcher = dispatcher
         self._urgent = asyncio.Event()
         loop = asyncio.get_running_loop()
-        self._answered_at = loop.time()
+        self._sent_at, self._looked_at, self._silent_s = -math.inf, loop.time(), 0.0
         self._ending = None  # it belongs to the loop of before
         self._task = loop.create_task(self._keep())
         self._task.add_done_callback(_say_why)
 
     def look(self) -> None:
-        """See whether something waits that the keeper should know of."""
+        """See whether something waits, or was learned, that the keeper should know of."""
         assert self._dispatcher is not None
         if not self._urgent.is_set():
             now = self._dispatcher.now()
-            if any(self.member.short(key, self._demand(lane), now) for key, lane in self._lanes.items()):
-                self._urgent.set()
+            for key, lane in self._lanes.items():
+                demand = self._demand(lane)
+                if self._learned(key, lane, demand, now) or self.member.short(key, demand, now):
+                    self._urgent.set()
+                    return
 
     async def aclose(self) -> None:
         """Give everything back and stop; the keeper gets to know if it answers within a second."""
@@ -102,7 +133,7 @@ class Membership:
         await asyncio.gather(self._task, return_exceptions=True)
         if self._ending is not None:
             self._ending.cancel()
-        if self.member.boot:
+        if self._sent_at > -math.inf:
             call = asyncio.ensure_future(self._channel.exchange(self.member.farewell(self._dispatcher.now())))
             await asyncio.wait([call], timeout=FAREWELL_WITHIN_S)
             call.cancel()
@@ -116,7 +147,9 @@ class Membership:
             await self._wait_until(self._sent_at + REPORT_EVERY_S)
             try:
                 answer = await self._exchange()
-            except KeeperError as problem:
+            except Exception as problem:
+                if not isinstance(problem, KeeperError):
+                    _log.exception("unexpected %s from the way to the quota keeper", type(problem).__name__)
                 await self._do_without(problem)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
@@ -129,65 +162,87 @@ class Membership:
     async def _exchange(self) -> Answer | None:
         """The answer to a new report; None: there is something newer to report."""
         assert self._dispatcher is not None
+        self._end_if_due()
         now = self._sent_at = self._dispatcher.now()
         self._urgent.clear()
         demands = {key: self._demand(lane) for key, lane in self._lanes.items()}
+        for key, demand in demands.items():
+            self._known[key].waited = demand.requests > 0
         news = {key: self._news(key, lane, now) for key, lane in self._lanes.items()}
         call = asyncio.ensure_future(self._channel.exchange(self.member.report(now, demands, news)))
         urgent = asyncio.ensure_future(self._urgent.wait())
         try:
-            await asyncio.wait([call, urgent], timeout=ANSWERED_WITHIN_S, return_when=asyncio.FIRST_COMPLETED)
-            if not call.done() and urgent.done():
-                # An answer that is on its way already is as good.
-                left_s = self._sent_at + REPORT_EVERY_S - self._dispatcher.now()
-                if left_s > 0:
-                    await asyncio.wait([call], timeout=left_s)
+            gives_up_at = now + ANSWERED_WITHIN_S
+            while not call.done() and now < gives_up_at:
+                waiting, left_s = [call, urgent], REPORT_EVERY_S
+                if urgent.done():
+                    # Until then an answer that is on its way already is as good as a new report.
+                    waiting, left_s = [call], self._sent_at + REPORT_EVERY_S - now
+                    if left_s <= 0:
+                        self._lost = False
+                        return None
+                await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                now = self._dispatcher.now()
+                self.look()
             if call.done():
                 return call.result()
-            if urgent.done():
-                return None
             raise KeeperSilent(f"the quota keeper did not answer within {ANSWERED_WITHIN_S:g} s")
         finally:
-            for waiting in (call, urgent):
-                waiting.cancel()
+            call.cancel()
+            urgent.cancel()
             await asyncio.gather(call, urgent, return_exceptions=True)
 
     def _heed(self, answer: Answer, now: float) -> None:
         assert self._dispatcher is not None
-        if now - self._answered_at > ANSWERED_WITHIN_S + LONGEST_BACKOFF_S:
+        if self._silent_s > ANSWERED_WITHIN_S:
             _log.info("the quota keeper answers again")
-        self._answered_at = now
-        if self._ending is not None:
-            self._ending.cancel()
-        self._ending = asyncio.get_running_loop().call_at(self.member.valid_until, self._end)
+        self._looked_at, self._silent_s, self._lost = now, 0.0, False
+        self._end_at(self.member.valid_until)
         for key, said in answer.sources.items():
             if key in self._lanes:
-                self._lanes[key].told(now, **said.news._asdict())
+                lane, known = self._lanes[key], self._known[key]
+                before = _ends(lane, now)
+                lane.told(now, **said.news._asdict())
+                after = _ends(lane, now)
+                known.told = tuple(
+                    new if new > old else told for old, new, told in zip(before, after, known.told, strict=True)
+                )
+                known.recovered = False
         self._dispatcher.look_again()
 
-    async def _do_without(self, problem: KeeperError) -> None:
+    async def _do_without(self, problem: Exception) -> None:
         assert self._dispatcher is not None
         now = self._dispatcher.now()
-        if isinstance(problem, KeeperLost):
-            self.member.absent(now)
-            if self._ending is not None:
-                self._ending.cancel()
-                self._ending = asyncio.get_running_loop().call_at(self.member.valid_until, self._end)
-        _log.log(
-            logging.WARNING if self.member.boot else logging.INFO,
-            "%s; its shares of the limits are kept for %.0f s more",
-            problem,
-            max(0.0, self.member.valid_until - now),
-        )
-        if now - self._answered_at >= SILENT_AFTER_S:
-            _log.error("the quota keeper has not answered for %.0f s; it is ended and started anew", SILENT_AFTER_S)
+        # A process that did not run for a while has not waited, however late it is.
+        self._silent_s += min(now - self._looked_at, ANSWERED_WITHIN_S + LONGEST_BACKOFF_S)
+        self._looked_at = now
+        before, self._lost = self._lost, isinstance(problem, KeeperLost)
+        if self._lost:
+            # If one had been lost before, this one was looked up after the report was made.
+            self.member.absent(now, seen_at=self._sent_at if before else -math.inf)
+            self._end_at(self.member.valid_until)
+        if now < self.member.valid_until:
+            _log.warning("%s; the shares of the limits are kept for %.0f s", problem, self.member.valid_until - now)
+        else:
+            _log.log(logging.WARNING if self.member.boot else logging.INFO, "%s", problem)
+        if self._silent_s >= SILENT_AFTER_S:
+            _log.error("the quota keeper has not answered for %.0f s; it is ended and started anew", self._silent_s)
+            self._silent_s = 0.0
             await self._channel.end_keeper()
-            self._answered_at = now
 
-    def _end(self) -> None:
-        """The shares have ended: send nothing more, and call back what counts for somebody else now."""
+    def _end_at(self, moment: float) -> None:
+        if self._ending is not None:
+            self._ending.cancel()
+        self._ending = asyncio.get_running_loop().call_at(moment, self._end_if_due)
+
+    def _end_if_due(self) -> None:
+        """When the shares have ended, send nothing more, and call back what counts for somebody else now."""
         assert self._dispatcher is not None
         now = self._dispatcher.now()
+        if now < self.member.valid_until:
+            if self._ending is not None:  # event loops run timers a little early
+                self._end_at(self.member.valid_until)
+            return
         if self.member.expire(now):
             _log.error(
                 "the quota keeper gave no sign of life for %g s: nothing is sent to sources with limits until it does",
@@ -196,7 +251,8 @@ class Membership:
             for lane in self._lanes.values():
                 assert isinstance(lane.quota, SharedQuota)
                 if limits := lane.quota.limits():
-                    self._dispatcher.call_back(lane, sent="concurrency" in limits)
+                    # A long answer's tokens are counted when it has come, which may be a window later.
+                    self._dispatcher.call_back(lane, sent=not {"concurrency", "tokens"}.isdisjoint(limits))
 
     async def _wait_until(self, moment: float) -> None:
         assert self._dispatcher is not None
@@ -208,11 +264,29 @@ class Membership:
         assert self._dispatcher is not None
         return Demand(*self._dispatcher.waiting_for(lane))
 
+    def _learned(self, key: str, lane: Lane, demand: Demand, now: float) -> bool:
+        """Whether there is something since the last report that the others can use: a source asked for a pause, fails
+        or is well again; or nothing waits for it any more here, and what was kept for that is theirs.
+        """
+        if self.member.patient(now):
+            return False
+        known = self._known[key]
+        if (known.rested and lane.breaker.closed) or (known.waited and not demand.requests):
+            return True
+        return any(end > said + _ROUNDING_S for end, said in zip(known.own(lane, now), known.said, strict=True))
+
     def _news(self, key: str, lane: Lane, now: float) -> SourceNews:
-        rest_s = lane.breaker.rest_s(now)
-        recovered = key in self._rested and lane.breaker.closed
-        (self._rested.discard if lane.breaker.closed else self._rested.add)(key)
-        return SourceNews(lane.pauses.left_s(now), rest_s, recovered, lane.speed.typical)
+        known = self._known[key]
+        known.said = known.own(lane, now)
+        pause_s, rest_s = (max(0.0, end - now) for end in known.said)
+        known.recovered = known.recovered or (known.rested and lane.breaker.closed)
+        known.rested = not lane.breaker.closed
+        return SourceNews(pause_s, rest_s, known.recovered, lane.speed.typical)
+
+
+def _ends(lane: Lane, now: float) -> tuple[float, float]:
+    """When the pause and the rest of a source end; now, if there is none."""
+    return now + lane.pauses.left_s(now), now + lane.breaker.rest_s(now)
 
 
 def _say_why(task: asyncio.Task[None]) -> None:

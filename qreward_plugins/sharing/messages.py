@@ -55,6 +55,8 @@ class Report(NamedTuple):
     sources: Mapping[str, SourceReport]
     leaves: bool = False
     """Whether it is the last one."""
+    heeded: int = 0
+    """The report whose answer was the last one that counted; 0: none has."""
 
 
 class Grant(NamedTuple):

@@ -5,13 +5,19 @@ left behind; it ends, too, when that process forgets its handle, which is why ha
 killed, Ray starts it anew (`max_restarts`), and where its owner died with it, the next process that asks does. A mark
 in Ray's own store, which lives as long as the cluster, tells a first start from any later one.
 
-Every function here may block for as long as Ray takes to answer: call them from a thread.
+What asks Ray for an actor blocks for as long as Ray takes to answer, for ever where the cluster is in trouble. So it is
+called by `in_thread`, whose threads keep no process and no event loop from ending.
 """
 
 from __future__ import annotations
 
+import asyncio
 import threading
-from typing import Any
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 MANY = 1_000_000
 """Calls that an actor may hold at once: those that wait for something cost a coroutine each."""
@@ -34,10 +40,12 @@ def get_or_start(name: str, cls: type) -> Any:
     """The handle of this job's actor `name`, an instance of `cls` without arguments, started if there is none.
 
     It takes no CPU of the cluster's books, and is restarted where its process or its node is lost. Raises what Ray
-    raises.
+    raises, and `ConnectionError` where it was shut down: asking it then would start another one.
     """
     import ray
 
+    if not ray.is_initialized():
+        raise ConnectionError("Ray was shut down in this process")
     context = ray.get_runtime_context()
     key = (f"{context.get_job_id()}/{context.namespace}", name)
     with _lock:
@@ -46,6 +54,10 @@ def get_or_start(name: str, cls: type) -> Any:
             .options(name=name, get_if_exists=True, num_cpus=0, max_restarts=-1, max_concurrency=MANY)
             .remote()
         )
+        kept = _handles.get(key)
+        if kept is not None and kept._actor_id == handle._actor_id:
+            # One that was found by its name does not keep the actor alive, as the one does that it was started by.
+            return kept
         _handles[key] = handle
         return handle
 
@@ -65,3 +77,29 @@ def kill(handle: Any) -> None:
     import ray
 
     ray.kill(handle, no_restart=True)
+
+
+def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
+    """What `function` returns or raises, from a daemon thread of its own, as a future of the running event loop."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def tell(value: T | None, error: Exception | None) -> None:
+        if result.done():
+            return
+        if error is not None:
+            result.set_exception(error)
+        else:
+            result.set_result(value)  # type: ignore[arg-type]
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = function()
+        except Exception as raised:
+            error = raised
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(tell, value, error)
+
+    threading.Thread(target=run, name="qreward-ray", daemon=True).start()
+    return result

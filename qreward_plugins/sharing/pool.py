@@ -7,15 +7,20 @@ after it has done so by itself.
 
 Who gets what: as much as everybody wants, or equal parts where that is too much (max-min fairness), and what is left
 over evenly, so that a worker which begins to work has something in hand. What is scarcer than one for each goes round:
-whoever waited longest is next, and keeps it for a turn.
+whoever waited longest is next, and keeps it for a turn. A request may need some of several limits; so the line in which
+workers wait is one for all limits of a source, and who stands in it is asked for nothing by those behind him. Otherwise
+one would hold the requests and another the tokens, and neither could send.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Container, Iterator
+from collections.abc import Container
+from typing import NamedTuple
 
+from .ghosts import Ghosts
+from .holding import ROUNDING, Holding
 from .messages import Grant, Part
 
 TURN_S = 1.0
@@ -26,29 +31,16 @@ FAIR_FOR_S = 0.1
 """Seconds for which the fair shares of many workers are not found anew."""
 FEW = 32
 
-ROUNDING = 1e-6
 
+class Line(NamedTuple):
+    """The workers of a source that wait for want of some limit."""
 
-class _Holding:
-    """What one worker holds, wants, and has spent, as far as it was told."""
-
-    __slots__ = ("charge", "granted_at", "more", "share", "spent", "told", "unit", "version")
-
-    def __init__(self) -> None:
-        self.told = (math.inf, 0.0)
-        self.share = 0.0
-        self.spent: list[tuple[float, float]] = []  # (until, amount), the latest first
-        self.more = 0.0
-        self.unit = 1.0
-        self.granted_at = -math.inf
-        self.charge = 0.0
-        self.version = 0
-
-    def spent_at(self, now: float) -> float:
-        spent = self.spent
-        while spent and spent[-1][0] <= now:
-            spent.pop()
-        return math.fsum(amount for _, amount in spent)
+    order: dict[str, None]
+    """Whoever waited longest is the first."""
+    listening: Container[str]
+    """Workers that can be told something now."""
+    expected: Container[str]
+    """Workers that can in a moment."""
 
 
 class Pool:
@@ -60,15 +52,11 @@ class Pool:
     def __init__(self, limit: float, window_s: float) -> None:
         self.limit = limit
         self.window_s = window_s
-        self._holdings: dict[str, _Holding] = {}
-        self._waiting: dict[str, float] = {}  # since when; whoever came first is the first
+        self._ghosts = Ghosts()
+        self._holdings: dict[str, Holding] = {}
+        self._waiting: dict[str, None] = {}
         self._taken = 0.0
         self._changes: list[tuple[float, str, int]] = []
-        self._ghosts: dict[str, tuple[float, float]] = {}
-        self._endings: list[tuple[float, str]] = []
-        self._haunted = 0.0
-        self._phantom = 0.0
-        self._phantom_until = -math.inf
         self._level = math.inf
         self._extra = 0.0
         self._fair_at = -math.inf
@@ -77,23 +65,23 @@ class Pool:
     def __contains__(self, worker: str) -> bool:
         return worker in self._holdings
 
-    @property
-    def contended(self) -> bool:
-        """Whether anybody waits for more."""
-        return bool(self._waiting)
-
     # The books
 
     def haunt(self, until: float) -> None:
         """Take the whole limit as spent until `until`, less what workers turn out to hold: an earlier keeper gave it
         away, and nobody knows to whom.
         """
-        self._phantom, self._phantom_until = self.limit, until
+        self._ghosts.haunt_all(self.limit, until)
 
     def free(self, now: float) -> float:
-        """What nobody holds."""
-        self._settle(now)
-        return self.limit - self._taken - self._phantom - self._haunted
+        """What nobody holds. Less than nothing: the limit was lowered."""
+        changes = self._changes
+        while changes and changes[0][0] <= now:
+            _, worker, version = heapq.heappop(changes)
+            holding = self._holdings.get(worker)
+            if holding is not None and holding.version == version:
+                self._charge(worker, holding, now)
+        return self.limit - self._taken - self._ghosts.total(now)
 
     def report(self, worker: str, part: Part, now: float, *, limit: float, window_s: float) -> None:
         """Take in what a worker keeps to, what it has spent and what it wants, and which limit it was told of: where
@@ -101,21 +89,17 @@ class Pool:
         """
         holding = self._holdings.get(worker)
         if holding is None:
-            holding = self._holdings[worker] = _Holding()
+            holding = self._holdings[worker] = Holding()
             if worker in self._ghosts:
-                self._banish(worker)  # it is back, and knows better
+                self._ghosts.banish(worker)  # it is back, and knows better
             else:
-                held = max(part.share, math.fsum(amount for _, amount in part.spent))
-                self._phantom = max(0.0, self._phantom - held)
+                self._ghosts.turns_out(max(part.share, math.fsum(amount for _, amount in part.spent)))
         if holding.told != (limit, window_s):
             holding.told = (limit, window_s)
-            self._lowest()
-        holding.share = part.share
-        holding.spent = sorted(((now + left_s, amount) for left_s, amount in part.spent), reverse=True)
-        holding.unit = max(part.unit, ROUNDING)
-        holding.more = part.more
-        if part.more > self._room(holding, now) + ROUNDING:
-            self._waiting.setdefault(worker, now)
+            self._find_lowest()
+        holding.take_in(part, now)
+        if part.more > holding.room(now) + ROUNDING:
+            self._waiting[worker] = None
         else:
             self._waiting.pop(worker, None)
         self._charge(worker, holding, now)
@@ -130,101 +114,161 @@ class Pool:
             return
         self._waiting.pop(worker, None)
         self._taken -= holding.charge
-        self._fair = False
         if silent:
-            self._haunt_by(worker, now + self.window_s, holding.charge)
+            self._ghosts.haunt(worker, now + self.window_s, holding.charge)
         else:
-            for end, amount in holding.spent:
-                self._haunt_by(f"{worker} {end}", min(end, now + self.window_s), amount)
+            for number, (end, amount) in enumerate(holding.remains()):
+                self._ghosts.haunt(f"{worker} {number}", end if end < math.inf else now + self.window_s, amount)
+        if self._holdings and holding.told == (self.limit, self.window_s):
+            self._find_lowest()
+        self._fair = False
 
     # Who gets what
+
+    def contended(self, now: float) -> bool:
+        """Whether anybody waits for more, or the limit is less than what was given away."""
+        return bool(self._waiting) or self.free(now) < -ROUNDING
+
+    def lacks(self, worker: str, now: float) -> bool:
+        """Whether a worker could use more, and has not even enough for the next thing that it wants to do."""
+        return worker in self._waiting and self._least(self._holdings[worker], now) > ROUNDING
+
+    def share(self, worker: str) -> float:
+        """The share of a worker."""
+        return self._holdings[worker].share
 
     def target(self, worker: str, now: float) -> float:
         """The fair share of a worker, in whole units."""
         self._share_out(now)
         holding = self._holdings[worker]
-        fair = min(holding.spent_at(now) + holding.more, self._level) + self._extra
+        fair = min(holding.spent(now) + holding.more, self._level) + self._extra
         return math.floor(fair / holding.unit + ROUNDING) * holding.unit
 
-    def grant(self, worker: str, now: float, *, recall: bool = False) -> Grant:
+    def grant(self, worker: str, now: float) -> Grant:
         """What to tell a worker."""
-        return Grant(self._holdings[worker].share, self.target(worker, now), recall)
+        return Grant(self._holdings[worker].share, self.target(worker, now))
 
     def welcome(self, worker: str, now: float) -> None:
         """Raise the share of a worker that just reported to what is fair, as far as it is free, whether it wants it now
         or not. Where others wait, it waits with them.
         """
-        if self._waiting and list(self._waiting) != [worker]:
+        if len(self._waiting) > (worker in self._waiting):
             return
         holding = self._holdings[worker]
-        amount = min(self.target(worker, now) - self._base(holding, now), self.free(now))
+        base = holding.base(now)
+        amount = min(self.target(worker, now) - base, self.free(now))
         amount = math.floor(amount / holding.unit + ROUNDING) * holding.unit
         if amount >= max(holding.unit, WORTH_A_WORD * holding.share) - ROUNDING:
-            self._raise(worker, holding, amount, now)
+            self._raise(worker, holding, base + amount, now)
 
-    def raise_shares(self, now: float, listening: Container[str]) -> Iterator[str]:
-        """Give what is free to those who wait for it and listen; yields whose share was raised."""
-        free = self.free(now) if self._waiting else 0.0
+    def raise_shares(self, now: float, line: Line) -> list[str]:
+        """Give what is free to those who wait for it and listen; returns whose share was raised."""
+        raised: list[str] = []
+        if not self._waiting:
+            return raised
+        free = self.free(now)
         if free < ROUNDING:
-            return
-        for worker in [worker for worker in self._waiting if worker in listening]:
-            holding = self._holdings[worker]
-            least = min(holding.unit, self.limit) - self._room(holding, now)
-            fair = self.target(worker, now) - self._base(holding, now)
-            if least <= ROUNDING and min(fair, free) < max(holding.unit, WORTH_A_WORD * holding.share) - ROUNDING:
+            return raised
+        waiting = self._waiting
+        for worker in [*(one for one in line.order if one in waiting), *waiting]:
+            if worker not in waiting:
                 continue
-            if least > free + ROUNDING:
-                return  # nobody overtakes it, or large requests would wait for ever
-            amount = max(least, math.floor(min(fair, free) / holding.unit + ROUNDING) * holding.unit)
-            self._raise(worker, holding, amount, now)
-            free -= amount
-            yield worker
+            holding = self._holdings[worker]
+            least, base = self._least(holding, now), holding.base(now)
+            if worker not in line.listening:
+                # Nobody overtakes whoever is back in a moment.
+                free -= least if least > 0 and worker in line.expected else 0.0
+            else:
+                wanted = min(self.target(worker, now) - base, free)
+                if least <= ROUNDING and wanted < max(holding.unit, WORTH_A_WORD * holding.share) - ROUNDING:
+                    continue
+                if least > free + ROUNDING:
+                    break  # nor whoever needs much, or large requests would wait for ever
+                amount = max(least, math.floor(wanted / holding.unit + ROUNDING) * holding.unit)
+                self._raise(worker, holding, base + amount, now)
+                raised.append(worker)
+                free -= amount
             if free < ROUNDING:
-                return
+                break
+        return raised
 
-    def recalls(self, now: float, listening: Container[str]) -> list[str]:
-        """Those who listen and hold more than is fair while others wait for it."""
-        short, turn = self._missed(now)
-        if not (short or turn):
-            return []
-        found = []
+    def begin_turn(self, worker: str, now: float) -> None:
+        """Ask a worker for nothing for a turn."""
+        if worker in self._holdings:
+            self._holdings[worker].granted_at = now
+
+    def recalls(self, now: float, line: Line) -> dict[str, Grant]:
+        """What to tell those who listen and hold what others wait for: what is more than fair, and where the first in
+        line needs more than that, whatever those behind him hold.
+        """
+        first, ahead, wanted = "", set[str](), -self.free(now)
+        for worker in line.order:
+            if self.lacks(worker, now) and (worker in line.listening or worker in line.expected):
+                first = first or worker
+                wanted += self._least(self._holdings[worker], now)
+            elif not first:
+                ahead.add(worker)
+        missed = self._missed(now) or self.free(now) < -ROUNDING
+        if not (first or missed):
+            return {}
+        told: dict[str, Grant] = {}
+        for worker, holding in sorted(self._holdings.items(), key=lambda item: item[1].granted_at):
+            if now - holding.granted_at < TURN_S and holding.more > 0:
+                continue
+            if worker not in line.listening or worker == first or holding.share <= ROUNDING:
+                continue
+            target = self.target(worker, now)
+            if worker in ahead and holding.more > 0:
+                target = max(target, min(holding.share, holding.unit))
+            surplus = holding.share - target
+            least = min(holding.unit, holding.share)
+            if (wanted > ROUNDING and surplus >= least - ROUNDING) or (
+                missed and surplus >= max(least, WORTH_A_WORD * holding.share) - ROUNDING
+            ):
+                told[worker] = Grant(holding.share, target, recall=True)
+                wanted -= surplus
+        if first:
+            missing = self._least(self._holdings[first], now) - self.free(now)
+            missing -= math.fsum([grant.share - grant.target for grant in told.values()])
+            self._recall_all(first, ahead, missing, told, line, now)
+        return told
+
+    def _recall_all(
+        self, first: str, ahead: set[str], missing: float, told: dict[str, Grant], line: Line, now: float
+    ) -> None:
+        """Ask for what is fair as well, until what is missing for the first in line is there."""
         for worker, holding in self._holdings.items():
-            if worker in listening and now - holding.granted_at >= TURN_S:
-                least = holding.unit if turn else max(holding.unit, WORTH_A_WORD * holding.share)
-                if holding.share >= least - ROUNDING and holding.share - self.target(worker, now) >= least - ROUNDING:
-                    found.append(worker)
-        return found
+            if missing <= ROUNDING:
+                return
+            fair = told[worker].target if worker in told else holding.share
+            if worker == first or worker in ahead or worker not in line.listening or fair <= ROUNDING:
+                continue
+            if now - holding.granted_at >= TURN_S:
+                told[worker] = Grant(holding.share, 0.0, recall=True)
+                missing -= fair
 
     def next_change(self, now: float) -> float:
         """When more becomes free by itself; infinity: not by itself."""
-        self._settle(now)
-        times = [self._phantom_until] if self._phantom else []
-        times += [heap[0][0] for heap in (self._changes, self._endings) if heap]
-        return min(times, default=math.inf)
+        self.free(now)
+        return min(self._ghosts.next_end(now), self._changes[0][0] if self._changes else math.inf)
 
-    def _missed(self, now: float) -> tuple[bool, bool]:
-        """Whether somebody has clearly less than is fair, and whether it is somebody else's turn."""
-        turn = False
-        for worker, since in self._waiting.items():
-            holding = self._holdings[worker]
-            target = self.target(worker, now)
-            if target - self._base(holding, now) >= max(holding.unit, WORTH_A_WORD * target) - ROUNDING:
-                return True, turn
-            turn = turn or (now - since >= TURN_S and self._room(holding, now) < holding.unit - ROUNDING)
-        return False, turn
+    def _missed(self, now: float) -> bool:
+        """Whether somebody has clearly less than is fair."""
+        for worker in self._waiting:
+            holding, target = self._holdings[worker], self.target(worker, now)
+            if target - holding.base(now) >= max(holding.unit, WORTH_A_WORD * target) - ROUNDING:
+                return True
+        return False
 
-    def _raise(self, worker: str, holding: _Holding, amount: float, now: float) -> None:
-        holding.share = self._base(holding, now) + amount
+    def _least(self, holding: Holding, now: float) -> float:
+        """What is missing for the next thing that it wants to do."""
+        return min(holding.unit, self.limit) - holding.room(now)
+
+    def _raise(self, worker: str, holding: Holding, share: float, now: float) -> None:
+        holding.share = share
         holding.granted_at = now
         self._waiting.pop(worker, None)
         self._charge(worker, holding, now)
-
-    def _base(self, holding: _Holding, now: float) -> float:
-        return max(holding.share, holding.spent_at(now))
-
-    def _room(self, holding: _Holding, now: float) -> float:
-        """What is left of its share, as far as was told."""
-        return max(0.0, holding.share - holding.spent_at(now))
 
     def _share_out(self, now: float) -> None:
         """Find the level up to which everybody gets what he wants."""
@@ -234,8 +278,8 @@ class Pool:
         if self._fair and age_s < TURN_S:
             return
         self._fair, self._fair_at = True, now
-        self._taken = math.fsum(holding.charge for holding in self._holdings.values())
-        wanted = sorted(holding.spent_at(now) + holding.more for holding in self._holdings.values())
+        self._taken = math.fsum([holding.charge for holding in self._holdings.values()])
+        wanted = sorted([holding.spent(now) + holding.more for holding in self._holdings.values()])
         left, count = self.limit, len(wanted)
         self._level, self._extra = math.inf, 0.0
         for position, amount in enumerate(wanted):
@@ -246,42 +290,17 @@ class Pool:
             left -= amount
         self._extra = left / max(1, count)
 
-    def _lowest(self) -> None:
-        told = [holding.told for holding in self._holdings.values()]
-        lowest = min(told, key=lambda told: (told[0] / max(told[1], 1.0), told[0]))
-        self.limit, self.window_s = lowest[0], max(window_s for _, window_s in told)
+    def _find_lowest(self) -> None:
+        told = {holding.told for holding in self._holdings.values()}
+        self.limit = min(told, key=lambda one: (one[0] / max(one[1], 1.0), one[0]))[0]
+        self.window_s = max(window_s for _, window_s in told)
         self._fair = False
 
-    # What passes with time
-
-    def _charge(self, worker: str, holding: _Holding, now: float) -> None:
+    def _charge(self, worker: str, holding: Holding, now: float) -> None:
         self._taken -= holding.charge
-        spent = holding.spent_at(now)
+        spent = holding.spent(now)
         holding.charge = max(holding.share, spent)
         holding.version += 1
         self._taken += holding.charge
-        if spent > holding.share + ROUNDING and holding.spent[-1][0] < math.inf:
-            heapq.heappush(self._changes, (holding.spent[-1][0], worker, holding.version))
-
-    def _haunt_by(self, name: str, until: float, amount: float) -> None:
-        self._ghosts[name] = (until, amount)
-        self._haunted += amount
-        heapq.heappush(self._endings, (until, name))
-
-    def _banish(self, name: str) -> None:
-        _, amount = self._ghosts.pop(name, (0.0, 0.0))
-        self._haunted = self._haunted - amount if self._ghosts else 0.0
-
-    def _settle(self, now: float) -> None:
-        """Let go of what has left the window."""
-        while self._changes and self._changes[0][0] <= now:
-            _, worker, version = heapq.heappop(self._changes)
-            holding = self._holdings.get(worker)
-            if holding is not None and holding.version == version:
-                self._charge(worker, holding, now)
-        while self._endings and self._endings[0][0] <= now:
-            until, name = heapq.heappop(self._endings)
-            if self._ghosts.get(name, (math.inf, 0.0))[0] <= until:
-                self._banish(name)
-        if self._phantom and self._phantom_until <= now:
-            self._phantom = 0.0
+        if spent > holding.share + ROUNDING and holding.next_change() < math.inf:
+            heapq.heappush(self._changes, (holding.next_change(), worker, holding.version))

@@ -8,6 +8,7 @@ that is merely not to be reached can.
 from __future__ import annotations
 
 import asyncio
+import functools
 import secrets
 import time
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 from ..errors import KeeperLost, KeeperSilent
 from .keeper import Keeper
 from .messages import Answer, Report
-from .named_actors import first_start, get_or_start, kill
+from .named_actors import first_start, get_or_start, in_thread, kill
 
 NAME = "qreward-keeper"
 
@@ -29,6 +30,7 @@ class KeeperActor:
         self._calls: dict[tuple[str, int], asyncio.Future[Answer | None]] = {}
         self._wake: asyncio.TimerHandle | None = None
         self._reports = 0
+        self._cpu_s_before = 0.0
 
     async def exchange(self, report: Report) -> Answer | None:
         """Take in a report and return its answer, when there is one; None: a newer one came first."""
@@ -36,19 +38,26 @@ class KeeperActor:
         if self._keeper is None:
             # The clock of the loop that the calls run on exists with the first of them.
             self._keeper = Keeper(loop.time(), boot=secrets.token_hex(8), first=self._first)
+            self._cpu_s_before = time.process_time()
         self._reports += 1
-        answered = self._calls[report.worker, report.number] = loop.create_future()
+        call = report.worker, report.number
+        if call in self._calls:
+            return None  # it came twice: the first call has the answer
+        answered: asyncio.Future[Answer | None] = loop.create_future()
+        self._calls[call] = answered
         self._keeper.report(report, loop.time())
         self._pump()
         return await answered
 
     async def statistics(self) -> dict[str, Any]:
-        """What the keeper has done: `boot`, `workers` heard of, `reports` taken in and `cpu_s` of its process."""
+        """What the keeper has done: `boot`, `workers` heard of, `reports` taken in, `cpu_s` of its process since the
+        first of them.
+        """
         return {
             "boot": self._keeper.boot if self._keeper is not None else "",
             "workers": self._keeper.workers if self._keeper is not None else 0,
             "reports": self._reports,
-            "cpu_s": time.process_time(),
+            "cpu_s": time.process_time() - self._cpu_s_before,
         }
 
     def _pump(self) -> None:
@@ -69,30 +78,51 @@ class RayKeeper:
 
     def __init__(self) -> None:
         self._handle: Any = None
+        self._finding: asyncio.Future[Any] | None = None
 
     async def exchange(self, report: Report) -> Answer | None:
-        from ray.exceptions import ActorDiedError, RayError
+        from ray.exceptions import ActorDiedError
 
+        handle = self._handle
+        if handle is None and report.leaves:
+            return None  # a keeper is not started in order to be left
         try:
-            if self._handle is None:
-                self._handle = await asyncio.get_running_loop().run_in_executor(None, get_or_start, NAME, KeeperActor)
-            answer: Answer | None = await self._handle.exchange.remote(report)
+            if handle is None:
+                handle = await self._find()
+            answer: Answer | None = await handle.exchange.remote(report)
         except ActorDiedError:
-            self._handle = None
+            self._forget(handle)
             raise KeeperLost("the quota keeper has died; it is started anew") from None
-        except (RayError, ValueError, OSError) as error:
+        except Exception as error:
+            # Ray raises all kinds of things, and none of them says that the keeper gave nothing away.
             raise KeeperSilent(f"the quota keeper cannot be reached ({type(error).__name__})") from None
         return answer
 
     async def end_keeper(self) -> None:
-        from ray.exceptions import RayError
-
-        handle, self._handle = self._handle, None
+        handle = self._handle
         if handle is not None:
-            try:
-                await asyncio.get_running_loop().run_in_executor(None, kill, handle)
-            except (RayError, ValueError, OSError):
-                return  # the next who asks finds out what there is
+            self._forget(handle)
+            # What comes of it shows when the next report finds out what there is.
+            in_thread(functools.partial(kill, handle)).add_done_callback(_retrieve)
+
+    async def _find(self) -> Any:
+        """The keeper's handle. However many wait for it, Ray is asked once."""
+        finding = self._finding
+        if finding is None or finding.done() or finding.get_loop() is not asyncio.get_running_loop():
+            finding = self._finding = in_thread(functools.partial(get_or_start, NAME, KeeperActor))
+            finding.add_done_callback(_retrieve)
+        self._handle = await asyncio.shield(finding)
+        return self._handle
+
+    def _forget(self, handle: Any) -> None:
+        if self._handle is handle:
+            self._handle = self._finding = None
+
+
+def _retrieve(future: asyncio.Future[Any]) -> None:
+    """Take note of an exception, so that asyncio does not complain of one that nobody waits for any more."""
+    if not future.cancelled():
+        future.exception()
 
 
 __all__ = ["NAME", "KeeperActor", "RayKeeper"]

@@ -1,0 +1,155 @@
+"""A job on real Ray for tests: worker actors with engines, which ask strict judge servers over real sockets.
+
+The processes of the cluster cannot import tests, so this module is pickled by value.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import ray
+
+from qreward_plugins import RewardEngine, Sample
+from qreward_plugins.sharing import ray_keeper
+from qreward_plugins.testing import ServerLimits
+
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+SLACK_S = 0.5
+"""By how much an engine's window is longer than its server's: a server that gets no processor for a while, as happens
+on a busy machine, sees requests closer together than they were written."""
+LONG_S = 180.0
+"""What nothing may take, whatever happens."""
+
+
+class Worker:
+    """A process with an engine of its own, as a framework's reward worker is one. `channel` makes the way to the
+    keeper that it takes instead of its own.
+    """
+
+    def __init__(self, tree: Mapping[str, Any], channel: Callable[[], Any] | None = None, processes: int = 1) -> None:
+        self._engine = RewardEngine(tree, channel=channel() if channel is not None else None, processes=processes)
+
+    async def score(self, numbers: Iterable[int], deadline_s: float = 150.0) -> list[str]:
+        """Score these samples; returns what became of each: "scored", or why not."""
+        outcomes = await self._engine.score_all(map(sample, numbers), deadline_s=deadline_s)
+        return ["scored" if outcome.reward is not None else outcome.describe() for outcome in outcomes]
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+    async def boot(self) -> str:
+        """The keeper that answered last."""
+        return self._engine._membership.member.boot
+
+    async def shares(self, source: str = "a") -> dict[str, float]:
+        """What it may use of the limits of a source."""
+        return dict(self._engine.lanes[source].quota.share)
+
+    async def close(self) -> None:
+        await self._engine.aclose()
+
+
+class DriftingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose clock is another node's."""
+
+    def time(self) -> float:
+        return 1e6 + 1.0001 * super().time()
+
+
+class DriftingWorker:
+    """A worker with a clock of its own. It works in a thread of the actor."""
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        self._tree = tree
+
+    def score(self, numbers: Sequence[int]) -> list[str]:
+        async def main() -> list[str]:
+            async with RewardEngine(self._tree) as engine:
+                outcomes = await engine.score_all(map(sample, numbers), deadline_s=150.0)
+                return ["scored" if outcome.reward is not None else outcome.describe() for outcome in outcomes]
+
+        loop = DriftingLoop()
+        try:
+            return loop.run_until_complete(main())
+        finally:
+            loop.close()
+
+
+def sample(number: int) -> Sample:
+    return Sample([{"role": "user", "content": "Which number?"}], f"It is {number}.", id=str(number))
+
+
+def tree(base_urls: Mapping[str, str], limits: Mapping[str, Mapping[str, Any]], **engine: Any) -> dict[str, Any]:
+    """The configuration of sources by name."""
+    return {
+        "sources": {
+            name: {"kind": "openai", "base_url": base_url, "model": "judge", "limits": dict(limits[name])}
+            for name, base_url in base_urls.items()
+        },
+        "judges": {"quality": {"kind": "llm", "score_range": [0, 1], "max_tokens": 64}},
+        "engine": {"seed": 7, "scheduling": {"hedge": False}, **engine},
+    }
+
+
+def both_limits(window_s: float, **limits: float) -> tuple[ServerLimits, dict[str, Any]]:
+    """Limits as a server enforces them and as a configuration declares them: `requests` and `tokens` in a window, and
+    `concurrency`.
+    """
+
+    def spelled(seconds: float) -> dict[str, Any]:
+        amounts = {
+            f"{name}_per_minute": amount * 60 / seconds for name, amount in limits.items() if name != "concurrency"
+        }
+        return {**amounts, **{name: limits[name] for name in limits if name == "concurrency"}, "window_s": seconds}
+
+    return ServerLimits(**spelled(window_s)), {**spelled(window_s + SLACK_S), "window": "sliding"}
+
+
+def start_workers(trees: Sequence[Mapping[str, Any]], *arguments: Any, **options: Any) -> list[Any]:
+    """Worker actors, once their engines are there."""
+    actor = ray.remote(Worker).options(num_cpus=0, max_concurrency=1000, **options)
+    workers = [actor.remote(tree, *arguments) for tree in trees]
+    ray.get([worker.pid.remote() for worker in workers], timeout=LONG_S)
+    return workers
+
+
+def pid_of(actor: Any) -> int:
+    """The process of an actor."""
+    return ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=LONG_S)
+
+
+def keeper() -> Any:
+    """The keeper of the job."""
+    return ray.get_actor(ray_keeper.NAME)
+
+
+def boots(workers: Iterable[Any]) -> set[str]:
+    """The keepers that answered these workers last."""
+    return set(ray.get([worker.boot.remote() for worker in workers], timeout=LONG_S))
+
+
+def kill_process(pid: int) -> None:
+    """End a process as the kernel does when there is no memory left."""
+    os.kill(pid, signal.SIGKILL)
+
+
+def scored(*outcomes: Sequence[str]) -> bool:
+    """Whether all of them are."""
+    return {outcome for part in outcomes for outcome in part} == {"scored"}
+
+
+def comes(what: Callable[[], Any], within_s: float = LONG_S) -> Any:
+    """What it returns, once that is true. Fails where it takes too long."""
+    ends_at = time.monotonic() + within_s
+    while not (value := what()):
+        if time.monotonic() > ends_at:
+            raise AssertionError(f"it did not come within {within_s:g} s")
+        time.sleep(0.02)
+    return value

@@ -1,0 +1,74 @@
+"""Which way to a keeper `engine.shared` leads to, with and without Ray; and what the engine makes of it."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from qreward_plugins import ConfigurationError, RewardEngine
+from qreward_plugins.quotas import SharedQuota
+from qreward_plugins.sharing import channels, open_channel
+from qreward_plugins.sharing.named_actors import ray_is_up
+
+
+@pytest.fixture(params=[True, False], ids=["ray_is_up", "without_ray"])
+def up(request, monkeypatch):
+    monkeypatch.setattr(channels, "ray_is_up", lambda: request.param)
+    return request.param
+
+
+def engine(shared, **fields):
+    source = {"kind": "openai", "base_url": "http://localhost/v1", "model": "judge", "limits": {"concurrency": 8}}
+    tree = {
+        "sources": {"a": source},
+        "judges": {"quality": {"kind": "llm", "score_range": [0, 1]}},
+        "engine": {"shared": shared},
+    }
+    return RewardEngine(tree, **fields)
+
+
+def is_shared(engine):
+    return isinstance(engine.lanes["a"].quota, SharedQuota)
+
+
+def test_auto_shares_wherever_ray_is_initialised(up):
+    assert (open_channel("auto") is not None) is up
+    assert is_shared(engine("auto")) is up
+
+
+def test_ray_shares_or_says_why_it_cannot(up):
+    if up:
+        assert is_shared(engine("ray"))
+        return
+    with pytest.raises(ConfigurationError, match=r"engine\.shared.*not initialised") as caught:
+        engine("ray")
+    assert "ray.init()" in str(caught.value)
+
+
+def test_local_divides_the_limit_among_the_processes_that_it_is_told_of(up):
+    made = engine("local", processes=4)
+    assert not is_shared(made)
+    assert made.lanes["a"].quota.concurrency == 2
+
+
+def test_off_gives_every_process_the_whole_limit(up):
+    made = engine("off", processes=4)
+    assert not is_shared(made)
+    assert made.lanes["a"].quota.concurrency == 8
+
+
+def test_nothing_is_sent_before_the_keeper_has_given_something(up):
+    if up:
+        assert engine("auto", processes=4).lanes["a"].quota.concurrency == 0
+
+
+def test_a_shared_engine_can_tell_how_it_is_before_it_has_a_share(up):
+    statistics = engine("auto").statistics()
+    assert statistics.sources["a"].in_flight == 0
+
+
+def test_asking_whether_ray_is_up_does_not_import_it(monkeypatch):
+    monkeypatch.delitem(sys.modules, "ray", raising=False)
+    assert ray_is_up() is False
+    assert "ray" not in sys.modules

@@ -1,0 +1,83 @@
+"""What makes two sources the same to their provider."""
+
+from __future__ import annotations
+
+import itertools
+import re
+
+import pytest
+
+from qreward_plugins.config import load_config
+from qreward_plugins.sharing import source_keys
+
+BASE = {"kind": "openai", "base_url": "http://judge.example/v1", "model": "judge", "api_key": "one-secret"}
+
+
+def keys(**sources):
+    kind = "function" if all(source["kind"] == "function" for source in sources.values()) else "llm"
+    tree = {"sources": sources, "judges": {"quality": {"kind": kind}}}
+    return source_keys(load_config(tree))
+
+
+def key(**fields):
+    return keys(a={**BASE, **fields})["a"]
+
+
+def test_a_source_is_known_by_what_the_provider_sees_and_not_by_its_name():
+    assert keys(a=BASE)["a"] == keys(other=BASE)["other"]
+    assert re.fullmatch(r"[0-9a-f]{24}", key())
+
+
+def test_limits_timeouts_and_prices_are_no_part_of_it():
+    assert key(limits={"requests_per_minute": 5}, timeouts={"total_s": 9}, price={"per_request": 1.0}) == key()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"base_url": "http://other.example/v1"},
+        {"model": "other"},
+        {"api_key": "another-secret"},
+        {"headers": {"x-team": "red"}},
+        {"base_url": ["http://judge.example/v1", "http://second.example/v1"]},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_an_other_endpoint_model_key_or_header_is_another_source(fields):
+    assert key(**fields) != key()
+
+
+def test_replicas_are_one_source_in_any_order():
+    addresses = ["http://a.example/v1", "http://b.example/v1"]
+    assert key(base_url=addresses) == key(base_url=addresses[::-1])
+
+
+def test_a_key_from_the_environment_is_the_same_as_one_that_is_written(monkeypatch):
+    monkeypatch.setenv("THE_KEY", "one-secret")
+    by_name = {name: value for name, value in BASE.items() if name != "api_key"} | {"api_key_env": "THE_KEY"}
+    assert keys(a=by_name)["a"] == key()
+
+
+def test_the_same_endpoint_twice_in_one_configuration_is_two_sources():
+    twice = keys(a=BASE, b=BASE)
+    assert twice["a"] != twice["b"]
+    assert twice["a"] != key()
+    # Another process with the same configuration means the same two.
+    assert twice == keys(b=BASE, a=BASE)
+
+
+def test_no_two_identities_run_into_each_other():
+    """The parts are joined with their lengths: what one ends with cannot be taken for what the next begins with."""
+    pairs = [("ab", "c"), ("a", "bc"), ("abc", "d")]
+    found = [key(model=model, api_key=secret) for model, secret in pairs]
+    assert all(one != other for one, other in itertools.combinations(found, 2))
+
+
+def test_nothing_secret_can_be_read_from_it():
+    assert "one-secret" not in repr(keys(a=BASE))
+
+
+def test_functions_are_known_by_what_they_call():
+    one = {"kind": "function", "function": "scoring.judges:grade"}
+    assert keys(a=one)["a"] == keys(b=one)["b"]
+    assert keys(a=one)["a"] != keys(a={**one, "function": "scoring.judges:other"})["a"]

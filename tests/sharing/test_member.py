@@ -1,0 +1,341 @@
+"""A worker's side of the shares: what it gives up and when, which answers it heeds, and how long its shares last."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from qreward_plugins.config.models import Limits
+from qreward_plugins.quotas import SharedQuota
+from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, TTL_S
+from qreward_plugins.sharing.member import WAY_S, Demand, Member
+from qreward_plugins.sharing.messages import Answer, Grant, SourceAnswer
+
+WINDOW_S = 60.15
+NOW = 500.0
+
+
+class Worker:
+    """A member with one source."""
+
+    def __init__(self, **limits):
+        self.quota = SharedQuota(Limits.model_validate(limits), source="s")
+        self.member = Member("w", {"s": self.quota})
+        self.now = NOW
+        self.waiting = Demand()
+
+    def report(self, waiting=None):
+        self.waiting = self.waiting if waiting is None else waiting
+        return self.member.report(self.now, {"s": self.waiting}, {})
+
+    def parts(self, waiting=None):
+        return self.report(waiting).sources["s"].parts
+
+    def answer(self, number=None, boot="k", target=None, recall=False, **shares):
+        grants = {name: Grant(share, share if target is None else target, recall) for name, share in shares.items()}
+        number = self.member._number if number is None else number
+        return self.member.accept(Answer(boot, number, {"s": SourceAnswer(3, grants)}), self.now)
+
+    def given(self, **shares):
+        self.report()
+        assert self.answer(**shares)
+        return self
+
+    def send(self, count=1, tokens=0.0):
+        sent = []
+        for _ in range(count):
+            reservation = self.quota.reserve(tokens, 0.0, self.now)
+            reservation.sent(self.now)
+            sent.append(reservation)
+        return sent
+
+    def short(self, count=1, **more):
+        return self.member.short("s", Demand(count, **more), self.now)
+
+
+def spent(part):
+    return sum(amount for _, amount in part.spent)
+
+
+@pytest.fixture
+def worker():
+    return Worker(requests_per_minute=100)
+
+
+# Which answers count
+
+
+def test_a_worker_has_nothing_until_it_is_given_some(worker):
+    assert worker.quota.wait_s(0.0, worker.now) == math.inf
+    worker.given(requests=10.0)
+    assert worker.quota.wait_s(0.0, worker.now) == 0.0
+    assert worker.quota.workers == 3
+    assert worker.member.boot == "k"
+
+
+def test_only_the_answer_to_the_latest_report_counts(worker):
+    worker.report()
+    first = worker.member._number
+    worker.report()
+    assert not worker.answer(number=first, requests=10.0)
+    assert worker.quota.share == {"requests": 0.0}
+    assert worker.answer(requests=20.0)
+    assert worker.quota.share == {"requests": 20.0}
+
+
+def test_a_report_says_which_answer_counted_last(worker):
+    assert worker.report().heeded == 0
+    worker.answer(requests=20.0)
+    answered = worker.member._number
+    assert worker.report().heeded == answered
+    assert worker.report().heeded == answered
+
+
+def test_an_answer_counts_once(worker):
+    worker.given(requests=20.0)
+    assert not worker.answer(requests=20.0)
+
+
+def test_an_answer_that_comes_after_its_time_does_not_count(worker):
+    worker.report()
+    worker.now += TTL_S
+    assert not worker.answer(requests=20.0)
+
+
+def test_an_answer_gives_no_more_than_the_limit_that_is_declared_now(worker):
+    worker.report()
+    worker.quota.retune(Limits(requests_per_minute=5), worker.now)
+    worker.answer(requests=20.0)
+    assert worker.quota.share == {"requests": 5.0}
+
+
+def test_after_the_farewell_nothing_counts(worker):
+    worker.given(requests=20.0)
+    worker.send(3)
+    last = worker.member.farewell(worker.now)
+    assert last.leaves
+    part = last.sources["s"].parts["requests"]
+    assert (part.share, spent(part)) == (0.0, 3.0)
+    assert not worker.answer(requests=20.0)
+
+
+# How long shares last
+
+
+def test_shares_are_valid_from_when_the_report_was_sent(worker):
+    worker.report()
+    worker.now += 4.0
+    worker.answer(requests=20.0)
+    assert worker.member.valid_until == worker.quota.valid_until == NOW + TTL_S
+
+
+def test_a_report_that_is_not_answered_prolongs_nothing(worker):
+    worker.given(requests=20.0)
+    worker.now += 5.0
+    worker.report()
+    assert worker.member.valid_until == NOW + TTL_S
+
+
+def test_shares_end_by_themselves_and_what_was_spent_stays_spent(worker):
+    worker.given(requests=20.0)
+    worker.send(7)
+    worker.now += TTL_S - 0.01
+    assert not worker.member.expire(worker.now)
+    worker.now += 0.01
+    assert worker.quota.wait_s(0.0, worker.now) == math.inf
+    assert worker.member.expire(worker.now)
+    assert worker.quota.share == {"requests": 0.0}
+    part = worker.parts()["requests"]
+    assert (part.share, spent(part)) == (0.0, 7.0)
+
+
+def test_the_end_is_told_once_whoever_noticed_it(worker):
+    worker.given(requests=20.0)
+    worker.now += TTL_S
+    # A report lowers what it says is lowered, even if the timer is late.
+    assert worker.parts()["requests"].share == 0.0
+    assert worker.member.expire(worker.now)
+    assert not worker.member.expire(worker.now)
+
+
+def test_the_end_is_told_where_nothing_is_held_but_what_is_not_sent_yet(worker):
+    worker.given(requests=1.0)
+    worker.quota.reserve(0.0, 0.0, worker.now)
+    worker.quota.resize({}, workers=3, now=worker.now)
+    worker.now += TTL_S
+    assert worker.member.expire(worker.now)
+
+
+def test_a_timer_may_run_a_little_early(worker):
+    worker.given(requests=20.0)
+    assert worker.member.expire(NOW + TTL_S - 1e-9)
+
+
+def test_a_dead_keeper_gives_nothing_away(worker):
+    worker.given(requests=20.0)
+    worker.now += 6.0
+    worker.member.absent(worker.now)
+    assert worker.member.valid_until == NOW + 6.0 + TTL_S
+    assert worker.quota.valid_until == worker.member.valid_until
+    worker.now += 9.0
+    # There may be an heir by now, who waits two times as long before it gives away what nobody told it of.
+    worker.member.absent(worker.now)
+    assert worker.member.valid_until == NOW + 2 * TTL_S
+    worker.member.absent(worker.now, seen_at=NOW + 10.0)
+    assert worker.member.valid_until == NOW + 15.0 + TTL_S
+
+
+def test_what_has_ended_does_not_come_back_because_the_keeper_is_dead(worker):
+    worker.given(requests=20.0)
+    worker.now += TTL_S
+    worker.member.absent(worker.now)
+    assert worker.member.valid_until == NOW + TTL_S
+    assert worker.member.expire(worker.now)
+
+
+# What is given up
+
+
+def test_a_share_is_lowered_before_it_is_reported(worker):
+    worker.given(requests=20.0, target=8.0, recall=True)
+    part = worker.parts()["requests"]
+    assert part.share == worker.quota.share["requests"] == 8.0
+    assert worker.quota.requests.limit == 8.0
+
+
+def test_what_is_more_than_fair_is_kept_until_it_is_asked_for_or_spent(worker):
+    worker.given(requests=20.0, target=8.0)
+    worker.send(19)
+    assert worker.parts()["requests"].share == 20.0
+    worker.send(1)
+    part = worker.parts()["requests"]
+    assert (part.share, spent(part)) == (8.0, 20.0)
+    assert max(left_s for left_s, _ in part.spent) == pytest.approx(WINDOW_S)
+
+
+def test_a_recall_is_heeded_once(worker):
+    worker.given(requests=20.0, target=8.0, recall=True)
+    worker.report()
+    worker.answer(requests=20.0, target=8.0)
+    assert worker.parts()["requests"].share == 20.0
+
+
+def test_requests_in_flight_are_given_up_only_when_asked_for():
+    worker = Worker(concurrency=10).given(concurrency=4.0, target=2.0)
+    worker.send(4)
+    assert worker.parts()["concurrency"] == (4.0, ((math.inf, 4.0),), 0.0, 1.0)
+    worker.answer(concurrency=4.0, target=2.0, recall=True)
+    part = worker.parts()["concurrency"]
+    assert (part.share, part.spent) == (2.0, ((math.inf, 4.0),))
+    assert worker.quota.wait_s(0.0, worker.now) == math.inf
+
+
+def test_the_keeper_hears_at_once_when_requests_that_were_given_up_have_ended():
+    worker = Worker(concurrency=10).given(concurrency=2.0, target=0.0, recall=True)
+    first, _ = worker.send(2)
+    worker.report()
+    assert not worker.short(0)
+    first.release(worker.now)
+    assert worker.short(0)
+    worker.report()
+    assert not worker.short(0)
+
+
+# Buckets
+
+
+def test_a_part_of_a_bucket_is_owed_until_it_is_full_again():
+    worker = Worker(requests_per_minute=60, window="bucket", burst=6).given(burst=4.0)
+    worker.send(2)
+    worker.report()
+    worker.answer(burst=4.0, target=1.0, recall=True)
+    part = worker.parts()["burst"]
+    # 2 of 4, at four sixths of a request a second.
+    assert part.share == 1.0
+    ((left_s, amount),) = part.spent
+    assert amount == 4.0
+    assert left_s == pytest.approx(2 * 6 / 4 + WAY_S, abs=0.2)
+    worker.now += left_s
+    assert worker.parts()["burst"].spent == ()
+
+
+def test_what_is_owed_of_a_bucket_adds_up_to_what_was_held_when_it_is_lowered_step_by_step():
+    worker = Worker(requests_per_minute=60, window="bucket", burst=6).given(burst=6.0)
+    worker.send(6)
+    worker.report()
+    worker.answer(burst=6.0, target=4.0, recall=True)
+    worker.report()
+    worker.answer(burst=4.0, target=1.0, recall=True)
+    part = worker.parts()["burst"]
+    assert spent(part) == 6.0
+    assert len(part.spent) == 2
+
+
+def test_a_bucket_is_owed_when_its_share_ends_or_the_worker_leaves():
+    for end in ("expire", "farewell"):
+        worker = Worker(requests_per_minute=6, window="bucket", burst=2).given(burst=2.0)
+        worker.send(2)
+        if end == "expire":
+            worker.now += TTL_S
+            assert worker.member.expire(worker.now)
+            part = worker.parts()["burst"]
+        else:
+            part = worker.member.farewell(worker.now).sources["s"].parts["burst"]
+        assert part.share == 0.0
+        assert spent(part) == 2.0
+
+
+# What is said
+
+
+def test_it_says_what_it_could_use():
+    worker = Worker(requests_per_minute=100, tokens_per_minute=1000, concurrency=10)
+    parts = worker.parts(Demand(7, 300.0, 50.0))
+    assert parts["requests"] == (0.0, (), 7.0, 1.0)
+    assert parts["tokens"] == (0.0, (), 300.0, 50.0)
+    assert parts["concurrency"] == (0.0, (), 7.0, 1.0)
+
+
+def test_it_is_short_of_what_waits_and_is_not_told_yet(worker):
+    worker.given(requests=2.0)
+    assert not worker.short(5)
+    worker.send(2)
+    assert worker.short(5)
+    assert not worker.short(0)
+    worker.report(Demand(5))
+    assert not worker.short(6)
+
+
+def test_a_bucket_that_is_wholly_its_own_is_not_too_little():
+    worker = Worker(requests_per_minute=60, window="bucket", burst=2).given(burst=2.0)
+    worker.send(2)
+    worker.report(Demand(1))
+    assert not worker.short(9)
+    worker.answer(burst=1.0)
+    worker.report(Demand())
+    worker.answer(burst=1.0)
+    assert worker.short(9)
+
+
+def test_it_is_patient_with_a_slow_keeper(worker):
+    worker.given(requests=2.0)
+    worker.send(2)
+    worker.now += TTL_S - HOLD_S - MARGIN_S
+    for _ in range(3):
+        worker.report(Demand())
+        assert worker.short(5)
+    worker.now += 0.1
+    assert worker.member.patient(worker.now)
+    assert not worker.short(5)
+    worker.answer(requests=2.0)
+    assert worker.short(5)
+
+
+def test_the_first_report_after_an_answer_may_be_replaced_at_any_time(worker):
+    worker.given(requests=2.0)
+    worker.send(2)
+    worker.now += TTL_S - 0.1
+    worker.report(Demand())
+    assert not worker.member.patient(worker.now)
+    assert worker.short(5)

@@ -1,0 +1,722 @@
+"""An engine's way with its keeper, in virtual time: the real keeper behind a line that does what a test tells it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+
+import pytest
+
+from qreward_plugins import RewardEngine, Sample, Scored
+from qreward_plugins.errors import KeeperLost, KeeperSilent, Throttled, TransientError
+from qreward_plugins.samples import Usage
+from qreward_plugins.sharing import ray_keeper
+from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, TTL_S
+from qreward_plugins.sharing.membership import (
+    ANSWERED_WITHIN_S,
+    FAREWELL_WITHIN_S,
+    LONGEST_BACKOFF_S,
+    REPORT_EVERY_S,
+    SILENT_AFTER_S,
+)
+from qreward_plugins.simulation import SimulatedSource, VirtualTimeLoop, run
+from qreward_plugins.sources import Reply
+
+WINDOW_S = 10.0
+MARGIN = 0.15
+"""What the ledgers add to a window."""
+SOON_S = 2 * REPORT_EVERY_S
+
+
+class Office:
+    """Where the keeper is: it can be replaced, fall silent or be gone, and remembers what it was asked."""
+
+    def __init__(self, *, first=True, delay_s=0.0):
+        self.mode = "well"
+        self.delay_s = delay_s
+        self.stall_s = 0.0
+        """For how long nothing runs when an answer has come."""
+        self.reports = []
+        self.ended = 0
+        self.first = first
+        self.actor = None
+        self.replace()
+
+    def replace(self):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(ray_keeper, "first_start", lambda name: self.first)
+            self.actor = ray_keeper.KeeperActor()
+        self.first = False
+
+    def line(self):
+        return Line(self)
+
+    def sent_by(self, engine):
+        """(time, report) of an engine."""
+        name = engine._membership.member.name
+        return [(at, report) for at, report in self.reports if report.worker == name]
+
+
+class Line:
+    """A worker's way to the office."""
+
+    def __init__(self, office):
+        self.office = office
+
+    async def exchange(self, report):
+        office = self.office
+        office.reports.append((asyncio.get_running_loop().time(), report))
+        if office.mode == "lost":
+            raise KeeperLost("it is dead")
+        if office.mode == "unavailable":
+            raise KeeperSilent("it cannot be reached")
+        if office.mode == "broken":
+            raise ZeroDivisionError("a bug")
+        if office.mode == "silent":
+            await asyncio.get_running_loop().create_future()
+        # Where a caller gives up, a real keeper does not hear of it.
+        answer = await asyncio.shield(asyncio.ensure_future(self._deliver(report)))
+        asyncio.get_running_loop()._now += office.stall_s
+        return answer
+
+    async def end_keeper(self):
+        self.office.ended += 1
+
+    async def _deliver(self, report):
+        await asyncio.sleep(self.office.delay_s)
+        answer = await self.office.actor.exchange(report)
+        await asyncio.sleep(self.office.delay_s)
+        return answer
+
+
+class Connecting(SimulatedSource):
+    """A source that sends only once its gate is open, as one does that has to connect first."""
+
+    gate = None
+
+    async def send(self, request, *, on_sent):
+        if self.gate is not None:
+            await self.gate.wait()
+        return await super().send(request, on_sent=on_sent)
+
+
+def verdict(request):
+    return Reply(text=f'{{"id": "{request.nonce}", "score": 0.5}}', usage=Usage(10, 10))
+
+
+def a_source(**fields):
+    return Connecting("a", answer=verdict, **{"window_s": WINDOW_S, **fields})
+
+
+def limits(per_window=None, **fields):
+    if per_window is not None:
+        fields |= {"requests_per_minute": per_window * 60 / WINDOW_S, "window_s": WINDOW_S, "window": "sliding"}
+    return fields
+
+
+def samples(count, start=0):
+    return [
+        Sample([{"role": "user", "content": "Which number is it?"}], f"It is {number}.", id=str(number))
+        for number in range(start, start + count)
+    ]
+
+
+@pytest.fixture
+def make_engine():
+    def make(office, source, limits, **settings):
+        node = {"kind": "openai", "base_url": "http://localhost", "model": "judge", "limits": limits}
+        tree = {
+            "sources": {"a": node},
+            "judges": {"quality": {"kind": "llm", "score_range": [0, 1]}},
+            "engine": {"seed": 7, "deadline_s": 600.0, "scheduling": {"hedge": False}, **settings},
+        }
+        return RewardEngine(tree, sources={"a": source}, channel=office.line())
+
+    return make
+
+
+async def until(moment):
+    await asyncio.sleep(moment - asyncio.get_running_loop().time())
+
+
+async def comes(something):
+    while not something():  # noqa: ASYNC110 -- in virtual time
+        await asyncio.sleep(0.05)
+
+
+async def stop(*tasks):
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def in_any_window(arrivals, window_s=WINDOW_S):
+    return max(sum(at <= other < at + window_s for other in arrivals) for at in arrivals)
+
+
+# Reports
+
+
+def test_whoever_has_nothing_to_say_says_so_seldom(make_engine):
+    async def main():
+        office, source = Office(), a_source()
+        async with make_engine(office, source, limits(10)) as engine:
+            assert all(isinstance(outcome, Scored) for outcome in await engine.score_all(samples(3)))
+            asked = len(office.reports)
+            await asyncio.sleep(30 * HOLD_S)
+            assert 30 <= len(office.reports) - asked <= 31
+
+    run(main())
+
+
+def test_a_busy_worker_asks_at_most_four_times_a_second(make_engine):
+    async def main():
+        office, source = Office(), a_source(requests_per_window=20)
+        async with (
+            make_engine(office, source, limits(20)) as busy,
+            make_engine(office, source, limits(20)) as other,
+        ):
+            scoring = asyncio.gather(busy.score_all(samples(60)), other.score_all(samples(40, 60)))
+            outcomes = [outcome for batch in await scoring for outcome in batch]
+            assert all(isinstance(outcome, Scored) for outcome in outcomes)
+            for engine in (busy, other):
+                times = [at for at, _ in office.sent_by(engine)]
+                assert all(later - at >= REPORT_EVERY_S - 1e-9 for at, later in itertools.pairwise(times))
+                assert len(times) < 4 * times[-1]
+        assert source.violations == []
+
+    run(main())
+
+
+def test_a_report_is_replaced_at_once_when_work_waits_that_the_keeper_does_not_know_of(make_engine):
+    async def main():
+        office, source = Office(), a_source(requests_per_window=10)
+        async with make_engine(office, source, limits(10)) as busy, make_engine(office, source, limits(10)) as idle:
+            await asyncio.gather(busy.score_all(samples(1)), idle.score_all(samples(1, 1)))
+            share = busy.lanes["a"].quota.share["requests"]
+            await until(20.0 + HOLD_S / 2)  # in the middle of a report that is held
+            began, asked = 20.0 + HOLD_S / 2, len(office.sent_by(busy))
+            assert share < 10
+            outcomes = await busy.score_all(samples(9, 10))
+            assert all(isinstance(outcome, Scored) for outcome in outcomes)
+            times = [at for at, _ in office.sent_by(busy)][asked:]
+            assert times[0] - began <= REPORT_EVERY_S + 1e-9
+            # The idle one was asked for what it does not need, and gave it at once.
+            sent = [at for at in source.arrivals if at >= began]
+            assert len(sent) == 9
+            assert max(sent) - began < SOON_S
+        assert source.violations == []
+
+    run(main())
+
+
+@pytest.mark.parametrize("delay_s", [0.09, 0.3, 0.8])
+def test_an_answer_that_is_on_its_way_is_not_thrown_away(make_engine, delay_s):
+    """With a keeper that takes a while, work that waits must not make every report void before its answer came."""
+
+    async def main():
+        office, source = Office(delay_s=delay_s), a_source(requests_per_window=50)
+        async with make_engine(office, source, limits(50)) as one, make_engine(office, source, limits(50)) as other:
+            await asyncio.gather(one.score_all(samples(100)), other.score_all(samples(100, 100)))
+            assert asyncio.get_running_loop().time() < 3 * (WINDOW_S + MARGIN) + 5.0 + 10 * delay_s
+        assert source.violations == []
+
+    run(main())
+
+
+def test_whoever_needs_no_more_says_so_at_once(make_engine):
+    """At the end of a batch the last samples of one wait for what another does not need any more."""
+
+    async def main():
+        office, source = Office(), a_source(requests_per_window=20)
+        async with make_engine(office, source, limits(20)) as one, make_engine(office, source, limits(20)) as other:
+            scoring = [asyncio.ensure_future(engine.score_all(samples(100))) for engine in (one, other)]
+            await until(12.0)
+            last = max(at for at, _ in office.sent_by(one))
+            await until(last + REPORT_EVERY_S + 0.1)
+            asked = len(office.sent_by(one))
+            await stop(scoring[0])
+            await asyncio.sleep(SOON_S)
+            news = office.sent_by(one)[asked:]
+            assert len(news) == 1
+            (said,) = news[0][1].sources.values()
+            assert said.parts["requests"].more == 0
+            await stop(scoring[1])
+
+    run(main())
+
+
+# A keeper that is gone
+
+
+def test_while_the_keeper_is_certainly_gone_its_shares_are_kept_and_nothing_more(make_engine):
+    async def main():
+        office, source = Office(), a_source()
+        async with make_engine(office, source, limits(20)) as one, make_engine(office, source, limits(20)) as other:
+            await asyncio.gather(one.score_all(samples(1)), other.score_all(samples(1, 1)))
+            await until(15.0)
+            share = one.lanes["a"].quota.share["requests"]
+            assert 0 < share < 20
+            office.mode = "lost"
+            scoring = asyncio.ensure_future(one.score_all(samples(200, 10)))
+            await until(15.0 + 10 * WINDOW_S)
+            assert one.lanes["a"].quota.share["requests"] == share
+            sent = [at for at in source.arrivals if at >= 15.0]
+            assert in_any_window(sent) == share
+            assert len(sent) >= 9 * share
+            await stop(scoring)
+
+    run(main())
+
+
+def test_one_that_was_lost_once_and_is_silent_since_is_no_reason_to_go_on(make_engine):
+    async def main():
+        office, source = Office(), a_source()
+        async with make_engine(office, source, limits(20)) as engine:
+            await engine.score_all(samples(1))
+            await until(15.0)
+            office.mode = "lost"
+            scoring = asyncio.ensure_future(engine.score_all(samples(200, 10)))
+            await until(16.0)
+            office.mode = "unavailable"
+            await until(15.0 + 4 * TTL_S)
+            assert max(source.arrivals) < 16.0 + 2 * TTL_S
+            assert engine.lanes["a"].quota.share["requests"] == 0
+            await stop(scoring)
+
+    run(main())
+
+
+def test_a_new_keeper_starts_with_nothing_to_give_and_the_limit_holds(make_engine, caplog):
+    async def main():
+        office, source = Office(), a_source(requests_per_window=20)
+        async with make_engine(office, source, limits(20)) as one, make_engine(office, source, limits(20)) as other:
+            scoring = asyncio.gather(one.score_all(samples(100)), other.score_all(samples(100, 100)))
+            await until(4.0)
+            boot = one._membership.member.boot
+            office.mode = "lost"
+            office.replace()
+            await until(6.0)
+            office.mode = "well"
+            outcomes = [outcome for batch in await scoring for outcome in batch]
+            assert all(isinstance(outcome, Scored) for outcome in outcomes)
+            boots = {engine._membership.member.boot for engine in (one, other)}
+            assert len(boots) == 1
+            assert boot not in boots
+        assert source.violations == []
+        # A window of a whole limit at a time is 100 s; each keeps half of it, so nothing is lost while nobody moves.
+        assert asyncio.get_running_loop().time() < 100 + 2 * WINDOW_S
+
+    run(main())
+
+
+# A keeper that does not answer
+
+
+@pytest.mark.parametrize("mode", ["silent", "unavailable", "broken"])
+def test_shares_end_when_the_keeper_is_silent_for_their_time_to_live(make_engine, caplog, mode):
+    async def main():
+        office, source = Office(), a_source()
+        async with make_engine(office, source, limits(50)) as engine:
+            await engine.score_all(samples(1))
+            scoring = asyncio.ensure_future(engine.score_all(samples(1000, 1)))
+            await until(10 * WINDOW_S)
+            office.mode = mode
+            answered = max(at for at, _ in office.reports)
+            silent_at = asyncio.get_running_loop().time()
+            await until(silent_at + 2.5 * TTL_S)
+            assert silent_at < max(source.arrivals) + WINDOW_S
+            assert max(source.arrivals) < answered + TTL_S
+            assert max(source.arrivals) > answered + TTL_S - WINDOW_S - MARGIN - 0.01
+            assert "gave no sign of life" in caplog.text
+            office.mode = "well"
+            await asyncio.sleep(ANSWERED_WITHIN_S + LONGEST_BACKOFF_S + WINDOW_S)
+            assert max(source.arrivals) > silent_at + 2.5 * TTL_S
+            await stop(scoring)
+
+    caplog.set_level(logging.INFO)
+    run(main())
+
+
+def test_what_was_not_sent_is_called_back_when_the_shares_end(make_engine):
+    async def main():
+        office, source = Office(), a_source(behaviour=lambda number, request, now: 40.0)
+        async with make_engine(office, source, limits(10)) as engine:
+            scoring = [asyncio.ensure_future(engine.score(sample)) for sample in samples(3)]
+            await until(HOLD_S)
+            source.gate = asyncio.Event()
+            scoring += [asyncio.ensure_future(engine.score(sample)) for sample in samples(2, 3)]
+            await asyncio.sleep(SOON_S)
+            assert engine.lanes["a"].quota.in_flight == 5
+            office.mode = "silent"
+            await asyncio.sleep(TTL_S + 0.1)
+            # Three are under way, which counts for nobody any more; two waited for a connection, and wait in the queue.
+            assert (len(source.arrivals), source.in_flight, engine.lanes["a"].quota.in_flight) == (3, 3, 3)
+            assert engine.statistics().waiting == 2
+            source.gate.set()
+            await asyncio.sleep(10.0)
+            assert len(source.arrivals) == 3
+            office.mode = "well"
+            assert all(isinstance(outcome, Scored) for outcome in await asyncio.gather(*scoring))
+            assert len(source.arrivals) == 5
+
+    run(main())
+
+
+def test_where_concurrency_is_shared_what_is_in_flight_is_called_back_too(make_engine):
+    async def main():
+        office, source = Office(), a_source(behaviour=lambda number, request, now: 40.0, concurrency=4)
+        async with make_engine(office, source, limits(concurrency=4)) as engine:
+            scoring = [asyncio.ensure_future(engine.score(sample)) for sample in samples(3)]
+            await until(HOLD_S)
+            assert source.in_flight == 3
+            office.mode = "silent"
+            began = max(at for at, _ in office.reports)
+            await until(began + TTL_S + 1e-3)
+            assert (source.in_flight, source.cancelled, engine.statistics().waiting) == (0, 3, 3)
+            office.mode = "well"
+            assert all(isinstance(outcome, Scored) for outcome in await asyncio.gather(*scoring))
+
+    run(main())
+
+
+class EarlyLoop(VirtualTimeLoop):
+    """Runs timers half a millisecond early, as loops do that count in whole ones."""
+
+    def call_at(self, when, callback, *args, context=None):
+        early_s = 5e-4 if when - self.time() > 1e-3 else 0.0
+        return super().call_at(when - early_s, callback, *args, context=context)
+
+
+def test_a_timer_that_is_early_does_not_keep_shares_alive(make_engine):
+    async def main():
+        office, source = Office(), a_source(behaviour=lambda number, request, now: 40.0, concurrency=4)
+        async with make_engine(office, source, limits(concurrency=4)) as engine:
+            scoring = asyncio.ensure_future(engine.score(samples(1)[0]))
+            await asyncio.sleep(HOLD_S)
+            office.mode = "silent"
+            await asyncio.sleep(TTL_S + 0.1)
+            assert source.in_flight == 0
+            await stop(scoring)
+
+    run(main(), loop=EarlyLoop())
+
+
+def test_a_process_that_did_not_run_for_a_while_calls_everything_back_before_it_reports(make_engine):
+    async def main():
+        office, source = Office(), a_source(behaviour=lambda number, request, now: 60.0, concurrency=4)
+        async with make_engine(office, source, limits(concurrency=4)) as engine:
+            scoring = asyncio.ensure_future(engine.score(samples(1)[0]))
+            await until(HOLD_S)
+            asked, office.stall_s = len(office.reports), 3 * TTL_S
+            await comes(lambda: len(office.reports) > asked)
+            office.stall_s = 0.0
+            _, report = office.reports[asked]
+            (said,) = report.sources.values()
+            assert said.parts["concurrency"].share == 0
+            assert source.cancelled == 1
+            assert isinstance(await scoring, Scored)
+
+    run(main())
+
+
+# Ending a keeper
+
+
+@pytest.mark.parametrize("mode", ["silent", "unavailable"])
+def test_a_keeper_that_stays_silent_is_ended(make_engine, mode):
+    async def main():
+        office, source = Office(), a_source()
+        async with make_engine(office, source, limits(50)) as engine:
+            await engine.score_all(samples(1))
+            office.mode = mode
+            began = asyncio.get_running_loop().time()
+            await asyncio.sleep(SILENT_AFTER_S - LONGEST_BACKOFF_S)
+            assert office.ended == 0
+            await comes(lambda: office.ended)
+            assert asyncio.get_running_loop().time() - began < SILENT_AFTER_S + HOLD_S + ANSWERED_WITHIN_S + 3.0
+            await asyncio.sleep(SILENT_AFTER_S / 2)
+            assert office.ended == 1
+
+    run(main())
+
+
+def test_whoever_did_not_run_for_a_minute_does_not_end_the_keeper(make_engine):
+    async def main():
+        office, source = Office(delay_s=0.01), a_source()
+        async with make_engine(office, source, limits(50)) as engine:
+            await engine.score_all(samples(1))
+            loop = asyncio.get_running_loop()
+            for _ in range(10):
+                await asyncio.sleep(1.7)
+                loop._now += 60.0
+                await asyncio.sleep(0.3)
+            await asyncio.sleep(HOLD_S)
+            assert office.ended == 0
+            assert engine.lanes["a"].quota.share["requests"] == 50
+
+    run(main())
+
+
+# News
+
+
+def test_what_one_is_told_by_a_source_all_know(make_engine):
+    async def main():
+        office = Office()
+        paused = {"until": None}
+
+        def behave(number, request, now):
+            if paused["until"] is None and now >= 5.0:
+                paused["until"] = now + 8.0
+                return Throttled("slow down", status=429, retry_after_s=8.0)
+            return 0.2
+
+        source = a_source(behaviour=behave)
+        async with make_engine(office, source, limits(100)) as one, make_engine(office, source, limits(100)) as other:
+            await asyncio.gather(one.score_all(samples(1)), other.score_all(samples(1, 1)))
+            await until(5.0)
+            first = asyncio.ensure_future(one.score(samples(1, 2)[0]))
+            await asyncio.sleep(1.0)
+            assert other.lanes["a"].pauses.left_s(6.0) > 6.5
+            began = asyncio.get_running_loop().time()
+            assert isinstance(await other.score(samples(1, 3)[0]), Scored)
+            assert isinstance(await first, Scored)
+            assert all(not began <= at < paused["until"] for at in source.arrivals)
+            assert min(at for at in source.arrivals if at > began) < paused["until"] + 0.5
+
+    run(main())
+
+
+def test_what_was_told_is_not_told_on(make_engine):
+    """Else every hop of a slow way would add its delay, and a pause would go round for ever."""
+
+    async def main():
+        office = Office(delay_s=0.4)
+        told = []
+
+        def behave(number, request, now):
+            if now >= 5.0 and not told:
+                told.append(now)
+                return Throttled("slow down", status=429, retry_after_s=6.0)
+            return 0.2
+
+        source = a_source(behaviour=behave)
+        async with (
+            make_engine(office, source, limits(100)) as one,
+            make_engine(office, source, limits(100)) as two,
+            make_engine(office, source, limits(100)) as three,
+        ):
+            engines = one, two, three
+            await asyncio.gather(*(engine.score(sample) for engine, sample in zip(engines, samples(3), strict=True)))
+            await until(5.0)
+            first = asyncio.ensure_future(one.score(samples(1, 9)[0]))
+            await asyncio.sleep(2.0)
+            assert all(engine.lanes["a"].state(7.0) == "paused" for engine in engines)
+            await until(told[0] + 6.0 + 2 * 0.8)
+            assert {engine.lanes["a"].state(asyncio.get_running_loop().time()) for engine in engines} == {"up"}
+            pauses = [
+                (report.worker, source.news.pause_s)
+                for _, report in office.reports
+                for source in report.sources.values()
+                if source.news.pause_s
+            ]
+            assert {worker for worker, _ in pauses} == {one._membership.member.name}
+            assert isinstance(await first, Scored)
+
+    run(main())
+
+
+def test_a_rest_and_its_end_are_everybody_s(make_engine):
+    async def main():
+        office = Office()
+        broken = {"is": False}
+
+        def behave(number, request, now):
+            return TransientError("no", status=500) if broken["is"] else 0.2
+
+        source = a_source(behaviour=behave)
+        async with make_engine(office, source, limits(100)) as one, make_engine(office, source, limits(100)) as other:
+            await asyncio.gather(one.score_all(samples(20)), other.score_all(samples(20, 20)))
+            broken["is"] = True
+            scoring = asyncio.ensure_future(one.score_all(samples(10, 50)))
+            await comes(lambda: not one.lanes["a"].breaker.closed)
+            await asyncio.sleep(SOON_S)
+            now = asyncio.get_running_loop().time()
+            assert other.lanes["a"].state(now) == "resting"
+            # It is still resting after the other's probes have failed a few times; then the other's succeeds.
+            await asyncio.sleep(20.0)
+            broken["is"] = False
+            assert all(isinstance(outcome, Scored) for outcome in await scoring)
+            await asyncio.sleep(SOON_S)
+            outcome = await other.score(samples(1, 99)[0])
+            assert isinstance(outcome, Scored)
+            assert outcome.verdict.attempts == 1
+
+    run(main())
+
+
+def test_that_a_source_is_well_again_is_said_until_the_keeper_has_heard_it(make_engine):
+    async def main():
+        office = Office()
+        broken = {"is": False}
+        source = a_source(
+            behaviour=lambda number, request, now: TransientError("no", status=500) if broken["is"] else 0.2
+        )
+        async with make_engine(office, source, limits(100)) as engine:
+            await engine.score_all(samples(20))
+            broken["is"] = True
+            scoring = asyncio.ensure_future(engine.score_all(samples(10, 50)))
+            await comes(lambda: not engine.lanes["a"].breaker.closed)
+            await asyncio.sleep(SOON_S)
+            office.mode = "silent"
+            broken["is"] = False
+            await comes(lambda: engine.lanes["a"].breaker.closed)
+            asked = len(office.reports)
+            await comes(lambda: len(office.reports) > asked)
+            await asyncio.sleep(1.0)  # nobody answers that one
+            office.mode = "well"
+            await scoring
+            await asyncio.sleep(ANSWERED_WITHIN_S + LONGEST_BACKOFF_S + 2 * HOLD_S)
+            said = [source.news.recovered for _, report in office.reports[asked:] for source in report.sources.values()]
+            assert said[:2] == [True, True]
+            assert said[-1] is False
+
+    run(main())
+
+
+def test_a_worker_that_comes_late_knows_how_long_an_answer_takes(make_engine):
+    async def main():
+        office, source = Office(), a_source(behaviour=lambda number, request, now: 7.0)
+        async with make_engine(office, source, limits(100)) as one, make_engine(office, source, limits(100)) as late:
+            await one.score_all(samples(25))
+            await asyncio.sleep(HOLD_S)
+            assert not late.lanes["a"].speed.known
+            scoring = asyncio.ensure_future(late.score(samples(1)[0]))
+            await asyncio.sleep(SOON_S)
+            assert late.lanes["a"].speed.mean_s == pytest.approx(7.0)
+            await scoring
+
+    run(main())
+
+
+# Ends, and beginnings
+
+
+def test_what_a_closed_engine_had_is_the_others_at_once(make_engine):
+    async def main():
+        office, source = Office(), a_source(requests_per_window=10)
+        staying = make_engine(office, source, limits(10))
+        async with staying:
+            async with make_engine(office, source, limits(10)) as leaving:
+                await asyncio.gather(leaving.score_all(samples(1)), staying.score_all(samples(1, 1)))
+                assert leaving.lanes["a"].quota.share["requests"] >= 4
+            began = asyncio.get_running_loop().time()
+            assert (await office.actor.statistics())["workers"] == 1
+            outcomes = await staying.score_all(samples(8, 2))
+            assert all(isinstance(outcome, Scored) for outcome in outcomes)
+            assert max(source.arrivals) - began < SOON_S
+        assert source.violations == []
+        assert (await office.actor.statistics())["workers"] == 0
+
+    run(main())
+
+
+@pytest.mark.parametrize("mode", ["silent", "lost", "unavailable"])
+def test_leaving_takes_a_second_at_most_and_leaves_no_task(make_engine, mode):
+    async def main():
+        office, source = Office(), a_source()
+        engine = make_engine(office, source, limits(10))
+        await engine.score_all(samples(1))
+        office.mode = mode
+        began = asyncio.get_running_loop().time()
+        await engine.aclose()
+        assert asyncio.get_running_loop().time() - began <= FAREWELL_WITHIN_S
+        assert office.reports[-1][1].leaves
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        # What is still in the office is none of its business.
+        assert [task for task in others if "Line._deliver" not in repr(task.get_coro())] == []
+
+    run(main())
+
+
+def test_who_leaves_before_the_first_answer_says_so(make_engine):
+    """The keeper may have the report by then, and a share for it."""
+
+    async def main():
+        office, source = Office(delay_s=0.5), a_source()
+        engine = make_engine(office, source, limits(10))
+        scoring = asyncio.ensure_future(engine.score(samples(1)[0]))
+        await asyncio.sleep(0.7)
+        assert engine._membership.member.boot == ""
+        assert (await office.actor.statistics())["workers"] == 1
+        await engine.aclose()
+        await scoring
+        await asyncio.sleep(1.0)
+        assert (await office.actor.statistics())["workers"] == 0
+
+    run(main())
+
+
+def test_an_engine_goes_on_with_its_shares_in_the_next_loop(make_engine):
+    office, source = Office(), a_source(requests_per_window=10)
+    engine = make_engine(office, source, limits(10))
+    first = VirtualTimeLoop()
+
+    async def before():
+        outcomes = await engine.score_all(samples(6))
+        assert all(isinstance(outcome, Scored) for outcome in outcomes)
+
+    async def after():
+        assert [at for at in source.arrivals if at > 1.0] == []
+        outcomes = await engine.score_all(samples(10, 6))
+        assert all(isinstance(outcome, Scored) for outcome in outcomes)
+        await engine.aclose()
+
+    run(before(), loop=first)
+    member = engine._membership.member
+    # The keeper outlives the loop; here it is told that one was before it, which is as strict.
+    office.replace()
+    second = VirtualTimeLoop()
+    second._now = first.time() + 1.0
+    run(after(), loop=second)
+    assert engine._membership.member is member
+    assert source.violations == []
+    assert len(source.arrivals) == 16
+
+
+def test_the_same_seed_gives_the_same_schedule(make_engine):
+    def once():
+        async def main():
+            office, source = Office(delay_s=0.02), a_source(requests_per_window=20)
+            async with make_engine(office, source, limits(20)) as one, make_engine(office, source, limits(20)) as other:
+                await asyncio.gather(one.score_all(samples(45)), other.score_all(samples(25, 45)))
+                reported = [(at, report.number, report.leaves) for at, report in office.reports]
+            return source.arrivals, reported
+
+        return run(main())
+
+    first = once()
+    assert first == once()
+    assert len(first[0]) == 70
+
+
+def test_silence_counts_from_the_last_word(make_engine):
+    """What a keeper owes to a worker that it never answered is a start, not a life."""
+
+    async def main():
+        office, source = Office(), a_source()
+        office.mode = "silent"
+        engine = make_engine(office, source, limits(10), deadline_s=2.0)
+        outcome = await engine.score(samples(1)[0])
+        assert outcome.reason == "deadline"
+        assert source.arrivals == []
+        await asyncio.sleep(SILENT_AFTER_S / 2)
+        assert office.ended == 0
+        await engine.aclose()
+
+    run(main())
+
+
+assert MARGIN_S > MARGIN

@@ -1,0 +1,232 @@
+"""The books of one limit: what is charged to whom, what is free, who is given what, and who is asked for it again."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from qreward_plugins.sharing.messages import Part
+from qreward_plugins.sharing.pool import TURN_S, Line, Pool
+
+LIMIT = 100.0
+WINDOW_S = 60.0
+
+
+class Everybody:
+    """Whoever is asked for listens."""
+
+    def __contains__(self, worker):
+        return True
+
+
+def line(*waiting, listening=None, expected=()):
+    return Line(dict.fromkeys(waiting), Everybody() if listening is None else listening, expected)
+
+
+@pytest.fixture
+def pool():
+    return Pool(LIMIT, WINDOW_S)
+
+
+def report(pool, worker, now, share=0.0, spent=(), more=0.0, unit=1.0, limit=LIMIT):
+    pool.report(worker, Part(share, tuple(spent), more, unit), now, limit=limit, window_s=WINDOW_S)
+
+
+# The books
+
+
+def test_a_worker_is_charged_the_larger_of_share_and_spent(pool):
+    report(pool, "a", 0.0, share=10.0, spent=[(30.0, 4.0)])
+    assert pool.free(0.0) == 90.0
+    report(pool, "a", 0.0, share=2.0, spent=[(30.0, 4.0), (50.0, 3.0)])
+    assert pool.free(0.0) == 93.0
+    assert pool.free(30.0) == 97.0
+    assert pool.free(50.0) == 98.0
+
+
+def test_what_is_held_is_charged_until_the_worker_says_something_else(pool):
+    report(pool, "a", 0.0, spent=[(math.inf, 5.0)])
+    assert pool.free(1e6) == 95.0
+    report(pool, "a", 1e6)
+    assert pool.free(1e6) == 100.0
+
+
+def test_a_silent_worker_is_a_ghost_for_a_window(pool):
+    report(pool, "a", 0.0, share=40.0, spent=[(1.0, 10.0)])
+    pool.drop("a", 11.0, silent=True)
+    assert pool.free(11.0) == 60.0
+    assert pool.free(11.0 + WINDOW_S - 0.01) == 60.0
+    assert pool.free(11.0 + WINDOW_S) == 100.0
+
+
+def test_a_ghost_that_comes_back_knows_better(pool):
+    report(pool, "a", 0.0, share=40.0)
+    pool.drop("a", 11.0, silent=True)
+    report(pool, "a", 20.0, spent=[(5.0, 7.0)])
+    assert pool.free(20.0) == 93.0
+    assert pool.free(25.0) == 100.0
+
+
+def test_who_leaves_leaves_behind_what_he_spent_until_it_leaves_the_window(pool):
+    # Two parts that leave at the same moment count twice, and go both.
+    report(pool, "a", 0.0, share=40.0, spent=[(10.0, 1.0), (10.0, 2.0), (20.0, 4.0), (math.inf, 8.0)])
+    pool.drop("a", 5.0, silent=False)
+    report(pool, "b", 5.0, share=1.0)
+    assert pool.free(5.0) == 100.0 - 1.0 - 15.0
+    assert pool.free(10.0) == 100.0 - 1.0 - 12.0
+    assert pool.free(20.0) == 100.0 - 1.0 - 8.0
+    assert pool.free(5.0 + WINDOW_S) == 99.0
+
+
+def test_the_phantom_is_the_whole_limit_less_what_workers_turn_out_to_hold(pool):
+    pool.haunt(90.0)
+    assert pool.free(0.0) == 0.0
+    report(pool, "a", 0.0, share=30.0, spent=[(10.0, 20.0)])
+    assert pool.free(0.0) == 0.0
+    report(pool, "b", 0.0, share=5.0, spent=[(10.0, 20.0)])
+    assert pool.free(0.0) == 0.0
+    # What b gives up is free, what nobody has told of is not.
+    assert pool.free(10.0) == 15.0
+    assert pool.free(89.9) == 15.0
+    assert pool.free(90.0) == 65.0
+
+
+def test_no_worker_lessens_the_phantom_twice(pool):
+    pool.haunt(90.0)
+    report(pool, "a", 0.0, share=30.0)
+    pool.drop("a", 11.0, silent=True)
+    report(pool, "a", 12.0, share=0.0, spent=[(50.0, 30.0)])
+    assert pool.free(12.0) == 0.0
+    assert pool.free(62.0) == 30.0
+
+
+def test_of_limits_that_differ_the_lowest_rate_counts_until_it_is_gone(pool):
+    report(pool, "a", 0.0)
+    report(pool, "b", 0.0, limit=40.0)
+    assert pool.free(0.0) == 40.0
+    pool.drop("b", 1.0, silent=False)
+    assert pool.free(1.0) == 100.0
+
+
+# Who gets what
+
+
+def shares(pool, *workers):
+    return [pool.share(worker) for worker in workers]
+
+
+def test_everybody_gets_what_he_wants_or_equal_parts(pool):
+    for worker, more in (("a", 10.0), ("b", 80.0), ("c", 80.0)):
+        report(pool, worker, 0.0, more=more)
+    assert sorted(pool.raise_shares(0.0, line())) == ["a", "b", "c"]
+    assert shares(pool, "a", "b", "c") == [10.0, 45.0, 45.0]
+    assert pool.free(0.0) == 0.0
+
+
+def test_what_is_left_over_is_shared_evenly_even_if_nobody_wants_it(pool):
+    report(pool, "a", 0.0, more=10.0)
+    report(pool, "b", 0.0)
+    pool.welcome("a", 0.0)
+    pool.welcome("b", 0.0)
+    report(pool, "a", 0.5, share=pool.share("a"))
+    report(pool, "b", 0.5, share=pool.share("b"))
+    assert pool.target("a", 2.0) == pool.target("b", 2.0) == 50.0
+
+
+def test_shares_are_raised_by_whole_units_and_within_what_is_free(pool):
+    report(pool, "a", 0.0, more=1000.0, unit=30.0)
+    pool.raise_shares(0.0, line())
+    assert pool.share("a") == 90.0
+    assert pool.free(0.0) == 10.0
+
+
+def test_nobody_who_does_not_listen_is_given_anything(pool):
+    report(pool, "a", 0.0, more=10.0)
+    assert pool.raise_shares(0.0, line(listening=())) == []
+    assert pool.free(0.0) == 100.0
+
+
+def test_who_waits_longest_is_first_and_nobody_overtakes_a_large_request(pool):
+    report(pool, "holder", 0.0, share=60.0)
+    report(pool, "small", 0.0, more=5.0)
+    report(pool, "large", 0.0, more=80.0, unit=80.0)
+    assert pool.raise_shares(0.0, line("large", "small")) == []
+    assert pool.raise_shares(0.0, line("small", "large")) == ["small"]
+
+
+def test_what_the_first_needs_is_kept_while_it_is_about_to_report_again(pool):
+    report(pool, "holder", 0.0, share=95.0)
+    report(pool, "first", 0.0, more=5.0, unit=5.0)
+    report(pool, "second", 0.0, more=5.0, unit=5.0)
+    waiting = line("first", "second", listening=("second",), expected=("first",))
+    assert pool.raise_shares(0.0, waiting) == []
+    assert pool.raise_shares(0.0, line("first", "second", listening=("second",))) == ["second"]
+
+
+def test_who_has_more_than_is_fair_is_asked_for_it_after_a_turn(pool):
+    report(pool, "a", 0.0, more=100.0)
+    pool.raise_shares(0.0, line())
+    assert pool.share("a") == 100.0
+    report(pool, "a", 0.1, share=100.0, more=100.0)
+    report(pool, "b", 0.1, more=100.0)
+    assert pool.recalls(TURN_S - 0.1, line("b")) == {}
+    told = pool.recalls(TURN_S + 0.1, line("b"))
+    assert list(told) == ["a"]
+    assert told["a"] == (100.0, 50.0, True)
+    assert pool.recalls(TURN_S + 0.1, line("b", listening=("b",))) == {}
+
+
+def test_nobody_is_asked_while_nobody_waits(pool):
+    report(pool, "a", 0.0, share=100.0)
+    report(pool, "b", 0.0)
+    assert not pool.contended(5.0)
+    assert pool.recalls(5.0, line()) == {}
+
+
+def test_what_is_scarcer_than_one_for_each_goes_round():
+    pool = Pool(1.0, WINDOW_S)
+    for worker in "abc":
+        report(pool, worker, 0.0, more=1.0, limit=1.0)
+    assert pool.raise_shares(0.0, line("a", "b", "c")) == ["a"]
+    report(pool, "a", 0.3, share=1.0, spent=[(60.0, 1.0)], more=5.0, limit=1.0)
+    told = pool.recalls(TURN_S, line("b", "c", "a"))
+    assert {worker: grant.target for worker, grant in told.items()} == {"a": 0.0}
+
+
+def test_who_stands_in_line_is_asked_for_nothing_by_those_behind_him():
+    pool = Pool(1.0, WINDOW_S)
+    report(pool, "a", 0.0, share=1.0, more=1.0, limit=1.0)
+    report(pool, "b", 0.0, more=1.0, limit=1.0)
+    # `a` waits for something else that its request needs.
+    assert pool.recalls(5.0, line("a", "b")) == {}
+    assert list(pool.recalls(5.0, line("b", "a"))) == ["a"]
+
+
+def test_the_first_in_line_gets_more_than_is_fair_if_its_request_needs_it(pool):
+    for worker in "abcd":
+        report(pool, worker, 0.0, share=20.0, more=20.0, unit=10.0)
+    report(pool, "large", 0.0, more=90.0, unit=90.0)
+    told = pool.recalls(5.0, line("large"))
+    assert sum(grant.share - grant.target for grant in told.values()) >= 70.0
+    assert len(told) == 4
+
+
+def test_who_holds_too_much_of_a_limit_that_was_lowered_is_asked_for_it(pool):
+    report(pool, "a", 0.0, share=60.0)
+    report(pool, "b", 0.0, share=40.0)
+    report(pool, "a", 1.0, share=50.0, limit=50.0)
+    report(pool, "b", 1.0, share=40.0, limit=50.0)
+    assert pool.contended(1.0)
+    assert pool.free(1.0) == -40.0
+    assert pool.recalls(5.0, line())
+
+
+def test_it_knows_when_more_becomes_free_by_itself(pool):
+    assert pool.next_change(0.0) == math.inf
+    report(pool, "a", 0.0, spent=[(30.0, 4.0), (math.inf, 1.0)])
+    assert pool.next_change(0.0) == 30.0
+    pool.drop("a", 1.0, silent=True)
+    assert pool.next_change(30.0) == 1.0 + WINDOW_S
+    pool.haunt(40.0)
+    assert pool.next_change(30.0) == 40.0

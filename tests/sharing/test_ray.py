@@ -1,0 +1,97 @@
+"""Limits that the workers of a real Ray job share: all of them used, and none ever broken, whoever is killed.
+
+More deaths, which take longer, are in tests/conformance/sharing.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'qreward-plugins[ray]')")
+
+sys.path.insert(0, str(Path(__file__).parent))
+from ray_job import LONG_S, boots, both_limits, comes, keeper, kill_process, pid_of, scored, start_workers, tree  # noqa: E402
+
+from qreward_plugins.sharing.named_actors import get_or_start  # noqa: E402
+from qreward_plugins.testing import JudgeServer  # noqa: E402
+
+# Ray leaves sockets and log files of its own to the garbage collector.
+pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore:.*Tip.*")]
+
+PER_WINDOW = 60
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def server():
+    theirs, _ = both_limits(1.0, requests=PER_WINDOW)
+    with JudgeServer(limits=theirs) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def workers(cluster, server):
+    _, ours = both_limits(1.0, requests=PER_WINDOW)
+    return start_workers([tree({"a": server.base_url}, {"a": ours})] * 2)
+
+
+def test_what_the_idle_leave_is_the_busy_one_s_until_they_begin(workers, server):
+    busy, other = workers
+    long = busy.score.remote(range(4 * PER_WINDOW))
+    comes(lambda: server.report().requests >= PER_WINDOW)
+    short = other.score.remote(range(1000, 1000 + PER_WINDOW // 2))
+    first, later = ray.wait([long, short], timeout=LONG_S)
+    assert (first, later) == ([short], [long])
+    assert scored(*ray.get([short, long], timeout=LONG_S))
+    report = server.report()
+    assert report.violations_total == 0, report.violations[:5]
+    assert report.requests == 4.5 * PER_WINDOW
+
+
+def test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_nobody_waits(workers, server):
+    before, already = boots(workers), server.report().requests
+    scoring = [worker.score.remote(range(2000, 2000 + 2 * PER_WINDOW)) for worker in workers]
+    comes(lambda: server.report().requests >= already + PER_WINDOW)
+    kill_process(pid_of(keeper()))
+    assert scored(*ray.get(scoring, timeout=LONG_S))
+    comes(lambda: len(boots(workers)) == 1 and not boots(workers) & before)
+    report = server.report()
+    assert report.violations_total == 0, report.violations[:5]
+
+
+def test_an_actor_lives_as_long_as_the_process_that_started_it(cluster):
+    """A handle that was found by name does not keep an actor alive, and must not take the place of one that does."""
+
+    class Anybody:
+        async def here(self):
+            return True
+
+    first = get_or_start("anybody", Anybody)
+    found = get_or_start("anybody", Anybody)
+    assert ray.get(found.here.remote(), timeout=LONG_S)
+    del first
+    gc.collect()
+    # Were it let go of, Ray would end it before it gets to another call.
+    assert all(ray.get([found.here.remote() for _ in range(100)], timeout=LONG_S))
+    assert ray.get(get_or_start("anybody", Anybody).here.remote(), timeout=LONG_S)
+
+
+def test_an_engine_that_is_closed_gives_back_what_it_had(workers, server):
+    leaving, staying = workers
+    ray.get(leaving.close.remote(), timeout=LONG_S)
+    statistics = ray.get(keeper().statistics.remote(), timeout=LONG_S)
+    assert statistics["workers"] == 1
+    assert scored(*ray.get([staying.score.remote(range(3000, 3000 + PER_WINDOW))], timeout=LONG_S))
+    assert server.report().violations_total == 0

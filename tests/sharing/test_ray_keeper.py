@@ -1,0 +1,230 @@
+"""The way to the keeper where Ray misbehaves, without a cluster: calls that fail, hang or come twice."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+exceptions = pytest.importorskip("ray.exceptions", reason="Ray is not installed (pip install 'qreward-plugins[ray]')")
+
+from qreward_plugins.config.models import Limits  # noqa: E402
+from qreward_plugins.errors import KeeperLost, KeeperSilent  # noqa: E402
+from qreward_plugins.quotas import SharedQuota  # noqa: E402
+from qreward_plugins.sharing import Demand, Member, ray_keeper  # noqa: E402
+from qreward_plugins.sharing.named_actors import get_or_start, in_thread, ray_is_up  # noqa: E402
+from qreward_plugins.sharing.ray_keeper import KeeperActor, RayKeeper  # noqa: E402
+
+pytestmark = pytest.mark.anyio
+LONG_S = 20.0
+
+
+def a_member(name="w"):
+    return Member(name, {"a": SharedQuota(Limits(requests_per_minute=600), source="a")})
+
+
+def a_report(member):
+    return member.report(asyncio.get_running_loop().time(), {"a": Demand(3)}, {})
+
+
+class Handle:
+    """An actor's handle whose calls end as told."""
+
+    def __init__(self, *ends):
+        self.ends = list(ends)
+        self.calls = []
+        self.exchange = SimpleNamespace(remote=self._call)
+
+    async def _call(self, report):
+        self.calls.append(report)
+        end = self.ends.pop(0)
+        if isinstance(end, BaseException):
+            raise end
+        return end
+
+
+@pytest.fixture
+def lookups(monkeypatch):
+    """What looking the keeper up gives, one after the other, and how often that was done."""
+    found = SimpleNamespace(handles=[], count=0, gate=threading.Event())
+    found.gate.set()
+
+    def get_or_start(name, cls):
+        found.count += 1
+        found.gate.wait(LONG_S)
+        handle = found.handles.pop(0)
+        if isinstance(handle, BaseException):
+            raise handle
+        return handle
+
+    monkeypatch.setattr(ray_keeper, "get_or_start", get_or_start)
+    yield found
+    found.gate.set()
+
+
+@pytest.fixture
+def actor(monkeypatch):
+    monkeypatch.setattr(ray_keeper, "first_start", lambda name: True)
+    return KeeperActor()
+
+
+async def test_a_dead_actor_is_a_lost_keeper_and_is_looked_up_anew(lookups):
+    first, second = Handle(exceptions.ActorDiedError()), Handle(None)
+    lookups.handles += [first, second]
+    way, member = RayKeeper(), a_member()
+    with pytest.raises(KeeperLost):
+        await way.exchange(a_report(member))
+    assert await way.exchange(a_report(member)) is None
+    assert (len(first.calls), len(second.calls), lookups.count) == (1, 1, 2)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        exceptions.ActorUnavailableError("not now", None),
+        exceptions.RaySystemError("no"),
+        ConnectionError("Ray was shut down"),
+        RuntimeError("anything"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+async def test_whatever_else_happens_says_nothing_of_the_keeper(lookups, error):
+    handle = Handle(error, None)
+    lookups.handles.append(handle)
+    way, member = RayKeeper(), a_member()
+    with pytest.raises(KeeperSilent, match=type(error).__name__):
+        await way.exchange(a_report(member))
+    # It is the same keeper that is asked again.
+    assert await way.exchange(a_report(member)) is None
+    assert lookups.count == 1
+
+
+async def test_a_lookup_that_fails_is_silence_and_is_tried_again(lookups):
+    lookups.handles += [ConnectionError("no cluster"), Handle(None)]
+    way, member = RayKeeper(), a_member()
+    with pytest.raises(KeeperSilent, match="ConnectionError"):
+        await way.exchange(a_report(member))
+    assert await way.exchange(a_report(member)) is None
+
+
+async def test_however_many_give_up_on_a_lookup_that_hangs_there_is_one(lookups):
+    lookups.gate.clear()
+    handle = Handle(None)
+    lookups.handles.append(handle)
+    way, member = RayKeeper(), a_member()
+    for _ in range(5):
+        call = asyncio.ensure_future(way.exchange(a_report(member)))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+    last = asyncio.ensure_future(way.exchange(a_report(member)))
+    lookups.gate.set()
+    assert await asyncio.wait_for(last, LONG_S) is None
+    assert (lookups.count, len(handle.calls)) == (1, 1)
+
+
+async def test_nobody_starts_a_keeper_in_order_to_leave_it(lookups):
+    member = a_member()
+    assert await RayKeeper().exchange(member.farewell(0.0)) is None
+    assert lookups.count == 0
+
+
+async def test_ending_a_keeper_does_not_wait_and_the_next_call_looks_for_another(lookups, monkeypatch):
+    killed, gate = [], threading.Event()
+
+    def kill(handle):
+        killed.append(handle)
+        gate.wait(LONG_S)
+
+    monkeypatch.setattr(ray_keeper, "kill", kill)
+    first, second = Handle(None), Handle(None)
+    lookups.handles += [first, second]
+    way, member = RayKeeper(), a_member()
+    await way.exchange(a_report(member))
+    await way.end_keeper()
+    assert await way.exchange(a_report(member)) is None
+    assert len(second.calls) == 1
+    gate.set()
+    assert killed == [first]
+
+
+async def test_a_call_that_comes_twice_is_answered_once_and_neither_waits_for_ever(actor):
+    report = a_report(a_member())
+    first = asyncio.ensure_future(actor.exchange(report))
+    again = asyncio.ensure_future(actor.exchange(report))
+    answers = await asyncio.wait_for(asyncio.gather(first, again), LONG_S)
+    assert answers[0].number == report.number
+    # It was answered by then: the second is an old one.
+    assert answers[1] is None
+
+
+async def test_a_call_that_comes_twice_while_it_is_held_leaves_the_first_its_answer(actor):
+    """The first report of a worker is answered at once; the second is held, and here doubled."""
+    member = a_member()
+    answer = await asyncio.wait_for(actor.exchange(a_report(member)), LONG_S)
+    assert member.accept(answer, asyncio.get_running_loop().time())
+    held = member.report(asyncio.get_running_loop().time(), {}, {})
+    first = asyncio.ensure_future(actor.exchange(held))
+    await asyncio.sleep(0)
+    assert await asyncio.wait_for(actor.exchange(held), LONG_S) is None
+    assert not first.done()
+    newer = member.report(asyncio.get_running_loop().time(), {}, {})
+    latest = asyncio.ensure_future(actor.exchange(newer))
+    assert await asyncio.wait_for(first, LONG_S) is None
+    latest.cancel()
+
+
+async def test_statistics_count_workers_and_reports(actor):
+    assert (await actor.statistics())["reports"] == 0
+    members = [a_member("one"), a_member("two")]
+    for member in members:
+        await asyncio.wait_for(actor.exchange(a_report(member)), LONG_S)
+    told = await actor.statistics()
+    assert (told["workers"], told["reports"]) == (2, 2)
+    assert told["boot"]
+    assert told["cpu_s"] >= 0
+    await actor.exchange(members[0].farewell(asyncio.get_running_loop().time()))
+    assert (await actor.statistics())["workers"] == 1
+
+
+def test_where_ray_was_shut_down_nobody_starts_it_again():
+    if ray_is_up():
+        pytest.skip("another test of this process has its Ray")
+    with pytest.raises(ConnectionError, match="shut down"):
+        get_or_start("nobody", KeeperActor)
+    assert not ray_is_up()
+
+
+async def test_what_a_thread_returns_or_raises_comes_back():
+    assert await asyncio.wait_for(in_thread(lambda: 3), LONG_S) == 3
+    assert await asyncio.wait_for(in_thread(lambda: None), LONG_S) is None
+    with pytest.raises(ZeroDivisionError):
+        await asyncio.wait_for(in_thread(lambda: 1 // 0), LONG_S)
+
+
+def test_a_thread_that_hangs_keeps_no_event_loop_from_ending():
+    gate = threading.Event()
+
+    async def main():
+        in_thread(lambda: gate.wait(LONG_S))
+
+    asyncio.run(main())
+    gate.set()
+
+
+def test_a_thread_s_result_for_a_loop_that_is_closed_is_dropped():
+    gate, done = threading.Event(), threading.Event()
+
+    def work():
+        gate.wait(LONG_S)
+        done.set()
+
+    async def main():
+        in_thread(work)
+
+    asyncio.run(main())
+    gate.set()
+    assert done.wait(LONG_S)

@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test conformance soak lint types format clean
+.PHONY: help install demo test conformance soak clusters lint types format clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -34,6 +34,9 @@ SEEDS ?= 100000
 
 soak: $(INSTALLED) ## Play SEEDS random trials of the whole engine in virtual time, on all cores (about 30 ms each)
 	$(BIN)/python -m qreward_plugins.simulation --seeds 0:$(SEEDS)
+
+clusters: $(INSTALLED) ## Play SEEDS random clusters of workers that share limits, on all cores (about 0.1 s each)
+	$(BIN)/python -m qreward_plugins.simulation --cluster --seeds 0:$(SEEDS)
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -1,4 +1,6 @@
-"""`python -m qreward_plugins.simulation`: soak the scheduler, or play one trial and show what happened."""
+"""`python -m qreward_plugins.simulation`: soak the scheduler, or with `--cluster` the shares that processes keep of a
+limit; or play one trial and show what happened.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from .cluster_plan import random_plan
+from .cluster_soak import ClusterFinding, ClusterTally, check_cluster, soak_clusters_in_processes
 from .performance import play
 from .promises import broken_promises, replay_differs
 from .soak import REPLAY_EVERY, Finding, Tally, cores, soak_in_processes
@@ -26,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--seeds", type=_seeds, default=(0, 2000), metavar="FIRST:LAST", help="default: 0:2000")
     what.add_argument("--seed", type=int, help="play the trial of this seed alone, twice")
+    parser.add_argument("--cluster", action="store_true", help="play clusters of workers that share limits instead")
     parser.add_argument("--trace", action="store_true", help="with --seed: show everything that happened")
     parser.add_argument("--jobs", type=_positive, default=cores(), help="processes; default: one for each core")
     parser.add_argument(
@@ -41,6 +46,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help="end after so many seeds that broke a promise; default: %(default)s",
     )
     options = parser.parse_args(arguments)
+    if options.cluster:
+        if options.seed is not None:
+            return _one_cluster(options.seed)
+        return _many_clusters(*options.seeds, jobs=options.jobs, most=options.findings)
     if options.seed is not None:
         return _one(options.seed, show_trace=options.trace)
     return _many(*options.seeds, jobs=options.jobs, replay_every=options.replay_every, most=options.findings)
@@ -83,6 +92,53 @@ def _many(first: int, last: int, *, jobs: int, replay_every: int, most: int) -> 
     console.print(_table(tally, len(findings), time.monotonic() - started_at))
     if findings:
         console.out(_broken(len(findings)) + ", the first one: " + min(findings, key=_seed_of).describe())
+    return 1 if findings else 0
+
+
+def _one_cluster(seed: int) -> int:
+    print(random_plan(seed).describe())
+    cluster, tally, broken = check_cluster(seed)
+    for server in cluster.servers.values():
+        for said in server.broken:
+            print(said)
+    for one in broken:
+        print(f"cluster {seed} broke {one}")
+    if not broken:
+        print(f"cluster {seed} kept every limit and was done after {tally.virtual_s:.1f} s")
+    return 1 if broken else 0
+
+
+def _many_clusters(first: int, last: int, *, jobs: int, most: int) -> int:
+    console = Console()
+    tally, findings, started_at = ClusterTally(), list[ClusterFinding](), time.monotonic()
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    soaking = soak_clusters_in_processes(first, last, jobs=jobs)
+    try:
+        with Progress(*columns, console=console, transient=True) as progress:
+            task = progress.add_task("clusters", total=last - first)
+            for soaked in soaking:
+                tally.add(soaked.tally)
+                findings += soaked.findings
+                if soaked.findings:
+                    console.out(f"{soaked.describe()}\n", highlight=False)
+                progress.update(task, completed=tally.plans, description=_broken(len(findings)))
+                if len(findings) >= most:
+                    break
+    finally:
+        soaking.close()
+    table = Table(show_header=False, box=None)
+    for name, value in (
+        ("clusters", f"{tally.plans:,}"),
+        ("seeds that broke a promise", f"{len(findings):,}"),
+        ("requests", f"{tally.requests:,}"),
+        ("reports to keepers", f"{tally.reports:,}"),
+        ("keepers", f"{tally.keepers:,}"),
+        ("slowest", f"{tally.slowest[0]:.0%} of the time allowed (seed {tally.slowest[1]})"),
+        ("virtual time", f"{tally.virtual_s:,.0f} s in {time.monotonic() - started_at:,.0f} s"),
+        ("fingerprint", f"{tally.fingerprint:016x}"),
+    ):
+        table.add_row(name, value)
+    console.print(table)
     return 1 if findings else 0
 
 

@@ -1,0 +1,149 @@
+"""A cluster in virtual time: nodes with clocks of their own, a network that loses, doubles and disorders, and a keeper
+that dies and comes back; the shares' protocol itself is the real one.
+
+There is one true time, which only servers live in. Every node has its own clock, and whatever a node does happens as an
+event of the cluster, so that a stopped process does nothing, and then everything at once, in any order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any
+
+from ..sharing.messages import Report
+from .cluster_nodes import KeeperNode, Node
+from .cluster_plan import Plan, Trouble
+from .cluster_server import WitnessServer
+from .cluster_worker import SimulatedWorker
+
+
+class Cluster:
+    """Plays a plan."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self.rng = random.Random(f"cluster events {plan.seed}")
+        self.now = 0.0
+        self.servers = {source.key: WitnessServer(source, self.rng) for source in plan.sources}
+        self.workers: dict[str, SimulatedWorker] = {}
+        self.keepers: list[KeeperNode] = [KeeperNode(self, 0)]
+        self.registered = True
+        """Whether the name of the keeper stands for one, dead or alive."""
+        self.parted: dict[str, int] = {}
+        self._lossy = 0
+        self._counter = itertools.count()
+        self._events: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
+        for number, worker in enumerate(plan.workers):
+            self.workers[f"w{number}"] = SimulatedWorker(self, f"w{number}", worker, plan.sources)
+        for work in plan.work:
+            self.workers[f"w{work.worker}"].expect(work)
+        for trouble in plan.troubles:
+            self.at(trouble.at_s, self._befall, trouble)
+
+    def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
+        """Do something at a true time."""
+        heapq.heappush(self._events, (max(when, self.now), next(self._counter), what, arguments))
+
+    def run(self, until: float) -> float:
+        """Play until all work is done, or until then; return when it was done."""
+        events = self._events
+        while events and events[0][0] <= until:
+            self.now, _, what, arguments = heapq.heappop(events)
+            what(*arguments)
+            if not self.unfinished():
+                return self.now
+        self.now = until
+        return until
+
+    def unfinished(self) -> int:
+        """Requests of living workers that were not answered yet, and those that are still to come."""
+        return sum(worker.unfinished for worker in self.workers.values() if worker.alive)
+
+    # Messages
+
+    def send(self, worker: str, slow_s: float, what: Callable[..., None], *arguments: Any) -> None:
+        """A message to a worker, or from it, arrives: later, twice, or not at all."""
+        least_s, mean_s = self.plan.message_s
+        node: Node = what.__self__  # type: ignore[attr-defined]
+        lost = 0.7 if self._lossy else self.plan.lost
+        for _ in range(2 if self.rng.random() < self.plan.doubled else 1):
+            if self.parted.get(worker) or self.rng.random() < lost:
+                continue
+            delay_s = least_s + self.rng.expovariate(1 / mean_s) + slow_s
+            self.at(self.now + delay_s, node.happen, what, *arguments)
+
+    # The name of the keeper
+
+    def look_up(self, worker: SimulatedWorker) -> None:
+        """Somebody asks for the keeper's name; where it stands for nobody, a new one is started."""
+        if not self.registered:
+            self._start_keeper()
+        self.send(worker.name, 0.0, worker.found, len(self.keepers) - 1)
+
+    def report(self, worker: SimulatedWorker, handle: int, report: Report) -> None:
+        """A worker's report goes to the keeper of a handle."""
+        keeper = self.keepers[handle]
+        self.send(worker.name, 0.0, keeper.take_in, report)
+        if not keeper.alive and not (self.registered and handle == len(self.keepers) - 1):
+            self.send(worker.name, 0.0, worker.lost, handle)
+
+    def end_keeper(self, handle: int) -> None:
+        """Somebody ends a keeper that does not answer."""
+        self._kill_keeper(self.keepers[handle])
+
+    def _start_keeper(self) -> None:
+        self.registered = True
+        self.keepers.append(KeeperNode(self, len(self.keepers)))
+
+    def _kill_keeper(self, keeper: KeeperNode) -> None:
+        if keeper.alive:
+            keeper.alive = False
+            self.at(self.now + self.rng.choice((0.01, 0.5, 3.0)), self._notice, keeper)
+
+    def _notice(self, keeper: KeeperNode) -> None:
+        if self.plan.restarts:
+            self._start_keeper()
+        else:
+            self.registered = False
+        for worker in self.workers.values():
+            if worker.handle == keeper.number:
+                self.send(worker.name, 0.0, worker.lost, keeper.number)
+
+    # What goes wrong
+
+    def _befall(self, trouble: Trouble) -> None:
+        end = self.now + trouble.lasts_s
+        keeper = self.keepers[-1]
+        if trouble.kind == "kill keeper":
+            self._kill_keeper(keeper)
+        elif trouble.kind == "stop keeper":
+            keeper.stop()
+            self.at(end, keeper.resume)
+        elif trouble.kind == "slow keeper":
+            keeper.slow_s += 4.0
+            self.at(end, self._quicken, keeper)
+        elif trouble.kind == "loss":
+            self._lossy += 1
+            self.at(end, self._calm)
+        else:
+            worker = self.workers[f"w{trouble.worker}"]
+            if trouble.kind == "kill":
+                worker.kill()
+            elif trouble.kind == "stop":
+                worker.stop()
+                self.at(end, worker.resume)
+            else:
+                self.parted[worker.name] = self.parted.get(worker.name, 0) + 1
+                self.at(end, self._join, worker.name)
+
+    def _quicken(self, keeper: KeeperNode) -> None:
+        keeper.slow_s -= 4.0
+
+    def _calm(self) -> None:
+        self._lossy -= 1
+
+    def _join(self, worker: str) -> None:
+        self.parted[worker] -= 1

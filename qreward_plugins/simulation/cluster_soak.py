@@ -1,0 +1,178 @@
+"""The soak of the shares' protocol: cluster after cluster, each with its troubles, and what must hold in all of them.
+
+No limit is ever broken, whatever goes wrong; and once nothing goes wrong any more, everything that waits is sent in a
+time that follows from the limits: nobody waits for ever, and nobody deadlocks over who has what.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import traceback
+from collections.abc import Generator
+from concurrent.futures import Future, as_completed
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from ..sharing.keeper import MARGIN_S, TTL_S
+from .cluster import Cluster
+from .cluster_plan import Plan, SharedSource, random_plan
+from .promises import Broken
+from .soak import Finding, pool, shards
+
+SILENCE_S = 40.0
+"""Seconds after which the last worker has noticed that a keeper is of no use, and there is another."""
+SLACK = 2.5
+"""How many times as long as it takes one process at best it may take all of them."""
+_FINGERPRINTS = 2**64
+
+
+@dataclass
+class ClusterTally:
+    """What happened, added up."""
+
+    plans: int = 0
+    requests: int = 0
+    """Requests that came in at servers."""
+    reports: int = 0
+    keepers: int = 0
+    virtual_s: float = 0.0
+    slowest: tuple[float, int] = (0.0, -1)
+    """The largest part of the time allowed that was taken once all was quiet, and the seed."""
+    fingerprint: int = 0
+
+    def add(self, other: ClusterTally) -> None:
+        """Add another tally to this one."""
+        self.plans += other.plans
+        self.requests += other.requests
+        self.reports += other.reports
+        self.keepers += other.keepers
+        self.virtual_s += other.virtual_s
+        self.slowest = max(self.slowest, other.slowest)
+        self.fingerprint = (self.fingerprint + other.fingerprint) % _FINGERPRINTS
+
+
+@dataclass(frozen=True)
+class ClusterFinding(Finding):
+    """A seed whose cluster broke something."""
+
+    def describe(self) -> str:
+        """What it broke, and how to play it again."""
+        lines = [f"cluster {self.seed} broke {broken}" for broken in self.broken]
+        return "\n".join([*lines, f"  replay: python -m qreward_plugins.simulation --cluster --seed {self.seed}"])
+
+
+@dataclass(frozen=True)
+class ClusterSoaked:
+    """What became of a range of seeds."""
+
+    tally: ClusterTally
+    findings: tuple[ClusterFinding, ...]
+
+    def describe(self, *, most: int = 3) -> str:
+        """The first findings with their plans, for people."""
+        return "\n\n".join(f"{one.describe()}\n{random_plan(one.seed).describe()}" for one in self.findings[:most])
+
+
+def time_allowed_s(plan: Plan) -> float:
+    """How long a cluster may take for all its work, once no more comes and nothing goes wrong."""
+    rests = [_rest_s(source) for source in plan.sources]
+    # Whoever fell silent is a ghost for a window; the heir of a keeper waits for more than that.
+    recovery_s = SILENCE_S + 2 * TTL_S + MARGIN_S + 2 * max(rests)
+    messages_s = 20 * sum(plan.message_s) / (1 - plan.lost) ** 2
+    return recovery_s + messages_s + SLACK * max(_work_s(plan, source) for source in plan.sources)
+
+
+def check_cluster(seed: int) -> tuple[Cluster, ClusterTally, list[Broken]]:
+    """Play the plan of a seed and check what must hold."""
+    plan = random_plan(seed)
+    cluster = Cluster(plan)
+    quiet_at, allowed_s = plan.quiet_at(), time_allowed_s(plan)
+    done_at = cluster.run(quiet_at + allowed_s)
+    broken = [Broken("P3", said) for server in cluster.servers.values() for said in server.broken[:3]]
+    if unfinished := cluster.unfinished():
+        broken.append(Broken("liveness", f"{unfinished} requests wait {allowed_s:.0f} s after the last trouble"))
+    said = [
+        f"{worker.name} {worker.reports} {worker.unfinished} {worker.waited_s}" for worker in cluster.workers.values()
+    ]
+    said += [f"{server.came_from}" for server in cluster.servers.values()]
+    tally = ClusterTally(
+        plans=1,
+        requests=sum(server.came for server in cluster.servers.values()),
+        reports=sum(worker.reports for worker in cluster.workers.values()),
+        keepers=len(cluster.keepers),
+        virtual_s=done_at,
+        slowest=(max(0.0, done_at - quiet_at) / allowed_s, seed),
+        fingerprint=int.from_bytes(blake2b(f"{seed} {done_at} {said}".encode(), digest_size=8).digest(), "little"),
+    )
+    return cluster, tally, broken
+
+
+def soak_clusters(first: int, last: int) -> ClusterSoaked:
+    """Play the plans of the seeds from `first` to before `last` in this process."""
+    tally, findings = ClusterTally(), []
+    for seed in range(first, last):
+        try:
+            _, one, broken = check_cluster(seed)
+        except Exception as error:
+            where = traceback.extract_tb(error.__traceback__)[-1]
+            what = f"{error!r} in {where.name} ({os.path.basename(where.filename)}:{where.lineno})"
+            findings.append(ClusterFinding(seed, (Broken("the cluster itself", what),)))
+            continue
+        tally.add(one)
+        if broken:
+            findings.append(ClusterFinding(seed, tuple(broken)))
+    return ClusterSoaked(tally, tuple(findings))
+
+
+def soak_clusters_in_processes(first: int, last: int, *, jobs: int) -> Generator[ClusterSoaked, None, None]:
+    """Play the plans in `jobs` processes; yields what became of each shard as it comes. Closing it ends the soak."""
+    with pool(jobs) as processes:
+        running: list[Future[ClusterSoaked]] = []
+        try:
+            running += [processes.submit(soak_clusters, *shard) for shard in shards(first, last)]
+            for done in as_completed(running):
+                yield done.result()
+        finally:
+            for future in running:
+                future.cancel()
+
+
+def _rest_s(source: SharedSource) -> float:
+    """Seconds after which nothing that was spent counts any more."""
+    limits = source.declared()
+    window_s = limits.window_s
+    if limits.requests_per_minute is not None:
+        window_s = max(window_s, 60.0 / limits.requests_per_minute)
+        if limits.window == "bucket":
+            window_s = max(window_s, limits.burst * 60.0 / limits.requests_per_minute)
+    return window_s + source.connect_s[1] + source.service_s[1] + 2 * source.way_s[1]
+
+
+def _work_s(plan: Plan, source: SharedSource) -> float:
+    """Seconds that one process needs for a source's work at most."""
+    limits, takes_s = source.declared(), source.connect_s[1] + source.service_s[1] + 2 * source.way_s[1]
+    work = [one for one in plan.work if one.source == source.key]
+    count = sum(one.count for one in work)
+    needs = [takes_s]
+    if limits.requests_per_minute is not None:
+        per_window = math.floor(limits.requests_per_minute * limits.window_s / 60.0 + 1e-9)
+        if limits.window == "bucket":
+            needs.append(count * (60.0 / limits.requests_per_minute + 0.05))
+        elif per_window < 1:
+            needs.append(count * (60.0 / limits.requests_per_minute + source.connect_s[1] + 1.0))
+        else:
+            needs.append(math.ceil(count / per_window) * (limits.window_s + source.connect_s[1] + 1.0))
+    if limits.concurrency is not None:
+        needs.append(math.ceil(count / limits.concurrency) * (takes_s + 1.0))
+    if limits.tokens_per_minute is not None:
+        whole = limits.tokens_per_minute * limits.window_s / 60.0
+        # Tokens are held while a request is under way, and spent for a window after that.
+        needs.append(
+            sum(
+                one.count / max(1, math.floor(whole / max(1.0, one.prompt_tokens + one.completion_tokens)))
+                for one in work
+            )
+            * (limits.window_s + takes_s + 1.0)
+        )
+    return sum(needs)

@@ -1,0 +1,304 @@
+"""One limit over many processes of a Ray job: this package's shared limits beside verl's `rate_limited` manager.
+
+Both are the real thing on a real Ray. Worker actors, as verl starts them, score one batch between them, each sample by
+a worker drawn at random, over one judge server with a strict sliding window: what comes beyond the limit in any window
+is answered 429 and counted as a violation. The shortest time in which that limit lets the batch pass is known, so there
+is a number for how much of the allowed rate was used: that time over the time it took.
+
+    python bench/cluster.py [--workers 1 8 32] [--per-window 600] [--window 20] [--windows 4] [--json FILE]
+
+`--calls` measures the keeper alone instead: how many reports a second it answers, and at what CPU time. verl's manager
+is left out where verl is not installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import ray
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from qreward_plugins import RewardEngine, Sample
+from qreward_plugins.config.models import Limits
+from qreward_plugins.quotas import SharedQuota
+from qreward_plugins.sharing import Demand, Member
+from qreward_plugins.sharing.named_actors import get_or_start
+from qreward_plugins.sharing.ray_keeper import NAME, KeeperActor
+from qreward_plugins.testing import JudgeServerProcess, Latency, Report, ServerLimits
+
+OURS, THEIRS = "ours", "verl rate_limited"
+LATENCY_S = 0.2
+IN_FLIGHT = 1024
+"""Requests at once, for all workers together; more than a window allows, so that it forces nobody to wait."""
+THEIR_TRIES = 100
+"""Tries of one sample over verl's manager: none may be given up, or the batches would not be the same."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """One batch. Times are seconds."""
+
+    policy: str
+    workers: int
+    samples: int
+    shortest_s: float
+    took_s: float
+    violations: int
+    most_in_a_window: int
+    requests: int
+    reports: int
+    """Reports of workers to the keeper while the batch ran."""
+    keeper_cpu_s: float
+
+    @property
+    def used(self) -> float:
+        """Share of the allowed rate that was used."""
+        return self.shortest_s / self.took_s
+
+
+class Ours:
+    """A worker with an engine, as an adapter makes it in a reward worker."""
+
+    def __init__(self, base_url: str, requests_per_minute: float, window_s: float) -> None:
+        limits = {
+            "requests_per_minute": requests_per_minute,
+            "concurrency": IN_FLIGHT,
+            "window_s": window_s,
+            "window": "sliding",
+        }
+        source = {"kind": "openai", "base_url": base_url, "model": "judge", "limits": limits}
+        judge = {"kind": "llm", "score_range": [0, 1], "max_tokens": 64}
+        engine = {"seed": 0, "deadline_s": 3600}
+        self._engine = RewardEngine({"sources": {"judge": source}, "judges": {"quality": judge}, "engine": engine})
+
+    async def score(self, numbers: Sequence[int]) -> int:
+        """Score samples as they come, one by one, as verl does; return how many have a reward."""
+        outcomes = await asyncio.gather(*(self._engine.score(_sample(number)) for number in numbers))
+        return sum(outcome.reward is not None for outcome in outcomes)
+
+    async def close(self) -> None:
+        await self._engine.aclose()
+
+
+class Theirs:
+    """A worker with verl's manager; its `compute_score` asks the judge, and asks again after a 429."""
+
+    def __init__(self, base_url: str, requests_per_minute: float, window_s: float) -> None:
+        from omegaconf import OmegaConf
+        from verl.experimental.reward_loop.reward_manager.limited import RateLimitedRewardManager
+
+        self._url = f"{base_url}/chat/completions"
+        self._http: Any = None
+        reward = {"max_concurrent": IN_FLIGHT, "timeout": 3600.0, "max_rpm": requests_per_minute}
+        self._manager = RateLimitedRewardManager(OmegaConf.create({"reward": reward}), _Tokenizer(), self._compute)
+
+    async def score(self, numbers: Sequence[int]) -> int:
+        import aiohttp
+
+        async with aiohttp.ClientSession() as self._http:
+            results = await asyncio.gather(*(self._manager.run_single(_row(number)) for number in numbers))
+        return sum("acc" in result["reward_extra_info"] and result["reward_score"] > 0 for result in results)
+
+    async def close(self) -> None:
+        """Nothing is left open."""
+
+    async def _compute(self, data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+        body = {"model": "judge", "messages": [{"role": "user", "content": f"Grade: {extra_info['number']}"}]}
+        for _ in range(THEIR_TRIES):
+            async with self._http.post(self._url, json=body) as reply:
+                if reply.status == 200:
+                    await reply.read()
+                    return 1.0
+                wait_s = float(reply.headers.get("Retry-After", "1"))
+            await asyncio.sleep(wait_s)
+        raise RuntimeError("the judge throttles for ever")
+
+
+class _Tokenizer:
+    def decode(self, ids: Any, **_: Any) -> str:
+        return ""
+
+
+def _sample(number: int) -> Sample:
+    return Sample(
+        messages=[{"role": "user", "content": f"Write {number} as a word."}],
+        response=f"It is number {number}. " + "word " * (number * 37 % 80),
+        data_source="bench",
+    )
+
+
+def _row(number: int) -> Any:
+    import numpy as np
+    import torch
+    from verl import DataProto
+
+    return DataProto.from_dict(
+        tensors={"responses": torch.ones(1, 2, dtype=torch.long), "attention_mask": torch.ones(1, 4, dtype=torch.long)},
+        non_tensors={
+            "data_source": np.array(["bench"], dtype=object),
+            "reward_model": np.array([{"ground_truth": ""}], dtype=object),
+            "extra_info": np.array([{"number": number}], dtype=object),
+        },
+    )
+
+
+def shares(samples: int, workers: int) -> list[list[int]]:
+    """Which worker scores which samples: one drawn for each, as verl does."""
+    rng = random.Random(7)
+    drawn: list[list[int]] = [[] for _ in range(workers)]
+    for number in range(samples):
+        drawn[rng.randrange(workers)].append(number)
+    return drawn
+
+
+def measure(policy: str, workers: int, per_window: int, window_s: float, windows: int) -> Result:
+    """Score as many samples as `windows` windows let pass. Ends the program when a sample has no score."""
+    samples = per_window * windows
+    limits = ServerLimits(requests_per_minute=per_window * 60 / window_s, concurrency=IN_FLIGHT, window_s=window_s)
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        with JudgeServerProcess(_grade, limits=limits, latency=Latency(median_s=LATENCY_S)) as server:
+            cls = ray.remote(num_cpus=0)(Ours if policy == OURS else Theirs)
+            actors = [cls.remote(server.base_url, limits.requests_per_minute, window_s) for _ in range(workers)]
+            ray.get([actor.score.remote([]) for actor in actors])  # they have started, and imported what they need
+            keeper = get_or_start(NAME, KeeperActor) if policy == OURS else None
+            before = ray.get(keeper.statistics.remote()) if keeper else Counter()
+            started = time.perf_counter()
+            scored = ray.get(
+                [actor.score.remote(mine) for actor, mine in zip(actors, shares(samples, workers), strict=True)]
+            )
+            took_s = time.perf_counter() - started
+            after = ray.get(keeper.statistics.remote()) if keeper else Counter()
+            report: Report = server.report()
+            ray.get([actor.close.remote() for actor in actors])
+    finally:
+        ray.shutdown()
+    if sum(scored) != samples:
+        sys.exit(f"{policy}, {workers} workers: only {sum(scored)} of {samples} samples have a score")
+    return Result(
+        policy,
+        workers,
+        samples,
+        (windows - 1) * window_s + LATENCY_S,
+        took_s,
+        report.violations_total,
+        report.max_requests_in_window,
+        report.requests,
+        after["reports"] - before["reports"],
+        after["cpu_s"] - before["cpu_s"],
+    )
+
+
+def _grade(call: Any) -> float | str:
+    return 1.0 if call.nonce is not None else "good"
+
+
+def table(results: Sequence[Result], per_window: int, window_s: float) -> Table:
+    alone = {result.policy: result.took_s for result in results if result.workers == 1}
+    title = f"A limit of {per_window} requests in any {window_s:g} s, shared by the workers of one Ray job"
+    shown = Table(title=title)
+    columns = ("", "workers", "violations", "most in window", "rate used", "seconds", "x alone", "reports/attempt")
+    for column in (*columns, "keeper CPU"):
+        shown.add_column(column, justify="right" if column else "left")
+    for result in results:
+        ours = result.policy == OURS
+        shown.add_row(
+            result.policy,
+            str(result.workers),
+            str(result.violations),
+            str(result.most_in_a_window),
+            f"{result.used:.1%}",
+            f"{result.took_s:.1f}",
+            f"{result.took_s / alone[result.policy]:.2f}" if result.policy in alone else "",
+            f"{result.reports / result.requests:.3f}" if ours else "",
+            f"{result.keeper_cpu_s / result.took_s:.1%}" if ours else "",
+        )
+    return shown
+
+
+class Caller:
+    """Reports to the keeper as fast as it answers, each time as a new worker, which is always answered at once."""
+
+    async def call(self, number: int, seconds: float) -> int:
+        from qreward_plugins.sharing.ray_keeper import RayKeeper
+
+        channel, loop, count = RayKeeper(), asyncio.get_running_loop(), 0
+        ends_at = loop.time() + seconds
+        while loop.time() < ends_at:
+            quota = SharedQuota(Limits(requests_per_minute=6000), source="judge")
+            member = Member(f"{number}/{count}", {"judge": quota})
+            answer = await channel.exchange(member.report(loop.time(), {"judge": Demand(3)}, {}))
+            assert answer is not None
+            assert member.accept(answer, loop.time())
+            await channel.exchange(member.farewell(loop.time()))
+            count += 2
+        return count
+
+
+def measure_calls(callers: int, seconds: float, console: Console) -> None:
+    """How many reports a second the keeper answers, asked by so many processes at once."""
+    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
+    try:
+        actors = [ray.remote(num_cpus=0)(Caller).remote() for _ in range(callers)]
+        ray.get([actor.call.remote(number, 1.0) for number, actor in enumerate(actors)])
+        keeper = get_or_start(NAME, KeeperActor)
+        before, started = ray.get(keeper.statistics.remote()), time.perf_counter()
+        calls = sum(ray.get([actor.call.remote(callers + number, seconds) for number, actor in enumerate(actors)]))
+        took_s, after = time.perf_counter() - started, ray.get(keeper.statistics.remote())
+    finally:
+        ray.shutdown()
+    cpu_s = after["cpu_s"] - before["cpu_s"]
+    console.print(
+        f"{callers} processes: {calls / took_s:,.0f} reports/s answered, {1e3 * cpu_s / calls:.2f} ms of the keeper's "
+        f"CPU time each ({cpu_s / took_s:.0%} of a core), on {os.cpu_count()} cores"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description="One limit over many processes of a Ray job.")
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 32], help="worker actors")
+    parser.add_argument("--per-window", type=int, default=600, help="requests that a window allows")
+    parser.add_argument("--window", type=float, default=20.0, metavar="S", help="length of the window")
+    parser.add_argument("--windows", type=int, default=4, help="size of the batch, in windows")
+    parser.add_argument("--policies", nargs="+", choices=("ours", "verl"), default=["ours", "verl"])
+    parser.add_argument("--calls", type=int, metavar="N", help="measure the keeper alone, asked by N processes")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
+    chosen = parser.parse_args(arguments)
+    console = Console(stderr=True)
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    if chosen.calls:
+        measure_calls(chosen.calls, 10.0, Console())
+        return
+    policies = [OURS] if "ours" in chosen.policies else []
+    if "verl" in chosen.policies and find_spec("verl"):
+        policies.append(THEIRS)
+    work = [(policy, workers) for policy in policies for workers in chosen.workers]
+    results = []
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=len(work))
+        for policy, workers in work:
+            progress.update(task, description=f"{policy}, {workers} workers")
+            results.append(measure(policy, workers, chosen.per_window, chosen.window, chosen.windows))
+            progress.advance(task)
+    Console().print(table(results, chosen.per_window, chosen.window))
+    if chosen.json:
+        chosen.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -120,8 +120,8 @@ class Attempt:
     def _sent(self) -> None:
         """Stamp the quota with the time at which the request is really written, and start the time limit.
 
-        A process that was stopped for a while goes on where it was, before any timer tells it how late it is: so what is
-        written when its share has ended is not written. Whoever ends the share calls the attempt back.
+        A process that was stopped for a while goes on where it was, before any timer tells it how late it is: so what
+        would be written when its share has ended is not. Whoever ends the share calls the attempt back.
         """
         loop = asyncio.get_running_loop()
         now = loop.time()

@@ -158,8 +158,8 @@ def _workers() -> int:
 def _limits_kept(reports: Mapping[str, Report], workers: int) -> str:
     """A line for every source: what it allows, and what it saw, whoever sent it."""
     return "\n".join(
-        f"{name}: limit {LIMITS[name].requests_per_minute:.0f}/min, seen at most {report.max_requests_in_window} in any "
-        f"minute, over {workers} workers"
+        f"{name}: limit {LIMITS[name].requests_per_minute:.0f}/min, seen at most {report.max_requests_in_window} in any"
+        f" minute, over {workers} workers"
         for name, report in reports.items()
     )
 

@@ -27,8 +27,8 @@ JOBS ?= 2
 test: $(INSTALLED) lint types ## Lint, type-check and test everything, in JOBS processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
-conformance: $(INSTALLED) ## Play our scenarios on real verl, and on slime with QREWARD_SLIME_SRC=/path/to/slime
-	QREWARD_VERL=1 $(BIN)/python -m pytest tests/conformance/verl tests/conformance/slime
+conformance: $(INSTALLED) ## Play our scenarios on real verl; QREWARD_SLIME_SRC=/path/to/slime: on slime, QREWARD_RAY_DEATHS=1: on a dying Ray
+	QREWARD_VERL=1 $(BIN)/python -m pytest tests/conformance/verl tests/conformance/slime tests/conformance/sharing
 
 SEEDS ?= 100000
 

@@ -5,7 +5,7 @@ a worker drawn at random, over one judge server with a strict sliding window: wh
 is answered 429 and counted as a violation. The shortest time in which that limit lets the batch pass is known, so there
 is a number for how much of the allowed rate was used: that time over the time it took.
 
-    python bench/cluster.py [--workers 1 8 32] [--per-window 600] [--window 20] [--windows 4] [--json FILE]
+    python bench/cluster.py [--workers 1 8 32] [--per-window 300] [--window 30] [--windows 3] [--json FILE]
 
 `--calls` measures the keeper alone instead: how many reports a second it answers, and at what CPU time. verl's manager
 is left out where verl is not installed.
@@ -42,8 +42,8 @@ from qreward_plugins.testing import JudgeServerProcess, Latency, Report, ServerL
 
 OURS, THEIRS = "ours", "verl rate_limited"
 LATENCY_S = 0.2
-IN_FLIGHT = 1024
-"""Requests at once, for all workers together; more than a window allows, so that it forces nobody to wait."""
+IN_FLIGHT = 256
+"""Requests at once, for all workers together: a window's worth of connections at once would be a test of the machine."""
 THEIR_TRIES = 100
 """Tries of one sample over verl's manager: none may be given up, or the batches would not be the same."""
 
@@ -174,7 +174,9 @@ def measure(policy: str, workers: int, per_window: int, window_s: float, windows
         with JudgeServerProcess(_grade, limits=limits, latency=Latency(median_s=LATENCY_S)) as server:
             cls = ray.remote(num_cpus=0)(Ours if policy == OURS else Theirs)
             actors = [cls.remote(server.base_url, limits.requests_per_minute, window_s) for _ in range(workers)]
-            ray.get([actor.score.remote([]) for actor in actors])  # they have started, and imported what they need
+            # They start, import what they need and connect; then the window is empty again.
+            ray.get([actor.score.remote([samples + number]) for number, actor in enumerate(actors)])
+            time.sleep(window_s + 1)
             keeper = get_or_start(NAME, KeeperActor) if policy == OURS else None
             before = ray.get(keeper.statistics.remote()) if keeper else Counter()
             started = time.perf_counter()
@@ -193,11 +195,11 @@ def measure(policy: str, workers: int, per_window: int, window_s: float, windows
         policy,
         workers,
         samples,
-        (windows - 1) * window_s + LATENCY_S,
+        (windows - 1) * window_s + -(-per_window // IN_FLIGHT) * LATENCY_S,
         took_s,
         report.violations_total,
         report.max_requests_in_window,
-        report.requests,
+        report.requests - workers,
         after["reports"] - before["reports"],
         after["cpu_s"] - before["cpu_s"],
     )
@@ -271,9 +273,9 @@ def measure_calls(callers: int, seconds: float, console: Console) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="One limit over many processes of a Ray job.")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 32], help="worker actors")
-    parser.add_argument("--per-window", type=int, default=600, help="requests that a window allows")
-    parser.add_argument("--window", type=float, default=20.0, metavar="S", help="length of the window")
-    parser.add_argument("--windows", type=int, default=4, help="size of the batch, in windows")
+    parser.add_argument("--per-window", type=int, default=300, help="requests that a window allows")
+    parser.add_argument("--window", type=float, default=30.0, metavar="S", help="length of the window")
+    parser.add_argument("--windows", type=int, default=3, help="size of the batch, in windows")
     parser.add_argument("--policies", nargs="+", choices=("ours", "verl"), default=["ours", "verl"])
     parser.add_argument("--calls", type=int, metavar="N", help="measure the keeper alone, asked by N processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers")

@@ -119,6 +119,8 @@ class Lane:
         """How many answers should have come since the last one, from the ages of the attempts under way."""
         if not self.live or not self.speed.known or now - self._heard_at < SHORTEST_SILENCE_S:
             return 0.0
+        if self._heard_at == -math.inf:
+            return 0.0  # how fast it is was told by others; it has never answered here, so it cannot have fallen silent
         if now - self._missing_at >= _FRESH_S:
             tail, heard_at = self.tail, self._heard_at
             self._missing_at = now

@@ -166,3 +166,13 @@ def test_who_is_hedged_is_not_given_up_as_well(stage):
     # The first attempt is let to its end.
     assert played.finished_at == pytest.approx(30.0)
     assert played.outcomes[0].verdict.source == next(sent.source for sent in stage.sent if sent.size == 13)
+
+
+def test_a_source_whose_speed_was_told_by_others_has_not_fallen_silent_before_it_ever_answered(stage):
+    """A process that begins may be slow to send and to read: all that it knows is how fast the source was elsewhere."""
+    stage.add("a", limits={"concurrency": 20}, behaviour=lambda *_: 2.5)
+    stage.lanes["a"].told(0.0, pause_s=0.0, rest_s=0.0, recovered=False, typical=(10.0, 0.1))
+    played = stage.play([10] * 20)
+    assert played.all_scored
+    assert stage.sources["a"].cancelled == 0
+    assert len(stage.sources["a"].arrivals) == 20

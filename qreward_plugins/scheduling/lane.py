@@ -117,10 +117,11 @@ class Lane:
 
     def missing(self, now: float) -> float:
         """How many answers should have come since the last one, from the ages of the attempts under way."""
-        if not self.live or not self.speed.known or now - self._heard_at < SHORTEST_SILENCE_S:
+        if not self.live or not self.speed.known:
             return 0.0
-        if self._heard_at == -math.inf:
-            return 0.0  # how fast it is was told by others; it has never answered here, so it cannot have fallen silent
+        # A source that was asked nothing was not silent, however long ago it was heard.
+        if now - max(self._heard_at, next(iter(self.live)).started_at) < SHORTEST_SILENCE_S:
+            return 0.0
         if now - self._missing_at >= _FRESH_S:
             tail, heard_at = self.tail, self._heard_at
             self._missing_at = now

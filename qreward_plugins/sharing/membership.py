@@ -162,7 +162,6 @@ class Membership:
     async def _exchange(self) -> Answer | None:
         """The answer to a new report; None: there is something newer to report."""
         assert self._dispatcher is not None
-        self._end_if_due()
         now = self._sent_at = self._dispatcher.now()
         self._urgent.clear()
         demands = {key: self._demand(lane) for key, lane in self._lanes.items()}

@@ -57,7 +57,7 @@ class KeeperActor:
             "boot": self._keeper.boot if self._keeper is not None else "",
             "workers": self._keeper.workers if self._keeper is not None else 0,
             "reports": self._reports,
-            "cpu_s": time.process_time() - self._cpu_s_before,
+            "cpu_s": time.process_time() - self._cpu_s_before if self._keeper is not None else 0.0,
         }
 
     def _pump(self) -> None:

@@ -1,0 +1,49 @@
+"""A Ray of its own for every test: a keeper that died has heirs, and their first minute is another than a keeper's."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "sharing"))
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+
+SWITCH = "QREWARD_RAY_DEATHS"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _chosen() -> None:
+    if os.environ.get(SWITCH) != "1":
+        pytest.skip(f"it takes minutes: set {SWITCH}=1")
+    pytest.importorskip("ray", reason="Ray is not installed (pip install 'qreward-plugins[ray]')")
+
+
+@pytest.fixture
+def ray() -> Iterator[object]:
+    """A Ray of one node."""
+    import ray
+
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield ray
+    ray.shutdown()
+
+
+@pytest.fixture
+def nodes() -> Iterator[object]:
+    """A Ray of three nodes on this machine: the driver's, `one` and `two` (resources of that name), each of which may
+    have the keeper (a resource, too).
+    """
+    import ray
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+    cluster.named = {name: cluster.add_node(num_cpus=2, resources={name: 100, "keeper": 1}) for name in ("one", "two")}
+    ray.init(address=cluster.address, log_to_driver=False)
+    cluster.wait_for_nodes()
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()

@@ -43,7 +43,7 @@ from qreward_plugins.testing import JudgeServerProcess, Latency, Report, ServerL
 OURS, THEIRS = "ours", "verl rate_limited"
 LATENCY_S = 0.2
 IN_FLIGHT = 256
-"""Requests at once, for all workers together: a window's worth of connections at once would be a test of the machine."""
+"""Requests at once, for all workers together: connecting for a whole window at once would test the machine."""
 THEIR_TRIES = 100
 """Tries of one sample over verl's manager: none may be given up, or the batches would not be the same."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..quotas import Reservation, SharedQuota
@@ -303,8 +302,3 @@ class SimulatedWorker(Node):
                 and not server.works_on((request, request.tries))
             ):
                 self._call_back(request)
-
-
-def longest_waits(workers: Iterator[SimulatedWorker]) -> float:
-    """The longest that a request waited to be sent."""
-    return max((worker.waited_s for worker in workers), default=0.0)

@@ -76,16 +76,17 @@ def test_a_recipe_composes_as_main_ppo_does_and_selects_qreward(compose, name, e
     assert config.data.train_batch_size * config.actor_rollout_ref.rollout.n % config.trainer.n_gpus_per_node == 0
 
 
-@pytest.mark.parametrize("name", ["grpo", "ppo"])
-def test_the_judges_of_the_recipe_are_valid_for_its_reward_workers(compose, name, monkeypatch):
+@pytest.mark.parametrize(("name", "policy"), [("grpo", "neutral"), ("ppo", "exclude")])
+def test_the_judges_of_the_recipe_are_valid_for_its_reward_workers(compose, name, policy, monkeypatch):
     from qreward_plugins import RewardEngine
-    from verl_adapter.settings import check_failure_policy, load_settings, processes_of
+    from verl_adapter.policy import failure_policy
+    from verl_adapter.settings import load_settings, processes_of
 
     for variable, value in {"BASE_URL": "https://judge.example/v1", "MODEL": "m", "API_KEY": "sk-example-key"}.items():
         monkeypatch.setenv(f"HOSTED_{variable}", value)
     config = compose(name)
     settings = load_settings(config)
-    check_failure_policy(settings, config)
+    assert failure_policy(settings, config) == policy
     engine = RewardEngine(settings, processes=processes_of(config))
     assert set(engine.lanes) == {"local", "hosted"}
     assert engine.judges["quality"].sources == ("local", "hosted")

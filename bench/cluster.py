@@ -18,10 +18,13 @@ import asyncio
 import json
 import os
 import random
+import subprocess
 import sys
 import time
+from bisect import bisect_right
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -35,6 +38,7 @@ from rich.table import Table
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.config.models import Limits
 from qreward_plugins.quotas import SharedQuota
+from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.sharing import Demand, Member
 from qreward_plugins.sharing.named_actors import get_or_start
 from qreward_plugins.sharing.ray_keeper import NAME, KeeperActor
@@ -63,6 +67,11 @@ class Result:
     reports: int
     """Reports of workers to the keeper while the batch ran."""
     keeper_cpu_s: float
+    earliest_s: float
+    """How much too early the worst violation came, by the server's clock."""
+    most_sent_in_a_window: int
+    """Most requests in any window by when the workers wrote them: a server that gets no processor sees them later, and
+    closer together."""
 
     @property
     def used(self) -> float:
@@ -74,6 +83,7 @@ class Ours:
     """A worker with an engine, as an adapter makes it in a reward worker."""
 
     def __init__(self, base_url: str, requests_per_minute: float, window_s: float) -> None:
+        self._written = _Written()
         limits = {
             "requests_per_minute": requests_per_minute,
             "concurrency": IN_FLIGHT,
@@ -90,8 +100,26 @@ class Ours:
         outcomes = await asyncio.gather(*(self._engine.score(_sample(number)) for number in numbers))
         return sum(outcome.reward is not None for outcome in outcomes)
 
+    async def written(self) -> list[float]:
+        """When its requests were written, in seconds of the machine's monotonic clock, which all processes share."""
+        return self._written.at
+
     async def close(self) -> None:
         await self._engine.aclose()
+
+
+class _Written:
+    """Notes when attempts are written; the last word on whether they may be is the engine's."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+        sent = Attempt._sent
+
+        def note(attempt: Attempt) -> None:
+            sent(attempt)
+            self.at.append(time.monotonic())
+
+        Attempt._sent = note  # type: ignore[method-assign]
 
 
 class Theirs:
@@ -103,15 +131,30 @@ class Theirs:
 
         self._url = f"{base_url}/chat/completions"
         self._http: Any = None
+        self._written: list[float] = []
         reward = {"max_concurrent": IN_FLIGHT, "timeout": 3600.0, "max_rpm": requests_per_minute}
         self._manager = RateLimitedRewardManager(OmegaConf.create({"reward": reward}), _Tokenizer(), self._compute)
 
     async def score(self, numbers: Sequence[int]) -> int:
         import aiohttp
 
-        async with aiohttp.ClientSession() as self._http:
+        async with aiohttp.ClientSession(trace_configs=[self._trace()]) as self._http:
             results = await asyncio.gather(*(self._manager.run_single(_row(number)) for number in numbers))
         return sum("acc" in result["reward_extra_info"] and result["reward_score"] > 0 for result in results)
+
+    async def written(self) -> list[float]:
+        """When its requests were written, as for `Ours`."""
+        return self._written
+
+    def _trace(self) -> Any:
+        import aiohttp
+
+        async def note(*_: Any) -> None:
+            self._written.append(time.monotonic())
+
+        trace = aiohttp.TraceConfig()
+        trace.on_request_headers_sent.append(note)
+        return trace
 
     async def close(self) -> None:
         """Nothing is left open."""
@@ -165,8 +208,23 @@ def shares(samples: int, workers: int) -> list[list[int]]:
     return drawn
 
 
-def measure(policy: str, workers: int, per_window: int, window_s: float, windows: int) -> Result:
-    """Score as many samples as `windows` windows let pass. Ends the program when a sample has no score."""
+@contextmanager
+def load(processes: int) -> Iterator[None]:
+    """So many processes that do nothing but work, as those of other jobs on the machine."""
+    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(processes)]
+    try:
+        yield
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+
+
+def measure(policy: str, workers: int, per_window: int, window_s: float, windows: int, busy: int = 0) -> Result:
+    """Score as many samples as `windows` windows let pass, beside so many `busy` processes.
+
+    Ends the program when a sample has no score.
+    """
     samples = per_window * windows
     limits = ServerLimits(requests_per_minute=per_window * 60 / window_s, concurrency=IN_FLIGHT, window_s=window_s)
     ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
@@ -179,13 +237,15 @@ def measure(policy: str, workers: int, per_window: int, window_s: float, windows
             time.sleep(window_s + 1)
             keeper = get_or_start(NAME, KeeperActor) if policy == OURS else None
             before = ray.get(keeper.statistics.remote()) if keeper else Counter()
-            started = time.perf_counter()
-            scored = ray.get(
-                [actor.score.remote(mine) for actor, mine in zip(actors, shares(samples, workers), strict=True)]
-            )
-            took_s = time.perf_counter() - started
+            with load(busy):
+                started = time.perf_counter()
+                scored = ray.get(
+                    [actor.score.remote(mine) for actor, mine in zip(actors, shares(samples, workers), strict=True)]
+                )
+                took_s = time.perf_counter() - started
             after = ray.get(keeper.statistics.remote()) if keeper else Counter()
             report: Report = server.report()
+            written = sorted(at for mine in ray.get([actor.written.remote() for actor in actors]) for at in mine)
             ray.get([actor.close.remote() for actor in actors])
     finally:
         ray.shutdown()
@@ -202,7 +262,14 @@ def measure(policy: str, workers: int, per_window: int, window_s: float, windows
         report.requests - workers,
         after["reports"] - before["reports"],
         after["cpu_s"] - before["cpu_s"],
+        max((violation.early_s or 0.0 for violation in report.violations), default=0.0),
+        most_in_a_window(written, window_s),
     )
+
+
+def most_in_a_window(written: Sequence[float], window_s: float) -> int:
+    """The most of these times, which ascend, that any window holds."""
+    return max((after - bisect_right(written, at - window_s) for after, at in enumerate(written, 1)), default=0)
 
 
 def _grade(call: Any) -> float | str:
@@ -213,7 +280,17 @@ def table(results: Sequence[Result], per_window: int, window_s: float) -> Table:
     alone = {result.policy: result.took_s for result in results if result.workers == 1}
     title = f"A limit of {per_window} requests in any {window_s:g} s, shared by the workers of one Ray job"
     shown = Table(title=title)
-    columns = ("", "workers", "violations", "most in window", "rate used", "seconds", "x alone", "reports/attempt")
+    columns = (
+        "",
+        "workers",
+        "violations",
+        "most in window",
+        "written",
+        "rate used",
+        "seconds",
+        "x alone",
+        "reports/attempt",
+    )
     for column in (*columns, "keeper CPU"):
         shown.add_column(column, justify="right" if column else "left")
     for result in results:
@@ -223,6 +300,7 @@ def table(results: Sequence[Result], per_window: int, window_s: float) -> Table:
             str(result.workers),
             str(result.violations),
             str(result.most_in_a_window),
+            str(result.most_sent_in_a_window),
             f"{result.used:.1%}",
             f"{result.took_s:.1f}",
             f"{result.took_s / alone[result.policy]:.2f}" if result.policy in alone else "",
@@ -277,6 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--window", type=float, default=30.0, metavar="S", help="length of the window")
     parser.add_argument("--windows", type=int, default=3, help="size of the batch, in windows")
     parser.add_argument("--policies", nargs="+", choices=("ours", "verl"), default=["ours", "verl"])
+    parser.add_argument("--load", type=int, default=0, metavar="N", help="busy processes beside it")
     parser.add_argument("--calls", type=int, metavar="N", help="measure the keeper alone, asked by N processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
     chosen = parser.parse_args(arguments)
@@ -295,7 +374,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         task = progress.add_task("", total=len(work))
         for policy, workers in work:
             progress.update(task, description=f"{policy}, {workers} workers")
-            results.append(measure(policy, workers, chosen.per_window, chosen.window, chosen.windows))
+            results.append(measure(policy, workers, chosen.per_window, chosen.window, chosen.windows, chosen.load))
             progress.advance(task)
     Console().print(table(results, chosen.per_window, chosen.window))
     if chosen.json:

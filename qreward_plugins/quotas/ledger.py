@@ -164,16 +164,18 @@ class Ledger:
     def outlook(self, now: float) -> tuple[tuple[float, float], ...]:
         """What is spent, as (seconds until it leaves the window, amount), in at most some sixty parts, each of which
         has left by then; what is held leaves at no time that could be told: infinity.
+
+        What was spent at about the same time is one part. Were it so many entries each, a part could hold the last of
+        one burst and the first of the next, and would be told to leave a whole window too late.
         """
         self._forget(now)
-        parts = []
-        count = len(self._at) - self._first
-        step = -(-count // _OUTLOOK) or 1
-        for start in range(self._first, len(self._at), step):
-            end = min(start + step, len(self._at))
+        at, parts, start = self._at, [], self._first
+        while start < len(at):
+            end = bisect_right(at, at[start] + self.window_s / _OUTLOOK, start)
             amount = math.fsum(self._amounts[start:end])
             if amount > 0:
-                parts.append((self._at[end - 1] + self.window_s - now, amount))
+                parts.append((at[end - 1] + self.window_s - now, amount))
+            start = end
         if self.held > 0:
             parts.append((math.inf, self.held))
         return tuple(parts)

@@ -177,7 +177,9 @@ class Member:
         return Part(share, spent, float(demand.requests))
 
     def _give_up(self, key: str, quota: SharedQuota, demand: Demand, now: float) -> None:
-        """Lower to what is fair what is spent, or what others wait for."""
+        """Lower to what is fair what is spent, or what others wait for; and to nothing what is of no use here and
+        others wait for: what was spent of it counts without that.
+        """
         grants, share = self._grants.get(key, {}), dict(quota.share)
         for resource, grant in grants.items():
             if share.get(resource, 0.0) > grant.target:
@@ -185,6 +187,8 @@ class Member:
                 # What ages is of no more use to it when it is spent, and others get it as it ages.
                 if grant.recall or (resource in _AGE and _left(part) < part.unit - _ROUNDING):
                     share[resource] = grant.target
+            if (grant.scarce or grant.recall) and not demand.requests and resource in share:
+                share[resource] = 0.0
             grants[resource] = grant._replace(recall=False)
         if share != quota.share:
             self._lower(key, quota, share, now)

@@ -68,6 +68,8 @@ class Grant(NamedTuple):
     """What would be fair."""
     recall: bool = False
     """Whether others wait for what it holds above the target."""
+    scarce: bool = False
+    """Whether others wait at all, so that nobody should keep what he has no use for."""
 
 
 class SourceAnswer(NamedTuple):

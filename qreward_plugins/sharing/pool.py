@@ -27,6 +27,8 @@ TURN_S = 1.0
 """Seconds for which what was granted is not asked back."""
 WORTH_A_WORD = 0.05
 """Part of its share that is worth asking a worker for, or telling it of."""
+LITTLE_EVERY_S = 0.5
+"""Seconds between two times that a worker with something in hand is told of less than that."""
 FAIR_FOR_S = 0.1
 """Seconds for which the fair shares of many workers are not found anew."""
 FEW = 32
@@ -61,6 +63,7 @@ class Pool:
         self._extra = 0.0
         self._fair_at = -math.inf
         self._fair = False
+        self._little_at = -math.inf
 
     def __contains__(self, worker: str) -> bool:
         return worker in self._holdings
@@ -146,7 +149,8 @@ class Pool:
 
     def grant(self, worker: str, now: float) -> Grant:
         """What to tell a worker."""
-        return Grant(self._holdings[worker].share, self.target(worker, now))
+        scarce = len(self._waiting) > (worker in self._waiting)
+        return Grant(self._holdings[worker].share, self.target(worker, now), scarce=scarce)
 
     def welcome(self, worker: str, now: float) -> None:
         """Raise the share of a worker that just reported to what is fair, as far as it is free, whether it wants it now
@@ -180,7 +184,7 @@ class Pool:
                 free -= least if least > 0 and worker in line.expected else 0.0
             else:
                 wanted = min(self.target(worker, now) - base, free)
-                if least <= ROUNDING and wanted < max(holding.unit, WORTH_A_WORD * holding.share) - ROUNDING:
+                if least <= ROUNDING and wanted < self._worth_a_word(holding, now) - ROUNDING:
                     continue
                 if least > free + ROUNDING:
                     break  # nor whoever needs much, or large requests would wait for ever
@@ -189,8 +193,47 @@ class Pool:
                 raised.append(worker)
                 free -= amount
             if free < ROUNDING:
-                break
+                return raised
+        if raised:
+            self._share_rest(raised, free - self._owed(now), now)
+        elif now - self._little_at >= LITTLE_EVERY_S:
+            raised = self._give_little(free, line, now)
         return raised
+
+    def _share_rest(self, raised: list[str], free: float, now: float) -> None:
+        """Fair shares are whole units: what is left of them goes to the first of those who are told something anyway,
+        or it would go unit by unit, and late.
+        """
+        for worker in raised:
+            holding = self._holdings[worker]
+            rest = math.floor(min(free, holding.more - holding.room(now)) / holding.unit + ROUNDING) * holding.unit
+            if rest > 0:
+                self._raise(worker, holding, holding.base(now) + rest, now)
+                free -= rest
+
+    def _give_little(self, free: float, line: Line, now: float) -> list[str]:
+        """Give what is too little to be told of to the one that is shortest of what is fair, lest it lies idle."""
+        listening = [worker for worker in self._waiting if worker in line.listening]
+        if not listening:
+            return []
+        worker = max(listening, key=lambda one: self.target(one, now) - self._holdings[one].base(now))
+        holding = self._holdings[worker]
+        amount = math.floor(min(free, holding.more - holding.room(now)) / holding.unit + ROUNDING) * holding.unit
+        if amount <= 0:
+            return []
+        self._little_at = now
+        self._raise(worker, holding, holding.base(now) + amount, now)
+        return [worker]
+
+    def _owed(self, now: float) -> float:
+        """What those who want more are short of their fair shares."""
+        return math.fsum(
+            [
+                max(0.0, self.target(worker, now) - holding.base(now))
+                for worker, holding in self._holdings.items()
+                if holding.more > 0
+            ]
+        )
 
     def begin_turn(self, worker: str, now: float) -> None:
         """Ask a worker for nothing for a turn."""
@@ -198,9 +241,11 @@ class Pool:
             self._holdings[worker].granted_at = now
 
     def recalls(self, now: float, line: Line) -> dict[str, Grant]:
-        """What to tell those who listen and hold what others wait for: what is more than fair, and where the first in
-        line needs more than that, whatever those behind him hold.
+        """What to tell those who listen and hold what others wait for: what they have no use for, what is more than
+        fair, and where the first in line needs more than that, whatever those behind him hold.
         """
+        if not self._waiting and self.free(now) >= -ROUNDING:
+            return {}
         first, ahead, wanted = "", set[str](), -self.free(now)
         for worker in line.order:
             if self.lacks(worker, now) and (worker in line.listening or worker in line.expected):
@@ -209,8 +254,6 @@ class Pool:
             elif not first:
                 ahead.add(worker)
         missed = self._missed(now) or self.free(now) < -ROUNDING
-        if not (first or missed):
-            return {}
         told: dict[str, Grant] = {}
         for worker, holding in sorted(self._holdings.items(), key=lambda item: item[1].granted_at):
             if now - holding.granted_at < TURN_S and holding.more > 0:
@@ -218,7 +261,12 @@ class Pool:
             if worker not in line.listening or worker == first or holding.share <= ROUNDING:
                 continue
             target = self.target(worker, now)
-            if worker in ahead and holding.more > 0:
+            if holding.more <= 0:
+                if holding.room(now) >= min(holding.unit, holding.share) - ROUNDING:
+                    told[worker] = Grant(holding.share, target, recall=True)
+                    wanted -= holding.room(now)
+                continue
+            if worker in ahead:
                 target = max(target, min(holding.share, holding.unit))
             surplus = holding.share - target
             least = min(holding.unit, holding.share)
@@ -263,6 +311,10 @@ class Pool:
     def _least(self, holding: Holding, now: float) -> float:
         """What is missing for the next thing that it wants to do."""
         return min(holding.unit, self.limit) - holding.room(now)
+
+    def _worth_a_word(self, holding: Holding, now: float) -> float:
+        """The least that a worker is told of which has something in hand: a part of its share, or all that it wants."""
+        return max(holding.unit, min(WORTH_A_WORD * holding.share, holding.more - holding.room(now)))
 
     def _raise(self, worker: str, holding: Holding, share: float, now: float) -> None:
         holding.share = share

@@ -32,8 +32,10 @@ class Worker:
     def parts(self, waiting=None):
         return self.report(waiting).sources["s"].parts
 
-    def answer(self, number=None, boot="k", target=None, recall=False, **shares):
-        grants = {name: Grant(share, share if target is None else target, recall) for name, share in shares.items()}
+    def answer(self, number=None, boot="k", target=None, recall=False, scarce=False, **shares):
+        grants = {
+            name: Grant(share, share if target is None else target, recall, scarce) for name, share in shares.items()
+        }
         number = self.member._number if number is None else number
         return self.member.accept(Answer(boot, number, {"s": SourceAnswer(3, grants)}), self.now)
 
@@ -199,7 +201,7 @@ def test_what_has_ended_does_not_come_back_because_the_keeper_is_dead(worker):
 
 def test_a_share_is_lowered_before_it_is_reported(worker):
     worker.given(requests=20.0, target=8.0, recall=True)
-    part = worker.parts()["requests"]
+    part = worker.parts(Demand(1))["requests"]
     assert part.share == worker.quota.share["requests"] == 8.0
     assert worker.quota.requests.limit == 8.0
 
@@ -214,9 +216,29 @@ def test_what_is_more_than_fair_is_kept_until_it_is_asked_for_or_spent(worker):
     assert max(left_s for left_s, _ in part.spent) == pytest.approx(WINDOW_S)
 
 
+@pytest.mark.parametrize("told", [{"scarce": True}, {"recall": True, "target": 8.0}])
+def test_who_wants_nothing_keeps_nothing_that_others_wait_for(worker, told):
+    worker.given(requests=20.0, **told)
+    worker.send(3)
+    part = worker.parts(Demand())["requests"]
+    assert (part.share, spent(part)) == (0.0, 3.0)
+    assert worker.quota.wait_s(0.0, worker.now) > 0
+
+
+def test_who_wants_nothing_keeps_what_nobody_waits_for(worker):
+    worker.given(requests=20.0)
+    worker.send(3)
+    assert worker.parts(Demand())["requests"].share == 20.0
+
+
+def test_who_wants_something_keeps_what_others_wait_for_as_well_until_it_is_asked_back(worker):
+    worker.given(requests=20.0, scarce=True)
+    assert worker.parts(Demand(1))["requests"].share == 20.0
+
+
 def test_a_recall_is_heeded_once(worker):
     worker.given(requests=20.0, target=8.0, recall=True)
-    worker.report()
+    worker.report(Demand(1))
     worker.answer(requests=20.0, target=8.0)
     assert worker.parts()["requests"].share == 20.0
 
@@ -224,7 +246,7 @@ def test_a_recall_is_heeded_once(worker):
 def test_requests_in_flight_are_given_up_only_when_asked_for():
     worker = Worker(concurrency=10).given(concurrency=4.0, target=2.0)
     worker.send(4)
-    assert worker.parts()["concurrency"] == (4.0, ((math.inf, 4.0),), 0.0, 1.0)
+    assert worker.parts(Demand(1))["concurrency"] == (4.0, ((math.inf, 4.0),), 1.0, 1.0)
     worker.answer(concurrency=4.0, target=2.0, recall=True)
     part = worker.parts()["concurrency"]
     assert (part.share, part.spent) == (2.0, ((math.inf, 4.0),))
@@ -250,7 +272,7 @@ def test_a_part_of_a_bucket_is_owed_until_it_is_full_again():
     worker.send(2)
     worker.report()
     worker.answer(burst=4.0, target=1.0, recall=True)
-    part = worker.parts()["burst"]
+    part = worker.parts(Demand(1))["burst"]
     # 2 of 4, at four sixths of a request a second.
     assert part.share == 1.0
     ((left_s, amount),) = part.spent

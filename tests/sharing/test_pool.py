@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from qreward_plugins.sharing.messages import Part
+from qreward_plugins.sharing.messages import Grant, Part
 from qreward_plugins.sharing.pool import TURN_S, Line, Pool
 
 LIMIT = 100.0
@@ -173,7 +173,7 @@ def test_who_has_more_than_is_fair_is_asked_for_it_after_a_turn(pool):
     assert pool.recalls(TURN_S - 0.1, line("b")) == {}
     told = pool.recalls(TURN_S + 0.1, line("b"))
     assert list(told) == ["a"]
-    assert told["a"] == (100.0, 50.0, True)
+    assert told["a"] == Grant(100.0, 50.0, recall=True)
     assert pool.recalls(TURN_S + 0.1, line("b", listening=("b",))) == {}
 
 

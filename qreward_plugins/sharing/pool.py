@@ -187,7 +187,7 @@ class Pool:
                 if least <= ROUNDING and wanted < self._worth_a_word(holding, now) - ROUNDING:
                     continue
                 if least > free + ROUNDING:
-                    break  # nor whoever needs much, or large requests would wait for ever
+                    return raised  # nor whoever needs much, or large requests would wait for ever
                 amount = max(least, math.floor(wanted / holding.unit + ROUNDING) * holding.unit)
                 self._raise(worker, holding, base + amount, now)
                 raised.append(worker)

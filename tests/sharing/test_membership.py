@@ -7,11 +7,10 @@ import itertools
 import logging
 
 import pytest
+from office import MARGIN, WINDOW_S, Office, a_source, an_engine, limits, samples
 
-from qreward_plugins import RewardEngine, Sample, Scored
-from qreward_plugins.errors import KeeperLost, KeeperSilent, Throttled, TransientError
-from qreward_plugins.samples import Usage
-from qreward_plugins.sharing import ray_keeper
+from qreward_plugins import Scored
+from qreward_plugins.errors import Throttled, TransientError
 from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, TTL_S
 from qreward_plugins.sharing.membership import (
     ANSWERED_WITHIN_S,
@@ -20,120 +19,9 @@ from qreward_plugins.sharing.membership import (
     REPORT_EVERY_S,
     SILENT_AFTER_S,
 )
-from qreward_plugins.simulation import SimulatedSource, VirtualTimeLoop, run
-from qreward_plugins.sources import Reply
+from qreward_plugins.simulation import VirtualTimeLoop, run
 
-WINDOW_S = 10.0
-MARGIN = 0.15
-"""What the ledgers add to a window."""
 SOON_S = 2 * REPORT_EVERY_S
-
-
-class Office:
-    """Where the keeper is: it can be replaced, fall silent or be gone, and remembers what it was asked."""
-
-    def __init__(self, *, first=True, delay_s=0.0):
-        self.mode = "well"
-        self.delay_s = delay_s
-        self.stall_s = 0.0
-        """For how long nothing runs when an answer has come."""
-        self.reports = []
-        self.ended = 0
-        self.first = first
-        self.actor = None
-        self.replace()
-
-    def replace(self):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(ray_keeper, "first_start", lambda name: self.first)
-            self.actor = ray_keeper.KeeperActor()
-        self.first = False
-
-    def line(self):
-        return Line(self)
-
-    def sent_by(self, engine):
-        """(time, report) of an engine."""
-        name = engine._membership.member.name
-        return [(at, report) for at, report in self.reports if report.worker == name]
-
-
-class Line:
-    """A worker's way to the office."""
-
-    def __init__(self, office):
-        self.office = office
-
-    async def exchange(self, report):
-        office = self.office
-        office.reports.append((asyncio.get_running_loop().time(), report))
-        if office.mode == "lost":
-            raise KeeperLost("it is dead")
-        if office.mode == "unavailable":
-            raise KeeperSilent("it cannot be reached")
-        if office.mode == "broken":
-            raise ZeroDivisionError("a bug")
-        if office.mode == "silent":
-            await asyncio.get_running_loop().create_future()
-        # Where a caller gives up, a real keeper does not hear of it.
-        answer = await asyncio.shield(asyncio.ensure_future(self._deliver(report)))
-        asyncio.get_running_loop()._now += office.stall_s
-        return answer
-
-    async def end_keeper(self):
-        self.office.ended += 1
-
-    async def _deliver(self, report):
-        await asyncio.sleep(self.office.delay_s)
-        answer = await self.office.actor.exchange(report)
-        await asyncio.sleep(self.office.delay_s)
-        return answer
-
-
-class Connecting(SimulatedSource):
-    """A source that sends only once its gate is open, as one does that has to connect first."""
-
-    gate = None
-
-    async def send(self, request, *, on_sent):
-        if self.gate is not None:
-            await self.gate.wait()
-        return await super().send(request, on_sent=on_sent)
-
-
-def verdict(request):
-    return Reply(text=f'{{"id": "{request.nonce}", "score": 0.5}}', usage=Usage(10, 10))
-
-
-def a_source(**fields):
-    return Connecting("a", answer=verdict, **{"window_s": WINDOW_S, **fields})
-
-
-def limits(per_window=None, **fields):
-    if per_window is not None:
-        fields |= {"requests_per_minute": per_window * 60 / WINDOW_S, "window_s": WINDOW_S, "window": "sliding"}
-    return fields
-
-
-def samples(count, start=0):
-    return [
-        Sample([{"role": "user", "content": "Which number is it?"}], f"It is {number}.", id=str(number))
-        for number in range(start, start + count)
-    ]
-
-
-@pytest.fixture
-def make_engine():
-    def make(office, source, limits, **settings):
-        node = {"kind": "openai", "base_url": "http://localhost", "model": "judge", "limits": limits}
-        tree = {
-            "sources": {"a": node},
-            "judges": {"quality": {"kind": "llm", "score_range": [0, 1]}},
-            "engine": {"seed": 7, "deadline_s": 600.0, "scheduling": {"hedge": False}, **settings},
-        }
-        return RewardEngine(tree, sources={"a": source}, channel=office.line())
-
-    return make
 
 
 async def until(moment):
@@ -161,10 +49,10 @@ def in_any_window(arrivals, window_s=WINDOW_S):
 # Reports
 
 
-def test_whoever_has_nothing_to_say_says_so_seldom(make_engine):
+def test_whoever_has_nothing_to_say_says_so_seldom():
     async def main():
         office, source = Office(), a_source()
-        async with make_engine(office, source, limits(10)) as engine:
+        async with an_engine(office, source, limits(10)) as engine:
             assert all(isinstance(outcome, Scored) for outcome in await engine.score_all(samples(3)))
             asked = len(office.reports)
             await asyncio.sleep(30 * HOLD_S)
@@ -173,12 +61,12 @@ def test_whoever_has_nothing_to_say_says_so_seldom(make_engine):
     run(main())
 
 
-def test_a_busy_worker_asks_at_most_four_times_a_second(make_engine):
+def test_a_busy_worker_asks_at_most_four_times_a_second():
     async def main():
         office, source = Office(), a_source(requests_per_window=20)
         async with (
-            make_engine(office, source, limits(20)) as busy,
-            make_engine(office, source, limits(20)) as other,
+            an_engine(office, source, limits(20)) as busy,
+            an_engine(office, source, limits(20)) as other,
         ):
             scoring = asyncio.gather(busy.score_all(samples(60)), other.score_all(samples(40, 60)))
             outcomes = [outcome for batch in await scoring for outcome in batch]
@@ -192,10 +80,10 @@ def test_a_busy_worker_asks_at_most_four_times_a_second(make_engine):
     run(main())
 
 
-def test_a_report_is_replaced_at_once_when_work_waits_that_the_keeper_does_not_know_of(make_engine):
+def test_a_report_is_replaced_at_once_when_work_waits_that_the_keeper_does_not_know_of():
     async def main():
         office, source = Office(), a_source(requests_per_window=10)
-        async with make_engine(office, source, limits(10)) as busy, make_engine(office, source, limits(10)) as idle:
+        async with an_engine(office, source, limits(10)) as busy, an_engine(office, source, limits(10)) as idle:
             await asyncio.gather(busy.score_all(samples(1)), idle.score_all(samples(1, 1)))
             share = busy.lanes["a"].quota.share["requests"]
             await until(20.0 + HOLD_S / 2)  # in the middle of a report that is held
@@ -215,12 +103,12 @@ def test_a_report_is_replaced_at_once_when_work_waits_that_the_keeper_does_not_k
 
 
 @pytest.mark.parametrize("delay_s", [0.09, 0.3, 0.8])
-def test_an_answer_that_is_on_its_way_is_not_thrown_away(make_engine, delay_s):
+def test_an_answer_that_is_on_its_way_is_not_thrown_away(delay_s):
     """With a keeper that takes a while, work that waits must not make every report void before its answer came."""
 
     async def main():
         office, source = Office(delay_s=delay_s), a_source(requests_per_window=50)
-        async with make_engine(office, source, limits(50)) as one, make_engine(office, source, limits(50)) as other:
+        async with an_engine(office, source, limits(50)) as one, an_engine(office, source, limits(50)) as other:
             await asyncio.gather(one.score_all(samples(100)), other.score_all(samples(100, 100)))
             assert asyncio.get_running_loop().time() < 3 * (WINDOW_S + MARGIN) + 5.0 + 10 * delay_s
         assert source.violations == []
@@ -228,12 +116,12 @@ def test_an_answer_that_is_on_its_way_is_not_thrown_away(make_engine, delay_s):
     run(main())
 
 
-def test_whoever_needs_no_more_says_so_at_once(make_engine):
+def test_whoever_needs_no_more_says_so_at_once():
     """At the end of a batch the last samples of one wait for what another does not need any more."""
 
     async def main():
         office, source = Office(), a_source(requests_per_window=20)
-        async with make_engine(office, source, limits(20)) as one, make_engine(office, source, limits(20)) as other:
+        async with an_engine(office, source, limits(20)) as one, an_engine(office, source, limits(20)) as other:
             scoring = [asyncio.ensure_future(engine.score_all(samples(100))) for engine in (one, other)]
             await until(5.0)  # the window is spent, and nothing happens before it is over
             asked = len(office.sent_by(one))
@@ -254,10 +142,10 @@ def test_whoever_needs_no_more_says_so_at_once(make_engine):
 # A keeper that is gone
 
 
-def test_while_the_keeper_is_certainly_gone_its_shares_are_kept_and_nothing_more(make_engine):
+def test_while_the_keeper_is_certainly_gone_its_shares_are_kept_and_nothing_more():
     async def main():
         office, source = Office(), a_source()
-        async with make_engine(office, source, limits(20)) as one, make_engine(office, source, limits(20)) as other:
+        async with an_engine(office, source, limits(20)) as one, an_engine(office, source, limits(20)) as other:
             await asyncio.gather(one.score_all(samples(1)), other.score_all(samples(1, 1)))
             await until(15.0)
             share = one.lanes["a"].quota.share["requests"]
@@ -274,10 +162,10 @@ def test_while_the_keeper_is_certainly_gone_its_shares_are_kept_and_nothing_more
     run(main())
 
 
-def test_one_that_was_lost_once_and_is_silent_since_is_no_reason_to_go_on(make_engine):
+def test_one_that_was_lost_once_and_is_silent_since_is_no_reason_to_go_on():
     async def main():
         office, source = Office(), a_source()
-        async with make_engine(office, source, limits(20)) as engine:
+        async with an_engine(office, source, limits(20)) as engine:
             await engine.score_all(samples(1))
             await until(15.0)
             office.mode = "lost"
@@ -292,12 +180,12 @@ def test_one_that_was_lost_once_and_is_silent_since_is_no_reason_to_go_on(make_e
     run(main())
 
 
-def test_deaths_that_are_heard_of_late_prolong_nothing(make_engine):
+def test_deaths_that_are_heard_of_late_prolong_nothing():
     """Only who looked a keeper up, and found that one dead as well, knows that there was none in between."""
 
     async def main():
         office, source = Office(), a_source()
-        async with make_engine(office, source, limits(20)) as engine:
+        async with an_engine(office, source, limits(20)) as engine:
             await engine.score_all(samples(1))
             await until(15.0)
             scoring = asyncio.ensure_future(engine.score_all(samples(200, 10)))
@@ -311,10 +199,10 @@ def test_deaths_that_are_heard_of_late_prolong_nothing(make_engine):
     run(main())
 
 
-def test_a_new_keeper_starts_with_nothing_to_give_and_the_limit_holds(make_engine, caplog):
+def test_a_new_keeper_starts_with_nothing_to_give_and_the_limit_holds(caplog):
     async def main():
         office, source = Office(), a_source(requests_per_window=20)
-        async with make_engine(office, source, limits(20)) as one, make_engine(office, source, limits(20)) as other:
+        async with an_engine(office, source, limits(20)) as one, an_engine(office, source, limits(20)) as other:
             scoring = asyncio.gather(one.score_all(samples(100)), other.score_all(samples(100, 100)))
             await until(4.0)
             boot = one._membership.member.boot
@@ -338,10 +226,10 @@ def test_a_new_keeper_starts_with_nothing_to_give_and_the_limit_holds(make_engin
 
 
 @pytest.mark.parametrize("mode", ["silent", "unavailable", "broken"])
-def test_shares_end_when_the_keeper_is_silent_for_their_time_to_live(make_engine, caplog, mode):
+def test_shares_end_when_the_keeper_is_silent_for_their_time_to_live(caplog, mode):
     async def main():
         office, source = Office(), a_source()
-        async with make_engine(office, source, limits(50)) as engine:
+        async with an_engine(office, source, limits(50)) as engine:
             await engine.score_all(samples(1))
             scoring = asyncio.ensure_future(engine.score_all(samples(1000, 1)))
             await until(10 * WINDOW_S)
@@ -362,10 +250,10 @@ def test_shares_end_when_the_keeper_is_silent_for_their_time_to_live(make_engine
     run(main())
 
 
-def test_what_was_not_sent_is_called_back_when_the_shares_end(make_engine):
+def test_what_was_not_sent_is_called_back_when_the_shares_end():
     async def main():
         office, source = Office(), a_source(behaviour=lambda number, request, now: 40.0)
-        async with make_engine(office, source, limits(10)) as engine:
+        async with an_engine(office, source, limits(10)) as engine:
             scoring = [asyncio.ensure_future(engine.score(sample)) for sample in samples(3)]
             await until(HOLD_S)
             source.gate = asyncio.Event()
@@ -387,10 +275,10 @@ def test_what_was_not_sent_is_called_back_when_the_shares_end(make_engine):
     run(main())
 
 
-def test_where_concurrency_is_shared_what_is_in_flight_is_called_back_too(make_engine):
+def test_where_concurrency_is_shared_what_is_in_flight_is_called_back_too():
     async def main():
         office, source = Office(), a_source(behaviour=lambda number, request, now: 40.0, concurrency=4)
-        async with make_engine(office, source, limits(concurrency=4)) as engine:
+        async with an_engine(office, source, limits(concurrency=4)) as engine:
             scoring = [asyncio.ensure_future(engine.score(sample)) for sample in samples(3)]
             await until(HOLD_S)
             assert source.in_flight == 3
@@ -412,10 +300,10 @@ class EarlyLoop(VirtualTimeLoop):
         return super().call_at(when - early_s, callback, *args, context=context)
 
 
-def test_a_timer_that_is_early_does_not_keep_shares_alive(make_engine):
+def test_a_timer_that_is_early_does_not_keep_shares_alive():
     async def main():
         office, source = Office(), a_source(behaviour=lambda number, request, now: 40.0, concurrency=4)
-        async with make_engine(office, source, limits(concurrency=4)) as engine:
+        async with an_engine(office, source, limits(concurrency=4)) as engine:
             scoring = asyncio.ensure_future(engine.score(samples(1)[0]))
             await asyncio.sleep(HOLD_S)
             office.mode = "silent"
@@ -426,10 +314,10 @@ def test_a_timer_that_is_early_does_not_keep_shares_alive(make_engine):
     run(main(), loop=EarlyLoop())
 
 
-def test_a_process_that_did_not_run_for_a_while_calls_everything_back_before_it_reports(make_engine):
+def test_a_process_that_did_not_run_for_a_while_calls_everything_back_before_it_reports():
     async def main():
         office, source = Office(), a_source(behaviour=lambda number, request, now: 60.0, concurrency=4)
-        async with make_engine(office, source, limits(concurrency=4)) as engine:
+        async with an_engine(office, source, limits(concurrency=4)) as engine:
             scoring = asyncio.ensure_future(engine.score(samples(1)[0]))
             await until(HOLD_S)
             asked, office.stall_s = len(office.reports), 3 * TTL_S
@@ -448,10 +336,10 @@ def test_a_process_that_did_not_run_for_a_while_calls_everything_back_before_it_
 
 
 @pytest.mark.parametrize("mode", ["silent", "unavailable"])
-def test_a_keeper_that_stays_silent_is_ended(make_engine, mode):
+def test_a_keeper_that_stays_silent_is_ended(mode):
     async def main():
         office, source = Office(), a_source()
-        async with make_engine(office, source, limits(50)) as engine:
+        async with an_engine(office, source, limits(50)) as engine:
             await engine.score_all(samples(1))
             office.mode = mode
             began = asyncio.get_running_loop().time()
@@ -465,10 +353,10 @@ def test_a_keeper_that_stays_silent_is_ended(make_engine, mode):
     run(main())
 
 
-def test_whoever_did_not_run_for_a_minute_does_not_end_the_keeper(make_engine):
+def test_whoever_did_not_run_for_a_minute_does_not_end_the_keeper():
     async def main():
         office, source = Office(delay_s=0.01), a_source()
-        async with make_engine(office, source, limits(50)) as engine:
+        async with an_engine(office, source, limits(50)) as engine:
             await engine.score_all(samples(1))
             loop = asyncio.get_running_loop()
             for _ in range(10):
@@ -485,7 +373,7 @@ def test_whoever_did_not_run_for_a_minute_does_not_end_the_keeper(make_engine):
 # News
 
 
-def test_what_one_is_told_by_a_source_all_know(make_engine):
+def test_what_one_is_told_by_a_source_all_know():
     async def main():
         office = Office()
         paused = {"until": None}
@@ -497,7 +385,7 @@ def test_what_one_is_told_by_a_source_all_know(make_engine):
             return 0.2
 
         source = a_source(behaviour=behave)
-        async with make_engine(office, source, limits(100)) as one, make_engine(office, source, limits(100)) as other:
+        async with an_engine(office, source, limits(100)) as one, an_engine(office, source, limits(100)) as other:
             await asyncio.gather(one.score_all(samples(1)), other.score_all(samples(1, 1)))
             await until(5.0)
             first = asyncio.ensure_future(one.score(samples(1, 2)[0]))
@@ -512,7 +400,7 @@ def test_what_one_is_told_by_a_source_all_know(make_engine):
     run(main())
 
 
-def test_what_was_told_is_not_told_on(make_engine):
+def test_what_was_told_is_not_told_on():
     """Else every hop of a slow way would add its delay, and a pause would go round for ever."""
 
     async def main():
@@ -527,9 +415,9 @@ def test_what_was_told_is_not_told_on(make_engine):
 
         source = a_source(behaviour=behave)
         async with (
-            make_engine(office, source, limits(100)) as one,
-            make_engine(office, source, limits(100)) as two,
-            make_engine(office, source, limits(100)) as three,
+            an_engine(office, source, limits(100)) as one,
+            an_engine(office, source, limits(100)) as two,
+            an_engine(office, source, limits(100)) as three,
         ):
             engines = one, two, three
             await asyncio.gather(*(engine.score(sample) for engine, sample in zip(engines, samples(3), strict=True)))
@@ -551,7 +439,7 @@ def test_what_was_told_is_not_told_on(make_engine):
     run(main())
 
 
-def test_a_rest_and_its_end_are_everybody_s(make_engine):
+def test_a_rest_and_its_end_are_everybody_s():
     async def main():
         office = Office()
         broken = {"is": False}
@@ -560,7 +448,7 @@ def test_a_rest_and_its_end_are_everybody_s(make_engine):
             return TransientError("no", status=500) if broken["is"] else 0.2
 
         source = a_source(behaviour=behave)
-        async with make_engine(office, source, limits(100)) as one, make_engine(office, source, limits(100)) as other:
+        async with an_engine(office, source, limits(100)) as one, an_engine(office, source, limits(100)) as other:
             await asyncio.gather(one.score_all(samples(20)), other.score_all(samples(20, 20)))
             broken["is"] = True
             scoring = asyncio.ensure_future(one.score_all(samples(10, 50)))
@@ -580,14 +468,14 @@ def test_a_rest_and_its_end_are_everybody_s(make_engine):
     run(main())
 
 
-def test_that_a_source_is_well_again_is_said_until_the_keeper_has_heard_it(make_engine):
+def test_that_a_source_is_well_again_is_said_until_the_keeper_has_heard_it():
     async def main():
         office = Office()
         broken = {"is": False}
         source = a_source(
             behaviour=lambda number, request, now: TransientError("no", status=500) if broken["is"] else 0.2
         )
-        async with make_engine(office, source, limits(100)) as engine:
+        async with an_engine(office, source, limits(100)) as engine:
             await engine.score_all(samples(20))
             broken["is"] = True
             scoring = asyncio.ensure_future(engine.score_all(samples(10, 50)))
@@ -609,10 +497,10 @@ def test_that_a_source_is_well_again_is_said_until_the_keeper_has_heard_it(make_
     run(main())
 
 
-def test_a_worker_that_comes_late_knows_how_long_an_answer_takes(make_engine):
+def test_a_worker_that_comes_late_knows_how_long_an_answer_takes():
     async def main():
         office, source = Office(), a_source(behaviour=lambda number, request, now: 7.0)
-        async with make_engine(office, source, limits(100)) as one, make_engine(office, source, limits(100)) as late:
+        async with an_engine(office, source, limits(100)) as one, an_engine(office, source, limits(100)) as late:
             await one.score_all(samples(25))
             await asyncio.sleep(HOLD_S)
             assert not late.lanes["a"].speed.known
@@ -627,12 +515,12 @@ def test_a_worker_that_comes_late_knows_how_long_an_answer_takes(make_engine):
 # Ends, and beginnings
 
 
-def test_what_a_closed_engine_had_is_the_others_at_once(make_engine):
+def test_what_a_closed_engine_had_is_the_others_at_once():
     async def main():
         office, source = Office(), a_source(requests_per_window=10)
-        staying = make_engine(office, source, limits(10))
+        staying = an_engine(office, source, limits(10))
         async with staying:
-            async with make_engine(office, source, limits(10)) as leaving:
+            async with an_engine(office, source, limits(10)) as leaving:
                 await asyncio.gather(leaving.score_all(samples(1)), staying.score_all(samples(1, 1)))
                 await comes(lambda: leaving.lanes["a"].quota.share["requests"] >= 4)
             began = asyncio.get_running_loop().time()
@@ -647,10 +535,10 @@ def test_what_a_closed_engine_had_is_the_others_at_once(make_engine):
 
 
 @pytest.mark.parametrize("mode", ["silent", "lost", "unavailable"])
-def test_leaving_takes_a_second_at_most_and_leaves_no_task(make_engine, mode):
+def test_leaving_takes_a_second_at_most_and_leaves_no_task(mode):
     async def main():
         office, source = Office(), a_source()
-        engine = make_engine(office, source, limits(10))
+        engine = an_engine(office, source, limits(10))
         await engine.score_all(samples(1))
         office.mode = mode
         began = asyncio.get_running_loop().time()
@@ -664,12 +552,12 @@ def test_leaving_takes_a_second_at_most_and_leaves_no_task(make_engine, mode):
     run(main())
 
 
-def test_who_leaves_before_the_first_answer_says_so(make_engine):
+def test_who_leaves_before_the_first_answer_says_so():
     """The keeper may have the report by then, and a share for it."""
 
     async def main():
         office, source = Office(delay_s=0.5), a_source()
-        engine = make_engine(office, source, limits(10))
+        engine = an_engine(office, source, limits(10))
         scoring = asyncio.ensure_future(engine.score(samples(1)[0]))
         await asyncio.sleep(0.7)
         assert engine._membership.member.boot == ""
@@ -682,9 +570,9 @@ def test_who_leaves_before_the_first_answer_says_so(make_engine):
     run(main())
 
 
-def test_an_engine_goes_on_with_its_shares_in_the_next_loop(make_engine):
+def test_an_engine_goes_on_with_its_shares_in_the_next_loop():
     office, source = Office(), a_source(requests_per_window=10)
-    engine = make_engine(office, source, limits(10))
+    engine = an_engine(office, source, limits(10))
     first = VirtualTimeLoop()
 
     async def before():
@@ -709,11 +597,11 @@ def test_an_engine_goes_on_with_its_shares_in_the_next_loop(make_engine):
     assert len(source.arrivals) == 16
 
 
-def test_the_same_seed_gives_the_same_schedule(make_engine):
+def test_the_same_seed_gives_the_same_schedule():
     def once():
         async def main():
             office, source = Office(delay_s=0.02), a_source(requests_per_window=20)
-            async with make_engine(office, source, limits(20)) as one, make_engine(office, source, limits(20)) as other:
+            async with an_engine(office, source, limits(20)) as one, an_engine(office, source, limits(20)) as other:
                 await asyncio.gather(one.score_all(samples(45)), other.score_all(samples(25, 45)))
                 reported = [(at, report.number, report.leaves) for at, report in office.reports]
             return source.arrivals, reported
@@ -725,13 +613,13 @@ def test_the_same_seed_gives_the_same_schedule(make_engine):
     assert len(first[0]) == 70
 
 
-def test_silence_counts_from_the_last_word(make_engine):
+def test_silence_counts_from_the_last_word():
     """What a keeper owes to a worker that it never answered is a start, not a life."""
 
     async def main():
         office, source = Office(), a_source()
         office.mode = "silent"
-        engine = make_engine(office, source, limits(10), deadline_s=2.0)
+        engine = an_engine(office, source, limits(10), deadline_s=2.0)
         outcome = await engine.score(samples(1)[0])
         assert outcome.reason == "deadline"
         assert source.arrivals == []

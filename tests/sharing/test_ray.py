@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
-from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'qreward-plugins[ray]')")
 
-sys.path.insert(0, str(Path(__file__).parent))
 from ray_job import LONG_S, boots, both_limits, comes, keeper, kill_process, pid_of, scored, start_workers, tree  # noqa: E402
 
 from qreward_plugins.sharing.named_actors import get_or_start  # noqa: E402

@@ -5,7 +5,11 @@ a worker drawn at random, over one judge server with a strict sliding window: wh
 is answered 429 and counted as a violation. The shortest time in which that limit lets the batch pass is known, so there
 is a number for how much of the allowed rate was used: that time over the time it took.
 
-    python bench/cluster.py [--workers 1 8 32] [--per-window 300] [--window 30] [--windows 3] [--json FILE]
+    python bench/cluster.py [--workers 1 8 32] [--per-window 300] [--window 30] [--windows 3] [--load N] [--json FILE]
+
+"Most seen" and "most written" are the most requests in any window as the server read them and as workers wrote them: on
+a machine without a processor to spare the server reads late. The batch is a whole number of windows, so whatever the
+server refuses costs another window. `--load` runs so many busy processes beside it.
 
 `--calls` measures the keeper alone instead: how many reports a second it answers, and at what CPU time. verl's manager
 is left out where verl is not installed.
@@ -48,6 +52,8 @@ OURS, THEIRS = "ours", "verl rate_limited"
 LATENCY_S = 0.2
 IN_FLIGHT = 256
 """Requests at once, for all workers together: connecting for a whole window at once would test the machine."""
+WIDTH = 120
+"""Columns that the table wants, also where it is piped into a file."""
 THEIR_TRIES = 100
 """Tries of one sample over verl's manager: none may be given up, or the batches would not be the same."""
 
@@ -62,16 +68,16 @@ class Result:
     shortest_s: float
     took_s: float
     violations: int
+    earliest_s: float
+    """How much too early the worst violation came, by the server's clock."""
     most_in_a_window: int
+    """By when the server saw them."""
+    most_written_in_a_window: int
+    """By when the workers wrote them: a server that gets no processor sees them later, and closer together."""
     requests: int
     reports: int
     """Reports of workers to the keeper while the batch ran."""
     keeper_cpu_s: float
-    earliest_s: float
-    """How much too early the worst violation came, by the server's clock."""
-    most_sent_in_a_window: int
-    """Most requests in any window by when the workers wrote them: a server that gets no processor sees them later, and
-    closer together."""
 
     @property
     def used(self) -> float:
@@ -109,7 +115,7 @@ class Ours:
 
 
 class _Written:
-    """Notes when attempts are written; the last word on whether they may be is the engine's."""
+    """Notes when the attempts of this process are written."""
 
     def __init__(self) -> None:
         self.at: list[float] = []
@@ -119,7 +125,7 @@ class _Written:
             sent(attempt)
             self.at.append(time.monotonic())
 
-        Attempt._sent = note  # type: ignore[method-assign]
+        Attempt._sent = note  # type: ignore[assignment,method-assign]
 
 
 class Theirs:
@@ -258,12 +264,12 @@ def measure(policy: str, workers: int, per_window: int, window_s: float, windows
         (windows - 1) * window_s + -(-per_window // IN_FLIGHT) * LATENCY_S,
         took_s,
         report.violations_total,
+        max((violation.early_s or 0.0 for violation in report.violations), default=0.0),
         report.max_requests_in_window,
+        most_in_a_window(written, window_s),
         report.requests - workers,
         after["reports"] - before["reports"],
         after["cpu_s"] - before["cpu_s"],
-        max((violation.early_s or 0.0 for violation in report.violations), default=0.0),
-        most_in_a_window(written, window_s),
     )
 
 
@@ -300,7 +306,7 @@ def table(results: Sequence[Result], per_window: int, window_s: float) -> Table:
             str(result.workers),
             str(result.violations),
             str(result.most_in_a_window),
-            str(result.most_sent_in_a_window),
+            str(result.most_written_in_a_window),
             f"{result.used:.1%}",
             f"{result.took_s:.1f}",
             f"{result.took_s / alone[result.policy]:.2f}" if result.policy in alone else "",
@@ -376,7 +382,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             progress.update(task, description=f"{policy}, {workers} workers")
             results.append(measure(policy, workers, chosen.per_window, chosen.window, chosen.windows, chosen.load))
             progress.advance(task)
-    Console().print(table(results, chosen.per_window, chosen.window))
+    shown = Console()
+    shown.width = max(shown.width, WIDTH)
+    shown.print(table(results, chosen.per_window, chosen.window))
     if chosen.json:
         chosen.json.write_text(json.dumps([asdict(result) for result in results], indent=2))
 

@@ -19,9 +19,9 @@ def test_every_sample_has_one_worker_and_the_same_one_again():
 
 def test_the_table_says_how_much_of_the_rate_was_used_and_how_it_compares_with_one_worker():
     results = [
-        cluster.Result(cluster.OURS, 1, 200, 20.0, 20.0, 0, 100, 200, 4, 0.2, 0.0, 100),
-        cluster.Result(cluster.OURS, 8, 200, 20.0, 25.0, 0, 100, 200, 20, 0.5, 0.0, 100),
-        cluster.Result(cluster.THEIRS, 8, 200, 20.0, 40.0, 321, 400, 521, 0, 0.0, 9.5, 300),
+        cluster.Result(cluster.OURS, 1, 200, 20.0, 20.0, 0, 0.0, 100, 100, 200, 4, 0.2),
+        cluster.Result(cluster.OURS, 8, 200, 20.0, 25.0, 0, 0.0, 100, 100, 200, 20, 0.5),
+        cluster.Result(cluster.THEIRS, 8, 200, 20.0, 40.0, 321, 9.5, 400, 300, 521, 0, 0.0),
     ]
     console = Console(width=140, record=True)
     console.print(cluster.table(results, 100, 20.0))

@@ -23,6 +23,8 @@ VAL_ITEMS = 3
 TRAIN_ITEMS = 24
 """Items of each domain in a whole run of the pipeline; those of validation come after the items of two domains."""
 CORRECT_AT = 0.5
+LATE_S = 0.5
+"""By how much a declared window is longer than the server's, which gets no processor at times."""
 WATCHDOG_S = 90.0
 """A request that takes longer hangs: the slowest starts a dozen processes."""
 
@@ -81,7 +83,7 @@ class Scenario:
                     "kind": "openai",
                     "base_url": base_url,
                     "model": "judge",
-                    "limits": {"concurrency": self.judge.limits.concurrency or 64},
+                    "limits": self._limits(),
                     "timeouts": {"connect_s": 2.0, "total_s": 120.0},
                 }
             },
@@ -93,6 +95,14 @@ class Scenario:
         if self.on_failure != "exclude":
             tree["on_failure"] = self.on_failure
         return {**tree, "groups": {"min_scored": 1, **self.groups}}
+
+    def _limits(self) -> dict[str, Any]:
+        theirs = self.judge.limits
+        limits: dict[str, Any] = {"concurrency": theirs.concurrency or 64}
+        if theirs.requests_per_minute is not None:
+            amount, window_s = theirs.requests_per_minute * theirs.window_s, theirs.window_s + LATE_S
+            limits |= {"requests_per_minute": amount / window_s, "window_s": window_s, "window": "sliding"}
+        return limits
 
 
 def drawn() -> list[int]:

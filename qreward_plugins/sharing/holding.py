@@ -49,6 +49,10 @@ class Holding:
         """What is left of its share."""
         return max(0.0, self.share - self.spent(now))
 
+    def in_units(self, amount: float) -> float:
+        """An amount, less what is of no use to it."""
+        return math.floor(amount / self.unit + ROUNDING) * self.unit
+
     def next_change(self) -> float:
         """When some of what it has spent leaves the window; infinity: not before it says so."""
         return self._entries[-1][0] if self._entries else math.inf

@@ -1,25 +1,23 @@
-"""One limit as the keeper sees it: who may use how much of it, so that all of it is used and never more.
+"""Who gets how much of one limit, so that all of it is used: as much as everybody wants, or equal parts where that is
+too much (max-min fairness), and what is left over evenly, so that a worker which begins to work has something in hand.
 
-What a worker has in the window is at most its share, or what it had spent before the share was lowered, as far as that
-is in the window still. So the books hold one number for every worker, the larger of the two, and the sum of them never
-exceeds the limit; that is the whole proof. Shares are raised in the books before a worker hears of it, and lowered
-after it has done so by itself.
+What is scarcer than one for each goes round: whoever waited longest is next, and keeps it for a turn. A request may
+need some of several limits; so the line in which workers wait is one for all limits of a source, and who stands in it
+is asked for nothing by those behind him. Otherwise one would hold the requests and another the tokens, and neither
+could send.
 
-Who gets what: as much as everybody wants, or equal parts where that is too much (max-min fairness), and what is left
-over evenly, so that a worker which begins to work has something in hand. What is scarcer than one for each goes round:
-whoever waited longest is next, and keeps it for a turn. A request may need some of several limits; so the line in which
-workers wait is one for all limits of a source, and who stands in it is asked for nothing by those behind him. Otherwise
-one would hold the requests and another the tokens, and neither could send.
+Whoever hears something has to report again, so what is too little is not worth a word; but nothing may lie idle with
+one while another waits either. So who wants nothing gives up all that others wait for, what fair shares leave over goes
+with what is told anyway, and what is left then is told twice a second.
 """
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Container
 from typing import NamedTuple
 
-from .ghosts import Ghosts
+from .books import Books
 from .holding import ROUNDING, Holding
 from .messages import Grant, Part
 
@@ -45,88 +43,33 @@ class Line(NamedTuple):
     """Workers that can in a moment."""
 
 
-class Pool:
-    """The shares of one limit: at most `limit` in any window of `window_s` seconds; 0: at any time.
+class Pool(Books):
+    """The shares of one limit, and who gets them.
 
     Times are seconds of the keeper's monotonic clock.
     """
 
     def __init__(self, limit: float, window_s: float) -> None:
-        self.limit = limit
-        self.window_s = window_s
-        self._ghosts = Ghosts()
-        self._holdings: dict[str, Holding] = {}
+        super().__init__(limit, window_s)
         self._waiting: dict[str, None] = {}
-        self._taken = 0.0
-        self._changes: list[tuple[float, str, int]] = []
         self._level = math.inf
         self._extra = 0.0
         self._fair_at = -math.inf
         self._fair = False
         self._little_at = -math.inf
 
-    def __contains__(self, worker: str) -> bool:
-        return worker in self._holdings
-
-    # The books
-
-    def haunt(self, until: float) -> None:
-        """Take the whole limit as spent until `until`, less what workers turn out to hold: an earlier keeper gave it
-        away, and nobody knows to whom.
-        """
-        self._ghosts.haunt_all(self.limit, until)
-
-    def free(self, now: float) -> float:
-        """What nobody holds. Less than nothing: the limit was lowered."""
-        changes = self._changes
-        while changes and changes[0][0] <= now:
-            _, worker, version = heapq.heappop(changes)
-            holding = self._holdings.get(worker)
-            if holding is not None and holding.version == version:
-                self._charge(worker, holding, now)
-        return self.limit - self._taken - self._ghosts.total(now)
-
     def report(self, worker: str, part: Part, now: float, *, limit: float, window_s: float) -> None:
-        """Take in what a worker keeps to, what it has spent and what it wants, and which limit it was told of: where
-        they were told different ones, the lowest rate counts.
-        """
-        holding = self._holdings.get(worker)
-        if holding is None:
-            holding = self._holdings[worker] = Holding()
-            if worker in self._ghosts:
-                self._ghosts.banish(worker)  # it is back, and knows better
-            else:
-                self._ghosts.turns_out(max(part.share, math.fsum(amount for _, amount in part.spent)))
-        if holding.told != (limit, window_s):
-            holding.told = (limit, window_s)
-            self._find_lowest()
-        holding.take_in(part, now)
-        if part.more > holding.room(now) + ROUNDING:
+        super().report(worker, part, now, limit=limit, window_s=window_s)
+        if part.more > self._holdings[worker].room(now) + ROUNDING:
             self._waiting[worker] = None
         else:
             self._waiting.pop(worker, None)
-        self._charge(worker, holding, now)
         self._fair = False
 
     def drop(self, worker: str, now: float, *, silent: bool) -> None:
-        """Forget a worker that left, or that fell silent and has stopped by now: then whatever it might have spent
-        counts as spent just now, unless it comes back.
-        """
-        holding = self._holdings.pop(worker, None)
-        if holding is None:
-            return
+        super().drop(worker, now, silent=silent)
         self._waiting.pop(worker, None)
-        self._taken -= holding.charge
-        if silent:
-            self._ghosts.haunt(worker, now + self.window_s, holding.charge)
-        else:
-            for number, (end, amount) in enumerate(holding.remains()):
-                self._ghosts.haunt(f"{worker} {number}", end if end < math.inf else now + self.window_s, amount)
-        if self._holdings and holding.told == (self.limit, self.window_s):
-            self._find_lowest()
         self._fair = False
-
-    # Who gets what
 
     def contended(self, now: float) -> bool:
         """Whether anybody waits for more, or the limit is less than what was given away."""
@@ -136,16 +79,12 @@ class Pool:
         """Whether a worker could use more, and has not even enough for the next thing that it wants to do."""
         return worker in self._waiting and self._least(self._holdings[worker], now) > ROUNDING
 
-    def share(self, worker: str) -> float:
-        """The share of a worker."""
-        return self._holdings[worker].share
-
     def target(self, worker: str, now: float) -> float:
         """The fair share of a worker, in whole units."""
         self._share_out(now)
         holding = self._holdings[worker]
         fair = min(holding.spent(now) + holding.more, self._level) + self._extra
-        return math.floor(fair / holding.unit + ROUNDING) * holding.unit
+        return holding.in_units(fair)
 
     def grant(self, worker: str, now: float) -> Grant:
         """What to tell a worker."""
@@ -160,10 +99,9 @@ class Pool:
             return
         holding = self._holdings[worker]
         base = holding.base(now)
-        amount = min(self.target(worker, now) - base, self.free(now))
-        amount = math.floor(amount / holding.unit + ROUNDING) * holding.unit
+        amount = holding.in_units(min(self.target(worker, now) - base, self.free(now)))
         if amount >= max(holding.unit, WORTH_A_WORD * holding.share) - ROUNDING:
-            self._raise(worker, holding, base + amount, now)
+            self._raise(worker, base + amount, now)
 
     def raise_shares(self, now: float, line: Line) -> list[str]:
         """Give what is free to those who wait for it and listen; returns whose share was raised."""
@@ -188,8 +126,8 @@ class Pool:
                     continue
                 if least > free + ROUNDING:
                     return raised  # nor whoever needs much, or large requests would wait for ever
-                amount = max(least, math.floor(wanted / holding.unit + ROUNDING) * holding.unit)
-                self._raise(worker, holding, base + amount, now)
+                amount = max(least, holding.in_units(wanted))
+                self._raise(worker, base + amount, now)
                 raised.append(worker)
                 free -= amount
             if free < ROUNDING:
@@ -206,9 +144,9 @@ class Pool:
         """
         for worker in raised:
             holding = self._holdings[worker]
-            rest = math.floor(min(free, holding.more - holding.room(now)) / holding.unit + ROUNDING) * holding.unit
+            rest = holding.in_units(min(free, holding.more - holding.room(now)))
             if rest > 0:
-                self._raise(worker, holding, holding.base(now) + rest, now)
+                self._raise(worker, holding.base(now) + rest, now)
                 free -= rest
 
     def _give_little(self, free: float, line: Line, now: float) -> list[str]:
@@ -218,11 +156,11 @@ class Pool:
             return []
         worker = max(listening, key=lambda one: self.target(one, now) - self._holdings[one].base(now))
         holding = self._holdings[worker]
-        amount = math.floor(min(free, holding.more - holding.room(now)) / holding.unit + ROUNDING) * holding.unit
+        amount = holding.in_units(min(free, holding.more - holding.room(now)))
         if amount <= 0:
             return []
         self._little_at = now
-        self._raise(worker, holding, holding.base(now) + amount, now)
+        self._raise(worker, holding.base(now) + amount, now)
         return [worker]
 
     def _owed(self, now: float) -> float:
@@ -295,11 +233,6 @@ class Pool:
                 told[worker] = Grant(holding.share, 0.0, recall=True)
                 missing -= fair
 
-    def next_change(self, now: float) -> float:
-        """When more becomes free by itself; infinity: not by itself."""
-        self.free(now)
-        return min(self._ghosts.next_end(now), self._changes[0][0] if self._changes else math.inf)
-
     def _missed(self, now: float) -> bool:
         """Whether somebody has clearly less than is fair."""
         for worker in self._waiting:
@@ -316,11 +249,9 @@ class Pool:
         """The least that a worker is told of which has something in hand: a part of its share, or all that it wants."""
         return max(holding.unit, min(WORTH_A_WORD * holding.share, holding.more - holding.room(now)))
 
-    def _raise(self, worker: str, holding: Holding, share: float, now: float) -> None:
-        holding.share = share
-        holding.granted_at = now
+    def _raise(self, worker: str, share: float, now: float) -> None:
+        super()._raise(worker, share, now)
         self._waiting.pop(worker, None)
-        self._charge(worker, holding, now)
 
     def _share_out(self, now: float) -> None:
         """Find the level up to which everybody gets what he wants."""
@@ -330,7 +261,7 @@ class Pool:
         if self._fair and age_s < TURN_S:
             return
         self._fair, self._fair_at = True, now
-        self._taken = math.fsum([holding.charge for holding in self._holdings.values()])
+        self._count_anew()
         wanted = sorted([holding.spent(now) + holding.more for holding in self._holdings.values()])
         left, count = self.limit, len(wanted)
         self._level, self._extra = math.inf, 0.0
@@ -341,18 +272,3 @@ class Pool:
                 return
             left -= amount
         self._extra = left / max(1, count)
-
-    def _find_lowest(self) -> None:
-        told = {holding.told for holding in self._holdings.values()}
-        self.limit = min(told, key=lambda one: (one[0] / max(one[1], 1.0), one[0]))[0]
-        self.window_s = max(window_s for _, window_s in told)
-        self._fair = False
-
-    def _charge(self, worker: str, holding: Holding, now: float) -> None:
-        self._taken -= holding.charge
-        spent = holding.spent(now)
-        holding.charge = max(holding.share, spent)
-        holding.version += 1
-        self._taken += holding.charge
-        if spent > holding.share + ROUNDING and holding.next_change() < math.inf:
-            heapq.heappush(self._changes, (holding.next_change(), worker, holding.version))

@@ -246,3 +246,33 @@ def test_capacity_follows_what_is_settled_between_two_questions():
     ledger.amend(entries[1], -10)
     assert ledger.capacity(9.0, 10, 9.0) == 1
     assert ledger.capacity(1.5 + WINDOW_S, 10, 9.0) == 2  # the free one, and that of second 0
+
+
+def test_the_outlook_tells_of_every_burst_when_it_leaves_the_window():
+    ledger = Ledger(1000, 60)
+    for at, count in ((0.0, 100), (10.0, 300), (10.1, 50)):
+        for _ in range(count):
+            spend(ledger, 1, at)
+    ledger.hold(3)
+    assert ledger.outlook(20.0) == (
+        (pytest.approx(WINDOW_S - 20.0), 100.0),
+        (pytest.approx(WINDOW_S - 9.9), 350.0),
+        (math.inf, 3.0),
+    )
+
+
+@given(gaps=st.lists(st.floats(0, 3), max_size=400))
+def test_the_outlook_tells_of_all_and_nothing_too_early(gaps):
+    ledger, now, spent = Ledger(1000, 60), 0.0, []
+    for gap in gaps:
+        now += gap
+        spend(ledger, 1, now)
+        spent.append(now + WINDOW_S)
+    parts = ledger.outlook(now)
+    assert len(parts) <= 66
+    for left_s, _ in parts:
+        gone = sum(amount for other_s, amount in parts if other_s <= left_s)
+        assert gone <= sum(leaves <= now + left_s + 1e-6 for leaves in spent if leaves > now)
+        # ... and a sixtieth of the window too late at most.
+        assert gone >= sum(leaves <= now + left_s - WINDOW_S / 60 for leaves in spent if leaves > now)
+    assert sum(amount for _, amount in parts) == sum(leaves > now for leaves in spent)

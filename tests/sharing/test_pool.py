@@ -7,7 +7,7 @@ import math
 import pytest
 
 from qreward_plugins.sharing.messages import Grant, Part
-from qreward_plugins.sharing.pool import TURN_S, Line, Pool
+from qreward_plugins.sharing.pool import LITTLE_EVERY_S, TURN_S, Line, Pool
 
 LIMIT = 100.0
 WINDOW_S = 60.0
@@ -220,6 +220,62 @@ def test_who_holds_too_much_of_a_limit_that_was_lowered_is_asked_for_it(pool):
     assert pool.contended(1.0)
     assert pool.free(1.0) == -40.0
     assert pool.recalls(5.0, line())
+
+
+def test_who_wants_nothing_is_asked_at_once_for_all_that_it_has_not_spent_however_little(pool):
+    report(pool, "idle", 0.0, share=40.0, spent=[(30.0, 39.0)])
+    report(pool, "nothing left", 0.0, share=10.0, spent=[(30.0, 10.0)])
+    report(pool, "busy", 0.0, share=50.0, spent=[(30.0, 48.0)], more=4.0)
+    assert pool.recalls(0.0, line()) == {"idle": Grant(40.0, 39.0, recall=True)}
+    assert pool.grant("idle", 0.0).scarce
+    assert not pool.grant("busy", 0.0).scarce  # nobody else waits
+
+
+def test_what_fair_shares_leave_over_goes_to_the_first_that_is_told_anyway(pool):
+    for worker in "abc":
+        report(pool, worker, 0.0, more=90.0)
+    assert pool.raise_shares(0.0, line("a", "b", "c")) == ["a", "b", "c"]
+    assert shares(pool, "a", "b", "c") == [34.0, 33.0, 33.0]
+
+
+def test_what_others_are_owed_is_not_left_over(pool):
+    report(pool, "holder", 0.0, share=70.0)
+    report(pool, "a", 0.0, more=90.0)
+    report(pool, "away", 0.0, more=90.0)
+    assert pool.raise_shares(0.0, line("a", "away", listening=("a",))) == ["a"]
+    assert shares(pool, "a", "away") == [30.0, 0.0]
+    report(pool, "holder", 1.0)
+    report(pool, "a", 1.0, share=30.0, spent=[(60.0, 30.0)], more=60.0)
+    assert pool.raise_shares(1.0, line("a", "away", listening=("a",))) == ["a"]
+    assert shares(pool, "a", "away") == [50.0, 0.0]
+
+
+def test_what_is_too_little_to_be_told_of_is_told_twice_a_second(pool):
+    report(pool, "far", 0.0, share=38.0, spent=[(60.0, 30.0)], more=60.0)
+    report(pool, "near", 0.0, share=49.0, spent=[(60.0, 30.0)], more=60.0)
+    report(pool, "idle", 0.0, share=12.0, spent=[(60.0, 12.0)])
+    assert pool.raise_shares(1.0, line()) == ["far"]
+    assert pool.free(1.0) == 0.0
+    report(pool, "far", 1.2, share=39.0, spent=[(60.0, 30.0)], more=60.0)
+    report(pool, "idle", 1.2, share=11.0, spent=[(60.0, 11.0)])
+    assert pool.raise_shares(1.0 + LITTLE_EVERY_S - 0.01, line()) == []
+    assert pool.raise_shares(1.0 + LITTLE_EVERY_S, line(listening=("near",))) == ["near"]
+
+
+def test_what_is_all_that_somebody_wants_is_worth_a_word(pool):
+    report(pool, "a", 0.0, share=60.0, spent=[(60.0, 58.0)], more=3.0)
+    report(pool, "b", 0.0, share=39.0, spent=[(60.0, 10.0)])
+    pool._little_at = 0.0
+    assert pool.raise_shares(0.1, line()) == ["a"]
+    assert pool.share("a") == 61.0
+
+
+def test_what_is_kept_for_the_first_in_line_is_nobody_s_rest(pool):
+    report(pool, "holder", 0.0, share=60.0)
+    report(pool, "first", 0.0, more=80.0, unit=80.0)
+    report(pool, "second", 0.0, share=10.0, more=60.0)
+    assert pool.raise_shares(5.0, line("first")) == []
+    assert pool.free(5.0) == 30.0
 
 
 def test_it_knows_when_more_becomes_free_by_itself(pool):

@@ -6,11 +6,11 @@ from typing import Literal
 
 from ..errors import ConfigurationError, Mistake
 from .membership import Channel
-from .named_actors import ray_is_up
+from .named_actors import ray_is_up, start_ahead
 
 
 def open_channel(shared: Literal["auto", "ray", "local", "off"]) -> Channel | None:
-    """The way to the keeper that `engine.shared` asks for; None: there is none. Connects to nothing yet.
+    """The way to the keeper that `engine.shared` asks for, which is being started then; None: there is none.
 
     Raises `ConfigurationError` where Ray is asked for and not initialised.
     """
@@ -20,6 +20,7 @@ def open_channel(shared: Literal["auto", "ray", "local", "off"]) -> Channel | No
         raise ConfigurationError([Mistake("engine.shared", problem, remedy)])
     if shared in ("local", "off") or not ray_is_up():
         return None
-    from .ray_keeper import RayKeeper
+    from .ray_keeper import NAME, KeeperActor, RayKeeper
 
+    start_ahead(NAME, KeeperActor)
     return RayKeeper()

@@ -32,8 +32,9 @@ def ray_is_up() -> bool:
     """Whether Ray is initialised in this process; it is not imported for that."""
     import sys
 
-    ray = sys.modules.get("ray")
-    return bool(ray is not None and ray.is_initialized())
+    # What goes by that name may be half imported, or a stand-in.
+    is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
+    return bool(is_initialized is not None and is_initialized())
 
 
 def get_or_start(name: str, cls: type) -> Any:
@@ -60,6 +61,19 @@ def get_or_start(name: str, cls: type) -> Any:
             return kept
         _handles[key] = handle
         return handle
+
+
+def start_ahead(name: str, cls: type) -> None:
+    """Begin to start this job's actor `name`, if there is none, and return at once: its process takes seconds to come
+    up, and whoever asks for it later finds it there. Without Ray, or if it fails, nothing happens.
+    """
+
+    def start() -> None:
+        with suppress(Exception):  # whoever asks for it finds out
+            get_or_start(name, cls)
+
+    if ray_is_up():
+        threading.Thread(target=start, name="qreward-ray", daemon=True).start()
 
 
 def first_start(name: str) -> bool:

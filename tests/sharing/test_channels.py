@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import sys
+import threading
+import types
 
 import pytest
 
 from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.quotas import SharedQuota
 from qreward_plugins.sharing import channels, open_channel
-from qreward_plugins.sharing.named_actors import ray_is_up
+from qreward_plugins.sharing.named_actors import ray_is_up, start_ahead
 
 
 @pytest.fixture(params=[True, False], ids=["ray_is_up", "without_ray"])
@@ -72,3 +74,10 @@ def test_asking_whether_ray_is_up_does_not_import_it(monkeypatch):
     monkeypatch.delitem(sys.modules, "ray", raising=False)
     assert ray_is_up() is False
     assert "ray" not in sys.modules
+
+
+def test_what_is_called_ray_may_be_anything(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", types.ModuleType("ray"))
+    assert ray_is_up() is False
+    start_ahead("anybody", object)  # does nothing
+    assert not [thread for thread in threading.enumerate() if thread.name == "qreward-ray"]

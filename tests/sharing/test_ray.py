@@ -15,7 +15,8 @@ ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'qrew
 
 from ray_job import LONG_S, boots, both_limits, comes, keeper, kill_process, pid_of, scored, start_workers, tree  # noqa: E402
 
-from qreward_plugins.sharing.named_actors import get_or_start  # noqa: E402
+from qreward_plugins.sharing.named_actors import get_or_start, start_ahead  # noqa: E402
+from qreward_plugins.sharing.ray_keeper import NAME  # noqa: E402
 from qreward_plugins.testing import JudgeServer  # noqa: E402
 
 # Ray leaves sockets and log files of its own to the garbage collector.
@@ -42,6 +43,20 @@ def server():
 def workers(cluster, server):
     _, ours = both_limits(1.0, requests=PER_WINDOW)
     return start_workers([tree({"a": server.base_url}, {"a": ours})] * 2)
+
+
+def test_an_engine_has_its_keeper_started_before_anything_is_scored(cluster):
+    class Anybody:
+        async def here(self):
+            return True
+
+    start_ahead("early", Anybody)
+    comes(lambda: "early" in ray.util.list_named_actors())
+    assert ray.get(ray.get_actor("early").here.remote(), timeout=LONG_S)
+    _, ours = both_limits(1.0, requests=PER_WINDOW)
+    (worker,) = start_workers([tree({"a": "http://localhost/v1"}, {"a": ours})])
+    comes(lambda: NAME in ray.util.list_named_actors())
+    assert ray.get(worker.boot.remote(), timeout=LONG_S) == ""  # it has asked for nothing yet
 
 
 def test_what_the_idle_leave_is_the_busy_one_s_until_they_begin(workers, server):

@@ -22,9 +22,9 @@ UNEVEN = Scenario(
     "uneven", Judge(spoils=uneven), "unspoilt", steps=2, engine={"deadline_s": 50.0, "max_attempts": 20}, evaluate=True
 )
 DYING = Scenario(
-    "dying", Judge(answers=8), "any", steps=2, engine={"deadline_s": 1.5, "max_attempts": 2}, evaluate=True
+    "dying", Judge(answers=8), "any", steps=2, engine={"deadline_s": 15.0, "max_attempts": 2}, evaluate=True
 )
-"""Dies in the first step: the evaluation before it has six samples."""
+"""Dies in the first step: the evaluation before it has six samples, which wait until the keeper has started."""
 
 LIMIT_S = 240
 

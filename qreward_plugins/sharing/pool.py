@@ -192,6 +192,7 @@ class Pool(Books):
             elif not first:
                 ahead.add(worker)
         missed = self._missed(now) or self.free(now) < -ROUNDING
+        useful = self._useful(now)
         told: dict[str, Grant] = {}
         for worker, holding in sorted(self._holdings.items(), key=lambda item: item[1].granted_at):
             if now - holding.granted_at < TURN_S and holding.more > 0:
@@ -200,9 +201,10 @@ class Pool(Books):
                 continue
             target = self.target(worker, now)
             if holding.more <= 0:
-                if holding.room(now) >= min(holding.unit, holding.share) - ROUNDING:
+                if useful > ROUNDING and holding.room(now) >= min(holding.unit, holding.share) - ROUNDING:
                     told[worker] = Grant(holding.share, target, recall=True)
                     wanted -= holding.room(now)
+                    useful -= holding.room(now)
                 continue
             if worker in ahead:
                 target = max(target, min(holding.share, holding.unit))
@@ -232,6 +234,11 @@ class Pool(Books):
             if now - holding.granted_at >= TURN_S:
                 told[worker] = Grant(holding.share, 0.0, recall=True)
                 missing -= fair
+
+    def _useful(self, now: float) -> float:
+        """What those who wait could use beyond what is free."""
+        holdings = [self._holdings[worker] for worker in self._waiting]
+        return math.fsum([holding.more - holding.room(now) for holding in holdings]) - self.free(now)
 
     def _missed(self, now: float) -> bool:
         """Whether somebody has clearly less than is fair."""

@@ -231,6 +231,13 @@ def test_who_wants_nothing_is_asked_at_once_for_all_that_it_has_not_spent_howeve
     assert not pool.grant("busy", 0.0).scarce  # nobody else waits
 
 
+def test_no_more_of_the_idle_are_asked_than_is_of_use(pool):
+    for number in range(4):
+        report(pool, f"idle {number}", 0.0, share=20.0)
+    report(pool, "busy", 0.0, share=20.0, spent=[(30.0, 20.0)], more=30.0)
+    assert list(pool.recalls(0.0, line())) == ["idle 0", "idle 1"]
+
+
 def test_what_fair_shares_leave_over_goes_to_the_first_that_is_told_anyway(pool):
     for worker in "abc":
         report(pool, worker, 0.0, more=90.0)

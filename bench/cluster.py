@@ -9,7 +9,8 @@ is a number for how much of the allowed rate was used: that time over the time i
 
 "Most seen" and "most written" are the most requests in any window as the server read them and as workers wrote them: on
 a machine without a processor to spare the server reads late. The batch is a whole number of windows, so whatever the
-server refuses costs another window. `--load` runs so many busy processes beside it.
+server refuses costs another window. `--load N` runs so many busy processes beside it, `--stop-server S` stops the
+server for so long when the second window begins.
 
 `--calls` measures the keeper alone instead: how many reports a second it answers, and at what CPU time. verl's manager
 is left out where verl is not installed.
@@ -22,8 +23,10 @@ import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+import threading
 import time
 from bisect import bisect_right
 from collections import Counter
@@ -226,8 +229,29 @@ def load(processes: int) -> Iterator[None]:
             process.wait()
 
 
-def measure(policy: str, workers: int, per_window: int, window_s: float, windows: int, busy: int = 0) -> Result:
-    """Score as many samples as `windows` windows let pass, beside so many `busy` processes.
+@contextmanager
+def stopped(process: int, after_s: float, for_s: float) -> Iterator[None]:
+    """The process does not run for so long, some time after this begins."""
+
+    def stop() -> None:
+        os.kill(process, signal.SIGSTOP)
+        time.sleep(for_s)
+        os.kill(process, signal.SIGCONT)
+
+    timer = threading.Timer(after_s, stop)
+    if for_s > 0:
+        timer.start()
+    yield
+    timer.cancel()
+    if for_s > 0:
+        timer.join()
+
+
+def measure(
+    policy: str, workers: int, per_window: int, window_s: float, windows: int, busy: int = 0, stop_server_s: float = 0.0
+) -> Result:
+    """Score as many samples as `windows` windows let pass, beside so many `busy` processes, with a server that stops
+    for `stop_server_s` seconds when the second window begins.
 
     Ends the program when a sample has no score.
     """
@@ -243,7 +267,7 @@ def measure(policy: str, workers: int, per_window: int, window_s: float, windows
             time.sleep(window_s + 1)
             keeper = get_or_start(NAME, KeeperActor) if policy == OURS else None
             before = ray.get(keeper.statistics.remote()) if keeper else Counter()
-            with load(busy):
+            with load(busy), stopped(server.pid, window_s - stop_server_s / 4, stop_server_s):
                 started = time.perf_counter()
                 scored = ray.get(
                     [actor.score.remote(mine) for actor, mine in zip(actors, shares(samples, workers), strict=True)]
@@ -290,8 +314,8 @@ def table(results: Sequence[Result], per_window: int, window_s: float) -> Table:
         "",
         "workers",
         "violations",
-        "most in window",
-        "written",
+        "most seen",
+        "most written",
         "rate used",
         "seconds",
         "x alone",
@@ -362,6 +386,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--windows", type=int, default=3, help="size of the batch, in windows")
     parser.add_argument("--policies", nargs="+", choices=("ours", "verl"), default=["ours", "verl"])
     parser.add_argument("--load", type=int, default=0, metavar="N", help="busy processes beside it")
+    parser.add_argument("--stop-server", type=float, default=0.0, metavar="S", help="stop the server for so long")
     parser.add_argument("--calls", type=int, metavar="N", help="measure the keeper alone, asked by N processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
     chosen = parser.parse_args(arguments)
@@ -380,7 +405,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         task = progress.add_task("", total=len(work))
         for policy, workers in work:
             progress.update(task, description=f"{policy}, {workers} workers")
-            results.append(measure(policy, workers, chosen.per_window, chosen.window, chosen.windows, chosen.load))
+            results.append(
+                measure(
+                    policy,
+                    workers,
+                    chosen.per_window,
+                    chosen.window,
+                    chosen.windows,
+                    chosen.load,
+                    chosen.stop_server,
+                )
+            )
             progress.advance(task)
     shown = Console()
     shown.width = max(shown.width, WIDTH)

@@ -80,6 +80,13 @@ class JudgeServerProcess:
         """The address for scoring requests. Raises like `base_url`."""
         return self.base_url.removesuffix("/v1") + SCORE_PATH
 
+    @property
+    def pid(self) -> int:
+        """The process's number, to stop it or kill it. Raises `JudgeServerError` when it does not run."""
+        if self._process is None or self._process.pid is None:
+            raise JudgeServerError("the judge server's process is not running: start() it first")
+        return self._process.pid
+
     def start(self) -> None:
         """Spawn the process and return once connections are accepted. Does nothing if it runs."""
         if self._process is not None:

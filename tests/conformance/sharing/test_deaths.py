@@ -10,6 +10,7 @@ import pytest
 
 from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, TTL_S
 from qreward_plugins.sharing.membership import SILENT_AFTER_S
+from qreward_plugins.sharing.ray_keeper import NAME
 from qreward_plugins.testing import JudgeServer, Latency
 
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore:.*Tip.*")]
@@ -20,15 +21,20 @@ PER_WINDOW = 60
 
 @pytest.fixture
 def start(ray):
-    """`start(count, **limits)` gives a strict judge server, and workers with engines that share its limits."""
-    from ray_job import both_limits, start_workers, tree
+    """`start(count, **limits)` gives a strict judge server, and workers with engines that share its limits; the first
+    of them has started the keeper.
+    """
+    from ray_job import both_limits, comes, start_workers, tree
 
     with ExitStack() as stack:
 
         def start(count, *, latency_s=0.0, **limits):
             theirs, ours = both_limits(WINDOW_S, **(limits or {"requests": PER_WINDOW}))
             server = stack.enter_context(JudgeServer(limits=theirs, latency=Latency(median_s=latency_s)))
-            return server, start_workers([tree({"a": server.base_url}, {"a": ours})] * count)
+            trees = [tree({"a": server.base_url}, {"a": ours})] * count
+            first = start_workers(trees[:1])
+            comes(lambda: NAME in ray.util.list_named_actors())
+            return server, first + start_workers(trees[1:])
 
         yield start
 

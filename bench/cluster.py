@@ -234,12 +234,15 @@ def stopped(process: int, after_s: float, for_s: float) -> Iterator[None]:
         time.sleep(for_s)
         os.kill(process, signal.SIGCONT)
 
+    if for_s <= 0:
+        yield
+        return
     timer = threading.Timer(after_s, stop)
-    if for_s > 0:
-        timer.start()
-    yield
-    timer.cancel()
-    if for_s > 0:
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
         timer.join()
 
 

@@ -18,6 +18,9 @@ from .config.models import FailurePolicy
 from .errors import JudgeUnavailable, RewardMissing
 from .samples import Failed, Outcome
 
+UNSCORED = 0.0
+"""What stands for the mean of a group in which nothing is scored: any one number has no advantage."""
+
 
 def group_means(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> list[float]:
     """For every sample the mean reward of the scored samples of its group.
@@ -29,10 +32,21 @@ def group_means(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> 
     for reward, group in zip(rewards, groups, strict=True):
         if reward is not None:
             scored.setdefault(group, []).append(reward)
-    means = {group: math.fsum(values) / len(values) for group, values in scored.items()}
-    everything = [reward for reward in rewards if reward is not None]
-    whole = math.fsum(everything) / len(everything) if everything else 0.0
+    means = {group: mean_of(values) for group, values in scored.items()}
+    whole = mean_of(rewards)
     return [means.get(group, whole) for group in groups]
+
+
+def mean_of(rewards: Iterable[float | None]) -> float:
+    """The mean of the scored samples; `UNSCORED` where there is none. `None`: that sample failed."""
+    scored = [float(reward) for reward in rewards if reward is not None]
+    if not scored:
+        return UNSCORED
+    try:
+        return math.fsum(scored) / len(scored)
+    except OverflowError:
+        # Their sum is beyond float64, their mean is not.
+        return math.fsum(reward / len(scored) for reward in scored)
 
 
 def number_of(outcome: Outcome, policy: FailurePolicy) -> float | None:
@@ -87,4 +101,4 @@ class GroupGate:
         )
 
 
-__all__ = ["GroupGate", "group_means", "number_of"]
+__all__ = ["UNSCORED", "GroupGate", "group_means", "mean_of", "number_of"]

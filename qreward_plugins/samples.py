@@ -9,12 +9,19 @@ on: `None` means that there is none.
 from __future__ import annotations
 
 import enum
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict
 
 Split = Literal["train", "val"]
+
+FLOAT32_LIMIT = 2.0**128 - 2.0**103
+"""Trainers hold rewards in float32 (IEEE 754 binary32), where a number of this size or larger rounds to infinity."""
+
+
+def fits_float32(number: float) -> bool:
+    """Whether a number is still finite when a trainer holds it in float32; false for NaN."""
+    return abs(number) < FLOAT32_LIMIT
 
 
 class Message(TypedDict):
@@ -70,7 +77,8 @@ class Verdict:
     unless the judge defines correctness. `latency_s` is the time from submission to the outcome in seconds; `cost_usd`
     counts every attempt that the source reported usage for. `cached` is true for a verdict out of the journal.
 
-    Raises ValueError when the score or a component is not a finite number: promise P2 holds by construction.
+    Raises ValueError when the score or a component is not a number that is finite in float32: promise P2 holds by
+    construction.
     """
 
     score: float
@@ -88,8 +96,8 @@ class Verdict:
 
     def __post_init__(self) -> None:
         for name, value in (("score", self.score), *self.components.items()):
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-                raise ValueError(f"{name} of a verdict must be a finite number, not {value!r}")
+            if not _is_score(value):
+                raise ValueError(f"{name} of a verdict must be a number that is finite in float32, not {_brief(value)}")
 
 
 class Cause(str, enum.Enum):
@@ -122,7 +130,7 @@ class Failed:
 
     `reason` is one word for metrics ("deadline", "throttled", "empty", ...), `detail` one sentence for people. `floor`
     is the score that the judge's configuration puts in place of this failure, in the reward range; None: there is no
-    number, and nobody may make one up.
+    number, and nobody may make one up. Raises ValueError for a floor that is not finite in float32.
     """
 
     cause: Cause
@@ -136,6 +144,10 @@ class Failed:
     latency_s: float = 0.0
     cost_usd: float = 0.0
 
+    def __post_init__(self) -> None:
+        if self.floor is not None and not _is_score(self.floor):
+            raise ValueError(f"the floor must be a number that is finite in float32, not {_brief(self.floor)}")
+
     @property
     def reward(self) -> float | None:
         return self.floor
@@ -147,3 +159,12 @@ class Failed:
 
 
 Outcome: TypeAlias = Scored | Failed
+
+
+def _is_score(value: Any) -> bool:
+    return not isinstance(value, bool) and isinstance(value, (int, float)) and fits_float32(value)
+
+
+def _brief(value: Any) -> str:
+    # An integer may have more digits than Python writes out.
+    return f"{value!r}" if isinstance(value, (bool, float)) else f"a {type(value).__name__}"

@@ -12,6 +12,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+from .groups import mean_of
+
 KEPT = 4096
 """Unfinished groups remembered at most; the one that was touched longest ago is forgotten first."""
 
@@ -20,13 +22,13 @@ Tell = Callable[[float], None]
 
 @dataclass
 class _Group:
-    total: float = 0.0
-    scored: int = 0
+    rewards: list[float] = field(default_factory=list)
     failed: int = 0
     following: list[Tell] = field(default_factory=list)
 
     def mean(self) -> float:
-        return self.total / self.scored if self.scored else 0.0
+        # Not a running total: that depends on the order, and overflows where the mean does not.
+        return mean_of(self.rewards)
 
 
 class Siblings:
@@ -43,8 +45,7 @@ class Siblings:
         """Take in the reward of a sample, and tell its failed siblings the new mean."""
         with self._lock:
             group = self._touch(key)
-            group.total += reward
-            group.scored += 1
+            group.rewards.append(reward)
             for tell in group.following:
                 tell(group.mean())
             self._forget_if_complete(key, group, size)
@@ -69,7 +70,7 @@ class Siblings:
         return group
 
     def _forget_if_complete(self, key: Hashable, group: _Group, size: int | None) -> None:
-        if size is not None and group.scored + group.failed >= size:
+        if size is not None and len(group.rewards) + group.failed >= size:
             del self._groups[key]
 
 

@@ -29,6 +29,8 @@ FLOORS = [
 NEIGHBOURS = {  # what may be imported beside that
     ("samples", "errors"),
     ("config", "errors"),
+    ("config", "samples"),  # what counts as a number
+    ("siblings", "groups"),  # the mean
     ("errors", "samples"),  # for type checkers only
     ("quotas", "telemetry"),
     ("engine", "portal"),  # portal() opens it on call

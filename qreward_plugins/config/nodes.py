@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
+
+from ..samples import fits_float32
 
 
 def no_bool(value: Any) -> Any:
@@ -14,7 +16,13 @@ def no_bool(value: Any) -> Any:
     return value
 
 
-Number = Annotated[FiniteFloat, BeforeValidator(no_bool)]
+def _held_by_trainers(number: float) -> float:
+    if not fits_float32(number):
+        raise ValueError("it is infinite in float32, which trainers hold")
+    return number
+
+
+Number = Annotated[FiniteFloat, BeforeValidator(no_bool), AfterValidator(_held_by_trainers)]
 PositiveFloat = Annotated[FiniteFloat, Field(gt=0), BeforeValidator(no_bool)]
 NonNegativeFloat = Annotated[FiniteFloat, Field(ge=0), BeforeValidator(no_bool)]
 Integer = Annotated[int, BeforeValidator(no_bool)]

@@ -8,13 +8,12 @@ and count as 1.0 and 0.0.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ..config import models as configuration
 from ..errors import ConfigurationError, InvalidVerdict
-from ..samples import Cause, Failed, Sample, Verdict
+from ..samples import Cause, Failed, Sample, Verdict, fits_float32
 from ..sources.base import Reply, Request
 from .settings import fingerprint, floor_of, number_mistakes
 
@@ -105,7 +104,9 @@ class FunctionJudge:
             raise InvalidVerdict(f"{what} is of type {type(value).__name__}, not a number; give a float")
         score = _label(value)
         if score is None:
-            raise InvalidVerdict(f"{what} is not finite; give a finite number, or, for no score, an error")
+            raise InvalidVerdict(
+                f"{what} is not finite in float32, as trainers hold it; give a finite number, or an error for no score"
+            )
         interval = self._config.reward_range
         if interval is not None and not interval[0] <= score <= interval[1]:
             raise InvalidVerdict(f"{what}, {score:g}, is outside the reward range {interval[0]:g} to {interval[1]:g}")
@@ -155,12 +156,8 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _label(value: Any) -> float | None:
-    """The finite number that a value is, truth values included; None where it is none."""
+    """The number, finite in float32, that a value is, truth values included; None where it is none."""
     value = _unwrapped(value)
     if not isinstance(value, (int, float)):
         return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) else None
+    return float(value) if fits_float32(value) else None

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..config import models as configuration
 from ..errors import ConfigurationError, Mistake
-from ..samples import Cause, Failed, Outcome, Scored, Usage, Verdict
+from ..samples import Cause, Failed, Outcome, Scored, Usage, Verdict, fits_float32
 from .base import Judge
 
 
@@ -70,12 +70,12 @@ class JudgeSum:
         return self._scored(reward, {name: out.verdict for name, out in told.items() if isinstance(out, Scored)})
 
     def _reward(self, rewards: Mapping[str, float]) -> float | None:
-        """The weighted sum; None: it is not finite."""
+        """The weighted sum; None: it is not finite in float32, which trainers hold."""
         try:
             reward = math.fsum(self._weights[name] * reward for name, reward in rewards.items())
         except (OverflowError, ValueError):
             return None
-        return reward if math.isfinite(reward) else None
+        return reward if fits_float32(reward) else None
 
     def _scored(self, reward: float, verdicts: Mapping[str, Verdict]) -> Scored:
         components: dict[str, float] = {}

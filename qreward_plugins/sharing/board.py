@@ -10,34 +10,21 @@ This is a state machine without clocks, tasks and processes: who waits, and for 
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from ..groups import mean_of
+
 Key: TypeAlias = "tuple[str, str]"
 """What names a group: its uid, and the step."""
-
-UNSCORED = 0.0
-"""What a group is closed at when none of its samples is scored: any one number has no advantage."""
 
 DETAILED = 8_192
 """Groups of which every report is kept, at most."""
 
 REMEMBERED = 65_536
 """Closed groups of which the mean is remembered, at most."""
-
-
-def mean_of(rewards: Iterable[float | None]) -> float:
-    """The mean of those that are scored; `UNSCORED` where none is. `None`: that sample failed."""
-    scored = [reward for reward in rewards if reward is not None]
-    if not scored:
-        return UNSCORED
-    try:
-        return math.fsum(scored) / len(scored)
-    except OverflowError:
-        return math.fsum(reward / len(scored) for reward in scored)
 
 
 @dataclass(slots=True)
@@ -144,4 +131,4 @@ class Board:
         self._on_close(key, mean)
 
 
-__all__ = ["Board", "Key", "mean_of"]
+__all__ = ["Board", "Key"]

@@ -20,7 +20,8 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from .board import Key, mean_of
+from ..groups import mean_of
+from .board import Key
 from .board_actor import Close, Memory, Report
 from .board_link import Post, connect
 from .named_actors import in_thread

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qreward_plugins.sharing.board import UNSCORED, Board, mean_of
+from qreward_plugins.groups import UNSCORED, mean_of
+from qreward_plugins.sharing.board import Board
 
 KEY = ("u1", "5")
 

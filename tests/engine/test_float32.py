@@ -1,0 +1,127 @@
+"""P2 as trainers have it: rewards are held in float32, so what is infinite there is no number of ours, either."""
+
+from __future__ import annotations
+
+import math
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qreward_plugins import Cause, ConfigurationError, Failed, RewardEngine, Sample, Scored, Verdict, group_means
+from qreward_plugins.config import load_config
+from qreward_plugins.samples import FLOAT32_LIMIT, fits_float32
+from qreward_plugins.siblings import Siblings
+
+LARGEST = struct.unpack(">f", bytes.fromhex("7f7fffff"))[0]
+
+
+def in_float32(number):
+    """What a trainer holds; infinite where struct refuses to round that far."""
+    try:
+        return struct.unpack(">f", struct.pack(">f", number))[0]
+    except OverflowError:
+        return math.copysign(math.inf, number)
+
+
+@given(st.floats() | st.floats(min_value=3.4e38, max_value=3.5e38) | st.integers())
+def test_a_verdict_holds_what_is_finite_in_float32_and_nothing_else(number):
+    finite = not (isinstance(number, int) and abs(number) > 10**300) and math.isfinite(in_float32(number))
+    assert fits_float32(number) is finite
+    for build in (Verdict, _with_component, _with_floor):
+        if finite:
+            build(number)
+        else:
+            with pytest.raises(ValueError, match="finite in float32"):
+                build(number)
+
+
+def _with_component(value):
+    return Verdict(0.5, {"tone": value})
+
+
+def _with_floor(value):
+    return Failed(Cause.POLICY, "empty", floor=value)
+
+
+def test_the_limit_is_where_float32_rounds_to_infinity():
+    assert fits_float32(LARGEST)
+    assert fits_float32(math.nextafter(FLOAT32_LIMIT, 0))
+    assert not fits_float32(FLOAT32_LIMIT)
+    assert in_float32(math.nextafter(FLOAT32_LIMIT, 0)) == LARGEST
+
+
+VALUES = {"score": 1e39, "component": {"score": 0.5, "tone": -1e39}, "integer": 10**400, "nested": {"score": 1e39}}
+
+
+async def value_of(data_source, solution_str, ground_truth, extra_info):
+    return VALUES[solution_str]
+
+
+def engine(judges, **top):
+    function = f"{__name__}:value_of"
+    return RewardEngine(
+        {
+            "sources": {"rule": {"kind": "function", "function": function}},
+            "judges": judges,
+            "engine": {"seed": 0},
+            **top,
+        }
+    )
+
+
+async def outcome_of(engine, response):
+    async with engine:
+        return await engine.score(Sample([{"role": "user", "content": "q"}], response))
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("response", ["score", "integer", "nested"])
+async def test_a_score_that_is_infinite_in_float32_is_no_score(response):
+    outcome = await outcome_of(engine({"rule": {"kind": "function", "invalid_retries": 0}}), response)
+    assert isinstance(outcome, Failed)
+    assert (outcome.cause, outcome.reward) == (Cause.VERDICT, None)
+
+
+@pytest.mark.anyio
+async def test_a_component_that_is_infinite_in_float32_is_none():
+    outcome = await outcome_of(engine({"rule": {"kind": "function"}}), "component")
+    assert isinstance(outcome, Scored)
+    assert outcome.verdict.components == {}
+    named = {"rule": {"kind": "function", "components": ["tone"], "invalid_retries": 0}}
+    assert isinstance(await outcome_of(engine(named), "component"), Failed)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"judges": {"j": {"kind": "llm", "reward_range": [0, 1e39]}}},
+        {"judges": {"j": {"kind": "llm", "floor": -1e39}}},
+        {"judges": {"j": {"kind": "llm"}, "s": {"kind": "sum", "weights": {"j": 1e39}}}, "routes": {"*": "s"}},
+        {"judges": {"j": {"kind": "llm"}}, "on_failure": {"constant": -1e39}},
+    ],
+)
+def test_the_configuration_holds_no_such_number_either(tree):
+    source = {"kind": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "judge"}
+    with pytest.raises(ConfigurationError, match="infinite in float32"):
+        load_config({"sources": {"a": source}, **tree})
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@given(st.lists(st.none() | finite, max_size=6))
+def test_the_mean_of_finite_rewards_is_finite_and_between_them(rewards):
+    scored = [reward for reward in rewards if reward is not None]
+    for mean in group_means(rewards, ["g"] * len(rewards)):
+        assert math.isfinite(mean)
+        if scored:
+            slack = 1e-9 * max(map(abs, scored))
+            assert min(scored) - slack <= mean <= max(scored) + slack
+    told = []
+    siblings = Siblings()
+    siblings.failed("g", told.append)
+    for reward in scored:
+        siblings.scored("g", reward)
+    assert all(map(math.isfinite, told))

@@ -9,12 +9,15 @@ before training begins.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from qreward_plugins import ConfigurationError, Mistake
 from qreward_plugins.config import Config, load_layers
 from qreward_plugins.config.layers import ENVIRONMENT
+from qreward_plugins.sharing import may_share
 
 _log = logging.getLogger("roll_adapter")
 
@@ -64,14 +67,15 @@ def domain_of(cluster_name: str | None, rewards: Mapping[str, Any]) -> str:
     return name if name in rewards or len(rewards) != 1 else next(iter(rewards))
 
 
-def processes_of(settings: Config, rewards: Mapping[str, Any]) -> int:
+def processes_of(settings: Config, rewards: Mapping[str, Any], *, domain: str | None = None) -> int:
     """How many workers share the limits of these settings: those of every domain that has a source of them, too, and
-    of every domain whose sources cannot be known here.
+    of every domain whose sources cannot be known here. `domain` is the one of the process that asks, whose
+    `system_envs` are in its environment.
     """
-    mine = {_identity(source) for source in settings.sources.values()}
+    own = _envs(rewards.get(domain)) if domain is not None else {}
     workers = 0
-    for domain, config in rewards.items():
-        if is_ours(config) and _may_share(mine, config, domain):
+    for name, config in rewards.items():
+        if is_ours(config) and (name == domain or _may_share_with(settings, config, name, own)):
             workers += int(getattr(config, "world_size", None) or 1)
     return max(1, workers)
 
@@ -88,15 +92,37 @@ def is_ours(config: Any) -> bool:
     return isinstance(found, type) and issubclass(found, QRewardWorker)
 
 
-def _may_share(mine: set[str], config: Any, domain: str) -> bool:
+def _may_share_with(settings: Config, config: Any, domain: str, own: Mapping[str, str]) -> bool:
+    """Whether the workers of another domain may use a source of `settings`, as far as can be told from this process.
+
+    Their environment is this one's without what is only set for this domain, and with what is set for theirs.
+    """
+    theirs = {name: value for name, value in os.environ.items() if name not in own} | _envs(config)
     try:
-        sources = load_settings(config, domain=domain).sources.values()
+        with _environment(theirs):
+            other = load_settings(config, domain=domain)
     except ConfigurationError:
         return True  # its variables may be set for its own workers only; they say what is wrong with it
-    return not mine.isdisjoint(_identity(source) for source in sources)
+    return may_share(settings, other, their_environment=theirs)
 
 
-def _identity(source: Any) -> str:
-    """What makes two sources one to the provider: everything but what they are used for."""
-    keys = {"base_url", "url", "model", "api_key_env", "function"}
-    return str(sorted(source.model_dump(mode="json", include=keys).items()))
+def _envs(config: Any) -> dict[str, str]:
+    envs = getattr(config, "system_envs", None) or {}
+    return {str(name): str(value) for name, value in envs.items()}
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Give this process other environment variables for a moment: `${oc.env:NAME}` is read from nowhere else."""
+    before = dict(os.environ)
+    try:
+        _set_environment(variables)
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(variables: Mapping[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update({name: value for name, value in variables.items() if os.environ.get(name) != value})

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
-from qreward_plugins import Message, Outcome, Sample, process_portal
+from qreward_plugins import ConfigurationError, Message, Outcome, Sample, process_portal
 from qreward_plugins.config import Config, load_layers
 from qreward_plugins.groups import number_of
+from qreward_plugins.sharing import may_share
 from qreward_plugins.siblings import Siblings
 
 _siblings = Siblings()
@@ -76,13 +77,27 @@ class QRewardTrajectoryMixin:
 
     @cached_property
     def _qreward_settings(self) -> Config:
-        return load_layers(self.env_config.get("qreward"), origin=f"custom_envs.{self.env_config.get('tag')}.qreward")
+        return _settings_of(self.env_config.get("qreward"), self.env_config.get("tag"))
 
     def _qreward_processes(self) -> int:
-        """How many processes share the limits: the environment workers of training and of validation."""
+        """How many engines share the limits: one for each environment worker of training and of validation, and there
+        one for each configuration with a source of this one's.
+        """
         pipeline = getattr(self, "pipeline_config", None)
         workers = [getattr(pipeline, name, None) for name in ("train_env_manager", "val_env_manager")]
-        return max(1, sum(int(getattr(config, "world_size", None) or 0) for config in workers))
+        processes = max(1, sum(int(getattr(config, "world_size", None) or 0) for config in workers))
+        others = []
+        for tag, node in (getattr(pipeline, "custom_envs", None) or {}).items():
+            tree = node.get("qreward")
+            if tree is None or tag == self.env_config.get("tag"):
+                continue
+            try:
+                settings = _settings_of(tree, tag)
+            except ConfigurationError:
+                continue  # its own environments say what is wrong with it, and begin nothing
+            if settings not in (self._qreward_settings, *others) and may_share(self._qreward_settings, settings):
+                others.append(settings)
+        return processes * (1 + len(others))
 
     def _weight(self) -> float:
         weight = self.env_config.get("qreward_weight")
@@ -98,6 +113,10 @@ class QRewardTrajectoryMixin:
         told: list[float] = []
         _siblings.failed(key, told.append, follow=False)
         return told[-1], True
+
+
+def _settings_of(tree: Any, tag: Any) -> Config:
+    return load_layers(tree, origin=f"custom_envs.{tag}.qreward")
 
 
 def _acted(history: Sequence[Any]) -> list[Any]:

@@ -51,7 +51,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             self.worker_config, domain=self._domain, rpc_timeout_s=getattr(pipeline_config, "rpc_timeout", None)
         )
         self._loop_is_ours = getattr(pipeline_config, LOOP_KEY, None) == LOOP
-        self.engine = RewardEngine(settings, processes=processes_of(settings, rewards))
+        self.engine = RewardEngine(settings, processes=processes_of(settings, rewards, domain=self._domain))
         self._tokenizer = default_tokenizer_provider(pipeline_config.actor_train.model_args)
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
         self._metrics = Metrics(self.engine.facts(), list(settings.sources))

@@ -2,8 +2,8 @@
 
 from .channels import open_channel
 from .keeper import Keeper
-from .keys import source_keys
+from .keys import may_share, source_keys
 from .member import Demand, Member
 from .membership import Channel, Membership
 
-__all__ = ["Channel", "Demand", "Keeper", "Member", "Membership", "open_channel", "source_keys"]
+__all__ = ["Channel", "Demand", "Keeper", "Member", "Membership", "may_share", "open_channel", "source_keys"]

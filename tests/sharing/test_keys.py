@@ -8,7 +8,7 @@ import re
 import pytest
 
 from qreward_plugins.config import load_config
-from qreward_plugins.sharing import source_keys
+from qreward_plugins.sharing import may_share, source_keys
 
 BASE = {"kind": "openai", "base_url": "http://judge.example/v1", "model": "judge", "api_key": "one-secret"}
 
@@ -75,6 +75,73 @@ def test_no_two_identities_run_into_each_other():
 
 def test_nothing_secret_can_be_read_from_it():
     assert "one-secret" not in repr(keys(a=BASE))
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("http://judge.example/v1", "http://judge.example/v1/"),
+        ("http://judge.example/v1", "http://JUDGE.example/v1"),
+        ("http://judge.example/v1", "http://judge.example:80/v1"),
+        ("https://judge.example/v1", "https://judge.example:443/v1"),
+        ("http://judge.example/v1", "http://judge.example./v1"),
+        ("http://[::1]:8000/v1", "http://[0:0:0:0:0:0:0:1]:8000/v1"),
+        ("http://judge.example/~me/v1", "http://judge.example/%7Eme/v1"),
+        ("http://judge.example/v1", ["http://judge.example/v1", "http://judge.example:80/v1"]),
+    ],
+)
+def test_an_address_is_the_same_in_every_spelling(one, other):
+    assert key(base_url=one) == key(base_url=other)
+
+
+@pytest.mark.parametrize(
+    "other", ["https://judge.example/v1", "http://judge.example:81/v1", "http://judge.example/V1", "http://judge.test/v1"]
+)
+def test_another_address_is_another_source(other):
+    assert key(base_url=other) != key(base_url="http://judge.example/v1")
+
+
+def test_a_url_that_is_none_is_no_error_here():
+    assert key(base_url="http://[judge/v1") != key(base_url="http://judge:port/v1")
+
+
+def test_headers_are_compared_as_they_are_sent():
+    assert key(headers={"X-Team": "red", "a": "b"}) == key(headers={"A": "b ", "x-team": " red"})
+    by_header = {name: value for name, value in BASE.items() if name != "api_key"}
+    assert keys(a={**by_header, "headers": {"authorization": "Bearer one-secret"}})["a"] == key()
+    assert key(api_key=" one-secret\n") == key()
+
+
+def test_a_file_of_functions_is_known_by_its_whole_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    one = {"kind": "function", "function": f"{tmp_path}/judges.py:grade"}
+    assert keys(a=one)["a"] == keys(a={**one, "function": "./judges.py:grade"})["a"]
+
+
+def config(**fields):
+    tree = {"sources": {"a": {**BASE, **fields}}, "judges": {"quality": {"kind": "llm"}}}
+    return load_config({**tree, "sources": {"a": {k: v for k, v in tree["sources"]["a"].items() if v is not None}}})
+
+
+def test_configurations_may_share_what_they_name_in_other_words():
+    by_name = config(api_key=None, api_key_env="THE_KEY")
+    theirs = {"THE_KEY": "one-secret"}
+    assert may_share(config(), by_name, their_environment=theirs)
+    assert may_share(by_name, config(), environment=theirs)
+    assert not may_share(config(), by_name, their_environment={"THE_KEY": "another"})
+    assert not may_share(config(), config(api_key=None))
+
+
+def test_a_key_that_is_not_known_here_may_be_any():
+    by_name = config(api_key=None, api_key_env="THE_KEY")
+    assert may_share(config(), by_name, their_environment={})
+    assert not may_share(config(model="other"), by_name, their_environment={})
+
+
+def test_one_replica_in_common_is_enough_to_share():
+    a, b, c = (f"http://{name}.example/v1" for name in "abc")
+    assert may_share(config(base_url=[a, b]), config(base_url=[b, c]))
+    assert not may_share(config(base_url=[a, b]), config(base_url=c))
 
 
 def test_functions_are_known_by_what_they_call():

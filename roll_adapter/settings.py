@@ -25,7 +25,7 @@ DEADLINE_SHARE = 0.8
 """Share of ROLL's `rpc_timeout` that a sample may take at most: a call that is over it ends the training."""
 
 
-def load_settings(worker_config: Any, *, domain: str, rpc_timeout_s: float | None = None) -> Config:
+def load_settings(worker_config: Any, *, domain: str, rpc_timeout_s: float | None = None, warn: bool = True) -> Config:
     """The validated configuration of the reward workers of a domain.
 
     Args:
@@ -33,6 +33,7 @@ def load_settings(worker_config: Any, *, domain: str, rpc_timeout_s: float | Non
         it `QREWARD_CONFIG` of the worker's `system_envs` names the file.
         domain: the domain's name, for messages.
         rpc_timeout_s: ROLL's `rpc_timeout` in seconds; the deadline is cut to stay below it.
+        warn: whether to warn of keys that ROLL prints.
 
     Raises `ConfigurationError` with every mistake.
     """
@@ -44,7 +45,7 @@ def load_settings(worker_config: Any, *, domain: str, rpc_timeout_s: float | Non
     # The workers of other domains ask, too, and theirs is another environment.
     path = (getattr(worker_config, "system_envs", None) or {}).get(ENVIRONMENT)
     tree = trees[0] if trees else path
-    settings = load_layers(tree, origin=f"{origin}[0]", printed_by="ROLL")
+    settings = load_layers(tree, origin=f"{origin}[0]", printed_by="ROLL" if warn else None)
     allowed_s = DEADLINE_SHARE * rpc_timeout_s if rpc_timeout_s else settings.engine.deadline_s
     if settings.engine.deadline_s > allowed_s:
         _log.warning(
@@ -100,7 +101,7 @@ def _may_share_with(settings: Config, config: Any, domain: str, own: Mapping[str
     theirs = {name: value for name, value in os.environ.items() if name not in own} | _envs(config)
     try:
         with _environment(theirs):
-            other = load_settings(config, domain=domain)
+            other = load_settings(config, domain=domain, warn=False)  # its own workers do
     except ConfigurationError:
         return True  # its variables may be set for its own workers only; they say what is wrong with it
     return may_share(settings, other, their_environment=theirs)

@@ -95,7 +95,8 @@ def test_an_address_is_the_same_in_every_spelling(one, other):
 
 
 @pytest.mark.parametrize(
-    "other", ["https://judge.example/v1", "http://judge.example:81/v1", "http://judge.example/V1", "http://judge.test/v1"]
+    "other",
+    ["https://judge.example/v1", "http://judge.example:81/v1", "http://judge.example/V1", "http://judge.test/v1"],
 )
 def test_another_address_is_another_source(other):
     assert key(base_url=other) != key(base_url="http://judge.example/v1")

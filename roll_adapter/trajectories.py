@@ -86,7 +86,7 @@ class QRewardTrajectoryMixin:
         pipeline = getattr(self, "pipeline_config", None)
         workers = [getattr(pipeline, name, None) for name in ("train_env_manager", "val_env_manager")]
         processes = max(1, sum(int(getattr(config, "world_size", None) or 0) for config in workers))
-        others = []
+        others: list[Config] = []
         for tag, node in (getattr(pipeline, "custom_envs", None) or {}).items():
             tree = node.get("qreward")
             if tree is None or tag == self.env_config.get("tag"):

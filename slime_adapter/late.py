@@ -1,8 +1,10 @@
-"""Verdicts that come after slime took their samples back.
+"""How a failed sample is kept out of training, and how it comes back when it is scored after all.
 
-With `--partial-rollout` slime keeps the samples of an aborted rollout and trains them in a later one; a complete sample
-is not scored again then. So scoring goes on behind the abort, and a verdict is written into its sample until the
-sample is used: when a filter or the post-process hook has looked at it, it must not change under their hands.
+A sample may fail first and be scored later: slime scores the samples of some aborted groups again, and with
+`--partial-rollout` it keeps complete samples for a later rollout without asking again, so scoring goes on behind the
+abort. Meanwhile a failed sample follows the mean of its siblings, which other threads score. So everything that is
+written about a failure is written here, under one lock: what comes first never spoils what comes later, and nothing
+changes once a hook has looked.
 """
 
 from __future__ import annotations
@@ -11,14 +13,49 @@ import threading
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from .samples import ROLLOUT_SAMPLE, keep_record, record_of
+from .samples import ROLLOUT_SAMPLE, keep_record, mask, record_of
 
+_BEFORE = "before"
+"""What `fail` changed: `remove_sample` and `loss_mask` as they were, and the loss mask that it put there (`masked`)."""
+_OPEN = "open"
+"""Whether the reward may still change: a stand-in follows the siblings, or a verdict is on its way."""
 _PENDING = "pending"
+"""Whether a verdict is still to come."""
+_LATE = "late"
+"""The reward of a verdict that came late. slime may assign the stand-in after it, which it was handed before."""
+
 _lock = threading.Lock()
 
 
+def fail(args: Any, sample: ROLLOUT_SAMPLE, record: Mapping[str, Any]) -> None:
+    """Mark a sample as failed and keep it out of the loss."""
+    with _lock:
+        _unmask(sample)
+        before = {name: getattr(sample, name, None) for name in ("remove_sample", "loss_mask")}
+        mask(args, sample)
+        masked = getattr(sample, "loss_mask", None)
+        if masked is not before["loss_mask"]:
+            before["masked"] = list(masked or ())
+        keep_record(sample, {**record, "excluded": True, _OPEN: True, _BEFORE: before})
+
+
+def score(sample: ROLLOUT_SAMPLE, record: Mapping[str, Any]) -> None:
+    """Mark a sample as scored; it trains as if it had never failed."""
+    with _lock:
+        _unmask(sample)
+        keep_record(sample, {**record, "excluded": False})
+
+
+def stand_in(sample: ROLLOUT_SAMPLE, reward: Any) -> None:
+    """Give a failed sample the mean of its siblings, unless it was scored in the meantime or is in use already."""
+    with _lock:
+        record = record_of(sample)
+        if record.get("excluded") and record.get(_OPEN):
+            sample.reward = reward
+
+
 def expect(samples: Iterable[ROLLOUT_SAMPLE]) -> None:
-    """Mark samples whose verdicts are still to come."""
+    """Mark failed samples whose verdicts are still to come."""
     with _lock:
         for sample in samples:
             keep_record(sample, {**record_of(sample), _PENDING: True})
@@ -27,13 +64,11 @@ def expect(samples: Iterable[ROLLOUT_SAMPLE]) -> None:
 def write_late(sample: ROLLOUT_SAMPLE, reward: Any, record: Mapping[str, Any]) -> bool:
     """Write a verdict into its sample, unless the sample is in use already; return whether it was written."""
     with _lock:
-        before = record_of(sample)
-        if not before.get(_PENDING):
+        if not record_of(sample).get(_PENDING):
             return False
+        _unmask(sample)
         sample.reward = reward
-        sample.remove_sample = False
-        sample.loss_mask = before.get("loss_mask")
-        keep_record(sample, record)
+        keep_record(sample, {**record, "excluded": False, _LATE: reward})
         return True
 
 
@@ -42,5 +77,25 @@ def settle(samples: Iterable[ROLLOUT_SAMPLE]) -> None:
     with _lock:
         for sample in samples:
             record = record_of(sample)
-            if record.get(_PENDING):
-                keep_record(sample, {key: value for key, value in record.items() if key != _PENDING})
+            if _LATE in record:
+                sample.reward = record[_LATE]
+            if not record.keys().isdisjoint((_OPEN, _PENDING, _LATE)):
+                kept = {key: value for key, value in record.items() if key not in (_OPEN, _PENDING, _LATE)}
+                keep_record(sample, kept)
+
+
+def _unmask(sample: ROLLOUT_SAMPLE) -> None:
+    """Take back what `fail` did, and no more: a loss mask that slime has replaced since stays (it masks what is off
+    policy), and tokens that were generated since keep theirs.
+    """
+    before = record_of(sample).get(_BEFORE)
+    if before is None:
+        return
+    sample.remove_sample = before["remove_sample"]
+    masked = before.get("masked")
+    now = getattr(sample, "loss_mask", None)
+    if masked is None or now is None or list(now[: len(masked)]) != masked:
+        return
+    since = list(now[len(masked) :])
+    was = before["loss_mask"]
+    sample.loss_mask = was if not since else [*([1] * len(masked) if was is None else was), *since]

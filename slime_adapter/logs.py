@@ -13,6 +13,7 @@ from typing import Any
 
 from qreward_plugins.telemetry import BatchReport, summary
 
+from .late import settle
 from .samples import ROLLOUT_SAMPLE, has_reward, record_of
 from .scoring import give_stand_ins
 from .settings import adapter_of
@@ -33,6 +34,7 @@ def log_rollout(
     unscored = [sample for sample in samples if getattr(sample, "reward", None) is None]
     if unscored and any(record_of(sample) for sample in samples):
         give_stand_ins(args, unscored)
+    settle(samples)  # or a verdict might come between these metrics and the training
     numbers = _summary(samples)
     if numbers:
         numbers.update(_blame(adapter_of(args).portal.last_batch()))

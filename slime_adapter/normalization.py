@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from qreward_plugins import group_means
 
 from .late import settle
-from .samples import ROLLOUT_SAMPLE, finite, group_of, has_reward, mask, mask_but_one_token, value_of
+from .samples import FLOAT32_MAX, ROLLOUT_SAMPLE, finite, group_of, has_reward, mask, mask_but_one_token, value_of
 
 if TYPE_CHECKING:
     import torch
@@ -60,20 +60,30 @@ def post_process(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> tuple[list[Any
 def _normalized(args: Any, raw: Sequence[float], scored: Sequence[bool], *, scale: bool) -> list[float]:
     import torch
 
-    rewards = torch.tensor(raw, dtype=torch.float)
     size = getattr(args, "n_samples_per_prompt", 1)
     # Where rollouts became several samples slime takes the whole batch for one group, and so does this.
     regular = len(raw) == size * getattr(args, "rollout_batch_size", 0)
-    rewards = rewards.reshape(-1, size if regular else len(raw))
-    if rewards.shape[1] < 2:
+    shape = (-1, size if regular else len(raw))
+    there = torch.tensor(scored).reshape(shape)
+    if there.shape[1] < 2:
         return [0.0] * len(raw)  # slime divides by a deviation that one sample does not have
+    normalized = _by_group(torch.tensor(raw, dtype=torch.float).reshape(shape), there, scale=scale)
+    exact = torch.tensor(raw, dtype=torch.double).reshape(shape)
+    # Sums and deviations of large rewards overflow in 32 bits, where what comes of them need not.
+    large = exact.abs().amax(dim=-1) * 2 * there.shape[1] > FLOAT32_MAX
+    if large.any():
+        limited = _by_group(exact[large], there[large], scale=scale).clamp(-FLOAT32_MAX, FLOAT32_MAX)
+        normalized[large] = limited.float()
+    return normalized.flatten().tolist()
+
+
+def _by_group(rewards: torch.Tensor, there: torch.Tensor, *, scale: bool) -> torch.Tensor:
     centered = rewards - rewards.mean(dim=-1, keepdim=True)
     normalized = centered / (centered.std(dim=-1, keepdim=True) + EPSILON) if scale else centered
-    there = torch.tensor(scored).reshape(rewards.shape)
     for row in range(len(rewards)):
         if not there[row].all():
             normalized[row] = _over_scored(rewards[row], there[row], scale=scale)
-    return normalized.flatten().tolist()
+    return normalized
 
 
 def _over_scored(rewards: torch.Tensor, there: torch.Tensor, *, scale: bool) -> torch.Tensor:

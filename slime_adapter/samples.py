@@ -51,8 +51,8 @@ def metadata_of(sample: ROLLOUT_SAMPLE) -> Mapping[str, Any]:
 
 
 def record_of(sample: ROLLOUT_SAMPLE) -> Mapping[str, Any]:
-    """What we know of a sample that was scored here: its facts, whether its reward is a stand-in (`excluded`), and then
-    the `loss_mask` it had before; empty for any other.
+    """What we know of a sample that was scored here: its facts, whether its reward is a stand-in (`excluded`), and what
+    `late` needs to take a failure back; empty for any other.
     """
     record = metadata_of(sample).get(RECORD)
     return record if isinstance(record, Mapping) else {}

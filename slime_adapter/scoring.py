@@ -18,8 +18,8 @@ from qreward_plugins import Cause, Failed, Outcome
 from qreward_plugins.groups import number_of
 
 from .aborts import Aborts, aborted
-from .late import expect, write_late
-from .samples import ROLLOUT_SAMPLE, group_of, is_aborted, keep_record, mask, metadata_of, record_of, to_sample
+from .late import expect, fail, score, stand_in, write_late
+from .samples import ROLLOUT_SAMPLE, group_of, is_aborted, metadata_of, to_sample
 from .settings import Adapter, adapter_of
 
 Reward: TypeAlias = float | dict[str, Any]
@@ -71,12 +71,15 @@ async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | No
     judged = [sample for sample in samples if not is_aborted(sample)]
     outcomes: Sequence[Outcome] = [_ABORTED] * len(judged)
     late: Future[Any] | None = None
-    if judged and not aborted(args):
+    # slime keeps the samples of a partial rollout for a later one and does not ask again, so their verdicts are worth
+    # having whenever they come.
+    kept, over = bool(getattr(args, "partial_rollout", False)), aborted(args)
+    if judged and (kept or not over):
         work = _submit(adapter, judged)
         try:
-            if await _aborts.finished(args, work):
+            if not over and await _aborts.finished(args, work):
                 outcomes = _outcomes(work)
-            elif getattr(args, "partial_rollout", False):
+            elif kept:
                 late = work
         finally:
             if late is None:
@@ -87,9 +90,8 @@ async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | No
     for sample in samples:
         sample.non_generation_time = getattr(sample, "non_generation_time", 0.0) + (loop.time() - began)
     if late is not None:
-        # slime keeps these samples for a later rollout, so their verdicts are still worth having.
         expect(judged)
-        late.add_done_callback(partial(_arrived, args, adapter, judged))
+        late.add_done_callback(partial(_arrived, args, adapter, judged, loop))
     return rewards
 
 
@@ -105,14 +107,30 @@ def _outcomes(work: Future[Any]) -> Sequence[Outcome]:
     return result if isinstance(result, list) else [cast(Outcome, result)]
 
 
-def _arrived(args: Any, adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE], work: Future[Any]) -> None:
-    """Write verdicts that came after slime took its samples back. It runs in the engine's thread."""
+def _arrived(
+    args: Any,
+    adapter: Adapter,
+    samples: Sequence[ROLLOUT_SAMPLE],
+    loop: asyncio.AbstractEventLoop,
+    work: Future[Any],
+) -> None:
+    """Have verdicts that came after slime took its samples back written into them. It runs in the engine's thread, and
+    slime writes to its samples in that of its loop: assigns the reward that it was handed, notes when a sample began.
+    """
     if work.cancelled() or work.exception() is not None:
         return
-    for sample, outcome in zip(samples, _outcomes(work), strict=True):
+    writing = partial(_write_late, args, adapter, samples, _outcomes(work))
+    try:
+        loop.call_soon_threadsafe(writing)
+    except RuntimeError:  # the loop is closed, and nobody writes there any more
+        writing()
+
+
+def _write_late(args: Any, adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE], outcomes: Sequence[Outcome]) -> None:
+    for sample, outcome in zip(samples, outcomes, strict=True):
         if outcome.reward is not None:
             facts = adapter.facts.of(outcome)
-            write_late(sample, _as_reward(args, facts, outcome.reward), {**facts, "excluded": False})
+            write_late(sample, _as_reward(args, facts, outcome.reward), facts)
 
 
 def _write(
@@ -125,27 +143,23 @@ def _write(
 ) -> list[Reward]:
     """Mark the samples with their outcomes, and return their rewards. `size` is the size of a whole group, if known."""
     rewards: dict[int, Reward] = {}
-    failed: list[int] = []
+    failed: list[tuple[int, dict[str, Any]]] = []
     for place, (sample, outcome) in enumerate(zip(samples, outcomes, strict=True)):
         facts = adapter.facts.of(outcome)
         reward = None if outcome is _ABORTED else number_of(outcome, adapter.config.on_failure)
-        failed_before = record_of(sample).get("excluded")
-        keep_record(sample, {**facts, "excluded": reward is None})
         if reward is None:
-            failed.append(place)
+            failed.append((place, facts))
             continue
-        if failed_before:
-            sample.remove_sample = False
+        score(sample, facts)
         rewards[place] = _as_reward(args, facts, reward)
         adapter.siblings.scored(_siblings_of(sample), _trained(args, rewards[place]), size=size)
-    for place in failed:
+    for place, facts in failed:
         sample = samples[place]
         adapter.tell_of_missing_hook(args)
-        keep_record(sample, {**record_of(sample), "loss_mask": getattr(sample, "loss_mask", None)})
-        mask(args, sample)
+        fail(args, sample, facts)
         adapter.siblings.failed(
             _siblings_of(sample),
-            partial(_stand_in, args, ref(sample)),
+            partial(_follow, args, ref(sample), facts),
             size=size,
             follow=group_of(sample) is not None,
         )
@@ -153,11 +167,11 @@ def _write(
     return [rewards[place] for place in range(len(samples))]
 
 
-def _stand_in(args: Any, sample_ref: ref[ROLLOUT_SAMPLE], mean: float) -> None:
-    """Give a failed sample the mean of its siblings, unless its own verdict has come after all."""
+def _follow(args: Any, sample_ref: ref[ROLLOUT_SAMPLE], facts: Mapping[str, Any], mean: float) -> None:
+    """Give a failed sample the mean of its siblings."""
     sample = sample_ref()
-    if sample is not None and record_of(sample).get("excluded"):
-        sample.reward = _as_reward(args, record_of(sample), mean)
+    if sample is not None:
+        stand_in(sample, _as_reward(args, facts, mean))
 
 
 def _as_reward(args: Any, facts: Mapping[str, Any], number: float) -> Reward:

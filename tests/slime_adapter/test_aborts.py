@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import sys
+import threading
 from types import ModuleType, SimpleNamespace
 
 import pytest
@@ -136,6 +137,87 @@ class TestPartialRollout:
         judge.wait_for(lambda report: report.answered == 1)
         asyncio.run(slime_adapter.reward(args, make_group("6", group=1)[0]))
         assert (sample.reward, sample.remove_sample, sample.loss_mask) == (0.2, False, [1, 0, 1])
+
+    def test_it_leaves_the_mask_that_slime_has_set_since(self, generation, judge, make_args, make_group):
+        args = make_args(partial_rollout=True, advantage_estimator="reinforce_plus_plus")
+        (sample,) = make_group("2", loss_mask=[1, 1, 1])
+        self.abort(judge, args, [sample], generation)
+        sample.loss_mask = [0, 0, 0]
+        judge.release()
+        judge.wait_for(lambda report: report.answered == 1)
+        asyncio.run(slime_adapter.reward(args, make_group("6", group=1)[0]))
+        assert (sample.reward, sample.remove_sample, sample.loss_mask) == (0.2, False, [0, 0, 0])
+
+    def test_a_sample_whose_rollout_was_over_before_it_was_asked_for_is_judged(
+        self, generation, judge, make_args, make_group
+    ):
+        """slime trains it in a later rollout and never asks again."""
+        generation.aborted = True
+        args, (sample,) = make_args(partial_rollout=True), make_group("7")
+        sample.reward = asyncio.run(slime_adapter.reward(args, sample))
+        assert (sample.reward, sample.remove_sample) == (0.0, True)
+        judge.wait_for(lambda report: report.answered == 1)
+        generation.aborted = False
+        asyncio.run(slime_adapter.reward(args, make_group("6", group=1)[0]))
+        slime_adapter.post_process(args, [sample])
+        assert (sample.reward, sample.remove_sample) == (0.7, False)
+
+    @pytest.mark.parametrize("hook", ["post_process", "log_rollout", "drop_failed_groups"])
+    def test_a_verdict_that_slime_overwrites_with_the_stand_in_it_was_handed_before_counts(
+        self, generation, judge, make_args, make_group, hook
+    ):
+        """slime assigns what the call returned, and a wrapper of the reward function may take its time with that."""
+        args, (sample,) = make_args(partial_rollout=True), make_group("2")
+        held = []
+
+        async def main():
+            call = asyncio.ensure_future(slime_adapter.reward(args, sample))
+            await asyncio.to_thread(judge.wait_for, lambda report: report.in_flight == 1)
+            generation.aborted = True
+            held.append(await call)
+
+        judge.hold()
+        asyncio.run(main())
+        generation.aborted = False
+        judge.release()
+        judge.wait_for(lambda report: report.answered == 1)
+        asyncio.run(slime_adapter.reward(args, make_group("6", group=1)[0]))
+        (sample.reward,) = held
+        calls = {
+            "post_process": lambda: slime_adapter.post_process(args, [sample]),
+            "log_rollout": lambda: slime_adapter.log_rollout(0, args, [sample], {}, 0.0),
+            "drop_failed_groups": lambda: slime_adapter.drop_failed_groups(args, [sample]),
+        }
+        calls[hook]()
+        assert (sample.reward, sample.remove_sample) == (0.2, False)
+
+    def test_it_is_written_in_the_thread_in_which_slime_writes(self, generation, judge, make_args, make_group):
+        """Between a call's return and the assignment of its reward nothing is written."""
+        args, (sample,) = make_args(partial_rollout=True), make_group("2")
+        written_by, written = [], asyncio.Event()
+
+        class Watched(type(sample)):
+            def __setattr__(self, name, value):
+                super().__setattr__(name, value)
+                if name == "reward":
+                    written_by.append(threading.get_ident())
+                    if value == 0.2:
+                        written.set()
+
+        sample.__class__ = Watched
+
+        async def main():
+            (call,) = await pending(judge, args, [sample])
+            generation.aborted = True
+            await call
+            generation.aborted = False
+            judge.release()
+            await written.wait()
+
+        judge.hold()
+        asyncio.run(main())
+        assert set(written_by) == {threading.get_ident()}
+        assert sample.reward == 0.2
 
     def test_it_does_not_change_a_sample_that_is_in_use(self, generation, judge, make_args, make_group):
         args, samples = make_args(partial_rollout=True), make_group("2", "4")

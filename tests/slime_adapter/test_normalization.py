@@ -148,3 +148,20 @@ def test_where_everything_failed_whitening_still_has_a_token(make_group, normali
     left = [not sample.remove_sample for sample in samples]
     assert left == [False, normalize_advantages]
     assert samples[1].loss_mask == ([0, 0, 0, 0, 1] if normalize_advantages else None)
+
+
+LARGE = [3.4e38, 3.4e38, -3.4e38, 1.0]
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+@pytest.mark.parametrize("rewards", [LARGE, [-3.4e38, 3.4e38, 3.4e38, 3.4e38], [3.4e38, -3.4e38, None, None]], ids=str)
+def test_what_overflows_in_32_bits_on_the_way_is_finite_in_the_end(make_group, estimator, rewards):
+    ordinary = [0.1, None, 0.7, 0.4]
+    args = make_args(estimator, groups=2)
+    raw, trained = slime_adapter.post_process(args, batch(make_group, rewards, ordinary))
+    assert torch.tensor(raw, dtype=torch.float).isfinite().all()
+    assert torch.tensor(trained, dtype=torch.float).isfinite().all()
+    alone = slime_adapter.post_process(make_args(estimator, groups=1), batch(make_group, ordinary))
+    assert trained[4:] == alone[1]
+    if estimator == "grpo":
+        assert trained[:4] == pytest.approx(normalized(rewards, mean=True, std=True), abs=1e-5)

@@ -97,6 +97,51 @@ def test_a_failed_sample_that_is_scored_after_all_trains_again(make_args, make_g
     assert not sample.remove_sample
 
 
+def test_with_reinforce_plus_plus_its_loss_mask_comes_back_too(make_args, make_group):
+    args = make_args(advantage_estimator="reinforce_plus_plus")
+    for was in ([1, 0, 1], None):
+        (sample,) = make_group("break", loss_mask=was)
+        for _ in range(2):  # a second failure is no other
+            run(args, sample)
+            assert (sample.remove_sample, sample.loss_mask) == (False, [0, 0, 1])
+        sample.response = "4"
+        run(args, sample)
+        assert (sample.remove_sample, sample.loss_mask) == (False, was)
+
+
+@pytest.mark.parametrize(("was", "now"), [([0, 1, 1], [0, 1, 1, 1, 0]), (None, [1, 1, 1, 1, 0])])
+def test_tokens_that_were_generated_after_the_failure_keep_their_mask(make_args, make_group, was, now):
+    """A group of a partial rollout: the failed sample goes on (slime/utils/types.py, `append_response_tokens`)."""
+    args = make_args(advantage_estimator="reinforce_plus_plus")
+    (sample,) = make_group("break", loss_mask=was)
+    run(args, sample)
+    sample.loss_mask += [1, 0]
+    sample.response, sample.response_length = "4", 5
+    run(args, sample)
+    assert sample.loss_mask == now
+
+
+def test_a_mask_that_slime_has_set_since_stays(make_args, make_group):
+    """With `--mask-offpolicy-in-partial-rollout` slime masks what it generated before (sglang_rollout.py)."""
+    args = make_args(advantage_estimator="reinforce_plus_plus")
+    (sample,) = make_group("break")
+    run(args, sample)
+    sample.loss_mask = [0, 0, 0]
+    sample.response = "4"
+    run(args, sample)
+    assert sample.loss_mask == [0, 0, 0]
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "reinforce_plus_plus"])
+def test_a_sample_that_others_removed_stays_removed_when_it_is_scored_after_all(make_args, make_group, estimator):
+    args = make_args(advantage_estimator=estimator)
+    (sample,) = make_group("break", remove_sample=True)
+    run(args, sample)
+    sample.response = "4"
+    run(args, sample)
+    assert (sample.remove_sample, sample.loss_mask) == (True, None)
+
+
 def test_groups_do_not_mix_and_are_forgotten_when_they_are_complete(make_args, make_group):
     args = make_args(n_samples_per_prompt=2)
     groups = [make_group("break", "2", group=1), make_group("8", "break", group=2)]

@@ -11,7 +11,6 @@ counts as the one sample that it is.
 from __future__ import annotations
 
 import asyncio
-import itertools
 import logging
 import math
 from collections import Counter
@@ -185,7 +184,8 @@ class Batches:
         self._loop = loop
         self._lanes = lanes
         self._on_cutoff = on_cutoff
-        self._numbers = itertools.count()
+        self.newest = -1
+        """Number of the batch that was begun last; -1: none was."""
         self._trickles: dict[int, Batch] = {}
         self._timed: dict[Batch, None] = {}
         self.last: BatchReport | None = None
@@ -194,9 +194,11 @@ class Batches:
     def new(self, samples: Sequence[Sample], *, priority: int = 0, cutoff: Cutoff | None = None) -> Batch:
         """A batch of `samples`, which are about to be submitted to it.
 
-        Higher `priority` goes first, whatever came earlier; of batches with the same one, the earlier goes first.
+        Higher `priority` goes first, whatever came earlier; of batches with the same one, the earlier goes first, as
+        long as all of them have time.
         """
-        batch = Batch(next(self._numbers), self._loop.time(), priority=priority, cutoff=cutoff)
+        self.newest += 1
+        batch = Batch(self.newest, self._loop.time(), priority=priority, cutoff=cutoff)
         if cutoff is not None:
             batch.expect(Counter(sample.group_id for sample in samples))
             batch.cutoff_timer = self._loop.call_at(batch.started_at + cutoff.after_s, self._check, batch)
@@ -209,7 +211,10 @@ class Batches:
         """
         batch = self._trickles.get(priority)
         if batch is None or batch.done:
-            batch = Batch(next(self._numbers), self._loop.time(), priority=priority, whole=False)
+            self.newest += 1
+            batch = Batch(self.newest, self._loop.time(), priority=priority, whole=False)
+            # Callers may use any number of priorities, one after the other: only what is under way is kept.
+            self._trickles = {known: other for known, other in self._trickles.items() if not other.done}
             self._trickles[priority] = batch
         return batch
 
@@ -258,6 +263,8 @@ class Batches:
     def _report(self, batch: Batch) -> None:
         if not batch.done:
             return
+        if self._trickles.get(batch.priority) is batch:
+            del self._trickles[batch.priority]
         if batch.cutoff_timer is not None:
             batch.cutoff_timer.cancel()
             self._timed.pop(batch, None)

@@ -128,6 +128,7 @@ class Dispatcher:
             return future
         now = self._loop.time() if bundle is None else bundle.opened_at
         job = Job(sample, judge, future, batch, now, now + deadline_s, request, next(self._sequence), bundle)
+        job.after = self.batches.newest
         self._jobs[job] = None
         batch.add(job)
         job.deadline_timer = self._loop.call_at(job.deadline_at, self._deadline, job)

@@ -4,13 +4,16 @@ A slow source is worth using as long as what it is given ends before the rest do
 when it would end after everything else. Both need a forecast of the end, and a fluid one is enough: how many requests
 of average size all sources together finish by a time, given their windows, their concurrency and their speed. It must
 not be earlier than the longest single job can be, or small batches go to fast sources only.
+
+The same forecast says for which jobs time is short: those of a priority that may not all be done before the first of
+their deadlines.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from .attempts import Attempt
 from .jobs import Job
@@ -23,6 +26,8 @@ DEAD_WAIT_S = 30.0
 RESTING_WAIT_S = 5.0
 THRIFTY_PART = 0.5
 """Part of the time to the deadline that cheap sources may take before dearer ones are asked as well."""
+PRESSED = 1.2
+"""Factor on the time that everything of a priority will take, which must end before its first deadline."""
 _LOOKED_AT = 8
 _STEPS = 14
 _FRESH_S = 0.25
@@ -45,6 +50,9 @@ class Forecast:
         self._ends: dict[str, float] = {}
         self._made_at = -math.inf
         self._made_for = -1
+        self._pressed: frozenset[tuple[str, int]] = frozenset()
+        self._pressed_at = -math.inf
+        self._pressed_for = -1
 
     def expected_s(self, lane: Lane, size: float) -> float:
         """Latency to expect of a request of `size` bytes at `lane`; where it never answered, what others take."""
@@ -94,6 +102,32 @@ class Forecast:
         self._refresh(now)
         return lane.name in self._spared
 
+    def pressed(self, now: float) -> frozenset[tuple[str, int]]:
+        """Sources, each with the `Rank.priority` of jobs that wait for it and may not all end before the first of their
+        deadlines.
+        """
+        queued = len(self._queue)
+        grown = queued > max(self._pressed_for + 1, 1.02 * self._pressed_for)
+        if now - self._pressed_at >= _FRESH_S or grown:
+            self._pressed_at, self._pressed_for = now, queued
+            self._pressed = frozenset(self._short_of_time(now)) if queued > 1 else frozenset()
+        return self._pressed
+
+    def _short_of_time(self, now: float) -> Iterator[tuple[str, int]]:
+        mean_size = self._queue.total_size / max(1, len(self._queue))
+        levels = list(self._queue.levels())
+        for names, _ in _groups(level.eligible for level in levels):
+            lanes = [lane for name, lane in self._lanes.items() if name in names and lane.up(now)]
+            waiting = 0
+            for priority, same in itertools.groupby(levels, key=lambda level: level.priority):
+                mine = [level for level in same if not names.isdisjoint(level.eligible)]
+                waiting += sum(level.jobs for level in mine)
+                due_at = min((level.due_at for level in mine), default=math.inf)
+                if due_at < math.inf:
+                    end = self._end_of(lanes, waiting, mean_size, now)
+                    if now + PRESSED * (end - now) > due_at:
+                        yield from ((name, priority) for name in names)
+
     def _refresh(self, now: float) -> None:
         queued = len(self._queue)
         fresh_s = _FRESH_SHORT_S if queued < _SHORT_QUEUE else _FRESH_S
@@ -107,18 +141,8 @@ class Forecast:
         waiting_for: dict[frozenset[str], int] = {}
         for eligible, jobs in self._queue.eligible_sets():
             waiting_for[eligible] = waiting_for.get(eligible, 0) + jobs
-        groups: list[tuple[set[str], list[frozenset[str]]]] = []
-        for eligible in waiting_for:
-            names, members, apart = set(eligible), [eligible], []
-            for group in groups:
-                if group[0].isdisjoint(names):
-                    apart.append(group)
-                else:
-                    names |= group[0]
-                    members += group[1]
-            groups = [*apart, (names, members)]
         mean_size = self._queue.total_size / max(1, len(self._queue))
-        for names, members in groups:
+        for names, members in _groups(waiting_for):
             waiting = sum(waiting_for[eligible] for eligible in members)
             lanes = [lane for name, lane in self._lanes.items() if name in names and lane.up(now)]
             if self._thrifty:
@@ -192,7 +216,22 @@ class Forecast:
     def _largest(self, lanes: list[Lane]) -> Job | None:
         best: Job | None = None
         for lane in lanes:
-            job = self._queue.first(lane.name)
+            job = self._queue.largest_within(lane.name, math.inf)
             if job is not None and (best is None or job.size > best.size):
                 best = job
         return best
+
+
+def _groups(eligible_sets: Iterable[frozenset[str]]) -> list[tuple[set[str], list[frozenset[str]]]]:
+    """The sources that share work, directly or over others, each group with its sets of eligible sources."""
+    groups: list[tuple[set[str], list[frozenset[str]]]] = []
+    for eligible in dict.fromkeys(eligible_sets):
+        names, members, apart = set(eligible), [eligible], []
+        for group in groups:
+            if group[0].isdisjoint(names):
+                apart.append(group)
+            else:
+                names |= group[0]
+                members += group[1]
+        groups = [*apart, (names, members)]
+    return groups

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..judges.base import Judge
 from ..samples import Cause, Failed, Outcome, Sample, Usage, Verdict
@@ -23,6 +23,24 @@ MAX_LIVE = 3
 MAX_RESTARTS = 2
 """Attempts of one sample that are given up for their age: whoever is slow three times in a row is slow."""
 
+_SPREAD = 0x9E3779B1
+"""Odd, and near 2**32 over the golden ratio: its multiples modulo 2**32 spread evenly, in no order of the factors."""
+
+
+class Rank(NamedTuple):
+    """What is served first, before any question of size: lower ranks are. A job in the middle of others that came one
+    by one ranks by when it came, so that neither they nor a batch can keep each other waiting for ever.
+    """
+
+    priority: int
+    """The negative of what the user said."""
+    hopeless: bool
+    number: int
+    """The batch that the job belongs to, or that was the last one when it came."""
+    single: bool
+    """Whether it came by itself."""
+    untried: bool
+
 
 @dataclass(eq=False, slots=True)
 class Job:
@@ -38,6 +56,8 @@ class Job:
     sequence: int
     bundle: Bundle | None = None
     """Where it serves its sample together with other jobs."""
+    after: int = 0
+    """The last batch that was begun when it was submitted."""
 
     live: list[Attempt] = field(default_factory=list)
     """Attempts under way: one, or more when it is hedged."""
@@ -65,6 +85,10 @@ class Job:
     last_source: str = ""
     place: float = 0.0
     """Its place in the order of its batch; a higher one is served earlier. By default its size."""
+    hopeless: bool = False
+    """Whether its deadline was too near already for any source, when others waited whose deadline was not."""
+    first_at: float | None = None
+    """When its first attempt started."""
     entry: int = 0
     """The job's live entry in the queue; 0: it is not queued."""
     deadline_timer: asyncio.TimerHandle | None = None
@@ -80,9 +104,18 @@ class Job:
         return self.request.size
 
     @property
-    def rank(self) -> tuple[int, int, bool]:
-        """What is served first, before any question of size: lower ranks are."""
-        return (-self.batch.priority, self.batch.number, self.attempts == 0)
+    def rank(self) -> Rank:
+        """What is served first, before any question of size."""
+        whole = self.batch.whole
+        number = self.batch.number if whole else self.after
+        return Rank(-self.batch.priority, self.hopeless, number, not whole, self.attempts == 0)
+
+    @property
+    def turn(self) -> int:
+        """What decides between equal deadlines. Jobs that come one by one keep their order. Of a batch not all of which
+        can be served, the loss is spread evenly over it, whatever it is sorted by.
+        """
+        return (self.sequence * _SPREAD) % 2**32 if self.batch.whole else self.sequence
 
     def eligible(self, now: float) -> frozenset[str]:
         """The sources that this job may go to now, as far as its own history says."""

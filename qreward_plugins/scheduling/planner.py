@@ -5,6 +5,11 @@ fastest takes the head of the queue; a slower one takes a short job, of the size
 its time together, and only if it will finish it before everything else is done; if there is none, the head, if no other
 source would finish that earlier. A source may therefore idle by choice, but never for long, and never when nothing at
 all is in flight: whatever the forecasts say, something that is queued and a source that is able to send come together.
+
+The order serves the makespan where there is time for that: a batch goes longest first (`order.py`), what comes one by
+one goes as it came for as long as more is to come, or else the short ones would wait for ever. As soon as
+what waits may not all be done before the first of its deadlines, the earliest deadline goes first, and a job that no
+source can end in time any more gives way to those that have a chance.
 """
 
 from __future__ import annotations
@@ -74,7 +79,7 @@ class Planner:
         """Give the jobs that were handed in together their places in the order."""
         for job in jobs:
             job.place = float(job.size)
-        per_window = self._per_window(jobs, now)
+        per_window = self._per_window(jobs, now) if jobs[0].batch.whole else None
         order = windows_order(jobs, per_window) if per_window is not None else None
         if order is not None:
             for place, job in zip(range(len(order), 0, -1), order, strict=True):
@@ -112,6 +117,8 @@ class Planner:
         """What to send now. Each placement must have been started when the next one is asked for."""
         self.wake_at = math.inf
         self._hedges.advance(now)
+        self.queue.look(now)
+        self.queue.pressed = self.forecast.pressed(now)
         holds = {name: lane.hold(now) for name, lane in self._lanes.items()}
         if self.queue:
             for job, lane in self._hedges.choose(now, drained=False):
@@ -158,13 +165,16 @@ class Planner:
             turns = again
 
     def _pick(self, lane: Lane, now: float, *, near: bool) -> Job | None:
-        head = self.queue.first(lane.name)
+        head = self._head(lane, now)
         if head is None or len(self._lanes) == 1:
             return head
         if not lane.speed.known or not lane.breaker.closed:
             # What is not known, or may be down, is tried with what can go wrong least.
             return self.queue.smallest(lane.name)
         if near:
+            return head
+        pressed = (lane.name, head.rank.priority) in self.queue.pressed
+        if pressed and now + SAFETY * self.forecast.expected_s(lane, head.size) <= head.deadline_at:
             return head
         left_s = self.forecast.end(lane, now) - now
         size = min(lane.speed.size_within(left_s / SAFETY), self._balanced_size(lane, left_s, now))
@@ -178,6 +188,21 @@ class Planner:
             return head
         self.wake_at = min(self.wake_at, now + LONGEST_IDLE_S)
         return None
+
+    def _head(self, lane: Lane, now: float) -> Job | None:
+        """The first job for `lane`. Where time is short, those that no source can end in time give way."""
+        while (head := self.queue.first(lane.name)) is not None and self._hopeless(head, lane, now):
+            self.queue.demote(head)
+        return head
+
+    def _hopeless(self, job: Job, lane: Lane, now: float) -> bool:
+        pressed = (lane.name, job.rank.priority) in self.queue.pressed
+        if job.hopeless or not pressed or self.forecast.guesses:
+            return False
+        able = [self._lanes[name] for name in job.judge.sources if name not in job.barred]
+        each_s = (self.forecast.expected_s(other, job.size) for other in able if not other.unusable)
+        least_s = min(each_s, default=0.0)
+        return now + SAFETY * least_s > job.deadline_at
 
     def _balanced_size(self, lane: Lane, left_s: float, now: float) -> float:
         """The size at which a slow source uses up its requests and its time together in `left_s` seconds.
@@ -221,7 +246,7 @@ class Planner:
         assert self._choose is not None
         free = {lane.name: lane for lane in lanes}
         while free:
-            job = self._first_of(free)
+            job = self._first_of(free, now)
             if job is None:
                 return
             candidates = [lane for name, lane in free.items() if name in job.eligible(now)]
@@ -236,9 +261,9 @@ class Planner:
                 for lane in candidates:
                     free.pop(lane.name, None)
 
-    def _first_of(self, names: Collection[str]) -> Job | None:
-        heads = [head for name in names if (head := self.queue.first(name)) is not None]
-        return min(heads, key=lambda job: (job.rank, -job.place, job.sequence), default=None)
+    def _first_of(self, names: Collection[str], now: float) -> Job | None:
+        heads = [(name, head) for name in names if (head := self._head(self._lanes[name], now)) is not None]
+        return min(heads, key=lambda item: self.queue.order(item[1], item[0]), default=("", None))[1]
 
     # What holds for both
 
@@ -256,7 +281,7 @@ class Planner:
         """One job for any source that can send it, however slow."""
         for lane in sorted(self._lanes.values(), key=self._mean_s):
             able = lane.wait_s(0, now) <= 0 and not self.forecast.spared(lane, now)
-            job = self.queue.first(lane.name) if able else None
+            job = self._head(lane, now) if able else None
             if job is not None and self._fits(job, lane, now):
                 self.queue.discard(job)
                 yield Placement(job, lane, False)

@@ -3,25 +3,40 @@
 Jobs that may go to the same sources and have the same rank (user's priority, batch, tried before or not) share a shelf,
 kept sorted by place. A source looks at the heads of the few shelves that concern it, and finds the largest job that it
 could finish in a given time by bisection, so that neither a long queue nor jobs that cannot go anywhere cost anything.
+
+Each shelf also knows its jobs by deadline. The order by rank and place is good for the makespan and blind to deadlines;
+where time is short (`ReadyQueue.pressed`), the earliest deadline goes first instead.
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
-from .jobs import Job
+from .jobs import Job, Rank
 
-Rank = tuple[int, int, bool]
 Item = tuple[float, int, int, Job]
+Due = tuple[float, int, int, Job]
+_LEAST_COMPACTED = 64
+
+
+class Level(NamedTuple):
+    """The jobs of one priority that may go to the same sources: how many, and the first of their deadlines."""
+
+    eligible: frozenset[str]
+    priority: int
+    jobs: int
+    due_at: float
 
 
 class _Shelf:
     """Items in ascending order of place: the last one is served first. What was added is sorted in when asked for."""
 
-    __slots__ = ("_added", "_items", "eligible", "live", "rank")
+    __slots__ = ("_added", "_came", "_due", "_items", "coming", "eligible", "live", "rank")
 
     def __init__(self, eligible: frozenset[str], rank: Rank) -> None:
         self.eligible = eligible
@@ -29,10 +44,44 @@ class _Shelf:
         self.live = 0
         self._items: list[Item] = []
         self._added: list[Item] = []
+        self._due: list[Due] = []
+        self._came: list[tuple[int, int, Job]] = []
+        self.coming = rank.single
+        """Whether more is to come, one by one, so that what came first has to go first."""
 
-    def add(self, item: Item) -> None:
-        self._added.append(item)
+    def add(self, job: Job) -> None:
+        self._added.append((job.place, -job.sequence, job.entry, job))
+        heapq.heappush(self._due, (job.deadline_at, job.turn, job.entry, job))
+        if self.rank.single:
+            heapq.heappush(self._came, (job.sequence, job.entry, job))
         self.live += 1
+
+    def take(self) -> None:
+        """Note that a job left, whose entry no longer counts."""
+        self.live -= 1
+        if len(self._due) > 2 * self.live:
+            self._due = [item for item in self._due if item[3].entry == item[2]]
+            heapq.heapify(self._due)
+            self._came = [item for item in self._came if item[2].entry == item[1]]
+            heapq.heapify(self._came)
+
+    def first(self, *, pressed: bool) -> Job | None:
+        """The job that is served first."""
+        return self.first_due() if pressed else self.first_come() if self.coming else self.head()
+
+    def first_due(self) -> Job | None:
+        """The job with the earliest deadline."""
+        due = self._due
+        while due and due[0][3].entry != due[0][2]:
+            heapq.heappop(due)
+        return due[0][3] if due else None
+
+    def first_come(self) -> Job | None:
+        """The job that came first, of those that came one by one."""
+        came = self._came
+        while came and came[0][2].entry != came[0][1]:
+            heapq.heappop(came)
+        return came[0][2] if came else None
 
     def head(self) -> Job | None:
         items = self._sorted()
@@ -65,7 +114,7 @@ class _Shelf:
                 items += added
                 items.sort()
             added.clear()
-        if len(items) > 64 and len(items) > 2 * self.live:
+        if len(items) > _LEAST_COMPACTED and len(items) > 2 * self.live:
             items[:] = [item for item in items if item[3].entry == item[2]]
         return items
 
@@ -73,7 +122,9 @@ class _Shelf:
 class ReadyQueue:
     """Jobs that wait for a source.
 
-    Order: rank, then place (`Job.place`, higher first), then the order of submission.
+    Order: rank, then place (`Job.place`, higher first), then the order of submission. What comes one by one goes as it
+    came for as long as more is to come. Where a source is `pressed`, the jobs of one priority go by deadline
+    (`Job.turn` decides between equal ones), whatever batch they belong to.
     """
 
     def __init__(self) -> None:
@@ -83,6 +134,8 @@ class ReadyQueue:
         self._entries = itertools.count(1)
         self.total_size = 0
         """Sum of the sizes of the queued jobs, in bytes."""
+        self.pressed: frozenset[tuple[str, int]] = frozenset()
+        """Sources, each with a priority, for whose jobs time is short."""
 
     def __len__(self) -> int:
         return len(self._of)
@@ -98,7 +151,7 @@ class ReadyQueue:
         job.entry = next(self._entries)
         self._of[job.entry] = shelf
         self.total_size += job.size
-        shelf.add((job.place, -job.sequence, job.entry, job))
+        shelf.add(job)
 
     def discard(self, job: Job) -> None:
         """Take `job` out of the queue, if it is in."""
@@ -107,23 +160,46 @@ class ReadyQueue:
             return
         job.entry = 0
         self.total_size -= job.size
-        shelf.live -= 1
+        shelf.take()
         if not shelf.live:
             del self._shelves[shelf.rank, shelf.eligible]
             self._ranked.remove(shelf)
 
+    def demote(self, job: Job) -> None:
+        """Put a queued job that cannot meet its deadline any more behind all others of its priority."""
+        eligible = self._of[job.entry].eligible
+        self.discard(job)
+        job.hopeless = True
+        self.push(job, eligible)
+
     def first(self, source: str) -> Job | None:
         """The first job that `source` may serve, left in the queue."""
-        best: _Shelf | None = None
-        best_job: Job | None = None
+        best: Job | None = None
         for shelf in self._ranked:
-            if best is not None and shelf.rank > best.rank:
+            pressed = (source, shelf.rank.priority) in self.pressed
+            if best is not None and (shelf.rank[:2] > best.rank[:2] if pressed else shelf.rank > best.rank):
                 break
             if source in shelf.eligible:
-                job = shelf.head()
-                if job is not None and (best_job is None or _before(job, best_job)):
-                    best, best_job = shelf, job
-        return best_job
+                job = shelf.first(pressed=pressed)
+                if job is not None and (best is None or self.order(job, source) < self.order(best, source)):
+                    best = job
+        return best
+
+    def order(self, job: Job, source: str) -> tuple[float, ...]:
+        """What the jobs that `source` may serve are sorted by: the lowest goes first."""
+        rank = job.rank
+        if (source, rank.priority) in self.pressed:
+            return (*rank[:2], job.deadline_at, job.turn)
+        if rank.single and self._of[job.entry].coming:
+            return (*rank, job.sequence)
+        return (*rank, -job.place, job.sequence)
+
+    def look(self, now: float) -> None:
+        """Find out where more is to come one by one."""
+        for shelf in self._ranked:
+            if shelf.rank.single:
+                job = shelf.first_come()
+                shelf.coming = job is not None and not job.batch.quiet(now)
 
     def largest_within(self, source: str, place: float) -> Job | None:
         """The first job that `source` may serve among those whose place is at most `place`, rank by rank."""
@@ -158,6 +234,12 @@ class ReadyQueue:
     def eligible_sets(self) -> Iterator[tuple[frozenset[str], int]]:
         """Each set of sources that jobs wait for, with how many."""
         return ((shelf.eligible, shelf.live) for shelf in self._ranked)
+
+    def levels(self) -> Iterator[Level]:
+        """What waits, the highest priority first. Jobs that cannot meet their deadline any more have none."""
+        for shelf in self._ranked:
+            job = None if shelf.rank.hopeless else shelf.first_due()
+            yield Level(shelf.eligible, shelf.rank.priority, shelf.live, job.deadline_at if job else math.inf)
 
 
 def _before(job: Job, other: Job) -> bool:

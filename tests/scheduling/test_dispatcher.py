@@ -49,11 +49,11 @@ def test_a_verdict_carries_where_it_came_from(stage):
     assert verdict.latency_s == finished == 2.5
 
 
-def test_longest_first(stage):
+def test_a_batch_goes_longest_first(stage):
     stage.add("a", limits={"concurrency": 1}, behaviour=lambda number, request, now: len(request.sample.response))
     sent = []
     stage.sources["a"].answer = lambda request: sent.append(len(request.sample.response)) or Reply(text="1")
-    score(stage, [1, 5, 3, 4, 2])
+    stage.play([1, 5, 3, 4, 2])
     assert sorted(set(sent), key=sent.index) == [5, 4, 3, 2, 1]
 
 

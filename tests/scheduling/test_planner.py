@@ -322,8 +322,10 @@ def test_jobs_of_unlike_judges_begin_with_the_longest(rated):
     async def main():
         dispatcher = rated.dispatcher()
         judges = [only if number % 2 else rated.judge for number in range(110)]
+        batch = dispatcher.batches.new([])
         futures = [
-            dispatcher.submit(rated.sample(100 + number), judge, deadline_s=900) for number, judge in enumerate(judges)
+            dispatcher.submit(rated.sample(100 + number), judge, deadline_s=900, batch=batch)
+            for number, judge in enumerate(judges)
         ]
         await asyncio.gather(*futures)
         await dispatcher.aclose()

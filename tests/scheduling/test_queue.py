@@ -145,4 +145,5 @@ def test_a_job_that_left_is_not_kept_alive(stage, queue):
     assert queue.first("a") is queue.smallest("a") is stays
     del jobs, job
     gc.collect()
-    assert [future() for future in left] == [None] * 200
+    # As many as still wait may be kept for a while, so that leaving costs little.
+    assert sum(future() is not None for future in left) <= len(queue)

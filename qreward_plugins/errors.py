@@ -14,6 +14,8 @@
     └── SourceError             one attempt at one source failed
         ├── Throttled           429, or 503 with Retry-After: the source asks for a pause
         ├── TransientError      time-outs, resets, 5xx, garbled replies: another try may help
+        │   ├── NotStarted      ... once a local function can take calls again: no sample is to blame
+        │   └── SampleFault     ... once, after all other samples: this one hung or crashed a local function
         └── PermanentError      the source will not answer this request
             └── SourceUnusable  ... nor any other: 401, 403, 404
 
@@ -135,6 +137,22 @@ class Throttled(SourceError):
 
 class TransientError(SourceError):
     """Another try may help: time-outs, refused or reset connections, 5xx, replies that cannot be read."""
+
+
+class NotStarted(TransientError):
+    """A local function could not begin with the call: no worker process can be started, or too many threads hang."""
+
+
+class SampleFault(TransientError):
+    """A local function hung on this sample and was killed, or its worker process died of it.
+
+    It says nothing about the source: no other sample has to wait or to go elsewhere because of it. The sample is tried
+    once more, after all others. `reason` is the reason of its failure then: "hung" or "crashed".
+    """
+
+    def __init__(self, message: str, *, reason: str = "hung") -> None:
+        super().__init__(message)
+        self.reason = reason
 
 
 class PermanentError(SourceError):

@@ -211,7 +211,9 @@ class FunctionSource(AnySource):
     mode: Literal["auto", "process", "thread"] = "auto"
     """Where a sync function runs; async functions are always awaited. `process` (`auto`, the default): in worker
     processes, where a call that hangs is killed. `thread`: in threads, for functions that only wait; a call that hangs
-    cannot be killed there and goes on after its time-out."""
+    cannot be killed there and goes on after its time-out. A sample whose call hangs or crashes is tried once more,
+    after all other samples. Its first call is ended before `timeouts.total_s` if it takes 8 times longer than usual,
+    and at least 5 s (15 s before the first call has ended), while others wait for its place."""
 
     workers: PositiveInt | None = None
     """Worker processes or threads. Default: the number of processors this process may use."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from ..errors import InvalidVerdict, PermanentError, SourceError, Throttled, TransientError
+from ..errors import InvalidVerdict, NotStarted, PermanentError, SampleFault, SourceError, Throttled, TransientError
 from ..quotas import Reservation
 from ..samples import Verdict
 from ..sources.base import Reply, Request
@@ -52,6 +53,8 @@ class Attempt:
     rescued: bool = False
     """Whether it was given up because its source fell silent."""
     timed_out: bool = False
+    sent_at: float = math.inf
+    """When the source began with it; infinity: it has not."""
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
 
@@ -96,7 +99,7 @@ class Attempt:
             if not self.timed_out:
                 raise
             lane.counters.timeouts += 1
-            ending, self.result = TransientError(f"{lane.name} gave no answer within {lane.timeout_s:g} s"), "failed"
+            ending, self.result = self._no_answer(), "failed"
         except InvalidVerdict as error:
             ending, self.result = error, "invalid"
         except Throttled as error:
@@ -128,9 +131,19 @@ class Attempt:
         if now >= self.lane.quota.valid_until:
             raise asyncio.CancelledError
         self.reservation.sent(now)
+        self.sent_at = now
         if self.timer is not None:
             self.timer.cancel()
             self.timer = loop.call_later(self.lane.timeout_s, self._expire)
+
+    def _no_answer(self) -> TransientError:
+        """What it means that the time is up: a function that was called hangs because of its arguments."""
+        lane = self.lane
+        if self.sent_at == math.inf:
+            said = f"{lane.name} could not begin within {START_WITHIN_S + lane.timeout_s:g} s"
+            return NotStarted(said) if lane.local else TransientError(said)
+        said = f"{lane.name} gave no answer within {lane.timeout_s:g} s"
+        return SampleFault(said, reason="hung") if lane.local else TransientError(said)
 
     def _expire(self) -> None:
         """End the attempt because the source took too long."""

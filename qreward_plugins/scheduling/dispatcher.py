@@ -27,6 +27,7 @@ from .endings import Endings, OnLate
 from .jobs import Job
 from .lane import Lane
 from .planner import Planner
+from .slices import TimeSlices
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
@@ -58,6 +59,7 @@ class Dispatcher:
         self._lanes = lanes
         self._endings = Endings(self, lanes, rng=rng, max_attempts=max_attempts, on_late=on_late)
         self._planner = Planner(lanes, settings or Scheduling(), on_misfit=self.enqueue, on_older=self._endings.older)
+        self._slices = TimeSlices(lanes, self._planner.queue, on_over=self._endings.set_aside)
         self.batches = Batches(self._loop, lanes, on_cutoff=self._cut_off)
         self._jobs: dict[Job, None] = {}
         self._in_flight = 0
@@ -198,8 +200,9 @@ class Dispatcher:
         if self._wake is not None:
             self._wake.cancel()
             self._wake = None
-        if self._planner.wake_at < float("inf"):
-            wake_at = max(self._planner.wake_at, now + SHORTEST_WAKE_S)
+        due_at = min(self._planner.wake_at, self._slices.advance(now))
+        if due_at < float("inf"):
+            wake_at = max(due_at, now + SHORTEST_WAKE_S)
             self._wake = self._loop.call_at(wake_at, self._woken, wake_at)
 
     def _woken(self, due_at: float) -> None:

@@ -4,6 +4,9 @@
     invalid verdict   another try elsewhere, as many as the judge allows; then the failure is `verdict`, unless the
                       sources answer everybody else with garbage too: then it is `infra`
     throttled         the source pauses, the job goes back to the front and may go elsewhere at once; not a failure
+    sample's fault    a local function hung on it or crashed: once more, after all other samples; the source is well
+    raised            a local function raised a time-out or lost a connection: either its sample or a service behind it
+                      is to blame; later, after fresh samples, and no more if others were answered in between
     transient         elsewhere at once, to the same source after full jitter (AWS Architecture Blog, "Exponential
                       Backoff And Jitter"), anywhere only as long as the source's retry budget lasts; `max_attempts`
                       failures end the job
@@ -23,16 +26,27 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
-from ..errors import InvalidVerdict, PermanentError, SourceError, SourceUnusable, Throttled, TransientError
+from ..errors import (
+    InvalidVerdict,
+    NotStarted,
+    PermanentError,
+    SampleFault,
+    SourceError,
+    SourceUnusable,
+    Throttled,
+    TransientError,
+)
 from ..judges.base import Judge
 from ..samples import Cause, Outcome, Sample, Scored, Usage, Verdict
 from ..sources.base import Reply
 from .attempts import Attempt, Ending
-from .jobs import MAX_RESTARTS, Job
+from .jobs import MAX_FAULTS, MAX_RESTARTS, Job
 from .lane import Lane
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 20.0
+RAISED_BACKOFF_S = 3.0
+LONGEST_RAISED_BACKOFF_S = 60.0
 SHORTEST_INVALID_REST_S = 0.5
 """The least time for which a job keeps away from a source that gave it an invalid verdict, if there is another one."""
 RESCUE_SILENT_FROM = 1.0
@@ -74,6 +88,19 @@ class Endings:
         self._rng = rng
         self._max_attempts = max_attempts
         self.on_late = on_late
+        self._resting: dict[str, dict[Job, None]] = {name: {} for name in lanes}
+
+    def _rest(self, job: Job, lane: Lane, until: float) -> None:
+        """Keep `job` away from a source that failed it, until then or until the source answers somebody."""
+        job.rested_at[lane.name] = until
+        self._resting[lane.name][job] = None
+
+    def _release(self, lane: Lane) -> None:
+        """Let those go that rest because the source failed them: it is well again."""
+        resting, self._resting[lane.name] = self._resting[lane.name], {}
+        for job in resting:
+            if not job.future.done() and job.rested_at.pop(lane.name, None) is not None and not job.live:
+                self._desk.enqueue(job)
 
     def older(self, attempt: Attempt, now: float) -> None:
         """Look at an attempt that has grown older: its source may have fallen silent, or it may be hopeless itself."""
@@ -83,6 +110,7 @@ class Endings:
         if (
             not attempt.rescued
             and not job.future.done()
+            and not lane.local
             and lane.speed.known
             and attempt.age(now) >= GIVE_UP_AT
             and now - attempt.started_at >= GIVE_UP_AFTER_S
@@ -91,6 +119,16 @@ class Endings:
         ):
             job.restarts += 1
             self._give_up(attempt, now, f"{lane.name} took {attempt.age(now):.0f} times longer than expected")
+
+    def set_aside(self, attempt: Attempt, now: float) -> None:
+        """End a call of a local function that keeps others waiting; its sample is tried once more, after them."""
+        if attempt.result or attempt.rescued or attempt.job.future.done():
+            return
+        attempt.lane.set_aside += 1
+        attempt.rescued = True
+        attempt.cancel()
+        took_s = now - attempt.sent_at
+        self._fault(attempt, SampleFault(f"{attempt.lane.name} had not ended after {took_s:.1f} s, others waited"))
 
     def call_back(self, lane: Lane, *, sent: bool) -> None:
         """Take back the attempts at a source that have not been sent, and with `sent` the others, too: their jobs wait
@@ -124,6 +162,8 @@ class Endings:
             reply = attempt.reply or Reply()  # a refusal may come without one
             job.cost_usd += lane.answered(attempt, reply, now)
             job.usage += reply.usage or Usage()
+            if lane.local:
+                self._release(lane)
             lane.judged(attempt.result == "valid", now, probe=attempt.probe, alternative=self._alternative(job, lane))
         late = job.future.done()
         gone = late or attempt.rescued
@@ -145,6 +185,14 @@ class Endings:
             lane.breaker.abandoned(probe=attempt.probe)
         elif isinstance(ending, InvalidVerdict):
             self._invalid(attempt, ending, now)
+        elif isinstance(ending, SampleFault):
+            lane.counters.transient += 1
+            lane.breaker.abandoned(probe=attempt.probe)
+            self._fault(attempt, ending)
+        elif lane.local and not isinstance(ending, NotStarted):
+            lane.counters.transient += 1
+            lane.breaker.abandoned(probe=attempt.probe)
+            self._raised(attempt, ending, now)
         else:
             if attempt.timed_out:
                 lane.quota.timed_out(now, sent_at=attempt.started_at)
@@ -190,6 +238,30 @@ class Endings:
         job.rested_at[lane.name] = now + self._rng.uniform(0, longest)
         job.rests_until = now + lane.retries.withdraw(now)
         self._retry(attempt, str(error))
+
+    def _raised(self, attempt: Attempt, error: SourceError, now: float) -> None:
+        job, lane = attempt.job, attempt.lane
+        job.failures += 1
+        job.suspect = True
+        before = job.answers_before.get(lane.name)
+        job.answers_before[lane.name] = lane.counters.answered
+        is_to_blame = before is not None and lane.counters.answered > before
+        if (is_to_blame or job.failures >= self._max_attempts) and not self._others_live(attempt):
+            self._desk.fail(job, Cause.INFRA, "exhausted", str(error))
+            return
+        # The tries are to outlast the outage of a service behind the function, as its breaker does not open.
+        backoff_s = min(RAISED_BACKOFF_S * 2 ** (job.failures - 1), LONGEST_RAISED_BACKOFF_S)
+        self._rest(job, lane, now + self._rng.uniform(0.75, 1.25) * backoff_s)
+        self._retry(attempt, str(error))
+
+    def _fault(self, attempt: Attempt, error: SampleFault) -> None:
+        job = attempt.job
+        job.faults += 1
+        job.suspect = True
+        if job.faults >= MAX_FAULTS and not self._others_live(attempt):
+            self._desk.fail(job, Cause.INFRA, error.reason, str(error))
+        else:
+            self._retry(attempt, str(error))
 
     def _permanent(self, attempt: Attempt, error: PermanentError, *, gone: bool) -> None:
         job, lane = attempt.job, attempt.lane

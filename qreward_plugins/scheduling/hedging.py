@@ -182,6 +182,9 @@ class Hedges:
             lane = self._lanes[name]
             if lane.unusable or lane.looks_dead(now):
                 continue
+            if lane.local and any(attempt.lane is lane for attempt in job.live):
+                # What hangs in a function hangs there again, and would hold two of its workers.
+                continue
             wait_s = self._forecast.wait_s(lane, job, now)
             takes_s = wait_s + self._forecast.expected_s(lane, job.size)
             if takes_s < best_s:

@@ -20,6 +20,8 @@ MAX_HEDGES = 5
 MAX_LIVE = 3
 """Attempts of one sample at once; in simulation, a second hedge halved the loss where sources err often."""
 
+MAX_FAULTS = 2
+"""Tries of one sample that hang in a local function, or crash it."""
 MAX_RESTARTS = 2
 """Attempts of one sample that are given up for their age: whoever is slow three times in a row is slow."""
 
@@ -32,6 +34,8 @@ class Rank(NamedTuple):
     by one ranks by when it came, so that neither they nor a batch can keep each other waiting for ever.
     """
 
+    suspect: bool
+    """Whether it hung in a local function, or crashed it: then it goes after everybody, whatever their priority."""
     priority: int
     """The negative of what the user said."""
     hopeless: bool
@@ -81,6 +85,12 @@ class Job:
     """No source may be asked before, because its retries have used up their budget."""
     invalid_at: set[str] = field(default_factory=set)
     """Sources that gave an invalid verdict."""
+    faults: int = 0
+    """Attempts that hung in a local function, or crashed it."""
+    suspect: bool = False
+    """Whether it waits until all other samples have gone, because it failed in a local function: it may hang again."""
+    answers_before: dict[str, int] = field(default_factory=dict)
+    """How many answers a local function had given when it failed this sample last."""
     last_problem: str = ""
     last_source: str = ""
     place: float = 0.0
@@ -108,7 +118,7 @@ class Job:
         """What is served first, before any question of size."""
         whole = self.batch.whole
         number = self.batch.number if whole else self.after
-        return Rank(-self.batch.priority, self.hopeless, number, not whole, self.attempts == 0)
+        return Rank(self.suspect, -self.batch.priority, self.hopeless, number, not whole, self.attempts == 0)
 
     @property
     def turn(self) -> int:

@@ -58,6 +58,10 @@ class Lane:
     ) -> None:
         self.source = source
         self.name = source.name
+        self.local = bool(getattr(source, "local", False))
+        """Whether a function of this machine answers: what hangs there is the sample, and the source never silent."""
+        self.set_aside = 0
+        """Calls in a row that were set aside for those that waited; anything that ends by itself ends the row."""
         self.quota = quota
         self.timeout_s = timeout_s
         self.price = price
@@ -117,7 +121,7 @@ class Lane:
 
     def missing(self, now: float) -> float:
         """How many answers should have come since the last one, from the ages of the attempts under way."""
-        if not self.live or not self.speed.known:
+        if not self.live or not self.speed.known or self.local:
             return 0.0
         # A source that was asked nothing was not silent, however long ago it was heard.
         if now - max(self._heard_at, next(iter(self.live)).started_at) < SHORTEST_SILENCE_S:
@@ -175,6 +179,7 @@ class Lane:
         self._heard_at = now
         self._missing_at = -math.inf
         self._silenced = False
+        self.set_aside = 0
 
     def excuse(self, *, since: float, now: float) -> None:
         """Do not hold it against the source, or against its attempts, that this process did not listen for a while."""
@@ -184,6 +189,7 @@ class Lane:
         for attempt in self.live:
             if attempt.started_at <= since:
                 attempt.started_at += now - since
+                attempt.sent_at += now - since
 
     def answered(self, attempt: Attempt, reply: Reply, now: float) -> float:
         """Learn from a reply; return its cost in dollars."""

@@ -166,6 +166,9 @@ class Planner:
 
     def _pick(self, lane: Lane, now: float, *, near: bool) -> Job | None:
         head = self._head(lane, now)
+        if lane.set_aside and head is not None and not head.suspect:
+            # Long ones hung; a short one is likelier to end, and shows what is usual.
+            return self.queue.smallest(lane.name)
         if head is None or len(self._lanes) == 1:
             return head
         if not lane.speed.known or not lane.breaker.closed:

@@ -1,8 +1,9 @@
 """The one queue of a process: jobs that wait for a source, in order, whatever sources each of them may go to.
 
-Jobs that may go to the same sources and have the same rank (user's priority, batch, tried before or not) share a shelf,
-kept sorted by place. A source looks at the heads of the few shelves that concern it, and finds the largest job that it
-could finish in a given time by bisection, so that neither a long queue nor jobs that cannot go anywhere cost anything.
+Jobs that may go to the same sources and have the same rank (suspect or not, user's priority, batch, tried before or
+not) share a shelf, kept sorted by place. A source looks at the heads of the few shelves that concern it, and finds the
+largest job that it could finish in a given time by bisection, so that neither a long queue nor jobs that cannot go
+anywhere cost anything.
 
 Each shelf also knows its jobs by deadline. The order by rank and place is good for the makespan and blind to deadlines;
 where time is short (`ReadyQueue.pressed`), the earliest deadline goes first instead.
@@ -177,7 +178,7 @@ class ReadyQueue:
         best: Job | None = None
         for shelf in self._ranked:
             pressed = (source, shelf.rank.priority) in self.pressed
-            if best is not None and (shelf.rank[:2] > best.rank[:2] if pressed else shelf.rank > best.rank):
+            if best is not None and (shelf.rank[:3] > best.rank[:3] if pressed else shelf.rank > best.rank):
                 break
             if source in shelf.eligible:
                 job = shelf.first(pressed=pressed)
@@ -189,7 +190,7 @@ class ReadyQueue:
         """What the jobs that `source` may serve are sorted by: the lowest goes first."""
         rank = job.rank
         if (source, rank.priority) in self.pressed:
-            return (*rank[:2], job.deadline_at, job.turn)
+            return (*rank[:3], job.deadline_at, job.turn)
         if rank.single and self._of[job.entry].coming:
             return (*rank, job.sequence)
         return (*rank, -job.place, job.sequence)
@@ -236,9 +237,11 @@ class ReadyQueue:
         return ((shelf.eligible, shelf.live) for shelf in self._ranked)
 
     def levels(self) -> Iterator[Level]:
-        """What waits, the highest priority first. Jobs that cannot meet their deadline any more have none."""
+        """What waits, the highest priority first and suspects last. These have no deadline here, as have jobs that
+        cannot meet theirs any more.
+        """
         for shelf in self._ranked:
-            job = None if shelf.rank.hopeless else shelf.first_due()
+            job = None if shelf.rank.hopeless or shelf.rank.suspect else shelf.first_due()
             yield Level(shelf.eligible, shelf.rank.priority, shelf.live, job.deadline_at if job else math.inf)
 
 

@@ -37,6 +37,8 @@ class SimulatedSource:
     answer: Callable[[Request], Reply] = lambda request: Reply(text="1")
     model: str = "simulated"
     slots: int | None = None
+    local: bool = False
+    """Whether it stands for a function in this machine's processes."""
 
     arrivals: list[float] = field(default_factory=list)
     violations: list[tuple[float, str]] = field(default_factory=list)

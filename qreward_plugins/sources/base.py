@@ -73,7 +73,11 @@ class Reply:
 
 
 class Source(Protocol):
-    """An endpoint or a local function that answers requests."""
+    """An endpoint or a local function that answers requests.
+
+    A source that has an attribute `local` which is true runs a function in this machine's processes or threads. Where a
+    call of it hangs, its sample is to blame, and the source is not taken for silent.
+    """
 
     @property
     def name(self) -> str: ...

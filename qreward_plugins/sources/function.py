@@ -4,7 +4,9 @@ Async functions are awaited. Sync ones run in worker processes unless the config
 hang (a regular expression, a sympy expression, the policy's own code), and only a process can be killed.
 
 What a function raises is taken for a fault of the function with this sample, which no further try mends, except for
-time-outs and lost connections, and for the errors of this package, which mean what they say.
+time-outs and lost connections, and for the errors of this package, which mean what they say. A call that hangs, or that
+takes its process down, is the sample's fault, too. The source itself is to blame only where no sample can be: no worker
+process can be started, or the function cannot be loaded in one.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from ..errors import (
     ConfigurationError,
     InvalidVerdict,
     Mistake,
+    NotStarted,
     PermanentError,
+    SampleFault,
     SourceError,
     SourceUnusable,
     TransientError,
@@ -33,7 +37,7 @@ from .loading import Function, Loader, PathLoader, load
 from .raised import describe, is_transient
 from .threads import FunctionRaised, ThreadSlots, TooManyAbandoned
 from .worker import CallOverdue, CannotLoad, ValueTooLarge, WorkerDied
-from .worker_pool import PoolClosed, WorkerPool
+from .worker_pool import CannotStart, PoolClosed, WorkerPool
 
 if TYPE_CHECKING:
     from ..config import models
@@ -81,6 +85,11 @@ class FunctionSource:
         return self._name
 
     @property
+    def local(self) -> bool:
+        """True: a call that hangs says something of its sample and nothing of the source."""
+        return True
+
+    @property
     def model(self) -> str:
         return self._config.function
 
@@ -95,9 +104,10 @@ class FunctionSource:
         A call in a worker process is killed after `timeouts.total_s`, and at once when this coroutine is cancelled,
         with everything that it started. A cancelled call in a thread gives its slot back and goes on by itself.
 
-        Raises TransientError if the call was killed or its process died, or the function raised a time-out or lost a
-        connection; PermanentError if it raised anything else, or its arguments or value do not pickle; SourceUnusable
-        if the function cannot run at all; errors of this package that the function raised, as they are.
+        Raises SampleFault if the call was killed or its process died; NotStarted if it cannot begin; TransientError if
+        the function raised a time-out or lost a connection; PermanentError if it raised anything else, or its arguments
+        or value do not pickle; SourceUnusable if the function cannot run at all; errors of this package that the
+        function raised, as they are.
         """
         if self._closed:
             raise SourceUnusable(f"source {self._name!r} is closed")
@@ -113,7 +123,7 @@ class FunctionSource:
                 on_sent()
                 value = await call()
         except TooManyAbandoned as error:
-            raise TransientError(f"source {self._name!r}: {error}; mode: process would kill them") from None
+            raise NotStarted(f"source {self._name!r}: {error}; mode: process would kill them") from None
         except FunctionRaised as wrapper:
             failure = self._failure(wrapper.error)
         except (Exception, SystemExit) as error:
@@ -146,9 +156,11 @@ class FunctionSource:
         try:
             kind, payload = await pool.call(message, limit_s, on_start=on_sent)
         except CallOverdue:
-            raise TransientError(f"{self._where} was killed after {limit_s:g} s") from None
+            raise SampleFault(f"{self._where} was killed after {limit_s:g} s", reason="hung") from None
         except WorkerDied as error:
-            raise TransientError(f"{self._where}: its worker process died ({error})") from None
+            raise SampleFault(f"{self._where}: its worker process died ({error})", reason="crashed") from None
+        except CannotStart as error:
+            raise NotStarted(f"{self._where}: no worker process can be started ({error})") from None
         except ValueTooLarge:
             raise PermanentError(f"{self._where} returned a value that is too large") from None
         except CannotLoad as error:
@@ -158,7 +170,7 @@ class FunctionSource:
         except PoolClosed:
             raise SourceUnusable(f"source {self._name!r} is closed") from None
         except OSError as error:
-            raise TransientError(f"{self._where}: no worker process can be started ({error.strerror})") from None
+            raise NotStarted(f"{self._where}: no worker process can be started ({error.strerror})") from None
         try:
             carried = pickle.loads(payload)
         except Exception as error:
@@ -179,7 +191,7 @@ class FunctionSource:
         if isinstance(error, (SourceError, InvalidVerdict)):
             return error
         if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
-            return TransientError(f"{self._where}: no thread can be started")
+            return NotStarted(f"{self._where}: no thread can be started")
         return self._raised(describe(error), transient=is_transient(error))
 
     def _raised(self, description: str, *, transient: bool) -> SourceError:

@@ -17,7 +17,9 @@ from typing import Any
 
 _log = logging.getLogger(__name__)
 
-_ABANDONED_PER_SLOT = 4
+_MOST_ABANDONED = 256
+"""Calls that may go on after they were given up, whatever the number of slots: one that only waits costs little more
+than its stack, and the calls of other samples must go on."""
 _FAREWELL_S = 1.0
 
 
@@ -46,7 +48,7 @@ class ThreadSlots:
         if loop is not self._loop:
             self._loop, self._free = loop, asyncio.Semaphore(self._slots)
         async with self._free:
-            if self.abandoned >= self._slots * _ABANDONED_PER_SLOT:
+            if self.abandoned >= max(self._slots, _MOST_ABANDONED):
                 raise TooManyAbandoned(f"{self.abandoned} calls that were given up still go on")
             done: asyncio.Future[Any] = loop.create_future()
             call = _Call(function, loop, done)

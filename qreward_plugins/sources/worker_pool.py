@@ -17,11 +17,15 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from .loading import Loader
-from .worker import CannotLoad, Worker
+from .worker import CallOverdue, CannotLoad, Worker
 from .worker_program import FAREWELL_S
 
 _LOOK_AGAIN_S = 0.005
 _KILLED_WITHIN_S = 1.0
+
+
+class CannotStart(Exception):
+    """A worker process died, or took too long, before it had loaded the function; no call is to blame."""
 
 
 class PoolClosed(Exception):
@@ -59,7 +63,8 @@ class WorkerPool:
         `on_start` is called when a worker has been found. Cancelling kills the worker, and what it started, before it
         returns.
 
-        Raises PoolClosed, CannotLoad, WorkerDied, CallOverdue, ValueTooLarge, or OSError if no process can be started.
+        Raises WorkerDied, CallOverdue or ValueTooLarge because of this call; PoolClosed, CannotLoad, CannotStart or
+        OSError because no worker can take any.
         """
         worker = await self._acquire()
         try:
@@ -167,7 +172,7 @@ class WorkerPool:
             self._fail_waiters(failure)
         else:
             if self._waiters:
-                _fail(self._waiters.popleft(), failure)
+                _fail(self._waiters.popleft(), CannotStart(_described(failure)))
             self._start_workers(len(self._waiters))
 
     def _fail_waiters(self, error: Exception) -> None:
@@ -213,6 +218,10 @@ async def _ended(workers: list[Worker], until: float) -> list[Worker]:
             break
         await asyncio.sleep(_LOOK_AGAIN_S)
     return workers
+
+
+def _described(failure: Exception) -> str:
+    return "it did not load the function in time" if isinstance(failure, CallOverdue) else str(failure)
 
 
 def _fail(waiter: asyncio.Future[Worker], error: Exception) -> None:

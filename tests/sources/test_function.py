@@ -21,12 +21,13 @@ from qreward_plugins.errors import (
     ConfigurationError,
     InvalidVerdict,
     PermanentError,
+    SampleFault,
     SourceUnusable,
     Throttled,
     TransientError,
 )
 from qreward_plugins.samples import Sample
-from qreward_plugins.sources import FunctionSource, Request
+from qreward_plugins.sources import FunctionSource, Request, threads
 from qreward_plugins.sources.loading import PathLoader
 
 pytestmark = pytest.mark.anyio
@@ -174,8 +175,8 @@ async def test_what_a_function_raises(mode: str, response: str, kind: type, says
 @pytest.mark.parametrize(
     ("response", "kind", "says"),
     [
-        ("crash", TransientError, r"worker process died \(exit status 7\)"),
-        ("segfault", TransientError, r"worker process died \(killed by signal 11\)"),
+        ("crash", SampleFault, r"worker process died \(exit status 7\)"),
+        ("segfault", SampleFault, r"worker process died \(killed by signal 11\)"),
         ("lambda", PermanentError, "of type function, cannot be pickled"),
         ("large", PermanentError, "too large"),
     ],
@@ -199,7 +200,7 @@ async def test_a_call_that_takes_too_long_is_killed_with_all_that_it_started(ope
     source = opened("misbehave", timeouts={"total_s": 0.5})
     await value(source, request())
     started = tmp_path / "started"
-    with pytest.raises(TransientError, match=r"killed after 0.5 s"):
+    with pytest.raises(SampleFault, match=r"killed after 0.5 s"):
         await value(source, request("family", extras={"started": str(started)}))
     pids = started.read_text().split()
     assert len(pids) == 2
@@ -430,7 +431,10 @@ async def test_no_more_threads_than_told() -> None:
     await source.aclose()
 
 
-async def test_a_hanging_thread_gives_its_slot_back_and_there_is_a_limit(caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_hanging_thread_gives_its_slot_back_and_there_is_a_limit(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(threads, "_MOST_ABANDONED", 4)
     gate = Gate()
     source = in_threads(gate)
     caplog.set_level(logging.WARNING)

@@ -23,6 +23,7 @@ from .config import Config, Limits, load_config
 from .errors import EngineError
 from .journal import Journal, sample_key
 from .judges import Judge, Panel
+from .sample_check import named, read_sample
 from .samples import Outcome, Sample, Scored, Verdict
 from .scheduling import Cutoff, Dispatcher, Lane, open_lanes
 from .scoring import Scoring
@@ -90,7 +91,7 @@ class RewardEngine:
         loop.
         """
         scoring = self._bind()
-        (case,) = await scoring.open([sample], scoring.now() + self._deadline_s(deadline_s))
+        (case,) = await scoring.open([read_sample(sample)], scoring.now() + self._deadline_s(deadline_s))
         # It may have been closed while the journal was asked.
         scoring = self._bind()
         return await scoring.submit(case, scoring.batches.trickle(priority))
@@ -109,11 +110,11 @@ class RewardEngine:
         on. Of two batches under way, the one of higher `priority` goes first, and then the one that came first: that
         ends both earlier than mixing them does. `cutoff`: when to stop waiting for the last samples.
         """
-        batch = list(samples)
-        self._warn_if_too_many(batch, deadline_s)
+        batch = [read_sample(sample) for sample in samples]
+        self._warn_if_too_many([sample for sample in batch if isinstance(sample, Sample)], deadline_s)
         scoring = self._bind()
         due_at = scoring.now() + self._deadline_s(deadline_s)
-        together = scoring.batches.new(batch, priority=priority, cutoff=cutoff)
+        together = scoring.batches.new([named(sample) for sample in batch], priority=priority, cutoff=cutoff)
         outcomes: list[asyncio.Future[Outcome]] = []
         try:
             # All of the journal first: what is left of the batch is ordered as a whole.

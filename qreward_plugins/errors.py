@@ -17,6 +17,7 @@
         │   ├── NotStarted      ... once a local function can take calls again: no sample is to blame
         │   └── SampleFault     ... once, after all other samples: this one hung or crashed a local function
         └── PermanentError      the source will not answer this request
+            ├── SampleRefused   ... because of what this sample holds, or because the function raised on it
             └── SourceUnusable  ... nor any other: 401, 403, 404
 
 The classes of `SourceError` are what the scheduler decides by, so a source maps every foreign exception to one of them
@@ -157,6 +158,18 @@ class SampleFault(TransientError):
 
 class PermanentError(SourceError):
     """The source will not answer this request, however often it is asked (400, 413, 422)."""
+
+
+class SampleRefused(PermanentError):
+    """This one sample cannot be scored by this source, and another try changes nothing.
+
+    `reason` is the reason of its failure, if no other source can score it: "input" for what cannot be sent, "raised"
+    for a function that raised.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, reason: str = "input") -> None:
+        super().__init__(message, status=status)
+        self.reason = reason
 
 
 class SourceUnusable(PermanentError):

@@ -8,7 +8,6 @@ it is known only here.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,11 +15,11 @@ import anyio
 
 from .journal import Journal, sample_key
 from .judges import InCharge, Judge, JudgeSum, Panel, parts_of
+from .redaction import one_line
+from .sample_check import Rejected
 from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from .scheduling import Batch, Batches, Bundle, Dispatcher
-from .telemetry import EngineCounters
-
-_log = logging.getLogger("qreward_plugins.engine")
+from .telemetry import EngineCounters, FailureLog
 
 
 class Entry(NamedTuple):
@@ -35,13 +34,14 @@ class Entry(NamedTuple):
 
 class Case(NamedTuple):
     """A sample, who judges it (None: nobody), an entry for every judge that is to say something of it, and when its
-    time is up, on the event loop's clock.
+    time is up, on the event loop's clock. `rejected`: what is wrong with it, so that nobody is asked.
     """
 
     sample: Sample
     judge: InCharge | None
     entries: tuple[Entry, ...]
     due_at: float
+    rejected: str = ""
 
 
 class Scoring:
@@ -58,6 +58,7 @@ class Scoring:
         self._counters = counters
         self._journal = journal
         self._reuse = reuse
+        self._failures = FailureLog()
 
     @property
     def batches(self) -> Batches:
@@ -68,7 +69,7 @@ class Scoring:
         """The event loop's clock, in seconds."""
         return self.dispatcher.now()
 
-    async def open(self, samples: Sequence[Sample], due_at: float) -> list[Case]:
+    async def open(self, samples: Sequence[Sample | Rejected], due_at: float) -> list[Case]:
         """Make cases of samples, all of whose time is up at `due_at`; what a slow disk does not tell until then is not
         known. Without a journal it returns at once.
         """
@@ -76,7 +77,9 @@ class Scoring:
             return [await self._case(sample, due_at) for sample in samples]
         return await asyncio.gather(*(self._case(sample, due_at) for sample in samples))
 
-    async def _case(self, sample: Sample, due_at: float) -> Case:
+    async def _case(self, sample: Sample | Rejected, due_at: float) -> Case:
+        if isinstance(sample, Rejected):
+            return Case(sample.sample, None, (), due_at, sample.problem)
         judge = self._panel.judge_of(sample)
         asked = () if judge is None else parts_of(judge)
         return Case(sample, judge, tuple([await self._entry(sample, part, due_at) for part in asked]), due_at)
@@ -93,7 +96,8 @@ class Scoring:
         """Hand a case in, and count its outcome when it comes. Cancelling the future cancels what is under way."""
         self._counters.submitted += 1
         if case.judge is None:
-            future = _done(_no_route(case.sample))
+            failed = Failed(Cause.INFRA, "input", case.rejected) if case.rejected else _no_route(case.sample)
+            future = _done(failed)
             self.batches.settled(batch, case.sample, future.result())
         elif isinstance(case.judge, JudgeSum):
             future = self._sum(case, case.judge, batch)
@@ -163,12 +167,7 @@ class Scoring:
             return
         self._counters.count(outcome)
         if isinstance(outcome, Failed):
-            total = sum(self._counters.failed.values())
-            # One line for the 1st, 2nd, 4th, 8th ... failure: a dead judge must be seen, and must not fill the disk.
-            if total & (total - 1) == 0:
-                name = sample.id or "sample"
-                where = f" ({sample.data_source})" if sample.data_source else ""
-                _log.warning("%s%s: %s (failure no. %d)", name, where, outcome.describe(), total)
+            self._failures.note(sample, outcome, self.now())
 
 
 async def _added(judge: JudgeSum, parts: Mapping[str, asyncio.Future[Outcome]]) -> Outcome:
@@ -189,7 +188,8 @@ def _outcome_of(done: asyncio.Future[Outcome]) -> Outcome | None:
 
 
 def _no_route(sample: Sample) -> Failed:
-    detail = f'no route matches the data source {sample.data_source!r}; add it to `routes`, or a last route "*"'
+    name = one_line(repr(sample.data_source), 200)
+    detail = f'no route matches the data source {name}; add it to `routes`, or a last route "*"'
     return Failed(Cause.INFRA, "no_route", detail)
 
 

@@ -14,7 +14,7 @@ import qreward_plugins
 ROOT = Path(__file__).parents[1]
 
 FLOORS = [
-    {"errors", "samples", "config"},
+    {"errors", "samples", "sample_check", "config", "redaction"},
     {"sources", "quotas", "telemetry", "groups", "siblings", "prompts"},
     {"judges"},
     {"scheduling", "journal"},
@@ -31,6 +31,9 @@ NEIGHBOURS = {  # what may be imported beside that
     ("config", "errors"),
     ("config", "samples"),  # what counts as a number
     ("siblings", "groups"),  # the mean
+    ("config", "redaction"),
+    ("sample_check", "errors"),
+    ("sample_check", "samples"),
     ("errors", "samples"),  # for type checkers only
     ("quotas", "telemetry"),
     ("engine", "portal"),  # portal() opens it on call

@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator
 
+from ..redaction import with_secrets
 from .nodes import Node, NonNegativeFloat, PositiveFloat, PositiveInt, one_or_several
 
 
@@ -30,6 +31,24 @@ def _without_slash(url: str) -> str:
     return url.rstrip("/")
 
 
+def _secrets_marked(value: dict[str, Any]) -> dict[str, Any]:
+    marked: dict[str, Any] = with_secrets(value)
+    return marked
+
+
+Anything = Annotated[dict[str, Any], AfterValidator(_secrets_marked)]
+"""A mapping that is handed on. What stands in it under the name of a secret (`api_key`, `token`), or comes from the
+environment, is shown nowhere."""
+
+
+def _plain_name(name: str) -> str:
+    if "://" in name and "@" in name:
+        # It stands in metrics, messages and the journal.
+        raise ValueError("a model's name holds no credentials; a key goes into api_key or headers")
+    return name
+
+
+ModelName = Annotated[str, Field(min_length=1), AfterValidator(_plain_name)]
 ServiceURL = Annotated[str, AfterValidator(_plain_url)]
 BaseURL = Annotated[ServiceURL, AfterValidator(_without_slash)]
 
@@ -108,8 +127,9 @@ class Endpoint(AnySource):
     headers: dict[str, SecretStr] = Field(default_factory=dict)
     """Further headers of every request; their values are treated as secrets."""
 
-    parameters: dict[str, Any] = Field(default_factory=dict)
-    """Further keys of every request's body (e.g. `chat_template_kwargs`); they win over what is there otherwise."""
+    parameters: Anything = Field(default_factory=dict)
+    """Further keys of every request's body (e.g. `chat_template_kwargs`); they win over what is there otherwise. Values
+    under the name of a secret, and those from the environment, are treated as secrets."""
 
     verify_tls: bool = True
     """Verify the server's certificate. Turn it off for this one source only if you must."""
@@ -134,7 +154,7 @@ class OpenAISource(Endpoint):
     """URL up to and including the version, e.g. `https://api.example.com/v1`; or a list of replicas that share the
     limits of this source."""
 
-    model: Annotated[str, Field(min_length=1)]
+    model: ModelName
     """Name of the model, as the server knows it."""
 
     _urls = field_validator("base_url", mode="before")(one_or_several)
@@ -167,7 +187,7 @@ class HTTPSource(Endpoint):
     """The whole URL that requests are posted to, e.g. `http://localhost:8000/score`; or a list of replicas that share
     the limits of this source. It has no query: URLs are shown in messages and metrics."""
 
-    model: Annotated[str, Field(min_length=1)] | None = None
+    model: ModelName | None = None
     """What scores there, for metrics and for the journal, which answers from its record only what the same model
     scored. Default: the first URL without its scheme; name the model where its address changes from run to run."""
 
@@ -205,8 +225,9 @@ class FunctionSource(AnySource):
     """What the function is called with. `fields` (default): the keywords `data_source`, `solution_str`, `ground_truth`
     and `extra_info`, the convention of reward functions. `sample`: one `Sample`."""
 
-    kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Further keyword arguments of every call."""
+    kwargs: Anything = Field(default_factory=dict)
+    """Further keyword arguments of every call. Values under the name of a secret (`api_key`, `token`, `password`), and
+    those from the environment, are treated as secrets."""
 
     mode: Literal["auto", "process", "thread"] = "auto"
     """Where a sync function runs; async functions are always awaited. `process` (`auto`, the default): in worker

@@ -22,11 +22,15 @@ from omegaconf.errors import (
 )
 from pydantic import BaseModel
 
+from ..redaction import with_secrets
 from .findings import Finding, Path, cut
 
 _MAX_DEPTH = 64
 _SCALARS = (str, int, float, bool, type(None))
 _ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}")
+_FROM_A_SECRET = re.compile(r"oc\.env|api_key|headers")
+_HANDED_ON = {"kwargs", "parameters"}
+"""Below these keys stand values of anybody's, keys of services among them."""
 _ENV_NOT_FOUND = re.compile(r"Environment variable '([A-Za-z_][A-Za-z0-9_]*)' not found")
 
 
@@ -156,7 +160,10 @@ class _Resolver:
         except Exception as error:
             # Resolvers are anybody's functions; their messages may hold anything and are not passed on.
             return self._unresolvable(path, expression, error)
-        return self.resolved(value, path, above)
+        resolved = self.resolved(value, path, above)
+        if _HANDED_ON & set(path) and _FROM_A_SECRET.search(expression):
+            resolved = with_secrets(resolved, secret=True)
+        return resolved
 
     def _broken(self, path: Path, problem: str, remedy: str = "", excerpt: str = "") -> Broken:
         self._tree.findings.append(Finding(path, problem, remedy, excerpt))

@@ -12,15 +12,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import orjson
-
 from ..errors import InputError
+from ..sample_check import kind_of, plain_messages
 from ..samples import Message, Sample
+from ..sources.bodies import as_json, encoded
 from .fence import without_control_tokens
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ATTACHMENT = re.compile(r"image|video|audio|file")
-_JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
+_MOST_BITS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,9 @@ class Material:
     def of(cls, sample: Sample) -> Material:
         """Raises `InputError` for what has no readable form."""
         if not isinstance(sample.response, str):
-            raise InputError(f"the response is a {type(sample.response).__name__}, not text")
+            raise InputError(f"response is of type {kind_of(sample.response)}; write a text")
+        if not len(sample.messages):
+            raise InputError("messages is empty; write at least one message with role and content")
         return cls(
             question=question_text(sample.messages),
             response=readable(sample.response),
@@ -83,18 +85,18 @@ def reference_text(ground_truth: Any) -> str | None:
     """
     if ground_truth is None:
         return None
-    if isinstance(ground_truth, str):
-        return readable(str(ground_truth))
+    if issubclass(type(ground_truth), str):
+        return readable(str.__str__(ground_truth))
     return _json_text(ground_truth, "ground_truth")
 
 
-def _checked(messages: Sequence[Message]) -> list[Mapping[str, Any]]:
-    checked: list[Mapping[str, Any]] = []
-    for index, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InputError(f"messages[{index}] is a {type(message).__name__}; write a mapping with role and content")
-        checked.append(message)
-    return checked
+def _checked(messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
+    try:
+        return plain_messages(messages)
+    except InputError as error:
+        raise InputError(f"messages {error}") from None
+    except Exception as error:
+        raise InputError(f"messages cannot be read ({kind_of(error)})") from None
 
 
 def _turn_text(message: Mapping[str, Any]) -> str:
@@ -103,10 +105,7 @@ def _turn_text(message: Mapping[str, Any]) -> str:
     if isinstance(content, str):
         pieces.append(content)
     elif content is not None:
-        parts = _plain(content)
-        if not isinstance(parts, (list, tuple)):
-            raise InputError(f"the content of a message is a {type(content).__name__}; write text or a list of parts")
-        pieces.extend(_part_text(part) for part in parts)
+        pieces.extend(_part_text(part) for part in content)
     calls = message.get("tool_calls")
     if calls:
         pieces.append(f"[tool calls] {_json_text(calls, 'tool_calls')}")
@@ -120,37 +119,19 @@ def _part_text(part: Any) -> str:
         text = part.get("text")
         if isinstance(text, str):
             return text
-        kind = _ATTACHMENT.search(str(part.get("type", "")))
+        said = [part["type"]] if isinstance(part.get("type"), str) else [key for key in part if isinstance(key, str)]
+        kind = next(filter(None, map(_ATTACHMENT.search, said)), None)
+        if kind is None and "type" not in part:
+            raise InputError("messages holds a part of a content without text and without type")
         return f"[{kind.group()}]" if kind else "[attachment]"
-    raise InputError(f"a part of a message's content is a {type(part).__name__}; write text or a mapping with type")
+    raise InputError(f"messages holds a part of a content of type {kind_of(part)}; write text or a mapping with type")
 
 
 def _json_text(value: Any, name: str) -> str:
-    value = _plain(value)
-    if isinstance(value, str):
-        return readable(value)
-    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() <= 4096:
-        return str(value)
-    try:
-        return orjson.dumps(value, default=_plain_or_refuse, option=_JSON_OPTIONS).decode()
-    except (TypeError, ValueError, RecursionError) as error:
-        raise InputError(f"{name} of type {type(value).__name__} cannot be shown to a judge: {error}") from None
-
-
-def _plain_or_refuse(value: Any) -> Any:
-    plain = _plain(value)
-    if plain is not value:
-        return plain
-    if isinstance(value, Mapping):
-        return dict(value)
-    if isinstance(value, (set, frozenset)):
-        # The order of a set changes from process to process, and the prompt must not.
-        return sorted(value, key=repr)
-    raise TypeError(f"{type(value).__name__} has no form in JSON")
-
-
-def _plain(value: Any) -> Any:
-    """Turn arrays, tensors and their scalars into plain Python without importing what they come from."""
-    if hasattr(value, "tolist") and hasattr(value, "shape"):
-        return value.tolist()
-    return value
+    if issubclass(type(value), int) and type(value) is not bool:
+        # Alone it stands in no JSON, so that it may have any length that can be read.
+        exact = int.__add__(value, 0)
+        if exact.bit_length() <= _MOST_BITS:
+            return f"{exact}"
+    plain = as_json(value, name, sets=True)
+    return readable(plain) if isinstance(plain, str) else encoded(plain).decode()

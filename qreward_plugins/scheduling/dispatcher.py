@@ -21,6 +21,7 @@ from ..config.models import Scheduling
 from ..errors import InputError
 from ..judges.base import Judge
 from ..samples import Cause, Failed, Outcome, Sample
+from ..sources.base import Request
 from .attempts import Attempt, Ending
 from .batches import Batch, Batches, Bundle
 from .endings import Endings, OnLate
@@ -115,11 +116,13 @@ class Dispatcher:
         future: asyncio.Future[Outcome] = self._loop.create_future()
         bundle = batch if isinstance(batch, Bundle) else None
         batch = batch.batch if isinstance(batch, Bundle) else batch or self.batches.trickle()
-        outcome: Outcome | None = judge.screen(sample)
+        outcome: Outcome | None = None
+        request: Request | None = None
         try:
+            outcome = judge.screen(sample)
             request = judge.request(sample, attempt=0) if outcome is None else None
-        except InputError as error:
-            outcome, request = Failed(Cause.INFRA, "input", str(error), judge=judge.name), None
+        except Exception as error:
+            outcome = Failed(Cause.INFRA, "input", _why_unfit(error), judge=judge.name)
         if batch.cut and outcome is None:
             outcome = Failed(Cause.INFRA, "cutoff", "the batch had stopped waiting already", judge=judge.name)
         if outcome is not None or request is None:
@@ -169,7 +172,7 @@ class Dispatcher:
             if lane.unusable or not lane.quota.fits_ever(lane.tokens(job.request)):
                 job.barred.add(name)
         if all(name in job.barred for name in job.judge.sources):
-            self.fail(job, Cause.INFRA, "no_source", self._why_no_source(job))
+            self.fail(job, Cause.INFRA, job.refused_for or "no_source", self._why_no_source(job))
             return
         eligible = job.eligible(now)
         if eligible:
@@ -232,7 +235,12 @@ class Dispatcher:
 
     def _start(self, job: Job, lane: Lane, now: float, *, hedge: bool) -> None:
         if job.attempts:
-            job.request = job.judge.request(job.sample, attempt=job.attempts)
+            try:
+                job.request = job.judge.request(job.sample, attempt=job.attempts)
+            except Exception as error:
+                # What a sample holds may answer otherwise the second time, and must not stop everybody's pump.
+                self.fail(job, Cause.INFRA, "input", _why_unfit(error))
+                return
         if job.rest_timer is not None and not hedge:
             job.rest_timer.cancel()
         attempt = Attempt(
@@ -313,3 +321,8 @@ class Dispatcher:
             if attempt.task is not current and not keep:
                 attempt.cancel()
         self.batches.ended(job, outcome)
+
+
+def _why_unfit(error: Exception) -> str:
+    """Why a sample cannot be asked about. Foreign errors are only named: their text may hold the sample."""
+    return str(error) if isinstance(error, InputError) else f"the sample cannot be read ({type(error).__name__})"

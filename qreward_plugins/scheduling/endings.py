@@ -31,6 +31,7 @@ from ..errors import (
     NotStarted,
     PermanentError,
     SampleFault,
+    SampleRefused,
     SourceError,
     SourceUnusable,
     Throttled,
@@ -268,6 +269,8 @@ class Endings:
         lane.counters.permanent += 1
         lane.breaker.abandoned(probe=attempt.probe)
         job.barred.add(lane.name)
+        if isinstance(error, SampleRefused):
+            job.refused_for = error.reason
         if isinstance(error, SourceUnusable) and not lane.unusable:
             lane.take_out(str(error))
             for waiting in list(self._desk.waiting_jobs()):

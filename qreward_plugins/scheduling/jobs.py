@@ -91,6 +91,8 @@ class Job:
     """Whether it waits until all other samples have gone, because it failed in a local function: it may hang again."""
     answers_before: dict[str, int] = field(default_factory=dict)
     """How many answers a local function had given when it failed this sample last."""
+    refused_for: str = ""
+    """The reason for which the last source refused this one sample; empty: none did."""
     last_problem: str = ""
     last_source: str = ""
     place: float = 0.0

@@ -36,7 +36,7 @@ class Request:
 
     def __post_init__(self) -> None:
         texts = [message["content"] for message in self.messages] or _texts(self.sample)
-        object.__setattr__(self, "size", sum(len(text.encode("utf-8", "surrogatepass")) for text in texts))
+        object.__setattr__(self, "size", sum(len(str.encode(text, "utf-8", "surrogatepass")) for text in texts))
 
 
 def _texts(sample: Sample) -> list[str]:
@@ -46,7 +46,8 @@ def _texts(sample: Sample) -> list[str]:
     for message in messages:
         if isinstance(message, Mapping):
             found += _parts(message.get("content"))
-    return [text for text in found if isinstance(text, str)]
+    # By their types, because an object may raise even when it is asked for its class.
+    return [text for text in found if issubclass(type(text), str)]
 
 
 def _parts(content: Any) -> list[Any]:

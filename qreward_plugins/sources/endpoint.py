@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
-import orjson
 from yarl import URL
 
-from ..errors import ConfigurationError, Mistake, PermanentError, SourceError
+from ..errors import ConfigurationError, InputError, Mistake, SampleRefused, SourceError
+from ..redaction import secrets_in, without_secrets
 from .base import Reply, Request
+from .bodies import as_json, encoded
 from .http import HTTPClient, HTTPReply, proxy_for
 from .replicas import Replicas
 from .replies import Answer
@@ -26,7 +28,6 @@ if TYPE_CHECKING:
     from ..config import models
 
 _OURS = ("content-length", "transfer-encoding", "content-encoding", "connection", "host")
-_JSON_OPTIONS = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 class Endpoint(ABC):
@@ -45,9 +46,9 @@ class Endpoint(ABC):
         self, name: str, config: models.Endpoint, urls: Sequence[str], *, path: str = "", mistakes: Sequence[Mistake]
     ) -> None:
         self._name = name
-        self._parameters = config.parameters
         self._max_reply_bytes = config.max_reply_bytes
         found: list[Mistake] = []
+        self._parameters = _parameters(f"sources.{name}.parameters", config, found)
         headers = _headers(f"sources.{name}", config, found)
         self._urls = _urls(f"sources.{name}.{self.URL_KEY}", urls, path, found)
         if found or mistakes:
@@ -57,6 +58,7 @@ class Endpoint(ABC):
             name,
             tuple(self._urls.values()),
             headers,
+            secrets=tuple(secrets_in(config.parameters)),
             verify_tls=config.verify_tls,
             connect_s=config.timeouts.connect_s,
         )
@@ -95,7 +97,16 @@ class Endpoint(ABC):
                 replica.failed(loop.time())
             else:
                 replica.answered()
-        return self._answer(url, http).reply()
+        return self._without_secrets(self._answer(url, http).reply())
+
+    def _without_secrets(self, reply: Reply) -> Reply:
+        """A reply as it may be shown: what a server echoes would get into rationales and names of components."""
+        clean = self._http.excerpts.clean
+        text, model, reason = clean(reply.text), clean(reply.model), clean(reply.finish_reason)
+        value = self._http.excerpts.clean_keys(reply.value)
+        if (text, model, reason) == (reply.text, reply.model, reply.finish_reason) and value is reply.value:
+            return reply
+        return replace(reply, text=text, model=model, finish_reason=reason, value=value)
 
     async def aclose(self) -> None:
         """Close all connections. Idempotent; a closed source answers no more."""
@@ -110,17 +121,14 @@ class Endpoint(ABC):
         """What `url` answered, to be read."""
 
     def _encode(self, request: Request) -> bytes:
-        body = {**self._body(request), **self._parameters}
         try:
-            return orjson.dumps(body, default=_plain, option=_JSON_OPTIONS)
-        except TypeError:
-            # Rare enough not to look for on every request: half a surrogate pair, which a policy's tokens can make.
-            pass
-        try:
-            return orjson.dumps(_mended(body), default=_plain, option=_JSON_OPTIONS)
-        except (TypeError, RecursionError) as error:
-            reason = self._http.excerpts.of(str(error))
-        raise PermanentError(f"source {self._name!r}: the request cannot be written as JSON ({reason})")
+            return encoded({**self._body(request), **self._parameters})
+        except InputError as error:
+            reason = str(error)
+        except Exception as error:
+            # Only its type is known to be fit to be shown.
+            reason = f"the body cannot be written: {type(error).__name__}"
+        raise SampleRefused(f"source {self._name!r}: {self._http.excerpts.of(reason)}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, {', '.join(self._urls)})"
@@ -168,6 +176,16 @@ def _headers(path: str, config: models.Endpoint, mistakes: list[Mistake]) -> dic
     return headers
 
 
+def _parameters(path: str, config: models.Endpoint, mistakes: list[Mistake]) -> dict[str, Any]:
+    try:
+        plain: dict[str, Any] = as_json(without_secrets(config.parameters), "")
+    except InputError as error:
+        place, _, problem = str(error).partition(": ")
+        mistakes.append(Mistake(f"{path}{place}", f"{problem}."))
+        return {}
+    return plain
+
+
 def _key(path: str, config: models.Endpoint, mistakes: list[Mistake]) -> tuple[str, str]:
     if config.api_key is not None:
         return config.api_key.get_secret_value().strip(), f"{path}.api_key"
@@ -183,29 +201,3 @@ def _key(path: str, config: models.Endpoint, mistakes: list[Mistake]) -> tuple[s
 
 def _can_be_sent(value: str) -> bool:
     return value.isprintable() and value.isascii()
-
-
-def _plain(value: Any) -> Any:
-    """What JSON has for the containers of data sets that orjson does not know. Raises TypeError for anything else."""
-    if isinstance(value, Mapping):
-        return dict(value)
-    # numpy's arrays of objects, which parquet files are full of; those of numbers are orjson's own business.
-    if type(value).__module__ == "numpy" and hasattr(value, "tolist"):
-        return value.tolist()
-    if isinstance(value, (Sequence, Set)) and not isinstance(value, (bytes, bytearray, memoryview)):
-        return list(value)
-    raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
-
-
-def _mended(value: Any) -> Any:
-    """Return `value` with every half of a surrogate pair replaced by U+FFFD; whole pairs become their character."""
-    if isinstance(value, str):
-        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
-    if isinstance(value, Mapping):
-        return {_mended(key): _mended(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_mended(item) for item in value]
-    try:
-        return _mended(_plain(value))
-    except TypeError:
-        return value

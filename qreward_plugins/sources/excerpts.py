@@ -2,35 +2,46 @@
 
 Servers echo what they were sent: "Incorrect API key provided: sk-abcd1234..." is a common 401. So nothing of a reply
 gets into an exception but through here, and a secret is struck out also where only its beginning or its end is shown.
+A secret may come back in another form than it was sent in (quoted for JSON or a URL, in base64), so all of these count.
 """
 
 from __future__ import annotations
 
+import base64
+import binascii
+import html
 import json
 import re
-from collections.abc import Iterable
-from urllib.parse import quote
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+from urllib.parse import parse_qsl, quote, urlsplit
+
+from ..redaction import one_line
 
 EXCERPT_CHARS = 200
 STRUCK_OUT = "***"
 _READ_CHARS = 4_000
 _TELLING_CHARS = 8
+_SCHEMES = ("bearer", "basic", "token", "digest", "apikey")
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+_NUMBER = re.compile(r"[+-]?[0-9.]{1,5}|true|false|null|none", re.IGNORECASE)
 
 
 class Excerpts:
     """Makes excerpts that hold none of `secrets`.
 
     A secret of 8 characters or more is struck out wherever its first 8 or its last 8 characters occur, together with
-    as many more as match; a shorter one where it stands as a word of its own.
+    as many more as match; a shorter one where it stands as a word of its own. Of a secret that is a URL these are the
+    password and the values of its query; a short number or truth value is taken for a setting.
     """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         self._long: list[str] = []
         short: list[str] = []
-        for secret in dict.fromkeys(form for value in secrets for form in _forms(value)):
+        for secret in dict.fromkeys(form for value in secrets for part in _parts(value) for form in _forms(part)):
             if len(secret) >= _TELLING_CHARS:
                 self._long.append(secret)
-            else:
+            elif not _NUMBER.fullmatch(secret):
                 short.append(re.escape(secret))
         # The longest first, so that no secret survives as the rest of another one that it contains.
         self._long.sort(key=len, reverse=True)
@@ -40,24 +51,106 @@ class Excerpts:
         """Return at most `limit` characters of `text`, secrets struck out and control characters escaped."""
         if isinstance(text, bytes):
             text = text[: 4 * _READ_CHARS].decode("utf-8", "replace")
-        beginning = self._strike_out(text[:_READ_CHARS]).strip()
-        shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in beginning)
-        return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+        return one_line(self._strike_out(text[:_READ_CHARS]).strip(), limit)
+
+    def clean(self, text: str) -> str:
+        """Return the whole of a reply's text with all long secrets struck out. Short ones stay: a verdict is full of
+        words and numbers.
+        """
+        return self._strike_out_long(text)
+
+    def clean_keys(self, value: Any) -> Any:
+        """A reply's value in which every key that holds a secret is struck out: keys become names of metrics."""
+        if not self._long or not isinstance(value, Mapping):
+            return value
+        if not any(isinstance(key, str) and self._strike_out_long(key) != key for key in value):
+            return value
+        return {self._strike_out_long(key) if isinstance(key, str) else key: item for key, item in value.items()}
 
     def _strike_out(self, text: str) -> str:
-        for secret in self._long:
-            text = _strike_beginning(text, secret)
-            text = _strike_beginning(text[::-1], secret[::-1])[::-1]
+        text = self._strike_out_long(text)
         return self._short.sub(STRUCK_OUT, text) if self._short else text
+
+    def _strike_out_long(self, text: str) -> str:
+        for secret in self._long:
+            if secret[:_TELLING_CHARS] in text:
+                text = _strike_beginning(text, secret)
+            if secret[-_TELLING_CHARS:] in text:
+                text = _strike_beginning(text[::-1], secret[::-1])[::-1]
+        return text
 
     def __repr__(self) -> str:
         return "Excerpts()"
 
 
-def _forms(value: str) -> list[str]:
-    # A header's value is often a scheme and a secret ("Bearer x"), and a server may show it quoted for JSON or a URL.
-    plain = [form for form in (value.strip(), *value.split()) if form and form.lower() not in ("bearer", "basic")]
-    return [form for word in plain for form in (word, json.dumps(word)[1:-1], quote(word, safe=""))]
+def _parts(value: str) -> Iterator[str]:
+    """The texts that give a secret away: it, its words, and what stands in it if it is a URL or JSON."""
+    value = value.strip()
+    scheme, _, rest = value.partition(" ")
+    if scheme.lower() in _SCHEMES:
+        value = rest.strip()
+        yield from _decoded(value)
+    if _URL.match(value):
+        yield from _of_url(value)
+        return
+    if value.startswith(("{", "[")):
+        yield from _of_json(value)
+    if value:
+        yield value
+    words = value.split()
+    # A header's value is often a name and a secret ("Token x"). Of a longer text, as a private key is, its lines count.
+    yield from (word for word in words if len(words) > 1 and (len(words) == 2 or len(word) >= 2 * _TELLING_CHARS))
+
+
+def _of_url(value: str) -> Iterator[str]:
+    try:
+        url = urlsplit(value)
+        hidden = [url.password or "", *(item for _, item in parse_qsl(url.query)), url.fragment]
+    except ValueError:
+        hidden = [value.partition("://")[2]]
+    yield from (item for item in hidden if item)
+
+
+def _of_json(value: str) -> Iterator[str]:
+    try:
+        pending = [json.loads(value)]
+    except (ValueError, RecursionError):
+        return
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            pending.extend(item.values())
+        elif isinstance(item, list):
+            pending.extend(item)
+        elif isinstance(item, str) and len(item) >= _TELLING_CHARS and not _URL.match(item):
+            yield item
+
+
+def _decoded(value: str) -> Iterator[str]:
+    """User and password of basic authentication."""
+    try:
+        _, _, password = base64.b64decode(value, validate=True).decode().partition(":")
+    except (binascii.Error, ValueError):
+        return
+    if password:
+        yield password
+
+
+def _forms(value: str) -> Iterator[str]:
+    data = value.encode("utf-8", "surrogatepass")
+    yield value
+    yield json.dumps(value)[1:-1]
+    yield repr(value)[1:-1]
+    yield html.escape(value)
+    quoted = quote(data, safe="")
+    yield from (quoted, quote(data), re.sub("%[0-9A-F]{2}", lambda code: code[0].lower(), quoted))
+    if len(data) >= _TELLING_CHARS:
+        # Within a longer text it begins at any of three places in a group; what hangs on its neighbours is left out.
+        for shift in range(3):
+            coded = base64.b64encode(b"\0" * shift + data).rstrip(b"=").decode()
+            coded = coded[2 * shift if shift else 0 : len(coded) - 1]
+            yield from (coded, coded.translate(str.maketrans("+/", "-_")))
+        yield data.hex()
 
 
 def _strike_beginning(text: str, secret: str) -> str:

@@ -11,11 +11,12 @@ process can be started, or the function cannot be loaded in one.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 import os
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import (
@@ -23,12 +24,13 @@ from ..errors import (
     InvalidVerdict,
     Mistake,
     NotStarted,
-    PermanentError,
     SampleFault,
+    SampleRefused,
     SourceError,
     SourceUnusable,
     TransientError,
 )
+from ..redaction import secrets_in, without_secrets
 from ..samples import Sample
 from . import worker_program as program
 from .base import Reply, Request
@@ -41,8 +43,6 @@ from .worker_pool import CannotStart, PoolClosed, WorkerPool
 
 if TYPE_CHECKING:
     from ..config import models
-
-_excerpt = Excerpts().of
 
 
 class FunctionSource:
@@ -60,9 +60,12 @@ class FunctionSource:
     def __init__(self, name: str, config: models.FunctionSource, *, loader: Loader | None = None) -> None:
         self._name = name
         self._config = config
+        self._kwargs: dict[str, Any] = without_secrets(config.kwargs)
+        self._excerpts = Excerpts(secrets_in(config.kwargs))
+        self._excerpt = self._excerpts.of
         key = f"sources.{name}.function"
         loader = loader or PathLoader(config.function)
-        self._function = load(loader, key=key)
+        self._function = load(loader, key=key, excerpt=self._excerpt)
         self._closed = False
         self._slots: int | None = None
         self._threads: ThreadSlots | None = None
@@ -76,7 +79,9 @@ class FunctionSource:
         try:
             self._pool = WorkerPool(loader, self._slots)
         except Exception as error:
-            problem = f"the function's loader cannot be pickled for the worker processes: {describe(error)}."
+            problem = (
+                f"the function's loader cannot be pickled for the worker processes: {self._excerpt(describe(error))}."
+            )
             remedy = "Define it at the top level of a module, or set mode: thread."
             raise ConfigurationError([Mistake(key, problem, remedy)]) from error
 
@@ -105,7 +110,7 @@ class FunctionSource:
         with everything that it started. A cancelled call in a thread gives its slot back and goes on by itself.
 
         Raises SampleFault if the call was killed or its process died; NotStarted if it cannot begin; TransientError if
-        the function raised a time-out or lost a connection; PermanentError if it raised anything else, or its arguments
+        the function raised a time-out or lost a connection; SampleRefused if it raised anything else, or its arguments
         or value do not pickle; SourceUnusable if the function cannot run at all; errors of this package that the
         function raised, as they are.
         """
@@ -113,7 +118,7 @@ class FunctionSource:
             raise SourceUnusable(f"source {self._name!r} is closed")
         args, kwargs = self._arguments(request.sample)
         if self._pool is not None:
-            return Reply(value=await self._in_process(self._pool, args, kwargs, on_sent))
+            return self._reply(await self._in_process(self._pool, args, kwargs, on_sent))
         call = functools.partial(self._function, *args, **kwargs)
         failure: Exception
         try:
@@ -131,8 +136,9 @@ class FunctionSource:
         else:
             if inspect.iscoroutine(value):
                 value.close()
-                raise PermanentError(f"{self._where} returned a coroutine; make it an async def")
-            return Reply(value=value)
+                said = f"{self._where} returned a coroutine; make it an async def"
+                raise SampleRefused(said, reason="raised")
+            return self._reply(value)
         raise failure
 
     async def aclose(self) -> None:
@@ -150,9 +156,8 @@ class FunctionSource:
         try:
             message = pickle.dumps((args, kwargs), pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            raise PermanentError(
-                f"{self._where}: the sample cannot be pickled for a worker process: {_excerpt(describe(error))}"
-            ) from None
+            field, said = _unpicklable(args, kwargs), self._excerpt(describe(error))
+            raise SampleRefused(f"{self._where}: {field} cannot be pickled for a worker process: {said}") from None
         try:
             kind, payload = await pool.call(message, limit_s, on_start=on_sent)
         except CallOverdue:
@@ -162,10 +167,10 @@ class FunctionSource:
         except CannotStart as error:
             raise NotStarted(f"{self._where}: no worker process can be started ({error})") from None
         except ValueTooLarge:
-            raise PermanentError(f"{self._where} returned a value that is too large") from None
+            raise SampleRefused(f"{self._where} returned a value that is too large", reason="raised") from None
         except CannotLoad as error:
             raise SourceUnusable(
-                f"{self._where} cannot be loaded in a worker process: {_excerpt(str(error))}"
+                f"{self._where} cannot be loaded in a worker process: {self._excerpt(str(error))}"
             ) from None
         except PoolClosed:
             raise SourceUnusable(f"source {self._name!r} is closed") from None
@@ -174,29 +179,39 @@ class FunctionSource:
         try:
             carried = pickle.loads(payload)
         except Exception as error:
-            reason = _excerpt(describe(error))
-            raise PermanentError(f"{self._where}: what it returned cannot be unpickled: {reason}") from None
+            reason = self._excerpt(describe(error))
+            raise SampleRefused(
+                f"{self._where}: what it returned cannot be unpickled: {reason}", reason="raised"
+            ) from None
         if kind == program.VALUE:
             return carried
         self._raise(kind, carried)
 
     def _raise(self, kind: bytes, carried: Any) -> NoReturn:
         if kind == program.OURS:
-            raise carried
+            raise self._ours(carried)
         if kind == program.UNFIT:
-            raise PermanentError(f"{self._where}: {_excerpt(carried)}")
+            raise SampleRefused(f"{self._where}: {self._excerpt(carried)}", reason="raised")
         raise self._raised(carried, transient=kind == program.TRANSIENT)
 
     def _failure(self, error: BaseException) -> Exception:
         if isinstance(error, (SourceError, InvalidVerdict)):
-            return error
+            return self._ours(error)
         if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
             return NotStarted(f"{self._where}: no thread can be started")
         return self._raised(describe(error), transient=is_transient(error))
 
     def _raised(self, description: str, *, transient: bool) -> SourceError:
-        kind = TransientError if transient else PermanentError
-        return kind(f"{self._where} raised {_excerpt(description)}")
+        said = f"{self._where} raised {self._excerpt(description)}"
+        return TransientError(said) if transient else SampleRefused(said, reason="raised")
+
+    def _ours(self, error: Exception) -> Exception:
+        """An error of this package that the function raised, with a message that may be shown."""
+        error.args = (self._excerpt(str(error)),)
+        return error
+
+    def _reply(self, value: Any) -> Reply:
+        return Reply(value=self._excerpts.clean_keys(value))
 
     @property
     def _where(self) -> str:
@@ -204,9 +219,9 @@ class FunctionSource:
 
     def _arguments(self, sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if self._config.arguments == "sample":
-            return (sample,), dict(self._config.kwargs)
+            return (sample,), dict(self._kwargs)
         return (), {
-            **self._config.kwargs,
+            **self._kwargs,
             "data_source": sample.data_source,
             "solution_str": sample.response,
             "ground_truth": sample.ground_truth,
@@ -215,6 +230,19 @@ class FunctionSource:
 
     def __repr__(self) -> str:
         return f"FunctionSource({self._name!r}, {self._config.function!r})"
+
+
+def _unpicklable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+    """The field of a sample that does not pickle."""
+    parts = dict(kwargs)
+    for sample in args:
+        parts |= {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
+    for name, value in parts.items():
+        try:
+            pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        except Exception:
+            return {"solution_str": "response", "extra_info": "extras"}.get(name, name)
+    return "the sample"
 
 
 def _is_async(function: Function) -> bool:

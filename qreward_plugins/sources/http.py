@@ -53,13 +53,20 @@ class HTTPClient:
     """Posts JSON for one source, with one session per event loop.
 
     A session is opened by the first request in a loop and closed by `aclose`, or else when `asyncio.run` shuts its loop
-    down, so that a later loop never meets connections of an earlier one. `headers` go with every request. `verify_tls`
-    and `connect_s` (seconds, name resolution and TLS included) are as in the configuration; `proxies` are found once,
-    when the client is made.
+    down, so that a later loop never meets connections of an earlier one. `headers` go with every request; `secrets` are
+    what else of the bodies must not be shown. `verify_tls` and `connect_s` (seconds, name resolution and TLS included)
+    are as in the configuration; `proxies` are found once, when the client is made.
     """
 
     def __init__(
-        self, name: str, urls: tuple[URL, ...], headers: Mapping[str, str], *, verify_tls: bool, connect_s: float
+        self,
+        name: str,
+        urls: tuple[URL, ...],
+        headers: Mapping[str, str],
+        *,
+        secrets: tuple[str, ...] = (),
+        verify_tls: bool,
+        connect_s: float,
     ) -> None:
         self._name = name
         self._headers = dict(headers)
@@ -67,7 +74,7 @@ class HTTPClient:
         self._connect_s = connect_s
         self._proxies = {url: proxy_for(url) for url in urls}
         passwords = [proxy.password for proxy in self._proxies.values() if proxy and proxy.password]
-        self.excerpts = Excerpts([*headers.values(), *passwords])
+        self.excerpts = Excerpts([*headers.values(), *passwords, *secrets])
         self._sessions: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator[None, None]]] = {}
         self._closed = False
 

@@ -54,8 +54,9 @@ class PathLoader:
         return f"PathLoader({self.path!r})"
 
 
-def load(loader: Loader, *, key: str) -> Function:
-    """Call `loader`; `key` is the place in the configuration that a failure is blamed on.
+def load(loader: Loader, *, key: str, excerpt: Callable[[str], str] = str) -> Function:
+    """Call `loader`; `key` is the place in the configuration that a failure is blamed on, and `excerpt` makes what the
+    module raised fit to be shown.
 
     Raises ConfigurationError.
     """
@@ -65,9 +66,10 @@ def load(loader: Loader, *, key: str) -> Function:
             raise FunctionNotFound(f"the loader returned an object of type {type(function).__name__}, not a function.")
         return function
     except (Exception, SystemExit) as error:
-        reason = str(error) if isinstance(error, FunctionNotFound) else describe(error)
+        reason = str(error) if isinstance(error, FunctionNotFound) else excerpt(describe(error))
         mistake = Mistake(key, f"the function cannot be loaded: {reason}")
-        raise ConfigurationError([mistake]) from error
+    # Raised out here, it does not carry the foreign error along, whose text may hold anything.
+    raise ConfigurationError([mistake])
 
 
 def _import_module(name: str) -> ModuleType:

@@ -19,6 +19,7 @@ from yarl import URL
 
 from ..samples import Sample
 from .base import Request
+from .bodies import as_json
 from .endpoint import Endpoint
 from .http import HTTPReply
 from .values import ValueAnswer
@@ -37,7 +38,7 @@ class HTTPSource(Endpoint):
 
     def __init__(self, name: str, config: models.HTTPSource) -> None:
         super().__init__(name, config, config.url, mistakes=())
-        self._parts = {key: _PARTS[part] for key, part in config.body.items()}
+        self._parts = dict(config.body)
         self._score_key = config.score_key
         self._model = _named(config)
 
@@ -46,7 +47,9 @@ class HTTPSource(Endpoint):
         return self._model
 
     def _body(self, request: Request) -> Mapping[str, Any]:
-        return {key: part(request.sample) for key, part in self._parts.items()}
+        """Raises `InputError` for what JSON has no form for."""
+        sample = request.sample
+        return {key: as_json(_PARTS[part](sample), part) for key, part in self._parts.items()}
 
     def _answer(self, url: URL, http: HTTPReply) -> ValueAnswer:
         return ValueAnswer(

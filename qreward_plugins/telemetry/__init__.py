@@ -2,6 +2,7 @@
 
 from .blame import PART_KINDS, BatchReport, Part, PartKind
 from .facts import Facts, summary
+from .failures import FailureLog
 from .statistics import EngineCounters, EngineStatistics, SourceCounters, SourceStatistics, percentile
 
 __all__ = [
@@ -10,6 +11,7 @@ __all__ = [
     "EngineCounters",
     "EngineStatistics",
     "Facts",
+    "FailureLog",
     "Part",
     "PartKind",
     "SourceCounters",

@@ -22,6 +22,7 @@ from qreward_plugins.errors import (
     InvalidVerdict,
     PermanentError,
     SampleFault,
+    SampleRefused,
     SourceUnusable,
     Throttled,
     TransientError,
@@ -153,13 +154,13 @@ async def test_a_partial_of_an_async_function_is_awaited() -> None:
 @pytest.mark.parametrize(
     ("response", "kind", "says"),
     [
-        ("raise", PermanentError, r"raised ValueError: bad \\x1b sample \(.*functions.py:\d+\)"),
-        ("strange", PermanentError, "raised Strange: a"),
-        ("stop", PermanentError, "raised StopIteration"),
-        ("exit", PermanentError, "raised SystemExit: 3"),
+        ("raise", SampleRefused, r"raised ValueError: bad \\x1b sample \(.*functions.py:\d+\)"),
+        ("strange", SampleRefused, "raised Strange: a"),
+        ("stop", SampleRefused, "raised StopIteration"),
+        ("exit", SampleRefused, "raised SystemExit: 3"),
         ("late", TransientError, "raised TimeoutError: too late"),
         ("lost", TransientError, "raised ConnectionResetError: lost"),
-        ("coroutine", PermanentError, "returned a coroutine"),
+        ("coroutine", SampleRefused, "returned a coroutine"),
         ("throttled", Throttled, "wait"),
         ("invalid", InvalidVerdict, "no"),
     ],
@@ -177,8 +178,8 @@ async def test_what_a_function_raises(mode: str, response: str, kind: type, says
     [
         ("crash", SampleFault, r"worker process died \(exit status 7\)"),
         ("segfault", SampleFault, r"worker process died \(killed by signal 11\)"),
-        ("lambda", PermanentError, "of type function, cannot be pickled"),
-        ("large", PermanentError, "too large"),
+        ("lambda", SampleRefused, "of type function, cannot be pickled"),
+        ("large", SampleRefused, "too large"),
     ],
 )
 async def test_a_worker_that_is_lost_is_replaced(response: str, kind: type, says: str, opened: Any) -> None:
@@ -191,7 +192,7 @@ async def test_a_worker_that_is_lost_is_replaced(response: str, kind: type, says
 
 async def test_arguments_that_do_not_pickle(opened: Any) -> None:
     source = opened("fields")
-    with pytest.raises(PermanentError, match="cannot be pickled for a worker"):
+    with pytest.raises(SampleRefused, match="ground_truth cannot be pickled for a worker"):
         await value(source, request(ground_truth=lambda: None))
     assert (await value(source, request()))["score"] == 1.0
 

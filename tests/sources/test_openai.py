@@ -18,6 +18,7 @@ from qreward_plugins.errors import (
     ConfigurationError,
     InvalidVerdict,
     PermanentError,
+    SampleRefused,
     SourceError,
     SourceUnusable,
     Throttled,
@@ -80,11 +81,11 @@ async def test_half_a_surrogate_pair_is_replaced_and_a_whole_one_joined(
     assert json.loads(server.exchanges[0].body)["messages"][0]["content"] == "a\ufffdb \U0001f600"
 
 
-async def test_parameters_that_are_no_json_are_a_permanent_error(open_source: Any, request_of: Any) -> None:
+async def test_parameters_that_are_no_json_refuse_the_sample(open_source: Any, request_of: Any) -> None:
     source = open_source("http://127.0.0.1:9/v1")
     error = await failure(source, request_of(thing=object()))
-    assert type(error) is PermanentError
-    assert "JSON" in str(error)
+    assert type(error) is SampleRefused
+    assert "cannot be written" in str(error)
     await source.aclose()
 
 

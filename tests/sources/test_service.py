@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import datetime
+import decimal
 import json
 import traceback
 from collections.abc import Callable
@@ -17,6 +20,7 @@ from qreward_plugins.errors import (
     InvalidVerdict,
     PermanentError,
     QRewardError,
+    SampleRefused,
     SourceUnusable,
     Throttled,
     TransientError,
@@ -130,10 +134,30 @@ async def test_half_a_surrogate_pair_is_replaced_wherever_it_stands(ask: Any) ->
     assert json.loads(exchange.body) == {"r": "a\ufffd", "g": ["\ufffd"], "e": {"x": ["\U0001f600"]}}
 
 
-async def test_what_is_no_json_is_a_permanent_error_and_not_sent(open_service: Any) -> None:
+UNFAITHFUL = [
+    object(),
+    b"bytes",
+    {1: object()},
+    float("nan"),
+    [1.0, float("-inf")],
+    np.array([1.0, np.nan]),
+    np.float32("inf"),
+    2**64,
+    {"a": -(2**63) - 1},
+    {1, 2},
+    {1: "a", "1": "b"},
+    {"a": {("t",): 1}},
+    1j,
+    datetime.timedelta(1),
+    decimal.Decimal("0.1"),
+    dataclasses.make_dataclass("Point", ["x"])(1),
+]
+
+
+async def test_what_is_no_json_is_refused_and_not_sent(open_service: Any) -> None:
     source = open_service("http://127.0.0.1:9/score")
-    for thing in (object(), b"bytes", {1: object()}):
-        with pytest.raises(PermanentError, match="cannot be written as JSON"):
+    for thing in UNFAITHFUL:
+        with pytest.raises(SampleRefused, match="ground_truth"):
             await source.send(Request(Sample([], "x", ground_truth=thing)), on_sent=unheard)
     await source.aclose()
 

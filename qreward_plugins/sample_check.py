@@ -1,0 +1,235 @@
+"""Checks a sample before anything else looks at it, so that a broken one costs only itself.
+
+Samples come from anybody's data set, and a type annotation stops nobody: a response is None, a ground truth raises when
+it is printed, a row is a dict. Every field is read once, here. What does not hold what `Sample` promises is rejected,
+with the field's name; what is only written otherwise (numpy's numbers and texts, tuples, arrays of messages) becomes
+plain Python. Nothing behind this check has to expect anything else.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any, TypeVar
+
+from .errors import InputError
+from .samples import Sample
+
+_LARGEST = 2**63
+_SHOWN_CHARS = 60
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Unreadable:
+    """Stands in a field of a `Sample` for a value that could not be read; `problem` says why ("has no column x").
+
+    Adapters put it there, so that a broken row becomes that sample's own failure and not its batch's.
+    """
+
+    problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """What came in as a sample and is none: `problem` names the field, `sample` holds the fields that name it."""
+
+    sample: Sample
+    problem: str
+
+
+def read_or_unreadable(read: Callable[[], T]) -> T:
+    """Return what `read` returns, or an `Unreadable` in its place if it raises. It is typed as the value, because it
+    goes into a field of that type; `read_sample` finds it there.
+    """
+    try:
+        return read()
+    except Exception as error:
+        return Unreadable(f"cannot be read ({kind_of(error)})")  # type: ignore[return-value]
+
+
+def read_sample(sample: Any) -> Sample | Rejected:
+    """Return the sample with every field as `Sample` promises it, or what is wrong with the first that is not.
+
+    It never raises. Objects in `ground_truth`, `prompt` and `extras` are not looked into: whether they can be shown to
+    a judge is for the judge to say.
+    """
+    if not issubclass(type(sample), Sample):
+        return Rejected(_NOBODY, f"the sample is of type {kind_of(sample)}; make a Sample of it")
+    values: dict[str, Any] = {}
+    problem = ""
+    # A subclass may compute its fields. What it says the first time counts.
+    changed = type(sample) is not Sample and not _keeps_fields(type(sample))
+    for name, check in _CHECKS.items():
+        try:
+            value = getattr(sample, name)
+            if type(value) is Unreadable:
+                raise InputError(value.problem)
+            values[name] = check(value)
+            changed = changed or values[name] is not value
+        except InputError as error:
+            problem = problem or f"{name} {error}"
+        except Exception as error:
+            problem = problem or f"{name} cannot be read ({kind_of(error)})"
+    if not problem and not values["messages"] and values["prompt"] is None:
+        problem = "messages is empty; write at least one message with role and content"
+    if problem:
+        naming = {name: values[name] for name in _NAMING if name in values}
+        return Rejected(Sample(messages=(), response="", **naming), problem)
+    if not changed:
+        return sample  # type: ignore[no-any-return]
+    return Sample(**values)
+
+
+def named(sample: Sample | Rejected) -> Sample:
+    """The sample by which a batch knows what came in: for a rejected one, what is known of it."""
+    return sample if isinstance(sample, Sample) else sample.sample
+
+
+def kind_of(value: Any) -> str:
+    """The name of a value's type, fit for a message."""
+    try:
+        name = str.__str__(type(value).__name__)
+    except Exception:
+        return "object"
+    return "".join(letter if letter.isprintable() else "?" for letter in name[:_SHOWN_CHARS])
+
+
+def plain_messages(value: Any) -> Sequence[Mapping[str, Any]]:
+    """Messages as a list or tuple of mappings with `role` and `content`; the same object if that is what they are.
+
+    Raises `InputError`, whose text goes on after the name of the field.
+    """
+    messages = value if type(value) in (list, tuple) else _listed(value)
+    plain = [_message(message, number) for number, message in enumerate(messages)]
+    if all(after is before for after, before in zip(plain, messages, strict=True)):
+        return messages
+    return plain
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    if _is_array(value) or (isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))):
+        return list(value)
+    raise InputError(f"is of type {kind_of(value)}; write a list of mappings with role and content")
+
+
+def _message(message: Any, number: int) -> Mapping[str, Any]:
+    if not isinstance(message, Mapping):
+        raise InputError(f"[{number}] is of type {kind_of(message)}; write a mapping with role and content")
+    plain = message if type(message) is dict else dict(message)
+    role, content = plain.get("role"), plain.get("content")
+    if not isinstance(role, str) or not role:
+        raise InputError(f"[{number}] needs a role that is a text")
+    told = _content(plain, content, number)
+    if type(role) is not str or told is not content:
+        plain = {**plain, "role": _text(role), "content": told}
+    return plain
+
+
+def _content(message: Mapping[str, Any], content: Any, number: int) -> Any:
+    if isinstance(content, str):
+        return _text(content)
+    if content is None:
+        # An assistant's turn may consist of calls, or of reasoning that was not kept.
+        if "content" in message and message.get("role") == "assistant":
+            return None
+        if message.get("tool_calls") or message.get("function_call"):
+            return None
+        raise InputError(f"[{number}] needs a content: a text, or a list of parts")
+    parts = content.tolist() if _is_array(content) else content
+    if isinstance(parts, str):
+        return parts
+    if not isinstance(parts, (list, tuple)):
+        raise InputError(f"[{number}].content is of type {kind_of(content)}; write a text or a list of parts")
+    for place, part in enumerate(parts):
+        if not isinstance(part, (str, Mapping)):
+            raise InputError(
+                f"[{number}].content[{place}] is of type {kind_of(part)}; write a text or a mapping with type"
+            )
+    return parts
+
+
+def _is_array(value: Any) -> bool:
+    """Whether it is an array or a tensor, told without importing what it comes from."""
+    return hasattr(value, "tolist") and hasattr(value, "shape")
+
+
+def _text(value: Any) -> str:
+    if type(value) is str:
+        return value
+    if isinstance(value, str):
+        # A subclass, like numpy's, may have methods of its own.
+        return str.__str__(value)
+    raise InputError(f"is of type {kind_of(value)}; write a text")
+
+
+def _name(value: Any) -> str | int | None:
+    """A name, or a number that serves as one."""
+    if value is None or type(value) is str:
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InputError(f"is of type {kind_of(value)}; write a text, or None")
+    number = operator.index(value)
+    if not -_LARGEST <= number < _LARGEST:
+        raise InputError("is a number larger than 64 bits hold; write a text")
+    return number
+
+
+def _step(value: Any) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
+        raise InputError(f"is of type {kind_of(value)}; write an integer, or None")
+    step = operator.index(value)
+    if not -_LARGEST <= step < _LARGEST:
+        raise InputError("is larger than 64 bits hold")
+    return step
+
+
+def _split(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or str.__str__(value) not in ("train", "val"):
+        raise InputError("must be 'train', 'val' or None")
+    return str.__str__(value)
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if type(value) is dict:
+        return value
+    if isinstance(value, Mapping):
+        return dict(value)
+    raise InputError(f"is of type {kind_of(value)}; write a mapping")
+
+
+def _anything(value: Any) -> Any:
+    return value
+
+
+_CHECKS: dict[str, Callable[[Any], Any]] = {
+    "messages": plain_messages,
+    "response": _text,
+    "ground_truth": _anything,
+    "data_source": _text,
+    "group_id": _name,
+    "step": _step,
+    "split": _split,
+    "extras": _mapping,
+    "id": _name,
+    "prompt": _anything,
+}
+assert list(_CHECKS) == [field.name for field in fields(Sample)]
+
+_NAMING = ("data_source", "group_id", "step", "split", "id")
+_NOBODY = Sample(messages=(), response="")
+
+
+def _keeps_fields(kind: type) -> bool:
+    """Whether reading a field of this subclass of `Sample` runs none of its own code, so that it may stay as it is."""
+    between = kind.__mro__[: kind.__mro__.index(Sample)]
+    own = {"__getattribute__", "__getattr__", *_CHECKS}
+    return not any(own & vars(parent).keys() for parent in between)

@@ -1,0 +1,163 @@
+"""Values of samples as JSON, exactly or not at all.
+
+orjson is quick and lenient: NaN becomes null, a dataclass an object, and a server then scores another question than the
+one that was asked. So a value is copied into what JSON has before it is written, and what JSON has nothing for is an
+`InputError` that names the field and the place in it. Two things are changed on purpose: keys that are numbers become
+texts, and half a surrogate pair, which a policy's tokens can make and no encoding holds, becomes U+FFFD.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import uuid
+from collections.abc import Callable, Mapping, Sequence, Set
+from typing import Any
+
+import orjson
+
+from ..errors import InputError
+from ..redaction import one_line
+from ..sample_check import kind_of
+
+MOST_VALUES = 1_000_000
+"""Values in one field; shared parts count wherever they occur."""
+MOST_NESTING = 100
+
+_OPTIONS = orjson.OPT_SERIALIZE_NUMPY
+_KEY_CHARS = 40
+
+
+def as_json(value: Any, field: str, *, sets: bool = False) -> Any:
+    """Return `value` in the words of JSON: None, booleans, numbers, texts, lists, mappings, and arrays of numbers.
+
+    `field` is what messages call it; with `sets` a set becomes a sorted list. Dates and UUIDs become their standard
+    text. Raises `InputError` for NaN and infinity, integers beyond 64 bits, bytes, objects, keys that collide, and
+    values that are nested too deeply or are too many, as those that contain themselves are.
+    """
+    writer = _Writer(sets=sets)
+    try:
+        return writer.copy(value)
+    except InputError as error:
+        raise InputError(f"{field}{writer.place}: {error}") from None
+    except Exception as error:
+        raise InputError(f"{field}{writer.place}: it cannot be read ({kind_of(error)})") from None
+
+
+def encoded(body: Any) -> bytes:
+    """Write what `as_json` returned, or a structure of such values. Raises TypeError for anything else."""
+    try:
+        return orjson.dumps(body, option=_OPTIONS, default=_listed)
+    except TypeError:
+        # Rare enough not to look for on every request.
+        return orjson.dumps(_mended(body), option=_OPTIONS, default=_listed)
+
+
+class _Writer:
+    def __init__(self, *, sets: bool) -> None:
+        self._sets = sets
+        self._left = MOST_VALUES
+        self._path: list[object] = []
+
+    @property
+    def place(self) -> str:
+        """Where in the value the writer stands, as in `.steps[2]`."""
+        shown = self._path[:8]
+        text = "".join(f"[{key}]" if isinstance(key, int) else f".{one_line(str(key), _KEY_CHARS)}" for key in shown)
+        return text + ("..." if len(self._path) > len(shown) else "")
+
+    def copy(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is str or kind is bool or value is None:
+            return value
+        self._left -= 1
+        if self._left < 0 or len(self._path) > MOST_NESTING:
+            raise InputError("it is nested too deeply, contains itself, or holds more than a million values")
+        if isinstance(value, int):
+            return _integer(value)
+        if isinstance(value, float):
+            return _number(value)
+        if isinstance(value, str):
+            return str.__str__(value)
+        if isinstance(value, Mapping):
+            return self._mapping(value)
+        if hasattr(value, "tolist") and hasattr(value, "shape"):
+            return self._array(value)
+        if isinstance(value, Set):
+            if not self._sets:
+                raise InputError("it is a set, which has no order; write a list")
+            return self._list(sorted(value, key=repr))
+        if isinstance(value, Sequence) and not isinstance(value, (bytes, bytearray, memoryview)):
+            return self._list(value)
+        if kind in (datetime.datetime, datetime.date, datetime.time):
+            return value.isoformat()
+        if kind is uuid.UUID:
+            return str(value)
+        raise InputError(f"it is of type {kind_of(value)}, which JSON does not have; write it as text or as a number")
+
+    def _mapping(self, value: Mapping[Any, Any]) -> dict[str, Any]:
+        plain: dict[str, Any] = {}
+        for key, item in value.items():
+            name = key if type(key) is str else self._key(key)
+            if name in plain:
+                raise InputError(f"two of its keys are written {one_line(name, _KEY_CHARS)!r} in JSON")
+            self._path.append(name)
+            plain[name] = self.copy(item)
+            self._path.pop()
+        return plain
+
+    def _key(self, key: Any) -> str:
+        plain = self.copy(key)
+        if isinstance(plain, str):
+            return plain
+        if plain is None or isinstance(plain, (bool, int, float)):
+            return orjson.dumps(plain).decode()
+        raise InputError(f"a key is of type {kind_of(key)}; write a text")
+
+    def _list(self, value: Sequence[Any]) -> list[Any]:
+        plain: list[Any] = []
+        for number, item in enumerate(value):
+            self._path.append(number)
+            plain.append(self.copy(item))
+            self._path.pop()
+        return plain
+
+    def _array(self, value: Any) -> Any:
+        items = value.tolist()
+        if type(items) is type(value):
+            raise InputError(f"it is of type {kind_of(value)}, which JSON does not have")
+        plain = self.copy(items)
+        # Of numpy's own numbers orjson writes the shortest text that gives the same float32 back.
+        is_native = type(value).__module__ == "numpy" and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
+        return value if is_native else plain
+
+
+def _integer(value: int) -> int:
+    exact = int.__add__(value, 0)
+    if not -(2**63) <= exact < 2**64:
+        raise InputError("it is an integer beyond 64 bits, which many readers of JSON change; write it as text")
+    return exact
+
+
+def _number(value: float) -> float:
+    exact = float.__add__(value, 0.0) if type(value) is not float else value
+    if not math.isfinite(exact):
+        raise InputError(f"it is {'NaN' if exact != exact else 'infinite'}, which JSON does not have")
+    return value
+
+
+def _listed(value: Any) -> Any:
+    """Arrays that orjson does not take: those of half precision, and those that do not lie in one piece."""
+    tolist: Callable[[], Any] | None = getattr(value, "tolist", None)
+    if tolist is None:
+        raise TypeError(f"Type is not JSON serializable: {kind_of(value)}")
+    return tolist()
+
+
+def _mended(value: Any) -> Any:
+    """Return `value` with every half of a surrogate pair replaced by U+FFFD; whole pairs become their character."""
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, Mapping):
+        return {_mended(key): _mended(item) for key, item in value.items()}
+    return [_mended(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,332 @@
+"""Promise P1 for samples that hold anything: a broken one is its own failure, by the name of the field."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qreward_plugins import Cause, Failed, RewardEngine, Sample, Scored
+from qreward_plugins.config import load_config
+from qreward_plugins.scheduling import Cutoff
+from qreward_plugins.simulation import SimulatedSource, run
+from qreward_plugins.sources import FunctionSource, HTTPSource
+from qreward_plugins.sources.base import Reply
+from qreward_plugins.sources.http import HTTPReply
+
+TREE = {
+    "sources": {
+        "model": {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m"},
+        "rules": {"kind": "function", "function": "rewards:score"},
+        "service": {
+            "kind": "http",
+            "url": "http://b.invalid/score",
+            "body": {"q": "prompt", "r": "response", "label": "ground_truth", "e": "extras", "g": "group_id"},
+        },
+    },
+    "judges": {
+        "words": {"kind": "llm", "score_range": [0, 1]},
+        "called": {"kind": "function", "sources": ["rules"]},
+        "posted": {"kind": "function", "sources": ["service"]},
+        "all": {"kind": "sum", "weights": {"words": 1, "called": 1, "posted": 1}},
+    },
+    "routes": {"words": "words", "called": "called", "posted": "posted", "all": "all"},
+    "engine": {"seed": 7, "deadline_s": 60},
+}
+JUDGES = ("words", "called", "posted", "all")
+
+
+class Raises:
+    """Every question that one can ask of an object raises."""
+
+    def __str__(self):
+        raise ValueError("never shown")
+
+    __repr__ = __len__ = __hash__ = __eq__ = __bool__ = __iter__ = __int__ = __float__ = __index__ = __str__
+    __getitem__ = __contains__ = __call__ = tolist = item = keys = items = __str__
+    shape = ()
+
+    @property
+    def __class__(self):
+        raise ValueError("never shown")
+
+
+class Raising(Sample):
+    def __getattribute__(self, name):
+        raise RuntimeError("never shown")
+
+
+class RaisingMapping(dict):
+    def __iter__(self):
+        raise OSError("never shown")
+
+    keys = items = values = get = __getitem__ = __iter__
+
+
+class OddText(str):
+    def __eq__(self, other):
+        raise ValueError("never shown")
+
+    __hash__ = encode = __len__ = __eq__
+
+
+def cyclic():
+    extras = {}
+    extras["self"] = [extras]
+    return extras
+
+
+def bomb():
+    value = ["x"]
+    for _ in range(40):
+        value = [value, value]
+    return value
+
+
+def opened():
+    """The sources: a model that answers, a function that is awaited, and a service whose bodies are kept."""
+
+    async def score(data_source, solution_str, ground_truth, extra_info):
+        assert type(solution_str) is str
+        assert type(data_source) is str
+        return 0.5
+
+    async def post(url, body, *, on_sent, max_reply_bytes):
+        on_sent()
+        bodies.append(json.loads(body, parse_constant=pytest.fail))
+        return HTTPReply(200, {}, b"0.5")
+
+    bodies = []
+    config = load_config(TREE)
+    service = HTTPSource("service", config.sources["service"])
+    service._http.post = post
+    return bodies, {
+        "model": SimulatedSource(
+            "model",
+            behaviour=lambda *_: 1.0,
+            answer=lambda request: Reply(
+                text=json.dumps({"id": request.nonce, "rationale": "it is so", "score": 0.5}), finish_reason="stop"
+            ),
+            model="m",
+        ),
+        "rules": FunctionSource("rules", config.sources["rules"], loader=lambda: score),
+        "service": service,
+    }
+
+
+def good(judge="called", kind=Sample, **fields):
+    values = {"messages": [{"role": "user", "content": "2 + 2?"}], "response": "4", "ground_truth": "4"}
+    return kind(**{**values, "data_source": judge, **fields})
+
+
+def scored_all(samples, **how):
+    async def main():
+        bodies, sources = opened()
+        async with RewardEngine(TREE, sources=sources) as engine:
+            outcomes = await engine.score_all(samples, **how)
+        return outcomes, bodies
+
+    return run(main())
+
+
+BROKEN = {
+    "response": [None, b"bytes", 4, ["4"], float("nan"), Raises()],
+    "data_source": [None, 7, b"math", Raises(), ["math"]],
+    "messages": [
+        None,
+        [],
+        "2 + 2?",
+        b"2 + 2?",
+        7,
+        {"role": "user", "content": "2 + 2?"},
+        [None],
+        ["2 + 2?"],
+        [{"from": "human", "value": "2 + 2?"}],
+        [{"role": "user"}],
+        [{"content": "2 + 2?"}],
+        [{"role": "user", "content": None}],
+        [{"role": "user", "content": {"text": "2 + 2?"}}],
+        [{"role": "user", "content": 7}],
+        [{"role": "user", "content": [7]}],
+        [{"role": None, "content": "2 + 2?"}],
+        [RaisingMapping(role="user")],
+        Raises(),
+        [Raises()],
+        [{"role": "user", "content": Raises()}],
+    ],
+    "step": [float("nan"), 1.5, "3", True, 2**70, Raises()],
+    "split": ["test", 1, ["train"], Raises()],
+    "group_id": [["unhashable"], {"a": 1}, Raises(), 10**5000, 1.5],
+    "id": [["unhashable"], Raises(), 10**5000],
+    "extras": [None, "level", [1], RaisingMapping(a=1), Raises()],
+}
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+@pytest.mark.parametrize(
+    ("field", "number"), [(name, number) for name, values in BROKEN.items() for number in range(len(values))]
+)
+def test_a_field_that_holds_something_else_is_that_samples_failure(field, number, judge):
+    value = BROKEN[field][number]
+    samples = [good(judge), good(**{"data_source": judge, field: value}), good(judge)]
+    outcomes, _ = scored_all(samples, cutoff=Cutoff(50, quorum=0.9))
+    assert [isinstance(outcome, Scored) for outcome in outcomes] == [True, False, True]
+    assert (outcomes[1].cause, outcomes[1].reason) == (Cause.INFRA, "input")
+    assert field in outcomes[1].detail
+    assert "never shown" not in outcomes[1].detail
+
+
+NO_SAMPLES = [None, 7, "text", {"response": "4"}, [], object(), Raises(), object.__new__(Raising)]
+
+
+@pytest.mark.parametrize("number", range(len(NO_SAMPLES)))
+def test_what_is_no_sample_is_a_failure_of_its_own(number):
+    value = NO_SAMPLES[number]
+    outcomes, _ = scored_all([good(), value, good()])
+    assert [isinstance(outcome, Scored) for outcome in outcomes] == [True, False, True]
+    assert (outcomes[1].cause, outcomes[1].reason) == (Cause.INFRA, "input")
+    assert "sample" in outcomes[1].detail or "messages" in outcomes[1].detail
+
+
+UNWRITABLE = [
+    *(float("nan"), [float("inf")], 10**5000, [2**64], b"bytes"),
+    *(object(), Raises(), cyclic(), bomb(), {"a": Raises()}),
+]
+
+
+@pytest.mark.parametrize("judge", ["words", "posted", "all"])
+@pytest.mark.parametrize("number", range(len(UNWRITABLE)))
+def test_a_ground_truth_that_cannot_be_written_is_named(number, judge):
+    value = UNWRITABLE[number]
+    outcomes, bodies = scored_all([good(judge), good(judge, ground_truth=value)])
+    assert isinstance(outcomes[0], Scored)
+    assert (outcomes[1].cause, outcomes[1].reason) == (Cause.INFRA, "input")
+    assert "ground_truth" in outcomes[1].detail
+    assert len(bodies) == (judge != "words")
+
+
+def test_extras_that_cannot_be_sent_are_named_with_their_place():
+    outcomes, bodies = scored_all([good("posted", extras={"steps": [{"p": float("nan")}]})])
+    assert "extras.steps[0].p: it is NaN" in outcomes[0].detail
+    assert outcomes[0].reason == "input"
+    assert not bodies
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+def test_unusual_samples_that_can_be_read_are_scored(judge):
+    class Derived(Sample):
+        def __getattribute__(self, name):
+            return OddText("4") if name == "response" else super().__getattribute__(name)
+
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "http://i"}}]
+    call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
+    samples = [
+        good(OddText(judge), response=OddText("4"), group_id=OddText("g"), id=OddText("i")),
+        good(judge, response="half \ud800", ground_truth="\udfff", id="\ud800", group_id="\ud800"),
+        good(judge, messages=({"role": "user", "content": parts}, call)),
+        good(judge, group_id=7, id=7, step=2**40, split="val"),
+        good(judge, extras={1: "one", "two": (2,)}),
+        good(judge, kind=Derived),
+    ]
+    outcomes, _ = scored_all(samples)
+    assert [outcome for outcome in outcomes if not isinstance(outcome, Scored)] == []
+
+
+PLAIN = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(),
+    st.sampled_from([64, 200, 20_000]).map(lambda bits: 2**bits),
+    st.floats(),
+    st.text(max_size=5),
+    st.characters(categories=["Cs"]),
+    st.binary(max_size=5),
+    st.lists(st.none() | st.text(max_size=3) | st.floats(), max_size=3),
+    st.dictionaries(st.text(max_size=3) | st.integers(), st.none() | st.floats(), max_size=2),
+    st.dictionaries(st.sampled_from(["role", "content", "text", "type"]), st.text(max_size=3) | st.none(), max_size=3),
+)
+HOSTILE = [
+    Raises,
+    lambda: RaisingMapping(a=1),
+    lambda: OddText("called"),
+    object,
+    cyclic,
+    lambda: SimpleNamespace(tolist=lambda: 1 / 0, shape=(1,)),
+    lambda: {"role": "user", "content": Raises()},
+    lambda: object.__new__(Raising),
+]
+JUNK = st.one_of(PLAIN.map(lambda value: lambda: value), st.sampled_from(HOSTILE))
+"""Functions that make the values: to draw an object that raises is too much for hypothesis."""
+FIELDS = [field.name for field in dataclasses.fields(Sample)]
+SAMPLES = st.one_of(
+    JUNK,
+    st.tuples(
+        st.sampled_from(JUDGES),
+        st.dictionaries(st.sampled_from(FIELDS), JUNK | st.lists(JUNK, max_size=2), max_size=3),
+    ),
+)
+
+
+def made(drawn):
+    if not isinstance(drawn, tuple):
+        return drawn()
+    judge, fields = drawn
+    values = {
+        name: [make() for make in maker] if isinstance(maker, list) else maker() for name, maker in fields.items()
+    }
+    return good(**{"data_source": judge, **values})
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.lists(SAMPLES, max_size=8), st.booleans())
+def test_every_sample_of_any_batch_has_its_outcome_and_good_ones_are_scored(drawn, with_cutoff):
+    samples = [made(one) for one in drawn]
+
+    async def main():
+        _, sources = opened()
+        async with RewardEngine(TREE, sources=sources) as engine:
+            cutoff = Cutoff(50, quorum=0.5) if with_cutoff else None
+            together = await engine.score_all(samples, cutoff=cutoff)
+            alone = await asyncio.gather(*(engine.score(sample) for sample in samples))
+            streamed = [pair async for pair in engine.score_stream(samples)]
+            submitted = engine.statistics().submitted
+        return together, alone, streamed, submitted
+
+    together, alone, streamed, submitted = run(main())
+    assert submitted == 3 * len(samples)
+    assert [sample is before for (sample, _), before in zip(streamed, samples, strict=True)] == [True] * len(samples)
+    for outcomes in (together, alone, [outcome for _, outcome in streamed]):
+        assert len(outcomes) == len(samples)
+        for one, outcome in zip(drawn, outcomes, strict=True):
+            assert isinstance(outcome, (Scored, Failed))
+            if isinstance(outcome, Scored):
+                assert math.isfinite(outcome.reward)
+            if isinstance(one, tuple) and not one[1]:
+                assert isinstance(outcome, Scored), outcome
+
+
+def test_the_portal_gives_them_their_outcomes_too():
+    _, sources = opened()
+    with RewardEngine(TREE, sources=sources).portal() as portal:
+        assert portal.score(None).reason == "input"
+        assert portal.submit(good(response=None)).result(10).reason == "input"
+        outcomes = portal.score_all([good(), {"response": "4"}])
+        assert [isinstance(outcome, Scored) for outcome in outcomes] == [True, False]
+        assert [isinstance(outcome, Failed) for _, outcome in portal.score_stream([7, good()])] == [True, False]
+
+
+def test_a_broken_sample_is_recorded_as_its_own_failure(tmp_path):
+    async def main():
+        _, sources = opened()
+        config = load_config({**TREE, "engine": {**TREE["engine"], "journal": {"path": str(tmp_path / "j.sqlite")}}})
+        async with RewardEngine(config, sources=sources) as engine:
+            return await engine.score_all([good(), good(response=None), good(ground_truth=Raises())])
+
+    outcomes = asyncio.run(main())
+    assert [outcome.reward for outcome in outcomes] == [0.5, None, 0.5]

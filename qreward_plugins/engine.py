@@ -201,7 +201,7 @@ class RewardEngine:
 
     def facts(self) -> Facts:
         """What turns this engine's outcomes into mappings whose keys are the same for every sample."""
-        return Facts(self._panel.component_names(), defines_correct=self._panel.defines_correct)
+        return Facts(self._panel.component_names(), correct_at=self._panel.correct_at)
 
     def portal(self) -> AbstractContextManager[EnginePortal]:
         """A context manager that runs the engine in a thread of its own and gives a sync, thread-safe facade of it."""

@@ -76,6 +76,8 @@ class Verdict:
     `components` are further numbers of the judge (criteria, or the keys of a reward function's dict). `correct` is None
     unless the judge defines correctness. `latency_s` is the time from submission to the outcome in seconds; `cost_usd`
     counts every attempt that the source reported usage for. `cached` is true for a verdict out of the journal.
+    `returned` is the mapping that a reward function returned, as it was; None for anything else, and for a verdict out
+    of the journal, which keeps the numbers only.
 
     Raises ValueError when the score or a component is not a number that is finite in float32: promise P2 holds by
     construction.
@@ -93,6 +95,7 @@ class Verdict:
     latency_s: float = 0.0
     cost_usd: float = 0.0
     cached: bool = False
+    returned: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, value in (("score", self.score), *self.components.items()):

@@ -7,20 +7,23 @@ whole gets one constant, so that every advantage in it is zero.
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 from omegaconf import DictConfig
 
-from qreward_plugins import RewardEngine, group_means
+from qreward_plugins import Cause, Failed, Outcome, RewardEngine, Sample, group_means
+from qreward_plugins.config import Config
 from qreward_plugins.groups import number_of
 
 from .functions import ComputeScore, open_reward_function
 from .rewards import ExtraInfo
-from .rollouts import response_ids, to_sample
+from .rollouts import response_ids, skeleton, to_sample
 from .settings import load_settings, reward_function_sources
+from .shared_engines import shared_engine
 
 
 class QRewardBatchManager:
@@ -29,7 +32,7 @@ class QRewardBatchManager:
     The arguments are verl's (trainer/ppo/reward.py of 0.4 to 0.7.0). `qreward` is the inline tree, which verl takes
     from `reward_model.reward_kwargs.qreward`; without it `QREWARD_CONFIG` names a file. `reward_fn_key` is the column
     that holds the data source. `num_examine`, how many samples to print, is taken and not heeded: a journal shows
-    every one. Raises `ConfigurationError`.
+    every one. Managers that score alike share one engine, and so the limits. Raises `ConfigurationError`.
     """
 
     def __init__(
@@ -46,15 +49,13 @@ class QRewardBatchManager:
         self.tokenizer = tokenizer
         self._data_source_column = reward_fn_key
         settings = load_settings(config, qreward)
-        sources = {
-            name: open_reward_function(name, node, trainer=config, compute_score=compute_score, kwargs={})
-            for name, node in reward_function_sources(settings)
-        }
         self._on_failure = settings.on_failure
         self._resources = ExitStack()
-        engine = RewardEngine(settings, sources=sources)
-        self._extra_info = ExtraInfo(engine)
-        self._portal = self._resources.enter_context(engine.portal())
+        function = compute_score if any(reward_function_sources(settings)) else None
+        engine, self._portal = self._resources.enter_context(
+            shared_engine(settings, function, lambda: _make_engine(settings, config, compute_score))
+        )
+        self._extra_info = ExtraInfo(engine, any_keys=True)
 
     def __call__(self, data: Any, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         """Score a `DataProto`: rewards of shape (batch, response length), each at its response's last token.
@@ -66,11 +67,10 @@ class QRewardBatchManager:
             return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
         ids = [response_ids(data[index]) for index in range(len(data))]
         texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        samples = [
-            to_sample(data[index], text, self._decode, data_source_column=self._data_source_column)
-            for index, text in enumerate(texts)
-        ]
-        outcomes = self._portal.score_all(samples)
+        read = [self._read(data[index], text) for index, text in enumerate(texts)]
+        scored = iter(self._portal.score_all(sample for sample, failed in read if failed is None))
+        outcomes: list[Outcome] = [next(scored) if failed is None else failed for _, failed in read]
+        samples = [sample for sample, _ in read]
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
         numbers = [number_of(outcome, self._on_failure) for outcome in outcomes]
         means = group_means(numbers, [sample.group_id for sample in samples])
@@ -79,15 +79,44 @@ class QRewardBatchManager:
             rewards[index, max(len(ids[index]) - 1, 0)] = mean if number is None else number
         if not return_dict:
             return rewards
-        infos: dict[str, list[Any]] = defaultdict(list)
-        for outcome, number in zip(outcomes, numbers, strict=True):
-            for key, value in self._extra_info.of(outcome, imputed=number is None).items():
-                infos[key].append(value)
-        return {"reward_tensor": rewards, "reward_extra_info": dict(infos)}
+        rows = [
+            self._extra_info.of(outcome, imputed=number is None)
+            for outcome, number in zip(outcomes, numbers, strict=True)
+        ]
+        return {"reward_tensor": rewards, "reward_extra_info": _columns(rows)}
 
     def close(self) -> None:
         """Close the engine and its thread."""
         self._resources.close()
 
+    def _read(self, item: Any, text: str) -> tuple[Sample, Failed | None]:
+        try:
+            return to_sample(item, text, self._decode, data_source_column=self._data_source_column), None
+        except Exception as error:
+            detail = f"the rollout cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            return skeleton(item), Failed(Cause.INFRA, "input", detail)
+
     def _decode(self, ids: Any) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _make_engine(settings: Config, trainer: DictConfig | None, compute_score: ComputeScore | None) -> RewardEngine:
+    sources = {
+        name: open_reward_function(name, node, trainer=trainer, compute_score=compute_score, kwargs={})
+        for name, node in reward_function_sources(settings)
+    }
+    return RewardEngine(settings, sources=sources)
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """One list a key, as long as the batch. These versions of verl take means of what is not a text, None included: so
+    what a row has not is NaN, or an empty text among texts, and a key that no row has is left out.
+    """
+    columns: dict[str, list[Any]] = {}
+    for key in dict.fromkeys(key for row in rows for key in row):
+        values = [row.get(key) for row in rows]
+        there = [value for value in values if value is not None]
+        if there:
+            nothing = "" if isinstance(there[0], str) else math.nan
+            columns[key] = [nothing if value is None else value for value in values]
+    return columns

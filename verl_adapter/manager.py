@@ -6,7 +6,7 @@ before the first rollout, and it binds to the loop with the first call.
 
 The siblings of a sample are scored in other processes, so that a failed one is neutral to its group takes the board of
 the job (`qreward_plugins.sharing`), and every outcome is reported there. In validation nothing waits: a failed sample
-is left out of the means, which `trainer` sees to.
+is left out of the means, which `trainer` sees to. A row that cannot be read is a failed sample like any other.
 """
 
 from __future__ import annotations
@@ -19,17 +19,25 @@ from omegaconf import DictConfig
 from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
-from qreward_plugins import Failed, Outcome, RewardEngine, RewardMissing, Sample
+from qreward_plugins import Cause, Failed, Outcome, RewardEngine, RewardMissing, Sample
 from qreward_plugins.groups import number_of
 from qreward_plugins.sharing.board_actor import Report
 from qreward_plugins.sharing.board_client import GroupBoard
 
 from . import trainer
 from .functions import ComputeScore, open_reward_function
-from .policy import failure_policy, is_v1, samples_per_prompt, warn_of_short_waiting
-from .rewards import ExtraInfo
-from .rollouts import looks_like_validation, name_in_group, response_ids, to_sample
+from .policy import (
+    failure_policy,
+    refuse_bypass,
+    samples_per_prompt,
+    takes_any_keys,
+    warn_of_ignored_settings,
+    warn_of_short_waiting,
+)
+from .rewards import ExtraInfo, Reads
+from .rollouts import looks_like_validation, response_ids, session_of, skeleton, to_sample
 from .settings import load_settings, processes_of, reward_function_sources
+from .trainers import trainer_of
 
 UNSEEN = 0.0
 """The score of a failed sample in validation: it takes the place of none, and is left out of every mean."""
@@ -54,6 +62,8 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self.config = config
         self.tokenizer = tokenizer
         self.compute_score = compute_score
+        refuse_bypass(config)
+        warn_of_ignored_settings(config)
         settings = load_settings(config)
         self._policy = failure_policy(settings, config)
         router = (
@@ -70,10 +80,10 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self.engine = RewardEngine(settings, processes=processes_of(config), sources=sources)
         self._board = GroupBoard(wait_s=settings.groups.wait_s)
         self._group_size = samples_per_prompt(config)
-        self._is_v1 = is_v1(config)
+        self._trainer = trainer_of(config)
         if self._policy == "neutral":
             warn_of_short_waiting(config, processes_of(config))
-        self._extra_info = ExtraInfo(self.engine)
+        self._extra_info = ExtraInfo(self.engine, any_keys=takes_any_keys(config), reads=Reads.of(config, settings))
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:
@@ -85,19 +95,29 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         score stands for nothing and `qreward/missing` is 1.0.
         """
         item = data[-1:][0]
-        sample = await asyncio.get_running_loop().run_in_executor(self._decoder, self._sample, item)
-        outcome = await self.engine.score(sample)
-        if sample.split == "val":
+        sample, outcome = await self._scored(item)
+        validation = sample.split == "val"
+        if validation:
             reward, imputed = await self._validated(outcome), False
         else:
             reward, imputed = await self._trained(outcome, sample, item)
-        return {"reward_score": reward, "reward_extra_info": self._extra_info.of(outcome, imputed=imputed)}
+        info = self._extra_info.of(outcome, imputed=imputed, validation=validation)
+        return {"reward_score": reward, "reward_extra_info": info}
 
     async def aclose(self) -> None:
         """Close the engine and its threads. verl never does; tests and other callers should."""
         await self.engine.aclose()
         await self._board.aclose()
         self._decoder.shutdown()
+
+    async def _scored(self, item: Any) -> tuple[Sample, Outcome]:
+        try:
+            sample = await asyncio.get_running_loop().run_in_executor(self._decoder, self._sample, item)
+        except Exception as error:
+            # In most of verl's trainers an exception ends the run; this sample is no reason for that.
+            detail = f"the rollout cannot be read: {type(error).__name__}: {str(error)[:200]}"
+            return skeleton(item), Failed(Cause.INFRA, "input", detail)
+        return sample, self._extra_info.checked(await self.engine.score(sample))
 
     async def _validated(self, outcome: Outcome) -> float:
         await self._board.settle(Report(None, "", outcome.reward, None, "val", _cause(outcome)))
@@ -107,12 +127,15 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
 
     async def _trained(self, outcome: Outcome, sample: Sample, item: Any) -> tuple[float, bool]:
         """The number that a sample trains on, and whether it is the mean of its group."""
-        unlike_training = looks_like_validation(item)
-        neutral = self._policy == "neutral" and sample.group_id is not None and not (unlike_training and self._is_v1)
+        # Data sets may call rows of training "test". A trainer that marks its validation is taken at its word.
+        unlike_training = self._trainer.marks_validation is False and looks_like_validation(item)
+        leaves_out = unlike_training and self._trainer.leaves_out
+        neutral = self._policy == "neutral" and sample.group_id is not None and not leaves_out
         report = Report(None, "", outcome.reward, None, "val" if unlike_training else "train", _cause(outcome))
         if neutral:
             key = (str(sample.group_id), "" if sample.step is None else str(sample.step))
-            report = report._replace(key=key, sample=name_in_group(item), size=self._group_size)
+            session, generation = session_of(item)
+            report = report._replace(key=key, sample=session, generation=generation, size=self._group_size)
         mean = await self._board.settle(report, wait=not unlike_training)
         if mean is not None:
             return mean, True

@@ -1,9 +1,9 @@
 """What becomes of a failed sample in this verl run: `on_failure`, resolved by the trainer's configuration.
 
 Being neutral takes an advantage estimator that compares the samples of a group, and leaving a sample out takes verl's
-V1 trainer: in the legacy one, and where a batch is scored at once by a colocated reward model, an exception of a reward
-manager ends the run (trainer/ppo/ray_trainer.py, experimental/reward_loop/reward_loop.py of verl 0.9.1). Whatever would
-end the run at the first failed sample is refused before the first rollout.
+V1 trainer: in the legacy one and those made of it, and where a batch is scored at once by a colocated reward model, an
+exception of a reward manager ends the run (`trainers` has the table). Whatever would end the run at the first failed
+sample is refused before the first rollout, and so is a configuration in which verl asks no reward manager at all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from qreward_plugins.config import Config, Constant
 from qreward_plugins.config.models import FailurePolicy
 from qreward_plugins.errors import ConfigurationError, Mistake
 from qreward_plugins.sharing.board_client import MAX_WAITING
+
+from .trainers import trainer_of
 
 _log = logging.getLogger("verl_adapter")
 
@@ -37,7 +39,8 @@ def failure_policy(config: Config, trainer: DictConfig) -> FailurePolicy:
     """`on_failure` without its `auto`.
 
     `auto` is `neutral` where the estimator is in `MEAN_BASED`, and else `exclude`; in the legacy trainer, which cannot
-    exclude, it is `neutral` for every estimator that compares the samples of a group. Raises `ConfigurationError`.
+    exclude, and in those made of it, it is `neutral` for every estimator that compares the samples of a group. Raises
+    `ConfigurationError`.
     """
     chosen = config.on_failure
     if isinstance(chosen, Constant) or chosen == "raise":
@@ -82,9 +85,43 @@ def warn_of_short_waiting(trainer: DictConfig, processes: int) -> None:
         )
 
 
-def is_v1(trainer: DictConfig) -> bool:
-    """Whether this run uses verl's V1 trainer, which leaves a sample out whose reward manager raised."""
-    return bool(OmegaConf.select(trainer, "trainer.use_v1"))
+def refuse_bypass(trainer: DictConfig) -> None:
+    """Raise `ConfigurationError` where verl would ask its own reward model, and no reward manager
+    (experimental/reward_loop/reward_loop.py: `RewardLoopWorker.compute_score`).
+    """
+    if not OmegaConf.select(trainer, "reward.reward_model.enable"):
+        return
+    if OmegaConf.select(trainer, "reward.custom_reward_function.path") is not None:
+        return
+    raise ConfigurationError(
+        [
+            Mistake(
+                "reward.reward_model.enable",
+                "verl scores every sample with its own reward model and asks no reward manager, qreward included.",
+                "Name a reward function in reward.custom_reward_function.path; verl leaves the reward to the manager "
+                "then. Or set reward.reward_model.enable=False, serve the model yourself, and make it a source of "
+                "qreward (kind: http, or openai).",
+            )
+        ],
+        origin="verl's configuration",
+    )
+
+
+def warn_of_ignored_settings(trainer: DictConfig) -> None:
+    """Say what of verl's configuration is for another reward manager than this one, and would change rewards."""
+    for path in ("reward.reward_kwargs", "reward_model.reward_kwargs"):
+        overlong = OmegaConf.select(trainer, f"{path}.overlong_buffer_cfg")
+        if overlong is not None and overlong.get("enable"):
+            _log.warning(
+                "%s.overlong_buffer_cfg is of verl's `dapo` reward manager: qreward takes no penalty off long "
+                "responses. A reward function that does, or a judge of its own in a sum, has the same effect.",
+                path,
+            )
+
+
+def takes_any_keys(trainer: DictConfig) -> bool:
+    """Whether the extra info of samples may have different keys."""
+    return trainer_of(trainer).leaves_out and not _is_scored_at_once(trainer)
 
 
 def _is_scored_at_once(trainer: DictConfig) -> bool:
@@ -106,14 +143,21 @@ def _why_not_neutral(trainer: DictConfig) -> str:
         return f"the advantage estimator `{estimator}` takes the components of a reward, and a failed sample has none."
     if samples_per_prompt(trainer) < 2:
         return "a group has one sample (actor_rollout_ref.rollout.n)."
-    if is_v1(trainer) and _is_scored_at_once(trainer):
+    if trainer_of(trainer).leaves_out and _is_scored_at_once(trainer):
         return "verl does not tell a reward manager the groups while its reward model takes turns with the rollout."
     return ""
 
 
 def _why_not_excluded(trainer: DictConfig) -> str:
-    if not is_v1(trainer):
+    kind = trainer_of(trainer)
+    if kind.name == "legacy":
         return "the legacy trainer ends the run when a sample has no reward; leaving it out needs trainer.use_v1=True."
+    if not kind.leaves_out:
+        return (
+            f"verl's {kind.name} trainer, which is made of the legacy one, ends the run when a sample has no reward; "
+            "leaving it out needs verl.trainer.main_ppo with trainer.use_v1=True, which has asynchronous modes, too "
+            "(trainer.v1.trainer_mode)."
+        )
     if _is_scored_at_once(trainer):
         return (
             "verl ends the run when a sample has no reward while its reward model takes turns with the rollout; "

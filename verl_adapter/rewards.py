@@ -1,15 +1,30 @@
 """Outcomes in verl's terms: a score, and `reward_extra_info` with the same keys for every sample.
 
-verl takes the keys of one sample for all of them (trainer/ppo/ray_trainer.py, reward_loop.py). Where a failed sample
-has no value it is None, which verl's validation metrics skip. `acc` is emitted only when a judge defines what is
-correct, because verl counts a missing sample as `acc` 0.
+Where rows come together, verl takes the keys of the first for all (experimental/agent_loop/agent_loop.py and
+reward_loop.py of 0.9.1, protocol.py where batches are put together), over all processes. So every sample carries what
+is known before the first is scored: the facts, the components that the configuration names, and what the trainer's
+configuration reads. What a reward function returns beside that has verl's own names, as with verl's `naive` manager:
+as it is where verl takes any keys (its V1 trainer), and elsewhere as one text, which `trainer` unpacks where validation
+adds up.
+
+A sample that nobody judged has None, which verl's validation skips. Only the metric of a group filter is NaN then: verl
+calls float() on it. NaN is no number that a whole group could share, so the group is not replaced for it.
 """
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from qreward_plugins import Outcome, RewardEngine
+from omegaconf import DictConfig, OmegaConf
+
+from qreward_plugins import Cause, ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Scored, Verdict
+from qreward_plugins.config import Config, Constant, FunctionSource, judges_in_charge, parts_of, sources_of
+from qreward_plugins.config import models as configuration
+from qreward_plugins.samples import fits_float32
 
 MISSING = "qreward/missing"
 """1.0 for a sample without a reward of its own: its score is a stand-in."""
@@ -17,18 +32,176 @@ MISSING = "qreward/missing"
 IMPUTED = "qreward/imputed"
 """1.0 for a sample that trains on the mean of its group: one without a reward, or one that came too late to count."""
 
+RETURNED = "qreward/returned"
+"""What a reward function returned beside its score, as JSON, where verl takes the same keys of every sample only."""
+
+_OURS = "qreward/"
+_MOST_NAMES = 200
+_TAKEN = frozenset({"reward"})
+"""Names that verl's validation has for its own columns."""
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Which keys of the extra info verl itself reads in training.
+
+    `metric`: by which groups are filtered, None without a filter; `parts`: the rewards that GDPO adds up; `stand_in`:
+    what a failed sample has in their place, None if it never trains.
+    """
+
+    metric: str | None = None
+    parts: tuple[str, ...] = ()
+    stand_in: float | None = None
+
+    @classmethod
+    def of(cls, trainer: DictConfig, config: Config) -> Reads:
+        """What this run reads."""
+        filters = OmegaConf.select(trainer, "algorithm.filter_groups")
+        metric = str(filters.get("metric") or "") if filters is not None and filters.get("enable") else ""
+        is_gdpo = OmegaConf.select(trainer, "algorithm.adv_estimator") == "gdpo"
+        parts = OmegaConf.select(trainer, "algorithm.gdpo_reward_keys") if is_gdpo else None
+        constant = config.on_failure
+        return cls(
+            # `reward` is verl's own: the score itself.
+            metric=metric if metric and metric not in _TAKEN else None,
+            parts=tuple(str(key) for key in parts or ()),
+            stand_in=constant.constant if isinstance(constant, Constant) else None,
+        )
+
 
 class ExtraInfo:
-    """Turns outcomes of an engine into `reward_extra_info`: its facts under `qreward/`, and verl's own `acc`."""
+    """Turns outcomes of an engine into `reward_extra_info`.
 
-    def __init__(self, engine: RewardEngine) -> None:
+    `any_keys`: verl takes other keys from every sample.
+    """
+
+    def __init__(self, engine: RewardEngine, *, any_keys: bool, reads: Reads = Reads()) -> None:
         self._facts = engine.facts()
+        self._declared = self._facts.components
+        self._any_keys = any_keys
+        self._seen: dict[str, None] = {}
+        self._reads = reads
+        self._judges = engine.config.judges
+        self._functions = frozenset(_of_functions(engine.config))
+        self._named = tuple(dict.fromkeys([*_named_by(engine.config, self._functions), *reads.parts]))
+        self._refuse_unknown_metric(engine.config)
 
-    def of(self, outcome: Outcome, *, imputed: bool) -> dict[str, Any]:
+    def of(self, outcome: Outcome, *, imputed: bool, validation: bool = False) -> dict[str, Any]:
         """The extra info of one outcome; `imputed`: its score is the mean of its group."""
-        facts = self._facts.of(outcome).items()
-        return {
-            **{key if key == "acc" else f"qreward/{key}": value for key, value in facts},
+        info = self._info(outcome, imputed=imputed)
+        if not validation:
+            self._stand_in(info, outcome)
+        return info
+
+    def checked(self, outcome: Outcome) -> Outcome:
+        """The outcome, or its failure where a verdict has not every reward that GDPO adds up: NaN would train."""
+        if not isinstance(outcome, Scored) or not self._reads.parts:
+            return outcome
+        info = self._info(outcome, imputed=False)
+        for part in self._reads.parts:
+            if not isinstance(info.get(part), (int, float)):
+                detail = f"the verdict has no number {part!r}, which algorithm.gdpo_reward_keys names"
+                verdict = outcome.verdict
+                return Failed(Cause.VERDICT, "invalid", detail, judge=verdict.judge, source=verdict.source)
+        return outcome
+
+    def _info(self, outcome: Outcome, *, imputed: bool) -> dict[str, Any]:
+        own = self._own(outcome)
+        facts = self._facts.of(outcome)
+        info: dict[str, Any] = {
+            _OURS + key: value for key, value in facts.items() if key != "acc" and not key.startswith("score/")
+        }
+        info |= {f"{_OURS}score/{name}": facts[f"score/{name}"] for name in self._declared}
+        info |= {
             MISSING: float(outcome.reward is None),
             IMPUTED: float(imputed),
+            "acc": own["acc"] if "acc" in own else facts.get("acc"),
         }
+        info |= {name: own.get(name) for name in self._named if name not in info}
+        if self._any_keys:
+            if len(self._seen) < _MOST_NAMES:
+                self._seen.update(dict.fromkeys(own))
+            info |= {name: None for name in self._seen if name not in info} | own
+        else:
+            rest = {key: value for key, value in own.items() if key not in info}
+            info[RETURNED] = json.dumps(rest, default=repr) if rest else ""
+        return info
+
+    def _refuse_unknown_metric(self, config: Config) -> None:
+        metric, in_charge = self._reads.metric, judges_in_charge(config)
+        asked = {name for judge in in_charge for name in (judge, *parts_of(config, judge))}
+        if metric is None or asked & self._functions:
+            return  # a function may return anything
+        nothing = Failed(Cause.INFRA, "none")
+        if metric in (self._facts.of(nothing) if metric == "acc" else self._info(nothing, imputed=False)):
+            return
+        remedy = (
+            "Take `reward`, which is the score; a criterion is called qreward/score/NAME; for `acc`, give a judge "
+            "`correct_at`."
+        )
+        mistake = Mistake("algorithm.filter_groups.metric", f"no judge gives {metric!r}.", remedy)
+        raise ConfigurationError([mistake], origin="verl's configuration")
+
+    def _stand_in(self, info: dict[str, Any], outcome: Outcome) -> None:
+        metric = self._reads.metric
+        if metric is not None and info.get(metric) is None:
+            info[metric] = math.nan
+        if outcome.reward is None and self._reads.stand_in is not None:
+            info |= dict.fromkeys(self._reads.parts, self._reads.stand_in)
+
+    def _own(self, outcome: Outcome) -> dict[str, Any]:
+        """What verl's `naive` would make of what a reward function returned."""
+        if not isinstance(outcome, Scored):
+            return {}
+        verdict = outcome.verdict
+        rest = {name: value for name, value in verdict.components.items() if name not in self._declared}
+        own: dict[str, Any] = {f"{_OURS}score/{name}": value for name, value in rest.items()}
+        is_function = verdict.judge in self._functions
+        returned = _numbers_of(verdict) if is_function and verdict.returned is None else verdict.returned
+        own |= {
+            key: _plain(value)
+            for key, value in (returned or {}).items()
+            if isinstance(key, str) and not key.startswith(_OURS) and key not in _TAKEN
+        }
+        judge = self._judges.get(verdict.judge)
+        if judge is not None and judge.correct_at is not None:
+            own["acc"] = None if verdict.correct is None else float(verdict.correct)
+        elif is_function and returned is None:
+            own["acc"] = verdict.score
+        return own
+
+
+def without_text(column: Iterable[Any]) -> list[Mapping[str, Any]]:
+    """The rows of a column `RETURNED`, read."""
+    return [json.loads(text) if isinstance(text, str) and text else {} for text in column]
+
+
+def _numbers_of(verdict: Verdict) -> dict[str, Any] | None:
+    """What the journal kept of a mapping; None: it was a number."""
+    return {"score": verdict.score, **verdict.components} if verdict.components else None
+
+
+def _of_functions(config: Config) -> Iterable[str]:
+    """The judges that ask functions only."""
+    for name, judge in config.judges.items():
+        if isinstance(judge, configuration.FunctionJudge) and all(
+            isinstance(config.sources[source], FunctionSource) for source in sources_of(config, name)
+        ):
+            yield name
+
+
+def _named_by(config: Config, judges: Iterable[str]) -> Iterable[str]:
+    """The keys of functions' mappings that the configuration names."""
+    for name in judges:
+        judge = config.judges[name]
+        if isinstance(judge, configuration.FunctionJudge):
+            yield from (key for key in judge.components if key not in _TAKEN and key != "acc")
+
+
+def _plain(value: Any) -> Any:
+    """A value as Python has it; None for a number that float32 does not hold, for NaN poisons every mean."""
+    if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
+        value = value.item()
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and not fits_float32(value):
+        return None
+    return value

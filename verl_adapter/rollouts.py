@@ -63,14 +63,32 @@ def looks_like_validation(item: Any) -> bool:
     """Whether a row that is not marked says of itself that it is not from the training set, as those do that verl's own
     data scripts make (`extra_info.split`).
     """
-    info = item.non_tensor_batch.get("extra_info") or {}
-    return str(info.get("split", "")).lower() in _VALIDATION_SPLITS
+    info = item.non_tensor_batch.get("extra_info")
+    return isinstance(info, Mapping) and str(info.get("split", "")).lower() in _VALIDATION_SPLITS
 
 
-def name_in_group(item: Any) -> str:
-    """What tells a sample from the others of its group. The legacy trainer gives it no name, so each call makes one."""
+def session_of(item: Any) -> tuple[str, str]:
+    """What tells a sample from the others of its group, and from earlier responses of the same session.
+
+    Only the V1 trainer names sessions; with the others every call is a session of its own.
+    """
+    response = uuid.uuid4().hex
     session = _plain(item.non_tensor_batch.get("session_id"))
-    return uuid.uuid4().hex if session is None else str(session)
+    return (response if session is None else str(session)), response
+
+
+def skeleton(item: Any) -> Sample:
+    """What can be said of a row that is no sample: its group, its step, and whether it is one of validation."""
+    columns: Mapping[str, Any] = item.non_tensor_batch
+    info = columns.get("extra_info")
+    uid, step = columns.get("uid"), _plain(columns.get("global_steps"))
+    return Sample(
+        messages=[],
+        response="",
+        group_id=None if uid is None else str(uid),
+        step=step if isinstance(step, int) else None,
+        split="val" if isinstance(info, Mapping) and info.get(VALIDATION) else None,
+    )
 
 
 def _messages(item: Any, decode: Decode) -> list[Message]:

@@ -1,8 +1,10 @@
 """What verl's trainers do not do by themselves with rewards that are missing, in the process of the trainer.
 
-verl has no hook for any of it (0.9.1), so four things of its own are wrapped, in the driver's process alone and only in
-a run whose reward manager is ours, when the trainer starts its tracker:
+verl has no hook for any of it (0.9.1), so things of its own are wrapped, only in a run whose reward manager is ours, in
+the processes that start reward workers or a tracker (the fully asynchronous trainer has one for each):
 
+- reward workers are told which trainer they work for, because their configuration does not always say it;
+- a configuration in which no reward manager would be asked ends the run there, before a model is loaded;
 - the metrics of a step get the numbers of the board (`qreward/failed_rate`, ...): verl drops `reward_extra_info` after
   training and has no metric of it;
 - rows of validation are marked, because a reward manager cannot tell them from others;
@@ -28,19 +30,25 @@ import numpy as np
 from qreward_plugins.sharing import named_actors
 from qreward_plugins.sharing.board_actor import NAME, BoardActor
 
-from .rewards import IMPUTED, MISSING
+from .policy import failure_policy, refuse_bypass
+from .rewards import IMPUTED, MISSING, RETURNED, without_text
 from .rollouts import VALIDATION
+from .settings import load_settings
+from .trainers import LEGACY_MODULE, V1_MODULE, Trainer, calling_trainer, telling, trainer_of
 
 _log = logging.getLogger("verl_adapter")
 
-_LEGACY = "verl.trainer.ppo.ray_trainer"
-_V1 = "verl.trainer.ppo.v1.trainer_base"
+_LEGACY, _V1 = LEGACY_MODULE, V1_MODULE
+_SEPARATED = "verl.experimental.separation.ray_trainer"
 _BOARD_ANSWERS_S = 10.0
 _OURS = "_qreward"
 
 
 def install() -> None:
-    """Wait in this process for a trainer to start its tracker. Installing twice changes nothing."""
+    """Wait in this process for a trainer to start its reward workers and its tracker. Installing twice changes
+    nothing.
+    """
+    _tell_reward_workers()
     try:
         from verl.utils.tracking import Tracking
     except ImportError:
@@ -64,6 +72,41 @@ def install() -> None:
     _replace(Tracking, "log", log_with_numbers)
 
 
+def _tell_reward_workers() -> None:
+    try:
+        from verl.experimental.reward_loop.reward_loop import RewardLoopManager
+    except ImportError:
+        return
+    if _is_wrapped(RewardLoopManager, "__init__") or "_init_reward_loop_workers" not in vars(RewardLoopManager):
+        return
+    start, start_workers = RewardLoopManager.__init__, RewardLoopManager._init_reward_loop_workers
+
+    @functools.wraps(start)
+    def start_and_look(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        self._qreward_trainer = None
+        if _rewards_are_ours(config):
+            refuse_bypass(config)
+            name = calling_trainer() or trainer_of(config).name
+            self._qreward_trainer = Trainer(name, marks_validation=BoardNumbers.attach() is not None and _marks_rows())
+            # In a reward worker a mistake would show with the first sample, and as that sample's.
+            failure_policy(load_settings(config), telling(config, self._qreward_trainer))
+        start(self, config, *args, **kwargs)
+
+    @functools.wraps(start_workers)
+    def start_told_workers(self: Any, *args: Any, **kwargs: Any) -> Any:
+        config = self.config
+        if getattr(self, "_qreward_trainer", None) is None:
+            return start_workers(self, *args, **kwargs)
+        self.config = telling(config, self._qreward_trainer)
+        try:
+            return start_workers(self, *args, **kwargs)
+        finally:
+            self.config = config
+
+    _replace(RewardLoopManager, "__init__", start_and_look)
+    _replace(RewardLoopManager, "_init_reward_loop_workers", start_told_workers)
+
+
 class BoardNumbers:
     """The board's counts as metrics, for a tracker."""
 
@@ -74,11 +117,16 @@ class BoardNumbers:
     @classmethod
     def attach(cls) -> BoardNumbers | None:
         """Wrap the trainer that is loaded in this process, and find the board. None: there is no board to be had."""
-        try:
-            numbers = cls(named_actors.get_or_start(NAME, BoardActor))
-        except Exception as error:
-            _log.warning("no metrics of rewards: there is no group board (%s: %s)", type(error).__name__, error)
-            return None
+        if _attached:
+            numbers = _attached[0]
+        else:
+            try:
+                numbers = cls(named_actors.get_or_start(NAME, BoardActor))
+            except Exception as error:
+                _log.warning("no metrics of rewards: there is no group board (%s: %s)", type(error).__name__, error)
+                return None
+            _attached.append(numbers)
+        # Again each time: a trainer may have been imported since.
         _wrap_trainers(numbers)
         return numbers
 
@@ -121,6 +169,10 @@ class BoardNumbers:
         return start, counts
 
 
+_attached: list[BoardNumbers] = []
+"""The board's numbers of this process. They remember what was told, and trainers compare it."""
+
+
 def _rewards_are_ours(config: Any) -> bool:
     """Whether the reward manager of a trainer's configuration is ours, or made of ours."""
     from omegaconf import OmegaConf
@@ -147,7 +199,9 @@ def _wrap_trainers(numbers: BoardNumbers) -> None:
             # Marked rows are only safe to hand out where their scores are left out again.
             if _wrap(cls, "_val_metrics_update", _leaving_out_the_missing, inherited=cls is not trainer):
                 _wrap(cls, "_validate", _marking_rows, inherited=cls is not trainer)
-    _wrap(sys.modules.get(_LEGACY), "compute_advantage", _neutral_by_columns, inherited=True)
+    # The experimental trainers have the function under a name of their own module.
+    for module in (_LEGACY, _SEPARATED):
+        _wrap(sys.modules.get(module), "compute_advantage", _neutral_by_columns, inherited=True)
     _wrap(
         sys.modules.get(_V1),
         "compute_advantage_for_multi_trajectories",
@@ -156,6 +210,16 @@ def _wrap_trainers(numbers: BoardNumbers) -> None:
     )
     if not found:
         _log.warning("qreward does not know this trainer of verl: failed samples count in its means of validation")
+
+
+def _marks_rows() -> bool:
+    """Whether each trainer that is loaded in this process marks its rows of validation."""
+    trainers = [
+        getattr(sys.modules.get(module), name, None)
+        for module, name in ((_LEGACY, "RayPPOTrainer"), (_V1, "PPOTrainer"))
+    ]
+    known = [trainer for trainer in trainers if trainer is not None]
+    return bool(known) and all(_is_wrapped(trainer, "_validate") for trainer in known)
 
 
 def _marking_rows(validate: Callable[..., Any]) -> Callable[..., Any]:
@@ -189,21 +253,32 @@ def _leaving_out_the_missing(update: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(update)
     def left_out(self: Any, sources: Any, uids: Any, infos: dict[str, list[Any]], *args: Any, **kwargs: Any) -> Any:
         missing = {row for row, value in enumerate(infos.get(MISSING) or ()) if value}
-        expected = kwargs.get("expected_acc_counts")
-        if missing and expected:
-            # verl takes every session without `acc` for a wrong answer.
-            expected = dict(expected)
-            for row in missing:
-                prompt = (str(sources[row]), str(uids[row]))
-                expected[prompt] = expected.get(prompt, 0) - 1
-            kwargs["expected_acc_counts"] = expected
+        infos = _unpacked(infos)
         if missing:
             infos = {
                 name: _without(missing, values) if _is_of_judge(name) else values for name, values in infos.items()
             }
+        expected = kwargs.get("expected_acc_counts")
+        if MISSING in infos and expected:
+            # verl takes every session without `acc` for a wrong answer; these are there, and nobody said what is right.
+            expected = dict(expected)
+            for row, value in enumerate(infos.get("acc") or [None] * len(infos[MISSING])):
+                prompt = (str(sources[row]), str(uids[row]))
+                if value is None and prompt in expected:
+                    expected[prompt] -= 1
+            kwargs["expected_acc_counts"] = expected
         return update(self, sources, uids, infos, *args, **kwargs)
 
     return left_out
+
+
+def _unpacked(infos: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
+    """The columns of validation, with those that were sent as one text."""
+    columns = {name: values for name, values in infos.items() if name != RETURNED}
+    rows = without_text(infos.get(RETURNED) or ())
+    for name in dict.fromkeys(name for row in rows for name in row):
+        columns.setdefault(name, [row.get(name) for row in rows])
+    return columns
 
 
 def _is_of_judge(name: str) -> bool:

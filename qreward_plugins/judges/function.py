@@ -28,12 +28,19 @@ class FunctionJudge:
     Numbers are Python's, numpy's, and tensors without dimensions. Of a mapping, the keys named in the configuration
     become components, and each must hold a finite number or a truth value; with none named every key that does becomes
     one, and the rest (texts, lists, NaN, names of more than 100 characters) is dropped. `correct_at` decides
-    correctness where it is configured, else the key `acc` where it is a truth value, 0 or 1. Raises
+    correctness where it is configured, else the key `acc` where it is a truth value, 0 or 1. With `keeps_returned` the
+    verdict carries the mapping as it was, too; services' whole replies are not worth the memory. Raises
     `ConfigurationError` for numbers that contradict each other.
     """
 
     def __init__(
-        self, name: str, config: configuration.FunctionJudge, *, sources: Sequence[str], models: Iterable[str]
+        self,
+        name: str,
+        config: configuration.FunctionJudge,
+        *,
+        sources: Sequence[str],
+        models: Iterable[str],
+        keeps_returned: bool = False,
     ) -> None:
         mistakes = number_mistakes(name, config)
         if mistakes:
@@ -41,6 +48,7 @@ class FunctionJudge:
         self._name = name
         self._config = config
         self._sources = tuple(sources)
+        self._keeps_returned = keeps_returned
         self._fingerprint = fingerprint(config, models)
 
     @property
@@ -89,6 +97,7 @@ class FunctionJudge:
             correct=self._correct(score, acc),
             judge=self._name,
             model=reply.model,
+            returned=value if self._keeps_returned and isinstance(value, Mapping) else None,
         )
 
     def floor(self, cause: Cause) -> float | None:

@@ -42,8 +42,11 @@ class Panel:
                 continue
             names = sources_of(config, name)
             asked = [answering(models[source], config.sources[source]) for source in names]
+            functions = all(isinstance(config.sources[source], configuration.FunctionSource) for source in names)
             try:
-                self.judges[name] = build_judge(name, node, sources=names, models=asked, key=key)
+                self.judges[name] = build_judge(
+                    name, node, sources=names, models=asked, key=key, keeps_returned=functions
+                )
             except ConfigurationError as error:
                 mistakes += error.mistakes
         if mistakes:
@@ -74,9 +77,10 @@ class Panel:
         return tuple(component for judge in in_charge for component in judge.component_names())
 
     @property
-    def defines_correct(self) -> bool:
-        """Whether some judge that samples go to says from which reward on a response is correct."""
-        return any(self._config.judges[name].correct_at is not None for name in judges_in_charge(self._config))
+    def correct_at(self) -> Mapping[str, float]:
+        """From which reward on a response is correct, by the names of those judges in charge that say so."""
+        bars = {name: self._config.judges[name].correct_at for name in judges_in_charge(self._config)}
+        return {name: bar for name, bar in bars.items() if bar is not None}
 
 
 def parts_of(judge: InCharge) -> Sequence[Judge]:
@@ -85,14 +89,21 @@ def parts_of(judge: InCharge) -> Sequence[Judge]:
 
 
 def build_judge(
-    name: str, config: configuration.AskingJudge, *, sources: Sequence[str], models: Iterable[str], key: bytes
+    name: str,
+    config: configuration.AskingJudge,
+    *,
+    sources: Sequence[str],
+    models: Iterable[str],
+    key: bytes,
+    keeps_returned: bool = False,
 ) -> Judge:
     """Build the judge that `config` describes.
 
     `sources` names the sources that may answer it, `models` is what answers there, in any order, and `key` the secret
     that the identifiers of its fences are drawn with (at least 16 bytes that the policy cannot know; 64 are used).
+    `keeps_returned` is for judges of functions (`FunctionJudge`).
     Raises `ConfigurationError` with every mistake of the templates and numbers, by its path `judges.<name>.<key>`.
     """
     if isinstance(config, configuration.LLMJudge):
         return LLMJudge(name, config, sources=sources, models=models, key=key)
-    return FunctionJudge(name, config, sources=sources, models=models)
+    return FunctionJudge(name, config, sources=sources, models=models, keeps_returned=keeps_returned)

@@ -93,6 +93,7 @@ class JudgeSum:
                 source=_beside(verdict.source for verdict in verdicts.values()),
                 model=_beside(verdict.model for verdict in verdicts.values()),
                 cached=all(verdict.cached for verdict in verdicts.values()),
+                returned=_only_one(verdict.returned for verdict in verdicts.values()),
                 **_spent(verdicts.values()),
             )
         )
@@ -120,6 +121,12 @@ def _below(part: str, component: str) -> str:
 def _beside(names: Iterable[str]) -> str:
     # Sorted, so that a metric that counts them does not tell "a+b" from "b+a".
     return "+".join(sorted({name for name in names if name}))
+
+
+def _only_one(mappings: Iterable[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
+    """What the one function among the parts returned beside its score, which is not the sum's."""
+    told = [mapping for mapping in mappings if mapping is not None]
+    return {key: value for key, value in told[0].items() if key != "score"} if len(told) == 1 else None
 
 
 def _spent(parts: Collection[Verdict | Failed]) -> dict[str, Any]:

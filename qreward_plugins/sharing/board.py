@@ -31,6 +31,7 @@ REMEMBERED = 65_536
 class _Group:
     size: int | None = None
     rewards: dict[str, float | None] = field(default_factory=dict)
+    generations: dict[str, str] = field(default_factory=dict)
     mean: float | None = None
 
 
@@ -54,12 +55,17 @@ class Board:
         self._groups: OrderedDict[Key, _Group] = OrderedDict()
         self._means: OrderedDict[Key, float] = OrderedDict()
 
-    def report(self, key: Key, sample: str, reward: float | None, size: int | None = None) -> float | None:
+    def report(
+        self, key: Key, sample: str, reward: float | None, size: int | None = None, *, generation: str = ""
+    ) -> float | None:
         """Take in what became of a sample: its reward, or None for a failed one.
 
-        `sample` tells the samples of a group apart, so that a report that comes twice counts once; `size` is how many
-        there are, None if that is not known. The answer is the number that the sample trains on. None: for a scored
-        sample its own reward, for a failed one that its group is open, and `on_close` will tell.
+        `sample` tells the samples of a group apart, and `generation` the responses of a sample that is generated anew:
+        a report that comes twice counts once, and a new response takes the place of the earlier one. `size` is how many
+        samples there are, None if that is not known. The answer is the number that the sample trains on. None: for a
+        scored sample its own reward, for a failed one that its group is open, and `on_close` will tell. Where the group
+        is closed already, a new response that is scored trains on its own reward, and one that failed on the group's
+        mean.
         """
         if key not in self._groups and key in self._means:
             return self.mean(key)
@@ -67,20 +73,24 @@ class Board:
         if group.size is None:
             group.size = size
         known = group.rewards.get(sample)
-        if known is not None:
+        anew = sample in group.rewards and group.generations.get(sample, "") != generation
+        if known is not None and not anew:
             return None if known == reward else known
-        if group.mean is None:
+        if group.mean is None or anew:
             group.rewards[sample] = reward
+            group.generations[sample] = generation
+        if group.mean is None:
             if group.size is None or len(group.rewards) < group.size:
                 return None
             self._close(key, group, mean_of(group.rewards.values()))
             if reward is not None:
                 return None
-        return group.mean
+        return None if anew and reward is not None else group.mean
 
-    def knows(self, key: Key, sample: str) -> bool:
-        """Whether this sample of a group has reported, as far as that is remembered."""
-        return key in self._groups and sample in self._groups[key].rewards
+    def knows(self, key: Key, sample: str, generation: str = "") -> bool:
+        """Whether this response of a sample of a group has reported, as far as that is remembered."""
+        group = self._groups.get(key)
+        return group is not None and sample in group.rewards and group.generations.get(sample, "") == generation
 
     def mean(self, key: Key) -> float | None:
         """The mean that a group is closed at; None: it is open, or not known."""
@@ -105,8 +115,11 @@ class Board:
         What is known here already stands.
         """
         if mean is None or self.mean(key) is not None:
+            known = self._groups.get(key)
             for sample, reward in rewards.items():
-                self.report(key, sample, reward, size)
+                # Of two responses of a sample nobody knows here which is the later one.
+                generation = known.generations.get(sample, "") if known else ""
+                self.report(key, sample, reward, size, generation=generation)
             return
         group = self._touch(key)
         group.size = group.size or size

@@ -23,7 +23,8 @@ class Report(NamedTuple):
     """What became of a sample.
 
     `reward` is None for a sample without a number to train on; `failure` is the cause ("infra", "verdict", "policy") of
-    one without a verdict, and empty for any other. With `key` None the sample is only counted.
+    one without a verdict, and empty for any other. `generation` tells the responses of a sample apart that is generated
+    anew. With `key` None the sample is only counted.
     """
 
     key: Key | None
@@ -32,6 +33,7 @@ class Report(NamedTuple):
     size: int | None = None
     split: Literal["train", "val"] = "train"
     failure: str = ""
+    generation: str = ""
 
 
 class Close(NamedTuple):
@@ -106,8 +108,8 @@ class BoardActor:
         if thing.key is None:
             self._count(thing, imputed=False)
             return None
-        new = not self._board.knows(thing.key, thing.sample)
-        mean = self._board.report(thing.key, thing.sample, thing.reward, thing.size)
+        new = not self._board.knows(thing.key, thing.sample, thing.generation)
+        mean = self._board.report(thing.key, thing.sample, thing.reward, thing.size, generation=thing.generation)
         if new:
             self._count(thing, imputed=mean is not None or thing.reward is None)
         return mean

@@ -47,6 +47,7 @@ class _Own:
 
     size: int | None
     rewards: dict[str, float | None] = field(default_factory=dict)
+    generations: dict[str, str] = field(default_factory=dict)
     mean: float | None = None
 
 
@@ -118,8 +119,9 @@ class GroupBoard:
         if own.mean is not None and report.sample not in own.rewards:
             await self._ask(report)
             return own.mean
-        if own.rewards.get(report.sample) is None:
+        if own.rewards.get(report.sample) is None or own.generations.get(report.sample) != report.generation:
             own.rewards[report.sample] = report.reward
+            own.generations[report.sample] = report.generation
         if report.reward is None:
             return await self._wait(report, report.key, self._wait_s if wait else 0.0)
         mean = await self._ask(report)

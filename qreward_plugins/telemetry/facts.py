@@ -14,6 +14,9 @@ from typing import Any
 from ..samples import Outcome, Scored
 from .statistics import percentile
 
+MOST_COMPONENTS = 1_000
+"""Names of components that are kept, at most; a function may make up names for every sample."""
+
 COMPONENT = "score/"
 """What stands before the names of components."""
 
@@ -22,13 +25,15 @@ class Facts:
     """Turns outcomes into mappings.
 
     `components` are the names that all judges together are known to give. A function judge that does not name its
-    components adds those that it returns as they come, and keeps them from then on. `defines_correct`: some judge says
-    what is correct; without one there is no key `acc`.
+    components adds those that it returns as they come, and keeps them from then on. `correct_at` is from which reward
+    on a response is correct, by the names of the judges that say so; without one there is no key `acc`, until a verdict
+    says what is correct.
     """
 
-    def __init__(self, components: Iterable[str], *, defines_correct: bool) -> None:
+    def __init__(self, components: Iterable[str], *, correct_at: Mapping[str, float]) -> None:
         self._components: dict[str, None] = dict.fromkeys(components)
-        self.defines_correct = defines_correct
+        self._correct_at = correct_at
+        self.defines_correct = bool(correct_at)
         """Whether some judge says what is correct, as far as is known."""
 
     @property
@@ -38,13 +43,15 @@ class Facts:
 
     def of(self, outcome: Outcome) -> dict[str, Any]:
         """`failed` and `cached` are 0.0 or 1.0, `cause` is "infra/deadline" or the like and empty for a scored sample,
-        `latency_s` seconds, `cost_usd` US dollars, `score/<name>` a component or None, `acc` 0.0 or 1.0.
+        `latency_s` seconds, `cost_usd` US dollars, `score/<name>` a component or None, `acc` 0.0 or 1.0, and None where
+        nobody said: a sample without a reward, or of a judge that defines no correctness, is not a wrong answer.
         """
         scored = isinstance(outcome, Scored)
         told = outcome.verdict if isinstance(outcome, Scored) else outcome
         components = outcome.verdict.components if isinstance(outcome, Scored) else {}
-        correct = outcome.verdict.correct if isinstance(outcome, Scored) else None
-        self._components.update(dict.fromkeys(components))
+        correct = self._correct(outcome)
+        if len(self._components) < MOST_COMPONENTS:
+            self._components.update(dict.fromkeys(components))
         self.defines_correct = self.defines_correct or correct is not None
         facts: dict[str, Any] = {
             "failed": 0.0 if scored else 1.0,
@@ -60,8 +67,15 @@ class Facts:
         for name in self._components:
             facts[COMPONENT + name] = float(components[name]) if name in components else None
         if self.defines_correct:
-            facts["acc"] = float(bool(correct)) if scored else 0.0
+            facts["acc"] = None if correct is None else float(correct)
         return facts
+
+    def _correct(self, outcome: Outcome) -> bool | None:
+        if isinstance(outcome, Scored):
+            return outcome.verdict.correct
+        # A floor is a reward: an empty response counts as wrong where its judge says what is right.
+        bar = self._correct_at.get(outcome.judge)
+        return None if bar is None or outcome.floor is None else outcome.floor >= bar
 
 
 def summary(facts: Iterable[Mapping[str, Any]]) -> dict[str, float]:

@@ -178,11 +178,11 @@ def test_components_are_those_of_whoever_samples_go_to() -> None:
     }
     alone = panel(judges)
     assert alone.component_names() == ("quality", "quality/proof", "format")
-    assert not alone.defines_correct
+    assert alone.correct_at == {}
     assert alone.judge_of(Sample([], "x")) is alone.sums["total"]
     routed = panel(judges, {"code": "quality", "*": "total"})
     assert routed.component_names() == ("proof", "quality", "quality/proof", "format")
-    assert routed.defines_correct
+    assert routed.correct_at == {"quality": 0.5}
     assert routed.judge_of(Sample([], "x", data_source="code")) is routed.judges["quality"]
     samples = [Sample([], "x", data_source=name) for name in ("code", "math", "math")]
     assert (routed.requests_of(samples), routed.most_requests) == (5, 2)

@@ -163,3 +163,48 @@ def test_a_mean_that_was_given_out_is_restored_though_the_reports_say_otherwise(
 def test_means_of_huge_rewards_are_finite():
     assert mean_of([1.7e308, 1.7e308, None]) == pytest.approx(1.7e308)
     assert mean_of([]) == UNSCORED
+
+
+@st.composite
+def regenerations(draw):
+    """Reports of a group's samples in any order, some of them generated anew, each by its sample and generation."""
+    size = draw(st.integers(1, 4))
+    sample = st.tuples(st.integers(0, size - 1), st.integers(0, 3))
+    rewards = st.dictionaries(sample, st.none() | st.floats(-100, 100), min_size=1, max_size=10)
+    moves = draw(st.lists(sample | st.just("close"), min_size=1, max_size=16))
+    return size, draw(rewards), moves
+
+
+@given(regenerations())
+def test_what_is_generated_anew_never_trains_on_an_earlier_reward(play):
+    size, rewards, moves = play
+    heard = Heard()
+    board = Board(heard)
+    said = set()
+    for move in moves:
+        if move == "close":
+            board.close(KEY)
+            continue
+        sample, generation = move
+        reward = rewards.get(move)
+        answer = board.report(KEY, str(sample), reward, size, generation=str(generation))
+        said.add(move)
+        assert board.knows(KEY, str(sample), str(generation)) or KEY in heard
+        if answer is not None:
+            assert answer == heard[KEY], "its own reward, or the mean of the group"
+        elif reward is None:
+            assert KEY not in heard
+
+
+def test_a_new_response_takes_the_place_of_the_earlier_one():
+    heard = Heard()
+    board = Board(heard)
+    assert board.report(KEY, "0", 0.2, 3, generation="a") is None
+    assert board.report(KEY, "0", 0.8, 3, generation="b") is None
+    assert board.report(KEY, "0", 0.8, 3, generation="b") is None, "the same report, sent again"
+    assert board.report(KEY, "1", 0.4, 3, generation="c") is None
+    assert board.report(KEY, "2", None, 3, generation="d") == pytest.approx(0.6)
+    assert board.report(KEY, "2", 1.0, 3, generation="e") is None, "after the group is closed, too"
+    assert board.report(KEY, "1", None, 3, generation="f") == pytest.approx(0.6)
+    board.restore(KEY, 3, {"0": 0.2}, None)
+    assert board.knows(KEY, "0", "b"), "what a worker remembers is not newer"

@@ -14,7 +14,7 @@ FAILED = Failed(Cause.INFRA, "deadline", judge="j", attempts=3, latency_s=4.0)
 
 
 def test_every_outcome_has_the_same_keys():
-    facts = Facts(["tone"], defines_correct=False)
+    facts = Facts(["tone"], correct_at={})
     scored, failed = facts.of(SCORED), facts.of(FAILED)
     assert scored.keys() == failed.keys()
     assert (scored["score/tone"], failed["score/tone"]) == (0.25, None)
@@ -24,17 +24,27 @@ def test_every_outcome_has_the_same_keys():
 
 
 def test_components_and_correctness_that_turn_up_stay():
-    facts = Facts([], defines_correct=False)
+    facts = Facts([], correct_at={})
     assert "score/tone" not in facts.of(FAILED)
     assert facts.of(SCORED)["score/tone"] == 0.25
     assert facts.of(FAILED)["score/tone"] is None
     assert "acc" not in facts.of(FAILED)
     assert facts.of(Scored(Verdict(1.0, correct=True)))["acc"] == 1.0
-    assert facts.of(FAILED)["acc"] == 0.0
+    assert facts.of(FAILED)["acc"] is None
+
+
+def test_who_was_not_judged_correct_or_wrong_is_neither():
+    facts = Facts([], correct_at={"exact": 0.5})
+    assert facts.of(Scored(Verdict(0.9, judge="style")))["acc"] is None, "another judge defines what is correct"
+    assert facts.of(Failed(Cause.INFRA, "deadline", judge="exact"))["acc"] is None
+    assert facts.of(Failed(Cause.POLICY, "empty", floor=0.0, judge="exact"))["acc"] == 0.0, "an empty answer is wrong"
+    assert facts.of(Failed(Cause.POLICY, "empty", floor=0.0, judge="style"))["acc"] is None
+    told = [facts.of(outcome) for outcome in (Scored(Verdict(1.0, correct=True)), Scored(Verdict(0.9, judge="style")))]
+    assert summary(told)["acc"] == 1.0
 
 
 def test_a_summary_counts_all_and_averages_what_was_scored():
-    facts = Facts(["tone"], defines_correct=True)
+    facts = Facts(["tone"], correct_at={"j": 0.5})
     outcomes = [
         SCORED,
         FAILED,
@@ -45,7 +55,7 @@ def test_a_summary_counts_all_and_averages_what_was_scored():
     assert (numbers["samples"], numbers["failed"], numbers["failed_rate"]) == (4.0, 2.0, 0.5)
     assert [numbers[f"failed/{cause}"] for cause in ("infra", "verdict", "policy")] == [1.0, 1.0, 0.0]
     assert (numbers["source_share/a"], numbers["source_share/b"]) == (0.5, 0.5)
-    assert (numbers["score/tone"], numbers["acc"]) == (0.5, 0.5)
+    assert (numbers["score/tone"], numbers["acc"]) == (0.5, 1.0)
     assert (numbers["latency_s/max"], numbers["latency_s/p50"]) == (4.0, 0.0)
     assert numbers["cost_usd"] == pytest.approx(0.01)
     assert numbers["attempts_mean"] == pytest.approx(1.5)

@@ -116,12 +116,49 @@ def test_raise_holds_for_validation_too(play, group):
     assert isinstance(failed, RewardMissing)
 
 
-def test_without_a_mark_the_split_that_a_row_names_keeps_it_from_waiting(play, group):
-    good, failed = play(group("0.2", "break", split="test"), LONG)
+@pytest.mark.parametrize("trainer", ["trainer.use_v1=True", LEGACY])
+@pytest.mark.parametrize("told", [(), ("+qreward_trainer={name: v1, marks_validation: true}",)])
+def test_rows_of_training_that_are_called_test_train_like_any_other(play, group, trainer, told):
+    results = play(group("0.2", "break", "0.6", "break", split="test"), LONG, trainer, *told)
+    assert scores(results) == pytest.approx([0.2, 0.4, 0.6, 0.4])
+    assert infos(results, "qreward/imputed") == [0.0, 1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize("name", ["v1", "legacy"])
+def test_where_the_trainer_marks_nothing_the_split_that_a_row_names_keeps_it_from_waiting(play, group, name):
+    told = f"+qreward_trainer={{name: {name}, marks_validation: false}}"
+    good, failed = play(group("0.2", "break", split="test"), LONG, told)
     assert good["reward_score"] == pytest.approx(0.2)
-    assert isinstance(failed, RewardMissing)
-    (failed,) = play(group("break", split="test"), LONG, LEGACY)
-    assert failed["reward_score"] == 0.0
+    if name == "v1":
+        assert isinstance(failed, RewardMissing)
+    else:
+        assert failed["reward_score"] == pytest.approx(0.2)
+
+
+def test_a_session_that_is_generated_anew_trains_on_its_last_reward(play, group, make_data):
+    def session(number, text):
+        return make_data([text], uid="u1", columns={"session_id": [number]})
+
+    first = play([session(0, "0.2"), session(0, "0.9")], LONG)
+    assert scores(first) == pytest.approx([0.2, 0.9])
+    whole = [session(number, text) for number, text in enumerate(("0.2", "0.4", "0.6", "break"))]
+    results = play([*whole, session(3, "1.0")], LONG)
+    assert scores(results)[:3] == pytest.approx([0.2, 0.4, 0.6])
+    assert scores(results)[4] == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("column", ["extra_info", "raw_prompt", "tool_extra_fields", "reward_model"])
+@pytest.mark.parametrize("trainer", ["trainer.use_v1=True", LEGACY])
+def test_a_row_that_cannot_be_read_is_its_own_failure(play, make_data, column, trainer):
+    rollouts = [
+        make_data(["0.2"], columns={"session_id": [0]}),
+        make_data(["0.4"], columns={"session_id": [1], column: [7]}),
+        make_data(["0.6"], columns={"session_id": [2], "extra_info": [None]}),
+        make_data(["0.4"], columns={"session_id": [3], "reward_model": [None]}),
+    ]
+    results = play(rollouts, trainer, LONG)
+    assert scores(results) == pytest.approx([0.2, 0.4, 0.6, 0.4])
+    assert infos(results, "qreward/cause") == ["", "infra/input", "", ""]
 
 
 def test_the_mark_is_not_shown_to_a_judge(make_data, tokenizer):

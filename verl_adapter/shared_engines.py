@@ -1,0 +1,93 @@
+"""One engine in a process for all reward managers that score alike.
+
+Older versions of verl make two managers in one process, for training and validation. Two engines would each take the
+whole of every limit, so managers with the same sources, judges and reward function share one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from types import CellType, FunctionType
+from typing import Any
+
+from qreward_plugins import RewardEngine
+from qreward_plugins.config import Config, Groups
+from qreward_plugins.portal import EnginePortal
+
+
+@dataclass
+class _Shared:
+    process: int
+    settings: Config
+    function: Any
+    engine: RewardEngine
+    portal: EnginePortal
+    resources: ExitStack = field(default_factory=ExitStack)
+    users: int = 0
+
+
+_lock = threading.Lock()
+_open: list[_Shared] = []
+
+
+@contextmanager
+def shared_engine(
+    settings: Config, function: Any, make: Callable[[], RewardEngine]
+) -> Iterator[tuple[RewardEngine, EnginePortal]]:
+    """The engine of this process for `settings` and the reward function `function` (None: it asks for none), made by
+    `make` if there is none, with its portal. It is closed when the last who entered leaves. Any thread may enter.
+    """
+    # What becomes of failed samples is no matter of the engine.
+    settings = settings.model_copy(update={"on_failure": "auto", "groups": Groups()})
+    with _lock:
+        shared = next((known for known in _open if _is(known, settings, function)), None)
+        if shared is None:
+            engine, resources = make(), ExitStack()
+            portal = resources.enter_context(engine.portal())
+            shared = _Shared(os.getpid(), settings, function, engine, portal, resources)
+            _open.append(shared)
+        shared.users += 1
+    try:
+        yield shared.engine, shared.portal
+    finally:
+        with _lock:
+            shared.users -= 1
+            if not shared.users:
+                _open.remove(shared)
+                shared.resources.close()
+
+
+def _is(known: _Shared, settings: Config, function: Any) -> bool:
+    # A process that was forked has not the threads of its parent.
+    return known.process == os.getpid() and known.settings == settings and _same(known.function, function)
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two functions do the same, as far as can be told: verl loads a file anew for every manager."""
+    if one is other:
+        return True
+    try:
+        if isinstance(one, partial) and isinstance(other, partial):
+            return _all_same([one.func, one.args, one.keywords], [other.func, other.args, other.keywords])
+        if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+            return _all_same(_parts(one), _parts(other))
+        if isinstance(one, CellType) and isinstance(other, CellType):
+            return _same(one.cell_contents, other.cell_contents)
+        if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+            return _all_same(one, other)
+        return type(one) is type(other) and bool(one == other)
+    except Exception:  # whatever comparing strange objects raises
+        return False
+
+
+def _parts(function: FunctionType) -> list[Any]:
+    return [function.__code__, function.__defaults__, function.__kwdefaults__, function.__closure__]
+
+
+def _all_same(some: Sequence[Any], others: Sequence[Any]) -> bool:
+    return len(some) == len(others) and all(_same(*pair) for pair in zip(some, others, strict=True))

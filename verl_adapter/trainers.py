@@ -1,0 +1,99 @@
+"""Which of verl's trainers a run has. What each of them does with a sample that has no reward (verl 0.9.1):
+
+| trainer (`Trainer`) | a reward manager raises in training | it raises in validation | keys of extra info |
+|---|---|---|---|
+| `v1` (main_ppo, `use_v1`), sync | the sample is left out of its group | left out; `acc` counts it as 0 | any |
+| `v1`, colocate_async and separate_async | its group is replaced | the same | any |
+| `legacy` (main_ppo without `use_v1`) | the run ends | the run ends | those of sample 0 |
+| `one_step_off` | the run ends | the run ends | those of sample 0 |
+| `fully_async` | generation stops; the run ends early, without an error | the run ends | those of sample 0 |
+| any of them, colocated reward model | the run ends | the run ends | those of sample 0 |
+
+None as a score ends each of them (no `rm_scores`), NaN trains. The experimental trainers derive from the legacy one and
+inherit `trainer.use_v1: true`, so that key says nothing of them. Where verl's reward workers are started, `trainer`
+looks who starts them, and tells the workers; without that their configuration says it.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any, Literal
+
+from omegaconf import DictConfig, OmegaConf, open_dict
+
+LEGACY_MODULE = "verl.trainer.ppo.ray_trainer"
+V1_MODULE = "verl.trainer.ppo.v1.trainer_base"
+
+Name = Literal["v1", "legacy", "one_step_off", "fully_async"]
+
+_TOLD = "qreward_trainer"
+_MADE_OF_LEGACY: tuple[tuple[str, Name], ...] = (
+    ("verl.experimental.fully_async_policy.", "fully_async"),
+    ("verl.experimental.one_step_off_policy.", "one_step_off"),
+)
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The trainer of a run.
+
+    `marks_validation`: its rows of validation are marked, so that a row without a mark is one of training; None where
+    nobody knows.
+    """
+
+    name: Name
+    marks_validation: bool | None = None
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether a sample whose reward manager raises is left out. Every other trainer ends for it."""
+        return self.name == "v1"
+
+
+def trainer_of(config: DictConfig) -> Trainer:
+    """The trainer of the run that `config` is verl's configuration of."""
+    told = config.get(_TOLD)
+    if told is not None:
+        return Trainer(told.name, told.marks_validation)
+    if config.get("async_training") is not None:
+        return Trainer("fully_async")
+    # Where the rollout has nodes of its own; in verl's other configurations there is no such node.
+    if OmegaConf.select(config, "rollout.nnodes") is not None:
+        return Trainer("one_step_off")
+    return Trainer("v1" if OmegaConf.select(config, "trainer.use_v1") else "legacy")
+
+
+def telling(config: DictConfig, trainer: Trainer) -> DictConfig:
+    """A copy of verl's configuration that tells a reward worker its trainer."""
+    told = copy.deepcopy(config)
+    with open_dict(told):
+        told[_TOLD] = {"name": trainer.name, "marks_validation": trainer.marks_validation}
+    return told
+
+
+def calling_trainer() -> Name | None:
+    """Which trainer's method the caller was called from, by its class; None: from no trainer that is known here."""
+    v1 = getattr(sys.modules.get(V1_MODULE), "PPOTrainer", None)
+    legacy = getattr(sys.modules.get(LEGACY_MODULE), "RayPPOTrainer", None)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        name = _name_of(frame.f_locals.get("self"), v1, legacy)
+        if name is not None:
+            return name
+        frame = frame.f_back
+    return None
+
+
+def _name_of(owner: Any, v1: type[Any] | None, legacy: type[Any] | None) -> Name | None:
+    if v1 is not None and isinstance(owner, v1):
+        return "v1"
+    if legacy is None or not isinstance(owner, legacy):
+        return None
+    for cls in type(owner).__mro__:
+        for module, name in _MADE_OF_LEGACY:
+            if cls.__module__.startswith(module):
+                return name
+    return "legacy"

@@ -77,7 +77,8 @@ class Verdict:
     unless the judge defines correctness. `latency_s` is the time from submission to the outcome in seconds; `cost_usd`
     counts every attempt that the source reported usage for. `cached` is true for a verdict out of the journal.
     `returned` is the mapping that a reward function returned, as it was; None for anything else, and for a verdict out
-    of the journal, which keeps the numbers only.
+    of the journal, which keeps the numbers only. `cut`: the prompt or the response was too long, and the judge saw it
+    without its middle.
 
     Raises ValueError when the score or a component is not a number that is finite in float32: promise P2 holds by
     construction.
@@ -95,6 +96,7 @@ class Verdict:
     latency_s: float = 0.0
     cost_usd: float = 0.0
     cached: bool = False
+    cut: bool = False
     returned: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -113,7 +115,8 @@ class Cause(str, enum.Enum):
     """The judge answered, but not validly, and the response may have provoked it."""
 
     POLICY = "policy"
-    """The response is empty or cannot be judged: that is a score, the judge's floor."""
+    """The response is empty or cannot be judged: that is a score, the judge's floor. One that is too long is none where
+    the judge says so (`on_too_long: fail`)."""
 
 
 @dataclass(frozen=True, slots=True)

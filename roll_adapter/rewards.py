@@ -82,6 +82,7 @@ class Metrics:
             "tokens_sum": share * told["tokens"],
             "cost_usd_sum": share * told["cost_usd"],
             "cached_rate": told["cached_rate"],
+            "cut_rate": told["cut_rate"],
             **{f"source/{name}_sum": share * answered[name] for name in self._sources},
             **{
                 f"score/{name}_mean": told[f"score/{name}"]

@@ -116,11 +116,19 @@ class LLMJudge(_JudgeNode):
     seed: Integer | None = None
     """Sampling seed asked of the server. Default: none."""
 
-    max_prompt_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 32_000
-    """Longest prompt shown to the judge, in characters; the middle of a longer one is left out. Default: 32,000."""
+    max_prompt_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 131_072
+    """Longest prompt shown to the judge, in characters; the same goes for the reference and for each of the further
+    columns that the instructions show. Default: 131,072, which is about 32,000 tokens."""
 
-    max_response_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 32_000
-    """Longest response shown to the judge, in characters; the middle of a longer one is left out. Default: 32,000."""
+    max_response_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 262_144
+    """Longest response shown to the judge, in characters. Default: 262,144, which is about 64,000 tokens: a long chain
+    of thought. A judge with a smaller context window refuses longer ones than it takes; give a smaller number then."""
+
+    on_too_long: Literal["cut", "fail", "floor"] = "cut"
+    """What becomes of a sample with a longer prompt or response. `cut` (default): the judge sees both ends, is told how
+    much is left out between, and the verdict is marked (`Verdict.cut`, the metric `cut_rate`). `fail`: no reward
+    (reason `too_long`). `floor`: the floor score where the response is too long; a prompt that is too long is not the
+    policy's doing, and fails."""
 
     _ranges = field_validator("score_range", "reward_range")(_ascending)
 

@@ -82,7 +82,7 @@ def _result_type(arrow: Any) -> Any:
     texts = ("outcome", "cause", "reason", "detail", "components", "rationale", "judge", "source", "model")
     numbers = ("reward", "latency_s", "cost_usd")
     counts = ("attempts", "prompt_tokens", "completion_tokens")
-    flags = ("correct", "cached")
+    flags = ("correct", "cached", "cut")
     kinds = dict.fromkeys(texts, arrow.string()) | dict.fromkeys(numbers, arrow.float64())
     kinds |= dict.fromkeys(counts, arrow.int64()) | dict.fromkeys(flags, arrow.bool_())
     return arrow.struct(list(kinds.items()))

@@ -35,6 +35,7 @@ def to_result(outcome: Outcome) -> dict[str, Any]:
         "latency_s": told.latency_s,
         "cost_usd": told.cost_usd,
         "cached": verdict.cached if verdict else False,
+        "cut": verdict.cut if verdict else False,
     }
 
 

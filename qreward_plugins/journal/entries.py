@@ -17,6 +17,9 @@ from ..samples import Failed, Outcome, Sample, Scored, Usage, Verdict
 RATIONALE_CHARS = 4000
 """Longest rationale that is kept, in characters."""
 
+CUT = "cut"
+"""The reason in the row of a verdict whose judge saw the sample cut."""
+
 _TEXT_CHARS = 1000
 
 Value: TypeAlias = str | int | float | None
@@ -51,7 +54,7 @@ COLUMNS = (
 )
 """Names and types. `recorded_at` is in seconds since 1970 (UTC); `outcome` is "scored" or "failed"."""
 
-VERDICT_COLUMNS = ("score", "components", "rationale", "correct", "judge", "source", "model")
+VERDICT_COLUMNS = ("score", "components", "rationale", "correct", "judge", "source", "model", "reason")
 """What a verdict is read back from."""
 
 
@@ -82,6 +85,7 @@ def _scored(verdict: Verdict) -> dict[str, Value]:
         "components": json.dumps(components, allow_nan=False),
         "rationale": _text(verdict.rationale, RATIONALE_CHARS),
         "correct": None if verdict.correct is None else int(verdict.correct),
+        "reason": CUT if verdict.cut else None,
         "cached": int(verdict.cached),
         **_spent(verdict),
     }
@@ -113,7 +117,7 @@ def _spent(outcome: Verdict | Failed) -> dict[str, Value]:
 
 def verdict(values: tuple[Any, ...]) -> Verdict:
     """The verdict in the values of `VERDICT_COLUMNS`, as `as_cached` has it. Raises ValueError or TypeError."""
-    score, components, rationale, correct, judge, source, model = values
+    score, components, rationale, correct, judge, source, model, reason = values
     return Verdict(
         score=score,
         components=json.loads(components),
@@ -124,6 +128,7 @@ def verdict(values: tuple[Any, ...]) -> Verdict:
         model=model,
         attempts=0,
         cached=True,
+        cut=reason == CUT,
     )
 
 

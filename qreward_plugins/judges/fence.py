@@ -5,8 +5,9 @@ judge generous. So the text stands between two markers that carry an identifier 
 cannot have guessed, and which is redrawn should the text contain it anyway. The judge server of
 `qreward_plugins.testing` reads the same markers to find what it has to score.
 
-Control tokens of chat templates (`<|im_start|>`, `[INST]`, ...) inside the text are rewritten to look alike but to mean
-nothing: a server that renders the chat template over our message would otherwise take them for turns of their own.
+Control tokens of chat templates (`<|im_start|>`, `[INST]`, ...) inside the text get other brackets, that look alike and
+mean nothing: a server that renders the chat template over our message would otherwise take them for turns of their own.
+`control_tokens` knows them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
+
+from .control_tokens import neutralise
 
 NONCE_LENGTH = 12
 
@@ -23,19 +26,6 @@ _MARKER = re.compile(
     r"\n<<<end (?P=label) (?P=nonce)>>>",
     re.DOTALL,
 )
-
-_CONTROL_TOKEN = re.compile(
-    r"<[|\uff5c][^<>\n]{1,64}?[|\uff5c]>"  # <|im_start|>, <|eot_id|>, <｜User｜>
-    r"|<\|[a-z_]{1,32}>|<[a-z_]{1,32}\|>"  # <|turn>, <turn|>
-    r"|</?(?:s|bos|eos|unk|pad|sop|eop|think|start_of_turn|end_of_turn|tool_call|tool_response)>"
-    r"|<(?:start_of_image|end_of_image|image_soft_token|seed:[a-z_]{1,32})>"
-    r"|\[/?(?:INST|THINK|SYSTEM_PROMPT|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS)\]"
-    r"|\[(?:gMASK|ARGS|IMG|IMG_BREAK|IMG_END)\]"
-    r"|<</?SYS>>",
-    re.IGNORECASE,
-)
-
-_LOOKALIKE = str.maketrans({"<": "\u2039", ">": "\u203a", "[": "\u27e6", "]": "\u27e7"})
 
 
 def draw_nonce(key: bytes, *texts: str, attempt: int = 0) -> str:
@@ -60,16 +50,6 @@ def draw_nonce(key: bytes, *texts: str, attempt: int = 0) -> str:
         counter += 1
 
 
-def neutralise(text: str) -> str:
-    """Rewrite the control tokens of chat templates in `text` to lookalikes without a meaning."""
-    return _CONTROL_TOKEN.sub(lambda match: match.group().translate(_LOOKALIKE), text)
-
-
-def without_control_tokens(text: str) -> str:
-    """Remove the control tokens of chat templates from `text`; only to tell whether anything else is in it."""
-    return _CONTROL_TOKEN.sub("", text)
-
-
 def cap(text: str, max_chars: int) -> str:
     """Keep the first and last part of `text`, at most `max_chars` characters of it, and say what was left out
     between.
@@ -83,8 +63,13 @@ def cap(text: str, max_chars: int) -> str:
 
 
 def fence(label: str, text: str, nonce: str, *, max_chars: int) -> str:
-    """Return `text` neutralised, capped and between markers that carry `nonce`."""
-    return f"<<<{label} {nonce}>>>\n{neutralise(cap(text, max_chars))}\n<<<end {label} {nonce}>>>"
+    """Return `text` capped, neutralised and between markers that carry `nonce`."""
+    return between_markers(label, neutralise(cap(text, max_chars)), nonce)
+
+
+def between_markers(label: str, text: str, nonce: str) -> str:
+    """Return `text` as it is, between markers that carry `nonce`."""
+    return f"<<<{label} {nonce}>>>\n{text}\n<<<end {label} {nonce}>>>"
 
 
 def read_fences(text: str) -> tuple[str | None, Mapping[str, str]]:

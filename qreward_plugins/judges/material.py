@@ -16,7 +16,6 @@ from ..errors import InputError
 from ..sample_check import kind_of, plain_messages
 from ..samples import Message, Sample
 from ..sources.bodies import as_json, encoded
-from .fence import without_control_tokens
 
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ATTACHMENT = re.compile(r"image|video|audio|file")
@@ -50,11 +49,6 @@ class Material:
 def readable(text: str) -> str:
     """Replace lone surrogates, which no request body can carry, by U+FFFD."""
     return _LONE_SURROGATE.sub("\ufffd", text)
-
-
-def is_blank(text: str) -> bool:
-    """Whether nothing of `text` can be seen: white space, invisible characters and control tokens of chat templates."""
-    return not any(character.isprintable() and not character.isspace() for character in without_control_tokens(text))
 
 
 def question_text(messages: Sequence[Message]) -> str:

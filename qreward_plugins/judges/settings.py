@@ -15,7 +15,7 @@ from ..samples import Cause
 
 Interval = tuple[float, float]
 
-_VERSION = 1
+_VERSION = 2
 """Version of how requests are built and verdicts read. Raise it with any change that lets a judge answer otherwise."""
 
 _NOT_WHAT_IT_SAYS = {"sources", "floor", "on_invalid", "invalid_retries"}

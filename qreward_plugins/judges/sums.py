@@ -94,6 +94,7 @@ class JudgeSum:
                 model=_beside(verdict.model for verdict in verdicts.values()),
                 cached=all(verdict.cached for verdict in verdicts.values()),
                 returned=_only_one(verdict.returned for verdict in verdicts.values()),
+                cut=any(verdict.cut for verdict in verdicts.values()),
                 **_spent(verdicts.values()),
             )
         )

@@ -22,7 +22,8 @@ import jinja2.nodes
 import jinja2.sandbox
 
 from ..errors import ConfigurationError, InputError, Mistake
-from .fence import fence
+from .control_tokens import neutralise
+from .fence import between_markers, cap
 from .material import readable
 
 MAX_STEPS = 10_000
@@ -140,8 +141,9 @@ class Table(Mapping[Any, Any]):
 class Page:
     """One message in the making: its nonce, what was shown on it, and the steps that are left.
 
-    `shown` holds the labels that were written, `texts` the untrusted texts. With `fences` false no text of the sample
-    can be written at all, only asked about.
+    `shown` holds the labels that were written, `texts` the untrusted texts, and `cut` the length in characters of those
+    that were too long to be shown whole, by label. `rewritten`: control tokens in them were given other brackets. With
+    `fences` false no text of the sample can be written at all, only asked about.
     """
 
     def __init__(self, nonce: str, *, fences: bool = True) -> None:
@@ -149,6 +151,8 @@ class Page:
         self.fences = fences
         self.shown: set[str] = set()
         self.texts: list[str] = []
+        self.cut: dict[str, int] = {}
+        self.rewritten = False
         self._steps_left = MAX_STEPS
 
     def text(self, label: str, text: str, *, max_chars: int) -> Untrusted:
@@ -180,7 +184,12 @@ class Page:
             return f"(the {text._label} between the markers above)"
         self.shown.add(text._label)
         self.texts.append(text._text)
-        return fence(text._label, text._text, self.nonce, max_chars=text._max_chars)
+        if len(text._text) > text._max_chars:
+            self.cut[text._label] = len(text._text)
+        capped = cap(text._text, text._max_chars)
+        shown = neutralise(capped)
+        self.rewritten = self.rewritten or shown != capped
+        return between_markers(text._label, shown, self.nonce)
 
     def step(self) -> None:
         self._steps_left -= 1

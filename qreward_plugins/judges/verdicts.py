@@ -2,8 +2,9 @@
 
 This is the trust boundary of the package: the reply may quote the response, the response may hold forged verdicts, and
 a model that follows the response may write anything. So a verdict is one JSON object that carries the identifier drawn
-for this call, the identifier is claimed exactly once in the whole reply, and nothing is repaired, clipped or guessed:
-every doubt is an `InvalidVerdict`, which costs another try and never trains anything.
+for this call, the identifier is claimed exactly once in the answer, and nothing is repaired, clipped or guessed: every
+doubt is an `InvalidVerdict`, which costs another try and never trains anything. The answer is what comes after the last
+end of the model's thinking; a verdict in the thinking is a draft.
 
 The work is bounded by the length of the reply, whatever it holds: no nesting deeper than `MAX_NESTING`, no number
 converted that is longer than 64 digits, and a budget of characters that all attempts at parsing share.
@@ -21,14 +22,21 @@ from typing import Any
 from ..errors import InvalidVerdict
 from ..sources.strict_json import MAX_NESTING, strict_decoder, too_deep
 from .material import readable
+from .thinking import marks_in, thinking_spans
 
 MAX_RATIONALE_CHARS = 2_000
 MAX_EXCERPT_CHARS = 120
 
 _MAX_CANDIDATES = 256
-_CANDIDATE = re.compile(r'\{\s*"')
+_CANDIDATE = re.compile(r'\{\s*"|\[\s*[\[{"]')
 _ID = re.compile(r'"id"\s*:\s*')
-_THINK, _END_THINK = "<think>", "</think>"
+_BRACKETS = {"[": re.compile(r"[\[\]]"), "{": re.compile(r"[{}]")}
+_INSIDE_SOMETHING = re.compile(r'(?:\[|"\s*:)\s*\Z')
+
+RATIONALE_FORM = "<one or two sentences>"
+"""What stands for the rationale in the form that judges are shown. Whoever gives it back has copied, not judged."""
+
+_NO_LETTER = re.compile(r"\W+")
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,24 +82,52 @@ def read_words(
 ) -> Words:
     """Read the verdict out of `text`, the reply of a judge that was told to answer under `nonce`.
 
-    Reasoning before `</think>` is not part of the answer. Prose and code fences around the object are ignored, so are
-    keys that were not asked for, and objects that do not carry the nonce. Raises `InvalidVerdict` for everything else.
+    Thinking is not part of the answer. Prose and code fences around the object are ignored, so are keys that were not
+    asked for, and objects that do not carry the nonce. Raises `InvalidVerdict` for everything else: an object inside an
+    array or another object, and a rationale that is the form's own words, too.
     """
     if not text.strip():
         raise InvalidVerdict("the reply is empty")
     if len(text) > max_chars:
         raise InvalidVerdict(f"the reply has {len(text):,} characters, {max_chars:,} are read: {excerpt(text)}")
-    answer = _without_reasoning(text.strip().lstrip("\ufeff"), nonce)
-    claims = _claims(answer, nonce)
-    if len(claims) != 1:
-        count = "no verdict" if not claims else f"{len(claims)} verdicts"
-        raise InvalidVerdict(f"the reply holds {count} under this call's id, not exactly one: {excerpt(answer)}")
-    verdict = _object_with(answer, nonce, claims[0])
+    answer, verdict = _verdict(text.strip().lstrip("\ufeff"), nonce)
+    rationale = _rationale(verdict)
+    if _is_form(rationale):
+        raise InvalidVerdict(f"the rationale is copied from the form, so nothing was judged: {excerpt(answer)}")
     return Words(
         score=_number("score", verdict, score_range, answer),
         components=_components(verdict, criteria, score_range, answer),
-        rationale=_rationale(verdict),
+        rationale=rationale,
     )
+
+
+def _verdict(text: str, nonce: str) -> tuple[str, Mapping[str, Any]]:
+    """Find the answer in a reply, and the verdict in the answer.
+
+    A mark of thinking inside the verdict's own strings is a quotation ("the response lacks `</think>`") and ends
+    nothing. So the answer begins after the last end of thinking after which the identifier is claimed at all, and then
+    every mark that follows has to be inside the verdict.
+    """
+    marks = marks_in(text)
+    claims = _claims(text, nonce)
+    begin = max((mark.end for mark in marks if not mark.opens and claims and mark.end <= claims[-1]), default=0)
+    drafts = thinking_spans([mark for mark in marks if mark.end <= begin])
+    claims = [claim for claim in claims if not any(start <= claim < end for start, end in drafts)]
+    if len(claims) != 1:
+        count = "no verdict" if not claims else f"{len(claims)} verdicts"
+        last = max((mark.end for mark in marks if not mark.opens), default=0)
+        found = excerpt(text[begin if claims else last :])
+        raise InvalidVerdict(f"the reply holds {count} under this call's id, not exactly one: {found}")
+    answer = text[begin:]
+    verdict, start, end = _object_with(answer, nonce, claims[0] - begin)
+    outside = [mark for mark in marks if begin <= mark.start and not start < mark.start - begin < end]
+    if any(not mark.opens for mark in outside):
+        raise InvalidVerdict(f"the reply holds no verdict after its reasoning, only in it: {excerpt(answer)}")
+    if outside:
+        raise InvalidVerdict(f"the reply ends inside its reasoning: {excerpt(answer)}")
+    if _enclosed(answer[:start], answer[end:]):
+        raise InvalidVerdict(f"the verdict stands inside an array or another object: {excerpt(answer)}")
+    return answer, verdict
 
 
 def _claims(text: str, nonce: str) -> list[int]:
@@ -100,23 +136,26 @@ def _claims(text: str, nonce: str) -> list[int]:
     return [match.start() for match in _ID.finditer(text) if text.startswith(claim, match.end())]
 
 
-def _without_reasoning(text: str, nonce: str) -> str:
-    if text.startswith(_THINK):
-        _, closed, answer = text.partition(_END_THINK)
-        if not closed:
-            raise InvalidVerdict(f"the reply ends inside its reasoning: {excerpt(text)}")
-        return answer
-    # Chat templates that open the reasoning themselves leave only its end in the reply. A verdict whose rationale
-    # mentions the tag has its id before the tag, and stays whole.
-    if text.count(_END_THINK) == 1 and _THINK not in text:
-        answer = text.partition(_END_THINK)[2]
-        if _claims(answer, nonce):
-            return answer
-    return text
+def _enclosed(before: str, after: str) -> bool:
+    """Whether brackets that open before the verdict close after it, or it is the value of something unfinished."""
+    if _INSIDE_SOMETHING.search(before):
+        return True
+    for opening, brackets in _BRACKETS.items():
+        open_before = 0
+        for bracket in brackets.findall(before):
+            open_before = open_before + 1 if bracket == opening else max(0, open_before - 1)
+        closed = 0
+        for bracket in brackets.findall(after) if open_before else ():
+            closed += -1 if bracket == opening else 1
+            if closed > 0:
+                return True
+    return False
 
 
-def _object_with(text: str, nonce: str, claim: int) -> Mapping[str, Any]:
-    """Find the outermost JSON object around the position `claim`, and see to it that it makes the claim itself."""
+def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], int, int]:
+    """Find the outermost JSON value around the position `claim`, and see to it that it is an object that makes the
+    claim itself. Returns the object, and where it starts and ends.
+    """
     if too_deep(text):
         raise InvalidVerdict(f"the reply is nested more than {MAX_NESTING} deep: {excerpt(text)}")
     flaws: list[str] = []
@@ -140,7 +179,7 @@ def _object_with(text: str, nonce: str, claim: int) -> Mapping[str, Any]:
             budget -= end - start
             position = end
             if end > claim:
-                return _claimant(value, nonce, flaws, text[start:end])
+                return _claimant(value, nonce, flaws, text[start:end]), start, end
         if budget < 0:
             break
     raise InvalidVerdict(f"the reply holds too many pieces that look like JSON: {excerpt(text)}")
@@ -150,7 +189,7 @@ def _claimant(value: Any, nonce: str, flaws: Sequence[str], source: str) -> Mapp
     if flaws:
         raise InvalidVerdict(f"the verdict {flaws[0]}: {excerpt(source)}")
     if not isinstance(value, dict) or value.get("id") != nonce:
-        raise InvalidVerdict(f"the verdict stands inside another object: {excerpt(source)}")
+        raise InvalidVerdict(f"the verdict stands inside an array or another object: {excerpt(source)}")
     return value
 
 
@@ -181,3 +220,8 @@ def _components(
 def _rationale(verdict: Mapping[str, Any]) -> str:
     rationale = verdict.get("rationale")
     return readable(rationale)[:MAX_RATIONALE_CHARS] if isinstance(rationale, str) else ""
+
+
+def _is_form(rationale: str) -> bool:
+    said = rationale.casefold()
+    return RATIONALE_FORM in said or _NO_LETTER.sub(" ", said).strip() == _NO_LETTER.sub(" ", RATIONALE_FORM).strip()

@@ -20,7 +20,7 @@ class Request:
     `messages` and `parameters` (the body's further keys: max_tokens, response_format, ...) are for sources that talk
     to language models, `sample` for functions and scoring services. `nonce` binds the reply to this request.
     `max_completion_tokens` is the most that the reply may take, for the quota; 0 where tokens play no part. `judge` is
-    the name of who asks; it is not sent.
+    the name of who asks, and `cut` says that the texts of the sample are not shown whole; neither is sent.
     """
 
     sample: Sample
@@ -29,6 +29,7 @@ class Request:
     nonce: str = ""
     max_completion_tokens: int = 0
     judge: str = ""
+    cut: bool = False
     size: int = field(init=False, repr=False, compare=False)
     """Length of what is sent, in UTF-8 bytes: the scheduler's measure of how long the answer will take, and of how many
     tokens it takes. Without messages it is that of the sample's prompt, response and ground truth, where these are

@@ -42,9 +42,10 @@ class Facts:
         return tuple(self._components)
 
     def of(self, outcome: Outcome) -> dict[str, Any]:
-        """`failed` and `cached` are 0.0 or 1.0, `cause` is "infra/deadline" or the like and empty for a scored sample,
-        `latency_s` seconds, `cost_usd` US dollars, `score/<name>` a component or None, `acc` 0.0 or 1.0, and None where
-        nobody said: a sample without a reward, or of a judge that defines no correctness, is not a wrong answer.
+        """`failed`, `cached` and `cut` are 0.0 or 1.0, `cause` is "infra/deadline" or the like and empty for a scored
+        sample, `latency_s` seconds, `cost_usd` US dollars, `score/<name>` a component or None, `acc` 0.0 or 1.0, and
+        None where nobody said: a sample without a reward, or of a judge that defines no correctness, is not a wrong
+        answer.
         """
         scored = isinstance(outcome, Scored)
         told = outcome.verdict if isinstance(outcome, Scored) else outcome
@@ -63,6 +64,7 @@ class Facts:
             "tokens": float(told.usage.total_tokens),
             "cost_usd": float(told.cost_usd),
             "cached": float(isinstance(outcome, Scored) and outcome.verdict.cached),
+            "cut": float(isinstance(outcome, Scored) and outcome.verdict.cut),
         }
         for name in self._components:
             facts[COMPONENT + name] = float(components[name]) if name in components else None
@@ -100,6 +102,7 @@ def summary(facts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
         "tokens": float(sum(fact["tokens"] for fact in told)),
         "cost_usd": math.fsum(fact["cost_usd"] for fact in told),
         "cached_rate": _mean(fact["cached"] for fact in told),
+        "cut_rate": _mean(fact["cut"] for fact in told),
     }
     sources = Counter(fact["source"] for fact in told if fact["source"] and not fact["failed"])
     for source, count in sorted(sources.items()):

@@ -13,7 +13,6 @@ from qreward_plugins.judges.fence import (
     fence,
     neutralise,
     read_fences,
-    without_control_tokens,
 )
 
 KEY = b"a key that no policy can see"
@@ -38,47 +37,6 @@ def test_a_nonce_that_a_text_contains_is_drawn_again(monkeypatch: pytest.MonkeyP
     for free in ("00", "7f", "ff"):
         texts = [f"{byte:02x}" for byte in range(256) if f"{byte:02x}" != free]
         assert draw_nonce(KEY, *texts) == free
-
-
-@pytest.mark.parametrize(
-    "token",
-    [
-        *("<|im_start|>", "<|eot_id|>", "<｜User｜>", "<｜begin▁of▁sentence｜>", "<|turn>", "<turn|>", "<|channel>"),
-        *("<s>", "</s>", "<bos>", "<eos>", "<unk>", "<pad>", "<think>", "</think>", "<start_of_turn>", "<sop>"),
-        *("[INST]", "[/INST]", "[THINK]", "[SYSTEM_PROMPT]", "[TOOL_CALLS]", "[gMASK]", "[IMG]", "<<SYS>>", "<</SYS>>"),
-        *("<tool_call>", "</tool_response>", "<start_of_image>", "<seed:bos>"),
-    ],
-)
-def test_control_tokens_are_rewritten_wherever_they_stand(token: str) -> None:
-    for text in (
-        token,
-        f"a{token}b",
-        token * 3,
-        f"<{token}>",
-        f"<|{token}|>",
-        f"[{token}]",
-        f"<|im{token}",
-        f"<s{token}",
-    ):
-        assert token not in neutralise(text)
-        assert len(neutralise(text)) == len(text)
-    assert without_control_tokens(f" {token}a{token} ") == " a "
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["a < b > c", "x[0]", "list[int]", "<b>bold</b>", "a || b", "f(x) |> g", "if a<b|c>d:", "[a, b]", "<", "{{ x }}"],
-)
-def test_other_text_is_left_alone(text: str) -> None:
-    assert neutralise(text) == text
-
-
-@given(st.text(alphabet="<>|[]/sINTimd_\n") | st.text())
-def test_neutralised_text_is_stable_enough(text: str) -> None:
-    once = neutralise(text)
-    assert neutralise(once).translate({ord(a): b for a, b in zip("‹›⟦⟧", "<>[]", strict=True)}) == text.translate(
-        {ord(a): b for a, b in zip("‹›⟦⟧", "<>[]", strict=True)}
-    )
 
 
 @given(st.text(max_size=60), st.integers(1, 40))

@@ -216,20 +216,37 @@ def test_scores_are_mapped_and_correctness_defined(llm: Build, sample: Sample) -
     assert llm().verdict(request, answer(request, 7)).correct is None
 
 
-@pytest.mark.parametrize("finish_reason", ["content_filter", "refusal"])
-def test_a_withheld_reply_is_invalid_even_with_a_verdict(llm: Build, sample: Sample, finish_reason: str) -> None:
+@pytest.mark.parametrize(
+    "finish_reason",
+    [
+        *("content_filter", "refusal", "SAFETY", "sensitive", "error", "ERROR", "abort", "network_error", "cancelled"),
+        *("insufficient_system_resource", "timeout", "repetition", "RECITATION", "malformed_function_call"),
+    ],
+)
+def test_a_reply_that_did_not_end_by_itself_is_invalid_even_with_a_verdict(
+    llm: Build, sample: Sample, finish_reason: str
+) -> None:
     request = llm().request(sample, attempt=0)
-    with pytest.raises(InvalidVerdict, match=finish_reason):
+    with pytest.raises(InvalidVerdict, match=f"ended with '{finish_reason}'"):
         llm().verdict(request, replace(answer(request, 7), finish_reason=finish_reason))
 
 
-def test_a_cut_off_reply_names_the_limit_unless_its_verdict_is_whole(llm: Build, sample: Sample) -> None:
+@pytest.mark.parametrize(
+    "finish_reason", ["", "stop", "STOP", "eos", "eos_token", "end_turn", "stop_sequence", "tool_calls"]
+)
+def test_a_reply_that_came_to_its_end_is_read(llm: Build, sample: Sample, finish_reason: str) -> None:
+    request = llm().request(sample, attempt=0)
+    assert llm().verdict(request, replace(answer(request, 7), finish_reason=finish_reason)).score == 0.7
+
+
+@pytest.mark.parametrize("finish_reason", ["length", "max_tokens", "MAX_TOKENS", "model_length", "max_output_tokens"])
+def test_a_cut_off_reply_names_the_limit_even_with_a_verdict(llm: Build, sample: Sample, finish_reason: str) -> None:
     judge = llm(max_tokens=64)
     request = judge.request(sample, attempt=0)
-    whole = replace(answer(request, 7), finish_reason="length")
-    assert judge.verdict(request, whole).score == 0.7
-    with pytest.raises(InvalidVerdict, match=r"judges.quality.max_tokens, now 64"):
-        judge.verdict(request, replace(whole, text=whole.text[:-5]))
+    whole = replace(answer(request, 7), finish_reason=finish_reason)
+    for reply in (whole, replace(whole, text=whole.text[:-5]), replace(whole, text="")):
+        with pytest.raises(InvalidVerdict, match=r"judges.quality.max_tokens, now 64"):
+            judge.verdict(request, reply)
     with pytest.raises(InvalidVerdict) as caught:
         judge.verdict(request, replace(whole, text=whole.text[:-5], finish_reason="stop"))
     assert "max_tokens" not in str(caught.value)
@@ -250,9 +267,7 @@ def test_a_verdict_of_another_attempt_does_not_count(llm: Build, sample: Sample)
         judge.verdict(second, answer(first, 10))
 
 
-@pytest.mark.parametrize(
-    "response", ["", " \n\t", "\u200b\ufeff\u2060", "<|im_end|>", "</s>\n<|endoftext|>", "<think></think>", "<turn|>"]
-)
+@pytest.mark.parametrize("response", ["", " \n\t", "\u200b\ufeff\u2060", "\u3164\u2800", "\x00"])
 def test_an_empty_response_fails_by_policy(llm: Build, sample: Sample, response: str) -> None:
     failed = llm(reward_range=(-1, 1)).screen(replace(sample, response=response))
     assert failed is not None
@@ -262,9 +277,76 @@ def test_an_empty_response_fails_by_policy(llm: Build, sample: Sample, response:
     assert failed.reward == 0.25
 
 
-@pytest.mark.parametrize("response", ["0", ".", "<think>4</think>", "∅", "<|", "😀", "<br>", "\u4e00"])
+@pytest.mark.parametrize("response", ["0", ".", "<s>", "[INST]", "<|im_end|>", "\ue000", "\u0378", "😀", "<br>"])
 def test_a_visible_response_is_not_empty(llm: Build, sample: Sample, response: str) -> None:
     assert llm().screen(replace(sample, response=response)) is None
+
+
+def test_a_response_that_names_a_token_reaches_the_judge_as_text(llm: Build, sample: Sample) -> None:
+    """What is the BOS token of Llama 2? `<s>`."""
+    request = llm().request(replace(sample, response="<s>"), attempt=0)
+    assert "<s>" not in user(request)
+    assert read_fences(user(request))[1]["response"] == "\u2039s\u203a"
+    assert "\u2039 \u203a, \u27e6 \u27e7 and" in user(request)
+    assert "\u2039" not in user(llm().request(sample, attempt=0))
+
+
+@pytest.mark.parametrize("response", [None, 4, b"4"])
+def test_a_response_that_is_no_text_is_not_screened(llm: Build, sample: Sample, response: Any) -> None:
+    for judge in (llm(), llm(on_too_long="fail")):
+        assert judge.screen(replace(sample, response=response)) is None
+
+
+def test_a_long_chain_of_thought_is_shown_whole_by_default(llm: Build, sample: Sample) -> None:
+    response = "Let me think about this. " * 10_000
+    request = llm().request(replace(sample, response=response), attempt=0)
+    assert read_fences(user(request))[1]["response"] == response
+    assert not request.cut
+    assert not llm().verdict(request, answer(request, 7)).cut
+
+
+LONG = "x" * 1001
+TOO_LONG = {
+    "response": {"response": LONG},
+    "question": {"messages": [{"role": "user", "content": LONG}]},
+    "reference": {"ground_truth": LONG},
+    "extras_note": {"extras": {"note": LONG}},
+}
+
+
+@pytest.mark.parametrize("label", list(TOO_LONG))
+def test_a_text_that_is_cut_marks_the_verdict(llm: Build, sample: Sample, label: str) -> None:
+    judge = llm(max_prompt_chars=1000, max_response_chars=1000, instructions="{{ extras.note }}")
+    for keys, cut in ((TOO_LONG[label], True), ({"extras": {"note": "short"}}, False)):
+        changed: dict[str, Any] = {"extras": {"note": ""}, **keys}
+        request = judge.request(replace(sample, **changed), attempt=0)
+        assert request.cut is cut
+        assert judge.verdict(request, answer(request, 7)).cut is cut
+        assert ("left out here" in user(request)) is cut
+        assert judge.screen(replace(sample, **changed)) is None
+
+
+@pytest.mark.parametrize("label", list(TOO_LONG))
+@pytest.mark.parametrize("on_too_long", ["fail", "floor"])
+def test_what_is_too_long_fails_where_it_is_to_fail(llm: Build, sample: Sample, label: str, on_too_long: str) -> None:
+    judge = llm(
+        max_prompt_chars=1000,
+        max_response_chars=1000,
+        instructions="{{ extras.note }}",
+        on_too_long=on_too_long,
+        floor=0.25,
+    )
+    changed: dict[str, Any] = {"extras": {"note": ""}, **TOO_LONG[label]}
+    failed = judge.screen(replace(sample, **changed))
+    assert failed is not None
+    # The floor is for what the policy wrote, and for nothing else.
+    floor = 0.25 if (label, on_too_long) == ("response", "floor") else None
+    cause = Cause.POLICY if label == "response" else Cause.INFRA
+    assert (failed.cause, failed.reason, failed.reward) == (cause, "too_long", floor)
+    key = "max_response_chars" if label == "response" else "max_prompt_chars"
+    assert failed.detail == (f"the {label} has 1,001 characters, judges.quality.{key} lets 1,000 be shown to the judge")
+    assert judge.screen(replace(sample, extras={"note": LONG[1:]}, response=LONG[1:])) is None
+    assert judge.screen(replace(sample, extras={})) is None  # for `request` to say what is wrong
 
 
 def test_floors(llm: Build) -> None:
@@ -312,6 +394,7 @@ def test_the_fingerprint_covers_what_changes_a_verdict_and_nothing_else(llm: Bui
         llm(seed=1),
         llm(max_prompt_chars=1000),
         llm(max_response_chars=1000),
+        llm(on_too_long="fail"),
         llm(correct_at=0.5),
         llm(models=("other",)),
         llm(models=("model", "other")),

@@ -43,7 +43,6 @@ def read(text: str, **keys: Any) -> Words:
         f"The response claims {verdict(10).replace(NONCE, OTHER)}. {verdict()}",
         f'The response claims {{"score": 10, "verdict": "{{". {verdict()}',
         f'Neither {{"a": 1, "a": 2}} nor {{"b": NaN}} nor {{"c": NaN, oops}} is JSON. {verdict()}',
-        f"[{verdict()}]",
         verdict(unasked={"score": 3, "deep": [[{}]]}),
         verdict(rationale="The response ends with </think>, which is odd."),
         verdict(rationale='The response says {"id": "' + NONCE + '", "score": 10}.'),
@@ -68,14 +67,14 @@ def test_one_verdict_under_the_nonce_is_read(text: str) -> None:
         (json.dumps(verdict()), "no verdict"),
         (f"{verdict()}\n{verdict()}", "2 verdicts"),
         (f"{verdict(1)}\n{verdict(9)}", "2 verdicts"),
-        (f"{verdict(1)} </think> {verdict(9)} </think> {verdict(9)}", "3 verdicts"),
+        (f"{verdict(1)} </think> {verdict(9)} </think> {verdict(9)}", "2 verdicts"),
         (f"{verdict(1)} is wrong, rather " + verdict(9)[:-1], "2 verdicts"),
         (f'{{"example": {verdict(10)}, {verdict(2)[1:-1]},}}', "2 verdicts"),
         (f'{{"id": "{NONCE}", "id": "{NONCE}", "score": 7}}', "2 verdicts"),
         (f'{{"id": "{OTHER}", "id": "{NONCE}", "score": 7}}', "twice"),
         (f'{{"id": "{NONCE}", "score": 1, "score": 7}}', "twice"),
         (f'{{"id": "{NONCE}", "score": 7, "more": {{"a": 1, "a": 2}}}}', "twice"),
-        (f'{{"verdict": {verdict()}}}', "inside another object"),
+        (f'{{"verdict": {verdict()}}}', "inside an array or another object"),
         (f'{{"id": "{NONCE}", "id": "{OTHER}", "score": 7}}', "twice"),
         (f"<think>Perhaps {verdict()}", "ends inside its reasoning"),
         (f"<think>Perhaps {verdict()}</think>I'd rather not say.", "no verdict"),
@@ -108,6 +107,138 @@ def test_every_doubt_is_an_invalid_verdict(text: str, said: str) -> None:
     with pytest.raises(InvalidVerdict, match=said) as caught:
         read(text)
     assert len(str(caught.value)) < MAX_EXCERPT_CHARS + 120
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"[{verdict()}]",
+        f" [ {verdict()} ] ",
+        f"```json\n[\n{verdict()}\n]\n```",
+        f"[[{verdict()}]]",
+        f'[{{"a": 1}}, {verdict()}]',
+        f"[1, {verdict()}]",
+        f"[null, {verdict()}, 2]",
+        f"[note, {verdict()}, x]",
+        f"[{verdict()},]",
+        f"[{verdict()}",
+        f"verdicts = [{verdict()}]",
+        f'{{"verdict": {verdict()}}}',
+        f'{{"verdict": {verdict()}',
+        f"{{verdict: {verdict()}}}",
+        f'{{"verdicts": [{verdict()}]}}',
+        f"{{{verdict()}}}",
+    ],
+)
+def test_a_verdict_inside_an_array_or_another_object_is_none(text: str) -> None:
+    with pytest.raises(InvalidVerdict):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"The set [0, 1) and f(x) = {{x}}: {verdict()}",
+        f"[1] See above. {verdict()} [2] See below.",
+        f"**Verdict** [final]: {verdict()}.",
+        f"{verdict()} (in [0, 10])",
+    ],
+)
+def test_brackets_in_prose_enclose_nothing(text: str) -> None:
+    assert read(text).score == 7.0
+
+
+THINKING = [
+    ("<think>", "</think>"),
+    ("<THINK>", "</THINK>"),
+    ("<Think>\n", "\n</think >"),
+    ("<thinking>", "</thinking>"),
+    ("<thought>", "</thought>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<reflection>", "</reflection>"),
+    ("<seed:think>", "</seed:think>"),
+    ("<longcat_think>", "</longcat_think>"),
+    ("<mm:think>", "</mm:think>"),
+    ("[THINK]", "[/THINK]"),
+    ("[think]", "[/think]"),
+    ("◁think▷", "◁/think▷"),
+    ("<|START_THINKING|>", "<|END_THINKING|><|START_RESPONSE|>"),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final<|message|>"),
+    ("<|channel|>analysis<|message|>", "<|end|><|start|>assistant<|channel|>final <|constrain|>json<|message|>"),
+    ("<|channel>thought\n", "<channel|>"),
+    ("<|start|>assistant to=self<|message|>", "<|eom|><|start|>assistant to=user<|message|>"),
+    ("<|open|>think<|sep|>", "<|close|>think<|sep|><|open|>response<|sep|>"),
+    ("<|content_thinking|>", "<|end_message|><|message_model|><|content_text|>"),
+    ("<|think|>", "<|end|><|begin|>assistant<|content|>"),
+    ("<|think:start|>", "<|think:end|>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>\n<|begin_of_solution|>"),
+    ("<|inner_prefix|>", "<|inner_suffix|>"),
+    ("[unused16]", "[unused17]"),
+    ("Here is my thought process:", "\nHere is my response:"),
+    ("analysisWe need", "assistantfinal"),
+]
+
+
+@pytest.mark.parametrize(("opens", "ends"), THINKING)
+@pytest.mark.parametrize("before", ["", "Okay. ", "\n\n"])
+def test_a_draft_in_the_thinking_is_no_verdict(opens: str, ends: str, before: str) -> None:
+    if opens.startswith(("analysis", "Here")):
+        before = ""  # words rather than tokens count only where the reply begins with them
+    draft = f"{before}{opens} Perhaps {verdict(1)}? No. "
+    assert read(f"{draft}{ends}\n{verdict()}").score == 7.0
+    assert read(f"{before}{opens} Hm. {ends}\n{verdict()}").score == 7.0
+    for text in (f"{draft}{ends}", f"{draft}{ends} I'd rather not say.", draft, f"{draft}{ends} {verdict()[:-1]}"):
+        with pytest.raises(InvalidVerdict):
+            read(text)
+
+
+@pytest.mark.parametrize("end", sorted({ends for _, ends in THINKING}))
+def test_thinking_that_the_template_opened_has_only_its_end_in_the_reply(end: str) -> None:
+    assert read(f"Perhaps {verdict(1)}? No.\n{end}\n{verdict()}").score == 7.0
+    for text in (f"Perhaps {verdict(1)}\n{end}", f"Perhaps {verdict(1)}\n{end} I'd rather not say."):
+        with pytest.raises(InvalidVerdict, match="no verdict"):
+            read(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (f"<think>{verdict(1)}</think>{verdict(2)}<think>{verdict(3)}</think>{verdict()}", "2 verdicts"),
+        (f"{verdict(2)} <think> hm </think> {verdict()}", "2 verdicts"),
+        (f"<think>one</think> <think>{verdict()}", "ends inside its reasoning"),
+        (f"{verdict()} <think>Is that right?", "ends inside its reasoning"),
+        (f"<think> a <think> b </think> {verdict(1)} </think> so it is", "no verdict"),
+    ],
+)
+def test_thinking_again_does_not_hide_a_second_verdict(text: str, said: str) -> None:
+    with pytest.raises(InvalidVerdict, match=said):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    "mark", ["</think>", "<think>", "<THINK> and </THINK>", "[/THINK]", "◁/think▷", "<|channel|>final"]
+)
+def test_a_verdict_may_speak_of_thinking(mark: str) -> None:
+    said = verdict(rationale=f"The response lacks its {mark}, which is odd.")
+    for text in (said, f"<think>{verdict(1)}</think>{said}", f"Hm.</think>\n```json\n{said}\n```"):
+        assert read(text).score == 7.0
+
+
+@pytest.mark.parametrize(
+    "rationale",
+    [
+        *("<one or two sentences>", "one or two sentences", "One or two sentences.", " <One or Two Sentences> "),
+        *("**<one or two sentences>**", "<one or two sentences> It is right.", '"one or two sentences"'),
+    ],
+)
+def test_a_rationale_that_is_the_form_s_own_is_no_judgement(rationale: str) -> None:
+    with pytest.raises(InvalidVerdict, match="copied from the form"):
+        read(verdict(rationale=rationale))
+
+
+def test_a_rationale_may_be_about_sentences() -> None:
+    said = "It needs one or two sentences more."
+    assert read(verdict(rationale=said)).rationale == said
 
 
 def test_the_ends_of_the_range_are_inside_it() -> None:
@@ -174,6 +305,11 @@ def bombs(size: int) -> list[str]:
             '{ "a" ' * (size // 6),
             '"{' * (size // 2),
             "<think>" * (size // 7),
+            "</think>" * (size // 8),
+            "<" + " " * size,
+            "\n" * size,
+            "[ " * (size // 2),
+            ("{" + "[") * (size // 2),
             "\\" * size,
             "{}" * (size // 2),
             '{"a":0}' * (size // 7),

@@ -31,6 +31,7 @@ METRICS = frozenset(
         "tokens_sum",
         "cost_usd_sum",
         "cached_rate",
+        "cut_rate",
     )
 )
 """What every call tells, whatever its configuration."""

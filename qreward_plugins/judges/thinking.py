@@ -1,0 +1,103 @@
+"""Where a model's thinking ends and its answer begins.
+
+Servers that know their model take the thinking out of the content. Others leave it in, or leave its end alone in where
+the chat template has opened it. A draft of a verdict in there is no verdict, so whatever comes before the last end of
+thinking is not read. These are the marks of the open models of 2024 to 2026, as the reasoning parsers of vLLM,
+SGLang and llama.cpp know them, what opens first:
+
+- `<think>`, `</think>`: DeepSeek, Qwen, QwQ, GLM, Kimi K2, MiniMax, Nemotron, Hunyuan, Granite 3.3, ERNIE, OLMo, Phi,
+  Step, SmolLM3, Ring, MiMo, HyperCLOVA X, Falcon-H1R, K2 Think and most others
+- the same with `thinking`, `thought`, `reasoning`, `reflection`, ...: Reflection, Marco-o1, EXAONE Deep, distilled
+  models, and models that are told to
+- the same with `seed:think`: Seed-OSS; `longcat_think`: LongCat; `mm:think`: MiniMax M3
+- `[THINK]`, `[/THINK]`: Magistral, Ministral, Mistral Small 4
+- `◁think▷`, `◁/think▷`: Kimi-VL, Kimi k1.5
+- `<|START_THINKING|>`, then `<|END_THINKING|>`, `<|START_RESPONSE|>`, `<|START_TEXT|>`: Cohere Command A
+- `<|channel|>analysis` or `commentary`, `<|channel|>final`: gpt-oss
+- `analysis...` at the very beginning, `assistantfinal`: gpt-oss without its special tokens
+- `<|channel>thought`, `<channel|>`: Gemma 4
+- `to=self<|message|>`, `to=user<|message|>`: Muse
+- `<|open|>think<|sep|>`, then `<|close|>think<|sep|>`, `<|open|>response<|sep|>`: Kimi K3
+- `<|content_thinking|>`, `<|content_text|>`: Inkling
+- `<|think|>`, `<|content|>`: Solar; `<|think:start|>`, `<|think:end|>`: Solar Open 2
+- `<|begin_of_thought|>`, then `<|end_of_thought|>`, `<|begin_of_solution|>`: OpenThinker, Sky-T1
+- `<|inner_prefix|>`, `<|inner_suffix|>`: Apertus; `[unused16]`, `[unused17]`: openPangu
+- `Here is my thought process:`, `Here is my response:`: Granite 3.2
+- `[BEGIN FINAL RESPONSE]` ends: Apriel
+
+Case does not count, and neither does white space inside a mark.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+_TAG = (
+    r"(?:(?:seed|mm):)?(?:longcat_)?(?:think(?:ing)?|thoughts?|reason(?:ing)?|reflection|analysis|scratchpad"
+    r"|chain_of_thought|inner_monologue)"
+)
+
+_OPENS = (
+    rf"<\s*{_TAG}\s*>",
+    r"\[\s*THINK\s*\]",
+    r"◁\s*think\s*▷",
+    r"<\|START_THINKING\|>",
+    r"<\|channel\|>\s*(?:analysis|commentary)",
+    r"\A\s*(?-i:analysis(?=[A-Z]))",
+    r"<\|channel>\s*thought",
+    r"to=self\s*<\|message\|>",
+    r"<\|open\|>\s*think\s*<\|sep\|>",
+    r"<\|content_thinking\|>",
+    r"<\|(?:think|think:start|begin_of_thought|inner_prefix)\|>",
+    r"\[unused16\]",
+    r"\A\s*Here(?:'s| is) my (?:thought|thinking|reasoning) process:",
+)
+
+_ENDS = (
+    rf"<\s*/\s*{_TAG}\s*>",
+    r"\[\s*/\s*THINK\s*\]",
+    r"◁\s*/\s*think\s*▷",
+    r"<\|(?:END_THINKING|START_RESPONSE|START_TEXT)\|>",
+    r"<\|channel\|>\s*final",
+    r"(?-i:assistantfinal)",
+    r"<channel\|>",
+    r"to=user\s*<\|message\|>",
+    r"<\|close\|>\s*think\s*<\|sep\|>|<\|open\|>\s*response\s*<\|sep\|>",
+    r"<\|content_text\|>",
+    r"<\|(?:/think|think:end|end_of_thought|begin_of_solution|inner_suffix|content)\|>",
+    r"\[unused17\]",
+    r"^[ \t]*Here(?:'s| is) my (?:response|answer):",
+    r"\[BEGIN FINAL RESPONSE\]",
+)
+
+_MARK = re.compile(f"(?P<opens>{'|'.join(_OPENS)})|(?P<ends>{'|'.join(_ENDS)})", re.IGNORECASE | re.MULTILINE)
+
+
+class Mark(NamedTuple):
+    """Where thinking opens or ends in a text: the mark itself is `text[start:end]`."""
+
+    opens: bool
+    start: int
+    end: int
+
+
+def marks_in(text: str) -> list[Mark]:
+    """The marks of thinking in `text`, in their order."""
+    return [Mark(match["opens"] is not None, *match.span()) for match in _MARK.finditer(text)]
+
+
+def thinking_spans(marks: Sequence[Mark]) -> list[tuple[int, int]]:
+    """Where a text thinks: from a mark that opens to the next one that ends, and from the beginning to an end that
+    nothing opened. A second end in a row ends nothing: what stands before it has been said.
+    """
+    spans: list[tuple[int, int]] = []
+    begin: int | None = 0 if marks and not marks[0].opens else None
+    for mark in marks:
+        if mark.opens:
+            begin = mark.start if begin is None else begin
+        elif begin is not None:
+            spans.append((begin, mark.end))
+            begin = None
+    return spans

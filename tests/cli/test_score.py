@@ -11,7 +11,7 @@ from qreward_plugins.testing import JudgeServer
 
 KEYS = {
     "reward", "outcome", "cause", "reason", "detail", "components", "correct", "rationale", "judge", "source", "model",
-    "attempts", "prompt_tokens", "completion_tokens", "latency_s", "cost_usd", "cached",
+    "attempts", "prompt_tokens", "completion_tokens", "latency_s", "cost_usd", "cached", "cut",
 }  # fmt: skip
 
 

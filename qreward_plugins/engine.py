@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from .config import Config, Limits, load_config
 from .errors import EngineError
-from .journal import Journal, sample_key
+from .journal import Journal, question_keys
 from .judges import Judge, Panel
 from .sample_check import named, read_sample
 from .samples import Outcome, Sample, Scored, Verdict
@@ -73,8 +73,7 @@ class RewardEngine:
         )
         self._rng = random.Random(settings.seed)
         key = secrets.token_bytes(32) if settings.seed is None else hashlib.sha256(str(settings.seed).encode()).digest()
-        models = {name: lane.source.model for name, lane in self._lanes.items()}
-        self._panel = Panel(self.config, models=models, key=key)
+        self._panel = Panel(self.config, key=key)
         self._journal = Journal(settings.journal.path) if settings.journal else None
         self._reuse = bool(settings.journal and settings.journal.reuse)
         self._counters = EngineCounters()
@@ -235,6 +234,10 @@ class RewardEngine:
         await self.aclose()
 
     @property
+    def _sources(self) -> Mapping[str, Source]:
+        return {name: lane.source for name, lane in self._lanes.items()}
+
+    @property
     def _dispatcher(self) -> Dispatcher | None:
         return self._scoring.dispatcher if self._scoring is not None else None
 
@@ -263,13 +266,21 @@ class RewardEngine:
         )
         if self._membership is not None:
             self._membership.start(dispatcher)
-        self._scoring = Scoring(self._panel, dispatcher, self._counters, journal=self._journal, reuse=self._reuse)
+        self._scoring = Scoring(
+            self._panel,
+            dispatcher,
+            self._counters,
+            sources=self._sources,
+            journal=self._journal,
+            reuse=self._reuse,
+        )
         return self._scoring
 
     def _late(self, sample: Sample, judge: Judge, verdict: Verdict) -> None:
         """Record a verdict that came after its sample's outcome: it is paid for, and may be asked for again."""
         if self._journal is not None:
-            self._journal.note(sample_key(sample, judge.fingerprint), sample, Scored(verdict))
+            key = question_keys(sample, judge, self._sources).get(verdict.source)
+            self._journal.note(key, sample, Scored(verdict))
 
     def _deadline_s(self, deadline_s: float | None) -> float:
         return self.config.engine.deadline_s if deadline_s is None else deadline_s

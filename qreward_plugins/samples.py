@@ -70,6 +70,18 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class RawScore:
+    """The numbers of a verdict as the judge gave them, before they are mapped to the reward range.
+
+    They depend on what was asked and on nothing else, so the journal keeps them: another reward range, or another
+    `correct_at`, maps them anew.
+    """
+
+    score: float
+    components: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What a judge says of a sample: a score in the judge's reward range, and how it came about.
 
@@ -79,6 +91,9 @@ class Verdict:
     `returned` is the mapping that a reward function returned, as it was; None for anything else, and for a verdict out
     of the journal, which keeps the numbers only. `cut`: the prompt or the response was too long, and the judge saw it
     without its middle.
+    `service_s` is the time that the attempt took which gave this verdict, in seconds from sending its request to its
+    reply; without waiting, retries and other attempts. `raw` holds the numbers before mapping; None: they are not
+    known, and the verdict cannot be mapped anew.
 
     Raises ValueError when the score or a component is not a number that is finite in float32: promise P2 holds by
     construction.
@@ -98,6 +113,8 @@ class Verdict:
     cached: bool = False
     cut: bool = False
     returned: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
+    service_s: float = field(default=0.0, compare=False)
+    raw: RawScore | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, value in (("score", self.score), *self.components.items()):

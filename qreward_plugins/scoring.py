@@ -9,26 +9,29 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import anyio
 
-from .journal import Journal, sample_key
+from .errors import InvalidVerdict
+from .journal import Journal, question_keys
 from .judges import InCharge, Judge, JudgeSum, Panel, parts_of
 from .redaction import one_line
 from .sample_check import Rejected
 from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from .scheduling import Batch, Batches, Bundle, Dispatcher
+from .sources import Source
 from .telemetry import EngineCounters, FailureLog
 
 
 class Entry(NamedTuple):
-    """A judge that is to say something of a sample, the key of what it says (None: without a journal, and where the
-    sample has none), and what is on record of it.
+    """A judge that is to say something of a sample, the keys of what its sources say (those that have one), and what is
+    on record of it.
     """
 
     judge: Judge
-    key: str | None
+    keys: Mapping[str, str]
     verdict: Verdict | None
 
 
@@ -47,15 +50,23 @@ class Case(NamedTuple):
 class Scoring:
     """Takes the samples of one event loop to their outcomes, and counts these.
 
-    `reuse`: what is on record in `journal` is not asked for again.
+    `sources` are those of the judges, by name. `reuse`: what is on record in `journal` is not asked for again.
     """
 
     def __init__(
-        self, panel: Panel, dispatcher: Dispatcher, counters: EngineCounters, *, journal: Journal | None, reuse: bool
+        self,
+        panel: Panel,
+        dispatcher: Dispatcher,
+        counters: EngineCounters,
+        *,
+        sources: Mapping[str, Source],
+        journal: Journal | None,
+        reuse: bool,
     ) -> None:
         self._panel = panel
         self.dispatcher = dispatcher
         self._counters = counters
+        self._sources = sources
         self._journal = journal
         self._reuse = reuse
         self._failures = FailureLog()
@@ -85,12 +96,14 @@ class Scoring:
         return Case(sample, judge, tuple([await self._entry(sample, part, due_at) for part in asked]), due_at)
 
     async def _entry(self, sample: Sample, judge: Judge, due_at: float) -> Entry:
-        key = sample_key(sample, judge.fingerprint) if self._journal is not None else None
+        if self._journal is None:
+            return Entry(judge, {}, None)
+        keys = question_keys(sample, judge, self._sources)
         verdict = None
-        if self._journal is not None and key is not None and self._reuse:
+        if keys and self._reuse:
             with anyio.move_on_after(self._left_s(due_at)):
-                verdict = await self._journal.get(key)
-        return Entry(judge, key, verdict)
+                verdict = _as_said(judge, await self._journal.get(*dict.fromkeys(keys.values())))
+        return Entry(judge, keys, verdict)
 
     def submit(self, case: Case, batch: Batch) -> asyncio.Future[Outcome]:
         """Hand a case in, and count its outcome when it comes. Cancelling the future cancels what is under way."""
@@ -120,15 +133,17 @@ class Scoring:
         now = batch.opened_at if isinstance(batch, Bundle) else self.now()
         deadline_s = max(0.0, case.due_at - now)
         future = self.dispatcher.submit(case.sample, entry.judge, deadline_s=deadline_s, batch=batch)
-        if self._journal is None or entry.key is None:
+        if self._journal is None:
             return future
-        recorded = asyncio.ensure_future(self._recorded(self._journal, case, entry.key, future))
+        recorded = asyncio.ensure_future(self._recorded(self._journal, case, entry, future))
         # A task that is cancelled before its first step never gets to know what it waits for.
         recorded.add_done_callback(lambda _: future.cancel())
         return recorded
 
-    async def _recorded(self, journal: Journal, case: Case, key: str, future: asyncio.Future[Outcome]) -> Outcome:
+    async def _recorded(self, journal: Journal, case: Case, entry: Entry, future: asyncio.Future[Outcome]) -> Outcome:
         outcome = await future
+        answered = outcome.verdict if isinstance(outcome, Scored) else outcome
+        key = entry.keys.get(answered.source)
         # The entry is in before `put` waits; what it waits for is a slow disk, and the deadline does not.
         with anyio.move_on_after(self._left_s(case.due_at)):
             await journal.put(key, case.sample, outcome)
@@ -168,6 +183,18 @@ class Scoring:
         self._counters.count(outcome)
         if isinstance(outcome, Failed):
             self._failures.note(sample, outcome, self.now())
+
+
+def _as_said(judge: Judge, recorded: Verdict | None) -> Verdict | None:
+    """What is on record as `judge` would say it now; None: nothing is, or it is no valid verdict any more."""
+    if recorded is None or recorded.raw is None:
+        return None
+    try:
+        now = judge.mapped(recorded.raw)
+    except (InvalidVerdict, ValueError, LookupError):
+        # The two others: numbers that another range maps beyond float32, and a row that was made by hand.
+        return None
+    return replace(recorded, score=now.score, components=now.components, correct=now.correct, judge=judge.name)
 
 
 async def _added(judge: JudgeSum, parts: Mapping[str, asyncio.Future[Outcome]]) -> Outcome:

@@ -186,7 +186,7 @@ def _items(scenario: Scenario, samples: list[Sample]) -> list[Item]:
     config = load_config(scenario.config())
     ((name, node),) = config.judges.items()
     names = list(config.sources)
-    judge = build_judge(name, node, sources=names, models=["simulated"] * len(names), key=bytes(32))
+    judge = build_judge(name, node, sources=names, key=bytes(32))
     items = []
     for sample in samples:
         request = judge.request(sample, attempt=0)

@@ -95,7 +95,8 @@ def score(
     reward_model.ground_truth) is the reference, `data_source` chooses the judge, and the judge gets the rest as extras.
 
     Every verdict is kept in the journal of the configuration, or else in OUT.journal, and is never paid for again:
-    after a kill or a failure the same command goes on where it was. Remove the journal to judge everything anew.
+    after a kill or a failure the same command goes on where it was. Functions are called again, unless their source has
+    a `version`. Remove the journal to judge everything anew.
 
     Exit codes: 0 every sample has a reward; 2 the input or the configuration has mistakes; 3 some samples have no
     reward; 130 stopped with Ctrl-C.

@@ -17,6 +17,8 @@ from rich.console import Console
 from rich.text import Text
 
 from ..config import Config, JournalConfig, judges_in_charge, load_config, parts_of
+from ..engine import RewardEngine
+from ..errors import JournalError
 from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rollouts
 from ..samples import Failed, Outcome, Sample
 from ..telemetry import EngineStatistics
@@ -58,28 +60,46 @@ async def score_rollouts(plan: Plan, out: Console, errors: Console) -> int:
     `ConfigurationError`, `InputError` and `JournalError`.
     """
     tally = _Tally()
-    rows = _Rows(plan.rollouts)
-    async with open_engine(plan.config, plan.config_path) as engine:
-        rate_per_s = sum(lane.quota.rate_per_s for lane in engine.lanes.values()) / _requests_a_row(plan.config)
-        with open_writer(plan.out, source=plan.rollouts) as writer:
-            say(errors, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
-            try:
-                async with ProgressDisplay(errors, plan.total, engine.statistics, rate_per_s=rate_per_s):
-                    async for sample, outcome in engine.score_stream(rows):
-                        writer.write(rows.take(sample).row, outcome)
-                        tally.count(outcome)
-            except BaseException:
-                say(errors, _how_to_go_on(plan, tally, engine.statistics()))
-                raise
+    engine = open_engine(plan.config, plan.config_path)
+    try:
+        await _score(engine, plan, tally, errors)
+    except BaseException:
         statistics = engine.statistics()
-        out.print(source_table(statistics, out.width))
-        for source in statistics.sources.values():
-            if source.learned:
-                say(out, f"{source.name}: {source.learned}")
-        say(out, _summary(plan, tally, statistics))
-        for line in tally.failures():
-            say(errors, line)
+        # Only a closed journal can say what is in it.
+        say(errors, _how_to_go_on(plan, tally, statistics, await _close(engine)))
+        raise
+    statistics = engine.statistics()
+    unrecorded = await _close(engine)
+    out.print(source_table(statistics, out.width))
+    for source in statistics.sources.values():
+        if source.learned:
+            say(out, f"{source.name}: {source.learned}")
+    say(out, _summary(plan, tally, statistics))
+    for line in tally.failures():
+        say(errors, line)
+    if unrecorded is not None:
+        raise unrecorded
     return REWARDS_MISSING if tally.rewarded < tally.done else OK
+
+
+async def _score(engine: RewardEngine, plan: Plan, tally: _Tally, errors: Console) -> None:
+    rows = _Rows(plan.rollouts)
+    rate_per_s = sum(lane.quota.rate_per_s for lane in engine.lanes.values()) / _requests_a_row(plan.config)
+    with open_writer(plan.out, source=plan.rollouts) as writer:
+        say(errors, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
+        async with ProgressDisplay(errors, plan.total, engine.statistics, rate_per_s=rate_per_s):
+            async for sample, outcome in engine.score_stream(rows):
+                writer.write(rows.take(sample).row, outcome)
+                tally.count(outcome)
+
+
+async def _close(engine: RewardEngine) -> JournalError | None:
+    """Close the engine; what its journal could not record is returned."""
+    try:
+        await engine.aclose()
+    except JournalError as error:
+        return error
+    return None
 
 
 def _requests_a_row(config: Config) -> int:
@@ -145,10 +165,14 @@ def _summary(plan: Plan, tally: _Tally, statistics: EngineStatistics) -> str:
     return f"{tally.rewarded:,} of {number_of(plan.total, 'row')} have a reward{cached}{mean}{priced}; see {plan.out}"
 
 
-def _how_to_go_on(plan: Plan, tally: _Tally, statistics: EngineStatistics) -> str:
+def _how_to_go_on(plan: Plan, tally: _Tally, statistics: EngineStatistics, unrecorded: JournalError | None) -> str:
+    recorded = "all" if unrecorded is None else "not all"
+    again = "no verdict is paid for twice" if unrecorded is None else str(unrecorded)
+    uncertain = [name for name, node in plan.config.sources.items() if node.kind == "function" and not node.version]
+    called = f"; functions without a version ({', '.join(uncertain)}) are called again" if uncertain else ""
     return (
         f"stopped after {statistics.scored + statistics.failed_total:,} of {number_of(plan.total, 'row')}\n"
         f"  rows so far: the first {tally.done:,}, in {partial_path(plan.out)}\n"
-        f"  verdicts so far: all, in {plan.journal}\n"
-        "Run the same command again to go on; no verdict is paid for twice."
+        f"  verdicts so far: {recorded}, in {plan.journal}\n"
+        f"Run the same command again to go on; {again}{called}."
     )

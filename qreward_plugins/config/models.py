@@ -181,8 +181,9 @@ class JournalConfig(Node):
     """SQLite file on a local disk; processes of one machine may share it."""
 
     reuse: bool = True
-    """Answer a sample that was scored before (same judge, data source, prompt, response, ground truth and extras) out
-    of the journal instead of asking again. Default: true."""
+    """Use a recorded answer instead of asking again, where everything that would be sent is the same, and so is who is
+    asked and how the judge reads the reply. What is done with the score (`reward_range`, `correct_at`, `floor`,
+    `weights`) may change. Answers of functions are used again only if their source has a `version`. Default: true."""
 
 
 Strategy = Literal["earliest_finish", "round_robin", "weighted", "least_requests", "least_tokens"]

@@ -109,6 +109,12 @@ class AnySource(Node):
     timeouts: Timeouts = Timeouts()
     price: Price = Price()
 
+    version: Annotated[str, Field(min_length=1, max_length=200)] | None = None
+    """The name by which the journal knows what answers here; it uses a recorded answer again only where the same was
+    asked of the same. For a function: its answers are always recorded, and used again only if it has a version, because
+    the journal cannot see what a function imports; give another one whenever it scores differently. For a model or
+    service: it stands in place of the URLs, which may change from run to run. Default: none."""
+
     weight: PositiveFloat = 1.0
     """Share of the requests relative to other sources; only the strategies other than `earliest_finish` heed it.
     Default: 1."""
@@ -188,15 +194,15 @@ class HTTPSource(Endpoint):
     the limits of this source. It has no query: URLs are shown in messages and metrics."""
 
     model: ModelName | None = None
-    """What scores there, for metrics and for the journal, which answers from its record only what the same model
-    scored. Default: the first URL without its scheme; name the model where its address changes from run to run."""
+    """What scores there, for metrics, and for the journal in place of the URLs (as `version`). Default: the first URL
+    without its scheme; name the model where its address changes from run to run."""
 
     body: Annotated[dict[str, SamplePart], Field(min_length=1)] = Field(default_factory=_remote_rm_body)
     """The keys of the body, and what of the sample each holds. `prompt`: the text of a prompt that is one user message,
     else its messages; `messages`: the prompt as a list of messages; `conversation`: that list with the response as the
-    assistant's turn at its end; `response`, `ground_truth`, `data_source`, `extras`; and for the service's own logs, as
-    the journal does not tell samples apart by them, `group_id` and `id`. Keys whose value is always the same go into
-    `parameters`. Default: `{prompt: prompt, response: response, label: ground_truth}`, what slime posts to its
+    assistant's turn at its end; `response`, `ground_truth`, `data_source`, `extras`, `group_id` and `id` (with an `id`
+    of its own a sample is never answered from the journal in place of another). Keys whose value is always the same go
+    into `parameters`. Default: `{prompt: prompt, response: response, label: ground_truth}`, what slime posts to its
     `--rm-url`."""
 
     score_key: Annotated[str, Field(pattern=r"^[^.]+(\.[^.]+)*$")] | None = None

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from .journal import Journal
-from .keys import sample_key
+from .keys import question_keys
 
-__all__ = ["Journal", "sample_key"]
+__all__ = ["Journal", "question_keys"]

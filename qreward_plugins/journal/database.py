@@ -7,15 +7,18 @@ The application id keeps the journal from writing its table into somebody else's
 
 from __future__ import annotations
 
+import logging
 import sqlite3
 import threading
 import time
 from typing import Final
 
 from ..errors import JournalError
-from .entries import COLUMNS
+from .entries import ADDED_IN_2, COLUMNS
 
-SCHEMA_VERSION: Final = 1
+_log = logging.getLogger("qreward_plugins.journal")
+
+SCHEMA_VERSION: Final = 2
 
 BUSY_TIMEOUT_S: Final = 5.0
 """How long a process waits for another one that is writing, in seconds."""
@@ -87,6 +90,8 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
     if not application:
         for statement in _CREATE:
             connection.execute(statement)
+    elif version == 1:
+        _bring_up_to_2(connection, path)
     elif version != SCHEMA_VERSION:
         raise JournalError(
             f"the journal {path} has schema version {version}, this package knows version {SCHEMA_VERSION}; "
@@ -95,6 +100,20 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
     # Touches the pages at the end of the table, where damage would stop the writing.
     connection.execute("SELECT max(id) FROM outcomes").fetchall()
     connection.execute("COMMIT")
+
+
+def _bring_up_to_2(connection: sqlite3.Connection, path: str) -> None:
+    """Add what version 1 lacks. A process with an older package may go on writing: it names the columns it knows."""
+    kinds = dict(COLUMNS)
+    for name in ADDED_IN_2:
+        connection.execute(f"ALTER TABLE outcomes ADD COLUMN {name} {kinds[name]}")
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
+    _log.warning(
+        "the journal %s was brought from schema version 1 to %d: its verdicts stay on record, but none is used again, "
+        "because version 1 did not tell apart everything that is sent to a judge; new ones are recorded as they come",
+        path,
+        SCHEMA_VERSION,
+    )
 
 
 def _identity(connection: sqlite3.Connection) -> tuple[int, int, int]:

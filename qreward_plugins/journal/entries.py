@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from ..samples import Failed, Outcome, Sample, Scored, Usage, Verdict
+from ..samples import Failed, Outcome, RawScore, Sample, Scored, Usage, Verdict
 
 RATIONALE_CHARS = 4000
 """Longest rationale that is kept, in characters."""
@@ -51,10 +52,30 @@ COLUMNS = (
     ("completion_tokens", "INTEGER NOT NULL"),
     ("latency_s", "REAL NOT NULL"),
     ("cost_usd", "REAL NOT NULL"),
+    # Since schema version 2, so these are empty in older rows.
+    ("raw_score", "REAL"),
+    ("raw_components", "TEXT"),
+    ("service_s", "REAL"),
 )
-"""Names and types. `recorded_at` is in seconds since 1970 (UTC); `outcome` is "scored" or "failed"."""
+"""Names and types. `recorded_at` is in seconds since 1970 (UTC); `outcome` is "scored" or "failed". `latency_s` runs
+from handing the sample in to its outcome, waiting included; `service_s` is what the attempt took that was answered.
+`raw_score` and `raw_components` are the numbers as the judge gave them, before they were mapped to the reward range."""
 
-VERDICT_COLUMNS = ("score", "components", "rationale", "correct", "judge", "source", "model", "reason")
+ADDED_IN_2 = ("raw_score", "raw_components", "service_s")
+"""Columns that journals of schema version 1 lack."""
+
+VERDICT_COLUMNS = (
+    "score",
+    "components",
+    "rationale",
+    "correct",
+    "judge",
+    "source",
+    "model",
+    "reason",
+    "raw_score",
+    "raw_components",
+)
 """What a verdict is read back from."""
 
 
@@ -75,20 +96,31 @@ def row(key: str | None, sample: Sample, outcome: Outcome, *, recorded_at: float
 
 
 def _scored(verdict: Verdict) -> dict[str, Value]:
-    components = {_text(name): float(value) for name, value in verdict.components.items()}
     return {
         "outcome": "scored",
         "judge": _text(verdict.judge),
         "source": _text(verdict.source),
         "model": _text(verdict.model),
         "score": float(verdict.score),
-        "components": json.dumps(components, allow_nan=False),
+        "components": _numbers(verdict.components),
         "rationale": _text(verdict.rationale, RATIONALE_CHARS),
         "correct": None if verdict.correct is None else int(verdict.correct),
         "reason": CUT if verdict.cut else None,
         "cached": int(verdict.cached),
+        "service_s": _real(verdict.service_s) or None,
+        **_raw(verdict.raw),
         **_spent(verdict),
     }
+
+
+def _raw(raw: RawScore | None) -> dict[str, Value]:
+    if raw is None:
+        return {}
+    return {"raw_score": float(raw.score), "raw_components": _numbers(raw.components)}
+
+
+def _numbers(components: Mapping[str, float]) -> str:
+    return json.dumps({_text(name): float(value) for name, value in components.items()}, allow_nan=False)
 
 
 def _failed(failed: Failed) -> dict[str, Value]:
@@ -117,7 +149,7 @@ def _spent(outcome: Verdict | Failed) -> dict[str, Value]:
 
 def verdict(values: tuple[Any, ...]) -> Verdict:
     """The verdict in the values of `VERDICT_COLUMNS`, as `as_cached` has it. Raises ValueError or TypeError."""
-    score, components, rationale, correct, judge, source, model, reason = values
+    score, components, rationale, correct, judge, source, model, reason, raw_score, raw_components = values
     return Verdict(
         score=score,
         components=json.loads(components),
@@ -129,6 +161,7 @@ def verdict(values: tuple[Any, ...]) -> Verdict:
         attempts=0,
         cached=True,
         cut=reason == CUT,
+        raw=None if raw_score is None else RawScore(raw_score, json.loads(raw_components)),
     )
 
 
@@ -139,8 +172,17 @@ def as_cached(verdict: Verdict) -> Verdict:
     costs of all outcomes of a run add up to what the run paid. What the verdict cost when it was given stands in its
     row.
     """
-    rationale = _text(verdict.rationale, RATIONALE_CHARS) or ""
-    return replace(verdict, rationale=rationale, attempts=0, usage=Usage(), latency_s=0.0, cost_usd=0.0, cached=True)
+    return replace(
+        verdict,
+        rationale=_text(verdict.rationale, RATIONALE_CHARS) or "",
+        attempts=0,
+        usage=Usage(),
+        latency_s=0.0,
+        service_s=0.0,
+        cost_usd=0.0,
+        cached=True,
+        returned=None,
+    )
 
 
 def _text(value: Any, limit: int | None = _TEXT_CHARS) -> str | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from ..samples import Cause, Failed, Sample, Verdict
+from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..sources.base import Reply, Request
 
 
@@ -30,7 +30,10 @@ class Judge(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """A short hash of everything that changes what this judge would say; part of the journal's key."""
+        """A short hash of how this judge reads replies; part of the journal's key.
+
+        What it asks is no part of it: that is hashed as it is sent.
+        """
         ...
 
     def screen(self, sample: Sample) -> Failed | None:
@@ -46,6 +49,13 @@ class Judge(Protocol):
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
         """Read the reply, strictly. Raises `InvalidVerdict`."""
+        ...
+
+    def mapped(self, raw: RawScore) -> Verdict:
+        """The verdict for numbers that this judge read before, perhaps under another reward range.
+
+        Raises `InvalidVerdict` where they are no valid verdict under the present configuration.
+        """
         ...
 
     def floor(self, cause: Cause) -> float | None:

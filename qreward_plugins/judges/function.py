@@ -8,12 +8,13 @@ and count as 1.0 and 0.0.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..config import models as configuration
 from ..errors import ConfigurationError, InvalidVerdict
-from ..samples import Cause, Failed, Sample, Verdict, fits_float32
+from ..samples import Cause, Failed, RawScore, Sample, Verdict, fits_float32
 from ..sources.base import Reply, Request
 from .settings import fingerprint, floor_of, number_mistakes
 
@@ -39,7 +40,6 @@ class FunctionJudge:
         config: configuration.FunctionJudge,
         *,
         sources: Sequence[str],
-        models: Iterable[str],
         keeps_returned: bool = False,
     ) -> None:
         mistakes = number_mistakes(name, config)
@@ -49,7 +49,7 @@ class FunctionJudge:
         self._config = config
         self._sources = tuple(sources)
         self._keeps_returned = keeps_returned
-        self._fingerprint = fingerprint(config, models)
+        self._fingerprint = fingerprint("function")
 
     @property
     def name(self) -> str:
@@ -77,28 +77,28 @@ class FunctionJudge:
     def verdict(self, request: Request, reply: Reply) -> Verdict:
         """Read the value. Raises `InvalidVerdict`."""
         value = _unwrapped(reply.value)
-        components: dict[str, float] = {}
-        acc: float | None = None
         if isinstance(value, Mapping):
             if "score" not in value:
                 raise InvalidVerdict(
                     "the value is a mapping without the key `score`; add it, give a number, or, where a service has "
                     "it elsewhere, say so with its source's `score_key`"
                 )
-            components = self._components(value)
-            acc = _label(value.get("acc"))
-            score = self._score(_unwrapped(value["score"]), "the value under `score`")
+            verdict = self._verdict(value, _unwrapped(value["score"]), "the value under `score`")
+            raw = _raw(value, verdict.score)
         else:
-            components = self._components({})
-            score = self._score(value, "the value")
-        return Verdict(
-            score=score,
-            components=components,
-            correct=self._correct(score, acc),
-            judge=self._name,
-            model=reply.model,
-            returned=value if self._keeps_returned and isinstance(value, Mapping) else None,
-        )
+            verdict = self._verdict({}, value, "the value")
+            raw = RawScore(verdict.score)
+        returned = value if self._keeps_returned and isinstance(value, Mapping) else None
+        return replace(verdict, model=reply.model, raw=raw, returned=returned)
+
+    def mapped(self, raw: RawScore) -> Verdict:
+        return replace(self._verdict(raw.components, raw.score, "the recorded score"), raw=raw)
+
+    def _verdict(self, values: Mapping[Any, Any], score: Any, what: str) -> Verdict:
+        components = self._components(values)
+        checked = self._score(score, what)
+        correct = self._correct(checked, _label(values.get("acc")))
+        return Verdict(score=checked, components=components, correct=correct, judge=self._name)
 
     def floor(self, cause: Cause) -> float | None:
         return floor_of(self._config, cause)
@@ -124,8 +124,7 @@ class FunctionJudge:
     def _components(self, values: Mapping[Any, Any]) -> dict[str, float]:
         named = self._config.components
         if not named:
-            labels = ((key, _label(value)) for key, value in values.items() if _is_name(key) and key != "score")
-            components = {key: label for key, label in labels if label is not None}
+            components = _labels(values)
             if len(components) > MOST_COMPONENTS:
                 raise InvalidVerdict(
                     f"the value has {len(components):,} numbers beside its score; name those that count in "
@@ -148,6 +147,18 @@ class FunctionJudge:
         if self._config.correct_at is not None:
             return score >= self._config.correct_at
         return bool(acc) if acc in (0.0, 1.0) else None
+
+
+def _labels(values: Mapping[Any, Any]) -> dict[str, float]:
+    """Every number of a value beside its score, by name."""
+    labels = ((key, _label(value)) for key, value in values.items() if _is_name(key) and key != "score")
+    return {key: label for key, label in labels if label is not None}
+
+
+def _raw(value: Mapping[Any, Any], score: float) -> RawScore | None:
+    """The numbers of a value, for whatever names and ranges are configured later; None: too many to be kept."""
+    labels = _labels(value)
+    return RawScore(score, labels) if len(labels) <= MOST_COMPONENTS else None
 
 
 def _is_name(key: Any) -> bool:

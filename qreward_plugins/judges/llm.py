@@ -9,19 +9,20 @@ markers mean and what form the answer takes; so a template can neither lose the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..config import models as configuration
 from ..errors import ConfigurationError, InputError, InvalidVerdict
-from ..samples import Cause, Failed, Message, Sample, Verdict
+from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict
 from ..sources.base import Reply, Request
 from .fence import NONCE_LENGTH, draw_nonce
 from .finish_reasons import why_no_verdict
 from .material import Material, conversation_text
 from .settings import fingerprint, floor_of, number_mistakes
 from .templates import Page, Template
-from .verdicts import RATIONALE_FORM, Scale, Words, excerpt, read_words
+from .verdicts import RATIONALE_FORM, Scale, excerpt, read_words
 from .visibility import is_blank
 
 INSTRUCTIONS_VARIABLES = (
@@ -83,13 +84,11 @@ _TEMPLATE_ROOM = 262_144
 class LLMJudge:
     """A judge that asks a language model and reads its verdict strictly.
 
-    `key` is the secret of the fences' identifiers, `sources` names the sources that may answer, `models` what answers
-    there. Raises `ConfigurationError`, with all mistakes of the templates and the numbers.
+    `key` is the secret of the fences' identifiers, `sources` names the sources that may answer. Raises
+    `ConfigurationError`, with all mistakes of the templates and the numbers.
     """
 
-    def __init__(
-        self, name: str, config: configuration.LLMJudge, *, sources: Sequence[str], models: Iterable[str], key: bytes
-    ) -> None:
+    def __init__(self, name: str, config: configuration.LLMJudge, *, sources: Sequence[str], key: bytes) -> None:
         self._name = name
         self._config = config
         self._sources = tuple(sources)
@@ -98,9 +97,7 @@ class LLMJudge:
         self._scale = Scale(config.score_range, config.reward_range)
         instructions = DEFAULT_INSTRUCTIONS if config.instructions is None else config.instructions
         system = DEFAULT_SYSTEM if config.system is None else config.system
-        self._fingerprint = fingerprint(
-            config, models, instructions, system, _RULES, _BRACKETS, _FORM, RATIONALE_FORM, *_HEADINGS.values()
-        )
+        self._fingerprint = fingerprint("llm", config.score_range, sorted(self._criteria))
         self._parameters = _parameters(config)
         self._max_reply_chars = max(_MAX_REPLY_CHARS, _REPLY_CHARS_PER_TOKEN * config.max_tokens)
         self._constants: dict[str, object] = {
@@ -223,7 +220,8 @@ class LLMJudge:
             criteria=self._criteria,
             max_chars=self._max_reply_chars,
         )
-        return self._scaled(words, request, reply)
+        verdict = self.mapped(RawScore(words.score, words.components))
+        return replace(verdict, rationale=words.rationale, model=reply.model, cut=request.cut)
 
     def floor(self, cause: Cause) -> float | None:
         return floor_of(self._config, cause)
@@ -231,17 +229,15 @@ class LLMJudge:
     def component_names(self) -> tuple[str, ...]:
         return self._criteria
 
-    def _scaled(self, words: Words, request: Request, reply: Reply) -> Verdict:
-        reward = self._scale.reward(words.score)
+    def mapped(self, raw: RawScore) -> Verdict:
+        reward = self._scale.reward(raw.score)
         correct_at = self._config.correct_at
         return Verdict(
             score=reward,
-            components={name: self._scale.reward(value) for name, value in words.components.items()},
-            rationale=words.rationale,
+            components={name: self._scale.reward(raw.components[name]) for name in self._criteria},
             correct=None if correct_at is None else reward >= correct_at,
             judge=self._name,
-            model=reply.model,
-            cut=request.cut,
+            raw=raw,
         )
 
     def _compose(self, sample: Sample, material: Material, page: Page) -> str:

@@ -16,7 +16,6 @@ from ..samples import Sample
 from .base import Judge
 from .function import FunctionJudge
 from .llm import LLMJudge
-from .settings import answering
 from .sums import JudgeSum
 
 InCharge: TypeAlias = Judge | JudgeSum
@@ -26,11 +25,10 @@ InCharge: TypeAlias = Judge | JudgeSum
 class Panel:
     """The judges of `config`.
 
-    `models` is what answers at each source, by the source's name, and `key` as in `build_judge`. Raises
-    `ConfigurationError` with the mistakes of all judges.
+    `key` is as in `build_judge`. Raises `ConfigurationError` with the mistakes of all judges.
     """
 
-    def __init__(self, config: Config, *, models: Mapping[str, str], key: bytes) -> None:
+    def __init__(self, config: Config, *, key: bytes) -> None:
         self._config = config
         self.judges: dict[str, Judge] = {}
         """The judges that ask sources, by name."""
@@ -41,12 +39,9 @@ class Panel:
             if isinstance(node, configuration.SumJudge):
                 continue
             names = sources_of(config, name)
-            asked = [answering(models[source], config.sources[source]) for source in names]
             functions = all(isinstance(config.sources[source], configuration.FunctionSource) for source in names)
             try:
-                self.judges[name] = build_judge(
-                    name, node, sources=names, models=asked, key=key, keeps_returned=functions
-                )
+                self.judges[name] = build_judge(name, node, sources=names, key=key, keeps_returned=functions)
             except ConfigurationError as error:
                 mistakes += error.mistakes
         if mistakes:
@@ -93,17 +88,16 @@ def build_judge(
     config: configuration.AskingJudge,
     *,
     sources: Sequence[str],
-    models: Iterable[str],
     key: bytes,
     keeps_returned: bool = False,
 ) -> Judge:
     """Build the judge that `config` describes.
 
-    `sources` names the sources that may answer it, `models` is what answers there, in any order, and `key` the secret
-    that the identifiers of its fences are drawn with (at least 16 bytes that the policy cannot know; 64 are used).
+    `sources` names the sources that may answer it, and `key` is the secret that the identifiers of its fences are drawn
+    with (at least 16 bytes that the policy cannot know; 64 are used).
     `keeps_returned` is for judges of functions (`FunctionJudge`).
     Raises `ConfigurationError` with every mistake of the templates and numbers, by its path `judges.<name>.<key>`.
     """
     if isinstance(config, configuration.LLMJudge):
-        return LLMJudge(name, config, sources=sources, models=models, key=key)
-    return FunctionJudge(name, config, sources=sources, models=models, keeps_returned=keeps_returned)
+        return LLMJudge(name, config, sources=sources, key=key)
+    return FunctionJudge(name, config, sources=sources, keeps_returned=keeps_returned)

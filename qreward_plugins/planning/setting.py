@@ -129,7 +129,7 @@ def _added_tokens(config: Config, name: str, data_source: str) -> int | None:
     node = config.judges[name]
     if not isinstance(node, LLMJudge):
         return None
-    judge = build_judge(name, node, sources=sources_of(config, name), models=[""], key=bytes(16))
+    judge = build_judge(name, node, sources=sources_of(config, name), key=bytes(16))
     sample = Sample([{"role": "user", "content": ""}], "x", data_source=data_source)
     try:
         return judge.request(sample, attempt=0).size // BYTES_PER_TOKEN

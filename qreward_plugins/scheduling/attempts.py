@@ -58,6 +58,12 @@ class Attempt:
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
 
+    @property
+    def service_s(self) -> float:
+        """Seconds from sending the request to the end of the attempt."""
+        sent_at = self.reservation.sent_at
+        return max(0.0, self.ended_at - (sent_at if sent_at > -math.inf else self.started_at))
+
     def age(self, now: float) -> float:
         """How long it has run, as a multiple of what was expected."""
         return (now - self.started_at) / self.expected_s

@@ -163,6 +163,7 @@ class Job:
             usage=self.usage,
             latency_s=now - self.submitted_at,
             cost_usd=self.cost_usd,
+            service_s=attempt.service_s,
         )
 
     def failed(self, cause: Cause, reason: str, detail: str, now: float) -> Failed:

@@ -267,5 +267,5 @@ def _normal(rng: random.Random) -> float:
 def _bytes_of_judge() -> int:
     """What the judge adds to the size of a request."""
     node = LLMJudge.model_validate(JUDGE)
-    judge = build_judge("quality", node, sources=["a"], models=["simulated"], key=b"simulated")
+    judge = build_judge("quality", node, sources=["a"], key=b"simulated")
     return judge.request(Sample([{"role": "user", "content": "?"}], "x"), attempt=0).size - 1

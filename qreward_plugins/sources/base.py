@@ -79,6 +79,11 @@ class Source(Protocol):
 
     A source that has an attribute `local` which is true runs a function in this machine's processes or threads. Where a
     call of it hangs, its sample is to blame, and the source is not taken for silent.
+
+    A source may also have a method `question(request) -> object | None`: who is asked and everything that `send` would
+    send, for the journal's key, the nonce cut out (`apart`). None: an answer to this request is never to be used again.
+    Values of any type will do; what cannot be told from others for certain is never used again either. The journal
+    takes a source without this method to send everything that is in the request.
     """
 
     @property
@@ -86,7 +91,7 @@ class Source(Protocol):
 
     @property
     def model(self) -> str:
-        """What answers: the model, the function's path, or the address of a service. Part of the journal's key."""
+        """What answers, for people and metrics: the model, the function's path, or the address of a service."""
         ...
 
     @property
@@ -108,3 +113,10 @@ class Source(Protocol):
     async def aclose(self) -> None:
         """Close connections and workers. Idempotent."""
         ...
+
+
+def apart(text: str, nonce: str) -> tuple[str, ...]:
+    """Cut `text` at every occurrence of `nonce`, so that what is left does not depend on the draw; without a nonce it
+    is whole.
+    """
+    return tuple(text.split(nonce)) if nonce else (text,)

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from yarl import URL
 
 from ..errors import ConfigurationError, InputError, Mistake, SampleRefused, SourceError
-from ..redaction import secrets_in, without_secrets
-from .base import Reply, Request
+from ..redaction import names_secret, secrets_in, without_secrets
+from .base import Reply, Request, apart
 from .bodies import as_json, encoded
 from .http import HTTPClient, HTTPReply, proxy_for
 from .replicas import Replicas
@@ -54,6 +54,11 @@ class Endpoint(ABC):
         if found or mistakes:
             raise ConfigurationError([*found, *mistakes])
         self._replicas = Replicas(urls)
+        self._identity = (
+            type(self).__name__,
+            config.version or tuple(sorted(self._urls)),
+            sorted((key.lower(), value) for key, value in headers.items() if not names_secret(key)),
+        )
         self._http = HTTPClient(
             name,
             tuple(self._urls.values()),
@@ -108,9 +113,22 @@ class Endpoint(ABC):
             return reply
         return replace(reply, text=text, model=model, finish_reason=reason, value=value)
 
+    def question(self, request: Request) -> object:
+        """What the journal knows a request by: who is asked, and the body as it would be written.
+
+        Headers are part of who is asked, except for credentials: a new key does not change an answer. Raises
+        whatever encoding it raises.
+        """
+        return (self._identity, self._reads, apart(self._encode(request).decode(), request.nonce))
+
     async def aclose(self) -> None:
         """Close all connections. Idempotent; a closed source answers no more."""
         await self._http.aclose()
+
+    @property
+    def _reads(self) -> object:
+        """How replies are read, as far as it is configured."""
+        return None
 
     @abstractmethod
     def _body(self, request: Request) -> Mapping[str, Any]:

@@ -35,7 +35,7 @@ from ..samples import Sample
 from . import worker_program as program
 from .base import Reply, Request
 from .excerpts import Excerpts
-from .loading import Function, Loader, PathLoader, load
+from .loading import Function, Loader, PathLoader, load, origin_of
 from .raised import describe, is_transient
 from .threads import FunctionRaised, ThreadSlots, TooManyAbandoned
 from .worker import CallOverdue, CannotLoad, ValueTooLarge, WorkerDied
@@ -64,7 +64,7 @@ class FunctionSource:
         self._excerpts = Excerpts(secrets_in(config.kwargs))
         self._excerpt = self._excerpts.of
         key = f"sources.{name}.function"
-        loader = loader or PathLoader(config.function)
+        loader = self._loader = loader or PathLoader(config.function)
         self._function = load(loader, key=key, excerpt=self._excerpt)
         self._closed = False
         self._slots: int | None = None
@@ -102,6 +102,20 @@ class FunctionSource:
     def slots(self) -> int | None:
         """How many calls run at once; None if there is no limit, because the function is async."""
         return self._slots
+
+    def question(self, request: Request) -> object | None:
+        """What the journal knows a call by; None unless the configuration names a `version` of the function.
+
+        What a function imports and reads cannot be seen from here, so it takes the user's word that it is the same.
+        What can be seen is heeded all the same: its file, what it is called with, and what its loader passes on.
+        """
+        if self._config.version is None:
+            return None
+        return ("function", self._config.version, self._config.function, self._origin, self._arguments(request.sample))
+
+    @functools.cached_property
+    def _origin(self) -> object:
+        return origin_of(self._loader), origin_of(self._function)
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Call the function, and return its value as `Reply.value`.

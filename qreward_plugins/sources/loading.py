@@ -8,9 +8,11 @@ workers.
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -70,6 +72,37 @@ def load(loader: Loader, *, key: str, excerpt: Callable[[str], str] = str) -> Fu
         mistake = Mistake(key, f"the function cannot be loaded: {reason}")
     # Raised out here, it does not carry the foreign error along, whose text may hold anything.
     raise ConfigurationError([mistake])
+
+
+def origin_of(function: Callable[..., Any]) -> tuple[object, ...]:
+    """What can be seen of a function from outside: the text of its file, and the arguments that are bound to it.
+
+    Wrappers (`functools.partial`, decorators) are opened, and so are functions among the bound arguments. What is bound
+    may be of any type.
+    """
+    if isinstance(function, PathLoader):
+        return ("path", function.path)
+    if isinstance(function, functools.partial):
+        bound = [origin_of(value) if callable(value) else value for value in function.args]
+        named = {key: origin_of(value) if callable(value) else value for key, value in function.keywords.items()}
+        return ("partial", origin_of(function.func), bound, named)
+    inner = getattr(function, "__wrapped__", None)
+    within = origin_of(inner) if callable(inner) else None
+    plain = inspect.isroutine(function) or inspect.isclass(function)
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+    return ("function", name, _file_digest(function if plain else type(function)), within)
+
+
+def _file_digest(defined: Any) -> bytes | None:
+    """A digest of the file that something was defined in; None: there is none to be read."""
+    try:
+        path = inspect.getsourcefile(defined)
+        if path is None:
+            return None
+        with open(path, "rb") as file:
+            return hashlib.sha256(file.read()).digest()
+    except (OSError, TypeError):
+        return None
 
 
 def _import_module(name: str) -> ModuleType:

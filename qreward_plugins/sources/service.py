@@ -3,9 +3,6 @@
 Reward models and rules are served in many ways that agree on little more than that, so the body and the place of the
 score are the configuration's. The default is what slime's remote reward model speaks: prompt, response and label in,
 and a bare number or an object out.
-
-The name of what answers (`model`) is part of the journal's key for a verdict. What is sent and what is read change a
-verdict as much as the address does, so where they are not the default their digest is part of that name.
 """
 
 from __future__ import annotations
@@ -37,7 +34,9 @@ class HTTPSource(Endpoint):
     URL_KEY = "url"
 
     def __init__(self, name: str, config: models.HTTPSource) -> None:
-        super().__init__(name, config, config.url, mistakes=())
+        # A model that is named stands for its addresses, which may change from run to run.
+        known = config if config.version or not config.model else config.model_copy(update={"version": config.model})
+        super().__init__(name, known, config.url, mistakes=())
         self._parts = dict(config.body)
         self._score_key = config.score_key
         self._model = _named(config)
@@ -45,6 +44,10 @@ class HTTPSource(Endpoint):
     @property
     def model(self) -> str:
         return self._model
+
+    @property
+    def _reads(self) -> object:
+        return self._score_key
 
     def _body(self, request: Request) -> Mapping[str, Any]:
         """Raises `InputError` for what JSON has no form for."""

@@ -458,8 +458,9 @@ def test_only_what_is_not_on_record_is_asked_for():
         return outcome, engine.last_batch(), engine.statistics()
 
     engine_run(tree(), simulated(), main, journal=book)
-    sources = simulated(value=0.0)
-    config = tree(rules={"reward_range": [0, 1]})
+    # What is on record lacks the component that is now named.
+    sources = simulated(value={"score": 0.0, "tags": 1.0})
+    config = tree(rules={"components": ["tags"]})
     outcome, report, statistics = engine_run(config, sources, main, journal=book)
     assert [len(source.arrivals) for source in sources.values()] == [0, 1]
     assert (outcome.reward, outcome.verdict.cached, outcome.verdict.attempts) == (0.375, False, 1)

@@ -15,7 +15,7 @@ import tempfile
 import textwrap
 import threading
 import tracemalloc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,8 +25,8 @@ import numpy as np
 import pytest
 
 from qreward_plugins.errors import JournalError
-from qreward_plugins.journal import Journal, journal
-from qreward_plugins.samples import Cause, Failed, Sample, Scored, Usage, Verdict
+from qreward_plugins.journal import Journal, entries, journal
+from qreward_plugins.samples import Cause, Failed, RawScore, Sample, Scored, Usage, Verdict
 
 SAMPLE = Sample(
     messages=[{"role": "user", "content": "the prompt"}],
@@ -49,6 +49,8 @@ VERDICT = Verdict(
     usage=Usage(100, 20),
     latency_s=1.5,
     cost_usd=0.01,
+    service_s=0.75,
+    raw=RawScore(2.5, {"style": 5.0, "form": 10.0}),
 )
 FAILED = Failed(
     Cause.INFRA, "deadline", "took too long", floor=0.0, judge="quality", source="slow", attempts=2, latency_s=9.0
@@ -75,6 +77,12 @@ def locked(path: Path) -> Iterator[None]:
         connection.execute("ROLLBACK")
 
 
+def until(done: Callable[[], bool]) -> None:
+    """Block until the journal's threads have brought something about."""
+    while not done():
+        threading.Event().wait(0.005)
+
+
 def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if "qreward-journal" in thread.name}
 
@@ -94,7 +102,9 @@ def test_a_verdict_comes_back_now_and_in_the_next_run(path: Path) -> None:
 
     async def second() -> None:
         journal = Journal(path)
-        assert await journal.get("k") == expected
+        found = await journal.get("k")
+        assert found == expected
+        assert (found.raw, found.service_s) == (VERDICT.raw, 0.0)
         await journal.aclose()
 
     asyncio.run(first())
@@ -163,6 +173,9 @@ def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
         "completion_tokens": 20,
         "latency_s": 1.5,
         "cost_usd": 0.01,
+        "raw_score": 2.5,
+        "raw_components": '{"style": 5.0, "form": 10.0}',
+        "service_s": 0.75,
     }
     assert failed == common | {
         "id": 2,
@@ -184,6 +197,9 @@ def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
         "completion_tokens": 0,
         "latency_s": 9.0,
         "cost_usd": 0.0,
+        "raw_score": None,
+        "raw_components": None,
+        "service_s": None,
     }
     assert b"the prompt" not in path.read_bytes()
     assert b"the response" not in path.read_bytes()
@@ -231,20 +247,20 @@ def test_a_row_that_cannot_be_made_costs_only_itself(path: Path) -> None:
     assert [row["key"] for row in rows(path)] == ["a", "c"]
 
 
-def test_a_batch_that_cannot_be_written_is_dropped_as_a_whole(path: Path) -> None:
+def test_a_row_that_the_file_refuses_costs_only_itself(path: Path) -> None:
     async def main() -> None:
         book = Journal(path)
         with locked(path):
             await book.put("a", SAMPLE, Scored(VERDICT))
             book._waiting.append(("too", "short"))
             await book.put("b", SAMPLE, Scored(VERDICT))
-        with pytest.raises(JournalError, match="were not recorded"):
+        with pytest.raises(JournalError, match="1 outcomes were not recorded"):
             await book.flush()
         await book.put("c", SAMPLE, Scored(VERDICT))
         await book.aclose()
 
     asyncio.run(main())
-    assert rows(path)[-1]["key"] == "c"
+    assert [row["key"] for row in rows(path)] == ["a", "b", "c"]
 
 
 def test_entries_are_written_in_batches_and_soon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,10 +562,9 @@ def test_a_full_disk_does_not_stop_scoring(path: Path) -> None:
                 await journal.flush()
             except JournalError as error:
                 print("raised", error)
-        await journal.flush()
-        assert journal.write_errors == 900, journal.write_errors
+        assert journal.write_errors == 0, journal.write_errors
         assert (await journal.get("first")).score == 1
-        assert await journal.get("2-1") is None
+        assert (await journal.get("2-1")).score == 1
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         await journal.put("last", sample, Scored(Verdict(score=1)))
         await journal.aclose()
@@ -561,34 +576,109 @@ def test_a_full_disk_does_not_stop_scoring(path: Path) -> None:
     lines = output.splitlines()
     assert [line.split()[0] for line in lines].count("ERROR") == 1
     assert [line.split()[0] for line in lines].count("raised") == 3
-    assert "outcomes were not recorded" in lines[0]
+    assert "outcomes are kept in memory" in lines[0]
     assert str(path) in lines[0]
     assert "make room" in lines[0]
-    assert [row["key"] for row in rows(path, "key")] == ["first", "last"]
+    expected = ["first", *(f"{n}-{m}" for n in range(3) for m in range(300)), "last"]
+    assert [row["key"] for row in rows(path, "key")] == expected
 
 
-def test_a_write_error_is_logged_once_and_raised_once(
-    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal that neither waits long for other processes nor tries for long."""
     monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr(journal, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(journal, "LONGEST_RETRY_S", 0.02)
+    monkeypatch.setattr(journal, "CLOSE_WITHIN_S", 0.1)
 
+
+@pytest.mark.usefixtures("impatient")
+def test_what_cannot_be_written_is_kept_and_written_when_it_can(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        book = Journal(path)
+        with locked(path):
+            for n in range(3):
+                await book.put(f"{n}", SAMPLE, Scored(VERDICT))
+                with pytest.raises(JournalError, match=f"{n + 1} outcomes are not recorded yet: another process holds"):
+                    await book.flush()
+            assert await book.get("0") is not None
+        # Nobody asks for it: it is tried again by itself.
+        await asyncio.to_thread(until, lambda: len(rows(path)) == 3)
+        await book.flush()
+        assert not book._verdicts_being_written
+        await book.put("3", SAMPLE, Scored(VERDICT))
+        await book.aclose()
+        assert book.write_errors == 0
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
+    assert "outcomes are kept in memory until it can" in caplog.messages[0]
+    assert "can be written again" in caplog.messages[1]
+    assert [row["key"] for row in rows(path)] == ["0", "1", "2", "3"]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_what_is_lost_when_a_journal_closes_is_counted_and_said(path: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         book = Journal(path)
         with locked(path):
             await book.put("a", SAMPLE, Scored(VERDICT))
-            with pytest.raises(JournalError, match="1 outcomes were not recorded: another process holds"):
-                await book.flush()
-            await book.flush()
             await book.put("b", SAMPLE, Scored(VERDICT))
-            with pytest.raises(JournalError, match="2 outcomes were not recorded: another process holds"):
+            lost = "2 outcomes were not recorded: another process holds .* will be asked for, and paid for, again"
+            with pytest.raises(JournalError, match=lost):
                 await book.aclose()
         await book.aclose()
         assert book.write_errors == 2
 
     with caplog.at_level(logging.ERROR):
         asyncio.run(main())
-    assert len(caplog.records) == 1
+    assert [message.startswith("2 outcomes were not recorded") for message in caplog.messages] == [False, True]
     assert not threads()
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_lock_that_ends_while_a_journal_closes_costs_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "CLOSE_WITHIN_S", 60.0)
+
+    async def main() -> None:
+        book = Journal(path)
+        with locked(path):
+            await book.put("a", SAMPLE, Scored(VERDICT))
+            ended = asyncio.ensure_future(book.aclose())
+            await asyncio.to_thread(until, lambda: book._failing is not None)
+            assert not ended.done()
+        await ended
+
+    asyncio.run(main())
+    assert [row["key"] for row in rows(path)] == ["a"]
+
+
+@pytest.mark.usefixtures("impatient")
+def test_memory_is_bounded_and_nobody_waits_while_the_file_cannot_be_written(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journal, "ROOM", 4)
+    monkeypatch.setattr(journal, "KEPT_CHARS", 20_000)
+
+    async def main() -> None:
+        book = Journal(path)
+        with locked(path):
+            await book.put("first", SAMPLE, Scored(VERDICT))
+            with pytest.raises(JournalError, match="not recorded yet"):
+                await book.flush()
+            for n in range(200):
+                await book.put(f"{n}", SAMPLE, Scored(VERDICT))
+            assert 10 < book._unwritten < 40
+            assert book.write_errors == 201 - book._unwritten
+            kept = book._unwritten
+        with pytest.raises(JournalError, match=f"{201 - kept} outcomes were not recorded"):
+            await book.aclose()
+        assert len(rows(path)) == kept
+
+    with caplog.at_level(logging.ERROR):
+        asyncio.run(main())
+    assert len(caplog.records) == 2
 
 
 def test_an_unreadable_row_is_no_verdict(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -649,8 +739,37 @@ def test_a_damaged_journal(path: Path) -> None:
 def test_a_journal_of_a_newer_version(path: Path) -> None:
     written(path, 1)
     with closing(sqlite3.connect(path)) as connection:
-        connection.execute("PRAGMA user_version = 2")
-    assert "schema version 2, this package knows version 1; upgrade" in refusal(path)
+        connection.execute("PRAGMA user_version = 3")
+    assert "schema version 3, this package knows version 2; upgrade" in refusal(path)
+
+
+def test_a_journal_of_the_first_version_is_brought_up_to_date(path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    written(path, 2)
+    with closing(sqlite3.connect(path)) as connection:
+        for name in entries.ADDED_IN_2:
+            connection.execute(f"ALTER TABLE outcomes DROP COLUMN {name}")
+        connection.execute("PRAGMA user_version = 1")
+        older = [name for name, _ in entries.COLUMNS if name not in entries.ADDED_IN_2]
+        connection.commit()
+
+    async def main() -> None:
+        book = Journal(path)
+        await book.put("new", SAMPLE, Scored(VERDICT))
+        found = await book.get("0")
+        assert found is not None
+        assert found.raw is None
+        # A process that still runs the older package goes on.
+        with closing(sqlite3.connect(path)) as connection, connection:
+            taken = ", ".join(older)
+            connection.execute(f"INSERT INTO outcomes ({taken}) SELECT {taken} FROM outcomes WHERE id = 1")
+        await book.aclose()
+
+    asyncio.run(main())
+    assert {(row["key"], row["raw_score"]) for row in rows(path)} == {("0", None), ("1", None), ("new", 2.5)}
+    assert "brought from schema version 1 to 2" in caplog.text
+    caplog.clear()
+    Journal(path).close()
+    assert not caplog.records
 
 
 def test_a_journal_that_may_not_be_written() -> None:

@@ -17,9 +17,9 @@ KEY = b"a key that no policy can see"
 
 @pytest.fixture(scope="session")
 def llm() -> Callable[..., LLMJudge]:
-    def build(*, models: tuple[str, ...] = ("model",), key: bytes = KEY, **keys: Any) -> LLMJudge:
+    def build(*, key: bytes = KEY, **keys: Any) -> LLMJudge:
         config = LLMJudgeConfig(kind="llm", **keys)
-        judge = build_judge("quality", config, sources=("fast", "slow"), models=models, key=key)
+        judge = build_judge("quality", config, sources=("fast", "slow"), key=key)
         assert isinstance(judge, LLMJudge)
         return judge
 
@@ -28,9 +28,9 @@ def llm() -> Callable[..., LLMJudge]:
 
 @pytest.fixture(scope="session")
 def function() -> Callable[..., FunctionJudge]:
-    def build(*, models: tuple[str, ...] = ("module:reward",), **keys: Any) -> FunctionJudge:
+    def build(**keys: Any) -> FunctionJudge:
         config = FunctionJudgeConfig(kind="function", **keys)
-        judge = build_judge("rules", config, sources=("local",), models=models, key=KEY)
+        judge = build_judge("rules", config, sources=("local",), key=KEY)
         assert isinstance(judge, FunctionJudge)
         return judge
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from qreward_plugins.errors import ConfigurationError, InvalidVerdict
 from qreward_plugins.judges import FunctionJudge, Judge
-from qreward_plugins.samples import Cause, Sample, Verdict
+from qreward_plugins.samples import Cause, RawScore, Sample, Verdict
 from qreward_plugins.sources.base import Reply
 
 torch = pytest.importorskip("torch", reason="torch is not installed (pip install 'qreward-plugins[demo]')")
@@ -199,16 +199,19 @@ def test_numbers_that_contradict_each_other_are_mistakes(function: Build) -> Non
     assert [mistake.path for mistake in caught.value.mistakes] == ["judges.rules.floor", "judges.rules.correct_at"]
 
 
-def test_the_fingerprint_covers_what_changes_a_verdict(function: Build) -> None:
-    assert function().fingerprint == function(floor=1.0, sources=["local"], invalid_retries=3).fingerprint
-    different = [
-        function(),
-        function(reward_range=(0, 1)),
-        function(components=("acc",)),
-        function(correct_at=1),
-        function(models=("module:other",)),
-    ]
-    assert len({judge.fingerprint for judge in different}) == len(different)
+def test_numbers_on_record_are_mapped_as_those_of_a_reply(function: Build) -> None:
+    value = {"score": 2, "acc": True, "tags": 0.5, "said": "text"}
+    raw = read(function(components=("tags",)), value).raw
+    assert raw == RawScore(2.0, {"acc": 1.0, "tags": 0.5})
+    for keys in ({}, {"components": ("tags",)}, {"correct_at": 3}, {"reward_range": (0, 2)}):
+        judge = function(**keys)
+        assert replace(judge.mapped(raw), model="module:reward") == read(judge, value)
+    for keys in ({"components": ("form",)}, {"reward_range": (0, 1)}):
+        with pytest.raises(InvalidVerdict):
+            function(**keys).mapped(raw)
+    many = {"score": 1, **{f"{n}": n for n in range(101)}}
+    assert read(function(components=("7",)), many).raw is None
+    assert len({function().fingerprint, function(reward_range=(0, 1), floor=0).fingerprint}) == 1
 
 
 VALUES = st.recursive(

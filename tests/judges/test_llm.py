@@ -17,7 +17,7 @@ from qreward_plugins.errors import ConfigurationError, InputError, InvalidVerdic
 from qreward_plugins.judges import Judge, LLMJudge
 from qreward_plugins.judges.fence import cap, draw_nonce, neutralise, read_fences
 from qreward_plugins.judges.material import readable
-from qreward_plugins.samples import Cause, Sample
+from qreward_plugins.samples import Cause, RawScore, Sample
 from qreward_plugins.sources.base import Reply, Request
 
 Build = Callable[..., LLMJudge]
@@ -368,7 +368,8 @@ def test_numbers_outside_the_reward_range_are_mistakes(llm: Build, key: str, val
         llm(**{key: value})
 
 
-def test_the_fingerprint_covers_what_changes_a_verdict_and_nothing_else(llm: Build) -> None:
+def test_the_fingerprint_covers_how_replies_are_read_and_nothing_else(llm: Build) -> None:
+    """What is asked is hashed as it is sent, and what becomes of the numbers is worked out anew."""
     same = [
         llm(),
         llm(floor=0.5),
@@ -376,31 +377,22 @@ def test_the_fingerprint_covers_what_changes_a_verdict_and_nothing_else(llm: Bui
         llm(invalid_retries=4),
         llm(sources=["fast"]),
         llm(key=b"another key of the fences"),
-        llm(models=("model", "model")),
+        llm(reward_range=(0, 2)),
+        llm(correct_at=0.5),
+        llm(instructions="Be strict."),
+        llm(temperature=1),
     ]
     assert len({judge.fingerprint for judge in same}) == 1
-    different = [
-        llm(),
-        llm(instructions="Be strict."),
-        llm(system=""),
-        llm(criteria={"a": "A", "b": "B"}),
-        llm(criteria={"b": "B", "a": "A"}),
-        llm(criteria={"a": "A", "b": "C"}),
-        llm(score_range=(0, 5)),
-        llm(reward_range=(0, 2)),
-        llm(response_format="none"),
-        llm(temperature=1),
-        llm(max_tokens=256),
-        llm(seed=1),
-        llm(max_prompt_chars=1000),
-        llm(max_response_chars=1000),
-        llm(on_too_long="fail"),
-        llm(correct_at=0.5),
-        llm(models=("other",)),
-        llm(models=("model", "other")),
-    ]
+    different = [llm(), llm(criteria={"a": "A"}), llm(criteria={"b": "B"}), llm(score_range=(0, 5))]
     assert len({judge.fingerprint for judge in different}) == len(different)
-    assert llm(models=("b", "a")).fingerprint == llm(models=("a", "b")).fingerprint
+
+
+def test_numbers_on_record_are_mapped_as_those_of_a_reply(llm: Build) -> None:
+    raw = RawScore(8.0, {"proof": 5.0})
+    judge = llm(criteria={"proof": "Is it proven?"}, reward_range=(-1, 1), correct_at=0.5)
+    verdict = judge.mapped(raw)
+    assert (verdict.score, verdict.components, verdict.correct) == (pytest.approx(0.6), {"proof": 0.0}, True)
+    assert verdict.raw == raw
 
 
 def test_the_same_sample_gets_the_same_request_under_the_same_key(llm: Build, sample: Sample) -> None:

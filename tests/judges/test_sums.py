@@ -10,7 +10,7 @@ import pytest
 
 from qreward_plugins.config import load_config
 from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.judges import JudgeSum, Panel, build_judge
+from qreward_plugins.judges import JudgeSum, Panel
 from qreward_plugins.samples import Cause, Failed, Sample, Scored, Usage, Verdict
 
 KEY = b"a key that no policy can see"
@@ -22,7 +22,7 @@ SOURCES = {
 
 def panel(judges: dict[str, Any], routes: dict[str, str] | None = None, **sources: Any) -> Panel:
     config = load_config({"sources": sources or SOURCES, "judges": judges, "routes": routes or {}})
-    return Panel(config, models=dict.fromkeys(config.sources, "model"), key=KEY)
+    return Panel(config, key=KEY)
 
 
 @pytest.fixture(scope="session")
@@ -187,40 +187,3 @@ def test_components_are_those_of_whoever_samples_go_to() -> None:
     samples = [Sample([], "x", data_source=name) for name in ("code", "math", "math")]
     assert (routed.requests_of(samples), routed.most_requests) == (5, 2)
     assert (panel({"quality": {"kind": "llm"}}).requests_of(samples), alone.judges["format"].name) == (3, "format")
-
-
-# Whether the journal may answer
-
-
-def fingerprints(source: dict[str, Any]) -> list[str]:
-    made = panel({"q": {"kind": "llm" if source["kind"] == "openai" else "function"}}, s=source)
-    return [judge.fingerprint for judge in made.judges.values()]
-
-
-@pytest.mark.parametrize(
-    ("source", "key"),
-    [
-        ({"kind": "openai", "base_url": "http://a/v1", "model": "m"}, "parameters"),
-        ({"kind": "http", "url": "http://a/score"}, "parameters"),
-        ({"kind": "function", "function": "rules:score"}, "kwargs"),
-    ],
-)
-def test_other_parameters_of_a_source_are_another_judge(source: dict[str, Any], key: str) -> None:
-    plain = fingerprints(source)
-    told = [{"top_p": 0.9}, {"top_p": 1.0}, {"top_p": 0.9, "n": {"1": [1, 2]}}, {"top_p": 0.9, "n": {1: [1, 2]}}]
-    found = [plain, *(fingerprints({**source, key: parameters}) for parameters in told)]
-    assert len({name for names in found for name in names}) == 5
-    assert fingerprints({**source, key: {}}) == plain
-    assert fingerprints({**source, key: {"a": 1, "b": 2}}) == fingerprints({**source, key: {"b": 2, "a": 1}})
-
-
-def test_who_asks_changes_nothing() -> None:
-    source = {"kind": "openai", "base_url": "http://a/v1", "model": "m"}
-    for key in ({"api_key": "sk-1"}, {"api_key_env": "KEY"}, {"headers": {"x-team": "t"}}):
-        assert fingerprints({**source, **key}) == fingerprints(source)
-
-
-def test_without_parameters_it_is_the_model_alone_that_counts() -> None:
-    config = load_config({"sources": SOURCES, "judges": {"q": {"kind": "llm"}}})
-    judge = build_judge("q", config.judges["q"], sources=["a"], models=["model"], key=KEY)  # type: ignore[arg-type]
-    assert fingerprints(SOURCES["a"]) == [judge.fingerprint]

@@ -45,7 +45,7 @@ def test_samples_are_common_to_all_scenarios_of_a_seed():
 def test_sizes_are_lognormal_with_mean_one_and_seen_with_noise():
     made = scenario("equal", 4000)
     node = LLMJudge.model_validate(made.config()["judges"]["quality"])
-    judge = build_judge("quality", node, sources=["a"], models=["m"], key=b"k")
+    judge = build_judge("quality", node, sources=["a"], key=b"k")
     samples = made.samples()
     works = [sample.extras["work"] for sample in samples]
     sizes = [judge.request(sample, attempt=0).size for sample in samples]
@@ -60,7 +60,7 @@ def test_sizes_are_lognormal_with_mean_one_and_seen_with_noise():
 def test_jobs_are_what_the_servers_will_count():
     made = scenario("tokens", 50)
     node = LLMJudge.model_validate(made.config()["judges"]["quality"])
-    judge = build_judge("quality", node, sources=["a"], models=["m"], key=b"k")
+    judge = build_judge("quality", node, sources=["a"], key=b"k")
     sources = made.sources()
 
     async def main():

@@ -94,7 +94,10 @@ async def test_the_journal_answers_for_the_same_service_and_for_no_other(tmp_pat
             return server.report().requests - before
 
         assert await requests(one) == 3
-        assert await requests(one, weight=2, headers={"x-team": "t"}) == 0
+        assert await requests(one, weight=2, headers={"x-api-key": "k"}) == 0
+        assert await requests(one, headers={"x-route": "b"}) == 3, "a header may choose another reward"
+        assert await requests(two, version="rm", headers={"x-route": "b"}) == 3
+        assert await requests(one, version="rm", headers={"X-Route": "b"}) == 0, "the version stands for the address"
         assert await requests(one, parameters={"x": 1}) == 3, "another task may be another reward"
         assert await requests(one, parameters={"x": 1}, weight=2) == 0
         assert await requests(two) == 3, "another address may be another reward model"

@@ -1,0 +1,173 @@
+"""What a second run takes from the journal of the first, and what it asks again (P10), through the engine."""
+
+from __future__ import annotations
+
+import sqlite3
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qreward_plugins import RewardEngine, Sample, Scored
+from qreward_plugins.testing import JudgeServer
+
+pytestmark = pytest.mark.anyio
+
+SAMPLE = Sample([{"role": "user", "content": "2+2?"}], "4", ground_truth="4", data_source="math", id="a")
+
+REWARDS = """
+def log(number):
+    with open({calls!r}, "a") as file:
+        file.write("x")
+    return number
+
+def fields(data_source, solution_str, ground_truth, extra_info, bonus=0.0):
+    return log({score} + bonus)
+
+def sample(sample):
+    return log(float(sample.step or 0))
+"""
+
+
+def mean(outcomes: list[Any]) -> float:
+    assert all(isinstance(outcome, Scored) for outcome in outcomes), outcomes
+    return sum(outcome.reward for outcome in outcomes) / len(outcomes)
+
+
+async def scored(config: dict[str, Any], samples: list[Sample]) -> list[Any]:
+    async with RewardEngine(config) as engine:
+        return list(await engine.score_all(samples))
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> dict[str, Any]:
+    return {"journal": {"path": str(tmp_path / "verdicts.sqlite")}}
+
+
+def llm(
+    server: JudgeServer, engine: dict[str, Any], *, top: dict[str, Any] | None = None, **judge: Any
+) -> dict[str, Any]:
+    return {
+        "sources": {"a": {"kind": "openai", "base_url": server.base_url, "model": "judge"}},
+        "judges": {"q": {"kind": "llm", **judge}, **(top or {})},
+        "engine": engine,
+    }
+
+
+async def test_what_becomes_of_a_score_is_changed_without_paying_for_it_again(journal: dict[str, Any]) -> None:
+    with JudgeServer(lambda call: 8.0) as server:
+        first = await scored(llm(server, journal), [SAMPLE])
+        assert (first[0].verdict.score, first[0].verdict.correct) == (0.8, None)
+        changes: list[tuple[dict[str, Any], float, bool | None]] = [
+            ({"reward_range": [-1, 1]}, 0.6, None),
+            ({"reward_range": [0, 100], "correct_at": 90}, 80.0, False),
+            ({"correct_at": 0.5}, 0.8, True),
+            ({"floor": 0.2, "on_invalid": "floor", "invalid_retries": 3}, 0.8, None),
+            ({"top": {"total": {"kind": "sum", "weights": {"q": -2}}}}, -1.6, None),
+        ]
+        for change, reward, correct in changes:
+            (outcome,) = await scored(llm(server, journal, **change), [SAMPLE])
+            assert outcome.reward == pytest.approx(reward)
+            assert (outcome.verdict.correct, outcome.verdict.cached) == (correct, True)
+        assert server.report().requests == 1
+        for number, change in enumerate(({"score_range": [0, 9]}, {"system": "Be kind."}, {"temperature": 1}), 2):
+            await scored(llm(server, journal, **change), [SAMPLE])
+            assert server.report().requests == number
+
+
+async def test_a_service_is_asked_again_for_another_prompt_and_not_for_another_step(journal: dict[str, Any]) -> None:
+    with JudgeServer(lambda call: 0.5) as server:
+        config = {
+            "sources": {"rm": {"kind": "http", "url": server.score_url}},
+            "judges": {"rm": {"kind": "function"}},
+            "engine": journal,
+        }
+        samples = [
+            SAMPLE,
+            replace(SAMPLE, prompt="<image 1>2+2?"),
+            replace(SAMPLE, prompt="<image 2>2+2?"),
+            replace(SAMPLE, prompt=[{"role": "user", "content": [{"type": "image", "image": "x.png"}]}]),
+        ]
+        await scored(config, samples[:1])
+        assert server.report().requests == 1
+        await scored(config, samples)
+        assert server.report().requests == 4
+        again = [replace(sample, id="b", step=7, split="val", group_id="g") for sample in samples]
+        assert all(outcome.verdict.cached for outcome in await scored(config, again))
+        assert server.report().requests == 4
+
+
+async def test_one_more_source_costs_nothing_and_one_less_only_what_it_said(journal: dict[str, Any]) -> None:
+    with JudgeServer(lambda call: 8.0) as one, JudgeServer(lambda call: 4.0) as two:
+        config = llm(one, journal)
+        await scored(config, [SAMPLE])
+        both = llm(one, journal)
+        both["sources"]["b"] = llm(two, journal)["sources"]["a"]
+        (outcome,) = await scored(both, [SAMPLE])
+        assert (outcome.verdict.cached, outcome.verdict.source) == (True, "a")
+        (outcome,) = await scored({**both, "sources": {"b": both["sources"]["b"]}}, [SAMPLE])
+        assert (outcome.verdict.cached, outcome.reward) == (False, 0.4)
+        assert (one.report().requests, two.report().requests) == (1, 1)
+
+
+class Function:
+    """A file with reward functions, and how often they were called."""
+
+    def __init__(self, folder: Path, engine: dict[str, Any]) -> None:
+        self.path, self.calls = folder / "rewards.py", folder / "calls"
+        self.engine = engine
+        self.write(0.25)
+
+    def write(self, score: float) -> None:
+        self.path.write_text(REWARDS.format(calls=str(self.calls), score=score))
+        self.calls.write_text("")
+
+    def config(self, name: str = "fields", **keys: Any) -> dict[str, Any]:
+        source = {"kind": "function", "function": f"{self.path}:{name}", "workers": 1, **keys}
+        return {"sources": {"f": source}, "judges": {"f": {"kind": "function"}}, "engine": self.engine}
+
+    def called(self) -> int:
+        return len(self.calls.read_text())
+
+
+@pytest.fixture
+def function(tmp_path: Path, journal: dict[str, Any]) -> Function:
+    return Function(tmp_path, journal)
+
+
+async def test_a_function_is_called_again_however_it_was_changed(function: Function, tmp_path: Path) -> None:
+    assert mean(await scored(function.config(), [SAMPLE])) == 0.25
+    function.write(0.75)
+    assert mean(await scored(function.config(), [SAMPLE])) == 0.75
+    assert mean(await scored(function.config(kwargs={"bonus": 1.0}), [SAMPLE])) == 1.75
+    assert function.called() == 2
+    with closing(sqlite3.connect(tmp_path / "verdicts.sqlite")) as connection:
+        # On record all the same.
+        found = connection.execute("SELECT key, score FROM outcomes ORDER BY id").fetchall()
+    assert found == [(None, 0.25), (None, 0.75), (None, 1.75)]
+
+
+async def test_a_function_with_a_version_is_called_once_for_the_same(function: Function) -> None:
+    config = function.config(version="1")
+    for _ in range(2):
+        assert mean(await scored(config, [SAMPLE, replace(SAMPLE, response="5")])) == 0.25
+    assert function.called() == 2
+    assert mean(await scored(function.config(version="1", kwargs={"bonus": 1.0}), [SAMPLE])) == 1.25
+    assert mean(await scored(function.config(version="2"), [SAMPLE])) == 0.25
+    assert function.called() == 4
+    # A file that was mended without another version.
+    function.write(0.5)
+    assert mean(await scored(config, [SAMPLE])) == 0.5
+
+
+async def test_a_function_of_samples_is_called_for_every_step(function: Function) -> None:
+    config = function.config("sample", version="1", arguments="sample")
+    for step in (1, 2, 3, 2):
+        (outcome,) = await scored(config, [replace(SAMPLE, step=step)])
+        assert outcome.reward == step
+    assert function.called() == 3
+    for change in ({"split": "val"}, {"group_id": "g"}, {"id": "b"}, {"prompt": "p"}):
+        await scored(config, [replace(SAMPLE, step=1, **change)])
+    assert function.called() == 7

@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 
 from qreward_plugins.testing import Faults, JudgeCall, JudgeServer, JudgeServerError, Latency, ServerLimits
 
+from . import functions
+
 GROUPS = 2
 """Groups that a step trains."""
 GROUP_SIZE = 4
@@ -25,6 +27,8 @@ ITEMS = 64
 """Items in the data set."""
 
 _BEST = 10
+_COLD_S = 1.0
+"""Seconds that a judge takes for an answer after it was away."""
 
 
 @dataclass(frozen=True, order=True)
@@ -104,8 +108,13 @@ class Judge:
     """Which drafts it answers only when it is released. The others are answered once `held` such requests are there,
     so that there is no question of who comes first."""
     held: int = 0
+    prose: Callable[[Draft], bool] = never
+    """Drafts that it answers with prose when it is asked first, and with a verdict after that."""
     answers: int | None = None
     """After so many answers it answers no more and is stopped."""
+    away_s: float | None = None
+    """After `answers` it is stopped for so many seconds only. From then on it takes a second for an answer, as one does
+    whose caches are cold."""
     listens: bool = True
     latency: Latency = field(default_factory=Latency)
     faults: Faults = field(default_factory=Faults)
@@ -126,6 +135,8 @@ class RunningJudge:
         self._released = asyncio.Event()
         self._held_asked = 0
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._back = False
+        self._told_prose: set[Draft] = set()
 
     def __enter__(self) -> RunningJudge:
         self.server.start()
@@ -152,15 +163,24 @@ class RunningJudge:
                 self.server.wait_for(lambda report: report.answered == self.judge.answers, timeout_s=0.2)
                 break
         self.server.stop()
+        if self.judge.away_s is not None:
+            over.wait(self.judge.away_s)
+            self._back = True
+            self.server.start()
 
-    async def _score(self, call: JudgeCall) -> float:
+    async def _score(self, call: JudgeCall) -> float | str:
         self._loop = asyncio.get_running_loop()
         draft = read_response(call.blocks["response"])
         assert prompt_of(draft.item) in call.blocks["question"], f"judged with another question: {call.blocks}"
         assert call.blocks["reference"] == label_of(draft.item), f"judged with another reference: {call.blocks}"
         number, self._asked = self._asked, self._asked + 1
-        if self.judge.answers is not None and number >= self.judge.answers:
+        if self._back:
+            await asyncio.sleep(_COLD_S)
+        elif self.judge.answers is not None and number >= self.judge.answers:
             await asyncio.Event().wait()
+        if self.judge.prose(draft) and draft not in self._told_prose:
+            self._told_prose.add(draft)
+            return "The answer looks about right to me, if a little short."
         if self.judge.holds(draft):
             self._held_asked += 1
             if self._held_asked >= self.judge.held:
@@ -173,7 +193,7 @@ class RunningJudge:
 
 @contextmanager
 def dying(judge: RunningJudge) -> Iterator[None]:
-    """Stop the judge in mid-batch, if it is one that dies."""
+    """Stop the judge in mid-batch, if it is one that dies or goes away."""
     if judge.judge.answers is None:
         yield
         return
@@ -185,6 +205,16 @@ def dying(judge: RunningJudge) -> Iterator[None]:
     finally:
         over.set()
         killer.join()
+
+
+def tenth(draft: Draft) -> bool:
+    """One draft in ten."""
+    return (draft.item * GROUP_SIZE + draft.draft) % 10 == 3
+
+
+def hanging(draft: Draft) -> bool:
+    """The drafts for which the function of `functions.py` hangs."""
+    return functions.hangs(draft.item, draft.draft)
 
 
 def uneven(draft: Draft) -> bool:

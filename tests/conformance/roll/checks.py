@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from ..judges import GROUP_SIZE, GROUPS
+from ..judges import GROUP_SIZE
 from .played import Played, PlayedSample, PlayedStep
 from .scenarios import CORRECT_AT, DOMAIN, LOOP, VAL_ITEMS, Scenario
 
@@ -45,7 +45,7 @@ def check(scenario: Scenario, played: Played) -> None:
         return
     assert len(played.steps) == scenario.steps
     for step in played.steps:
-        prompts = VAL_ITEMS if scenario.validation else GROUPS
+        prompts = VAL_ITEMS if scenario.validation else scenario.prompts
         assert len(step.samples) == prompts * GROUP_SIZE
         check_finite(step)
         check_scored_samples(scenario, step)

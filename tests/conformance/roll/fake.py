@@ -12,7 +12,7 @@ import torch
 
 from qreward_plugins.testing import FakeRollTrainer, RollDataProto, RollDraft, roll_stand_in
 
-from ..judges import GROUP_SIZE, GROUPS, ITEMS, Draft, dying, item_of, read_response
+from ..judges import GROUP_SIZE, ITEMS, Draft, dying, item_of, read_response
 from .played import Played, PlayedSample, PlayedStep
 from .rows import item_row
 from .scenarios import DOMAIN, LOOP, OWN_LOOP, SEED, TAG, VAL_ITEMS, WATCHDOG_S, WORKER, Scenario
@@ -60,7 +60,7 @@ def _flags(scenario: Scenario) -> dict[str, Any]:
         "respond": _respond,
         "seed": SEED,
         "timeout_s": WATCHDOG_S,
-        "rollout_batch_size": GROUPS,
+        "rollout_batch_size": scenario.prompts,
         "num_return_sequences_in_group": GROUP_SIZE,
         "prompt_length": PROMPT_LENGTH,
         "sequence_length": SEQUENCE_LENGTH,

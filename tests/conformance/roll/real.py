@@ -114,6 +114,7 @@ def scenario_keys(scenario: Scenario, base_url: str) -> dict[str, Any]:
         "is_num_return_sequences_expand": scenario.mode == "single",
         "generate_opt_level": 0 if scenario.mode == "batch" else 1,
         "async_generation_ratio": int(scenario.asynchronous),
+        "rollout_batch_size": scenario.prompts,
         "user_defined_rollout_loop_cls": LOOP if scenario.loop else OWN_LOOP,
     }
     if scenario.validation:

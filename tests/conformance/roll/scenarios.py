@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from qreward_plugins.testing import Faults, Latency
 
-from ..judges import ITEMS, Judge, uneven
+from ..functions import PATH as FUNCTION
+from ..judges import GROUP_SIZE, GROUPS, ITEMS, Judge, hanging, tenth, uneven
 
 DOMAIN = "judged"
 TAG = "judged_tag"
@@ -52,6 +53,10 @@ class Scenario:
     """The node `groups` of the configuration, over one scored sample a group."""
     loop: bool = True
     """Whether the rollout loop is configured."""
+    prompts: int = GROUPS
+    """Groups that a step trains (`rollout_batch_size`)."""
+    function: bool = False
+    """The judge is the user's own function (functions.py), and no server is asked."""
     workers: int = 1
     """Reward workers (`world_size`)."""
     asynchronous: bool = False
@@ -73,21 +78,16 @@ class Scenario:
     @property
     def company(self) -> tuple[Any, ...]:
         """Scenarios of the same company can share a reward worker: it cannot tell them apart."""
-        return (id(self.judge), repr((self.engine, self.groups, self.loop, self.workers, self.on_failure)))
+        return (
+            id(self.judge),
+            repr((self.engine, self.groups, self.loop, self.workers, self.on_failure, self.function)),
+        )
 
     def config(self, base_url: str) -> dict[str, Any]:
         """The tree of `reward_manager_config`."""
         tree: dict[str, Any] = {
-            "sources": {
-                "judge": {
-                    "kind": "openai",
-                    "base_url": base_url,
-                    "model": "judge",
-                    "limits": self._limits(),
-                    "timeouts": {"connect_s": 2.0, "total_s": 120.0},
-                }
-            },
-            "judges": {"quality": {"kind": "llm", "correct_at": CORRECT_AT}},
+            "sources": {"judge": self._source(base_url)},
+            "judges": {"quality": {"kind": "function" if self.function else "llm", "correct_at": CORRECT_AT}},
             # Scenarios follow one another in one Ray job, whose workers are killed in between; what a killed worker had
             # of a shared limit comes back after its time (tests/conformance/sharing), and these deadlines are shorter.
             "engine": {"deadline_s": 30.0, "seed": 7, "shared": "local", **self.engine},
@@ -95,6 +95,17 @@ class Scenario:
         if self.on_failure != "exclude":
             tree["on_failure"] = self.on_failure
         return {**tree, "groups": {"min_scored": 1, **self.groups}}
+
+    def _source(self, base_url: str) -> dict[str, Any]:
+        if self.function:
+            return {"kind": "function", "function": FUNCTION, "timeouts": {"total_s": 1.0}, "workers": 2}
+        return {
+            "kind": "openai",
+            "base_url": base_url,
+            "model": "judge",
+            "limits": self._limits(),
+            "timeouts": {"connect_s": 2.0, "total_s": 120.0},
+        }
 
     def _limits(self) -> dict[str, Any]:
         theirs = self.judge.limits
@@ -201,6 +212,16 @@ ON_FAILURE = (
     Scenario("raise", _UNEVEN, "unspoilt", engine=_PATIENT, on_failure="raise", error="RewardMissing"),
 )
 
+BAD_MINUTES = (
+    Scenario("away", Judge(answers=GROUPS * GROUP_SIZE, away_s=7.0), "all", engine={"deadline_s": 14.0}, steps=3),
+    Scenario(
+        "hanging", Judge(spoils=hanging), "unspoilt", engine={"deadline_s": 12.0}, steps=3, prompts=16, function=True
+    ),
+    Scenario("prose", Judge(prose=tenth), "all", steps=3, prompts=16),
+)
+"""What costs a run a minute or a few samples, and no innocent one: a judge that is away and comes back, a reward
+function that never ends for 2 % of the samples, and prose in place of one verdict in ten."""
+
 DIRECT_SLOW = Scenario("direct-slow", _SLOW, "all")
 DIRECT_UNEVEN = Scenario("direct-uneven", _UNEVEN, "unspoilt", engine=_PATIENT)
 """For calls of a worker without a rollout around them."""
@@ -215,9 +236,10 @@ ROLLOUTS = (
     WHOLE_GROUPS,
     *TWO_WORKERS,
     *ON_FAILURE,
+    *BAD_MINUTES,
 )
 EVERY = (DIRECT_SLOW, DIRECT_UNEVEN, *ROLLOUTS)
 
-SHARED = (*ALIVE, *DEAD, *WITHOUT_LOOP, *VALIDATED, WHOLE_GROUPS, *TWO_WORKERS, *ON_FAILURE)
+SHARED = (*ALIVE, *DEAD, *WITHOUT_LOOP, *VALIDATED, WHOLE_GROUPS, *TWO_WORKERS, *ON_FAILURE, *BAD_MINUTES)
 """What ROLL and the fake trainer both play. Where a judge dies, or prompts are sampled ahead, who comes first is not
 fixed, so the two may differ there."""

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from ..judges import GROUP_SIZE, GROUPS
+from ..judges import GROUP_SIZE
 from .played import Played, PlayedSample, PlayedStep
 from .scenarios import Scenario
 
@@ -109,7 +109,7 @@ def check_advantages(scenario: Scenario, step: PlayedStep) -> None:
 def groups_of(scenario: Scenario, step: PlayedStep) -> list[Sequence[PlayedSample]]:
     """What slime normalises together: the prompts' groups, or everything where their sizes are not what it expects."""
     samples = step.samples
-    if len(samples) != GROUPS * GROUP_SIZE or scenario.advantage_estimator not in _GROUP_NORMALISED:
+    if len(samples) != scenario.prompts * GROUP_SIZE or scenario.advantage_estimator not in _GROUP_NORMALISED:
         return [samples] if scenario.advantage_estimator in _GROUP_NORMALISED else by_prompt(samples)
     return [samples[start : start + GROUP_SIZE] for start in range(0, len(samples), GROUP_SIZE)]
 

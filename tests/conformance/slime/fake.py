@@ -8,7 +8,7 @@ from typing import Any
 import slime_adapter
 from qreward_plugins.testing import FakeSlimeTrainer, SlimeSample, slime_stand_in
 
-from ..judges import GROUP_SIZE, GROUPS, ITEMS, Draft, dying, item_of, label_of, prompt_of, read_response
+from ..judges import GROUP_SIZE, ITEMS, Draft, dying, item_of, label_of, prompt_of, read_response
 from .played import Played, PlayedSample, PlayedStep
 from .rollouts import parts_of
 from .scenarios import EVAL_DRAFTS, EVAL_ITEMS, WATCHDOG_S, Scenario
@@ -45,9 +45,9 @@ def _flags(scenario: Scenario) -> dict[str, Any]:
         "prompts": _rows(ITEMS),
         "respond": _respond,
         "hold": lambda sample: scenario.never_generated(_draft_of(sample)),
-        "rollout_batch_size": GROUPS,
+        "rollout_batch_size": scenario.prompts,
         "n_samples_per_prompt": GROUP_SIZE,
-        "over_sampling_batch_size": scenario.oversampling,
+        "over_sampling_batch_size": max(scenario.oversampling, scenario.prompts),
         "advantage_estimator": scenario.advantage_estimator,
         "normalize_advantages": scenario.normalize_advantages,
         "group_rm": scenario.mode == "group",

@@ -14,7 +14,7 @@ from typing import Any
 
 import qreward_plugins
 
-from ..judges import GROUP_SIZE, GROUPS, ITEMS, Draft, RunningJudge, dying, label_of, prompt_of, read_response
+from ..judges import GROUP_SIZE, ITEMS, Draft, RunningJudge, dying, label_of, prompt_of, read_response
 from ..processes import PlayerProcess, Reply
 from .played import Played, PlayedSample, PlayedStep
 from .scenarios import EVAL_DRAFTS, EVAL_ITEMS, WATCHDOG_S, Scenario
@@ -201,10 +201,10 @@ def job_flags(scenario: Scenario, folder: Path, port: int, tree: Mapping[str, An
         "--label-key": "label",
         "--metadata-key": "metadata",
         "--num-rollout": scenario.steps,
-        "--rollout-batch-size": GROUPS,
+        "--rollout-batch-size": scenario.prompts,
         "--n-samples-per-prompt": GROUP_SIZE,
-        "--over-sampling-batch-size": scenario.oversampling,
-        "--global-batch-size": GROUPS * GROUP_SIZE,
+        "--over-sampling-batch-size": max(scenario.oversampling, scenario.prompts),
+        "--global-batch-size": scenario.prompts * GROUP_SIZE,
         "--rollout-max-response-len": 32,
         "--rollout-seed": ROLLOUT_SEED,
         "--sglang-router-ip": "127.0.0.1",

@@ -8,7 +8,8 @@ from typing import Any, Literal
 
 from qreward_plugins.testing import Faults, Latency
 
-from ..judges import GROUP_SIZE, GROUPS, Draft, Judge, never, uneven
+from ..functions import PATH as FUNCTION
+from ..judges import GROUP_SIZE, GROUPS, Draft, Judge, hanging, never, tenth, uneven
 
 PARTS = 2
 """Training samples that a fan-out makes of a draft."""
@@ -39,8 +40,12 @@ class Scenario:
     post_process: bool = True
     """Whether the post-process hook is set."""
     drop_failed_groups: bool = False
-    oversampling: int = GROUPS
-    """Groups that are submitted together."""
+    prompts: int = GROUPS
+    """Groups that a step trains."""
+    oversampling: int = 0
+    """Groups that are submitted together; as many as a step trains, or more."""
+    function: bool = False
+    """The judge is the user's own function (functions.py), and no server is asked."""
     partial: bool = False
     never_generated: Callable[[Draft], bool] = never
     """Drafts whose generation does not end before it is aborted."""
@@ -58,7 +63,17 @@ class Scenario:
 
     def config(self, base_url: str) -> dict[str, Any]:
         """The tree of `qreward:`."""
-        tree: dict[str, Any] = {
+        tree = self._function_tree() if self.function else self._server_tree(base_url)
+        tree["engine"] = {"deadline_s": 30.0, "seed": 7, **self.engine}
+        return {**tree, "groups": dict(self.groups)} if self.groups else tree
+
+    @staticmethod
+    def _function_tree() -> dict[str, Any]:
+        source = {"kind": "function", "function": FUNCTION, "timeouts": {"total_s": 1.0}, "workers": 2}
+        return {"sources": {"judge": source}, "judges": {"quality": {"kind": "function"}}}
+
+    def _server_tree(self, base_url: str) -> dict[str, Any]:
+        return {
             "sources": {
                 "judge": {
                     "kind": "openai",
@@ -69,9 +84,7 @@ class Scenario:
                 }
             },
             "judges": {"quality": {"kind": "llm"}},
-            "engine": {"deadline_s": 30.0, "seed": 7, **self.engine},
         }
-        return {**tree, "groups": dict(self.groups)} if self.groups else tree
 
 
 def later_items(draft: Draft) -> bool:
@@ -287,5 +300,23 @@ EVALUATED = (
     ),
 )
 
-SHARED = EVERY_JUDGE_IN_EVERY_MODE + ABORTED + WITHOUT_HOOK + REWARD_KEY + ESTIMATORS + EVALUATED + FILTERS
+BAD_MINUTES = (
+    Scenario("away", Judge(answers=GROUPS * GROUP_SIZE, away_s=7.0), "all", engine={"deadline_s": 14.0}, steps=3),
+    Scenario(
+        "hanging",
+        Judge(spoils=hanging),
+        "unspoilt",
+        engine={"deadline_s": 12.0},
+        steps=3,
+        prompts=16,
+        function=True,
+    ),
+    Scenario("prose", Judge(prose=tenth), "all", steps=3, prompts=16),
+)
+"""What costs a run a minute or a few samples, and no innocent one: a judge that is away and comes back, a reward
+function that never ends for 2 % of the samples, and prose in place of one verdict in ten."""
+
+SHARED = (
+    BAD_MINUTES + EVERY_JUDGE_IN_EVERY_MODE + ABORTED + WITHOUT_HOOK + REWARD_KEY + ESTIMATORS + EVALUATED + FILTERS
+)
 """What slime and the fake trainer both play."""

@@ -301,16 +301,8 @@ EVALUATED = (
 )
 
 BAD_MINUTES = (
-    Scenario("away", Judge(answers=GROUPS * GROUP_SIZE, away_s=7.0), "all", engine={"deadline_s": 14.0}, steps=3),
-    Scenario(
-        "hanging",
-        Judge(spoils=hanging),
-        "unspoilt",
-        engine={"deadline_s": 12.0},
-        steps=3,
-        prompts=16,
-        function=True,
-    ),
+    Scenario("away", Judge(answers=GROUPS * GROUP_SIZE, away_s=10.0), "all", engine={"deadline_s": 14.0}, steps=3),
+    Scenario("hanging", Judge(spoils=hanging), "unspoilt", engine={"deadline_s": 20.0}, prompts=48, function=True),
     Scenario("prose", Judge(prose=tenth), "all", steps=3, prompts=16),
 )
 """What costs a run a minute or a few samples, and no innocent one: a judge that is away and comes back, a reward

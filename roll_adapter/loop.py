@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from roll.distributed.scheduler.generate_scheduler import expand_requests
 from roll.distributed.scheduler.user_defined_rollout_loop import UserDefinedRolloutLoop, query_filter
@@ -37,9 +38,9 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
     async def process_new_prompt(self, context: Any) -> Any:
         """Generate and score one prompt, as ROLL's own loop does (scheduler/user_defined_rollout_loop.py).
 
-        Returns the responses; None where ROLL has to take another prompt. In validation nothing is dropped, and failed
-        samples count as scores of 0.0. Raises `JudgeUnavailable` when too many groups in a row had too few rewards,
-        which ends the training.
+        Returns the responses; None where ROLL has to take another prompt. In validation nothing is dropped, and a
+        failed sample gets the tag `<tag>/qreward_failed`, so that `val_correct/<tag>/mean` is that of the scored ones.
+        Raises `JudgeUnavailable` when too many groups in a row had too few rewards, which ends the training.
         """
         watched = _WatchedContext(context)
         count = context.meta_info["generation_config"]["num_return_sequences"]
@@ -58,7 +59,7 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
         responses = [response for group in groups for response in group]
         causes = [watched.cause_of(response) for response in responses]
         if context.is_val:
-            _count_as_wrong(responses, causes)
+            _leave_out(responses, causes)
             return responses
         if not self._gate_of(domain, watched.groups).admit(len(responses), [cause for cause in causes if cause]):
             return None
@@ -118,11 +119,18 @@ def _make_neutral(responses: Sequence[Any], causes: Sequence[str]) -> None:
             response.batch["response_mask"] = torch.zeros_like(response.batch["response_mask"])
 
 
-def _count_as_wrong(responses: Sequence[Any], causes: Sequence[str]) -> None:
+def _leave_out(responses: Sequence[Any], causes: Sequence[str]) -> None:
+    """Take failed responses of a validation out of their tag's mean. ROLL counts the scores that equal 1 by tag and
+    over all, and fixes how many responses there are (rlvr_pipeline.py, `val`): over all they count as wrong.
+    """
     for response, cause in zip(responses, causes, strict=True):
-        if cause:
-            for key in _REWARDS:
-                response.batch[key] = torch.zeros_like(response.batch[key])
+        if not cause:
+            continue
+        for key in _REWARDS:
+            response.batch[key] = torch.zeros_like(response.batch[key])
+        tags = response.non_tensor_batch.get("tag")
+        if tags is not None:
+            response.non_tensor_batch["tag"] = np.array([f"{tag}/{FAILED}" for tag in tags], dtype=object)
 
 
 def _number(response: Any, key: str) -> float:

@@ -100,3 +100,26 @@ class Metrics:
     def _sources_of(self, source: str) -> Sequence[str]:
         """The sources that a verdict came from: that of a sum names the sources of all its parts."""
         return (source,) if source in self._sources else source.split("+")
+
+
+class Validations:
+    """Counts the samples of a validation, to tell of them in the training that follows: ROLL logs nothing of what
+    workers tell in a validation (rlvr_pipeline.py, `val`).
+    """
+
+    def __init__(self) -> None:
+        self._step: Any = None
+        self._samples = 0
+        self._failed = 0
+
+    def count(self, step: Any, causes: Sequence[str]) -> bool:
+        """Take in a call of the validation in `step`; whether it had the first failed sample of this validation."""
+        if step != self._step:
+            self._step, self._samples, self._failed = step, 0, 0
+        before, self._failed = self._failed, self._failed + sum(map(bool, causes))
+        self._samples += len(causes)
+        return before == 0 < self._failed
+
+    def metrics(self) -> dict[str, float]:
+        """The share of failed samples in the last validation; nothing before the first one."""
+        return {"qreward/val/failed_rate": self._failed / self._samples} if self._samples else {}

@@ -14,6 +14,7 @@ from typing import Any
 from qreward_plugins import ConfigurationError, Message, Outcome, Sample, process_portal
 from qreward_plugins.config import Config, load_layers
 from qreward_plugins.groups import number_of
+from qreward_plugins.samples import fits_float32
 from qreward_plugins.sharing import may_share
 from qreward_plugins.siblings import Siblings
 
@@ -46,7 +47,12 @@ class QRewardTrajectoryMixin:
         portal = process_portal(settings, processes=self._qreward_processes())
         outcome = portal.score(self.trajectory_sample(rollout_cache))
         number, excluded = self._number(settings, outcome, rollout_cache)
-        turns[-1]["reward"] = float(turns[-1].get("reward") or 0.0) + self._weight() * number
+        own = float(turns[-1].get("reward") or 0.0)
+        reward = own + self._weight() * number
+        if fits_float32(own) and not fits_float32(reward):
+            # A number that ROLL would hold as infinity, which spoils the advantages of the whole group.
+            reward, excluded = own, True
+        turns[-1]["reward"] = reward
         turns[-1]["metrics"] = {
             **turns[-1].get("metrics", {}),
             "qreward_failed": float(excluded),

@@ -23,7 +23,7 @@ from qreward_plugins import Outcome, RewardEngine
 from qreward_plugins.groups import number_of
 from qreward_plugins.siblings import Siblings
 
-from .rewards import FAILED, GROUPS, Metrics, tensors
+from .rewards import FAILED, GROUPS, Metrics, Validations, tensors
 from .rollouts import is_streamed, is_validation, prompt_of, to_samples
 from .settings import domain_of, load_settings, processes_of
 
@@ -39,6 +39,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
     def __init__(self, worker_config: Any) -> None:
         super().__init__(worker_config=worker_config)
         self._siblings = Siblings()
+        self._validations = Validations()
         self._told = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
@@ -69,17 +70,24 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         outcomes: list[Outcome] = (
             [await self.engine.score(samples[0])] if len(samples) == 1 else await self.engine.score_all(samples)
         )
-        streamed = is_streamed(data)
+        streamed, validation = is_streamed(data), is_validation(data)
         metrics, facts = self._metrics.of(outcomes, streamed=streamed)
         rewards, causes = self._rewards(data, outcomes, [str(fact["cause"]) for fact in facts])
-        if any(causes):
-            self._tell_of_missing_loop(streamed=streamed)
+        if validation:
+            # What failed samples train as is nothing to a validation.
+            causes = [str(fact["cause"]) for fact in facts]
+            if self._validations.count(data.meta_info.get("global_step"), causes):
+                self._tell_of_failed_validation(streamed=streamed)
+        else:
+            metrics |= self._validations.metrics()
+            if any(causes):
+                self._tell_of_missing_loop(streamed=streamed)
         return DataProto.from_dict(
             tensors=tensors(
                 data.batch["responses"].shape[-1],
                 rewards,
                 outcomes,
-                right_or_wrong=self._metrics.defines_correct or is_validation(data),
+                right_or_wrong=self._metrics.defines_correct or validation,
             ),
             meta_info={"metrics": metrics, FAILED: causes, GROUPS: self.engine.config.groups.model_dump()},
         )
@@ -105,6 +113,22 @@ class QRewardWorker(Worker):  # type: ignore[misc]
             else:
                 rewards.append(number)
         return rewards, [cause if number is None else "" for cause, number in zip(causes, numbers, strict=True)]
+
+    def _tell_of_failed_validation(self, *, streamed: bool) -> None:
+        if self._loop_is_ours and streamed:
+            counted = "ROLL counts it as wrong in val_correct/all/mean, and leaves it out of the means of the tags"
+        elif streamed:
+            counted = f"ROLL counts it as wrong; set {LOOP_KEY}: {LOOP} to leave it out of the means of the tags"
+        else:
+            counted = (
+                "ROLL counts it as wrong; it calls no rollout loop, which could leave it out, with generate_opt_level 0"
+            )
+        _log.warning(
+            "A sample of the domain %s has no reward in this validation. %s. qreward/val/failed_rate of the next "
+            "training step says how many there are.",
+            self._domain,
+            counted,
+        )
 
     def _tell_of_missing_loop(self, *, streamed: bool) -> None:
         if self._told or (self._loop_is_ours and streamed):

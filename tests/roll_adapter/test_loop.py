@@ -80,13 +80,14 @@ def test_a_worker_that_only_gives_nan_ends_the_training_in_the_end() -> None:
         trainer.step()
 
 
-def test_validation_of_another_worker_counts_a_nan_as_wrong() -> None:
+def test_validation_of_another_worker_leaves_a_nan_out_of_its_tag() -> None:
     class Right(Spoilt):
         rewards = scores = (1.0, math.nan, 1.0, 1.0)
 
     with train(Right, val_rows=["a", "b"], val_generating_args={"num_return_sequences": 4}) as trainer:
         validation = trainer.validate()
-    assert validation.val_correct["all"] == 0.75
+    # ROLL takes the mean over all of as many responses as it asked for.
+    assert validation.val_correct == {"all": 0.75, "d": 1.0, "d/qreward_failed": 0.0}
     assert sorted(validation.scores) == [0.0] * 2 + [1.0] * 6
 
 

@@ -206,6 +206,74 @@ def test_a_failed_sample_of_a_validation_is_wrong_and_drops_nothing(train, mode)
     assert (by_truth["break"], by_truth["nan"], by_truth["10"]) == (0.0, 0.0, 1.0)
 
 
+VALIDATED = [
+    {"prompt": f"p{n}", "ground_truth": text, "tag": "sums"} for n, text in enumerate(["10", "break", "10", "0"])
+]
+
+
+def held_out(draft: Any, rng: Any) -> str:
+    """What the rows of the validation say, and 3 in training."""
+    return str(draft.ground_truth) if draft.columns["tag"] == "sums" else "3"
+
+
+@pytest.mark.parametrize("mode", STREAMED)
+@pytest.mark.parametrize("on_failure", ["auto", {"constant": 1.0}], ids=["auto", "constant"])
+def test_a_failed_sample_of_a_validation_is_left_out_of_its_tag_and_told_of(train, caplog, mode, on_failure) -> None:
+    tree = {**CORRECT, "on_failure": on_failure}
+    trainer = train(held_out, tree=tree, val_rows=VALIDATED, **mode)
+    before = trainer.step()
+    assert not any("qreward/val/" in name for name in before.metrics)
+    with caplog.at_level("WARNING", "roll_adapter"):
+        validation = trainer.validate()
+    # ROLL's own mean over all counts what has no score.
+    assert validation.val_correct == {"all": 0.5, "sums": pytest.approx(2 / 3), "sums/qreward_failed": 0.0}
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "roll_adapter"]
+    assert "the domain judged has no reward in this validation" in said
+    assert "leaves it out of the means of the tags" in said
+    assert trainer.step().metrics["judged/qreward/val/failed_rate"] == 0.25
+    assert trainer.step().metrics["judged/qreward/val/failed_rate"] == 0.25
+
+
+def test_every_validation_tells_of_its_own_failures(train, caplog) -> None:
+    trainer = train(held_out, tree=CORRECT, val_rows=VALIDATED)
+    rates, warned = [], []
+    trainer.step()
+    for _ in range(3):
+        caplog.clear()
+        with caplog.at_level("WARNING", "roll_adapter"):
+            trainer.validate()
+        warned.append(sum(record.name == "roll_adapter" for record in caplog.records))
+        rates.append(trainer.step().metrics["judged/qreward/val/failed_rate"])
+    assert (rates, warned) == ([0.25] * 3, [1] * 3)
+
+
+def test_a_validation_without_failures_says_so(train, words, caplog) -> None:
+    trainer = train(words("10"), tree=CORRECT, val_rows=VALIDATED)
+    with caplog.at_level("WARNING", "roll_adapter"):
+        assert trainer.validate().val_correct == {"all": 1.0, "sums": 1.0}
+    assert caplog.text == ""
+    assert trainer.step().metrics["judged/qreward/val/failed_rate"] == 0.0
+
+
+def test_a_tag_that_failed_whole_has_no_mean(train, words) -> None:
+    trainer = train(words("break"), tree=CORRECT, val_rows=VALIDATED)
+    assert trainer.validate().val_correct == {"all": 0.0, "sums/qreward_failed": 0.0}
+
+
+def test_without_the_loop_a_failed_sample_of_a_validation_is_wrong_and_the_remedy_is_named(train, caplog) -> None:
+    own = "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"
+    trainer = train(
+        held_out,
+        tree=CORRECT,
+        val_rows=VALIDATED,
+        user_defined_rollout_loop_cls=own,
+    )
+    with caplog.at_level("WARNING", "roll_adapter"):
+        assert trainer.validate().val_correct == {"all": 0.5, "sums": 0.5}
+    assert "set user_defined_rollout_loop_cls: roll_adapter.QRewardRolloutLoop" in caplog.text
+    assert trainer.step().metrics["judged/qreward/val/failed_rate"] == 0.25
+
+
 def test_a_failed_sample_of_a_validation_in_the_batch_path_is_not_correct(train, words) -> None:
     trainer = train(
         words("10", "break"),

@@ -124,6 +124,14 @@ def test_a_constant_trains_and_raise_raises(manager_of, make_tree) -> None:
         manager_of("break", tree=make_tree(on_failure="raise")).play()
 
 
+@pytest.mark.parametrize("weight", [1e39, -1e300, float("inf"), float("nan")])
+def test_what_would_be_infinite_in_32_bits_is_masked_and_adds_nothing(manager_of, weight) -> None:
+    rollout = manager_of("8", qreward_weight=weight).play()
+    assert scores(rollout) == pytest.approx(0.125)
+    assert int(rollout.batch["response_mask"].sum()) == 0
+    assert rollout.meta_info["metrics"]["env/talk/qreward_failed"] == 1.0
+
+
 def test_the_configuration_may_be_a_file(manager_of, make_tree, tmp_path, monkeypatch) -> None:
     file = tmp_path / "judges.yaml"
     file.write_text(yaml.safe_dump(make_tree()))

@@ -90,8 +90,14 @@ def test_asynchronous_grpo_trains_and_validates_two_domains(run):
         assert all(isinstance(value, (int, float)) and math.isfinite(value) for value in numbers)
         assert not any("qreward_failed" in name for step in told["trained"] for name in step["tensors"])
     first = [Draft(2 * TRAIN_ITEMS + item, 0) for item in range(VAL_ITEMS)]
-    correct = [draft.reward >= CORRECT_AT and not uneven(draft) for draft in first]
-    assert close(told["logged"][0][f"val_correct/{TAG}/mean"], statistics.fmean(correct))
+    scored = [draft.reward >= CORRECT_AT for draft in first if not uneven(draft)]
+    assert close(told["logged"][0][f"val_correct/{TAG}/mean"], statistics.fmean(scored))
+    # ROLL takes the mean over all of as many responses as it asked for.
+    assert close(told["logged"][0]["val_correct/all/mean"], sum(scored) / (2 * VAL_ITEMS))
+    failed = VAL_ITEMS - len(scored)
+    assert failed
+    assert told["logged"][0][f"val_correct/{TAG}/qreward_failed/mean"] == 0.0
+    assert all(close(metrics["judged/qreward/val/failed_rate"], failed / VAL_ITEMS) for metrics in told["logged"])
     assert told["logged"][0]["val_correct/ruled_tag/mean"] == 0.0
 
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .sample_check import plain_messages
 from .samples import Message
 
 _TEMPLATES = (
@@ -32,9 +33,11 @@ _TEMPLATES = (
 def messages_of(prompt: Any) -> list[Message]:
     """The messages of a prompt: of a list of messages, whose content may be in parts, or of a text that a chat template
     wrote. Of any other text one message of the user.
+
+    Raises `InputError` for what is neither, whose text goes on after the name of the field.
     """
     if not isinstance(prompt, str):
-        return [{"role": str(turn.get("role", "user")), "content": _text(turn.get("content"))} for turn in prompt or ()]
+        return [{"role": turn["role"], "content": _text(turn.get("content"))} for turn in plain_messages(prompt)]
     for template in _TEMPLATES:
         turns = [(found["role"], found["content"].strip()) for found in template.finditer(prompt)]
         if turns and turns[-1][0] == "assistant":

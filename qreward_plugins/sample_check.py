@@ -46,8 +46,20 @@ def read_or_unreadable(read: Callable[[], T]) -> T:
     """
     try:
         return read()
+    except InputError as error:
+        return Unreadable(str(error))  # type: ignore[return-value]
     except Exception as error:
         return Unreadable(f"cannot be read ({kind_of(error)})")  # type: ignore[return-value]
+
+
+def mapping_or_unreadable(value: Any) -> Mapping[str, Any]:
+    """The mapping that a column holds, as a dict of its own; empty where there is none (None)."""
+    return read_or_unreadable(lambda: dict(_mapping({} if value is None else value)))
+
+
+def name_or_unreadable(value: Any) -> str:
+    """The text of a column that names something, where numbers serve as names, too; "" where there is none (None)."""
+    return read_or_unreadable(lambda: "" if value is None else str(_name(value)))
 
 
 def read_sample(sample: Any) -> Sample | Rejected:
@@ -70,7 +82,7 @@ def read_sample(sample: Any) -> Sample | Rejected:
             values[name] = check(value)
             changed = changed or values[name] is not value
         except InputError as error:
-            problem = problem or f"{name} {error}"
+            problem = problem or blamed(name, str(error))
         except Exception as error:
             problem = problem or f"{name} cannot be read ({kind_of(error)})"
     if not problem and not values["messages"] and values["prompt"] is None:
@@ -86,6 +98,11 @@ def read_sample(sample: Any) -> Sample | Rejected:
 def named(sample: Sample | Rejected) -> Sample:
     """The sample by which a batch knows what came in: for a rejected one, what is known of it."""
     return sample if isinstance(sample, Sample) else sample.sample
+
+
+def blamed(field: str, problem: str) -> str:
+    """A sentence about a field: `problem` is what comes after its name, or after a place in it ("[0] needs a role")."""
+    return f"{field}{problem}" if problem.startswith("[") else f"{field} {problem}"
 
 
 def kind_of(value: Any) -> str:

@@ -7,11 +7,13 @@ without padding and with the special tokens that tell the turns apart.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from qreward_plugins import Message, Sample
 from qreward_plugins.prompts import messages_of
+from qreward_plugins.sample_check import name_or_unreadable, read_or_unreadable
 
 _OWN_COLUMNS = frozenset({"id", "ground_truth", "domain", "tag", "rollout_id", "messages", "prompt"})
 _HEAVY_COLUMNS = frozenset({"multi_modal_data", "multi_modal_inputs", "routed_experts", "token_type_ids"})
@@ -33,19 +35,18 @@ def to_samples(data: Any, tokenizer: Any) -> list[Sample]:
     samples = []
     for row, text in enumerate(texts):
         columns = {name: _plain(values[row]) for name, values in data.non_tensor_batch.items()}
-        messages = _messages(columns) or messages_of(
-            tokenizer.decode(rows[row][asked[row].bool()], skip_special_tokens=False)
-        )
+        decode = partial(tokenizer.decode, rows[row][asked[row].bool()], skip_special_tokens=False)
+        messages = read_or_unreadable(partial(_prompt, columns, decode))
         samples.append(
             Sample(
                 messages=messages,
                 response=text,
                 ground_truth=columns.get("ground_truth"),
-                data_source=str(columns.get("tag") or columns.get("domain") or ""),
+                data_source=name_or_unreadable(columns.get("tag") or columns.get("domain")),
                 group_id=prompt_of(data, row),
                 step=step if isinstance(step, int) else None,
                 extras={name: value for name, value in columns.items() if name not in _OWN_COLUMNS | _HEAVY_COLUMNS},
-                id=str(columns.get("rollout_id") or columns.get("id") or row),
+                id=name_or_unreadable(columns.get("rollout_id") or columns.get("id") or row),
             )
         )
     return samples
@@ -71,6 +72,10 @@ def is_validation(data: Any) -> bool:
     (rlvr_pipeline.py), and only calls of a pipeline carry either.
     """
     return "is_offload_states" in data.meta_info and "collect_unfinished" not in data.meta_info
+
+
+def _prompt(columns: Mapping[str, Any], decode: Callable[[], str]) -> list[Message]:
+    return _messages(columns) or messages_of(decode())
 
 
 def _messages(columns: Mapping[str, Any]) -> list[Message]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from qreward_plugins import Sample
 from qreward_plugins.prompts import messages_of
+from qreward_plugins.sample_check import mapping_or_unreadable, name_or_unreadable, read_or_unreadable
 
 RECORD = "qreward"
 """The key of `sample.metadata` that holds the record of a sample."""
@@ -24,6 +25,7 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
     else what slime itself calls the source (slime/utils/data.py: `source`, `metadata["source_name"]`), else `rm_type`.
     """
     metadata = metadata_of(sample)
+    extras = mapping_or_unreadable(getattr(sample, "metadata", None))
     source = (
         metadata.get("data_source")
         or getattr(sample, "source", None)
@@ -32,14 +34,14 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
     )
     group, index = getattr(sample, "group_index", None), getattr(sample, "index", None)
     return Sample(
-        messages=messages_of(getattr(sample, "prompt", "")),
-        response=getattr(sample, "response", "") or "",
+        messages=read_or_unreadable(lambda: messages_of(getattr(sample, "prompt", ""))),
+        response=getattr(sample, "response", ""),
         ground_truth=getattr(sample, "label", None),
-        data_source=str(source or ""),
-        group_id=None if group is None else str(group),
+        data_source=name_or_unreadable(source),
+        group_id=None if group is None else name_or_unreadable(group),
         split="val" if group is None else "train",
-        extras={key: value for key, value in metadata.items() if key != RECORD},
-        id=None if index is None else str(index),
+        extras={key: value for key, value in extras.items() if key != RECORD} if isinstance(extras, dict) else extras,
+        id=None if index is None else name_or_unreadable(index),
         prompt=getattr(sample, "prompt", None),
     )
 

@@ -10,7 +10,8 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qreward_plugins import Message, Sample
+from qreward_plugins import InputError, Message, Sample
+from qreward_plugins.sample_check import Unreadable, mapping_or_unreadable, name_or_unreadable, read_or_unreadable
 
 Decode = Callable[[Any], str]
 
@@ -38,25 +39,43 @@ def to_sample(item: Any, response: str, decode: Decode, *, data_source_column: s
     missing.
     """
     columns: Mapping[str, Any] = item.non_tensor_batch
-    extras = dict(columns.get("extra_info") or {})
-    marked = extras.pop(VALIDATION, False)
-    extras.update(columns.get("tool_extra_fields") or {})
-    extras["num_turns"] = _plain(columns.get("__num_turns__"))
-    extras["rollout_reward_scores"] = columns.get("reward_scores") or {}
-    reward_model = columns.get("reward_model") or {}
+    info = columns.get("extra_info")
     step = _plain(columns.get("global_steps"))
     uid = columns.get("uid")
     return Sample(
-        messages=_messages(item, decode),
+        messages=read_or_unreadable(lambda: _messages(item, decode)),
         response=response,
-        ground_truth=reward_model.get("ground_truth"),
-        data_source=str(columns.get(data_source_column, "")),
+        ground_truth=read_or_unreadable(lambda: _ground_truth(columns)),
+        data_source=_data_source(columns, data_source_column),
         group_id=None if uid is None else str(uid),
         step=step if isinstance(step, int) else None,
-        split="val" if marked else None,
-        extras=extras,
+        split="val" if isinstance(info, Mapping) and info.get(VALIDATION) else None,
+        extras=read_or_unreadable(lambda: _extras(columns)),
         id=None if uid is None else f"{uid}/{_plain(columns.get('session_id', ''))}",
     )
+
+
+def _extras(columns: Mapping[str, Any]) -> dict[str, Any]:
+    info, tools = (mapping_or_unreadable(columns.get(name)) for name in ("extra_info", "tool_extra_fields"))
+    for column in (info, tools):
+        if isinstance(column, Unreadable):
+            raise InputError(column.problem)
+    extras = {key: value for key, value in info.items() if key != VALIDATION}
+    extras.update(tools)
+    extras["num_turns"] = _plain(columns.get("__num_turns__"))
+    extras["rollout_reward_scores"] = columns.get("reward_scores") or {}
+    return extras
+
+
+def _ground_truth(columns: Mapping[str, Any]) -> Any:
+    reward_model = mapping_or_unreadable(columns.get("reward_model"))
+    return reward_model if isinstance(reward_model, Unreadable) else reward_model.get("ground_truth")
+
+
+def _data_source(columns: Mapping[str, Any], column: str) -> Any:
+    """The name in the column; what is none (None, NaN) stays, to be found as that sample's failure."""
+    value = columns.get(column, "")
+    return value if value is None else name_or_unreadable(value)
 
 
 def looks_like_validation(item: Any) -> bool:

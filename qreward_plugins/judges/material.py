@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InputError
-from ..sample_check import kind_of, plain_messages
+from ..sample_check import blamed, kind_of, plain_messages
 from ..samples import Message, Sample
 from ..sources.bodies import as_json, encoded
 
@@ -88,7 +88,7 @@ def _checked(messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
     try:
         return plain_messages(messages)
     except InputError as error:
-        raise InputError(f"messages {error}") from None
+        raise InputError(blamed("messages", str(error))) from None
     except Exception as error:
         raise InputError(f"messages cannot be read ({kind_of(error)})") from None
 

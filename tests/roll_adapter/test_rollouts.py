@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from qreward_plugins import Sample
+from qreward_plugins.sample_check import Rejected, read_sample
 from qreward_plugins.testing import JudgeServer, RollDataProto
 from qreward_plugins.testing.roll.rollout_loop import response_batch
 from qreward_plugins.testing.roll.tokenizer import RollTokenizer
@@ -129,3 +131,13 @@ def test_the_judge_sees_prompt_response_and_reference(train, make_tree) -> None:
         number = call.blocks["reference"].split()[-1]
         assert call.blocks["response"].strip() == f"say it is {number}"
         assert f"How much is {number}?" in call.prompt
+
+
+def test_a_row_whose_columns_are_broken_is_its_own_failure() -> None:
+    columns = {"messages": [[{"from": "human"}], [{"role": "user", "content": "1?"}]], "tag": [["math"], "math"]}
+    broken, good = (
+        read_sample(sample) for sample in to_samples(batch(("1?", "2"), ("1?", "2"), columns=columns), TOKENIZER)
+    )
+    assert isinstance(broken, Rejected)
+    assert broken.problem == "messages[0] needs a role that is a text"
+    assert isinstance(good, Sample)

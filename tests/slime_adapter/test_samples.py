@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import slime_adapter
+from qreward_plugins.sample_check import Rejected, read_sample
 from slime_adapter.samples import to_sample
 
 CHATML = (
@@ -75,3 +76,25 @@ def test_every_path_that_a_flag_may_name_is_there(name):
 def test_an_unknown_path_says_what_there_is():
     with pytest.raises(AttributeError, match="post_process"):
         _ = slime_adapter.postprocess
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "field"),
+    [
+        ("response", None, "response"),
+        ("response", b"42", "response"),
+        ("prompt", None, "messages"),
+        ("prompt", 7, "messages"),
+        ("prompt", [{"from": "human", "value": "17 + 25?"}], "messages"),
+        ("prompt", [{"role": "user", "content": {"text": "17 + 25?"}}], "messages"),
+        ("metadata", ["add"], "extras"),
+        ("metadata", {"data_source": ["add"]}, "data_source"),
+        ("group_index", [1], "group_id"),
+    ],
+)
+def test_a_broken_sample_is_its_own_failure_by_the_name_of_the_field(make_group, attribute, value, field):
+    (sample,) = make_group("42")
+    setattr(sample, attribute, value)
+    read = read_sample(to_sample(sample))
+    assert isinstance(read, Rejected)
+    assert read.problem.startswith(field)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 
 from qreward_plugins import RewardMissing
+from qreward_plugins.sample_check import read_sample
 from qreward_plugins.testing import Faults, JudgeServer
 from verl_adapter import QRewardBatchManager
+from verl_adapter.rollouts import to_sample
 
 
 def right(call):
@@ -81,3 +83,26 @@ def test_rewards_that_are_there_already_are_passed_on(make_manager, make_data):
     with JudgeServer(right, faults=Faults(rates={"error_500": 1.0})) as server:
         assert make_manager(server)(data).tolist() == data.batch["rm_scores"].tolist()
         assert server.report().requests == 0
+
+
+@pytest.mark.parametrize(
+    ("column", "value", "field"),
+    [
+        ("data_source", None, "data_source"),
+        ("data_source", ["math"], "data_source"),
+        ("reward_model", "rule", "ground_truth"),
+        ("extra_info", ["level"], "extras"),
+        ("tool_extra_fields", 7, "extras"),
+        ("raw_prompt", 7.5, "messages"),
+        ("raw_prompt", [{"from": "human", "value": "17 + 25?"}], "messages"),
+    ],
+)
+def test_a_row_whose_column_is_broken_is_its_own_failure(make_manager, make_data, column, value, field):
+    data = make_data(["It is 42.", "It is 42."])
+    data.non_tensor_batch[column][0] = value
+    with JudgeServer(right) as server:
+        result = make_manager(server)(data, return_dict=True)
+    assert result["reward_extra_info"]["qreward/cause"] == ["infra/input", ""]
+    assert result["reward_tensor"].sum(-1).tolist() == [1.0, 1.0]
+    sample = to_sample(data[0], "It is 42.", lambda ids: "")
+    assert field in read_sample(sample).problem

@@ -23,6 +23,7 @@ SHOWN_CHARS = 60
 _SECRET_KEYS = frozenset({"api_key", "api_key_env", "headers", "parameters", "body", "kwargs"})
 """Below these keys no value is ever shown: keys of providers end up in all of them."""
 
+_LONGEST_KEY_CHARS = 40
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 
@@ -57,6 +58,13 @@ def path_text(path: Path) -> str:
         else:
             text += f"[{json.dumps(cut(key), ensure_ascii=False)}]"
     return text
+
+
+def is_plain_key(key: str) -> bool:
+    """Whether a key that nobody knows looks like a misspelt one, and may be shown. Anything else may be the line of
+    another file, and a secret.
+    """
+    return len(key) <= _LONGEST_KEY_CHARS and _PLAIN_KEY.fullmatch(key.replace(" ", "_")) is not None
 
 
 def cut(text: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from . import shape
-from .findings import Finding, Path, did_you_mean, nearest, scalar_text
+from .findings import Finding, Path, did_you_mean, is_plain_key, nearest, scalar_text
 from .shape import Shape
 from .tree import Broken
 
@@ -26,6 +26,14 @@ class KeyCheck:
         self.findings: list[Finding] = []
         self._written: dict[Path, str] = {}
         self._unknown: set[Path] = set()
+        known = shape.top()["properties"]
+        self.foreign = not any(isinstance(key, str) and (key in known or nearest(key, known)) for key in tree)
+        """Whether no key at the top is one of a configuration, so that it is probably another file; of such a file
+        nothing is shown."""
+        if self.foreign:
+            count = "key at its top is not" if len(tree) == 1 else f"{len(tree):,} keys at its top are none"
+            self.findings.append(Finding((), f"the {count} of a configuration", f"Allowed here: {', '.join(known)}."))
+            return
         self._check(tree, shape.top(), ())
 
     def written(self, path: Path) -> Path:
@@ -69,7 +77,7 @@ class KeyCheck:
 
     def _mend(self, node: dict[str, Any], allowed: Mapping[str, Any], path: Path) -> None:
         for key in [key for key in node if key not in allowed]:
-            written = self.written((*path, key))
+            written = (*self.written(path), key if is_plain_key(key) else f"(key {list(node).index(key) + 1})")
             remedy = f"{did_you_mean(key, allowed)}Allowed here: {', '.join(allowed)}."
             if written == ("qreward",):
                 remedy = "Write the tree below `qreward` with no other key at the top, or leave `qreward` out."
@@ -79,7 +87,7 @@ class KeyCheck:
             meant = nearest(key, allowed)
             if meant is not None and meant not in node:
                 node[meant], place = value, (*path, meant)
-                self._written[place] = key
+                self._written[place] = str(written[-1])
 
     def _chosen(self, node: dict[Any, Any], by_kind: Mapping[str, Shape], path: Path) -> Shape | None:
         """The shape that the node's `kind` names, or the one that was probably meant."""

@@ -81,6 +81,8 @@ def _checked(tree: Tree, origin: str) -> Config:
     hides: Callable[[Path], bool] = _hides_nothing
     if isinstance(tree.value, dict) and tree.value:
         keys = KeyCheck(tree.value)
+        if keys.foreign:
+            raise ConfigurationError([finding.as_mistake(hidden=True) for finding in keys.findings], origin=origin)
         hides = keys.hides
         config, wrong_values = check_values(tree.value)
         findings += keys.findings

@@ -24,6 +24,7 @@ from pydantic import BaseModel
 
 from ..redaction import with_secrets
 from .findings import Finding, Path, cut
+from .interpolations import MOST_VALUES, too_large
 
 _MAX_DEPTH = 64
 _SCALARS = (str, int, float, bool, type(None))
@@ -66,12 +67,17 @@ def read_tree(source: Any) -> Tree:
     """
     tree = Tree(None)
     if not isinstance(source, DictConfig):
-        plain = _Plainer(tree).plain(source, (), ())
+        try:
+            plain = _Plainer(tree).plain(source, (), ())
+        except _TooManyValues as error:
+            return Tree(Broken(), [Finding((), str(error))])
         if not isinstance(plain, dict):
             tree.value = plain
             return tree
         source = OmegaConf.create(plain, flags={"allow_objects": True})
     resolver = _Resolver(tree)
+    if grows := too_large(source):
+        return Tree(Broken(), [Finding((), grows, "Write out what is meant.")])
     if not isinstance(OmegaConf.to_container(source, resolve=False), dict):
         return tree
     if list(source) == ["qreward"]:
@@ -83,13 +89,24 @@ def read_tree(source: Any) -> Tree:
     return tree
 
 
+class _TooManyValues(Exception):
+    """A tree has more values than a configuration can have; the message says so."""
+
+    def __init__(self) -> None:
+        super().__init__(f"it holds more than {MOST_VALUES:,} values")
+
+
 class _Plainer:
-    """Copies plain values into what OmegaConf can hold."""
+    """Copies plain values into what OmegaConf can hold. Parts that a tree shares are copied wherever they stand."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
+        self._left = MOST_VALUES
 
     def plain(self, value: Any, path: Path, above: tuple[int, ...]) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise _TooManyValues
         if isinstance(value, (DictConfig, ListConfig)):
             # It keeps its own parent to resolve by, and must not be resolved a second time.
             return _escaped(_Resolver(self._tree).resolved(value, path, ()))

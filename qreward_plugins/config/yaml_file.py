@@ -17,6 +17,16 @@ from ..errors import ConfigurationError, Mistake
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 
 
+MOST_BYTES = 2**20
+"""Largest file that is read."""
+MOST_VALUES = 100_000
+"""Values in a configuration, with those that aliases and merge keys repeat."""
+
+
+class _TooManyValues(Exception):
+    """Aliases would expand to more values than anybody wrote."""
+
+
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[tuple[str, str]] = set()
@@ -48,7 +58,7 @@ def read_yaml(path: str, *, origin: str) -> Any:
     problem, remedy, data = "", "", b""
     try:
         with open(path, "rb") as file:
-            data = file.read()
+            data = file.read(MOST_BYTES + 1)
     except FileNotFoundError:
         problem, remedy = "there is no such file.", f"Looked for {os.path.abspath(path)}."
     except IsADirectoryError:
@@ -57,10 +67,12 @@ def read_yaml(path: str, *, origin: str) -> Any:
         problem, remedy = "this process may not read the file.", "Check its permissions."
     except (OSError, ValueError) as error:
         problem = f"the file cannot be read ({getattr(error, 'strerror', None) or 'not a path'})."
+    if len(data) > MOST_BYTES:
+        problem = f"the file is larger than {MOST_BYTES // 2**20} MiB."
     if problem:
         raise ConfigurationError([Mistake("", problem, remedy)], origin=origin)
     try:
-        return yaml.load(data.decode("utf-8-sig"), Loader=_Loader)
+        return _loaded(data.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
         line = data.count(b"\n", 0, error.start) + 1
         problem, remedy = f"the file is not UTF-8 text (line {line}).", "Save it as UTF-8."
@@ -72,11 +84,43 @@ def read_yaml(path: str, *, origin: str) -> Any:
         problem = f"the file is not valid YAML: line {line} holds a character that YAML does not allow."
     except RecursionError:
         problem = "the file is nested too deeply."
+    except _TooManyValues:
+        problem = f"its aliases (`*name`) stand for more than {MOST_VALUES:,} values."
+        remedy = "Write out what is meant."
     except Exception:
         # Explicit tags (`!!int abc`) make PyYAML raise whatever int(), a look-up and so on raise.
         problem = "the file is not valid YAML: a value does not fit its tag."
         remedy = "Leave out tags such as `!!int`, or put the text in quotes."
     raise ConfigurationError([Mistake("", problem, remedy)], origin=origin)
+
+
+def _loaded(text: str) -> Any:
+    loader = _Loader(text)
+    try:
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        if _values(node, {}) > MOST_VALUES:
+            raise _TooManyValues
+        return loader.construct_document(node)
+    finally:
+        loader.dispose()
+
+
+def _values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
+    """How many values a node stands for, with those behind aliases as often as they are repeated."""
+    if node in known:
+        return known[node]
+    # An alias within what it names: the values checks say where it contains itself.
+    known[node] = 1
+    if isinstance(node, yaml.MappingNode):
+        count = 1 + sum(_values(key, known) + _values(value, known) for key, value in node.value)
+    elif isinstance(node, yaml.SequenceNode):
+        count = 1 + sum(_values(item, known) for item in node.value)
+    else:
+        count = 1
+    known[node] = count
+    return count
 
 
 def _marked(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, str]:

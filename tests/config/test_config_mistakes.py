@@ -544,3 +544,29 @@ def assert_tagless(error: ConfigurationError) -> None:
         assert not {"openai", "http", "llm", "sum", "Constant", "key"} & set(
             mistake.path.replace("[", ".").strip("]").split(".")
         )
+
+
+FOREIGN = {
+    "shadow": "root:$6$tOpSeCrEt$hAsHhAsHhAsH:19000:0:99999:7:::\ndaemon:*:19000:0:99999:7:::\n",
+    "shadow of one": "root:$6$tOpSeCrEt$hAsHhAsHhAsH:19000:0:99999:7:::\n",
+    "environment": "export HF_TOKEN=hf_tOpSeCrEt\n",
+    "properties": "db.user: me\ndb.password: tOpSeCrEt\n",
+    "secret as key": "tOpSeCrEt-0123456789: {tOpSeCrEt: ${tOpSeCrEt}}\n",
+    "service account": '{"type": "service_account", "private_key": "tOpSeCrEt", "client_email": "tOpSeCrEt@x"}',
+    "private key": "-----BEGIN KEY-----\ntOpSeCrEt==\n-----END KEY-----\n",
+    "broken": "a: [tOpSeCrEt\nb: 'tOpSeCrEt\n",
+    "tag": "!tOpSeCrEt a: 1\n",
+    "alias": "a: *tOpSeCrEt\n",
+    "odd key within": "sources: {f: {kind: function, function: 'm:f', 'tOpSeCrEt/+=': 1}}\njudges: {j: {kind: function}}\n",
+    "misspelt": "judgez: {j: {kind: function}}\nsourcez: {f: {kind: function, function: 'm:f', api_kye: tOpSeCrEt}}\n",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_nothing_is_shown_of_a_file_that_is_no_configuration(name, tmp_path):
+    path = tmp_path / "file"
+    path.write_text(FOREIGN[name])
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(path)
+    assert "tOpSeCrEt" not in str(caught.value)
+    assert "hAsH" not in str(caught.value)

@@ -1,0 +1,116 @@
+"""How large a tree becomes when its interpolations are resolved, found out before any of them is.
+
+`a: ${b}${b}`, `b: ${c}${c}` and so on doubles with every line, and so do nodes that refer to nodes. OmegaConf resolves
+them one by one and remembers nothing, so that thirty such lines take for ever. Counting takes one look at each.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+MOST_VALUES = 100_000
+"""Values in a tree, resolved."""
+MOST_CHARS = 10_000_000
+"""Characters of its texts, resolved."""
+MOST_STEPS = 32
+"""Interpolations that lead from one to the next."""
+
+_REFERENCE = re.compile(r"\.*[A-Za-z0-9_][A-Za-z0-9_.\[\]/-]*")
+
+_Key = tuple[str, ...]
+
+
+class _Endless(Exception):
+    """So many steps lead from one interpolation to the next that resolving them would not end well."""
+
+
+def too_large(tree: Any) -> str:
+    """What is wrong with the interpolations of a tree, resolved from its root; "" where they stay within bounds."""
+    root = tree._get_root() if isinstance(tree, DictConfig) else tree
+    plain = OmegaConf.to_container(root, resolve=False)
+    counter = _Counter(plain)
+    try:
+        start = () if root is tree else _key_of(tree)
+        values, chars, steps = counter.size(start, 0)
+    except _Endless:
+        steps, values, chars = MOST_STEPS + 1, 0, 0
+    except RecursionError:
+        return "it is nested too deeply"
+    if steps > MOST_STEPS:
+        return f"its interpolations lead from one to the next over more than {MOST_STEPS} steps"
+    if values > MOST_VALUES:
+        return f"its interpolations stand for more than {MOST_VALUES:,} values"
+    return f"its interpolations stand for more than {MOST_CHARS:,} characters" if chars > MOST_CHARS else ""
+
+
+def _key_of(tree: DictConfig) -> _Key:
+    full = str(tree._get_full_key(None))
+    return _parts(full)
+
+
+def _parts(path: str) -> _Key:
+    return tuple(part for part in re.split(r"[.\[\]]+", path) if part)
+
+
+_Size = tuple[int, int, int]
+
+
+class _Counter:
+    def __init__(self, plain: Any) -> None:
+        self._plain = plain
+        self._known: dict[_Key, _Size] = {}
+        self._open: set[_Key] = set()
+
+    def size(self, key: _Key, steps: int) -> _Size:
+        """Values, characters and longest chain of the node at `key`, resolved; nothing where it leads in a circle, of
+        which OmegaConf tells.
+        """
+        if key in self._known:
+            return self._known[key]
+        if key in self._open:
+            return 0, 0, 0
+        if steps > MOST_STEPS:
+            raise _Endless
+        self._open.add(key)
+        self._known[key] = self._count(self._at(key), key, steps)
+        self._open.remove(key)
+        return self._known[key]
+
+    def _count(self, node: Any, key: _Key, steps: int) -> _Size:
+        chars, step, below = 0, 0, []
+        if isinstance(node, Mapping):
+            below = [self.size((*key, str(name)), steps) for name in node]
+        elif isinstance(node, list):
+            below = [self.size((*key, str(number)), steps) for number in range(len(node))]
+        elif isinstance(node, str):
+            chars, step = len(node), 1
+            below = [self.size(reference, steps + 1) for reference in self._references(node, key)]
+        values = 1 + sum(size[0] for size in below)
+        return values, chars + sum(size[1] for size in below), max((step + size[2] for size in below), default=0)
+
+    def _references(self, text: str, key: _Key) -> list[_Key]:
+        """The nodes that the interpolations of a text may refer to: every path in it that there is."""
+        if "${" not in text:
+            return []
+        found = []
+        for path in _REFERENCE.findall(text.partition("${")[2]):
+            dots = len(path) - len(path.lstrip("."))
+            target = (*key[: max(0, len(key) - dots)], *_parts(path)) if dots else _parts(path)
+            if target and self._at(target) is not None:
+                found.append(target)
+        return found
+
+    def _at(self, key: _Key) -> Any:
+        node = self._plain
+        for part in key:
+            if isinstance(node, Mapping):
+                node = node.get(part)
+            elif isinstance(node, list) and part.isdecimal() and len(part) < 10 and int(part) < len(node):
+                node = node[int(part)]
+            else:
+                return None
+        return node

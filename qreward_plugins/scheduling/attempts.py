@@ -55,6 +55,10 @@ class Attempt:
     timed_out: bool = False
     sent_at: float = math.inf
     """When the source began with it; infinity: it has not."""
+    called_off: bool = False
+    """Whether we cancelled it. Whatever else cancels it (a function, a library, whoever ends all tasks) fails it."""
+    withheld: bool = False
+    """Whether it was not sent, because the share of its source's limits had ended."""
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
 
@@ -64,12 +68,17 @@ class Attempt:
         sent_at = self.reservation.sent_at
         return max(0.0, self.ended_at - (sent_at if sent_at > -math.inf else self.started_at))
 
+    @property
+    def sent(self) -> bool:
+        """Whether its request was written, as far as its source said."""
+        return self.reservation.sent_at > -math.inf
+
     def age(self, now: float) -> float:
         """How long it has run, as a multiple of what was expected."""
         return (now - self.started_at) / self.expected_s
 
     def start(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Attempt, Ending], None]) -> asyncio.Task[None]:
-        """Run it in a task of its own. `on_end` is called with its end, unless it is cancelled.
+        """Run it in a task of its own. `on_end` is called with its end, unless its task ends cancelled.
 
         The source has time to begin (to connect, to start a worker process); its time limit runs from when it sent.
         """
@@ -80,6 +89,7 @@ class Attempt:
     def cancel(self) -> None:
         """End the attempt; what it holds is given back when its task has ended."""
         if self.task is not None:
+            self.called_off = True
             self.task.cancel()
 
     def settle(self, now: float, task: asyncio.Task[None]) -> None:
@@ -102,7 +112,7 @@ class Attempt:
             self.reply = await lane.source.send(self.request, on_sent=self._sent)
             ending, self.result = self.job.judge.verdict(self.request, self.reply), "valid"
         except asyncio.CancelledError:
-            if not self.timed_out:
+            if self.withheld or not self.timed_out:
                 raise
             lane.counters.timeouts += 1
             ending, self.result = self._no_answer(), "failed"
@@ -118,6 +128,9 @@ class Attempt:
                 "unexpected %s from source %s or judge %s", type(error).__name__, lane.name, self.job.judge.name
             )
             ending, self.result = PermanentError(f"unexpected {type(error).__name__}; see the log"), "failed"
+        if self.withheld and self.reply is None:
+            # Sources take the cancellation inside of `on_sent` for a failure of theirs.
+            raise asyncio.CancelledError
         self.ended_at = loop.time()
         self._release()
         try:
@@ -130,11 +143,15 @@ class Attempt:
         """Stamp the quota with the time at which the request is really written, and start the time limit.
 
         A process that was stopped for a while goes on where it was, before any timer tells it how late it is: so what
-        would be written when its share has ended is not. Whoever ends the share calls the attempt back.
+        would be written when its share has ended is not, and neither is what nobody waits for any more.
         """
         loop = asyncio.get_running_loop()
         now = loop.time()
-        if now >= self.lane.quota.valid_until:
+        if not self.sent and (self.job.future.done() or now >= self.lane.quota.valid_until):
+            self.withheld = True
+            # Not every source passes on what is raised here.
+            if self.task is not None:
+                self.task.cancel()
             raise asyncio.CancelledError
         self.reservation.sent(now)
         self.sent_at = now

@@ -80,6 +80,19 @@ class Dispatcher:
         """Jobs that are queued or rest."""
         return (job for job in self._jobs if not job.live and (job.entry or job.rest_timer is not None))
 
+    def lost_jobs(self) -> list[Job]:
+        """Jobs that nothing would ever wake: there are none, or this is a bug. For tests; call it between two steps of
+        the event loop.
+        """
+        now = self._loop.time()
+        arrived = set(self._arrived)
+        return [
+            job
+            for job in self._jobs
+            if not (job.live or job.entry or job in arrived)
+            and (job.rest_timer is None or job.rest_timer.cancelled() or job.rest_timer.when() < now)
+        ]
+
     def look_again(self) -> None:
         """See what can go now: somebody changed what a source allows."""
         self._ask_for_pump()
@@ -160,7 +173,11 @@ class Dispatcher:
     # Placing jobs
 
     def enqueue(self, job: Job) -> None:
-        """Put a job where it has to wait: into the queue, to rest, or out as failed."""
+        """Put a job where it has to wait: into the queue, to rest, or out as failed. One that has its outcome, or was
+        given up, stays out.
+        """
+        if job.future.done():
+            return
         now = self._loop.time()
         queue = self._planner.queue
         queue.discard(job)
@@ -183,7 +200,7 @@ class Dispatcher:
             job.rest_timer = self._loop.call_at(rested_at, self._rested, job)
 
     def _rested(self, job: Job) -> None:
-        if not job.live and not job.future.done():
+        if not job.live:
             self.enqueue(job)
 
     def _ask_for_pump(self) -> None:
@@ -234,6 +251,8 @@ class Dispatcher:
     # Attempts
 
     def _start(self, job: Job, lane: Lane, now: float, *, hedge: bool) -> None:
+        if job.future.done():
+            return
         if job.attempts:
             try:
                 job.request = job.judge.request(job.sample, attempt=job.attempts)
@@ -241,6 +260,8 @@ class Dispatcher:
                 # What a sample holds may answer otherwise the second time, and must not stop everybody's pump.
                 self.fail(job, Cause.INFRA, "input", _why_unfit(error))
                 return
+        if job.first_at is None:
+            job.first_at = now
         if job.rest_timer is not None and not hedge:
             job.rest_timer.cancel()
         attempt = Attempt(
@@ -271,7 +292,10 @@ class Dispatcher:
         """Clean up after an attempt, however it ended: nothing it held may outlive its task."""
         self._ending.discard(task)
         self._in_flight -= 1
-        attempt.settle(self._loop.time(), task)
+        now = self._loop.time()
+        attempt.settle(now, task)
+        if task.cancelled() and not attempt.called_off:
+            self._endings.cancelled(attempt, now)
         self._planner.ended(attempt)
         if not task.cancelled() and task.exception() is not None:
             _log.error("an attempt at %s broke the dispatcher", attempt.lane.name, exc_info=task.exception())
@@ -318,7 +342,8 @@ class Dispatcher:
         keep = isinstance(outcome, Failed) and self._endings.on_late is not None
         current = asyncio.current_task(self._loop)
         for attempt in job.live:
-            if attempt.task is not current and not keep:
+            # What was sent is paid for, and may yet give a verdict; what was not is not to be sent any more.
+            if attempt.task is not current and not (keep and attempt.sent):
                 attempt.cancel()
         self.batches.ended(job, outcome)
 

@@ -142,6 +142,17 @@ class Endings:
                 attempt.cancel()
                 self._retry(attempt, "it was called back, because the share of its limits had ended")
 
+    def cancelled(self, attempt: Attempt, now: float) -> None:
+        """Draw the consequences of an attempt that was cancelled, though not by us: it failed, or was never sent."""
+        if attempt.rescued or attempt not in attempt.job.live:
+            return
+        if attempt.withheld:
+            attempt.rescued = True
+            self._retry(attempt, "it was not sent, because the share of its limits had ended")
+        else:
+            attempt.result = "failed"
+            self.take(attempt, TransientError(f"the call at {attempt.lane.name} was cancelled from outside"), now)
+
     def _rescue(self, lane: Lane, now: float, from_age: float) -> None:
         """Give up the older attempts of a source that is given a rest, and let their jobs go elsewhere."""
         for attempt in list(lane.live):

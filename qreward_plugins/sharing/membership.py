@@ -189,6 +189,8 @@ class Membership:
                 await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 now = self._dispatcher.now()
                 self.look()
+            if call.cancelled():
+                raise KeeperSilent("the call of the quota keeper was cancelled from outside")
             if call.done():
                 return call.result()
             self._listen_on(call)

@@ -248,10 +248,8 @@ class _Performance:
                         able.add(name)
                 elif wait_s > _LONGEST_WAIT_S:
                     stalls.append(f"at {now:.6f} s {name} asks {job.sample.id} to wait for {wait_s:.3f} s")
-        for job in dispatcher._jobs:
-            rests = job.rest_timer is not None and not job.rest_timer.cancelled() and job.rest_timer.when() > now
-            if not (job.live or job.entry or rests):
-                stalls.append(f"at {now:.6f} s {job.sample.id} neither waits nor rests nor is under way: it is lost")
+        for job in dispatcher.lost_jobs():
+            stalls.append(f"at {now:.6f} s {job.sample.id} neither waits nor rests nor is under way: it is lost")
         before, able_before = self._seen
         stuck = able & able_before if before == self._changes else set()
         if stuck:

@@ -11,8 +11,9 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from fractions import Fraction
 
-from .groups import mean_of
+from .groups import UNSCORED
 
 KEPT = 4096
 """Unfinished groups remembered at most; the one that was touched longest ago is forgotten first."""
@@ -22,13 +23,15 @@ Tell = Callable[[float], None]
 
 @dataclass
 class _Group:
-    rewards: list[float] = field(default_factory=list)
+    # Exact: a total of floats depends on the order, and overflows where the mean does not. A group of an evaluation
+    # never ends, so the rewards themselves are not kept.
+    total: Fraction = Fraction(0)
+    scored: int = 0
     failed: int = 0
     following: list[Tell] = field(default_factory=list)
 
     def mean(self) -> float:
-        # Not a running total: that depends on the order, and overflows where the mean does not.
-        return mean_of(self.rewards)
+        return float(self.total / self.scored) if self.scored else UNSCORED
 
 
 class Siblings:
@@ -45,7 +48,8 @@ class Siblings:
         """Take in the reward of a sample, and tell its failed siblings the new mean."""
         with self._lock:
             group = self._touch(key)
-            group.rewards.append(reward)
+            group.total += Fraction(reward)
+            group.scored += 1
             for tell in group.following:
                 tell(group.mean())
             self._forget_if_complete(key, group, size)
@@ -70,7 +74,7 @@ class Siblings:
         return group
 
     def _forget_if_complete(self, key: Hashable, group: _Group, size: int | None) -> None:
-        if size is not None and len(group.rewards) + group.failed >= size:
+        if size is not None and group.scored + group.failed >= size:
             del self._groups[key]
 
 

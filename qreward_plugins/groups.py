@@ -97,7 +97,7 @@ class GroupGate:
         told = ", ".join(f"{reason} {count} times" for reason, count in reasons)
         raise JudgeUnavailable(
             f"{dropped} groups in a row had fewer than {enough} samples with a reward ({told}). Replacing them would "
-            "not end. `qreward check` asks every source once; groups.give_up_after is how many groups are tried."
+            "not end. `qreward check` asks every source; groups.give_up_after is how many groups are tried."
         )
 
 

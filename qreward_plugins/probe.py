@@ -1,4 +1,5 @@
-"""One live request to every source of a configuration, to see that it answers, and what it says of itself.
+"""Live requests to every source of a configuration, to see that it answers, what it says of itself, and that judges can
+tell a right answer from nonsense.
 
 A probe goes around the scheduler on purpose: it tells about one source at a time, and a source that is throttled or
 refuses the key must be shown as that, and not be replaced by a neighbour. Nothing gets into the journal.
@@ -15,10 +16,11 @@ import anyio
 from .config import judge_for, parts_of
 from .engine import RewardEngine
 from .errors import InputError, InvalidVerdict, SourceError
-from .judges import Judge
+from .judges import Judge, LLMJudge
 from .samples import Sample, Verdict
 from .scheduling import Lane
-from .sources import Reply
+from .sources import Reply, Request
+from .trial import Trial, try_out
 
 SAMPLE = Sample(
     messages=[{"role": "user", "content": "What is 17 plus 25? Answer with the number."}],
@@ -35,7 +37,8 @@ class Probe:
 
     `latency_s` is the time to the whole reply in seconds; `announced` are the limits that the source states in its
     headers; `problem` is empty when the verdict is valid. `asked` is false when the sample does not fit the judge, so
-    that nothing was sent.
+    that nothing was sent. `trial` is what a language model made of the pairs of `trial.PAIRS`; None where it was not
+    tried: no reply, another kind of judge, or a source that stopped answering on the way.
     """
 
     judge: str
@@ -46,10 +49,12 @@ class Probe:
     verdict: Verdict | None = None
     problem: str = ""
     asked: bool = True
+    trial: Trial | None = None
 
 
 async def probe(engine: RewardEngine, samples: Mapping[str, Sample] | None = None) -> list[Probe]:
-    """Ask every source of every judge once, each within its own time limit.
+    """Ask every source of every judge, each within its own time limit: once, and where a language model has replied for
+    the answers of the trial as well.
 
     All sources are asked at the same time, each by one judge after the other. `samples` holds the sample for a judge by
     its name; default: `SAMPLE`. The results are in the order of the configuration.
@@ -91,7 +96,7 @@ async def _ask(judge: Judge, lane: Lane, sample: Sample, turn: anyio.Lock) -> Pr
     loop = asyncio.get_running_loop()
     reply: Reply | None = None
     latency_s: float | None = None
-    verdict, problem = None, ""
+    verdict, problem, trial = None, "", None
     try:
         request = judge.request(sample, attempt=0)
     except InputError as error:
@@ -99,14 +104,15 @@ async def _ask(judge: Judge, lane: Lane, sample: Sample, turn: anyio.Lock) -> Pr
     async with turn:
         started_at = loop.time()
         try:
-            with anyio.fail_after(lane.timeout_s):
-                reply = await lane.source.send(request, on_sent=lambda: None)
+            reply = await _reply(lane, request)
             latency_s = loop.time() - started_at
             verdict = judge.verdict(request, reply)
         except TimeoutError:
             problem = f"no answer within {lane.timeout_s:g} s"
         except (SourceError, InvalidVerdict) as error:
             problem = str(error)
+        if reply is not None and isinstance(judge, LLMJudge):
+            trial = await _trial(judge, lane, sample)
     return Probe(
         judge.name,
         lane.name,
@@ -115,4 +121,21 @@ async def _ask(judge: Judge, lane: Lane, sample: Sample, turn: anyio.Lock) -> Pr
         announced=reply.announced if reply else {},
         verdict=verdict,
         problem=problem,
+        trial=trial,
     )
+
+
+async def _trial(judge: LLMJudge, lane: Lane, like: Sample) -> Trial | None:
+    async def reward(sample: Sample) -> float:
+        request = judge.request(sample, attempt=0)
+        return judge.verdict(request, await _reply(lane, request)).score
+
+    try:
+        return await try_out(reward, like)
+    except (TimeoutError, SourceError, InputError):
+        return None
+
+
+async def _reply(lane: Lane, request: Request) -> Reply:
+    with anyio.fail_after(lane.timeout_s):
+        return await lane.source.send(request, on_sent=lambda: None)

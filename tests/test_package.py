@@ -19,7 +19,7 @@ FLOORS = [
     {"judges"},
     {"scheduling", "journal"},
     {"scoring", "sharing"},
-    {"engine", "simulation", "testing"},
+    {"engine", "simulation", "testing", "trial"},
     {"portal", "probe", "files"},
     {"planning"},
     {"cli"},

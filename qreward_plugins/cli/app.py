@@ -53,7 +53,7 @@ def options(
     """Rewards for RL post-training, scored over rate-limited judges."""
 
 
-@app.command(short_help="Validate a configuration and ask every source once.")
+@app.command(short_help="Validate a configuration, ask every source, and try the judges.")
 def check(
     config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
     rollouts: Annotated[
@@ -67,11 +67,13 @@ def check(
         ),
     ] = None,
 ) -> None:
-    """Validate a configuration, then send one live request to every source of every judge.
+    """Validate a configuration, then send live requests to every source of every judge.
 
-    Shows the latency, the limits that the source announces, and the verdict. Nothing is written to a journal.
+    Shows the latency, the limits that the source announces, and the verdict. A language model also grades three pairs
+    of a right answer and nonsense (six short requests), to see that it can tell them apart. Nothing is written to a
+    journal.
 
-    Exit codes: 0 all sources gave a valid verdict; 1 some did not; 2 the configuration has mistakes.
+    Exit codes: 0 all sources gave a valid verdict, and can judge; 1 some did not; 2 the configuration has mistakes.
     """
     with one_message(_errors):
         from .check import check_config

@@ -18,11 +18,13 @@ from .figures import number_of, seconds
 from .running import OK, SOURCE_SILENT, open_engine, say
 
 _RATIONALE_CHARS = 100
+_PROBLEM_CHARS = 400
 _excerpt = Excerpts().of
 
 
 async def check_config(path: Path, rollouts: Path | None, out: Console, errors: Console) -> int:
-    """Validate the file, probe every source, and print a table; 0 when every source gave a valid verdict, else 1.
+    """Validate the file, probe every source, and print a table; 0 when every source gave a valid verdict, and
+    every judge without instructions of its own could tell right answers from nonsense, else 1.
 
     Raises `ConfigurationError`, and `InputError` for rollouts that cannot be read.
     """
@@ -37,7 +39,7 @@ async def check_config(path: Path, rollouts: Path | None, out: Console, errors: 
         say(out, f"{path}: valid, with {', '.join(number_of(len(part), noun) for part, noun in counts)}")
         for line in _sums(config):
             say(out, line)
-        with errors.status("asking every source once ..."):
+        with errors.status("asking every source ..."):
             results = await probe(engine, samples)
         idle = idle_sources(engine)
     out.print(_table(results))
@@ -49,7 +51,15 @@ async def check_config(path: Path, rollouts: Path | None, out: Console, errors: 
     failed = [result for result in results if result.problem]
     for result in failed:
         say(out, _problem(result, built_in=result.judge not in samples))
-    return SOURCE_SILENT if failed else OK
+    unable = [result for result in results if result.trial is not None and result.trial.problem]
+    for result in unable:
+        say(out, _unable(result, own=_has_own_instructions(config, result.judge)))
+    surely = any(not _has_own_instructions(config, result.judge) for result in unable)
+    return SOURCE_SILENT if failed or surely else OK
+
+
+def _has_own_instructions(config: Config, judge: str) -> bool:
+    return getattr(config.judges[judge], "instructions", None) is not None
 
 
 def _sums(config: Config) -> list[str]:
@@ -94,3 +104,15 @@ def _problem(result: Probe, *, built_in: bool) -> Text:
     name = f"source {result.source!r}"
     problem = result.problem if result.problem.startswith(name) else f"{name}: {result.problem}"
     return Text.assemble((f"judge {result.judge}: ", "red"), problem, remedy)
+
+
+def _unable(result: Probe, *, own: bool) -> Text:
+    assert result.trial is not None, "only a judge that was tried is found unable"
+    said = f"source {result.source!r} may be no judge: " if own else f"source {result.source!r} cannot judge: "
+    remedy = (
+        "; if its instructions ask for something else than right answers, look at what it says of answers of yours"
+        if own
+        else "; take a more capable model"
+    )
+    problem = _excerpt(result.trial.problem, _PROBLEM_CHARS)
+    return Text.assemble((f"judge {result.judge}: ", "yellow" if own else "red"), said, problem, remedy)

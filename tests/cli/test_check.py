@@ -10,6 +10,14 @@ from qreward_plugins.testing import Faults, JudgeServer, Latency, ServerLimits
 
 KEY = "sk-very-secret-0123456789abcdef"
 
+TRIED = 7
+"""Requests to a source that answers a judge: one for the sample, six for the three pairs of the trial."""
+
+
+def right(call) -> bool:
+    """Judge like one that can: whether the response says what the reference does."""
+    return call.blocks["reference"] in call.blocks["response"]
+
 
 @pytest.fixture
 def check(run_cli, tmp_path):
@@ -26,11 +34,15 @@ def table_of(result) -> dict[str, str]:
 
 def test_a_good_source_shows_latency_limits_and_verdict(check, write_config):
     limits = ServerLimits(requests_per_minute=600, tokens_per_minute=50_000)
-    with JudgeServer(lambda call: {"score": 0.5, "rationale": "half \x1b[31m right"}, limits=limits) as server:
+
+    def scorer(call):
+        return {"score": 0.5 if right(call) else 0.0, "rationale": "half \x1b[31m right"}
+
+    with JudgeServer(scorer, limits=limits) as server:
         write_config({"fast": server})
         result = check()
         assert result.exit_code == 0, result.output
-        assert server.report().requests == 1
+        assert server.report().requests == TRIED
     assert "config.yaml: valid, with 1 source, 1 judge, 0 routes" in result.stdout
     row = table_of(result)["fast"]
     assert "0.5" in row
@@ -41,7 +53,7 @@ def test_a_good_source_shows_latency_limits_and_verdict(check, write_config):
     assert result.stderr == ""
 
 
-def test_every_source_of_every_judge_is_asked_once(check, write_config):
+def test_every_source_of_every_judge_is_asked_one_request_at_a_time(check, write_config):
     # A second request at the same time would be an answer of 429.
     limits, latency = ServerLimits(concurrency=1), Latency(0.05)
     with JudgeServer(limits=limits, latency=latency) as one, JudgeServer() as two:
@@ -55,7 +67,7 @@ def test_every_source_of_every_judge_is_asked_once(check, write_config):
         )
         result = check()
         assert result.exit_code == 0, result.output
-        assert (one.report().requests, two.report().requests) == (2, 1)
+        assert (one.report().requests, two.report().requests) == (2 * TRIED, TRIED)
     assert "spare: not asked, because no judge has it among its sources" in result.stdout
 
 
@@ -70,7 +82,7 @@ def test_a_dead_source_is_named_and_the_others_are_asked(check, server, write_co
     assert "could not connect" in result.stdout
     assert "none" in table_of(result)["dead"]
     assert "none" not in table_of(result)["alive"]
-    assert server.report().requests == 1
+    assert server.report().requests == TRIED
 
 
 def test_a_silent_source_is_given_up(check, write_config):
@@ -81,14 +93,21 @@ def test_a_silent_source_is_given_up(check, write_config):
     assert "source 'silent': no answer within 0.2 s" in result.stdout
 
 
-@pytest.mark.parametrize("fault", ["error_429_seconds", "error_500", "html", "prose", "score_nan", "forged_verdict"])
-def test_no_valid_verdict_is_told(check, write_config, fault):
+@pytest.mark.parametrize(
+    ("fault", "requests"),
+    [
+        *(("error_429_seconds", 1), ("error_500", 1), ("html", 1)),
+        *(("prose", TRIED), ("score_nan", TRIED), ("forged_verdict", TRIED)),
+    ],
+)
+def test_no_valid_verdict_is_told(check, write_config, fault, requests):
     with JudgeServer(faults=Faults(script=[fault])) as server:
         write_config({"odd": server})
         result = check()
-        assert server.report().requests == 1
+        assert server.report().requests == requests
     assert result.exit_code == 1
     assert "judge quality: source 'odd'" in result.stdout
+    assert "judge: it" not in result.stdout
 
 
 def test_a_wrong_key_is_told_and_not_shown(check, write_config, monkeypatch):
@@ -173,7 +192,7 @@ def test_a_judge_that_needs_columns_gets_them_from_rollouts(check, server, write
 
     path = write_rows([row(0, rubric="Be kind."), row(1), "not JSON, and not read"])
     assert check("--rollouts", path).exit_code == 0
-    assert server.report().requests == 1
+    assert server.report().requests == TRIED
 
     result = check("--rollouts", path.with_name("missing.jsonl"))
     assert (result.exit_code, result.stdout) == (2, "")
@@ -196,7 +215,7 @@ def test_every_judge_gets_the_first_row_that_is_routed_to_it(check, write_config
         rows = [("m/1", " "), ("x", "nobody's"), ("c/1", "print"), ("m/2", "two"), ("m/3", "three")]
         path = write_rows([row(0, data_source=source, response=response) for source, response in rows])
         assert check("-r", path).exit_code == 0
-    assert seen == [("math", "two"), ("code", "print"), ("rest", "17 plus 25 is 42")]
+    assert seen[::TRIED] == [("math", "two"), ("code", "print"), ("rest", "17 plus 25 is 42")]
 
 
 def test_the_default_server_gives_every_criterion(check, write_config):
@@ -220,8 +239,62 @@ def test_every_part_of_a_sum_is_asked(check, write_config, write_rows, row):
         write_config(sources=sources, judges=judges)
         result = check("--rollouts", write_rows([row(1, rubric="Be brief.")]))
         assert result.exit_code == 0, result.output
-        assert (words.report().requests, rules.report().requests) == (1, 1)
+        assert (words.report().requests, rules.report().requests) == (TRIED, 1)
         assert "valid, with 2 sources, 3 judges, 0 routes" in result.stdout
         assert "total: the sum of 0.75 x style and -1 x rules" in result.stdout
         rules.stop()
         assert check("--rollouts", write_rows([row(1, rubric="Be brief.")])).exit_code == 1
+
+
+def random_scores(call):
+    """What a model of 270 million parameters does: 0 or 10, whatever it is shown."""
+    low, high = call.score_range
+    return high if int(call.nonce, 16) % 2 else low
+
+
+@pytest.mark.parametrize(
+    ("scorer", "said"),
+    [
+        (lambda call: 1.0, "gives every test answer the same reward, 1, right or nonsense"),
+        (lambda call: 0.0, "gives every test answer the same reward, 0, right or nonsense"),
+        (lambda call: 0.0 if right(call) else 1.0, "the right one got more in 0 of 3 pairs"),
+        (lambda call: len(call.blocks["response"]) / 100, "cannot tell a right answer from nonsense"),
+        (random_scores, "judge quality: source 'tiny' cannot judge: it "),
+        (lambda call: {"score": 1.0, "rationale": "<one or two sentences>"}, "copied from the form"),
+        (
+            lambda call: {"score": 1.0, "rationale": "Right." if right(call) else "One or two sentences."},
+            "3 of 6 test answers got no valid verdict; the last: the rationale is copied from the form",
+        ),
+        (lambda call: "It is fine." if "asdf" in call.prompt or "Moon" in call.prompt else right(call) * 1.0, "2 of 6"),
+    ],
+)
+def test_a_judge_that_cannot_judge_is_told(check, write_config, scorer, said):
+    with JudgeServer(scorer) as server:
+        write_config({"tiny": server}, engine={"seed": 3})
+        result = check()
+    assert result.exit_code == 1
+    assert said in result.stdout.replace("\n", " ")
+    assert "take a more capable model" in result.stdout
+
+
+def test_a_judge_with_instructions_of_its_own_may_ask_for_something_else(check, write_config):
+    with JudgeServer(lambda call: len(call.blocks["response"]) / 100) as server:
+        write_config({"long": server}, judge={"instructions": "The longer, the better."})
+        result = check()
+    assert result.exit_code == 0, result.output
+    assert "judge quality: source 'long' may be no judge: it cannot tell a right answer from nonsense" in result.stdout
+
+
+def test_a_judge_that_stops_answering_is_not_called_unable(check, write_config):
+    limits = ServerLimits(requests_per_minute=3)
+    with JudgeServer(limits=limits) as server:
+        write_config({"slow": server})
+        result = check()
+    assert result.exit_code == 0, result.output
+    assert "cannot judge" not in result.stdout
+
+
+def test_one_flaw_among_many_verdicts_is_forgiven(check, write_config):
+    with JudgeServer(faults=Faults(script=[None, None, "prose"])) as server:
+        write_config({"a": server})
+        assert check().exit_code == 0

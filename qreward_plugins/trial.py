@@ -1,0 +1,102 @@
+"""Whether a language model can judge at all: a few pairs of a good and a bad answer that nobody can mix up.
+
+A valid verdict shows that a model can fill in a form. A model of some hundred million parameters does that, too: it
+copies the form's own words, or gives scores at random, and trains the policy on noise. So `qreward check` has every
+judge grade these pairs, and says so where the good answer does not win each time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from .errors import InvalidVerdict
+from .samples import Message, Sample
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A question, a good answer to it, and a bad one."""
+
+    question: str
+    good: str
+    bad: str
+    reference: str
+
+
+PAIRS = (
+    Pair(
+        "What is 17 plus 25? Answer with the number.",
+        "17 plus 25 is 42.",
+        "Purple ladders hum because soup is a Tuesday.",
+        "42",
+    ),
+    Pair(
+        "Which planet is closest to the Sun?",
+        "The planet closest to the Sun is Mercury.",
+        "Who cares, go away. Maybe bananas, or the Moon.",
+        "Mercury",
+    ),
+    Pair(
+        "Name the opposite of the word 'cold'.",
+        "The opposite of 'cold' is 'hot'.",
+        "asdf qwer zxcv asdf qwer zxcv asdf",
+        "hot",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a judge made of the pairs: a reward for each answer, and what was wrong with the verdicts that were not
+    valid. `pairs` holds (good, bad), and None for an answer without a valid verdict.
+    """
+
+    pairs: tuple[tuple[float | None, float | None], ...]
+    flaws: tuple[str, ...]
+
+    @property
+    def problem(self) -> str:
+        """Why this judge cannot judge; "" where it can."""
+        rewards = [reward for pair in self.pairs for reward in pair]
+        valid = [reward for reward in rewards if reward is not None]
+        if len(self.flaws) > 1 or not valid:
+            return f"{len(self.flaws)} of {len(rewards)} test answers got no valid verdict; the last: {self.flaws[-1]}"
+        if len(set(valid)) == 1:
+            return f"it gives every test answer the same reward, {valid[0]:.3g}, right or nonsense"
+        won = sum(good > bad for good, bad in self.pairs if good is not None and bad is not None)
+        counted = sum(good is not None and bad is not None for good, bad in self.pairs)
+        if won < counted:
+            shown = ", ".join(f"{_shown(good)} and {_shown(bad)}" for good, bad in self.pairs)
+            return (
+                f"it cannot tell a right answer from nonsense: the right one got more in {won} of {counted} pairs "
+                f"(right and nonsense: {shown})"
+            )
+        return ""
+
+
+async def try_out(judge: Callable[[Sample], Awaitable[float]], like: Sample) -> Trial:
+    """Have `judge` reward both answers of every pair, one after the other.
+
+    The samples have the data source and the columns of `like`, for instructions that want some. Raises whatever `judge`
+    raises, but for InvalidVerdict.
+    """
+    pairs: list[tuple[float | None, float | None]] = []
+    flaws: list[str] = []
+
+    async def reward(pair: Pair, response: str) -> float | None:
+        messages: list[Message] = [{"role": "user", "content": pair.question}]
+        sample = replace(like, messages=messages, prompt=None, response=response, ground_truth=pair.reference)
+        try:
+            return await judge(sample)
+        except InvalidVerdict as error:
+            flaws.append(str(error))
+            return None
+
+    for pair in PAIRS:
+        pairs.append((await reward(pair, pair.good), await reward(pair, pair.bad)))
+    return Trial(tuple(pairs), tuple(flaws))
+
+
+def _shown(reward: float | None) -> str:
+    return "none" if reward is None else f"{reward:.3g}"

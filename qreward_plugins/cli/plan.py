@@ -241,7 +241,9 @@ def _print_advice(found: Plan, out: Console) -> None:
     for _ in range(3):
         table.add_column(justify="right", no_wrap=True)
     for advice in found.advice[:_MOST_ADVICE]:
-        table.add_row(advice.change, f"{advice.now_s:.1f} -> {advice.step_s:.1f} s", _saved(advice), _price(advice))
+        table.add_row(
+            advice.change, f"{seconds(advice.now_s)} -> {seconds(advice.step_s)}", _saved(advice), _price(advice)
+        )
     out.print(Padding(table, (0, 0, 0, 2)))
 
 

@@ -15,7 +15,11 @@ MATTERS = 0.04
 
 @dataclass(frozen=True)
 class Advice:
-    """A change, and what a step takes and costs with it, in the mean over the same seeds. Dollars; None: no prices."""
+    """A change, and what a step takes and costs with it. Dollars; None: no prices.
+
+    `now_s` and `now_usd` are what the plan says of the step as it is. A change is tried over some of the plan's seeds,
+    and the ratio to the same seeds without it is applied to these numbers.
+    """
 
     kind: ChangeKind
     change: str
@@ -34,9 +38,9 @@ class Advice:
 
 
 def advice_of(
-    tried: Sequence[tuple[Variation, Sequence[Run]]], now: Sequence[Run], *, priced: bool
+    tried: Sequence[tuple[Variation, Sequence[Run]]], now: Sequence[Run], *, step_s: float, cost_usd: float | None
 ) -> tuple[Advice, ...]:
-    """The changes that matter, those that save most seconds first.
+    """The changes that matter to a step that takes `step_s` and costs `cost_usd`, those that save most seconds first.
 
     A change is good for seconds, or leaves the time as it is and saves money.
     """
@@ -51,13 +55,20 @@ def advice_of(
             Advice(
                 kind=variation.kind,
                 change=variation.change,
-                step_s=fmean(run.makespan_s for run in runs),
-                now_s=fmean(run.makespan_s for run in before),
-                cost_usd=fmean(run.cost_usd for run in runs) if priced else None,
-                now_usd=fmean(run.cost_usd for run in before) if priced else None,
+                step_s=_changed(step_s, [run.makespan_s for run in runs], [run.makespan_s for run in before]),
+                now_s=step_s,
+                cost_usd=None
+                if cost_usd is None
+                else _changed(cost_usd, [run.cost_usd for run in runs], [run.cost_usd for run in before]),
+                now_usd=cost_usd,
             )
         )
     return tuple(sorted(filter(_matters, found), key=lambda advice: -advice.saved_s))
+
+
+def _changed(now: float, after: Sequence[float], before: Sequence[float]) -> float:
+    """`now`, changed by as much as the same seeds changed."""
+    return now * fmean(after) / fmean(before) if fmean(before) else fmean(after)
 
 
 def _matters(advice: Advice) -> bool:

@@ -146,18 +146,21 @@ def plan(
     except ConfigurationError as error:
         path = os.fsdecode(config) if isinstance(config, (str, os.PathLike)) else "configuration"
         raise ConfigurationError(error.mistakes, origin=origin or path) from None
+    priced = any(_priced(loaded, name) for name in loaded.sources)
     with Runner(processes if samples * seeds >= WORTH_PROCESSES else 1, progress) as runner:
         runs = runner.run([(setting.rehearsal, seed, True) for seed in range(seeds)])
         _check_scored(runs, setting)
         waits = waits_of(setting.rehearsal, runs)
+        step_s = _spread([run.makespan_s for run in runs])
+        cost_usd = _spread([run.cost_usd for run in runs]) if priced else None
         advice: tuple[Advice, ...] = ()
-        priced = any(_priced(loaded, name) for name in loaded.sources)
         if advise:
             options = variations(setting.rehearsal, runs, waits)
             few = range(min(seeds, max(FEWEST_SEEDS, SAMPLES_A_CHANGE // samples)))
             tried = runner.run([(option.rehearsal, seed, False) for option in options for seed in few])
             grouped = [tried[number : number + len(few)] for number in range(0, len(tried), len(few))]
-            advice = advice_of(list(zip(options, grouped, strict=True)), runs, priced=priced)
+            cost = cost_usd.p50 if cost_usd is not None else None
+            advice = advice_of(list(zip(options, grouped, strict=True)), runs, step_s=step_s.p50, cost_usd=cost)
     by_time = sorted(runs, key=lambda run: (run.makespan_s, run.seed))
     timeline = by_time[(len(by_time) - 1) // 2].timeline
     assert timeline is not None
@@ -165,8 +168,8 @@ def plan(
         samples=samples,
         judged=setting.judged,
         seeds=seeds,
-        step_s=_spread([run.makespan_s for run in runs]),
-        cost_usd=_spread([run.cost_usd for run in runs]) if priced else None,
+        step_s=step_s,
+        cost_usd=cost_usd,
         attempts=fmean(run.attempts for run in runs) / samples,
         deadline_s=loaded.engine.deadline_s,
         late=fmean(run.late for run in runs) / samples,

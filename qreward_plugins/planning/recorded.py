@@ -1,9 +1,9 @@
-"""What a journal tells of the sources: how long their verdicts took, and how many tokens.
+"""What a journal tells of the sources: how long their answers took, and how many tokens.
 
-An entry holds the time from handing a sample in to its outcome, waiting included, and a plan needs the time without the
-waiting. Entries of one batch were handed in together, so the first verdicts of a source are those of the requests that
-it was sent at once. The middle one of these first requests is the (half)th verdict to come; later verdicts have waited.
-A batch that is no larger than what its sources take at once waited for nothing, and its median says it all.
+A plan needs what an average request takes without any waiting. So it takes `service_s`, the time of the attempt that
+was answered, and not `latency_s`, which runs from handing the sample in and includes waiting, retries and other
+attempts. Stragglers are left out of the mean, because a plan adds its own. Journals of schema version 1 have no service
+times: they tell how many tokens requests take, and nothing of latencies.
 
 A plan neither makes nor changes a journal. (SQLite's `mode=ro` is not used, for it leaves the files of the WAL behind.)
 """
@@ -12,97 +12,92 @@ from __future__ import annotations
 
 import os
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median
 from urllib.parse import quote
 
 from ..errors import JournalError
 from ..journal.database import explained
-from ..quotas import UNDECLARED_CONCURRENCY
 
 LATEST = 50_000
 """Entries that are looked at, the latest ones."""
 FEWEST = 20
 """Verdicts that a source must have for its numbers to be taken."""
-_TOGETHER_S = 0.25
+_STRAGGLER_FROM = 5.0
+"""Multiple of the median from which on an answer is a straggler."""
 
 _SELECT = (
-    "SELECT source, recorded_at, latency_s, prompt_tokens, completion_tokens FROM outcomes "
-    "WHERE outcome = 'scored' AND cached = 0 AND attempts = 1 ORDER BY id DESC LIMIT ?"
+    "SELECT source, {service_s}, attempts, prompt_tokens, completion_tokens FROM outcomes "
+    "WHERE outcome = 'scored' AND cached = 0 ORDER BY id DESC LIMIT ?"
 )
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """What a journal tells of one source."""
+    """What a journal tells of one source. `None`: too few verdicts tell it."""
 
     verdicts: int
-    latency_s: float
-    """Median of the requests that had not to wait."""
-    completion_tokens: float
+    """How many `latency_s` is made from."""
+    latency_s: float | None
+    """Mean time of an attempt that was answered, in seconds, stragglers left out."""
+    completion_tokens: float | None
+    """Mean of a verdict."""
     prompt_tokens: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class _Entry:
-    submitted_s: float
-    latency_s: float
-    prompt_tokens: int
-    completion_tokens: int
+@dataclass
+class _Rows:
+    service_s: list[float] = field(default_factory=list)
+    prompt_tokens: list[int] = field(default_factory=list)
+    completion_tokens: list[int] = field(default_factory=list)
 
 
-def read_recorded(path: str, places: Mapping[str, int | None]) -> dict[str, Recorded]:
-    """What the journal at `path` tells of the sources named in `places`, those with enough verdicts.
+def read_recorded(path: str, names: Collection[str]) -> dict[str, Recorded]:
+    """What the journal at `path` tells of the sources `names`, those with enough verdicts.
 
-    `places` are the requests that a source works on at once; None: not declared. Empty where there is no such file yet.
-    Raises `JournalError` for a file that cannot be read as a journal.
+    Empty where there is no such file yet. Raises `JournalError` for a file that cannot be read as a journal.
     """
     if not os.path.exists(path):
         return {}
-    by_source: dict[str, list[_Entry]] = {name: [] for name in places}
+    found = {name: _Rows() for name in names}
     try:
         uri = f"file:{quote(str(Path(path).absolute()))}?mode=rw"
         with closing(sqlite3.connect(uri, uri=True, timeout=5.0)) as connection:
             connection.execute("PRAGMA query_only = ON")
-            for source, recorded_at, latency_s, prompt, completion in connection.execute(_SELECT, (LATEST,)):
-                if source in by_source:
-                    by_source[source].append(_Entry(recorded_at - latency_s, latency_s, prompt, completion))
+            columns = {row[1] for row in connection.execute("PRAGMA table_info(outcomes)")}
+            select = _SELECT.format(service_s="service_s" if "service_s" in columns else "NULL")
+            for source, service_s, attempts, prompt, completion in connection.execute(select, (LATEST,)):
+                if source in found:
+                    _take(found[source], service_s, attempts, prompt, completion)
     except sqlite3.Error as error:
         raise JournalError(explained(error, path)) from None
-    return {
-        name: _recorded(entries, places[name] or UNDECLARED_CONCURRENCY)
-        for name, entries in by_source.items()
-        if len(entries) >= FEWEST
-    }
+    told = {name: _recorded(rows) for name, rows in found.items()}
+    return {name: one for name, one in told.items() if one.latency_s is not None or one.completion_tokens is not None}
 
 
-def _recorded(entries: list[_Entry], places: int) -> Recorded:
-    middles: list[tuple[float, int]] = []
-    for batch in _batches(entries):
-        latencies = sorted(entry.latency_s for entry in batch)
-        at_once = min(places, len(latencies))
-        middles.append((latencies[(at_once - 1) // 2], at_once))
+def _take(rows: _Rows, service_s: float | None, attempts: int, prompt: int, completion: int) -> None:
+    if service_s:
+        rows.service_s.append(service_s)
+    # The usage of several attempts stands in one sum.
+    if attempts == 1:
+        rows.completion_tokens.append(completion)
+        if prompt:
+            rows.prompt_tokens.append(prompt)
+
+
+def _recorded(rows: _Rows) -> Recorded:
+    enough = len(rows.completion_tokens) >= FEWEST
     return Recorded(
-        verdicts=len(entries),
-        latency_s=_weighted_median(middles),
-        completion_tokens=sum(entry.completion_tokens for entry in entries) / len(entries),
-        prompt_tokens=tuple(entry.prompt_tokens for entry in entries if entry.prompt_tokens),
+        verdicts=len(rows.service_s),
+        latency_s=_usual(rows.service_s) if len(rows.service_s) >= FEWEST else None,
+        completion_tokens=fmean(rows.completion_tokens) if enough else None,
+        prompt_tokens=tuple(rows.prompt_tokens) if enough else (),
     )
 
 
-def _batches(entries: Iterable[_Entry]) -> Iterable[list[_Entry]]:
-    batch: list[_Entry] = []
-    for entry in sorted(entries, key=lambda entry: entry.submitted_s):
-        if batch and entry.submitted_s - batch[-1].submitted_s > _TOGETHER_S:
-            yield batch
-            batch = []
-        batch.append(entry)
-    if batch:
-        yield batch
-
-
-def _weighted_median(values: list[tuple[float, int]]) -> float:
-    return median(value for value, weight in values for _ in range(weight))
+def _usual(seconds: list[float]) -> float:
+    most = _STRAGGLER_FROM * median(seconds)
+    return fmean(one for one in seconds if one <= most)

@@ -43,8 +43,7 @@ def set_up(
     """Join what is known and what is assumed. Raises as `plan` does."""
     slots = {name: _slots(config, name) for name in config.sources}
     journal = config.engine.journal
-    places = {name: source.limits.concurrency or slots[name] for name, source in config.sources.items()}
-    recorded = read_recorded(journal.path, places) if journal is not None else {}
+    recorded = read_recorded(journal.path, config.sources) if journal is not None else {}
     latency_from, truths = {}, {}
     for name in config.sources:
         latency_s, latency_from[name] = _latency(config, name, assumptions, recorded.get(name))
@@ -97,7 +96,7 @@ def _latency(config: Config, name: str, assumptions: Assumptions, recorded: Reco
     given = assumptions.latency_s.get(name, assumptions.latency_s.get("*"))
     if given is not None:
         return given, "given"
-    if recorded is not None:
+    if recorded is not None and recorded.latency_s is not None:
         return max(_SHORTEST_LATENCY_S, recorded.latency_s), "journal"
     return LATENCY_S[config.sources[name].kind], "assumed"
 

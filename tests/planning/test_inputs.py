@@ -118,10 +118,10 @@ def test_waiting_is_no_part_of_a_recorded_latency(tmp_path, tree, exact_plan):
     path = str(tmp_path / "verdicts.sqlite")
     config = tree(a={"concurrency": 8}, b={"concurrency": 8}, c={})
     record(path, {**config, "sources": {name: config["sources"][name] for name in "ab"}}, {"a": 1.0, "b": 4.0}, 320)
-    recorded = read_recorded(path, {"a": 8, "b": 8, "c": None})
+    recorded = read_recorded(path, ["a", "b", "c"])
     assert set(recorded) == {"a", "b"}
-    assert recorded["a"].latency_s == pytest.approx(1.0, rel=0.25)
-    assert recorded["b"].latency_s == pytest.approx(4.0, rel=0.25)
+    assert recorded["a"].latency_s == pytest.approx(1.0, rel=0.1)
+    assert recorded["b"].latency_s == pytest.approx(4.0, rel=0.1)
     assert recorded["a"].completion_tokens == pytest.approx(150)
     assert recorded["a"].prompt_tokens
     found = exact_plan({**config, "engine": {"journal": {"path": path}}}, 16, lengths=None, latency_s={"b": 2.0})
@@ -143,7 +143,7 @@ def test_few_verdicts_tell_nothing(tmp_path):
     sample = Sample([{"role": "user", "content": "?"}], "x")
     journal.note("key", sample, Scored(Verdict(1.0, source="a", usage=Usage(10, 10), latency_s=1.0)))
     journal.close()
-    assert read_recorded(path, {"a": None}) == {}
+    assert read_recorded(path, ["a"]) == {}
 
 
 def test_a_plan_makes_no_journal(tmp_path, tree, exact_plan):

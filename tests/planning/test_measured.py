@@ -1,0 +1,105 @@
+"""A plan made from a journal against the step itself: the same engine, over servers in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+from contextlib import closing
+
+import pytest
+
+from qreward_plugins import RewardEngine, Sample
+from qreward_plugins.journal import Journal, entries
+from qreward_plugins.planning import Plan, plan
+from qreward_plugins.planning.recorded import read_recorded
+from qreward_plugins.simulation import Luck, Server, SimulatedServer, run
+
+WINDOW_S = 60.0
+
+
+def measured(config, servers, count, *, seed=0):
+    """Two steps of one run: the outcomes of the first, which go into the journal, and the time of the second."""
+
+    def samples(step):
+        return [
+            Sample([{"role": "user", "content": "?"}], "x" * 400, id=f"{step} {n}", extras={"work": 1})
+            for n in range(count)
+        ]
+
+    async def main():
+        luck = Luck(seed)
+        sources = {name: SimulatedServer(server, luck) for name, server in servers.items()}
+        async with RewardEngine({**config, "engine": {"seed": seed, "deadline_s": 36_000}}, sources=sources) as engine:
+            first = samples("first")
+            outcomes = await engine.score_all(first)
+            await asyncio.sleep(2 * WINDOW_S)
+            await engine.score_all(samples("second"))
+            return list(zip(first, outcomes, strict=True)), engine.last_batch().makespan_s
+
+    return run(main())
+
+
+def recorded(path, outcomes):
+    journal = Journal(path)
+    for sample, outcome in outcomes:
+        journal.note(None, sample, outcome)
+    journal.close()
+
+
+def planned(config, path, count) -> Plan:
+    with_journal = {**config, "engine": {"journal": {"path": str(path)}, "deadline_s": 36_000}}
+    return plan(with_journal, samples=count, seeds=5, advise=False)
+
+
+CASES = {
+    "places": ({"a": {"concurrency": 8}}, {"a": Server("a", seconds_per_unit=3.0, concurrency=8)}, 400, "places"),
+    "requests": (
+        {"a": {"requests_per_minute": 120, "concurrency": 64}},
+        {"a": Server("a", seconds_per_unit=4.0, concurrency=64, requests_per_minute=120)},
+        400,
+        "requests",
+    ),
+    "two speeds": (
+        {"a": {"concurrency": 8}, "b": {"concurrency": 16}},
+        {
+            "a": Server("a", seconds_per_unit=1.0, concurrency=8, straggler_share=0.01),
+            "b": Server("b", seconds_per_unit=6.0, concurrency=16, error_share=0.02),
+        },
+        600,
+        "places",
+    ),
+}
+
+
+@pytest.mark.parametrize(("limits", "servers", "count", "bottleneck"), CASES.values(), ids=CASES.keys())
+def test_a_plan_from_a_journal_is_within_a_tenth_of_the_step(tmp_path, tree, limits, servers, count, bottleneck):
+    """Most of what the journal holds of these steps is waiting: 400 samples for 8 places."""
+    config, path = tree(**limits), tmp_path / "verdicts.sqlite"
+    outcomes, step_s = measured(config, servers, count)
+    recorded(path, outcomes)
+    found = planned(config, path, count)
+    assert found.step_s.p50 == pytest.approx(step_s, rel=0.1)
+    assert found.bottleneck.resource == bottleneck
+    waited = sorted(outcome.verdict.latency_s for _, outcome in outcomes)[count // 2]
+    assert all(use.latency_s < 0.7 * waited for use in found.sources if use.name == "a")
+
+
+def test_latencies_of_an_older_journal_are_not_taken_for_service_times(tmp_path, tree):
+    config, path = tree(a={"concurrency": 8}), tmp_path / "verdicts.sqlite"
+    outcomes, _ = measured(config, CASES["places"][1], 100)
+    recorded(path, outcomes)
+    with closing(sqlite3.connect(path)) as connection:
+        for name in entries.ADDED_IN_2:
+            connection.execute(f"ALTER TABLE outcomes DROP COLUMN {name}")
+        connection.execute("PRAGMA user_version = 1")
+    old = read_recorded(str(path), ["a"])["a"]
+    assert (old.verdicts, old.latency_s) == (0, None)
+    assert old.completion_tokens > 0
+    (use,) = planned(config, path, 16).sources
+    assert (use.latency_from, use.latency_s) == ("assumed", 3.0)
+
+
+def test_there_is_one_figure_for_the_step_as_it_is(tree):
+    found = plan(tree(a={"concurrency": 8}, b={"concurrency": 4}), samples=48, seeds=3)
+    assert found.advice
+    assert {advice.now_s for advice in found.advice} == {found.step_s.p50}

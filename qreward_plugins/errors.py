@@ -18,7 +18,7 @@
         │   └── SampleFault     ... once, after all other samples: this one hung or crashed a local function
         └── PermanentError      the source will not answer this request
             ├── SampleRefused   ... because of what this sample holds, or because the function raised on it
-            └── SourceUnusable  ... nor any other: 401, 403, 404
+            └── SourceUnusable  ... and perhaps no other either: 401, 403, 404
 
 The classes of `SourceError` are what the scheduler decides by, so a source maps every foreign exception to one of them
 at its boundary. Messages are made of facts of ours (names, statuses, paths, limits) and scrubbed excerpts of replies;
@@ -173,4 +173,12 @@ class SampleRefused(PermanentError):
 
 
 class SourceUnusable(PermanentError):
-    """The source will not answer any request until somebody mends its configuration (401, 403, 404)."""
+    """The source refused a request in a way that concerns all requests, unless this one provoked it (401, 403, 404, a
+    redirect): a firewall blocks a response, too. The scheduler asks with other samples before it believes it.
+
+    `certain`: no request can have provoked it; the source is closed, or its function cannot be loaded.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, certain: bool = False) -> None:
+        super().__init__(message, status=status)
+        self.certain = certain

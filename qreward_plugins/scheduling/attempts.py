@@ -40,6 +40,8 @@ class Attempt:
     """Whether the source's breaker was open when this attempt started, so that its end decides about the source."""
     hedge: bool
     """Whether another attempt of the same job was under way."""
+    superseded: bool = False
+    """Whether it is a probe that was overdue: another one may decide about the source now."""
     young: bool = False
     """Whether little was known of its source when it started, so that `expected_s` is corrected as more is learned."""
     reply: Reply | None = None
@@ -73,6 +75,11 @@ class Attempt:
         """Whether its request was written, as far as its source said."""
         return self.reservation.sent_at > -math.inf
 
+    @property
+    def decides(self) -> bool:
+        """Whether the source waits for the end of this attempt to be asked again."""
+        return self.probe and not self.superseded
+
     def age(self, now: float) -> float:
         """How long it has run, as a multiple of what was expected."""
         return (now - self.started_at) / self.expected_s
@@ -102,7 +109,7 @@ class Attempt:
             self.ended_at = now
             self.lane.counters.cancelled += 1
         if task.cancelled() or task.exception() is not None:
-            self.lane.breaker.abandoned(probe=self.probe)
+            self.lane.breaker.abandoned(probe=self.decides)
         self.lane.live.pop(self, None)
 
     async def _run(self, on_end: Callable[[Attempt, Ending], None]) -> None:

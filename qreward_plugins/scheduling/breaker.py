@@ -3,19 +3,30 @@
 Without it a source that refuses at once looks like the fastest of all, and every waiting sample burns its attempts
 there while a healthy source would have served it a little later. A source that accepts requests and never answers is
 worse: nothing fails until a time limit of minutes has passed. So silence opens it, too: the lane can tell how many
-answers are missing that should have come since the last one. And a probe that is overdue has failed.
+answers are missing that should have come since the last one.
+
+How often an open source is probed depends on who waits. Where other sources take the samples, it is left alone for
+longer and longer. Where no other source can, resting gains nothing: then it is `needed`, and one probe follows the
+other at a pace that costs nothing. In both cases one answer closes the breaker.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Set
 
 FAILURES_TO_OPEN = 5
 SHARE_TO_OPEN = 0.25
 """Failures in a row, as a share of what is in flight, that open it: errors come quicker than answers, so the first ends
 of a burst are failures even where one request in ten fails."""
+SAMPLES_TO_OPEN = 3
+"""Different samples among those failures, as long as others are in flight: one sample may fail whatever the source."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 60.0
+FIRST_LATE_PAUSE_S = 2.0
+LONGEST_LATE_PAUSE_S = 10.0
+"""Seconds after which another probe joins one that is overdue and keeps its time limit; it grows from the first."""
+_LATE_GROWTH = 1.5
 
 
 class Breaker:
@@ -23,8 +34,18 @@ class Breaker:
 
     def __init__(self) -> None:
         self.failures_in_row = 0
+        self.failing: set[int] = set()
+        """The samples that failed since the last answer."""
+        self.needed = False
+        """Whether something waits that no other source can take."""
+        self.pace_s = 0.0
+        """The least time between two probes while it is needed."""
+        self.probes = 0
+        """Probes that failed since it opened."""
         self._open_until = -math.inf
         self._pause_s = FIRST_PAUSE_S
+        self._failed_at = -math.inf
+        self._late = 0
         self._probing = False
 
     @property
@@ -37,7 +58,15 @@ class Breaker:
             return 0.0
         if self._probing:
             return math.inf
+        if self.needed:
+            return max(0.0, self._failed_at + max(self.pace_s, self._late_pause_s) - now)
         return max(0.0, self._open_until - now)
+
+    @property
+    def _late_pause_s(self) -> float:
+        if not self._late:
+            return 0.0
+        return min(FIRST_LATE_PAUSE_S * _LATE_GROWTH ** min(self._late - 1, 10), LONGEST_LATE_PAUSE_S)
 
     def rest_s(self, now: float) -> float:
         """Seconds that are left of a rest; 0: it has none, or a probe finds out."""
@@ -51,24 +80,40 @@ class Breaker:
     def succeeded(self) -> None:
         """Note that the source answered."""
         self.failures_in_row = 0
+        self.failing.clear()
         self._open_until = -math.inf
         self._pause_s = FIRST_PAUSE_S
+        self._failed_at = -math.inf
+        self._late = 0
+        self.probes = 0
         self._probing = False
 
-    def failed(self, now: float, *, probe: bool, in_flight: int) -> bool:
-        """Note a failure while `in_flight` attempts are under way; return whether it opened just now.
+    def failed(self, now: float, *, probe: bool, in_flight: int, sample: int | None = None) -> bool:
+        """Note a failure while `in_flight` other attempts are under way; return whether it opened just now.
 
-        `probe`: the attempt started while the breaker was open.
+        `probe`: the attempt started while the breaker was open. `sample`: a number of the sample; None: each failure is
+        that of another one.
         """
         self.failures_in_row += 1
+        if sample is not None:
+            self.failing.add(sample)
         if probe and not self.closed:
             self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self.probes += 1
             self._open(now)
             return True
-        if self.closed and self.failures_in_row >= max(FAILURES_TO_OPEN, SHARE_TO_OPEN * in_flight):
+        several = sample is None or not in_flight or len(self.failing) >= SAMPLES_TO_OPEN
+        if self.closed and several and self.failures_in_row >= max(FAILURES_TO_OPEN, SHARE_TO_OPEN * in_flight):
             self._open(now)
             return True
         return False
+
+    def overdue(self, now: float) -> None:
+        """Note that a probe takes far too long. It may still answer; another one may join it after a pause."""
+        if not self.closed:
+            self._late += 1
+            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._open(now)
 
     def trip(self, now: float) -> bool:
         """Open it, because the source is silent or its answers are worth nothing; return whether it was closed."""
@@ -78,7 +123,9 @@ class Breaker:
         return True
 
     def told(self, rest_s: float, now: float) -> None:
-        """Note that another process gives the source a rest that has so many seconds left."""
+        """Note that another process gives the source a rest that has so many seconds left. Whoever needs it here may
+        see for itself with a probe at once.
+        """
         if self.closed:
             self._open_until = now + rest_s
 
@@ -86,12 +133,18 @@ class Breaker:
         """Note that another process had an answer: a probe may go at once."""
         if not self.closed:
             self._open_until = min(self._open_until, now)
+            self._failed_at = -math.inf
 
     def abandoned(self, *, probe: bool) -> None:
         """Note that an attempt ended without telling anything about the source (cancelled, throttled)."""
         if probe:
             self._probing = False
 
+    def is_doubted_by_few(self, samples: Set[int]) -> bool:
+        """Whether it may have opened because of one or two samples, and `samples` holds others."""
+        return 0 < len(self.failing) < SAMPLES_TO_OPEN and not samples <= self.failing
+
     def _open(self, now: float) -> None:
         self._open_until = now + self._pause_s
+        self._failed_at = now
         self._probing = False

@@ -65,6 +65,7 @@ class Dispatcher:
         self._jobs: dict[Job, None] = {}
         self._in_flight = 0
         self._arrived: list[Job] = []
+        self._max_attempts = max_attempts
         self._ending: set[asyncio.Task[None]] = set()
         self._sequence = itertools.count()
         self._on_pumped = on_pumped
@@ -147,6 +148,7 @@ class Dispatcher:
         now = self._loop.time() if bundle is None else bundle.opened_at
         job = Job(sample, judge, future, batch, now, now + deadline_s, request, next(self._sequence), bundle)
         job.after = self.batches.newest
+        job.probes_left = self._max_attempts
         self._jobs[job] = None
         batch.add(job)
         job.deadline_timer = self._loop.call_at(job.deadline_at, self._deadline, job)
@@ -186,7 +188,7 @@ class Dispatcher:
             job.rest_timer = None
         for name in job.judge.sources:
             lane = self._lanes[name]
-            if lane.unusable or not lane.quota.fits_ever(lane.tokens(job.request)):
+            if not lane.quota.fits_ever(lane.tokens(job.request)):
                 job.barred.add(name)
         if all(name in job.barred for name in job.judge.sources):
             self.fail(job, Cause.INFRA, job.refused_for or "no_source", self._why_no_source(job))

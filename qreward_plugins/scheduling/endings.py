@@ -10,7 +10,8 @@
     transient         elsewhere at once, to the same source after full jitter (AWS Architecture Blog, "Exponential
                       Backoff And Jitter"), anywhere only as long as the source's retry budget lasts; `max_attempts`
                       failures end the job
-    permanent         never again at this source; source unusable: nobody's job goes there any more
+    permanent         never again at this source; if the source refuses many different samples so, one after the other,
+                      it is out: what no other source can take fails at once, and later samples probe it
 
 None of them ends a job that has another attempt under way. A job's deadline ends it whatever its attempts are doing:
 they are cancelled, or, where somebody wants late verdicts, left to end and told to `on_late`; an outcome stays.
@@ -46,6 +47,8 @@ from .lane import Lane
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 20.0
+OF_THE_REQUEST = (400, 413, 422)
+"""Statuses by which a server says that it is this request that it does not take."""
 RAISED_BACKOFF_S = 3.0
 LONGEST_RAISED_BACKOFF_S = 60.0
 SHORTEST_INVALID_REST_S = 0.5
@@ -111,7 +114,7 @@ class Endings:
         if (
             not attempt.rescued
             and not job.future.done()
-            and not lane.local
+            and not (lane.local or attempt.probe)
             and lane.speed.known
             and attempt.age(now) >= GIVE_UP_AT
             and now - attempt.started_at >= GIVE_UP_AFTER_S
@@ -157,7 +160,8 @@ class Endings:
         """Give up the older attempts of a source that is given a rest, and let their jobs go elsewhere."""
         for attempt in list(lane.live):
             # A probe is given the time to answer: how else could a source prove that it is well, only slower?
-            if attempt.age(now) >= from_age and not attempt.probe and not attempt.job.future.done():
+            spared = attempt.probe and not (attempt.superseded and self._alternative(attempt.job, lane))
+            if attempt.age(now) >= from_age and not spared and not attempt.job.future.done():
                 self._give_up(attempt, now, f"{lane.name} fell silent")
 
     def _give_up(self, attempt: Attempt, now: float, why: str) -> None:
@@ -170,13 +174,15 @@ class Endings:
         """Draw the consequences of an attempt's end."""
         job, lane = attempt.job, attempt.lane
         lane.heard(now)
+        was_open = not lane.breaker.closed
         if isinstance(ending, Verdict | InvalidVerdict):
             reply = attempt.reply or Reply()  # a refusal may come without one
             job.cost_usd += lane.answered(attempt, reply, now)
             job.usage += reply.usage or Usage()
-            if lane.local:
+            alternative = self._alternative(job, lane)
+            lane.judged(attempt.result == "valid", now, probe=attempt.decides, alternative=alternative)
+            if lane.local or (was_open and lane.breaker.closed):
                 self._release(lane)
-            lane.judged(attempt.result == "valid", now, probe=attempt.probe, alternative=self._alternative(job, lane))
         late = job.future.done()
         gone = late or attempt.rescued
         if isinstance(ending, Verdict):
@@ -187,14 +193,14 @@ class Endings:
                 self.on_late(job.sample, job.judge, verdict)
         elif isinstance(ending, Throttled):
             lane.throttled(ending.retry_after_s, attempt.started_at, now)
-            lane.breaker.abandoned(probe=attempt.probe)
+            lane.breaker.abandoned(probe=attempt.decides)
             if not gone:
                 self._retry(attempt, str(ending))
         elif isinstance(ending, PermanentError):
-            self._permanent(attempt, ending, gone=gone)
+            self._permanent(attempt, ending, now, gone=gone)
         elif gone:
             lane.counters.transient += isinstance(ending, TransientError)
-            lane.breaker.abandoned(probe=attempt.probe)
+            lane.breaker.abandoned(probe=attempt.decides)
         elif isinstance(ending, InvalidVerdict):
             self._invalid(attempt, ending, now)
         elif isinstance(ending, SampleFault):
@@ -208,7 +214,7 @@ class Endings:
         else:
             if attempt.timed_out:
                 lane.quota.timed_out(now, sent_at=attempt.started_at)
-            if lane.failed(now, probe=attempt.probe):
+            if lane.failed(now, probe=attempt.decides, sample=job.sequence, error=str(ending)):
                 self._rescue(lane, now, RESCUE_FAILING_FROM)
             # A job that failed in the rescue may have been the last that its batch waited for, which ended this one.
             if not job.future.done():
@@ -238,16 +244,18 @@ class Endings:
 
     def _transient(self, attempt: Attempt, error: SourceError, now: float) -> None:
         job, lane = attempt.job, attempt.lane
-        if attempt.probe and job.failed_probes < self._max_attempts:
+        if attempt.probe and job.probes_left > 0:
             # A probe is a risk that was known; its failure says little about the sample.
-            job.failed_probes += 1
+            job.probes_left -= 1
         else:
             job.failures += 1
         if job.failures >= self._max_attempts and not self._others_live(attempt):
             self._desk.fail(job, Cause.INFRA, "exhausted", str(error))
             return
-        longest = min(FIRST_BACKOFF_S * 2 ** max(0, job.failures - 1), LONGEST_BACKOFF_S)
-        job.rested_at[lane.name] = now + self._rng.uniform(0, longest)
+        if not attempt.probe:
+            # A probe needs no backoff: the next one waits for its turn.
+            longest = min(FIRST_BACKOFF_S * 2 ** max(0, job.failures - 1), LONGEST_BACKOFF_S)
+            self._rest(job, lane, now + self._rng.uniform(0, longest))
         job.rests_until = now + lane.retries.withdraw(now)
         self._retry(attempt, str(error))
 
@@ -275,19 +283,32 @@ class Endings:
         else:
             self._retry(attempt, str(error))
 
-    def _permanent(self, attempt: Attempt, error: PermanentError, *, gone: bool) -> None:
+    def _permanent(self, attempt: Attempt, error: PermanentError, now: float, *, gone: bool) -> None:
         job, lane = attempt.job, attempt.lane
-        lane.counters.permanent += 1
-        lane.breaker.abandoned(probe=attempt.probe)
         job.barred.add(lane.name)
         if isinstance(error, SampleRefused):
             job.refused_for = error.reason
-        if isinstance(error, SourceUnusable) and not lane.unusable:
-            lane.take_out(str(error))
-            for waiting in list(self._desk.waiting_jobs()):
-                self._desk.enqueue(waiting)
-        if not gone:
+        if isinstance(error, SourceUnusable):
+            if lane.refused(attempt, str(error), now, certain=error.certain):
+                self._strand()
+        else:
+            lane.counters.permanent += 1
+            if error.status in OF_THE_REQUEST:
+                # It is up: it has read this request, and answers others.
+                lane.breaker.succeeded()
+                self._release(lane)
+            else:
+                lane.breaker.abandoned(probe=attempt.decides)
+        if not gone and not job.future.done():
             self._retry(attempt, str(error))
+
+    def _strand(self) -> None:
+        """Fail what waits for nothing but sources that are out."""
+        for job in list(self._desk.waiting_jobs()):
+            names = [name for name in job.judge.sources if name not in job.barred]
+            reasons = [f"{name}: {self._lanes[name].unusable}" for name in names if self._lanes[name].unusable]
+            if names and len(reasons) == len(names):
+                self._desk.fail(job, Cause.INFRA, "no_source", f"no source can take it ({'; '.join(reasons)})")
 
     def _others_live(self, attempt: Attempt) -> bool:
         return any(other is not attempt for other in attempt.job.live)

@@ -73,13 +73,13 @@ class Forecast:
 
     def wait_s(self, lane: Lane, job: Job, now: float) -> float:
         """How long `job` would have to wait for `lane`, roughly where it depends on what ends first."""
+        if lane.unusable:
+            return math.inf
         if lane.looks_dead(now):
             return DEAD_WAIT_S
         wait = lane.wait_s(lane.tokens(job.request), now)
         if wait < math.inf:
             return max(0.0, wait)
-        if lane.unusable:
-            return math.inf
         if not lane.breaker.closed:
             return RESTING_WAIT_S
         left_s = [self.left_s(attempt, now) for attempt in itertools.islice(lane.live, _LOOKED_AT)]

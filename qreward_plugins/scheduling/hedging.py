@@ -180,7 +180,7 @@ class Hedges:
         best, best_s, starts_in_s = None, math.inf, 0.0
         for name in sorted(job.eligible(now) - asked):
             lane = self._lanes[name]
-            if lane.unusable or lane.looks_dead(now):
+            if lane.unusable or lane.looks_dead(now) or (not lane.breaker.closed and job.probes_left <= 0):
                 continue
             if lane.local and any(attempt.lane is lane for attempt in job.live):
                 # What hangs in a function hangs there again, and would hold two of its workers.

@@ -69,8 +69,8 @@ class Job:
     """Attempts that ended, in the order in which they ended."""
     attempts: int = 0
     failures: int = 0
-    failed_probes: int = 0
-    """Failures that were probes of a source; they count apart, because a job at the head of the queue is often one."""
+    probes_left: int = 0
+    """Probes of a source that may fail before their failures count; a failed probe says little about its sample."""
     invalid: int = 0
     hedges: int = 0
     restarts: int = 0

@@ -33,6 +33,12 @@ _GARBAGE_AT_LEAST = 10
 _FRESH_S = 0.05
 _HISTORY = 8192
 """Changes of state that are remembered, for the blame of a batch."""
+REFUSED_TO_DOUBT = 3
+"""Different samples refused (401, 403, 404 ...), without an answer in between, from which on a source is probed."""
+PROBES_TO_OUT = 12
+"""Probes in a row, of different samples, that are refused before a source is out. They follow at once: it is quick."""
+PROBES_OF_OUT = 3
+"""The same for a source that is out already, before what has been handed in since then is failed, too."""
 SILENT_AT = 9.0
 """Answers that are missing when a source is taken for silent: if it were well, the chance of that is exp(-9)."""
 SLOWED = 2.0
@@ -74,7 +80,11 @@ class Lane:
         self.live: dict[Attempt, None] = {}
         """Attempts under way here."""
         self.unusable = ""
-        """Why no request may go to this source any more; empty: it may."""
+        """Why this source is out: it refused so many different samples that no response can have provoked it. It is
+        probed with what is handed in from then on, and one answer brings it back. Empty: it is not out."""
+        self._refused: set[int] = set()
+        self._refused_probes = 0
+        self._last_error = ""
         self.pauses = Pauses()
         self._tokens_per_byte = _FIRST_TOKENS_PER_BYTE
         self._completion_tokens = 0.0
@@ -107,13 +117,13 @@ class Lane:
 
     def wait_s(self, tokens: float, now: float) -> float:
         """Seconds until a request of `tokens` may go; infinity: no time can be told."""
-        if self.unusable:
-            return math.inf
         return max(self.pauses.left_s(now), self.breaker.wait_s(now), self.quota.wait_s(tokens, now))
 
     def up(self, now: float) -> bool:
         """Whether it takes part in what is being planned: not out, not resting for long, not silent."""
-        return not (self.unusable or self.breaker.wait_s(now) > 1 or self.looks_dead(now))
+        breaker = self.breaker
+        resting = not breaker.closed and (breaker.needed or breaker.wait_s(now) > 1)
+        return not (self.unusable or resting or self.looks_dead(now))
 
     def looks_dead(self, now: float) -> bool:
         """Whether answers are missing that should have come by now, or the last ones were failures."""
@@ -138,7 +148,7 @@ class Lane:
     def hold(self, now: float, tokens: float = 0) -> Hold:
         """Why no request of `tokens` may go now; empty: one may. It is noted down for the blame of batches."""
         hold: Hold = ""
-        if self.unusable or self.pauses.left_s(now) > 0 or self.breaker.wait_s(now) > 0:
+        if self.pauses.left_s(now) > 0 or self.breaker.wait_s(now) > 0:
             hold = "pause"
         elif self.quota.in_flight >= self.quota.concurrency:
             hold = "queue"
@@ -194,6 +204,11 @@ class Lane:
     def answered(self, attempt: Attempt, reply: Reply, now: float) -> float:
         """Learn from a reply; return its cost in dollars."""
         request, usage, latency_s = attempt.request, reply.usage, now - attempt.started_at
+        self._refused.clear()
+        self._refused_probes = 0
+        if self.unusable:
+            self.unusable = ""
+            _log.warning("source %s answers again", self.name)
         self.pauses.answered()
         self.quota.answered(now, sent_at=attempt.started_at)
         if reply.announced:
@@ -239,7 +254,7 @@ class Lane:
         self._validity.append(valid)
         self.counters.invalid += not valid
         garbage = self.answers_garbage()
-        if valid or not (garbage and (probe or alternative)):
+        if valid or not (garbage and alternative):
             self.breaker.succeeded()
         elif probe:
             self.breaker.failed(now, probe=True, in_flight=self.quota.in_flight)
@@ -275,20 +290,51 @@ class Lane:
         if typical is not None and not self.speed.known:
             self.speed.learn(*typical)
 
-    def failed(self, now: float, *, probe: bool) -> bool:
-        """Note a transient failure; return whether the source is given a rest because of it."""
+    def failed(self, now: float, *, probe: bool, sample: int | None = None, error: str = "") -> bool:
+        """Note a transient failure of a sample; return whether the source is given a rest because of it."""
         self.counters.transient += 1
-        return self._rests(self.breaker.failed(now, probe=probe, in_flight=self.quota.in_flight), now)
+        self._last_error = error
+        return self._rests(self.breaker.failed(now, probe=probe, in_flight=self.quota.in_flight, sample=sample), now)
+
+    @property
+    def in_doubt(self) -> bool:
+        """Whether it refused several samples, and a few more must show at once whether it is out."""
+        return bool(self._refused_probes if self.unusable else self._refused)
+
+    def refused(self, attempt: Attempt, reason: str, now: float, *, certain: bool) -> bool:
+        """Note that the source refused a sample in a way that may concern all of them (a key, a URL); return whether it
+        is out for that. `certain`: no sample can have provoked it.
+
+        One response can provoke such a refusal, as of a firewall; many in a row, asked for one by one, hardly can.
+        """
+        self.counters.permanent += 1
+        self._last_error = reason
+        self._refused.add(attempt.job.sequence)
+        if attempt.decides:
+            self._refused_probes += 1
+            self.breaker.failed(now, probe=True, in_flight=self.quota.in_flight)
+        elif len(self._refused) >= REFUSED_TO_DOUBT and self.breaker.trip(now):
+            _log.error("source %s is taken out until it answers a probe: %s", self.name, reason)
+        elif attempt.probe:
+            self.breaker.abandoned(probe=attempt.decides)
+        if certain or self._refused_probes >= (PROBES_OF_OUT if self.unusable else PROBES_TO_OUT):
+            self._refused_probes = 0
+            self.take_out(reason, now)
+            return True
+        return False
 
     def silent(self, attempt: Attempt, now: float) -> bool:
         """Whether the source is given a rest now because it fell silent, as `attempt` shows, which has grown older."""
         if attempt.probe and not self.breaker.closed:
-            opened = attempt.overdue and self.breaker.failed(now, probe=True, in_flight=self.quota.in_flight)
-            # It has failed once; what becomes of it later says nothing more.
-            attempt.probe = not opened
-        else:
-            opened = self.missing(now) >= SILENT_AT and self.breaker.trip(now)
-            self._silenced = self._silenced or opened
+            overdue = attempt.overdue and not attempt.superseded
+            if overdue:
+                attempt.superseded = True
+                self.breaker.overdue(now)
+            return overdue
+        opened = self.missing(now) >= SILENT_AT and self.breaker.trip(now)
+        if opened:
+            self._silenced = True
+            self._last_error = "it fell silent"
         return self._rests(opened, now)
 
     @property
@@ -296,11 +342,12 @@ class Lane:
         """Whether the source rests because it fell silent, and nothing has come from it since."""
         return self._silenced and not self.breaker.closed
 
-    def take_out(self, reason: str) -> None:
-        """Send nothing to this source any more, and say so loudly."""
+    def take_out(self, reason: str, now: float = 0.0) -> None:
+        """Note that the source is out, and say so loudly."""
+        self.breaker.trip(now)
         if not self.unusable:
-            self.unusable = reason
-            _log.error("source %s is taken out until the engine is opened anew: %s", self.name, reason)
+            _log.error("source %s is out, what no other source can take fails at once: %s", self.name, reason)
+        self.unusable = reason
 
     # What people are told
 
@@ -348,11 +395,13 @@ class Lane:
         return math.ceil(request.size * self._tokens_per_byte)
 
     def _rests(self, opened: bool, now: float) -> bool:
-        if opened:
+        # A line for the 1st, 2nd, 4th, 8th ... probe that failed: a source that is down may be probed every second.
+        if opened and not self.breaker.probes & (self.breaker.probes - 1):
             _log.warning(
-                "source %s failed again and again, or fell silent: it rests for %.0f s, then one request probes it",
+                "source %s is down (%s); one request at a time probes it, at least every %.0f s",
                 self.name,
-                self.breaker.wait_s(now),
+                self._last_error,
+                self.breaker.rest_s(now),
             )
         return opened
 

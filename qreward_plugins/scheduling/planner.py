@@ -25,6 +25,7 @@ from .hedging import Hedges
 from .jobs import Job
 from .lane import Lane
 from .order import windows_order
+from .probing import Probing
 from .queue import ReadyQueue
 from .strategies import strategy
 
@@ -66,6 +67,7 @@ class Planner:
         self._on_misfit = on_misfit
         self._choose = strategy(settings.strategy)
         self.queue = ReadyQueue()
+        self._probing = Probing(lanes, self.queue)
         self._thrifty = settings.prefer == "cost"
         self.forecast = Forecast(lanes, self.queue, thrifty=self._thrifty)
         budget = settings.hedge_budget if settings.hedge else 0.0
@@ -91,8 +93,12 @@ class Planner:
         """What waits for a source: how many requests, their tokens together, about, and those of the first at most."""
         count = sum(live for eligible, live in self.queue.eligible_sets() if lane.name in eligible)
         first = self.queue.first(lane.name) if count else None
-        if first is None or lane.unusable:
+        if first is None:
             return 0, 0.0, 0.0
+        if lane.unusable:
+            # What it takes to probe it.
+            most = float(lane.tokens(first.request))
+            return 1, most, most
         each, most = lane.tokens_of(self.queue.total_size / len(self.queue)), float(lane.tokens(first.request))
         return count, max(count * each, most), most
 
@@ -118,6 +124,7 @@ class Planner:
         self.wake_at = math.inf
         self._hedges.advance(now)
         self.queue.look(now)
+        self._probing.look(now)
         self.queue.pressed = self.forecast.pressed(now)
         holds = {name: lane.hold(now) for name, lane in self._lanes.items()}
         if self.queue:
@@ -166,13 +173,13 @@ class Planner:
 
     def _pick(self, lane: Lane, now: float, *, near: bool) -> Job | None:
         head = self._head(lane, now)
-        if lane.set_aside and head is not None and not head.suspect:
+        if lane.set_aside and lane.breaker.closed and head is not None and not head.suspect:
             # Long ones hung; a short one is likelier to end, and shows what is usual.
             return self.queue.smallest(lane.name)
-        if head is None or len(self._lanes) == 1:
+        if head is None or len(self._lanes) == 1 or not lane.breaker.closed:
             return head
-        if not lane.speed.known or not lane.breaker.closed:
-            # What is not known, or may be down, is tried with what can go wrong least.
+        if not lane.speed.known:
+            # What is not known is tried with what can go wrong least.
             return self.queue.smallest(lane.name)
         if near:
             return head
@@ -194,6 +201,8 @@ class Planner:
 
     def _head(self, lane: Lane, now: float) -> Job | None:
         """The first job for `lane`. Where time is short, those that no source can end in time give way."""
+        if not lane.breaker.closed:
+            return self._probing.choose(lane)
         while (head := self.queue.first(lane.name)) is not None and self._hopeless(head, lane, now):
             self.queue.demote(head)
         return head

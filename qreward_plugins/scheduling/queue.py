@@ -226,6 +226,12 @@ class ReadyQueue:
                     best = job
         return best
 
+    def heads(self, source: str) -> Iterator[Job]:
+        """A job of each shelf that `source` may serve."""
+        for shelf in self._ranked:
+            if source in shelf.eligible and (job := shelf.head()) is not None:
+                yield job
+
     def jobs(self, source: str) -> Iterator[Job]:
         """The jobs that `source` may serve, shelf by shelf in order of rank."""
         for shelf in list(self._ranked):

@@ -129,7 +129,7 @@ class FunctionSource:
         function raised, as they are.
         """
         if self._closed:
-            raise SourceUnusable(f"source {self._name!r} is closed")
+            raise SourceUnusable(f"source {self._name!r} is closed", certain=True)
         args, kwargs = self._arguments(request.sample)
         if self._pool is not None:
             return self._reply(await self._in_process(self._pool, args, kwargs, on_sent))
@@ -184,10 +184,10 @@ class FunctionSource:
             raise SampleRefused(f"{self._where} returned a value that is too large", reason="raised") from None
         except CannotLoad as error:
             raise SourceUnusable(
-                f"{self._where} cannot be loaded in a worker process: {self._excerpt(str(error))}"
+                f"{self._where} cannot be loaded in a worker process: {self._excerpt(str(error))}", certain=True
             ) from None
         except PoolClosed:
-            raise SourceUnusable(f"source {self._name!r} is closed") from None
+            raise SourceUnusable(f"source {self._name!r} is closed", certain=True) from None
         except OSError as error:
             raise NotStarted(f"{self._where}: no worker process can be started ({error.strerror})") from None
         try:

@@ -144,7 +144,7 @@ class HTTPClient:
         self, url: URL, body: bytes, on_sent: Callable[[], None], limit: int
     ) -> HTTPReply | SourceError:
         if self._closed:
-            return SourceUnusable(f"source {self._name!r} is closed")
+            return SourceUnusable(f"source {self._name!r} is closed", certain=True)
         try:
             session = await self._session()
             async with session.post(

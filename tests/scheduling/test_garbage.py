@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from qreward_plugins.errors import SourceUnusable
 from qreward_plugins.samples import Cause, Failed
 from qreward_plugins.scheduling.breaker import FIRST_PAUSE_S
 from qreward_plugins.sources.base import Reply
@@ -99,7 +100,7 @@ def test_the_only_source_of_a_judge_does_not_rest(stage):
 @pytest.mark.parametrize("state", ["out", "resting"])
 def test_an_alternative_that_cannot_serve_is_none(stage, state):
     source = stage.add("a", limits={"concurrency": 5}, answer=bad)
-    stage.add("b")
+    stage.add("b", behaviour=lambda *_: SourceUnusable("its key was refused") if state == "out" else 1.0)
     if state == "out":
         stage.lanes["b"].take_out("its key was refused")
     else:

@@ -24,7 +24,7 @@ SAMPLES_TO_OPEN = 3
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 60.0
 FIRST_LATE_PAUSE_S = 2.0
-LONGEST_LATE_PAUSE_S = 10.0
+LONGEST_LATE_PAUSE_S = 5.0
 """Seconds after which another probe joins one that is overdue and keeps its time limit; it grows from the first."""
 _LATE_GROWTH = 1.5
 
@@ -42,6 +42,8 @@ class Breaker:
         """The least time between two probes while it is needed."""
         self.probes = 0
         """Probes that failed since it opened."""
+        self.given_up = 0
+        """Overdue probes that were given up since it opened, because they left no place for others."""
         self._open_until = -math.inf
         self._pause_s = FIRST_PAUSE_S
         self._failed_at = -math.inf
@@ -86,6 +88,7 @@ class Breaker:
         self._failed_at = -math.inf
         self._late = 0
         self.probes = 0
+        self.given_up = 0
         self._probing = False
 
     def failed(self, now: float, *, probe: bool, in_flight: int, sample: int | None = None) -> bool:

@@ -59,7 +59,13 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._lanes = lanes
         self._endings = Endings(self, lanes, rng=rng, max_attempts=max_attempts, on_late=on_late)
-        self._planner = Planner(lanes, settings or Scheduling(), on_misfit=self.enqueue, on_older=self._endings.older)
+        self._planner = Planner(
+            lanes,
+            settings or Scheduling(),
+            on_misfit=self.enqueue,
+            on_older=self._endings.older,
+            on_lost=self._endings.lost,
+        )
         self._slices = TimeSlices(lanes, self._planner.queue, on_over=self._endings.set_aside)
         self.batches = Batches(self._loop, lanes, on_cutoff=self._cut_off)
         self._jobs: dict[Job, None] = {}

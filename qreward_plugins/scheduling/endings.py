@@ -61,6 +61,8 @@ GIVE_UP_AT = 8.0
 """Age from which an attempt is given up and its job starts anew, if it could not be hedged: even if it were a straggler
 that ends at ten times the usual time, nothing would be lost."""
 GIVE_UP_AFTER_S = 5.0
+LOST_AT = 2.0
+"""Age of an overdue probe, as a multiple of what an answered one took, from which on it will not be answered."""
 
 OnLate = Callable[[Sample, Judge, Verdict], None]
 
@@ -114,7 +116,7 @@ class Endings:
         if (
             not attempt.rescued
             and not job.future.done()
-            and not (lane.local or attempt.probe)
+            and not (lane.local or (attempt.probe and not lane.breaker.closed))
             and lane.speed.known
             and attempt.age(now) >= GIVE_UP_AT
             and now - attempt.started_at >= GIVE_UP_AFTER_S
@@ -133,6 +135,11 @@ class Endings:
         attempt.cancel()
         took_s = now - attempt.sent_at
         self._fault(attempt, SampleFault(f"{attempt.lane.name} had not ended after {took_s:.1f} s, others waited"))
+
+    def lost(self, attempt: Attempt, now: float) -> None:
+        """Give up an overdue probe that takes the place of the next one."""
+        if not attempt.job.future.done():
+            self._give_up(attempt, now, f"{attempt.lane.name} did not answer a probe")
 
     def call_back(self, lane: Lane, *, sent: bool) -> None:
         """Take back the attempts at a source that have not been sent, and with `sent` the others, too: their jobs wait
@@ -181,7 +188,9 @@ class Endings:
             job.usage += reply.usage or Usage()
             alternative = self._alternative(job, lane)
             lane.judged(attempt.result == "valid", now, probe=attempt.decides, alternative=alternative)
-            if lane.local or (was_open and lane.breaker.closed):
+            if was_open and lane.breaker.closed:
+                self._recovered(lane, now - attempt.started_at, now)
+            elif lane.local:
                 self._release(lane)
         late = job.future.done()
         gone = late or attempt.rescued
@@ -219,6 +228,16 @@ class Endings:
             # A job that failed in the rescue may have been the last that its batch waited for, which ended this one.
             if not job.future.done():
                 self._transient(attempt, ending, now)
+
+    def _recovered(self, lane: Lane, took_s: float, now: float) -> None:
+        """Use a source that is well again at once. The probe that it answered took `took_s`; those that it should have
+        answered by now are lost.
+        """
+        self._release(lane)
+        for attempt in list(lane.live):
+            lost = attempt.superseded and now - attempt.started_at > LOST_AT * took_s
+            if lost and not attempt.job.future.done():
+                self._give_up(attempt, now, f"{lane.name} was down when it was sent")
 
     def _alternative(self, job: Job, lane: Lane) -> bool:
         """Whether another source could serve `job` that does not answer with garbage."""

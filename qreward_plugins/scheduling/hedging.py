@@ -96,6 +96,9 @@ class Hedges:
             next_s = min(next_s, next((floor_s for floor_s in _FLOORS_S if floor_s > age_s), next_s))
         due = max(attempt.started_at + next_s, math.nextafter(now, math.inf))
         heapq.heappush(self._coming, (due, next(self._numbers), attempt))
+        if attempt.probe:
+            # Nothing else may happen at this source before the probe is overdue.
+            self.wake_at = min(self.wake_at, due)
         if len(self._coming) > self._compact_at:
             # Most attempts end before they are looked at again.
             self._coming = [item for item in self._coming if not item[2].result]

@@ -353,7 +353,7 @@ class Lane:
 
     def state(self, now: float) -> str:
         """One word or two for people."""
-        if self.unusable:
+        if self.unusable or (self.in_doubt and not self.breaker.closed):
             return "out"
         if self.pauses.left_s(now) > 0:
             return "paused"

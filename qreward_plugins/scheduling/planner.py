@@ -51,8 +51,8 @@ class Placement(NamedTuple):
 
 class Planner:
     """Decides what goes where. `on_misfit` is called with a job that turned out too large for a source that it was
-    queued for, `on_older` with attempts as they grow older. Times are seconds of the
-    event loop's clock.
+    queued for, `on_older` with attempts as they grow older, `on_lost` with overdue probes that must make room.
+    Times are seconds of the event loop's clock.
     """
 
     def __init__(
@@ -62,12 +62,13 @@ class Planner:
         *,
         on_misfit: Callable[[Job], None],
         on_older: Callable[[Attempt, float], None],
+        on_lost: Callable[[Attempt, float], None] = lambda attempt, now: None,
     ) -> None:
         self._lanes = lanes
         self._on_misfit = on_misfit
         self._choose = strategy(settings.strategy)
         self.queue = ReadyQueue()
-        self._probing = Probing(lanes, self.queue)
+        self._probing = Probing(lanes, self.queue, on_lost=on_lost)
         self._thrifty = settings.prefer == "cost"
         self.forecast = Forecast(lanes, self.queue, thrifty=self._thrifty)
         budget = settings.hedge_budget if settings.hedge else 0.0
@@ -149,7 +150,7 @@ class Planner:
                 self.wake_at = min(self.wake_at, now + LONGEST_SPARED_S)
             elif (wait := lane.wait_s(tokens, now)) > 0:
                 self.wake_at = min(self.wake_at, now + wait)
-        self.wake_at = min(self.wake_at, self._hedges.wake_at)
+        self.wake_at = min(self.wake_at, self._hedges.wake_at, self._probing.wake_at)
 
     # Earliest finish
 

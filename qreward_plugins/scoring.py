@@ -81,8 +81,8 @@ class Scoring:
         return self.dispatcher.now()
 
     async def open(self, samples: Sequence[Sample | Rejected], due_at: float) -> list[Case]:
-        """Make cases of samples, all of whose time is up at `due_at`; what a slow disk does not tell until then is not
-        known. Without a journal it returns at once.
+        """Make cases of samples, all of whose time is up at `due_at`; what a slow disk does not tell in half of that
+        time is not known. Without a journal it returns at once.
         """
         if self._journal is None:
             return [await self._case(sample, due_at) for sample in samples]
@@ -101,7 +101,8 @@ class Scoring:
         keys = question_keys(sample, judge, self._sources)
         verdict = None
         if keys and self._reuse:
-            with anyio.move_on_after(self._left_s(due_at)):
+            # A disk that hangs must leave time to ask.
+            with anyio.move_on_after(self._left_s(due_at) / 2):
                 verdict = _as_said(judge, await self._journal.get(*dict.fromkeys(keys.values())))
         return Entry(judge, keys, verdict)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import logging
+import math
 import os
 import sqlite3
 import threading
@@ -50,6 +51,9 @@ LONGEST_RETRY_S: Final = 10.0
 
 CLOSE_WITHIN_S: Final = 15.0
 """How long a journal that is closed goes on trying, in seconds."""
+
+READ_AGAIN_AFTER_S: Final = 5.0
+"""How long nothing is looked up after the file could not be read, in seconds."""
 
 _ROW_CHARS: Final = 500
 """What a row takes beside its texts."""
@@ -115,6 +119,7 @@ class Journal:
         self._failing: str | None = None
         self._retry_s = FIRST_RETRY_S
         self._calls: list[Future[None]] = []
+        self._unreadable_until = -math.inf
         self._closing = False
         self._closed: Future[None] = _started()
         self._failure: str | None = None
@@ -133,7 +138,11 @@ class Journal:
         for unwritten in (self._unwritten_verdicts, self._verdicts_being_written):
             for key in keys:
                 if key in unwritten:
-                    return entries.as_cached(unwritten[key])
+                    return unwritten[key]
+        if time.monotonic() < self._unreadable_until:
+            # Each look-up of a batch would wait for the same lock, one after the other.
+            self.read_errors += 1
+            return None
         try:
             reading = self._reader.submit(self._read, keys)
         except RuntimeError:
@@ -177,7 +186,7 @@ class Journal:
             self._unwritten += 1
             self._unwritten_chars += _chars(row)
             if key is not None and isinstance(outcome, Scored) and not outcome.verdict.cached:
-                self._unwritten_verdicts[key] = outcome.verdict
+                self._unwritten_verdicts[key] = entries.as_cached(outcome.verdict)
             if len(self._waiting) in (1, COMMIT_ENTRIES):
                 self._changed.notify()
 
@@ -259,6 +268,8 @@ class Journal:
             return entries.verdict(rows[0]) if rows else None
         except Exception as error:
             self.read_errors += 1
+            if isinstance(error, sqlite3.OperationalError):
+                self._unreadable_until = time.monotonic() + READ_AGAIN_AFTER_S
             self._say_once("read", f"{explained(error, self.path)}; samples are judged anew")
             return None
 

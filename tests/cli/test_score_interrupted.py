@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 import gc
 import io
+import re
 import signal
+import sqlite3
 import weakref
+from contextlib import closing
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from qreward_plugins import Sample
 from qreward_plugins.cli import score as command
+from qreward_plugins.errors import JournalError
 from qreward_plugins.files import Rollout
+from qreward_plugins.journal import Journal
 from qreward_plugins.testing import JudgeServer
 
 ROWS, AT_ONCE, ANSWERED = 24, 4, 9
@@ -118,3 +124,61 @@ def test_a_file_is_never_in_memory_as_a_whole(server, write_config, tmp_path, mo
     assert most <= 4 * 2 + 2
     assert len(alive) == 0
     assert server.report().requests == 300
+
+
+@pytest.fixture
+def with_lock(server, write_config, write_rows, row, tmp_path, monkeypatch):
+    """Scores in this process, with the journal held by another from the first requests on.
+
+    Yields the plan, the console of its errors, the connection that holds the lock, and a coroutine function that takes
+    what is to happen next and returns the exit code.
+    """
+    monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("qreward_plugins.journal.journal.CLOSE_WITHIN_S", 0.05)
+    errors = Console(file=io.StringIO(), width=500)
+    config = write_config({"a": server}, source={"limits": {"concurrency": AT_ONCE}})
+    rows = write_rows([row(n) for n in range(ROWS)])
+    plan = command.prepare(rows, config, tmp_path / "out.jsonl", errors)
+    Journal(plan.journal).close()
+
+    async def score(then):
+        server.hold()
+        scoring = asyncio.ensure_future(command.score_rollouts(plan, errors, errors))
+        await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == AT_ONCE, timeout_s=30)
+        lock.execute("BEGIN IMMEDIATE")
+        server.release()
+        await asyncio.to_thread(server.wait_for, lambda report: report.answered >= ANSWERED, timeout_s=30)
+        then(scoring)
+        return await scoring
+
+    with closing(sqlite3.connect(plan.journal, isolation_level=None)) as lock:
+        yield plan, errors, lock, score
+
+
+def test_a_stopped_run_says_what_is_not_in_the_journal(with_lock, server):
+    _, errors, _, score = with_lock
+
+    def stop(scoring):
+        server.hold()
+        scoring.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(score(stop))
+    said = errors.file.getvalue()
+    assert "verdicts so far: not all, in " in said
+    assert re.search(r"to go on; \d+ outcomes were not recorded: another process holds .* paid for, again\.", said)
+    assert "no verdict is paid for twice" not in said
+
+
+def test_a_run_whose_verdicts_are_not_in_the_journal_ends_with_its_rows_and_an_error(with_lock, read_rows):
+    plan, _, _, score = with_lock
+    with pytest.raises(JournalError, match=f"{ROWS} outcomes were not recorded"):
+        asyncio.run(score(lambda scoring: None))
+    assert len(read_rows(plan.out)) == ROWS
+
+
+def test_a_lock_that_ends_with_the_run_costs_nothing(with_lock, verdicts_in, monkeypatch):
+    plan, _, lock, score = with_lock
+    monkeypatch.setattr("qreward_plugins.journal.journal.CLOSE_WITHIN_S", 60.0)
+    assert asyncio.run(score(lambda scoring: lock.execute("ROLLBACK"))) == 0
+    assert verdicts_in(Path(plan.journal)) == ROWS

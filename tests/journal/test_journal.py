@@ -799,3 +799,34 @@ def test_a_locked_journal_is_refused_in_words(path: Path, monkeypatch: pytest.Mo
     written(path, 1)
     with locked(path):
         assert "another process holds the journal" in refusal(path)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_one_look_up_waits_for_a_file_that_cannot_be_read_and_not_all(
+    path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    written(path, 3)
+    tried: list[Any] = []
+    read = Journal._read
+
+    def counted(self: Journal, keys: tuple[str, ...]) -> Verdict | None:
+        tried.append(keys)
+        return read(self, keys)
+
+    monkeypatch.setattr(Journal, "_read", counted)
+
+    async def main() -> None:
+        book = Journal(path)
+        broken, whole = sqlite3.connect(":memory:", check_same_thread=False), book._reading
+        book._reading = broken
+        assert await book.get("0") is None
+        for n in range(3):
+            assert await book.get(f"{n}") is None
+        assert (len(tried), book.read_errors) == (1, 4)
+        book._reading = whole
+        monkeypatch.setattr(book, "_unreadable_until", 0.0)
+        assert await book.get("2") is not None
+        broken.close()
+        await book.aclose()
+
+    asyncio.run(main())

@@ -59,7 +59,7 @@ async def probe(engine: RewardEngine, samples: Mapping[str, Sample] | None = Non
     All sources are asked at the same time, each by one judge after the other. `samples` holds the sample for a judge by
     its name; default: `SAMPLE`. The results are in the order of the configuration.
     """
-    turns = {name: anyio.Lock() for name in engine.lanes}
+    turns = {name: _Turn() for name in engine.lanes}
     return await asyncio.gather(
         *(
             _ask(judge, engine.lanes[name], (samples or {}).get(judge.name, SAMPLE), turns[name])
@@ -92,7 +92,15 @@ def idle_sources(engine: RewardEngine) -> list[str]:
     return [name for name in engine.lanes if name not in asked]
 
 
-async def _ask(judge: Judge, lane: Lane, sample: Sample, turn: anyio.Lock) -> Probe:
+class _Turn:
+    """Whose turn it is to ask a source, and the judge to whom it gave no answer in time."""
+
+    def __init__(self) -> None:
+        self.lock = anyio.Lock()
+        self.silent_to = ""
+
+
+async def _ask(judge: Judge, lane: Lane, sample: Sample, turn: _Turn) -> Probe:
     loop = asyncio.get_running_loop()
     reply: Reply | None = None
     latency_s: float | None = None
@@ -101,14 +109,18 @@ async def _ask(judge: Judge, lane: Lane, sample: Sample, turn: anyio.Lock) -> Pr
         request = judge.request(sample, attempt=0)
     except InputError as error:
         return Probe(judge.name, lane.name, lane.source.model, problem=str(error), asked=False)
-    async with turn:
+    async with turn.lock:
+        if turn.silent_to:
+            # Every further judge would wait as long again, for the same silence.
+            problem = f"not asked, because it gave no answer to the judge {turn.silent_to!r}"
+            return Probe(judge.name, lane.name, lane.source.model, problem=problem)
         started_at = loop.time()
         try:
             reply = await _reply(lane, request)
             latency_s = loop.time() - started_at
             verdict = judge.verdict(request, reply)
         except TimeoutError:
-            problem = f"no answer within {lane.timeout_s:g} s"
+            problem, turn.silent_to = f"no answer within {lane.timeout_s:g} s", judge.name
         except (SourceError, InvalidVerdict) as error:
             problem = str(error)
         if reply is not None and isinstance(judge, LLMJudge):

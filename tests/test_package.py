@@ -142,3 +142,8 @@ def test_the_version_is_that_of_the_distribution():
     from importlib.metadata import version
 
     assert version("qreward-plugins") == qreward_plugins.__version__
+
+
+@pytest.mark.parametrize("package", ["qreward_plugins", "verl_adapter", "slime_adapter", "roll_adapter"])
+def test_every_package_says_that_it_is_typed(package):
+    assert (ROOT / package / "py.typed").is_file()

@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from .running import one_message, run
+from .running import one_message, run, until_written
 
 app = typer.Typer(
     name="qreward",
@@ -66,6 +66,9 @@ def check(
             "built-in sample (What is 17 plus 25?).",
         ),
     ] = None,
+    timeout: Annotated[
+        float, typer.Option(metavar="SECONDS", help="The longest to wait for an answer of a source.", min=0.1)
+    ] = 30.0,
 ) -> None:
     """Validate a configuration, then send live requests to every source of every judge.
 
@@ -78,7 +81,7 @@ def check(
     with one_message(_errors):
         from .check import check_config
 
-        code = run(check_config(config, rollouts, _out, _errors))
+        code = run(check_config(config, rollouts, _out, _errors, timeout_s=timeout))
     raise typer.Exit(code)
 
 
@@ -90,6 +93,9 @@ def score(
         Path,
         typer.Option("--out", "-o", metavar="OUT", help="Where the rows and their outcomes go, .jsonl or .parquet."),
     ],
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace OUT if it exists, and a column qreward of the input.")
+    ] = False,
 ) -> None:
     """Score a file of rollouts: the same rows in the same order, with a column `qreward`.
 
@@ -97,8 +103,8 @@ def score(
     reward_model.ground_truth) is the reference, `data_source` chooses the judge, and the judge gets the rest as extras.
 
     Every verdict is kept in the journal of the configuration, or else in OUT.journal, and is never paid for again:
-    after a kill or a failure the same command goes on where it was. Functions are called again, unless their source has
-    a `version`. Remove the journal to judge everything anew.
+    after a kill the same command goes on where it was, and with --overwrite rows without a reward are tried again.
+    Functions are called again, unless their source has a `version`. Remove the journal to judge everything anew.
 
     Exit codes: 0 every sample has a reward; 2 the input or the configuration has mistakes; 3 some samples have no
     reward; 130 stopped with Ctrl-C.
@@ -106,7 +112,7 @@ def score(
     with one_message(_errors):
         from .score import prepare, score_rollouts
 
-        code = run(score_rollouts(prepare(rollouts, config, out, _errors), _out, _errors))
+        code = run(score_rollouts(prepare(rollouts, config, out, _errors, overwrite=overwrite), _out, _errors))
     raise typer.Exit(code)
 
 
@@ -197,6 +203,9 @@ def judge_server(
     requests_per_minute: Annotated[float | None, typer.Option(help="Limit of requests per minute.")] = None,
     tokens_per_minute: Annotated[float | None, typer.Option(help="Limit of tokens per minute.")] = None,
     concurrency: Annotated[int | None, typer.Option(help="Limit of requests in flight.", min=1)] = None,
+    window: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Window that limits are counted over; rates are scaled to it.")
+    ] = 60.0,
     latency: Annotated[float, typer.Option(help="Median latency in seconds.", min=0)] = 0.0,
     stragglers: Annotated[
         float, typer.Option(help="Share of answers that take ten times as long.", min=0, max=1)
@@ -227,6 +236,7 @@ def judge_server(
             requests_per_minute=requests_per_minute,
             tokens_per_minute=tokens_per_minute,
             concurrency=concurrency,
+            window_s=window,
             latency_s=latency,
             stragglers=stragglers,
             faults=tuple(fault or ()),
@@ -242,4 +252,5 @@ def main() -> None:
     Functions of the working directory are found as by `python -m`, but never in the place of what is installed.
     """
     sys.path.append(os.getcwd())
-    app(prog_name="qreward")
+    with until_written():
+        app(prog_name="qreward")

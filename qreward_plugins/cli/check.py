@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import Config, SumJudge, load_config
+from ..errors import InputError
 from ..files import read_rollouts
 from ..probe import Probe, idle_sources, probe, samples_for
 from ..samples import Sample
@@ -22,11 +23,14 @@ _PROBLEM_CHARS = 400
 _excerpt = Excerpts().of
 
 
-async def check_config(path: Path, rollouts: Path | None, out: Console, errors: Console) -> int:
+async def check_config(
+    path: Path, rollouts: Path | None, out: Console, errors: Console, *, timeout_s: float = 30.0
+) -> int:
     """Validate the file, probe every source, and print a table; 0 when every source gave a valid verdict, and
     every judge without instructions of its own could tell right answers from nonsense, else 1.
 
-    Raises `ConfigurationError`, and `InputError` for rollouts that cannot be read.
+    A source has `timeout_s` seconds for an answer, or its own time limit if that is shorter. Raises
+    `ConfigurationError`, and `InputError` for rollouts that cannot be read, or of which there are none.
     """
     config = load_config(path)
     # The engine of a check must not make, open or fill the journal of a run.
@@ -34,11 +38,16 @@ async def check_config(path: Path, rollouts: Path | None, out: Console, errors: 
     async with open_engine(bare, path) as engine:
         samples: dict[str, Sample] = {}
         if rollouts is not None:
-            samples = samples_for(engine, (rollout.sample for rollout in read_rollouts(rollouts)))
+            samples = samples_for(engine, _samples_of(rollouts))
+        for lane in engine.lanes.values():
+            lane.timeout_s = min(lane.timeout_s, timeout_s)
         counts = ((config.sources, "source"), (config.judges, "judge"), (config.routes, "route"))
         say(out, f"{path}: valid, with {', '.join(number_of(len(part), noun) for part, noun in counts)}")
         for line in _sums(config):
             say(out, line)
+        for name in engine.judges if rollouts is not None else ():
+            if name not in samples:
+                say(out, f"{name}: no row of {rollouts} goes to it, so that it is asked about the built-in sample")
         with errors.status("asking every source ..."):
             results = await probe(engine, samples)
         idle = idle_sources(engine)
@@ -60,6 +69,15 @@ async def check_config(path: Path, rollouts: Path | None, out: Console, errors: 
 
 def _has_own_instructions(config: Config, judge: str) -> bool:
     return getattr(config.judges[judge], "instructions", None) is not None
+
+
+def _samples_of(rollouts: Path) -> Iterator[Sample]:
+    """The samples of a file, at least one."""
+    rollout = None
+    for rollout in read_rollouts(rollouts):
+        yield rollout.sample
+    if rollout is None:
+        raise InputError(f"{rollouts}: has no rows")
 
 
 def _sums(config: Config) -> list[str]:

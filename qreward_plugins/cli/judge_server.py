@@ -41,6 +41,7 @@ class ServerOptions:
     requests_per_minute: float | None
     tokens_per_minute: float | None
     concurrency: int | None
+    window_s: float
     latency_s: float
     stragglers: float
     faults: tuple[str, ...]
@@ -56,6 +57,7 @@ def build_server(options: ServerOptions) -> JudgeServer:
                 requests_per_minute=options.requests_per_minute,
                 tokens_per_minute=options.tokens_per_minute,
                 concurrency=options.concurrency,
+                window_s=options.window_s,
             ),
             latency=Latency(median_s=options.latency_s, sigma=_SPREAD, stragglers=options.stragglers),
             faults=Faults(rates=dict(_rate(text) for text in options.faults)),

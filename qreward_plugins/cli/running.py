@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import signal
+import sys
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,32 @@ OK = 0
 SOURCE_SILENT = 1
 BAD_INPUT = 2
 REWARDS_MISSING = 3
+BROKEN_PIPE = 141
+
+
+@contextmanager
+def until_written() -> Iterator[None]:
+    """Run a command to its end, the last byte of its output included.
+
+    Output that cannot be written (a full disk, a reader that has gone) is one message and exit code 2, or 141 for a
+    broken pipe as shells have it, and no traceback: not even when Python closes the streams.
+    """
+    try:
+        try:
+            yield
+        finally:
+            for stream in (sys.stdout, sys.stderr):
+                stream.flush()
+    except OSError as error:
+        # Whatever is left in the buffers has nowhere to go.
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        if error.errno != errno.EPIPE:
+            with suppress(OSError):
+                os.write(2, f"error: the output cannot be written ({error.strerror})\n".encode())
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                os.dup2(nowhere, stream.fileno())
+        raise SystemExit(BROKEN_PIPE if error.errno == errno.EPIPE else BAD_INPUT) from None
 
 
 @contextmanager

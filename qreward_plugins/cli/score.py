@@ -43,11 +43,13 @@ class Plan:
         return self.config.engine.journal.path
 
 
-def prepare(rollouts: Path, config_path: Path, out: Path, errors: Console) -> Plan:
-    """Read and check everything that a run needs. Raises `ConfigurationError` and `InputError`."""
+def prepare(rollouts: Path, config_path: Path, out: Path, errors: Console, *, overwrite: bool = False) -> Plan:
+    """Read and check everything that a run needs. Only with `overwrite` may OUT exist, and the input have a column of
+    our name. Raises `ConfigurationError` and `InputError`.
+    """
     config = load_config(config_path)
     with errors.status(Text(f"reading {rollouts} ...")):
-        total = check_rollouts(rollouts, out=out)
+        total = check_rollouts(rollouts, out=out, overwrite=overwrite)
     journal = config.engine.journal or JournalConfig(path=str(out.with_name(out.name + ".journal")))
     engine = config.engine.model_copy(update={"journal": journal.model_copy(update={"reuse": True})})
     return Plan(rollouts, out, total, config.model_copy(update={"engine": engine}), config_path)

@@ -20,9 +20,9 @@ def format_of(path: Path) -> Format:
     return kind
 
 
-def check_output(out: Path, *, source: Path) -> None:
+def check_output(out: Path, *, source: Path, overwrite: bool = False) -> None:
     """Check that `out` can be written from `source`. Raises `InputError` for a name, a folder or a pair of formats
-    that cannot be.
+    that cannot be, and for a file that is there, unless it is to be replaced (`overwrite`).
     """
     kind = format_of(out)
     if kind == "parquet" and format_of(source) != "parquet":
@@ -33,3 +33,7 @@ def check_output(out: Path, *, source: Path) -> None:
         raise InputError(f"{out}: is a folder; name a file")
     if out.resolve() == source.resolve():
         raise InputError(f"{out}: is the input itself; name another file")
+    if out.exists() and not overwrite:
+        raise InputError(
+            f"{out}: exists; name another file, or replace it with --overwrite (verdicts in its journal cost nothing)"
+        )

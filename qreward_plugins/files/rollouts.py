@@ -43,13 +43,19 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
         yield Rollout(row, _sample(row, name, where))
 
 
-def check_rollouts(path: Path, *, out: Path) -> int:
+def check_rollouts(path: Path, *, out: Path, overwrite: bool = False) -> int:
     """Read all of a file and return how many rows it has, at least one. Raises `InputError` for a row that cannot be
-    scored or cannot be written to `out`.
+    scored or cannot be written to `out`, and, without `overwrite`, where something would be lost: `out` exists, or a
+    row has a column of the name of ours.
     """
-    check_output(out, source=path)
+    check_output(out, source=path, overwrite=overwrite)
     as_lines, total = format_of(out) == "jsonl", 0
     for total, rollout in enumerate(read_rollouts(path), start=1):
+        if RESULT in rollout.row and not overwrite:
+            raise InputError(
+                f"{path}, row {total}: has a column {RESULT!r}, which the outcome would replace; rename it, or replace "
+                "it with --overwrite"
+            )
         try:
             if as_lines:
                 as_json(rollout.row)

@@ -7,6 +7,7 @@ success is read is for each kind of source to say.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ _UNUSABLE = {
     405: "this URL does not take requests",
     407: "the proxy wants credentials",
 }
+_VERSION = re.compile(r"/v[0-9]")
 _TRANSIENT = (408, 409, 425)
 _BUSY = (503, 529)
 _OUT_OF_CREDIT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
@@ -98,7 +100,7 @@ class Answer(ABC):
             said = f"answered 404: it does not know the model {self.model!r}"
             return SourceUnusable(self._says(said, problem), status=status)
         if status in _UNUSABLE:
-            said = f"answered {status}: {_UNUSABLE[status]}"
+            said = f"answered {status}: {_UNUSABLE[status]}{self._hint(status)}"
             return SourceUnusable(self._says(said, problem), status=status)
         if 300 <= status < 400:
             # Every request meets the same redirect, so it is the configuration that needs mending.
@@ -107,6 +109,12 @@ class Answer(ABC):
         if status in _TRANSIENT or status >= 500:
             return TransientError(self._says(f"answered {status}", problem), status=status)
         return PermanentError(self._says(f"answered {status}", problem), status=status)
+
+    def _hint(self, status: int) -> str:
+        """What is most often wrong with the URL of a chat completions server."""
+        if status in (404, 405) and self.url_key == "base_url" and not _VERSION.search(self.url.path):
+            return "; most servers want a base_url that ends in /v1"
+        return ""
 
     def _target(self) -> str:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 
 import pytest
 
@@ -298,3 +299,34 @@ def test_one_flaw_among_many_verdicts_is_forgiven(check, write_config):
     with JudgeServer(faults=Faults(script=[None, None, "prose"])) as server:
         write_config({"a": server})
         assert check().exit_code == 0
+
+
+def test_a_source_that_hangs_is_waited_for_once_and_not_for_long(check, write_config):
+    judges = {name: {"kind": "llm"} for name in ("one", "two", "three")}
+    with JudgeServer(latency=Latency(30.0)) as server:
+        write_config({"slow": server}, judges=judges, routes={"a": "one", "b": "two", "*": "three"})
+        started_at = time.monotonic()
+        result = check("--timeout", "0.5")
+        took_s = time.monotonic() - started_at
+    assert result.exit_code == 1
+    assert took_s < 10
+    assert "source 'slow': no answer within 0.5 s" in result.stdout
+    assert "source 'slow': not asked, because it gave no answer to the judge 'one'" in result.stdout
+
+
+def test_a_file_of_rollouts_without_rows_is_an_error(check, write_config, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with JudgeServer() as server:
+        write_config({"a": server})
+        result = check("--rollouts", tmp_path / "empty.jsonl")
+        assert server.report().requests == 0
+    assert result.exit_code == 2
+    assert "has no rows" in result.stderr
+
+
+def test_a_judge_that_no_row_goes_to_is_told_of(check, write_config, write_rows, row, tmp_path):
+    write_rows([row(1, data_source="other")])
+    with JudgeServer() as server:
+        write_config({"a": server}, judges={"quality": {"kind": "llm"}}, routes={"math": "quality"})
+        result = check("--rollouts", tmp_path / "in.jsonl")
+    assert "quality: no row of" in result.stdout

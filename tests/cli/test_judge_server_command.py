@@ -96,3 +96,10 @@ def test_faults_are_listed(run_cli):
     for kind in FaultKind:
         assert any(line.startswith(f"{kind} ") for line in result.stdout.splitlines())
     assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_limits_are_counted_over_the_window_that_is_asked_for(start_cli):
+    process = start_cli("judge-server", "--port", 0, "--model", "mine", "--requests-per-minute", 600, "--window", 2)
+    ask(first_line(process))
+    _, out, _ = process.end(signal.SIGINT)
+    assert "most in 2 s" in out

@@ -19,8 +19,9 @@ KEYS = {
 def score(run_cli, tmp_path):
     """Run `qreward score` on in.jsonl with config.yaml, to out.jsonl."""
 
-    def run(rows="in.jsonl", config="config.yaml", out="out.jsonl"):
-        return run_cli("score", tmp_path / rows, "--config", tmp_path / config, "--out", tmp_path / out)
+    def run(rows="in.jsonl", config="config.yaml", out="out.jsonl", overwrite=True):
+        options = ["--overwrite"] if overwrite else []
+        return run_cli("score", tmp_path / rows, "--config", tmp_path / config, "--out", tmp_path / out, *options)
 
     return run
 
@@ -286,3 +287,27 @@ def test_a_sum_is_one_row_with_its_parts(
         assert set(right) == KEYS
     assert right["cached"]
     assert verdicts_in(tmp_path / "out.jsonl.journal") == 4
+
+
+def test_a_file_that_exists_is_replaced_only_when_it_is_said(score, server, write_config, write_rows, row, tmp_path):
+    write_rows([row(1)])
+    write_config({"a": server})
+    (tmp_path / "out.jsonl").write_text("precious")
+    result = score(overwrite=False)
+    assert result.exit_code == 2
+    assert "out.jsonl: exists" in result.output.replace("\n", "")
+    assert "--overwrite" in result.output
+    assert (tmp_path / "out.jsonl").read_text() == "precious"
+    assert server.report().requests == 0
+    assert score().exit_code == 0
+    assert "reward" in (tmp_path / "out.jsonl").read_text()
+
+
+def test_a_column_of_our_name_is_replaced_only_when_it_is_said(score, server, write_config, write_rows, row, tmp_path):
+    write_rows([row(1), row(2, qreward="precious")])
+    write_config({"a": server})
+    result = score(overwrite=False)
+    assert result.exit_code == 2
+    assert "row 2: has a column 'qreward'" in result.output.replace("\n", "")
+    assert server.report().requests == 0
+    assert score().exit_code == 0

@@ -61,7 +61,9 @@ class Limits(Node):
     """Requests per minute. Default: none declared."""
 
     tokens_per_minute: PositiveFloat | None = None
-    """Tokens per minute, prompt and completion together. Default: none declared."""
+    """Tokens per minute, prompt and completion together. Default: none declared. A request is reserved the longest
+    completion that its body allows, and a token for each byte of its prompt until answers to texts of the same kind
+    have stated less. One that may take more than a whole window goes alone, when nothing else waits."""
 
     concurrency: PositiveInt | None = None
     """Requests in flight at once. Default: none declared; it begins with 32, grows as long as it is used, and shrinks

@@ -90,9 +90,17 @@ class Quota:
         """Tokens that a window allows, declared or learned; infinity where there is no limit."""
         return self.tokens.limit
 
+    @property
+    def most_tokens(self) -> float:
+        """Tokens that a window allows under the declared limit, whatever is left of it; infinity: none is declared.
+
+        Learned limits may be wrong, and do not count.
+        """
+        return self._shares.tokens
+
     def fits_ever(self, tokens: float) -> bool:
-        """Whether a request of `tokens` can ever be sent under the declared limits: learned ones may be wrong."""
-        return tokens <= self._shares.tokens
+        """Whether a request that takes `tokens` for certain can ever be sent under the declared limit."""
+        return tokens <= self.most_tokens
 
     def wait_s(self, tokens: float, now: float) -> float:
         """Seconds until a request of `tokens` may be sent.
@@ -156,6 +164,10 @@ class Quota:
         self.tokens.amend(tokens, -prompt_tokens)
         if requests >= 0 or tokens >= 0:
             self._withdrawn.append((requests, tokens, prompt_tokens))
+
+    def raised(self, tokens: float) -> None:
+        """For `Reservation.raise_prompt`: so many tokens more are under way."""
+        self._tokens_in_flight += tokens
 
     def ended(self, reservation: Reservation, now: float, rejected: bool) -> None:
         """For `Reservation.release`: note the end of an attempt."""

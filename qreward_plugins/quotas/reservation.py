@@ -54,6 +54,18 @@ class Reservation:
         self.sent_at = now
         self._stamp(now)
 
+    def raise_prompt(self, prompt_tokens: float) -> None:
+        """Hold more for the prompt, because it turned out that texts like it take more; never less."""
+        more = prompt_tokens - self._prompt
+        if more <= 0 or not self.held or self._epoch != self._quota.epoch:
+            return
+        self._prompt = prompt_tokens
+        if self._prompt_entry >= 0:
+            self._quota.tokens.amend(self._prompt_entry, more)
+        elif self.sent_at == -math.inf:
+            self._quota.tokens.hold(more)
+        self._quota.raised(more)
+
     def release(
         self,
         now: float,

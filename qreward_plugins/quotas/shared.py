@@ -118,8 +118,9 @@ class SharedQuota(Quota):
     def burst(self) -> float:
         return self.per_window()[0]
 
-    def fits_ever(self, tokens: float) -> bool:
-        return tokens <= self._whole.tokens
+    @property
+    def most_tokens(self) -> float:
+        return self._whole.tokens
 
     def _declared(self, ledger: Ledger) -> float:
         return self._whole.requests if ledger is self.requests else self._whole.tokens

@@ -116,7 +116,7 @@ class Attempt:
         lane, loop = self.lane, asyncio.get_running_loop()
         ending: Ending
         try:
-            self.reply = await lane.source.send(self.request, on_sent=self._sent)
+            self.reply = lane.credible(self.request, await lane.source.send(self.request, on_sent=self._sent))
             ending, self.result = self.job.judge.verdict(self.request, self.reply), "valid"
         except asyncio.CancelledError:
             if self.withheld or not self.timed_out:

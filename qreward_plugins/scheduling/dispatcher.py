@@ -72,6 +72,9 @@ class Dispatcher:
         self._in_flight = 0
         self._arrived: list[Job] = []
         self._max_attempts = max_attempts
+        self._oversize: dict[Job, None] = {}
+        """Jobs that are estimated to take more than a whole window of any source: each goes alone, when nothing else
+        waits for its sources."""
         self._ending: set[asyncio.Task[None]] = set()
         self._sequence = itertools.count()
         self._on_pumped = on_pumped
@@ -85,7 +88,11 @@ class Dispatcher:
 
     def waiting_jobs(self) -> Iterable[Job]:
         """Jobs that are queued or rest."""
-        return (job for job in self._jobs if not job.live and (job.entry or job.rest_timer is not None))
+        return (
+            job
+            for job in self._jobs
+            if not job.live and (job.entry or job.rest_timer is not None or job in self._oversize)
+        )
 
     def lost_jobs(self) -> list[Job]:
         """Jobs that nothing would ever wake: there are none, or this is a bug. For tests; call it between two steps of
@@ -96,7 +103,7 @@ class Dispatcher:
         return [
             job
             for job in self._jobs
-            if not (job.live or job.entry or job in arrived)
+            if not (job.live or job.entry or job in arrived or job in self._oversize)
             and (job.rest_timer is None or job.rest_timer.cancelled() or job.rest_timer.when() < now)
         ]
 
@@ -189,23 +196,46 @@ class Dispatcher:
         now = self._loop.time()
         queue = self._planner.queue
         queue.discard(job)
+        self._oversize.pop(job, None)
         if job.rest_timer is not None:
             job.rest_timer.cancel()
             job.rest_timer = None
         for name in job.judge.sources:
             lane = self._lanes[name]
-            if not lane.quota.fits_ever(lane.tokens(job.request)):
+            if lane.misfit(job.request):
                 job.barred.add(name)
         if all(name in job.barred for name in job.judge.sources):
             self.fail(job, Cause.INFRA, job.refused_for or "no_source", self._why_no_source(job))
             return
+        job.avoids = frozenset()
         eligible = job.eligible(now)
         if eligible:
-            queue.push(job, eligible)
+            self._push(job, eligible, now)
             self._ask_for_pump()
         rested_at = job.next_rested_at(now)
         if rested_at is not None:
             job.rest_timer = self._loop.call_at(rested_at, self._rested, job)
+
+    def _push(self, job: Job, eligible: frozenset[str], now: float) -> None:
+        """Queue a job where it fits; one that fits nowhere, as far as estimates go, waits until nothing else does."""
+        fitting = frozenset(name for name in eligible if not self._lanes[name].oversize(job.request))
+        if fitting:
+            if any(self._lanes[name].up(now) for name in fitting):
+                job.avoids, eligible = eligible - fitting, fitting
+            self._planner.queue.push(job, eligible)
+        else:
+            job.last_problem = job.last_problem or "it may take more tokens than a whole window allows, so it goes last"
+            self._oversize[job] = None
+
+    def _let_oversize_go(self, now: float) -> bool:
+        """Queue one job that has to go alone, if nothing else waits for its sources; return whether there was one."""
+        for job in self._oversize:
+            eligible = job.eligible(now)
+            if eligible and all(self._planner.queue.first(name) is None for name in eligible):
+                del self._oversize[job]
+                self._planner.queue.push(job, eligible)
+                return True
+        return False
 
     def _rested(self, job: Job) -> None:
         if not job.live:
@@ -223,6 +253,8 @@ class Dispatcher:
             self._arrange(now)
         for job, lane, hedge in self._planner.placements(now, in_flight=lambda: self._in_flight):
             self._start(job, lane, now, hedge=hedge)
+        if self._oversize and self._let_oversize_go(now):
+            self._ask_for_pump()
         if self._on_pumped is not None:
             self._on_pumped()
         if self._wake is not None:
@@ -322,7 +354,8 @@ class Dispatcher:
         if job.last_problem:
             return job.last_problem
         reasons = [
-            f"{name}: {self._lanes[name].unusable or 'larger than its tokens_per_minute'}" for name in job.barred
+            f"{name}: {self._lanes[name].unusable or self._lanes[name].misfit(job.request) or 'it cannot take it'}"
+            for name in job.barred
         ]
         return "no source can take it (" + "; ".join(sorted(reasons)) + ")"
 
@@ -339,6 +372,7 @@ class Dispatcher:
         if job not in self._jobs:
             return
         del self._jobs[job]
+        self._oversize.pop(job, None)
         if job.entry:
             # What waited behind it may be able to go now.
             self._planner.queue.discard(job)

@@ -203,8 +203,13 @@ class Endings:
         elif isinstance(ending, Throttled):
             lane.throttled(ending.retry_after_s, attempt.started_at, now)
             lane.breaker.abandoned(probe=attempt.decides)
+            problem = str(ending)
+            if lane.oversize(attempt.request):
+                # It went alone; once more, and everybody else would wait for an empty window again.
+                job.barred.add(lane.name)
+                problem += f" (it went alone, because it may take {lane.tokens(attempt.request):,} tokens)"
             if not gone:
-                self._retry(attempt, str(ending))
+                self._retry(attempt, problem)
         elif isinstance(ending, PermanentError):
             self._permanent(attempt, ending, now, gone=gone)
         elif gone:

@@ -81,6 +81,9 @@ class Job:
     """Sources that will never answer this sample."""
     rested_at: dict[str, float] = field(default_factory=dict)
     """Sources that failed this sample, and when they may be asked again; other sources may at once."""
+    avoids: frozenset[str] = frozenset()
+    """Sources that it would have to wait for alone, because it may take more tokens than their whole window allows,
+    while another one can take it as any other."""
     rests_until: float = 0.0
     """No source may be asked before, because its retries have used up their budget."""
     invalid_at: set[str] = field(default_factory=set)
@@ -134,7 +137,9 @@ class Job:
         if self.rests_until > now:
             return frozenset()
         return frozenset(
-            name for name in self.judge.sources if name not in self.barred and self.rested_at.get(name, now) <= now
+            name
+            for name in self.judge.sources
+            if name not in self.barred and name not in self.avoids and self.rested_at.get(name, now) <= now
         )
 
     def next_rested_at(self, now: float) -> float | None:

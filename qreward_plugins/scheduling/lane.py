@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 import logging
 import math
 from collections import deque
@@ -16,6 +17,7 @@ from .breaker import Breaker
 from .pauses import Pauses
 from .speed import Speed
 from .tail import Tail
+from .tokens import TokenEstimates
 
 if TYPE_CHECKING:
     from .attempts import Attempt
@@ -25,9 +27,6 @@ _log = logging.getLogger("qreward_plugins.scheduling")
 Hold = Literal["", "queue", "quota", "pause"]
 """Why a source takes nothing now: it is busy, its quota is spent, or it asked (or needs) to be left alone."""
 
-_FIRST_TOKENS_PER_BYTE = 1 / 3
-_TOKENS_PER_BYTE_DECAY = 0.05
-_COMPLETION_WEIGHT = 0.05
 _GARBAGE_WINDOW = 50
 _GARBAGE_AT_LEAST = 10
 _FRESH_S = 0.05
@@ -86,8 +85,7 @@ class Lane:
         self._refused_probes = 0
         self._last_error = ""
         self.pauses = Pauses()
-        self._tokens_per_byte = _FIRST_TOKENS_PER_BYTE
-        self._completion_tokens = 0.0
+        self._estimates = TokenEstimates(source)
         self._validity: deque[bool] = deque(maxlen=_GARBAGE_WINDOW)
         self._heard_at = -math.inf
         self._silenced = False
@@ -105,18 +103,37 @@ class Lane:
 
     def tokens(self, request: Request) -> int:
         """An upper bound of the tokens that `request` takes, prompt and completion."""
-        return self._prompt_tokens(request) + request.max_completion_tokens
+        return self._estimates.prompt(request) + self._estimates.completion(request)
 
     def tokens_of(self, size: float) -> float:
         """The tokens that a request of `size` bytes is likely to take, prompt and completion."""
-        return size * self._tokens_per_byte + self._completion_tokens
+        return self._estimates.likely(size)
+
+    def misfit(self, request: Request) -> str:
+        """Why `request` can never be sent here; empty: it can. An estimate is no reason, only what is certain."""
+        least, most = self._estimates.least(request), self.quota.most_tokens
+        if self.quota.fits_ever(least):
+            return ""
+        return (
+            f"larger than its tokens_per_minute: it takes {least:,} tokens at least (of these "
+            f"{request.demand(self.source).completion:,} for the longest completion asked for), a window allows "
+            f"{most:,.0f}"
+        )
+
+    def oversize(self, request: Request) -> bool:
+        """Whether `request` is estimated to take more than a whole window allows, so that it can only go alone."""
+        return self.tokens(request) > self.quota.most_tokens
 
     def reserve(self, request: Request, now: float) -> Reservation:
         """Take what an attempt of `request` needs from the quota."""
-        return self.quota.reserve(self._prompt_tokens(request), request.max_completion_tokens, now)
+        return self.quota.reserve(self._estimates.prompt(request), self._estimates.completion(request), now)
 
     def wait_s(self, tokens: float, now: float) -> float:
-        """Seconds until a request of `tokens` may go; infinity: no time can be told."""
+        """Seconds until a request of `tokens` may go; infinity: no time can be told.
+
+        What is estimated to take more than a whole window may go once the window is empty.
+        """
+        tokens = min(tokens, self.quota.most_tokens)
         return max(self.pauses.left_s(now), self.breaker.wait_s(now), self.quota.wait_s(tokens, now))
 
     def up(self, now: float) -> bool:
@@ -152,7 +169,7 @@ class Lane:
             hold = "pause"
         elif self.quota.in_flight >= self.quota.concurrency:
             hold = "queue"
-        elif self.quota.wait_s(tokens, now) > 0:
+        elif self.quota.wait_s(min(tokens, self.quota.most_tokens), now) > 0:
             hold = "quota"
         if not self._holds or self._holds[-1][1] != hold:
             self._holds.append((now, hold))
@@ -180,6 +197,7 @@ class Lane:
         """Note that an attempt begins."""
         self.live[attempt] = None
         self.breaker.started()
+        self.pauses.started(attempt.started_at)
         self.counters.requests += 1
         self.counters.hedges += attempt.hedge
         self.counters.peak_in_flight = max(self.counters.peak_in_flight, self.quota.in_flight)
@@ -201,6 +219,23 @@ class Lane:
                 attempt.started_at += now - since
                 attempt.sent_at += now - since
 
+    def credible(self, request: Request, reply: Reply) -> Reply:
+        """`reply` with as much of its usage as can be true."""
+        if reply.usage is None:
+            return reply
+        usage, cut_down = self._estimates.credible(request, reply.usage)
+        if cut_down and not self._estimates.doubted:
+            self._estimates.doubted = True
+            _log.warning(
+                "source %s states a usage of %d prompt and %d completion tokens for a request of %d bytes, which "
+                "cannot be; such figures are cut down to what the request allows",
+                self.name,
+                reply.usage.prompt_tokens,
+                reply.usage.completion_tokens,
+                request.size,
+            )
+        return reply if usage == reply.usage else dataclasses.replace(reply, usage=usage, usage_doubted=cut_down)
+
     def answered(self, attempt: Attempt, reply: Reply, now: float) -> float:
         """Learn from a reply; return its cost in dollars."""
         request, usage, latency_s = attempt.request, reply.usage, now - attempt.started_at
@@ -209,7 +244,7 @@ class Lane:
         if self.unusable:
             self.unusable = ""
             _log.warning("source %s answers again", self.name)
-        self.pauses.answered()
+        self.pauses.answered(attempt.started_at)
         self.quota.answered(now, sent_at=attempt.started_at)
         if reply.announced:
             learned = self.quota.announced(reply.announced, now)
@@ -224,13 +259,9 @@ class Lane:
             cost += usage.prompt_tokens * self.price.input_per_million / 1e6
             cost += usage.completion_tokens * self.price.output_per_million / 1e6
             self.counters.usage += usage
-            if usage.prompt_tokens and request.size:
-                seen = usage.prompt_tokens / request.size
-                # Up at once, down slowly: an estimate below the truth would break a limit, one above it only waits.
-                self._tokens_per_byte += max(seen - self._tokens_per_byte, 0.0) + _TOKENS_PER_BYTE_DECAY * min(
-                    seen - self._tokens_per_byte, 0.0
-                )
-            self._completion_tokens += _COMPLETION_WEIGHT * (usage.completion_tokens - self._completion_tokens)
+            if self._estimates.learn(request, usage, cut_down=reply.usage_doubted):
+                for other in self.live:
+                    other.reservation.raise_prompt(self._estimates.prompt(other.request))
         self.counters.cost_usd += cost
         return cost
 
@@ -238,8 +269,8 @@ class Lane:
         """What an answer to `request` costs at most, in dollars."""
         return (
             self.price.per_request
-            + self._prompt_tokens(request) * self.price.input_per_million / 1e6
-            + request.max_completion_tokens * self.price.output_per_million / 1e6
+            + self._estimates.prompt(request) * self.price.input_per_million / 1e6
+            + self._estimates.completion(request) * self.price.output_per_million / 1e6
         )
 
     def answers_garbage(self) -> bool:
@@ -390,9 +421,6 @@ class Lane:
             retries_put_off=retries.put_off,
             learned=_learned(use),
         )
-
-    def _prompt_tokens(self, request: Request) -> int:
-        return math.ceil(request.size * self._tokens_per_byte)
 
     def _rests(self, opened: bool, now: float) -> bool:
         # A line for the 1st, 2nd, 4th, 8th ... probe that failed: a source that is down may be probed every second.

@@ -101,6 +101,7 @@ class Planner:
             most = float(lane.tokens(first.request))
             return 1, most, most
         each, most = lane.tokens_of(self.queue.total_size / len(self.queue)), float(lane.tokens(first.request))
+        most = min(most, lane.quota.most_tokens)  # no more than a whole window can be asked for
         return count, max(count * each, most), most
 
     def started(self, attempt: Attempt) -> None:
@@ -286,7 +287,7 @@ class Planner:
         keep it waiting for ever.
         """
         tokens = lane.tokens(job.request)
-        if not lane.quota.fits_ever(tokens):
+        if lane.misfit(job.request):
             self._on_misfit(job)
             return False
         return lane.wait_s(tokens, now) <= 0

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..samples import Message, Sample, Usage
+from .demand import Demand, Demanding, Texture, of_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +35,25 @@ class Request:
     """Length of what is sent, in UTF-8 bytes: the scheduler's measure of how long the answer will take, and of how many
     tokens it takes. Without messages it is that of the sample's prompt, response and ground truth, where these are
     texts."""
+    _demands: dict[str, Demand] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         texts = [message["content"] for message in self.messages] or _texts(self.sample)
         object.__setattr__(self, "size", sum(len(str.encode(text, "utf-8", "surrogatepass")) for text in texts))
+        object.__setattr__(self, "_demands", {})
+
+    def demand(self, source: Source) -> Demand:
+        """The tokens that this request takes at `source` at most: what the source says of the body that it sends, else
+        what messages and `max_completion_tokens` say.
+        """
+        found = self._demands.get(source.name)
+        if found is None:
+            found = source.demand(self) if isinstance(source, Demanding) else None
+            if found is None:
+                texts, overhead = of_messages(self.messages) if self.messages else (_texts(self.sample), 0)
+                found = Demand(Texture.of(texts), overhead, self.max_completion_tokens)
+            self._demands[source.name] = found
+        return found
 
 
 def _texts(sample: Sample) -> list[str]:
@@ -69,6 +85,8 @@ class Reply:
     text: str = ""
     value: Any = None
     usage: Usage | None = None
+    usage_doubted: bool = False
+    """Whether the source stated more than can be true, and `usage` was cut down."""
     model: str = ""
     finish_reason: str = ""
     announced: Mapping[str, float] = field(default_factory=dict)

@@ -20,6 +20,7 @@ from ..errors import ConfigurationError, InputError, Mistake, SampleRefused, Sou
 from ..redaction import names_secret, secrets_in, without_secrets
 from .base import Reply, Request, apart
 from .bodies import as_json, encoded
+from .demand import Demand, Texture, completion_bound, of_messages
 from .http import HTTPClient, HTTPReply, proxy_for
 from .replicas import Replicas
 from .replies import Answer
@@ -49,6 +50,7 @@ class Endpoint(ABC):
         self._max_reply_bytes = config.max_reply_bytes
         found: list[Mistake] = []
         self._parameters = _parameters(f"sources.{name}.parameters", config, found)
+        _check_bound(f"sources.{name}.parameters", config, found)
         headers = _headers(f"sources.{name}", config, found)
         self._urls = _urls(f"sources.{name}.{self.URL_KEY}", urls, path, found)
         if found or mistakes:
@@ -138,9 +140,37 @@ class Endpoint(ABC):
     def _answer(self, url: URL, http: HTTPReply) -> Answer:
         """What `url` answered, to be read."""
 
+    def demand(self, request: Request) -> Demand | None:
+        """The tokens that the body of `request` takes at most, prompt and completion, its parameters included; None
+        where it cannot be written, and will not be sent.
+        """
+        try:
+            return self._demand(request, self._whole_body(request))
+        except Exception:  # whatever a sample can hold: the attempt says it, where it costs that sample only
+            return None
+
+    def _demand(self, request: Request, body: dict[str, Any]) -> Demand:
+        messages = body.pop("messages", None)
+        texts: list[str | bytes] = []
+        overhead = 0
+        if isinstance(messages, (list, tuple)):
+            found, overhead = of_messages(messages)
+            texts += found
+        # Schemas, tools and documents are put into the prompt by some servers; a scoring service is sent texts by any
+        # key.
+        rest = {key: value for key, value in body.items() if not isinstance(value, (int, float)) and key != "model"}
+        if rest:
+            texts.append(encoded(rest))
+        completion = completion_bound(body)
+        return Demand(Texture.of(texts), overhead, request.max_completion_tokens if completion is None else completion)
+
+    def _whole_body(self, request: Request) -> dict[str, Any]:
+        """What is sent: the one place where the source's parameters win over the judge's."""
+        return {**self._body(request), **self._parameters}
+
     def _encode(self, request: Request) -> bytes:
         try:
-            return encoded({**self._body(request), **self._parameters})
+            return encoded(self._whole_body(request))
         except InputError as error:
             reason = str(error)
         except Exception as error:
@@ -150,6 +180,19 @@ class Endpoint(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, {', '.join(self._urls)})"
+
+
+def _check_bound(path: str, config: models.Endpoint, mistakes: list[Mistake]) -> None:
+    """A limit of tokens is kept by reserving what a reply may take: parameters must not take that bound away."""
+    if config.limits.tokens_per_minute is None or completion_bound({"max_tokens": 1, **config.parameters}) is not None:
+        return
+    mistakes.append(
+        Mistake(
+            f"{path}.max_tokens",
+            "it takes away the bound of a reply, without which tokens_per_minute cannot be kept.",
+            "Give a number of tokens from 1 on, or leave it out: then the judge's max_tokens holds.",
+        )
+    )
 
 
 def _urls(where: str, configured: Sequence[str], path: str, mistakes: list[Mistake]) -> dict[str, URL]:

@@ -61,7 +61,7 @@ def test_waiting_for_a_window_is_quota(stage):
 
 
 def test_waiting_for_tokens_is_quota(stage):
-    stage.add("a", limits={"tokens_per_minute": 250, "concurrency": 50})
+    stage.add("a", limits={"tokens_per_minute": 750, "concurrency": 50})
     stage.knows("a", 1.0, size=300)
     parts = spent(stage.play([300] * 4).report)
     assert set(parts) == {("quota", "a"), ("service", "a")}

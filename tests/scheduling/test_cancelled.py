@@ -160,7 +160,7 @@ def test_what_is_not_sent_because_its_share_has_ended_is_asked_again_and_held_ag
 
 
 def test_a_job_that_a_cutoff_ends_while_it_is_put_in_the_queue_is_not_sent(stage):
-    source = stage.add("a", limits={"tokens_per_minute": 1000})
+    source = stage.add("a", limits={"tokens_per_minute": 70})
 
     async def main():
         dispatcher = stage.dispatcher()

@@ -74,7 +74,7 @@ def test_least_requests_gives_a_slow_source_less(stage):
 def test_least_tokens_balances_tokens_and_not_requests(stage):
     for name in "ab":
         stage.add(name, limits={"concurrency": 200}, behaviour=lambda *_: 5.0)
-    stage.play([3000] + [300] * 10, strategy="least_tokens")
+    stage.play([6000] + [300] * 10, strategy="least_tokens")
     by_source = {name: [sent.size for sent in stage.sent if sent.source == name] for name in "ab"}
     assert sorted(len(sizes) for sizes in by_source.values()) == [1, 10]
 
@@ -116,7 +116,7 @@ def test_no_job_waits_while_another_source_is_free(stage, name):
 
 
 def test_the_longest_goes_first_and_large_jobs_are_not_overtaken(stage):
-    stage.add("a", limits={"tokens_per_minute": 400, "concurrency": 1})
+    stage.add("a", limits={"tokens_per_minute": 1000, "concurrency": 1})
     stage.play([90, 900, 300], strategy="round_robin", deadline_s=900)
     assert [sent.size for sent in stage.sent] == [900, 300, 90]
 

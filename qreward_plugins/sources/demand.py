@@ -1,0 +1,168 @@
+"""How many tokens a request can take, read from the body that is really sent.
+
+A completion is bounded by the parameters of the final body, wherever they were configured: `max_tokens` and its other
+names, times the number of completions (`n`), plus what a reasoning budget allows beside it. A prompt is bounded by its
+bytes: a byte-level BPE, or a SentencePiece model with byte fallback, never makes more tokens than a text has UTF-8
+bytes; the chat template adds some for each message. How far below that bound a text stays depends on what it consists
+of, which `Texture` tells: English takes about a token for 4 bytes, digits and base64 up to one a byte.
+
+Keys of the body: the API references of OpenAI (chat completions), vLLM, SGLang, Ollama, OpenRouter, DashScope, Gemini.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+TOKENS_PER_MESSAGE = 8
+"""Tokens that a chat template puts around a message: role and control tokens."""
+TOKENS_PER_REQUEST = 32
+"""Tokens that a chat template adds to a prompt: the start of the answer, the date, a short default system message."""
+TOKENS_PER_IMAGE = 4096
+"""Assumed tokens of an image, or of another part of a message that is no text: no rule holds for all models."""
+
+_LIGHT = b"abcdefghijklmnopqrstuvwxyz "
+_ASCII = bytes(range(0x80))
+_NOT_LEADS = bytes(byte for byte in range(0x100) if byte < 0xC0)
+_THREE_OR_FOUR = bytes(byte for byte in range(0x100) if byte < 0xE0)
+_FOUR = bytes(byte for byte in range(0x100) if byte < 0xF0)
+
+_BOUNDS = frozenset({"maxtokens", "maxcompletiontokens", "maxnewtokens", "maxoutputtokens", "numpredict", "npredict"})
+_LOWER_BOUNDS = frozenset({"mintokens", "minnewtokens"})
+_BUDGETS = frozenset({"budgettokens", "thinkingbudget", "thinkingtokenbudget", "reasoningbudget", "maxthinkingtokens"})
+_COUNTS = frozenset({"n", "bestof", "numreturnsequences", "candidatecount", "numbeams", "beamwidth"})
+_REASONING = ("reasoning", "thinking", "thinkingconfig")
+_OPAQUE = frozenset(
+    {"messages", "responseformat", "tools", "functions", "metadata", "logitbias", "guidedjson", "structuredoutputs"}
+)
+"""What holds names of the user's own, or texts, and no parameters of sampling."""
+
+
+@dataclass(frozen=True, slots=True)
+class Texture:
+    """What a text consists of, in UTF-8 bytes: all of them, those of ASCII that are neither lower-case letters nor
+    spaces, and those of characters of 2, 3 and 4 bytes.
+    """
+
+    size: int = 0
+    dense: int = 0
+    two: int = 0
+    three: int = 0
+    four: int = 0
+
+    @classmethod
+    def of(cls, texts: Iterable[str | bytes]) -> Texture:
+        size = dense = two = three = four = 0
+        for text in texts:
+            data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+            size += len(data)
+            heavy = data.translate(None, _LIGHT)
+            foreign = heavy.translate(None, _ASCII)
+            dense += len(heavy) - len(foreign)
+            if foreign:
+                leads = foreign.translate(None, _NOT_LEADS)
+                of_three_up = leads.translate(None, _THREE_OR_FOUR)
+                of_four = len(of_three_up.translate(None, _FOUR))
+                two += 2 * (len(leads) - len(of_three_up))
+                three += 3 * (len(of_three_up) - of_four)
+                four += 4 * of_four
+        return cls(size, dense, two, three, four)
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """What a request takes at most: its prompt as `texture`, plus `overhead` tokens of the chat template and of what is
+    no text, and `completion` tokens of answers.
+    """
+
+    texture: Texture
+    overhead: int = 0
+    completion: int = 0
+
+    @property
+    def prompt(self) -> int:
+        """Prompt tokens at most."""
+        return self.texture.size + self.overhead
+
+
+@runtime_checkable
+class Demanding(Protocol):
+    """A source that knows what it really sends for a request."""
+
+    def demand(self, request: Any) -> Demand | None: ...
+
+
+def overhead_of(messages: int) -> int:
+    """Tokens that a chat template adds to so many messages; 0 messages: it is no chat."""
+    return TOKENS_PER_REQUEST + TOKENS_PER_MESSAGE * messages if messages else 0
+
+
+def of_messages(messages: Iterable[Any]) -> tuple[list[str], int]:
+    """The texts of chat messages, and the tokens that template and images add."""
+    texts, overhead, count = [], 0, 0
+    for message in messages:
+        count += 1
+        content = message.get("content") if isinstance(message, Mapping) else message
+        for part in content if isinstance(content, (list, tuple)) else [content]:
+            text = part.get("text") if isinstance(part, Mapping) else part
+            if isinstance(text, str):
+                texts.append(text)
+            elif part is not None:
+                overhead += TOKENS_PER_IMAGE
+    return texts, overhead + overhead_of(count)
+
+
+def completion_bound(parameters: Mapping[str, Any]) -> int | None:
+    """The most completion tokens that these parameters of a body allow; None where they name no bound.
+
+    Of several names for one bound the largest counts, because servers differ in which they know.
+    """
+    found = _Found()
+    found.look_into(parameters)
+    if found.most is None:
+        return None
+    return max(1, found.choices) * (max(found.most, found.least) + found.budget)
+
+
+class _Found:
+    __slots__ = ("budget", "choices", "least", "most")
+
+    def __init__(self) -> None:
+        self.most: int | None = None
+        self.least = 0
+        self.budget = 0
+        self.choices = 1
+
+    def look_into(self, parameters: Mapping[str, Any], *, above: str = "", depth: int = 0) -> None:
+        for key, value in parameters.items():
+            name = str(key).lower().replace("_", "").replace("-", "")
+            if isinstance(value, Mapping):
+                if name not in _OPAQUE and depth < 4:
+                    self.look_into(value, above=name, depth=depth + 1)
+                continue
+            number = _whole(value)
+            if number is None:
+                continue
+            if name in _BUDGETS or (above in _REASONING and name in _BOUNDS):
+                self.budget = max(self.budget, number)
+            elif name in _BOUNDS:
+                self.most = max(self.most or 0, number)
+            elif name in _LOWER_BOUNDS:
+                self.least = max(self.least, number)
+            elif name in _COUNTS:
+                self.choices = max(self.choices, number)
+
+
+def _whole(value: Any) -> int | None:
+    """A count that servers would accept, numbers in quotes included; None for anything else, 0 and less (which mean
+    "without a bound" in some) among it.
+    """
+    if isinstance(value, bool):
+        return None
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None
+    return math.ceil(number) if 0 < number < 1e12 else None

@@ -11,6 +11,7 @@ from typing import Any
 
 from qreward_plugins import Sample
 from qreward_plugins.prompts import messages_of
+from qreward_plugins.samples import fits_float32
 from qreward_plugins.sample_check import mapping_or_unreadable, name_or_unreadable, read_or_unreadable
 
 RECORD = "qreward"
@@ -117,7 +118,7 @@ def finite(value: Any) -> float | None:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if abs(number) <= FLOAT32_MAX else None
+    return number if fits_float32(number) else None
 
 
 def flat(samples: Any) -> Iterator[ROLLOUT_SAMPLE]:

@@ -121,5 +121,7 @@ class Validations:
         return before == 0 < self._failed
 
     def metrics(self) -> dict[str, float]:
-        """The share of failed samples in the last validation; nothing before the first one."""
+        """The share of failed samples in the last validation; nothing before the first one. Where ROLL samples ahead, a
+        step's rewards were given before and after a validation, and its metric is their mean.
+        """
         return {"qreward/val/failed_rate": self._failed / self._samples} if self._samples else {}

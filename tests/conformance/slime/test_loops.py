@@ -40,6 +40,11 @@ def test_fully_async_rollouts_run_on_a_loop_of_their_own(player, name):
     check(scenario, played)
 
 
+@pytest.mark.parametrize("scenario", scenarios.BAD_MINUTES, ids=str)
+def test_a_bad_minute_costs_fully_async_rollouts_no_innocent_sample(player, scenario):
+    check(scenario, play(scenario, player, flags=[*FULLY_ASYNC, "--sglang-server-concurrency", "16"]))
+
+
 def test_fully_async_rollouts_and_evaluation_have_a_loop_each(player):
     scenario = Scenario(
         "async-eval", Judge(spoils=scenarios.uneven), "unspoilt", engine={"max_attempts": 20}, evaluate=True

@@ -11,8 +11,8 @@ from typing import Any
 
 from qreward_plugins import Sample
 from qreward_plugins.prompts import messages_of
-from qreward_plugins.samples import fits_float32
 from qreward_plugins.sample_check import mapping_or_unreadable, name_or_unreadable, read_or_unreadable
+from qreward_plugins.samples import fits_float32
 
 RECORD = "qreward"
 """The key of `sample.metadata` that holds the record of a sample."""

@@ -11,15 +11,16 @@ import asyncio
 import hashlib
 import logging
 import math
+import os
 import random
 import secrets
-from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, aclosing
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from .config import Config, Limits, load_config
+from .ending import end, forget
 from .errors import EngineError
 from .journal import Journal, question_keys
 from .judges import Judge, Panel
@@ -29,6 +30,7 @@ from .scheduling import Cutoff, Dispatcher, Lane, open_lanes
 from .scoring import Scoring
 from .sharing import Channel, Membership, open_channel, source_keys
 from .sources import Source
+from .streaming import Stream
 from .telemetry import BatchReport, EngineCounters, EngineStatistics, Facts
 
 if TYPE_CHECKING:
@@ -37,6 +39,11 @@ if TYPE_CHECKING:
     from .portal import EnginePortal
 
 _log = logging.getLogger("qreward_plugins.engine")
+
+CLOSE_WITHIN_S = 10.0
+"""Longest time, in seconds, that closing gives the scheduler, or all sources together."""
+END_WITHIN_S = 2.0
+"""The same for what was cancelled after that time."""
 
 
 class RewardEngine:
@@ -80,6 +87,10 @@ class RewardEngine:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scoring: Scoring | None = None
         self._closed = False
+        self._closing: asyncio.Task[None] | None = None
+        self._closed_parts: set[str] = set()
+        self._ended = False
+        self._pid = os.getpid()
 
     async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Outcome:
         """Score one sample.
@@ -135,24 +146,13 @@ class RewardEngine:
         """Score any number of samples in constant memory; yields each sample with its outcome, in order.
 
         At most `window` samples are held at once, handed in or waiting to be yielded (default: enough to keep all
-        sources busy). A sample's deadline runs from when it is handed in. Closing the generator cancels what is under
-        way.
+        sources busy). A sample's deadline runs from when it is handed in. An outcome is yielded as soon as it and those
+        before it are there, whatever `samples` waits for. What `samples` raises is raised. Closing the generator
+        cancels what is under way, `samples` included.
         """
-        window = window or self._stream_window()
-        pending: deque[tuple[Sample, asyncio.Future[Outcome]]] = deque()
-        try:
-            async for sample in _aiter(samples):
-                pending.append((sample, asyncio.ensure_future(self.score(sample))))
-                while len(pending) >= window or (pending and pending[0][1].done()):
-                    first, outcome = pending[0]
-                    yield first, await outcome
-                    pending.popleft()
-            while pending:
-                first, outcome = pending[0]
-                yield first, await outcome
-                pending.popleft()
-        finally:
-            await _cancel([task for _, task in pending])
+        async with aclosing(Stream(samples, self.score, window or self._stream_window()).outcomes()) as outcomes:
+            async for scored in outcomes:
+                yield scored
 
     @property
     def judges(self) -> Mapping[str, Judge]:
@@ -211,21 +211,67 @@ class RewardEngine:
     async def aclose(self) -> None:
         """Fail what is still waiting (`infra/closed`), end every attempt, and close sources and journal. Idempotent.
 
+        What fails to close is logged and keeps nothing else open; what does not end within some seconds is named and
+        left to itself. Cancelling the call ends the wait only: closing goes on, and calling again waits for its end.
+
         Raises `JournalError` when verdicts could not be written; everything is closed then, too.
         """
-        if self._closed:
-            return
         self._closed = True
-        try:
-            if self._dispatcher is not None and self._loop is asyncio.get_running_loop():
-                await self._dispatcher.aclose()
-                if self._membership is not None:
-                    await self._membership.aclose()
-            for lane in self._lanes.values():
-                await lane.source.aclose()
-        finally:
-            if self._journal is not None:
+        loop = asyncio.get_running_loop()
+        # After a fork, what is open belongs to the parent.
+        while not self._ended and self._pid == os.getpid():
+            closing = self._closing
+            if closing is None or closing.done() or closing.get_loop() is not loop:
+                closing = self._closing = loop.create_task(self._close())
+            # Whoever is cancelled here stops waiting, and closing goes on.
+            await asyncio.wait([closing])
+            if not closing.cancelled():
+                closing.result()
+                return
+
+    async def _close(self) -> None:
+        loop = asyncio.get_running_loop()
+        interrupted: asyncio.CancelledError | None = None
+        steps: list[dict[str, Callable[[], Awaitable[None]]]] = []
+        if self._dispatcher is not None and self._loop is loop:
+            steps.append({"the scheduler": self._dispatcher.aclose})
+            if self._membership is not None:
+                steps.append({"the way to the quota keeper": self._membership.aclose})
+        steps.append({f"source {name}": lane.source.aclose for name, lane in self._lanes.items()})
+        for step in steps:
+            try:
+                await self._close_all(step)
+            except asyncio.CancelledError as cancelled:
+                interrupted = cancelled
+        if self._journal is not None:
+            try:
                 await self._journal.aclose()
+            except Exception:
+                self._ended = interrupted is None
+                raise
+        if interrupted is not None:
+            raise interrupted
+        self._ended = True
+
+    async def _close_all(self, parts: Mapping[str, Callable[[], Awaitable[None]]]) -> None:
+        """Close these parts at once, each whatever becomes of the others, those that were not closed before."""
+        left = {what: aclose for what, aclose in parts.items() if what not in self._closed_parts}
+        tasks = {asyncio.ensure_future(_call(aclose)): what for what, aclose in left.items()}
+        if not tasks:
+            return
+        try:
+            await asyncio.wait(tasks, timeout=CLOSE_WITHIN_S)
+        finally:
+            # After an interruption, what is under way is given the time to end, but no more.
+            for task in await end(tasks, within_s=END_WITHIN_S):
+                forget(task)
+                _log.warning("%s could not be closed within %g s, and is left to itself", tasks[task], CLOSE_WITHIN_S)
+            for task, what in tasks.items():
+                failed = task.exception() if task.done() and not task.cancelled() else None
+                if failed is not None:
+                    _log.warning("%s could not be closed", what, exc_info=failed)
+                elif task.done() and not task.cancelled():
+                    self._closed_parts.add(what)
 
     async def __aenter__(self) -> RewardEngine:
         return self
@@ -246,6 +292,8 @@ class RewardEngine:
         if self._closed:
             raise EngineError("this RewardEngine is closed; make a new one")
         loop = asyncio.get_running_loop()
+        if self._loop is not None and self._pid != os.getpid():
+            raise EngineError("this RewardEngine was used before a fork; make a new one in this process")
         if self._scoring is not None and self._loop is loop:
             return self._scoring
         if self._loop is not None and not self._loop.is_closed():
@@ -255,7 +303,7 @@ class RewardEngine:
             )
         for lane in self._lanes.values():
             lane.abandon_attempts(loop.time())
-        self._loop = loop
+        self._loop, self._pid = loop, os.getpid()
         dispatcher = Dispatcher(
             self._lanes,
             rng=self._rng,
@@ -319,15 +367,8 @@ async def _cancel(futures: Sequence[asyncio.Future[Outcome]]) -> None:
     await asyncio.gather(*futures, return_exceptions=True)
 
 
-async def _aiter(samples: Iterable[Sample] | AsyncIterable[Sample]) -> AsyncIterator[Sample]:
-    if isinstance(samples, AsyncIterable):
-        async for sample in samples:
-            yield sample
-    else:
-        for sample in samples:
-            yield sample
-            # A long run of plain samples must let the event loop work in between.
-            await asyncio.sleep(0)
+async def _call(aclose: Callable[[], Awaitable[None]]) -> None:
+    await aclose()
 
 
 __all__ = ["RewardEngine"]

@@ -13,15 +13,17 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import AsyncGenerator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import TYPE_CHECKING
 
+from anyio import to_thread
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from .config import Config
+from .errors import EngineError
 from .samples import Outcome, Sample
 from .scheduling import Cutoff
 from .telemetry import BatchReport, EngineStatistics, Facts
@@ -31,15 +33,19 @@ if TYPE_CHECKING:
 
 
 class EnginePortal:
-    """What a `RewardEngine` does, as plain functions that any thread may call."""
+    """What a `RewardEngine` does, as plain functions that any thread may call.
+
+    Raises `EngineError` in a process that was forked from the one that opened it.
+    """
 
     def __init__(self, engine: RewardEngine, portal: BlockingPortal) -> None:
         self._engine = engine
         self._portal = portal
+        self._pid = os.getpid()
 
     def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Outcome:
         """As `RewardEngine.score`; blocks the calling thread until the outcome is there."""
-        return self._portal.call(partial(self._engine.score, sample, deadline_s=deadline_s, priority=priority))
+        return self._opened_here().call(partial(self._engine.score, sample, deadline_s=deadline_s, priority=priority))
 
     def score_all(
         self,
@@ -51,33 +57,45 @@ class EnginePortal:
     ) -> list[Outcome]:
         """As `RewardEngine.score_all`."""
         score_all = partial(self._engine.score_all, deadline_s=deadline_s, priority=priority, cutoff=cutoff)
-        return self._portal.call(score_all, list(samples))
+        return self._opened_here().call(score_all, list(samples))
 
     def submit(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Future[Outcome]:
         """As `RewardEngine.score`, without waiting. Cancelling the future cancels the sample's attempts."""
         score = partial(self._engine.score, sample, deadline_s=deadline_s, priority=priority)
-        return self._portal.start_task_soon(score)
+        return self._opened_here().start_task_soon(score)
 
     def submit_all(
         self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int = 0
     ) -> Future[list[Outcome]]:
         """As `RewardEngine.score_all`, without waiting. Cancelling the future cancels what is under way."""
         score_all = partial(self._engine.score_all, list(samples), deadline_s=deadline_s, priority=priority)
-        return self._portal.start_task_soon(score_all)
+        return self._opened_here().start_task_soon(score_all)
 
     def score_stream(self, samples: Iterable[Sample], *, window: int | None = None) -> Iterator[tuple[Sample, Outcome]]:
-        """As `RewardEngine.score_stream`. The samples are drawn in the engine's thread: keep their iterator quick."""
-        stream = self._engine.score_stream(samples, window=window)
+        """As `RewardEngine.score_stream`. The samples are drawn in a thread of their own, where their iterator may wait
+        for whatever it needs, the last outcome included. A thread that waits when the stream is closed goes on until
+        its iterator returns.
+        """
+        stream = self._engine.score_stream(_drawn(samples), window=window)
         try:
-            while (scored := self._portal.call(_next, stream)) is not None:
+            while (scored := self._opened_here().call(_next, stream)) is not None:
                 yield scored
         finally:
-            self._portal.call(_close, stream)
+            if self._pid == os.getpid():
+                self._opened_here().call(_close, stream)
 
     @property
     def config(self) -> Config:
         """The engine's configuration."""
         return self._engine.config
+
+    def _opened_here(self) -> BlockingPortal:
+        """The way into the engine's thread. Threads do not survive a fork: in a child, nobody would ever answer."""
+        if self._pid != os.getpid():
+            raise EngineError(
+                "this portal was opened before a fork; open one in this process (process_portal, RewardEngine.portal)"
+            )
+        return self._portal
 
     def facts(self) -> Facts:
         """As `RewardEngine.facts`."""
@@ -85,11 +103,22 @@ class EnginePortal:
 
     def last_batch(self) -> BatchReport | None:
         """As `RewardEngine.last_batch`."""
-        return self._portal.call(self._engine.last_batch)
+        return self._opened_here().call(self._engine.last_batch)
 
     def statistics(self) -> EngineStatistics:
         """As `RewardEngine.statistics`."""
-        return self._portal.call(self._engine.statistics)
+        return self._opened_here().call(self._engine.statistics)
+
+
+class _End:
+    """Is no sample, not even a broken one."""
+
+
+async def _drawn(samples: Iterable[Sample]) -> AsyncIterator[Sample]:
+    """The samples, each drawn in a thread: to wait for one must not keep the engine's thread from its work."""
+    iterator = iter(samples)
+    while not isinstance(sample := await to_thread.run_sync(next, iterator, _End(), abandon_on_cancel=True), _End):
+        yield sample
 
 
 async def _next(stream: AsyncGenerator[tuple[Sample, Outcome], None]) -> tuple[Sample, Outcome] | None:
@@ -102,19 +131,26 @@ async def _close(stream: AsyncGenerator[tuple[Sample, Outcome], None]) -> None:
 
 @contextmanager
 def open_portal(engine: RewardEngine) -> Iterator[EnginePortal]:
-    """Run `engine` in a thread of its own; leaving the context closes it."""
-    with start_blocking_portal("asyncio") as portal:
+    """Run `engine` in a thread of its own; leaving the context closes it, but in a child that was forked meanwhile."""
+    pid = os.getpid()
+    with ExitStack() as stack:
+        portal = stack.enter_context(start_blocking_portal("asyncio"))
+        stack.callback(portal.call, engine.aclose)
         try:
             yield EnginePortal(engine, portal)
         finally:
-            portal.call(engine.aclose)
+            if os.getpid() != pid:
+                _of_parents.append(stack.pop_all())
+
+
+_of_parents: list[ExitStack] = []
+"""What parents of this process opened. It cannot be closed here: not even by forgetting it."""
 
 
 class _Portals:
     """The portals of this process, by configuration."""
 
     def __init__(self) -> None:
-        self._abandoned: list[ExitStack] = []
         self._start()
         os.register_at_fork(after_in_child=self._start_in_child)
 
@@ -124,8 +160,7 @@ class _Portals:
         self._resources = ExitStack()
 
     def _start_in_child(self) -> None:
-        # Threads do not survive a fork, so a child cannot close what its parent opened: not even by forgetting it.
-        self._abandoned.append(self._resources)
+        _of_parents.append(self._resources)
         self._start()
 
     def get(self, config: Config, processes: int) -> EnginePortal:

@@ -14,11 +14,11 @@ import qreward_plugins
 ROOT = Path(__file__).parents[1]
 
 FLOORS = [
-    {"errors", "samples", "sample_check", "config", "redaction"},
+    {"errors", "samples", "sample_check", "config", "redaction", "ending"},
     {"sources", "quotas", "telemetry", "groups", "siblings", "prompts"},
     {"judges"},
     {"scheduling", "journal"},
-    {"scoring", "sharing"},
+    {"scoring", "sharing", "streaming"},
     {"engine", "simulation", "testing", "trial"},
     {"portal", "probe", "files"},
     {"planning"},

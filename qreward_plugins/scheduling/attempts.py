@@ -112,6 +112,15 @@ class Attempt:
             self.lane.breaker.abandoned(probe=self.decides)
         self.lane.live.pop(self, None)
 
+    def abandon(self, now: float) -> None:
+        """Give back what is held, though the task goes on: it swallows its cancellation."""
+        self.result, self.ended_at = "cancelled", now
+        self.reservation.release(now)
+        if self.timer is not None:
+            self.timer.cancel()
+        self.lane.breaker.abandoned(probe=self.probe)
+        self.lane.live.pop(self, None)
+
     async def _run(self, on_end: Callable[[Attempt, Ending], None]) -> None:
         lane, loop = self.lane, asyncio.get_running_loop()
         ending: Ending

@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 
 from ..config.models import Scheduling
+from ..ending import end, forget
 from ..errors import InputError
 from ..judges.base import Judge
 from ..samples import Cause, Failed, Outcome, Sample
@@ -33,6 +34,8 @@ from .slices import TimeSlices
 _log = logging.getLogger("qreward_plugins.scheduling")
 
 SHORTEST_WAKE_S = 1e-4
+CLOSE_WITHIN_S = 5.0
+"""Longest time, in seconds, for which closing waits for attempts that were cancelled."""
 STALL_S = 0.1
 """Delay of a timer, in seconds, from which the event loop is taken to have been blocked."""
 
@@ -75,7 +78,8 @@ class Dispatcher:
         self._oversize: dict[Job, None] = {}
         """Jobs that are estimated to take more than a whole window of any source: each goes alone, when nothing else
         waits for its sources."""
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: dict[asyncio.Task[None], Attempt] = {}
+        self._closed = False
         self._sequence = itertools.count()
         self._on_pumped = on_pumped
         self._pump_due = False
@@ -171,16 +175,30 @@ class Dispatcher:
         return future
 
     async def aclose(self) -> None:
-        """End every job as failed (`infra/closed`), and wait until every attempt has given back what it held."""
+        """End every job as failed (`infra/closed`), and wait until every attempt has given back what it held.
+
+        What swallows its cancellation is waited for a few seconds, and named and abandoned then. May be called again.
+        """
+        self._closed = True
         self._endings.on_late = None
         self.batches.close()
         for job in list(self._jobs):
             self.fail(job, Cause.INFRA, "closed", "the engine was closed before the sample was scored")
-        for task in list(self._ending):
-            task.cancel()
+        for attempt in list(self._ending.values()):
+            attempt.cancel()
         await asyncio.sleep(0)
-        while self._ending:
-            await asyncio.gather(*self._ending, return_exceptions=True)
+        for task in await end(list(self._ending), within_s=CLOSE_WITHIN_S):
+            forget(task)
+            attempt = self._ending.pop(task)
+            self._in_flight -= 1
+            attempt.abandon(self._loop.time())
+            _log.warning(
+                "source %s: a call did not end within %g s of being cancelled, and is left to itself",
+                attempt.lane.name,
+                CLOSE_WITHIN_S,
+            )
+        # Tasks have ended, their callbacks come with the next step.
+        await asyncio.sleep(0)
         if self._wake is not None:
             self._wake.cancel()
         self._planner.close()
@@ -242,7 +260,7 @@ class Dispatcher:
             self.enqueue(job)
 
     def _ask_for_pump(self) -> None:
-        if not self._pump_due:
+        if not self._pump_due and not self._closed:
             self._pump_due = True
             self._loop.call_soon(self._pump)
 
@@ -321,7 +339,7 @@ class Dispatcher:
         self._in_flight += 1
         lane.started(attempt)
         task = attempt.start(self._loop, self._attempt_ended)
-        self._ending.add(task)
+        self._ending[task] = attempt
         task.add_done_callback(lambda task: self._settled(attempt, task))
         self._planner.started(attempt)
 
@@ -330,7 +348,8 @@ class Dispatcher:
 
     def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
         """Clean up after an attempt, however it ended: nothing it held may outlive its task."""
-        self._ending.discard(task)
+        if self._ending.pop(task, None) is None:
+            return  # it was abandoned
         self._in_flight -= 1
         now = self._loop.time()
         attempt.settle(now, task)

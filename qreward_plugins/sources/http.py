@@ -117,12 +117,14 @@ class HTTPClient:
         loop = asyncio.get_running_loop()
         session, _ = self._sessions.get(loop, (None, None))
         if session is None or session.closed:
-            for other in [other for other in self._sessions if other.is_closed()]:
-                await _abandon(self._sessions.pop(other)[0])
+            # Before anything is waited for: requests that come meanwhile are to share this session.
+            closed = [self._sessions.pop(other)[0] for other in list(self._sessions) if other.is_closed()]
             session = self._open_session()
             keeper = _keep(session)
             self._sessions[loop] = (session, keeper)
             await keeper.__anext__()
+            for abandoned in closed:
+                await _abandon(abandoned)
         return session
 
     def _open_session(self) -> aiohttp.ClientSession:

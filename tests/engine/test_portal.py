@@ -92,3 +92,59 @@ def test_it_closes_when_the_process_ends_and_a_forked_child_has_none():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout.split() == ["None", "child", "0"]
     assert "exception" not in done.stderr.lower().replace("typeerror", "")
+
+
+FORKED = """
+import os, signal, sys, threading
+from qreward_plugins import EngineError, RewardEngine, Sample, load_config, process_portal
+def one(sample):
+    return 1.0
+
+tree = {
+    "sources": {"f": {"kind": "function", "function": "__main__:one", "mode": "thread", "arguments": "sample"}},
+    "judges": {"j": {"kind": "function"}},
+}
+sample = Sample([{"role": "user", "content": "?"}], "x")
+
+def calls(portal):
+    yield lambda: portal.score(sample)
+    yield lambda: portal.score_all([sample])
+    yield lambda: portal.submit(sample)
+    yield lambda: portal.submit_all([sample])
+    yield lambda: list(portal.score_stream([sample]))
+    yield portal.statistics
+    yield portal.last_batch
+
+def child(portal):
+    signal.alarm(40)
+    for call in calls(portal):
+        try:
+            call()
+        except EngineError as error:
+            assert "fork" in str(error)
+            print("refused", flush=True)
+
+engine = RewardEngine(tree)
+with engine.portal() as portal:
+    portal.score(sample)
+    if os.fork() == 0:
+        child(portal)
+    else:
+        os.wait()
+    parent = threading.active_count() > 1
+if not parent:
+    print("left", flush=True)
+    os._exit(0)
+shared = process_portal(load_config(tree))
+print(shared.score(sample).reward, flush=True)
+if os.fork() == 0:
+    child(shared)
+    print(process_portal(load_config(tree)).score(sample).reward, flush=True)
+    sys.exit(0)
+print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+"""
+
+
+def test_a_portal_that_was_opened_before_a_fork_says_so_and_does_not_hang():
+    done = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == [*["refused"] * 7, "left", "1.0", *["refused"] * 7, "1.0", "0"], done.stderr

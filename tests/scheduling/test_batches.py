@@ -90,6 +90,23 @@ def test_samples_of_a_higher_priority_that_come_one_by_one_go_first(one_place):
     run(main())
 
 
+def test_no_batch_is_kept_of_a_priority_that_nothing_is_scored_with_any_more(one_place):
+    async def main():
+        dispatcher = one_place.dispatcher()
+        batches = dispatcher.batches
+        for priority in range(500):
+            future = dispatcher.submit(
+                one_place.sample(), one_place.judge, deadline_s=300, batch=batches.trickle(priority)
+            )
+            batches.trickle(-priority)  # of which nothing is asked
+            await future
+        kept = [each for each in gc.get_objects() if type(each) is Batch]
+        await dispatcher.aclose()
+        return len(kept)
+
+    assert run(main()) < 5
+
+
 # The cut-off
 
 

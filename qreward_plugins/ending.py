@@ -1,0 +1,34 @@
+"""Ending tasks within a time: a task may swallow its cancellation, and closing must not hang for it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+CANCEL_AGAIN_S = 1.0
+"""Seconds after which a task that still runs is cancelled again: some code swallows one cancellation by mistake."""
+
+
+async def end(tasks: Iterable[asyncio.Task[Any]], *, within_s: float) -> list[asyncio.Task[Any]]:
+    """Cancel `tasks`, and wait until they have ended, at most `within_s` seconds.
+
+    Returns those that still run. Raises nothing that they raise. Cancelling the call ends the wait.
+    """
+    left = [task for task in tasks if not task.done()]
+    loop = asyncio.get_running_loop()
+    until = loop.time() + within_s
+    while left and loop.time() < until:
+        for task in left:
+            task.cancel()
+        await asyncio.wait(left, timeout=min(CANCEL_AGAIN_S, until - loop.time()))
+        left = [task for task in left if not task.done()]
+    return left
+
+
+def forget(task: asyncio.Task[Any]) -> None:
+    """Let go of a task that does not end: neither its event loop, when it shuts down, nor anybody else waits for it."""
+    task.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
+    # `asyncio.run` waits without a limit for all tasks that are registered with its loop.
+    asyncio._unregister_task(task)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]

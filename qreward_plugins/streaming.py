@@ -1,0 +1,95 @@
+"""A stream of samples: any number of them in constant memory, in order, each outcome as soon as it can be given."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable
+from typing import Any
+
+from .ending import end, forget
+from .samples import Outcome, Sample
+
+END_WITHIN_S = 5.0
+"""Longest time, in seconds, for which closing waits for a producer of samples that swallows its cancellation."""
+
+
+class _End:
+    """Is no sample, not even a broken one."""
+
+
+_END = _End()
+
+
+class Stream:
+    """Scores `samples` by `score`, at most `window` of them at once.
+
+    The samples are drawn in a task of their own: whoever makes them may wait for the outcome of the last one.
+    """
+
+    def __init__(
+        self,
+        samples: Iterable[Sample] | AsyncIterable[Sample],
+        score: Callable[[Sample], Coroutine[Any, Any, Outcome]],
+        window: int,
+    ) -> None:
+        self._samples = samples
+        self._score = score
+        self._window = window
+        self._held: deque[tuple[Sample, asyncio.Task[Outcome]]] = deque()
+        self._changed = asyncio.Event()
+        self._room = asyncio.Event()
+
+    async def outcomes(self) -> AsyncGenerator[tuple[Sample, Outcome], None]:
+        """Each sample with its outcome. Closing it cancels what is under way."""
+        held = self._held
+        feeder = asyncio.ensure_future(self._feed())
+        feeder.add_done_callback(self._note)
+        try:
+            while True:
+                self._changed.clear()
+                if held and held[0][1].done():
+                    sample, outcome = held[0]
+                    yield sample, outcome.result()
+                    held.popleft()
+                    self._room.set()
+                elif feeder.done() and (not held or feeder.cancelled() or feeder.exception() is not None):
+                    feeder.result()
+                    return
+                else:
+                    await self._changed.wait()
+        finally:
+            for task in await end([feeder, *(task for _, task in held)], within_s=END_WITHIN_S):
+                forget(task)
+            if not feeder.cancelled() and feeder.done():
+                feeder.exception()  # if it is not raised, another one is
+
+    async def _feed(self) -> None:
+        samples = _aiter(self._samples)
+        try:
+            while True:
+                while len(self._held) >= self._window:
+                    self._room.clear()
+                    await self._room.wait()
+                sample = await anext(samples, _END)
+                if isinstance(sample, _End):
+                    return
+                scoring = asyncio.ensure_future(self._score(sample))
+                scoring.add_done_callback(self._note)
+                self._held.append((sample, scoring))
+        finally:
+            await samples.aclose()
+
+    def _note(self, _: asyncio.Future[Any]) -> None:
+        self._changed.set()
+
+
+async def _aiter(samples: Iterable[Sample] | AsyncIterable[Sample]) -> AsyncGenerator[Sample, None]:
+    if isinstance(samples, AsyncIterable):
+        async for sample in samples:
+            yield sample
+    else:
+        for sample in samples:
+            yield sample
+            # A long run of plain samples must let the event loop work in between.
+            await asyncio.sleep(0)

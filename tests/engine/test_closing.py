@@ -1,0 +1,206 @@
+"""Closing an engine: whoever fails, hangs or is cancelled on the way, nothing is left open, and it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from qreward_plugins import EngineError, Failed, RewardEngine, Sample
+from qreward_plugins.simulation import SimulatedSource, run
+
+SAMPLE = Sample([{"role": "user", "content": "?"}], "an answer")
+
+
+class Closes(SimulatedSource):
+    """Closes in one of several ways: "well", "slowly", "fails", "hangs", "swallows" (hangs, whoever cancels it)."""
+
+    way = "well"
+    calls = 0
+
+    async def aclose(self):
+        self.calls += 1
+        if self.way == "slowly":
+            await asyncio.sleep(1)
+        if self.way == "fails":
+            raise RuntimeError("no")
+        if self.way in ("hangs", "swallows"):
+            await stays(swallows=self.way == "swallows")
+        await super().aclose()
+
+
+async def stays(*, swallows, until=None):
+    while until is None or not until.is_set():
+        try:
+            await asyncio.sleep(1e4)
+        except asyncio.CancelledError:
+            if not swallows:
+                raise
+
+
+class Stays(Closes):
+    """Is asked, never answers, and swallows every cancellation."""
+
+    async def send(self, request, *, on_sent):
+        on_sent()
+        await stays(swallows=True)
+
+
+def engine_of(sources, **engine):
+    node = {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m"}
+    tree = {"sources": dict.fromkeys(sources, node), "judges": {"q": {"kind": "llm"}}, "engine": {"seed": 1, **engine}}
+    return RewardEngine(tree, sources=sources)
+
+
+def others():
+    return asyncio.all_tasks() - {asyncio.current_task()}
+
+
+def test_a_source_that_fails_to_close_leaves_no_other_one_open(caplog):
+    sources = {name: Closes(name) for name in "abc"}
+    sources["a"].way = "fails"
+
+    async def main():
+        engine = engine_of(sources)
+        await engine.score(SAMPLE)
+        await engine.aclose()
+
+    run(main())
+    assert [source.closed for source in sources.values()] == [False, True, True]
+    assert "source a could not be closed" in caplog.text
+
+
+@pytest.mark.parametrize("way", ["hangs", "swallows"])
+def test_a_source_that_hangs_in_closing_is_named_and_left_to_itself(caplog, way):
+    sources = {name: Closes(name) for name in "ab"}
+    sources["a"].way = way
+
+    async def main():
+        engine = engine_of(sources)
+        await asyncio.wait_for(engine.aclose(), 60)
+        assert others() == set()
+
+    run(main())
+    assert sources["b"].closed
+    assert way == "hangs" or "source a could not be closed within" in caplog.text
+
+
+def test_a_call_that_swallows_its_cancellation_does_not_hold_up_closing(caplog):
+    async def main():
+        engine = engine_of({"a": Stays("a"), "b": Closes("b")})
+        scoring = [asyncio.ensure_future(engine.score(SAMPLE, deadline_s=1e3)) for _ in range(4)]
+        await asyncio.sleep(1)
+        await asyncio.wait_for(engine.aclose(), 60)
+        outcomes = await asyncio.gather(*scoring)
+        assert all(outcome.reason == "closed" for outcome in outcomes if isinstance(outcome, Failed))
+        assert others() == set()
+        return engine
+
+    engine = run(main())
+    assert all(lane.quota.in_flight == 0 and not lane.live for lane in engine.lanes.values())
+    assert "source a: a call did not end" in caplog.text
+
+
+def test_a_portal_closes_although_a_call_swallows_its_cancellation(monkeypatch):
+    monkeypatch.setattr("qreward_plugins.scheduling.dispatcher.CLOSE_WITHIN_S", 0.05)
+    with engine_of({"a": Stays("a")}).portal() as portal:
+        outcome = portal.score(SAMPLE, deadline_s=0.05)
+    assert outcome.reason == "deadline"
+
+
+def test_a_close_that_was_cancelled_goes_on_and_can_be_waited_for():
+    sources = {name: Closes(name) for name in "ab"}
+    sources["a"].way = "slowly"
+
+    async def main():
+        engine = engine_of(sources)
+        await engine.score(SAMPLE)
+        closing = asyncio.ensure_future(engine.aclose())
+        await asyncio.sleep(0.5)
+        closing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await closing
+        with pytest.raises(EngineError, match="closed"):
+            await engine.score(SAMPLE)
+        await engine.aclose()
+        assert others() == set()
+
+    run(main())
+    assert all((source.closed, source.calls) == (True, 1) for source in sources.values())
+
+
+def test_closing_whose_tasks_are_all_cancelled_is_taken_up_again():
+    sources = {name: Closes(name) for name in "ab"}
+    sources["a"].way = "slowly"
+
+    async def main():
+        engine = engine_of(sources)
+        await engine.score(SAMPLE)
+        closing = asyncio.ensure_future(engine.aclose())
+        await asyncio.sleep(0.5)
+        for task in others():
+            task.cancel()
+        await asyncio.gather(closing, return_exceptions=True)
+        await engine.aclose()
+        assert others() == set()
+
+    run(main())
+    assert all(source.closed for source in sources.values())
+
+
+def test_closed_twice_at_once_it_is_closed_once():
+    source = Closes("a")
+    source.way = "slowly"
+
+    async def main():
+        engine = engine_of({"a": source})
+        await asyncio.gather(engine.aclose(), engine.aclose(), engine.aclose())
+        await engine.aclose()
+
+    run(main())
+    assert source.calls == 1
+
+
+WAYS = st.sampled_from(["well", "slowly", "fails", "hangs", "swallows"])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    ways=st.lists(WAYS, min_size=1, max_size=4),
+    stays=st.booleans(),
+    samples=st.integers(0, 6),
+    after_s=st.floats(0, 3),
+    cancels=st.lists(st.floats(0, 30), max_size=3),
+)
+def test_whatever_fails_or_is_cancelled_closing_ends_and_leaves_nothing(ways, stays, samples, after_s, cancels):
+    logging.getLogger("qreward_plugins").setLevel(logging.CRITICAL)
+    sources = {f"s{n}": (Stays if stays and n == 0 else Closes)(f"s{n}") for n in range(len(ways))}
+    for source, way in zip(sources.values(), ways, strict=True):
+        source.way = way
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        engine = engine_of(sources)
+        scoring = [asyncio.ensure_future(engine.score(SAMPLE, deadline_s=600)) for _ in range(samples)]
+        await asyncio.sleep(after_s)
+        for cancel_after_s in cancels:
+            closing = asyncio.ensure_future(engine.aclose())
+            loop.call_later(cancel_after_s, closing.cancel)
+            await asyncio.gather(closing, return_exceptions=True)
+        began_at = loop.time()
+        await engine.aclose()
+        assert loop.time() - began_at < 60
+        await asyncio.gather(*scoring)
+        assert others() == set()
+        return engine
+
+    engine = run(main())
+    logging.getLogger("qreward_plugins").setLevel(logging.NOTSET)
+    for lane in engine.lanes.values():
+        assert lane.quota.in_flight == 0
+        assert not lane.live
+    for source in sources.values():
+        assert source.closed or source.way not in ("well", "slowly")

@@ -1,0 +1,166 @@
+"""Streams: an outcome is given out as soon as it is there, whatever the producer of the samples waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from contextlib import aclosing, suppress
+
+import pytest
+
+from qreward_plugins import EngineError, RewardEngine, Sample
+from qreward_plugins.simulation import SimulatedSource, run
+
+
+def sample(number=0):
+    return Sample([{"role": "user", "content": "?"}], f"answer {number}", id=str(number))
+
+
+def engine_of(**source):
+    node = {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m"}
+    tree = {"sources": {"a": node}, "judges": {"q": {"kind": "llm", "invalid_retries": 0}}, "engine": {"seed": 1}}
+    return RewardEngine(tree, sources={"a": SimulatedSource("a", **source)})
+
+
+def streamed(produce, *, consume=None, window=None, **source):
+    """What came of a stream of `produce(given)`, as (id, when); `given` holds what came so far."""
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        given: list[tuple[str, float]] = []
+        async with engine_of(**source) as engine:
+            async with aclosing(engine.score_stream(produce(given), window=window)) as stream:
+                async for one, _ in stream:
+                    given.append((one.id, loop.time()))
+                    if consume is not None and not await consume(given):
+                        break
+            assert engine.statistics().waiting == 0
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return given
+
+    return run(main())
+
+
+@pytest.mark.parametrize("window", [None, 1, 2, 7])
+def test_a_producer_may_wait_for_the_last_outcome(window):
+    async def produce(given):
+        for number in range(5):
+            yield sample(number)
+            while len(given) <= number:  # noqa: ASYNC110 - in virtual time
+                await asyncio.sleep(0.01)
+
+    given = streamed(produce, window=window)
+    assert [name for name, _ in given] == list("01234")
+
+
+def test_an_outcome_does_not_wait_for_the_next_sample():
+    async def produce(given):
+        for number in range(3):
+            yield sample(number)
+            await asyncio.sleep(100)
+
+    given = streamed(produce)
+    assert [at for _, at in given] == pytest.approx([1, 101, 201], abs=0.1)
+
+
+def test_outcomes_come_in_order_whichever_is_there_first():
+    async def produce(given):
+        for number in range(6):
+            yield sample(number)
+
+    given = streamed(produce, behaviour=lambda number, request, now: 6.0 - number)
+    assert [name for name, _ in given] == list("012345")
+
+
+def test_no_more_than_the_window_is_drawn_while_the_consumer_is_away():
+    drawn = []
+
+    async def produce(given):
+        for number in range(40):
+            drawn.append(number)
+            yield sample(number)
+
+    async def consume(given):
+        await asyncio.sleep(20)
+        assert len(drawn) - len(given) < 4
+        return True
+
+    assert len(streamed(produce, consume=consume, window=4)) == 40
+
+
+@pytest.mark.parametrize("after", [0, 3])
+def test_what_the_producer_raises_is_raised_and_leaves_nothing(after):
+    async def produce(given):
+        for number in range(after):
+            yield sample(number)
+        raise KeyError("the producer's own")
+
+    with pytest.raises(KeyError, match="the producer's own"):
+        streamed(produce)
+
+
+def test_closing_ends_a_producer_that_waits():
+    ended = []
+
+    async def produce(given):
+        try:
+            yield sample()
+            await asyncio.sleep(1e6)
+        finally:
+            ended.append(True)
+
+    async def once(given):
+        return False
+
+    streamed(produce, consume=once)
+    assert ended == [True]
+
+
+def test_closing_does_not_wait_for_ever_for_a_producer_that_swallows_its_cancellation():
+    async def produce(given):
+        yield sample()
+        for _ in range(100):
+            with suppress(asyncio.CancelledError):
+                await asyncio.sleep(1e4)
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        async with engine_of() as engine:
+            stream = engine.score_stream(produce([]))
+            await anext(stream)
+            began_at = loop.time()
+            await stream.aclose()
+            assert loop.time() - began_at < 10
+        await asyncio.sleep(2e6)  # until it ends by itself
+
+    run(main())
+
+
+def test_an_engine_that_is_closed_meanwhile_ends_the_stream_with_an_error():
+    async def produce(given):
+        for number in range(100):
+            yield sample(number)
+            await asyncio.sleep(1)
+
+    async def main():
+        engine = engine_of()
+        asyncio.get_running_loop().call_later(5.5, lambda: asyncio.ensure_future(engine.aclose()))
+        with pytest.raises(EngineError):
+            async for _ in engine.score_stream(produce([])):
+                pass
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run(main())
+
+
+def test_through_a_portal_the_iterator_may_wait_for_the_last_outcome():
+    given: queue.Queue[str] = queue.Queue()
+
+    def produce():
+        for number in range(4):
+            yield sample(number)
+            assert given.get(timeout=30) == str(number)
+
+    with engine_of(behaviour=lambda number, request, now: 0.01).portal() as portal:
+        for one, _ in portal.score_stream(produce()):
+            given.put(one.id)

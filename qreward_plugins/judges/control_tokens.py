@@ -43,41 +43,49 @@ from .visibility import INVISIBLE
 # one that has been dealt with.
 _NEVER = r"<>\[\]◁▷\u2039\u203a\u27e6\u27e7\u25c3\u25b9"
 
-_TOKEN = re.compile(
-    "|".join(
-        (
-            # Frames, with any name.
-            rf"<\|[^\s{_NEVER}](?:[^\n{_NEVER}]{{0,62}}?[^\s{_NEVER}])??\|>",
-            r"<\|/?[a-z0-9_]{1,32}>|</?[a-z0-9_]{1,32}\|>",
-            r"\[\|/?[a-z_]{2,32}\|\]",
-            rf"\]~b\]|\]~!b\[|\[e~\[|\]![pd]~\[|\]<\][^\n{_NEVER}]{{1,32}}\[>\[",
-            rf"◁/?[^\n{_NEVER}]{{1,32}}▷",
-            r"(?-i:>>(?:TITLE|ABSTRACT|INTRODUCTION|SUMMARY|COMMENT|ANSWER|QUESTION|DOMAIN|PREFIX|SUFFIX|MIDDLE)<<)",
-            r"<</?SYS>>",
-            # Names in angle brackets.
-            r"(?-i:</?s>)",
-            r"</?(?:bos|eos|eod|eot|eom|unk|pad|mask|cls|sep|sop|eop|eoa|eoh|role|AI|用户)>|<mask:\d{1,4}>",
-            r"</?(?:start|end|begin|beginning)_of_[a-z_]{1,32}>",
-            r"</?(?:extra|extra_id|reserved|reserved_token|reserved_special_token|special|special_token|unused"
-            r"|unused_token|placeholder|control)_?\d{1,6}>",
-            r"</?[a-z]{2,16}(?:_[a-z]{2,16}){0,3}_token>",
-            r"</?(?:seed|mm|minimax|atem):[a-z_]{1,48}>|</?longcat_[a-z_]{1,32}>|</?_[a-z]{2,16}>",
-            r"</?(?:think|thinking|thought|thoughts|reasoning|reflection|think_on|think_off|no_think)>",
-            r"</?(?:tool_calls?|tool_response|tool_sep|arg_key|arg_value)>",
-            r"</?(?:img|img_context|imgpad|image_pad|image_placeholder|image_soft_token|audio_soft_token)>",
-            r"<(?:image|video|audio)>",
-            r"</?(?:fim|issue|jupyter|commit|tts_text)_[a-z_]{1,24}>|<(?:file_sep|repo_name|reponame|gh_stars)>",
-            # Names in square brackets.
-            r"\[/?(?:INST|THINK|SYSTEM_PROMPT|MODEL_SETTINGS|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT"
-            r"|CALL_ID|IMG_BREAK|IMG_END|BEGIN_AUDIO|OUTPUT_AUDIO|STREAMING_PAD|STREAMING_WORD|gMASK|sMASK"
-            r"|start_header_id|end_header_id)\]",
-            r"\[(?:(?:BEGIN|END) FINAL RESPONSE)\]",
-            r"\[(?:unused|control|unused_token|extra_id|reserved)_?\d{1,6}\]",
-            r"(?-i:\[/?(?:ARGS|IMG|AUDIO|TRANSCRIBE|REF|PREFIX|SUFFIX|MIDDLE|MASK|CLS|SEP|PAD|UNK|BOS|EOS|EOT)\])",
-        )
-    ),
-    re.IGNORECASE,
+_AFTER_ANGLE = (
+    # Frames, with any name.
+    rf"\|[^\s{_NEVER}](?:[^\n{_NEVER}]{{0,62}}?[^\s{_NEVER}])??\|>",
+    r"\|/?[a-z0-9_]{1,32}>|/?[a-z0-9_]{1,32}\|>",
+    r"</?SYS>>",
+    # Names.
+    r"(?-i:/?s)>",
+    r"/?(?:bos|eos|eod|eot|eom|unk|pad|mask|cls|sep|sop|eop|eoa|eoh|role|AI|用户)>|mask:\d{1,4}>",
+    r"/?(?:start|end|begin|beginning)_of_[a-z_]{1,32}>",
+    r"/?(?:extra|extra_id|reserved|reserved_token|reserved_special_token|special|special_token|unused|unused_token"
+    r"|placeholder|control)_?\d{1,6}>",
+    r"/?[a-z]{2,16}(?:_[a-z]{2,16}){0,3}_token>",
+    r"/?(?:seed|mm|minimax|atem):[a-z_]{1,48}>|/?longcat_[a-z_]{1,32}>|/?_[a-z]{2,16}>",
+    r"/?(?:think|thinking|thought|thoughts|reasoning|reflection|think_on|think_off|no_think)>",
+    r"/?(?:tool_calls?|tool_response|tool_sep|arg_key|arg_value)>",
+    r"/?(?:img|img_context|imgpad|image_pad|image_placeholder|image_soft_token|audio_soft_token)>",
+    r"(?:image|video|audio)>",
+    r"/?(?:fim|issue|jupyter|commit|tts_text)_[a-z_]{1,24}>|(?:file_sep|repo_name|reponame|gh_stars)>",
 )
+
+_AFTER_SQUARE = (
+    r"\|/?[a-z_]{2,32}\|\]",
+    r"e~\[",
+    r"/?(?:INST|THINK|SYSTEM_PROMPT|MODEL_SETTINGS|AVAILABLE_TOOLS|TOOL_CALLS|TOOL_RESULTS|TOOL_CONTENT|CALL_ID"
+    r"|IMG_BREAK|IMG_END|BEGIN_AUDIO|OUTPUT_AUDIO|STREAMING_PAD|STREAMING_WORD|gMASK|sMASK|start_header_id"
+    r"|end_header_id)\]",
+    r"(?:BEGIN|END) FINAL RESPONSE\]",
+    r"(?:unused|control|unused_token|extra_id|reserved)_?\d{1,6}\]",
+    r"(?-i:/?(?:ARGS|IMG|AUDIO|TRANSCRIBE|REF|PREFIX|SUFFIX|MIDDLE|MASK|CLS|SEP|PAD|UNK|BOS|EOS|EOT))\]",
+)
+
+# Each alternative begins with a character of its own, whose case counts, so the search can skip everything else.
+_TOKEN = re.compile(
+    rf"<(?i:{'|'.join(_AFTER_ANGLE)})"
+    rf"|\[(?i:{'|'.join(_AFTER_SQUARE)})"
+    rf"|\](?i:~b\]|~!b\[|![pd]~\[|<\][^\n{_NEVER}]{{1,32}}\[>\[)"
+    rf"|◁(?:/?[^\n{_NEVER}]{{1,32}}▷)"
+    r"|>(?:>(?:TITLE|ABSTRACT|INTRODUCTION|SUMMARY|COMMENT|ANSWER|QUESTION|DOMAIN|PREFIX|SUFFIX|MIDDLE)<<)"
+)
+
+
+# Every token has one of these, as itself or as what NFKC makes it of.
+_BRACKET = re.compile("[<\\[\\]◁\uff1c\uff3b\uff3d\ufe64\ufe47\ufe48]")
 
 
 class _Folded(dict[int, int]):
@@ -95,8 +103,8 @@ _LOOKALIKE = str.maketrans(
     {
         **dict.fromkeys("<\uff1c\ufe64", "\u2039"),
         **dict.fromkeys(">\uff1e\ufe65", "\u203a"),
-        **dict.fromkeys("[\uff3b", "\u27e6"),
-        **dict.fromkeys("]\uff3d", "\u27e7"),
+        **dict.fromkeys("[\uff3b\ufe47", "\u27e6"),
+        **dict.fromkeys("]\uff3d\ufe48", "\u27e7"),
         "◁": "\u25c3",
         "▷": "\u25b9",
     }
@@ -121,12 +129,14 @@ def neutralise(text: str) -> str:
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
     """Where the control tokens in `text` are."""
+    if not _BRACKET.search(text):
+        return
     gaps = [match.span() for match in INVISIBLE.finditer(text)]
     plain = INVISIBLE.sub("", text) if gaps else text
     # Places in `plain` at which something invisible is left out, and how many characters are, up to there.
     left_out = list(accumulate(end - start for start, end in gaps))
     places = [start - gone for (start, _), gone in zip(gaps, [0, *left_out], strict=False)]
-    for match in _TOKEN.finditer(plain.translate(_FOLDED)):
+    for match in _TOKEN.finditer(plain if plain.isascii() else plain.translate(_FOLDED)):
         first, last = match.start(), match.end() - 1
         before = bisect_right(places, first)
         inside = bisect_right(places, last)

@@ -184,7 +184,7 @@ class Page:
             return f"(the {text._label} between the markers above)"
         self.shown.add(text._label)
         self.texts.append(text._text)
-        if len(text._text) > text._max_chars:
+        if len(text._text) > text._max_chars and text._label != "data_source":
             self.cut[text._label] = len(text._text)
         capped = cap(text._text, text._max_chars)
         shown = neutralise(capped)

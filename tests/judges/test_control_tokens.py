@@ -85,7 +85,7 @@ def test_fullwidth_characters_hide_no_token(token: str) -> None:
     """A tokenizer that normalises (NFKC) before it splits would read the token."""
     wide = "".join(chr(ord(character) + 0xFEE0) if character != " " else character for character in token)
     styled = "".join(chr(0x1D41A + ord(c) - 97) if "a" <= c <= "z" else c for c in token)
-    for text in (wide, styled, wide[0] + token[1:], "\u200b".join(wide)):
+    for text in (wide, styled, wide[0] + token[1:], "\u200b".join(wide), token.replace("[", "\ufe47")):
         plain = unicodedata.normalize("NFKC", neutralise(text)).replace("\u200b", "")
         assert token not in plain
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, Literal
 
 from omegaconf import DictConfig
 from verl import DataProto
@@ -120,7 +120,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         return sample, self._extra_info.checked(await self.engine.score(sample))
 
     async def _validated(self, outcome: Outcome) -> float:
-        await self._board.settle(Report(None, "", outcome.reward, None, "val", _cause(outcome)))
+        await self._board.settle(_report(outcome, "val"))
         if self._policy == "raise":
             number_of(outcome, self._policy)
         return UNSEEN if outcome.reward is None else float(outcome.reward)
@@ -131,7 +131,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         unlike_training = self._trainer.marks_validation is False and looks_like_validation(item)
         leaves_out = unlike_training and self._trainer.leaves_out
         neutral = self._policy == "neutral" and sample.group_id is not None and not leaves_out
-        report = Report(None, "", outcome.reward, None, "val" if unlike_training else "train", _cause(outcome))
+        report = _report(outcome, "val" if unlike_training else "train")
         if neutral:
             key = (str(sample.group_id), "" if sample.step is None else str(sample.step))
             session, generation = session_of(item)
@@ -152,8 +152,10 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
-def _cause(outcome: Outcome) -> str:
-    return outcome.cause.value if isinstance(outcome, Failed) else ""
+def _report(outcome: Outcome, split: Literal["train", "val"]) -> Report:
+    if isinstance(outcome, Failed):
+        return Report(None, "", outcome.reward, None, split, outcome.cause.value)
+    return Report(None, "", outcome.reward, None, split, cut=outcome.verdict.cut)
 
 
 # The trainer's process makes no manager, but it imports this module, because it looks the class up.

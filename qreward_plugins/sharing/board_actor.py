@@ -24,7 +24,7 @@ class Report(NamedTuple):
 
     `reward` is None for a sample without a number to train on; `failure` is the cause ("infra", "verdict", "policy") of
     one without a verdict, and empty for any other. `generation` tells the responses of a sample apart that is generated
-    anew. With `key` None the sample is only counted.
+    anew. `cut`: the judge saw the sample without its middle. With `key` None the sample is only counted.
     """
 
     key: Key | None
@@ -34,6 +34,7 @@ class Report(NamedTuple):
     split: Literal["train", "val"] = "train"
     failure: str = ""
     generation: str = ""
+    cut: bool = False
 
 
 class Close(NamedTuple):
@@ -95,7 +96,7 @@ class BoardActor:
 
     async def counts(self) -> tuple[str, dict[str, int]]:
         """The board's start, and how many samples were what since then: "train/samples", "train/failed",
-        "train/failed/infra" and so on, "train/imputed"; the same with "val".
+        "train/failed/infra" and so on, "train/imputed", "train/cut"; the same with "val".
         """
         return self._start, dict(self._counts)
 
@@ -121,6 +122,8 @@ class BoardActor:
             self._counts[f"{report.split}/failed/{report.failure}"] += 1
         if imputed:
             self._counts[f"{report.split}/imputed"] += 1
+        if report.cut:
+            self._counts[f"{report.split}/cut"] += 1
 
     def _tell(self, key: Key, mean: float) -> None:
         for parked in self._parked.pop(key, set()):

@@ -339,7 +339,7 @@ def test_outcomes_are_counted_once(play):
         assert await task == 0.5
         assert await client.settle(scored("4", 9.0)) == 0.5
         await client.settle(Report(None, "", None, None, "val", "verdict"))
-        await client.settle(Report(None, "", 1.0, None, "val"))
+        await client.settle(Report(None, "", 1.0, None, "val", cut=True))
         return (await spy.board.counts())[1]
 
     assert play(scenario) == {
@@ -350,6 +350,7 @@ def test_outcomes_are_counted_once(play):
         "val/samples": 2,
         "val/failed": 1,
         "val/failed/verdict": 1,
+        "val/cut": 1,
     }
 
 

@@ -196,6 +196,7 @@ class RewardEngine:
             attempts=counters.attempts,
             waiting=self._dispatcher.waiting if self._dispatcher else 0,
             sources={name: lane.statistics(now) for name, lane in self._lanes.items()},
+            waits=self._dispatcher.batches.waits.by_size() if self._dispatcher else None,
         )
 
     def facts(self) -> Facts:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..samples import Outcome, Sample, Scored
-from ..telemetry import BatchReport
+from ..telemetry import BatchReport, Waits
 from .blame import report
 from .jobs import Job
 from .lane import Lane
@@ -81,6 +81,7 @@ class Batch:
         self.last: Job | None = None
         """The job that ended last so far."""
         self.last_at = started_at
+        self.waits = Waits()
         self._added_at = started_at
         self._gap_s = 0.0
         self._open = 0
@@ -188,6 +189,8 @@ class Batches:
         """Number of the batch that was begun last; -1: none was."""
         self._trickles: dict[int, Batch] = {}
         self._timed: dict[Batch, None] = {}
+        self.waits = Waits()
+        """How long jobs of all batches waited for a source."""
         self.last: BatchReport | None = None
         """The batch that ended last; None: none has."""
 
@@ -225,7 +228,12 @@ class Batches:
 
     def ended(self, job: Job, outcome: Outcome | None) -> None:
         """Note the end of a job; None: its caller lost interest in it."""
-        job.batch.ended(job, outcome, self._loop.time())
+        now = self._loop.time()
+        if outcome is not None:
+            wait_s = (now if job.first_at is None else job.first_at) - job.submitted_at
+            job.batch.waits.add(job.size, wait_s)
+            self.waits.add(job.size, wait_s)
+        job.batch.ended(job, outcome, now)
         self._look(job.batch)
 
     def settled(self, batch: Batch, sample: Sample, outcome: Outcome) -> None:

@@ -33,6 +33,7 @@ def report(batch: Batch, lanes: Mapping[str, Lane]) -> BatchReport:
         hedges=batch.hedges,
         makespan_s=batch.last_at - batch.started_at,
         parts=tuple(_parts(batch.last, batch.started_at, batch.last_at, lanes)) if batch.last else (),
+        waits=batch.waits.by_size(),
     )
 
 

@@ -3,7 +3,8 @@
 from .blame import PART_KINDS, BatchReport, Part, PartKind
 from .facts import Facts, summary
 from .failures import FailureLog
-from .statistics import EngineCounters, EngineStatistics, SourceCounters, SourceStatistics, percentile
+from .statistics import EngineCounters, EngineStatistics, SourceCounters, SourceStatistics
+from .waiting import WaitBySize, Waits, percentile
 
 __all__ = [
     "PART_KINDS",
@@ -17,5 +18,7 @@ __all__ = [
     "SourceCounters",
     "SourceStatistics",
     "percentile",
+    "WaitBySize",
+    "Waits",
     "summary",
 ]

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, get_args
 
+from .waiting import WaitBySize
+
 PartKind = Literal["arrival", "queue", "quota", "pause", "service", "straggler", "retry"]
 """`arrival`: the sample was handed in later than the first. `queue`: the source was busy with other samples. `quota`:
 its limits were spent. `pause`: it asked for a pause, or rested after failures. `service`: an attempt took what it
@@ -41,6 +43,8 @@ class BatchReport:
     hedges: int
     makespan_s: float
     parts: tuple[Part, ...]
+    waits: WaitBySize | None = None
+    """How long short and long samples waited for a source; None: they are too few, or all alike."""
 
     def seconds(self) -> Mapping[PartKind, float]:
         """The makespan by kind, over all sources."""
@@ -68,4 +72,7 @@ class BatchReport:
                 blames.append(f"{whole:.1f} s on {source}: {what}" if source else f"{whole:.1f} s: {what}")
         failed = f", {self.failed} failed" if self.failed else ""
         waited = "; waited " + "; ".join(blames) if blames else ""
-        return f"{self.samples} samples in {self.makespan_s:.1f} s{failed}{waited}"
+        shares = self.waits
+        worth_it = shares is not None and max(shares.short_p95_s, shares.long_p95_s) >= 0.05
+        by_size = f"; {shares.describe()}" if shares is not None and worth_it else ""
+        return f"{self.samples} samples in {self.makespan_s:.1f} s{failed}{waited}{by_size}"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ..samples import Outcome, Scored
-from .statistics import percentile
+from .waiting import percentile
 
 MOST_COMPONENTS = 1_000
 """Names of components that are kept, at most; a function may make up names for every sample."""

@@ -7,22 +7,14 @@ not grow with the length of a run.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ..samples import Cause, Outcome, Scored, Usage
+from .waiting import WaitBySize
 
 RECENT = 4096
-
-
-def percentile(values: Iterable[float], share: float) -> float:
-    """The nearest-rank percentile (`share` from 0 to 1) of `values`; NaN where there are none."""
-    ranked = sorted(values)
-    if not ranked:
-        return math.nan
-    return ranked[min(len(ranked) - 1, max(0, math.ceil(share * len(ranked)) - 1))]
 
 
 @dataclass(frozen=True)
@@ -69,6 +61,8 @@ class EngineStatistics:
     attempts: int
     waiting: int
     sources: Mapping[str, SourceStatistics]
+    waits: WaitBySize | None = None
+    """How long short and long samples waited for a source; None: they are too few, or all alike."""
 
     @property
     def failed_total(self) -> int:

@@ -239,3 +239,11 @@ def feasible(calls):
         # Whoever is served cannot be called back for one that comes meanwhile, and the forecast is a little careful.
         deadlines[item[0]] = max(item[1][1], now) * 1.25 + 3.0
     return deadlines
+
+
+def test_how_long_short_and_long_ones_waited_is_in_the_report(stage):
+    stage.add("a", limits={"concurrency": 1})
+    played = stage.play([10, 20, 30, 40, 50, 60], deadline_s=100)
+    waits = played.report.waits
+    assert (waits.short_mean_s, waits.long_mean_s) == pytest.approx((4.5, 0.5))
+    assert "the shortest third waited 4.5 s for a source (p95 5.0), the longest 0.5 s" in played.report.describe()

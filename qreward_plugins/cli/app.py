@@ -148,7 +148,10 @@ def plan_command(
         float | None,
         typer.Option(help="Tokens of a verdict. Default: the journal's, or 120.", min=0, max=100_000),
     ] = None,
-    spread: Annotated[float, typer.Option(help="Sigma of the noise on latencies.", min=0, max=3)] = 0.3,
+    spread: Annotated[
+        float | None,
+        typer.Option(help="Sigma of the noise on latencies. Default: the journal's, or 0.3.", min=0, max=3),
+    ] = None,
     stragglers: Annotated[
         float, typer.Option(help="Share of requests that take ten times as long.", min=0, max=1)
     ] = 0.01,

@@ -57,7 +57,7 @@ class PlanOptions:
     data_sources: tuple[str, ...]
     prompt_tokens: int
     verdict_tokens: float | None
-    spread: float
+    spread: float | None
     stragglers: float
     errors: float
     seeds: int
@@ -242,7 +242,10 @@ def _print_advice(found: Plan, out: Console) -> None:
         table.add_column(justify="right", no_wrap=True)
     for advice in found.advice[:_MOST_ADVICE]:
         table.add_row(
-            advice.change, f"{seconds(advice.now_s)} -> {seconds(advice.step_s)}", _saved(advice), _price(advice)
+            advice.change,
+            f"{seconds(advice.now_s)[:-1]} -> {seconds(advice.step_s)[:-1]} s",
+            _saved(advice),
+            _price(advice),
         )
     out.print(Padding(table, (0, 0, 0, 2)))
 

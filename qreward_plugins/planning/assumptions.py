@@ -23,12 +23,13 @@ class Assumptions:
     latency_s: Mapping[str, float] = field(default_factory=dict)
     """How long an average request takes, without any waiting, by the name of the source; "*" for all others. Default:
     3 for a language model, 0.5 for a scoring service, 0.1 for a function, unless a journal tells."""
-    spread: float = 0.3
-    """Sigma of the lognormal noise on latencies."""
+    spread: float | None = None
+    """Sigma of the lognormal noise on latencies. Default: 0.3, unless a journal tells."""
     length_share: float = 0.5
     """Which part of a latency is in proportion to the length of the rollout."""
     straggler_share: float = 0.01
-    """Share of the requests that take ten times as long."""
+    """Share of the requests that take ten times as long. (A journal cannot tell: an attempt that takes so long is given
+    up for another one, and only the answered one is on record.)"""
     error_share: float = 0.01
     """Share of the requests that fail, and are tried again."""
     prompt_tokens: int = 200
@@ -46,13 +47,14 @@ class Assumptions:
                 raise InputError(f"{key} must be from 0 to 1, not {value:g}")
         if self.error_share > 0.9:
             raise InputError(f"error_share must be at most 0.9, not {self.error_share:g}: nothing would ever end")
-        if not 0 <= self.spread <= 3:
+        if self.spread is not None and not 0 <= self.spread <= 3:
             raise InputError(f"spread must be from 0 to 3, not {self.spread:g}")
         if self.prompt_tokens < 0 or (self.verdict_tokens is not None and not 0 <= self.verdict_tokens < 1e6):
             raise InputError("prompt_tokens and verdict_tokens must be numbers of tokens, from 0 on")
 
 
 VERDICT_TOKENS = 120.0
+SPREAD = 0.3
 
 
 def parse_latency(text: str, config: Config) -> dict[str, float]:

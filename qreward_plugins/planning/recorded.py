@@ -10,13 +10,14 @@ A plan neither makes nor changes a journal. (SQLite's `mode=ro` is not used, for
 
 from __future__ import annotations
 
+import math
 import os
 import sqlite3
 from collections.abc import Collection
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean, pstdev, quantiles
 from urllib.parse import quote
 
 from ..errors import JournalError
@@ -28,6 +29,10 @@ FEWEST = 20
 """Verdicts that a source must have for its numbers to be taken."""
 _STRAGGLER_FROM = 5.0
 """Multiple of the median from which on an answer is a straggler."""
+_STRAGGLER_SIGMAS = 3.5
+"""The same in standard deviations, for sources whose times differ much anyhow."""
+_QUARTILES_SIGMAS = 1.349
+"""Standard deviations between the quartiles of a normal distribution."""
 
 _SELECT = (
     "SELECT source, {service_s}, attempts, prompt_tokens, completion_tokens FROM outcomes "
@@ -43,6 +48,8 @@ class Recorded:
     """How many `latency_s` is made from."""
     latency_s: float | None
     """Mean time of an attempt that was answered, in seconds, stragglers left out."""
+    deviation: float
+    """Standard deviation of the logarithm of these times, stragglers left out; 0 where `latency_s` is None."""
     completion_tokens: float | None
     """Mean of a verdict."""
     prompt_tokens: tuple[int, ...]
@@ -90,14 +97,19 @@ def _take(rows: _Rows, service_s: float | None, attempts: int, prompt: int, comp
 
 def _recorded(rows: _Rows) -> Recorded:
     enough = len(rows.completion_tokens) >= FEWEST
+    usual = _usual(rows.service_s) if len(rows.service_s) >= FEWEST else []
     return Recorded(
         verdicts=len(rows.service_s),
-        latency_s=_usual(rows.service_s) if len(rows.service_s) >= FEWEST else None,
+        latency_s=fmean(usual) if usual else None,
+        deviation=pstdev(map(math.log, usual)) if usual else 0.0,
         completion_tokens=fmean(rows.completion_tokens) if enough else None,
         prompt_tokens=tuple(rows.prompt_tokens) if enough else (),
     )
 
 
-def _usual(seconds: list[float]) -> float:
-    most = _STRAGGLER_FROM * median(seconds)
-    return fmean(one for one in seconds if one <= most)
+def _usual(seconds: list[float]) -> list[float]:
+    """All but the stragglers: five times the median, or further out where times differ much anyhow."""
+    logs = [math.log(one) for one in seconds]
+    first, middle, third = quantiles(logs, n=4)
+    most = middle + max(math.log(_STRAGGLER_FROM), _STRAGGLER_SIGMAS * (third - first) / _QUARTILES_SIGMAS)
+    return [one for one, log in zip(seconds, logs, strict=True) if log <= most]

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from statistics import fmean
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, pstdev
 
 from ..config import Config, LLMJudge, judge_for, parts_of, sources_of
 from ..errors import InputError
 from ..judges import build_judge
 from ..samples import Sample
 from ..sources import open_source
-from .assumptions import LATENCY_S, VERDICT_TOKENS, Assumptions
+from .assumptions import LATENCY_S, SPREAD, VERDICT_TOKENS, Assumptions
 from .bottleneck import listed
 from .lengths import BYTES_PER_TOKEN, Lengths, tokens_of
 from .recorded import Recorded, read_recorded
@@ -49,7 +50,7 @@ def set_up(
         latency_s, latency_from[name] = _latency(config, name, assumptions, recorded.get(name))
         truths[name] = Truth(
             latency_s=latency_s,
-            spread=assumptions.spread,
+            spread=SPREAD,
             straggler_share=assumptions.straggler_share,
             error_share=assumptions.error_share,
             verdict_tokens=_verdict_tokens(assumptions, recorded.get(name)),
@@ -64,14 +65,20 @@ def set_up(
     rollouts = Rollouts(count, lengths, 0 if lengths.seen else assumptions.prompt_tokens, named)
     samples = rollouts.samples(0)
     usual = sum(tokens_of(sample.response) for sample in samples) / len(samples)
+    works = [1 - assumptions.length_share * (1 - tokens_of(sample.response) / usual) for sample in samples]
+    by_length = pstdev(map(math.log, (max(work, 0.01) for work in works)))
+    truths = {
+        name: replace(truth, spread=_spread(assumptions, recorded.get(name), by_length))
+        for name, truth in truths.items()
+    }
     rehearsal = Rehearsal(config, truths, rollouts, usual, assumptions.length_share)
     judged, unjudged = _judged(config, samples)
     check_data_sources(config, sorted(unjudged)[:1] if not judged else [])
     notes = [
         f"rollouts: {lengths.describe()}{_texts_note(assumptions, lengths, truths)}",
         _latency_note(config, truths, latency_from, recorded, judged),
-        f"latencies spread with a sigma of {assumptions.spread:g}; {_percent(assumptions.length_share)} of each is in "
-        "proportion to the length of the rollout",
+        f"latencies spread with a sigma of {_each(f'{truth.spread:.2g}' for truth in truths.values())}; "
+        f"{_percent(assumptions.length_share)} of each is in proportion to the length of the rollout",
         f"{_percent(assumptions.straggler_share)} of the requests take ten times as long, "
         f"{_percent(assumptions.error_share)} fail and are tried again",
     ]
@@ -99,6 +106,20 @@ def _latency(config: Config, name: str, assumptions: Assumptions, recorded: Reco
     if recorded is not None and recorded.latency_s is not None:
         return max(_SHORTEST_LATENCY_S, recorded.latency_s), "journal"
     return LATENCY_S[config.sources[name].kind], "assumed"
+
+
+def _spread(assumptions: Assumptions, recorded: Recorded | None, by_length: float) -> float:
+    """The noise on latencies; of what a journal shows, the part that lengths do not explain."""
+    if assumptions.spread is not None:
+        return assumptions.spread
+    if recorded is None or recorded.latency_s is None:
+        return SPREAD
+    return min(3.0, math.sqrt(max(0.0, recorded.deviation**2 - by_length**2)))
+
+
+def _each(words: Iterable[str]) -> str:
+    """The different ones of some words, listed."""
+    return listed(list(dict.fromkeys(words)))
 
 
 def _verdict_tokens(assumptions: Assumptions, recorded: Recorded | None) -> float:

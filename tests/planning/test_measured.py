@@ -84,6 +84,17 @@ def test_a_plan_from_a_journal_is_within_a_tenth_of_the_step(tmp_path, tree, lim
     assert all(use.latency_s < 0.7 * waited for use in found.sources if use.name == "a")
 
 
+def test_noise_is_taken_from_the_journal(tmp_path, tree):
+    config, path = tree(a={"concurrency": 64}), tmp_path / "verdicts.sqlite"
+    outcomes, _ = measured(config, {"a": Server("a", seconds_per_unit=2.0, concurrency=64, noise=0.5)}, 400)
+    recorded(path, outcomes)
+    found = read_recorded(str(path), ["a"])["a"]
+    assert (found.verdicts, found.latency_s) == (400, pytest.approx(2.05, rel=0.05))
+    assert found.deviation == pytest.approx(0.5, abs=0.05)
+    notes = " ".join(planned(config, path, 16).notes)
+    assert f"spread with a sigma of {found.deviation:.2g};" in notes
+
+
 def test_latencies_of_an_older_journal_are_not_taken_for_service_times(tmp_path, tree):
     config, path = tree(a={"concurrency": 8}), tmp_path / "verdicts.sqlite"
     outcomes, _ = measured(config, CASES["places"][1], 100)

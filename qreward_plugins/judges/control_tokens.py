@@ -127,6 +127,11 @@ def neutralise(text: str) -> str:
     return "".join((*pieces, text[done:]))
 
 
+def normalised(text: str) -> str:
+    """`text` without invisible characters, and with plain ones in the place of fullwidth and styled ones."""
+    return INVISIBLE.sub("", text).translate(_FOLDED)
+
+
 def _spans(text: str) -> Iterator[tuple[int, int]]:
     """Where the control tokens in `text` are."""
     if not _BRACKET.search(text):

@@ -24,8 +24,9 @@ SGLang and llama.cpp know them, what opens first:
 - `<|inner_prefix|>`, `<|inner_suffix|>`: Apertus; `[unused16]`, `[unused17]`: openPangu
 - `Here is my thought process:`, `Here is my response:`: Granite 3.2
 - `[BEGIN FINAL RESPONSE]` ends: Apriel
+- `<details ...>`, `</details>`: front ends that fold the thinking up
 
-Case does not count, and neither does white space inside a mark.
+Case does not count, and neither do white space and attributes inside a mark.
 """
 
 from __future__ import annotations
@@ -34,13 +35,18 @@ import re
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from .control_tokens import normalised
+
 _TAG = (
     r"(?:(?:seed|mm):)?(?:longcat_)?(?:think(?:ing)?|thoughts?|reason(?:ing)?|reflection|analysis|scratchpad"
     r"|chain_of_thought|inner_monologue)"
 )
 
+_LESS = "(?:<|&lt;)"
+
 _OPENS = (
-    rf"<\s*{_TAG}\s*>",
+    rf"{_LESS}\s*{_TAG}(?:\s[^<>\n]{{0,200}}?)?(?:>|&gt;)",
+    r"<details\b[^<>\n]{0,200}>",
     r"\[\s*THINK\s*\]",
     r"◁\s*think\s*▷",
     r"<\|START_THINKING\|>",
@@ -56,7 +62,8 @@ _OPENS = (
 )
 
 _ENDS = (
-    rf"<\s*/\s*{_TAG}\s*>",
+    rf"{_LESS}\s*/\s*{_TAG}\s*(?:>|&gt;)",
+    r"</details>",
     r"\[\s*/\s*THINK\s*\]",
     r"◁\s*/\s*think\s*▷",
     r"<\|(?:END_THINKING|START_RESPONSE|START_TEXT)\|>",
@@ -81,6 +88,11 @@ class Mark(NamedTuple):
     opens: bool
     start: int
     end: int
+
+
+def hides_marks(text: str) -> bool:
+    """Whether `text` has marks that only show when it is normalised: fullwidth, or with invisible characters inside."""
+    return not text.isascii() and len(marks_in(normalised(text))) != len(marks_in(text))
 
 
 def marks_in(text: str) -> list[Mark]:

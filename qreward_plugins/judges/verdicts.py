@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -22,7 +23,7 @@ from typing import Any
 from ..errors import InvalidVerdict
 from ..sources.strict_json import MAX_NESTING, strict_decoder, too_deep
 from .material import readable
-from .thinking import marks_in, thinking_spans
+from .thinking import hides_marks, marks_in, thinking_spans
 
 MAX_RATIONALE_CHARS = 2_000
 MAX_EXCERPT_CHARS = 120
@@ -108,11 +109,17 @@ def _verdict(text: str, nonce: str) -> tuple[str, Mapping[str, Any]]:
     nothing. So the answer begins after the last end of thinking after which the identifier is claimed at all, and then
     every mark that follows has to be inside the verdict.
     """
+    if hides_marks(text):
+        raise InvalidVerdict(f"the reply disguises where its reasoning ends: {excerpt(text)}")
     marks = marks_in(text)
     claims = _claims(text, nonce)
     begin = max((mark.end for mark in marks if not mark.opens and claims and mark.end <= claims[-1]), default=0)
     drafts = thinking_spans([mark for mark in marks if mark.end <= begin])
-    claims = [claim for claim in claims if not any(start <= claim < end for start, end in drafts)]
+    starts = [start for start, _ in drafts]
+    # The spans are in order and apart, so a claim can only be in the last one that starts before it.
+    claims = [
+        claim for claim in claims if not (before := bisect_right(starts, claim)) or claim >= drafts[before - 1][1]
+    ]
     if len(claims) != 1:
         count = "no verdict" if not claims else f"{len(claims)} verdicts"
         last = max((mark.end for mark in marks if not mark.opens), default=0)

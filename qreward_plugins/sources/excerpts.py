@@ -43,8 +43,8 @@ class Excerpts:
                 self._long.append(secret)
             elif not _NUMBER.fullmatch(secret):
                 short.append(re.escape(secret))
-        # The longest first, so that no secret survives as the rest of another one that it contains.
-        self._long.sort(key=len, reverse=True)
+        bare = (secret.replace("\\", "") for secret in self._long)
+        self._bare = [secret for secret in dict.fromkeys(bare) if len(secret) >= _TELLING_CHARS]
         self._short = re.compile(rf"(?<!\w)(?:{'|'.join(short)})(?!\w)") if short else None
 
     def of(self, text: str | bytes, limit: int = EXCERPT_CHARS) -> str:
@@ -72,12 +72,15 @@ class Excerpts:
         return self._short.sub(STRUCK_OUT, text) if self._short else text
 
     def _strike_out_long(self, text: str) -> str:
-        for secret in self._long:
-            if secret[:_TELLING_CHARS] in text:
-                text = _strike_beginning(text, secret)
-            if secret[-_TELLING_CHARS:] in text:
-                text = _strike_beginning(text[::-1], secret[::-1])[::-1]
-        return text
+        spans = [span for secret in self._long for span in _spans(text, secret)]
+        if "\\" in text:
+            # Quoted once or several times, as in the text of a KeyError: all that it adds are backslashes.
+            bare = text.replace("\\", "")
+            found = [span for secret in self._bare for span in _spans(bare, secret)]
+            if found:
+                places = [place for place, character in enumerate(text) if character != "\\"]
+                spans += [(places[start], places[end - 1] + 1) for start, end in found]
+        return _struck(text, spans) if spans else text
 
     def __repr__(self) -> str:
         return "Excerpts()"
@@ -153,14 +156,28 @@ def _forms(value: str) -> Iterator[str]:
         yield data.hex()
 
 
-def _strike_beginning(text: str, secret: str) -> str:
-    head = secret[:_TELLING_CHARS]
+def _spans(text: str, secret: str) -> Iterator[tuple[int, int]]:
+    """Where in a text a secret stands, or its beginning or its end of 8 characters or more."""
+    head, tail = secret[:_TELLING_CHARS], secret[-_TELLING_CHARS:]
+    end = 0
+    while (start := text.find(head, end)) >= 0:
+        end = start + len(head)
+        while end - start < len(secret) and text[end : end + 1] == secret[end - start]:
+            end += 1
+        yield start, end
+    end = 0
+    while (start := text.find(tail, end)) >= 0:
+        end = start + len(tail)
+        while start > 0 and end - start < len(secret) and text[start - 1] == secret[start - 1 - end]:
+            start -= 1
+        yield start, end
+
+
+def _struck(text: str, spans: list[tuple[int, int]]) -> str:
     pieces: list[str] = []
     done = 0
-    while (start := text.find(head, done)) >= 0:
-        length = len(head)
-        while length < len(secret) and text[start + length : start + length + 1] == secret[length]:
-            length += 1
-        pieces += (text[done:start], STRUCK_OUT)
-        done = start + length
+    for start, end in sorted(spans):
+        if start > done or not pieces:
+            pieces += (text[done:start], STRUCK_OUT)
+        done = max(done, end)
     return "".join(pieces) + text[done:]

@@ -1,0 +1,223 @@
+"""Promise P9: a secret of the configuration comes out nowhere, whatever servers and functions make of it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import logging
+import os
+import sqlite3
+import tempfile
+import traceback
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+from unittest import mock
+from urllib.parse import quote
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from qreward_plugins import ConfigurationError, InvalidVerdict, RewardEngine, Sample, TransientError, load_config
+from qreward_plugins.redaction import Secret, names_secret
+from qreward_plugins.sources import FunctionSource
+from qreward_plugins.sources.http import HTTPClient, HTTPReply
+
+PLACES = ("api_key", "header", "parameter", "nested", "environment", "kwarg", "kwarg_list", "kwarg_environment")
+FORMS = {
+    "plain": str,
+    "json": json.dumps,
+    "url": lambda text: quote(text, safe=""),
+    "base64": lambda text: base64.b64encode(text.encode()).decode(),
+    "within base64": lambda text: base64.b64encode(f"user:{text}!".encode()).decode(),
+    "repr": repr,
+    "cut": lambda text: text[: len(text) // 2 + 4] + "...",
+    "upper half": lambda text: "..." + text[len(text) // 2 - 4 :],
+}
+MIDDLE = st.text("abcXYZ0189+/=-_.\"'\\&<>%$ ", min_size=12, max_size=30)
+SECRETS = st.fixed_dictionaries({place: MIDDLE.map(lambda middle: f"Zq9{middle.strip()}qZ7") for place in PLACES})
+
+
+def tree(secrets, journal):
+    return {
+        "sources": {
+            "model": {
+                "kind": "openai",
+                "base_url": "http://a.invalid/v1",
+                "model": "m",
+                "api_key": secrets["api_key"],
+                "headers": {"X-Custom": secrets["header"]},
+                "parameters": {"api_key": secrets["parameter"], "top_p": 0.5},
+            },
+            "service": {
+                "kind": "http",
+                "url": "http://b.invalid/score",
+                "headers": {"X-Custom": secrets["header"]},
+                "parameters": {"deep": [{"hfToken": secrets["nested"]}], "task": "${oc.env:PLANTED_TASK}"},
+            },
+            "rules": {
+                "kind": "function",
+                "function": "rewards:score",
+                "kwargs": {
+                    "api_key": secrets["kwarg"],
+                    "credentials": [{"user": secrets["kwarg_list"]}],
+                    "where": "at ${oc.env:PLANTED_WHERE}",
+                    "top_k": 3,
+                },
+            },
+        },
+        "judges": {
+            "words": {"kind": "llm", "score_range": [0, 1]},
+            "posted": {"kind": "function", "sources": ["service"]},
+            "called": {"kind": "function", "sources": ["rules"]},
+        },
+        "routes": {"words": "words", "posted": "posted", "called": "called"},
+        "engine": {"seed": 7, "deadline_s": 0.3, "max_attempts": 1, "journal": {"path": str(journal)}},
+    }
+
+
+def echoing(secrets, status, form):
+    """A server that says all that it was sent, and a function that says all that it was called with."""
+
+    def sent(*places):
+        return [FORMS[form](secrets[place]) for place in places]
+
+    async def post(self, url, body, *, on_sent, max_reply_bytes):
+        on_sent()
+        model = url.host.startswith("a.")
+        known = sent("api_key", "header", "parameter") if model else sent("header", "nested", "environment")
+        everything = " ".join(known)
+        assert json.loads(body)
+        if status == 200 and model:
+            asked = json.loads(body)["messages"][-1]["content"]
+            verdict = {"id": asked.split('"id": "')[-1].split('"')[0], "rationale": everything, "score": 0.5}
+            message = {"content": json.dumps(verdict)}
+            said = {"model": everything, "choices": [{"message": message, "finish_reason": "stop"}]}
+        elif status == 200:
+            said = {"score": 0.5, "model": everything, **dict.fromkeys(known, 1)}
+        else:
+            said = {"error": {"message": everything, "code": everything, "type": everything}}
+        return HTTPReply(status, {"Content-Type": everything, "Location": everything}, json.dumps(said).encode())
+
+    async def score(*, api_key, credentials, where, top_k, **fields):
+        assert type(api_key) is str
+        assert type(credentials[0]["user"]) is str
+        assert type(where) is str
+        assert (api_key, top_k) == (secrets["kwarg"], 3)
+        known = sent("kwarg", "kwarg_list", "kwarg_environment")
+        if status == 200:
+            return {"score": 0.5, **dict.fromkeys(known, 1)}
+        raise {400: ValueError, 401: InvalidVerdict, 500: TransientError}.get(status, KeyError)(" ".join(known))
+
+    return post, score
+
+
+@settings(max_examples=20, deadline=None, phases=[Phase.generate])
+@given(SECRETS, st.sampled_from([200, 301, 400, 401, 403, 404, 413, 429, 500, 503]), st.sampled_from(sorted(FORMS)))
+def test_no_secret_comes_out_anywhere(secrets, status, form):
+    post, score = echoing(secrets, status, form)
+    log, streams = io.StringIO(), io.StringIO()
+    handler = logging.StreamHandler(log)
+    logging.getLogger().addHandler(handler)
+    planted = {"PLANTED_TASK": secrets["environment"], "PLANTED_WHERE": secrets["kwarg_environment"]}
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, planted),
+        mock.patch.object(HTTPClient, "post", post),
+        redirect_stdout(streams),
+        redirect_stderr(streams),
+    ):
+        journal = Path(folder) / "journal.sqlite"
+        config = load_config(tree(secrets, journal))
+        logging.getLogger().setLevel(logging.DEBUG)
+
+        async def main():
+            sources = {"rules": FunctionSource("rules", config.sources["rules"], loader=lambda: score)}
+            async with RewardEngine(config, sources=sources) as engine:
+                samples = [
+                    Sample([{"role": "user", "content": "2 + 2?"}], "4", data_source=judge, id=f"{judge}")
+                    for judge in ("words", "posted", "called")
+                ]
+                outcomes = await engine.score_all(samples)
+                facts = [engine.facts().of(outcome) for outcome in outcomes]
+                return outcomes, facts, engine.statistics(), [repr(lane.source) for lane in engine.lanes.values()]
+
+        try:
+            told = asyncio.run(main())
+        finally:
+            logging.getLogger().setLevel(logging.WARNING)
+            logging.getLogger().removeHandler(handler)
+        with sqlite3.connect(journal) as database:
+            tables = [name for (name,) in database.execute("select name from sqlite_master where type = 'table'")]
+            rows = [list(database.execute(f"select * from {name}")) for name in tables]
+        database.close()
+    shown = "\n".join(
+        [repr(told), str(told), repr(config), str(config), log.getvalue(), streams.getvalue(), repr(rows)]
+    )
+    if status == 200:
+        assert [outcome.reward for outcome in told[0]] == [0.5] * 3
+    for secret in secrets.values():
+        for make in FORMS.values():
+            if len(coded := make(secret)) >= 8:
+                assert coded not in shown
+        assert secret[:8] not in shown
+        assert secret[-8:] not in shown
+
+
+def test_a_mistake_in_a_configuration_shows_none(tmp_path):
+    secrets = {place: f"Zq9-{place}-0123456789-qZ7" for place in PLACES}
+    broken = tree(secrets, tmp_path / "journal")
+    broken["sources"]["model"]["parameters"]["limit"] = {"secret": secrets["nested"], "n": float("nan")}
+    broken["sources"]["model"]["model"] = f"https://user:{secrets['header']}@host/model"
+    broken["sources"]["rules"]["kwarg"] = {"key": secrets["kwarg"]}
+    with mock.patch.dict(os.environ, {"PLANTED_TASK": secrets["environment"]}):
+        os.environ.pop("PLANTED_WHERE", None)
+        with pytest.raises(ConfigurationError) as caught:
+            load_config(broken)
+    said = "".join(traceback.format_exception(caught.value))
+    assert "Zq9" not in said
+    assert "a model's name holds no credentials" in said
+
+
+SECRET_NAMES = (
+    "api_key apiKey APIKEY OPENAI_API_KEY token hf_token accessToken X-Auth-Token password db_password DB_PASSWD "
+    "secret clientSecret Authorization credentials private_key key pwd"
+)
+SETTING_NAMES = (
+    "max_tokens stop_token_ids tokenizer eos_token pad_token score_key keys monkey top_p chat_template_kwargs author "
+    "keyword passing_score secretary temperature model"
+)
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES.split())
+def test_names_of_secrets(name):
+    assert names_secret(name)
+
+
+@pytest.mark.parametrize("name", SETTING_NAMES.split())
+def test_names_of_settings(name):
+    assert not names_secret(name)
+
+
+def test_settings_are_shown_and_values_stay_what_they_are():
+    config = load_config(
+        {
+            "sources": {
+                "f": {
+                    "kind": "function",
+                    "function": "m:f",
+                    "kwargs": {"eos_token": "</s>", "max_tokens": 512, "api_key": "sk-0123456789", "auth": 12345678},
+                }
+            },
+            "judges": {"j": {"kind": "function"}},
+        }
+    )
+    kwargs = config.sources["f"].kwargs
+    assert kwargs == {"eos_token": "</s>", "max_tokens": 512, "api_key": "sk-0123456789", "auth": 12345678}
+    assert isinstance(kwargs["api_key"], Secret)
+    assert "sk-0123456789" not in repr(config)
+    assert "12345678" not in repr(config).replace("sk-0123456789", "")
+    assert "</s>" in repr(config)
+    assert load_config(config.model_dump()) == config

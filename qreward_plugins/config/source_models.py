@@ -54,8 +54,8 @@ BaseURL = Annotated[ServiceURL, AfterValidator(_without_slash)]
 
 
 class Limits(Node):
-    """What a source allows. What is declared here is law; what is left out is found out from 429s and from the headers
-    in which servers announce their limits."""
+    """What a source allows. What is declared here is law, and a lower limit that several replies announce in their
+    headers is kept to while it holds; what is left out is found out from 429s and from those headers."""
 
     requests_per_minute: PositiveFloat | None = None
     """Requests per minute. Default: none declared."""

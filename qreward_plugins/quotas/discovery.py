@@ -34,6 +34,9 @@ _LONGEST_PATIENCE_WINDOWS = 16
 _WINDOWS_S = (1.0, 10.0, 60.0, 3600.0, 86400.0)
 _TOLERANCE = 0.1
 _DOUBTS = 2
+_WITNESSES = 3
+LONGEST_STOP_S = 60.0
+"""Seconds without a request after which one goes, however long a window was learned: it may be an absurd header."""
 
 
 Origin: TypeAlias = Literal["", "announced", "throttled"]
@@ -56,9 +59,11 @@ class Discovery:
         "_patience",
         "_probing",
         "_refills",
+        "_reserved_at",
         "_resets_since",
         "_test_at",
         "_unit",
+        "_window_said",
         "_word_at",
         "learned_at",
         "ledger",
@@ -92,6 +97,8 @@ class Discovery:
         self._resets_since = math.inf
         self._longest_reset_s = 0.0
         self._bucket: tuple[float, float] | None = None
+        self._reserved_at = -math.inf
+        self._window_said: tuple[float, int] = (0.0, 0)
 
     @property
     def per_minute(self) -> float | None:
@@ -105,6 +112,8 @@ class Discovery:
         wait = self.ledger.wait_s(min(amount, self.ledger.limit), now)
         if wait <= 0 or self._probing:
             return wait
+        if self.window_s > LONGEST_STOP_S:
+            wait = min(wait, max(0.0, max(self._reserved_at, self.learned_at) + LONGEST_STOP_S - now))
         if wait > _CONTRADICTION_S:
             wait = min(wait, max(0.0, self._word_at - now))
             return min(wait, max(0.0, self._test_at - now))
@@ -113,6 +122,7 @@ class Discovery:
     def reserved(self, amount: float, now: float) -> Probe:
         """Note that `amount` is about to be held; return whether it goes although the limit forbids it."""
         wait = self.ledger.wait_s(min(amount, self.ledger.limit), now)
+        self._reserved_at = now
         if wait > _CONTRADICTION_S:
             self._probing = True
             self._word_at = self._test_at = math.inf
@@ -195,6 +205,14 @@ class Discovery:
         used = max(0.0, limit - remaining)
         if reset_s is not None:
             told_s = self._window_told(limit, used, reset_s, now)
+            if told_s is not None and told_s > self.window_s:
+                # A longer window can stop a source for long: several replies have to say so.
+                said_s, times = self._window_said
+                self._window_said = (told_s, times + 1 if told_s == said_s else 1)
+                if self._window_said[1] < _WITNESSES:
+                    told_s = None
+            elif told_s is None:
+                self._window_said = (0.0, 0)
             if told_s is not None and told_s != self.window_s:
                 self.window_s = told_s
                 self.ledger.change_window(told_s, now)
@@ -261,14 +279,3 @@ class Discovery:
         if self._probing:
             self._probing = False
             self._test_at = now
-
-
-def lower_than_declared(
-    unit: str, ledger: Ledger, declared: float, limit: float, remaining: float, under_way: float, now: float
-) -> str | None:
-    """Words where a server announces less than the `declared` limit that `ledger` keeps; None where it does not, or
-    where too little is used to tell, or where it obviously counts over shorter windows.
-    """
-    if limit >= declared or remaining > limit / 2 or ledger.spent(now) - under_way > limit - remaining:
-        return None
-    return f"it announces a limit of {limit:g} {unit} where {declared:g} are declared: lower the declared one"

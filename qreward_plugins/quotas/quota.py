@@ -11,15 +11,19 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from typing import Literal, TypeAlias
 
 from ..config.models import Limits
+from .announcements import Announcements, Ceiling
 from .concurrency import ConcurrencyWindow
-from .discovery import WINDOW_S, Discovery, lower_than_declared
+from .discovery import WINDOW_S, Discovery
 from .ledger import Ledger
 from .pace import BucketEvidence, Pace
 from .reservation import Reservation
 from .shares import shares
 from .use import QuotaUse
+
+Unit: TypeAlias = Literal["requests", "tokens"]
 
 _CLEARLY_BELOW = 0.9
 _FAR_BELOW = 0.25
@@ -62,7 +66,8 @@ class Quota:
         self._nothing_accepted_since: float | None = None
         self._withdrawn: deque[tuple[int, int, float]] = deque(maxlen=_WITHDRAWN)
         self._announced: dict[str, float] = {}
-        self._worth_a_word: dict[str, float] = {}
+        self._heard = {"requests": Announcements(), "tokens": Announcements()}
+        self._ceilings = {"requests": Ceiling(), "tokens": Ceiling()}
         self._words: str | None = None
         self._learn_what_is_undeclared()
         if limits.window == "bucket":
@@ -112,13 +117,48 @@ class Quota:
         wait = 0.0
         if self.requests.limit != math.inf:
             found = self.found_requests
-            wait = self.requests.wait_s(1.0, now) if found is None else found.wait_s(1.0, now)
+            wait = self._declared_wait_s("requests", 1.0, now) if found is None else found.wait_s(1.0, now)
         if self.tokens.limit != math.inf:
             found = self.found_tokens
-            wait = max(wait, self.tokens.wait_s(tokens, now) if found is None else found.wait_s(tokens, now))
+            wait = max(
+                wait, self._declared_wait_s("tokens", tokens, now) if found is None else found.wait_s(tokens, now)
+            )
         if self._pace is not None and now < self._paced_until:
             wait = max(wait, min(self._pace.wait_s(now), self._paced_until - now))
         return wait
+
+    def _declared_wait_s(self, unit: Unit, amount: float, now: float) -> float:
+        """Seconds until `amount` fits a declared limit, or the lower one that the server announces."""
+        ledger, ceiling = (self.requests if unit == "requests" else self.tokens), self._ceilings[unit]
+        if ceiling.limit == math.inf:
+            return ledger.wait_s(amount, now)
+        wait = ledger.wait_s(min(amount, ledger.limit) if ledger.limit >= 1 else amount, now)
+        if wait <= 0 or ceiling.probe_in_s(now) == math.inf:
+            return wait
+        kept, ledger.limit = ledger.limit, self._part(unit)
+        try:
+            return min(wait, max(ledger.wait_s(amount, now), ceiling.probe_in_s(now)))
+        finally:
+            ledger.limit = kept
+
+    def _part(self, unit: Unit) -> float:
+        """This process's part of the declared limit."""
+        return self._shares.requests if unit == "requests" else self._shares.tokens
+
+    def _keep_to_ceilings(self, now: float) -> None:
+        """Scale this process's parts of the declared limits down to what the server announces of the whole."""
+        units: tuple[tuple[Unit, Ledger], ...] = (("requests", self.requests), ("tokens", self.tokens))
+        for unit, ledger in units:
+            part, whole = self._part(unit), self._declared(unit)
+            if part == math.inf:
+                continue
+            factor = min(1.0, self._ceilings[unit].limit / whole) if whole else 1.0
+            scaled = part * factor
+            if unit == "requests":
+                scaled = max(min(part, 1.0), math.floor(scaled + 1e-9))
+                if self._pace is not None and self._shares.pace_per_s > 0:
+                    self._pace.change(self._shares.pace_per_s * factor, self._shares.burst, now)
+            ledger.limit = scaled
 
     def capacity(self, until: float, tokens: float, now: float) -> float:
         """How many requests of `tokens` each the windows and the pacing allow to be sent in [now, until], in
@@ -141,9 +181,13 @@ class Quota:
         found = self.found_requests
         if found is not None and found.origin:
             reservation.request_probe = found.reserved(1.0, now)
+        elif found is None and self._beyond("requests", 1.0, now):
+            reservation.request_probe = "probe"
         found = self.found_tokens
         if found is not None and found.origin:
             reservation.token_probe = found.reserved(tokens, now)
+        elif found is None and self._beyond("tokens", tokens, now):
+            reservation.token_probe = "probe"
         self.requests.held += 1.0
         self.tokens.held += tokens
         self._tokens_in_flight += tokens
@@ -153,6 +197,14 @@ class Quota:
         if self._window is not None and self.in_flight >= self.concurrency:
             self._window.filled()
         return reservation
+
+    def _beyond(self, unit: Unit, amount: float, now: float) -> bool:
+        """Whether `amount` goes beyond what the server announces, to find out whether that holds."""
+        ledger, ceiling = (self.requests if unit == "requests" else self.tokens), self._ceilings[unit]
+        if ceiling.limit == math.inf or ledger.wait_s(min(amount, ledger.limit), now) <= 0:
+            return False
+        ceiling.probes()
+        return True
 
     # What the server does and says
 
@@ -179,6 +231,18 @@ class Quota:
             words = (
                 self.found_tokens.ended(now, sent_at=sent_at, rejected=rejected, probe=reservation.token_probe) or words
             )
+        probes: tuple[tuple[Unit, str, Discovery | None], ...] = (
+            ("requests", reservation.request_probe, self.found_requests),
+            ("tokens", reservation.token_probe, self.found_tokens),
+        )
+        for unit, probe, found in probes:
+            if probe and found is None:
+                ceiling, before = self._ceilings[unit], self._ceilings[unit].limit
+                window_s = self._shares.window_s if unit == "requests" else self._shares.tokens_window_s
+                sent = sent_at > -math.inf
+                if ceiling.probed(now, sent=sent, rejected=rejected, window_s=window_s):
+                    self._keep_to_ceilings(now)
+                    words = f"it takes more than the {before:g} {unit} that it announces: back to the declared limit"
         self._words = words or self._words
 
     def answered(self, now: float, *, sent_at: float | None = None) -> None:
@@ -237,29 +301,59 @@ class Quota:
     def announced(self, announced: Mapping[str, float], now: float) -> str | None:
         """Take in the limits that a reply stated (`Reply.announced`); return words for the log where that is news.
 
-        What is not declared is learned from them; a declared limit is never changed, but one that is higher than what
-        the server announces is worth a word.
+        What is not declared is learned from them, and of a declared limit and an announced one the lower is kept to;
+        both as soon as several replies say the same.
         """
         words, self._words = self._words, None
-        for unit, found, ledger, under_way in (
-            ("requests", self.found_requests, self.requests, float(self.in_flight)),
-            ("tokens", self.found_tokens, self.tokens, self._tokens_in_flight),
-        ):
+        units: tuple[tuple[Unit, Discovery | None, float], ...] = (
+            ("requests", self.found_requests, float(self.in_flight)),
+            ("tokens", self.found_tokens, self._tokens_in_flight),
+        )
+        for unit, found, under_way in units:
             limit = announced.get(f"{unit}_per_window")
-            if limit is None or limit < 1:
-                continue
-            self._announced[unit] = limit
             remaining, news = announced.get(f"{unit}_remaining"), None
+            if limit is None or limit < 1 or (remaining is not None and remaining > limit):
+                limit = remaining = None  # nothing, or nonsense
+            else:
+                self._announced[unit] = limit
             if found is not None:
-                reset_s = announced.get(f"{unit}_reset_s")
-                news = found.announced(limit, remaining, reset_s, in_flight=under_way, share=self._processes, now=now)
-            elif remaining is not None and self._worth_a_word.get(unit) != limit:
-                declared = self._declared(ledger)
-                news = lower_than_declared(unit, ledger, declared, limit, remaining, under_way, now)
-                if news:
-                    self._worth_a_word[unit] = limit
+                believed = self._heard[unit].note(limit)
+                if believed is not None and believed == limit:
+                    reset_s = announced.get(f"{unit}_reset_s")
+                    news = found.announced(
+                        limit, remaining, reset_s, in_flight=under_way, share=self._processes, now=now
+                    )
+            else:
+                news = self._lower(unit, limit, remaining, under_way, now)
             words = "; ".join(filter(None, (words, news))) or None
         return words
+
+    def _lower(
+        self,
+        unit: Unit,
+        limit: float | None,
+        remaining: float | None,
+        under_way: float,
+        now: float,
+    ) -> str | None:
+        """Take in what is announced of a declared limit; words where that changes what is kept to."""
+        ledger, declared = (self.requests if unit == "requests" else self.tokens), self._declared(unit)
+        if limit is not None and remaining is not None and limit < declared:
+            ours, theirs = ledger.spent(now) - under_way, limit - remaining
+            if ours > theirs + max(2.0, 0.1 * theirs):
+                limit = None  # it obviously counts over shorter windows
+            elif remaining > limit / 2:
+                return None  # too little is used to tell
+        window_s = self._shares.window_s if unit == "requests" else self._shares.tokens_window_s
+        ceiling = self._ceilings[unit]
+        if not ceiling.set(self._heard[unit].note(limit), declared=declared, window_s=window_s, now=now):
+            return None
+        self._keep_to_ceilings(now)
+        if ceiling.limit == math.inf:
+            return f"it announces no lower limit of {unit} any more: back to the declared {declared:g}"
+        return (
+            f"it announces a limit of {ceiling.limit:g} {unit} where {declared:g} are declared: kept to the lower one"
+        )
 
     def retune(self, limits: Limits, now: float) -> None:
         """Change the declared limits while requests are under way; what was spent stays spent.
@@ -285,6 +379,7 @@ class Quota:
             self._pace = None
         if self._pace is not None:
             self._pace.change(new.pace_per_s, new.burst, now)
+        self._keep_to_ceilings(now)
 
     def forget_in_flight(self, now: float) -> None:
         """Take requests in flight to have ended: their event loop was closed under them."""
@@ -296,6 +391,8 @@ class Quota:
         for found in (self.found_requests, self.found_tokens):
             if found is not None:
                 found.abandon(now)
+        for ceiling in self._ceilings.values():
+            ceiling.abandon(now)
 
     def use(self, now: float) -> QuotaUse:
         """A snapshot of what is in use."""
@@ -315,9 +412,9 @@ class Quota:
             throttled=self._throttled,
         )
 
-    def _declared(self, ledger: Ledger) -> float:
-        """The whole limit of which a ledger keeps this process's part."""
-        return ledger.limit * self._processes
+    def _declared(self, unit: Unit) -> float:
+        """The whole declared limit of which this process has a part."""
+        return self._part(unit) * self._processes
 
     def _learn_what_is_undeclared(self) -> None:
         """Set up the learning of every limit that is not declared, and end it where it is; keep what was learned."""

@@ -13,8 +13,7 @@ from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from ..config.models import Limits
-from .ledger import Ledger
-from .quota import Quota
+from .quota import Quota, Unit
 
 Resource: TypeAlias = Literal["requests", "tokens", "concurrency", "burst"]
 """What is shared: requests and tokens of a window, requests in flight, and the requests that a bucket lets through at
@@ -102,6 +101,7 @@ class SharedQuota(Quota):
             self.concurrency = new.concurrency
         if self._pace is not None and new.pace_per_s > 0:
             self._pace.change(new.pace_per_s, new.burst, now)
+        self._keep_to_ceilings(now)
 
     def wait_s(self, tokens: float, now: float) -> float:
         return super().wait_s(tokens, now) if now < self.valid_until else math.inf
@@ -122,8 +122,8 @@ class SharedQuota(Quota):
     def most_tokens(self) -> float:
         return self._whole.tokens
 
-    def _declared(self, ledger: Ledger) -> float:
-        return self._whole.requests if ledger is self.requests else self._whole.tokens
+    def _declared(self, unit: Unit) -> float:
+        return self._whole.requests if unit == "requests" else self._whole.tokens
 
     def retune(self, limits: Limits, now: float) -> None:
         kept, processes = self.share, self._processes

@@ -45,7 +45,7 @@ class Pauses:
         """Note a 429 to what was sent at `sent_at`; return the pause in seconds that lasts from now, if one begins or
         becomes longer.
         """
-        if sent_at < self._at or now < self._until:
+        if sent_at <= self._at or now < self._until:
             if retry_after_s is None or now + retry_after_s <= max(self._until, now) + _LATER_S:
                 return None
             if now >= self._until:

@@ -208,7 +208,7 @@ def test_a_probe_that_is_throttled_confirms_the_limit_and_doubles_the_patience()
 
 def test_a_bucket_that_is_empty_has_room_long_before_it_is_full():
     found = Discovery(Ledger(), "requests")
-    for used in (1, 2, 4):
+    for used in (1, 2, 4, 8, 16):
         found.announced(36_000, 36_000 - used, used * 0.1, in_flight=0.0, share=1, now=float(used))
     assert found.window_s == 3600
     send(found, 36_000, 10.0)

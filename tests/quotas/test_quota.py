@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from qreward_plugins.config.models import Limits
 from qreward_plugins.errors import ConfigurationError
@@ -176,25 +178,142 @@ def test_what_was_rejected_stays_spent_under_a_declared_limit_only():
     assert (learned.requests.spent(2.0), learned.tokens.spent(2.0)) == (1, 0)
 
 
-def test_a_declared_limit_is_never_raised_and_a_lower_announcement_is_worth_one_word():
+def spend(subject, requests, now):
+    """So many requests that were answered at once."""
+    for _ in range(requests):
+        reservation = subject.reserve(0, 0, now)
+        reservation.sent(now)
+        reservation.release(now)
+
+
+def announce(subject, now, limit, *, remaining=10.0, times=3, unit="requests"):
+    """So many replies that announce a limit; the words about them."""
+    said = {f"{unit}_per_window": float(limit), f"{unit}_remaining": float(remaining)}
+    return "; ".join(filter(None, [subject.announced(said, now) for _ in range(times)])) or None
+
+
+def test_a_declared_limit_is_never_raised_and_a_lower_announced_one_is_kept_to_while_it_is_announced():
     subject = quota(requests_per_minute=600)
-    high = {"requests_per_window": 6000.0, "requests_remaining": 10.0, "requests_reset_s": 60.0}
-    low = {"requests_per_window": 300.0, "requests_remaining": 10.0, "requests_reset_s": 60.0}
-    assert subject.announced(high, 0.0) is None
-    words = subject.announced(low, 1.0)
-    assert words is not None
+    assert announce(subject, 0.0, 6000) is None
+    assert subject.burst == 600
+    assert announce(subject, 1.0, 300, times=2) is None
+    assert subject.burst == 600  # two replies are no witnesses enough
+    words = announce(subject, 1.0, 300, times=1)
     assert "300" in words
     assert "600" in words
-    assert subject.announced(low, 2.0) is None
-    assert (subject.burst, subject.rate_per_s) == (600, 10)
-    assert subject.use(2.0).announced_requests_per_window == 300
-    throttled(subject, 3.0, 4.0, retry_after_s=30.0)
+    assert announce(subject, 2.0, 300) is None
+    assert (subject.burst, subject.use(2.0).announced_requests_per_window) == (300, 300)
+    assert subject.use(2.0).learned_requests_per_minute is None
+    assert "600" in announce(subject, 3.0, 900, times=8)
     assert subject.burst == 600
-    assert subject.use(4.0).learned_requests_per_minute is None
+    announce(subject, 4.0, 300)
+    for _ in range(8):
+        subject.announced({}, 5.0)
+    assert subject.burst == 600
+
+
+@given(
+    said=st.lists(
+        st.fixed_dictionaries(
+            {},
+            optional={
+                f"{unit}_{fact}": st.one_of(st.floats(-10, 1e12), st.sampled_from([0.0, 1.0, 86_400.0]))
+                for unit in ("requests", "tokens")
+                for fact in ("per_window", "remaining", "reset_s")
+            },
+        ),
+        max_size=2,
+    ),
+    declared=st.sampled_from([{}, {"requests_per_minute": 60}, {"tokens_per_minute": 6000}]),
+    before=st.integers(0, 12),
+)
+def test_what_two_replies_announce_stops_no_source(said, declared, before):
+    """P11, for headers: everything may go that could go without them."""
+    subject, untouched = quota(**declared), quota(**declared)
+    for each in (subject, untouched):
+        for _ in range(before):
+            reservation = each.reserve(10, 10, 0.0)
+            reservation.sent(0.0)
+            reservation.release(1.0, prompt_tokens=10, completion_tokens=5)
+    for announced in said:
+        subject.announced(announced, 2.0)
+    assert subject.wait_s(100, 2.0) <= untouched.wait_s(100, 2.0)
+    assert subject.capacity(60.0, 100, 2.0) >= untouched.capacity(60.0, 100, 2.0)
+
+
+def test_an_announced_limit_of_one_a_day_is_probed_within_a_minute_and_refuted():
+    subject = quota()
+    absurd = {"requests_per_window": 1.0, "requests_remaining": 0.0, "requests_reset_s": 86_400.0}
+    now, sent_at = 0.0, []
+    while now < 600 and len(sent_at) < 50:
+        wait = subject.wait_s(0, now)
+        assert wait <= 60
+        now += wait
+        reservation = subject.reserve(0, 0, now)
+        reservation.sent(now)
+        sent_at.append(now)
+        now += 1.0
+        reservation.release(now)
+        subject.answered(now, sent_at=now - 1.0)
+        subject.announced(absurd, now)
+    assert len(sent_at) == 50
+    assert sent_at[-1] < 400
+
+
+@pytest.mark.parametrize("processes", [1, 4])
+def test_a_server_that_enforces_less_than_is_declared_refuses_next_to_nothing_once_it_has_said_so(processes):
+    """Declared 600, really 300, and announced; this is one of so many processes."""
+    subject = Quota(Limits(requests_per_minute=600, concurrency=8), source="a", processes=processes)
+    accepted, refused, now = [], [], 0.0
+    limit = 300 / processes
+    while now < 600:
+        now += max(0.01, min(subject.wait_s(0, now), 5.0)) if subject.wait_s(0, now) > 0 else 0.01
+        if subject.wait_s(0, now) > 0:
+            continue
+        reservation = subject.reserve(0, 0, now)
+        reservation.sent(now)
+        used = sum(at > now - 60 for at in accepted)
+        if used >= limit:
+            refused.append(now)
+            reservation.release(now, rejected=True)
+            continue
+        accepted.append(now)
+        reservation.release(now)
+        left = limit - used - 1
+        subject.announced({"requests_per_window": 300.0, "requests_remaining": left * processes}, now)
+    assert len(refused) <= 12
+    assert len(accepted) >= 0.95 * limit * 10
+
+
+def test_a_lower_announcement_that_does_not_hold_is_refuted_by_two_probes():
+    subject = quota(requests_per_minute=600)
+    spend(subject, 60, 0.0)
+    announce(subject, 1.0, 60, remaining=0)
+    assert subject.burst == 60
+    now = 1.0
+    while now < 200 and subject.burst == 60:
+        wait = subject.wait_s(0, now)
+        assert wait <= 61
+        now += max(wait, 0.1)
+        if subject.wait_s(0, now) <= 0:
+            spend(subject, 1, now)
+    assert subject.burst == 600
+    assert now < 130
+    assert "back to the declared limit" in announce(subject, now, 60, remaining=0)
+    assert subject.burst == 600  # not believed again
+
+
+def test_announcements_over_shorter_windows_say_nothing_of_a_declared_limit():
+    subject = quota(requests_per_minute=600)
+    spend(subject, 100, 0.0)
+    assert announce(subject, 5.0, 10, remaining=2) is None
+    assert subject.burst == 600
 
 
 def test_announced_tokens_are_learned_and_no_request_becomes_impossible():
     subject = quota()
+    assert subject.announced({"tokens_per_window": 1000.0}, 0.0) is None
+    subject.announced({"tokens_per_window": 1000.0}, 0.0)
     words = subject.announced({"tokens_per_window": 1000.0}, 0.0)
     assert words == "it announces a limit of 1000 tokens in 60 s"
     assert subject.fits_ever(5000)

@@ -218,6 +218,7 @@ def a_pause_without_end(monkeypatch):
         def mutated(self, retry_after_s, sent_at, now):
             throttled(self, retry_after_s, sent_at, now)
             self.pauses.told(math.inf, now)
+            self.pauses._probe_at = math.inf
 
         return mutated
 

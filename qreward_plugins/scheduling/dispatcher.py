@@ -95,7 +95,7 @@ class Dispatcher:
         return (
             job
             for job in self._jobs
-            if not job.live and (job.entry or job.rest_timer is not None or job in self._oversize)
+            if not (job.live or job.undecided) and (job.entry or job.rest_timer is not None or job in self._oversize)
         )
 
     def lost_jobs(self) -> list[Job]:
@@ -107,7 +107,7 @@ class Dispatcher:
         return [
             job
             for job in self._jobs
-            if not (job.live or job.entry or job in arrived or job in self._oversize)
+            if not (job.live or job.entry or job.undecided or job in arrived or job in self._oversize)
             and (job.rest_timer is None or job.rest_timer.cancelled() or job.rest_timer.when() < now)
         ]
 
@@ -131,6 +131,8 @@ class Dispatcher:
         """End what is left of a batch that need not wait for it any more."""
         now = self._loop.time()
         for job in [job for job in self._jobs if job.batch is batch]:
+            if self._endings.settle(job):
+                continue
             waited = now - job.submitted_at
             self.fail(job, Cause.INFRA, "cutoff", f"the batch stopped waiting after {waited:.1f} s, its quorum was in")
 
@@ -256,7 +258,8 @@ class Dispatcher:
         return False
 
     def _rested(self, job: Job) -> None:
-        if not job.live:
+        if not (job.live or job.undecided):
+            self._endings.keep_away(job, self._loop.time())
             self.enqueue(job)
 
     def _ask_for_pump(self) -> None:
@@ -273,6 +276,8 @@ class Dispatcher:
             self._start(job, lane, now, hedge=hedge)
         if self._oversize and self._let_oversize_go(now):
             self._ask_for_pump()
+        if self._endings.any_undecided:
+            self._endings.decide()
         if self._on_pumped is not None:
             self._on_pumped()
         if self._wake is not None:
@@ -364,6 +369,8 @@ class Dispatcher:
     # Ends
 
     def _deadline(self, job: Job) -> None:
+        if self._endings.settle(job):
+            return
         asked = " and ".join(attempt.lane.name for attempt in job.live)
         detail = job.last_problem or (f"{asked} had not answered" if asked else "no source could take it in time")
         waited = self._loop.time() - job.submitted_at
@@ -392,6 +399,7 @@ class Dispatcher:
             return
         del self._jobs[job]
         self._oversize.pop(job, None)
+        self._endings.forget(job)
         if job.entry:
             # What waited behind it may be able to go now.
             self._planner.queue.discard(job)

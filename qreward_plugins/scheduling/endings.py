@@ -2,7 +2,8 @@
 
     valid verdict     the job is done, its other attempts are cancelled
     invalid verdict   another try elsewhere, as many as the judge allows; then the failure is `verdict`, unless the
-                      sources answer everybody else with garbage too: then it is `infra`
+                      sources answer everybody else with garbage too: then it is `infra`. Where the judge has a floor
+                      for it, that is decided when another sample has been judged, or none is left to be
     throttled         the source pauses, the job goes back to the front and may go elsewhere at once; not a failure
     sample's fault    a local function hung on it or crashed: once more, after all other samples; the source is well
     raised            a local function raised a time-out or lost a connection: either its sample or a service behind it
@@ -10,8 +11,10 @@
     transient         elsewhere at once, to the same source after full jitter (AWS Architecture Blog, "Exponential
                       Backoff And Jitter"), anywhere only as long as the source's retry budget lasts; `max_attempts`
                       failures end the job
-    permanent         never again at this source; if the source refuses many different samples so, one after the other,
-                      it is out: what no other source can take fails at once, and later samples probe it
+    permanent         never again at this source; a 400, 413 or 422 from all sources counts as an invalid verdict where
+                      the judge has a floor for that and the sources answer others. If a source refuses many different
+                      samples, one after the other, it is out: what no other source can take fails at once, and later
+                      samples probe it
 
 None of them ends a job that has another attempt under way. A job's deadline ends it whatever its attempts are doing:
 they are cancelled, or, where somebody wants late verdicts, left to end and told to `on_late`; an outcome stays.
@@ -95,6 +98,7 @@ class Endings:
         self._max_attempts = max_attempts
         self.on_late = on_late
         self._resting: dict[str, dict[Job, None]] = {name: {} for name in lanes}
+        self._undecided: dict[Job, str] = {}
 
     def _rest(self, job: Job, lane: Lane, until: float) -> None:
         """Keep `job` away from a source that failed it, until then or until the source answers somebody."""
@@ -192,6 +196,8 @@ class Endings:
                 self._recovered(lane, now - attempt.started_at, now)
             elif lane.local:
                 self._release(lane)
+            if attempt.result == "valid":
+                self.decide(lanes_live=True)
         late = job.future.done()
         gone = late or attempt.rescued
         if isinstance(ending, Verdict):
@@ -244,9 +250,10 @@ class Endings:
             if lost and not attempt.job.future.done():
                 self._give_up(attempt, now, f"{lane.name} was down when it was sent")
 
-    def _alternative(self, job: Job, lane: Lane) -> bool:
-        """Whether another source could serve `job` that does not answer with garbage."""
-        others = (self._lanes[name] for name in job.judge.sources if name != lane.name and name not in job.barred)
+    def _alternative(self, job: Job, lane: Lane, *, untried: bool = False) -> bool:
+        """Whether another source could serve `job` that does not answer with garbage; `untried`: nor did so to it."""
+        without = job.barred | {lane.name} | (job.invalid_at if untried else set())
+        others = (self._lanes[name] for name in job.judge.sources if name not in without)
         return any(not other.unusable and other.breaker.closed and not other.answers_garbage() for other in others)
 
     def _invalid(self, attempt: Attempt, error: InvalidVerdict, now: float) -> None:
@@ -258,13 +265,87 @@ class Endings:
             # Another source first, but not for longer than it might take: the others may be out of quota for minutes.
             rest_s = max(SHORTEST_INVALID_REST_S, 2 * lane.speed.expected_s(job.size)) if others else 0.0
             job.rested_at[lane.name] = now + rest_s
+            self.keep_away(job, now)
             self._retry(attempt, str(error))
         elif self._others_live(attempt):
             self._retry(attempt, str(error))
-        elif all(self._lanes[name].answers_garbage() for name in job.invalid_at):
-            self._desk.fail(job, Cause.INFRA, "garbage", f"{error} (most replies of this source are invalid)")
         else:
-            self._desk.fail(job, Cause.VERDICT, "invalid", str(error))
+            self._blame(attempt, str(error))
+
+    def keep_away(self, job: Job, now: float) -> None:
+        """Keep `job` from sources that answered it with garbage while another one, however busy, may judge it."""
+        if now > (job.submitted_at + job.deadline_at) / 2:
+            return
+        for name in job.invalid_at - job.barred:
+            lane = self._lanes[name]
+            if job.rested_at.get(name, -math.inf) <= now and self._alternative(job, lane, untried=True):
+                rest_s = max(SHORTEST_INVALID_REST_S, 2 * lane.speed.expected_s(job.size))
+                job.rested_at[name] = now + rest_s
+
+    # Who is to blame for what cannot be judged
+
+    def _blame(self, attempt: Attempt, problem: str) -> None:
+        """End a job that its sources could not judge; later, where a floor depends on whether they judge others."""
+        job = attempt.job
+        job.last_problem = problem
+        if job.judge.floor(Cause.VERDICT) is None or not self._open(job, problem, quiet=False):
+            self._end(job, problem)
+            return
+        job.live.remove(attempt)
+        job.past.append(attempt)
+        job.undecided = True
+        self._undecided[job] = problem
+
+    def decide(self, *, lanes_live: bool = False) -> None:
+        """End those of the undecided of which it is known by now who is to blame. `lanes_live`: others are still being
+        judged.
+        """
+        for job, problem in list(self._undecided.items()):
+            if not self._open(job, problem, quiet=not lanes_live and self._quiet(job)):
+                self._end(job, problem)
+
+    def settle(self, job: Job) -> bool:
+        """End an undecided job with what is known now; return whether it was one."""
+        problem = self._undecided.get(job)
+        if problem is not None:
+            self._end(job, problem)
+        return problem is not None
+
+    def forget(self, job: Job) -> None:
+        """Forget a job that has ended."""
+        self._undecided.pop(job, None)
+
+    @property
+    def any_undecided(self) -> bool:
+        """Whether jobs wait to be decided about."""
+        return bool(self._undecided)
+
+    def _open(self, job: Job, problem: str, *, quiet: bool) -> bool:
+        """Whether it may still turn out that the sources of `job` judge others."""
+        lanes = [self._lanes[name] for name in job.invalid_at | job.refused_at]
+        return not quiet and not any(lane.judges_since(job.submitted_at) for lane in lanes)
+
+    def _quiet(self, job: Job) -> bool:
+        """Whether nothing is left that the sources of `job` could judge."""
+        names = job.invalid_at | job.refused_at
+        if any(self._lanes[name].live for name in names):
+            return False
+        return not any(names & (set(other.judge.sources) - other.barred) for other in self._desk.waiting_jobs())
+
+    def _end(self, job: Job, problem: str) -> None:
+        job.undecided = False
+        self._undecided.pop(job, None)
+        lanes = [self._lanes[name] for name in job.invalid_at | job.refused_at]
+        judges = any(lane.judges_since(job.submitted_at) for lane in lanes)
+        if job.refused_at and not job.invalid_at:
+            if judges and job.judge.floor(Cause.VERDICT) is not None:
+                self._desk.fail(job, Cause.VERDICT, "refused", f"{problem} (it answers others)")
+            else:
+                self._desk.fail(job, Cause.INFRA, "no_source", problem)
+        elif not judges and all(lane.answers_garbage() for lane in lanes):
+            self._desk.fail(job, Cause.INFRA, "garbage", f"{problem} (most replies of this source are invalid)")
+        else:
+            self._desk.fail(job, Cause.VERDICT, "invalid", problem)
 
     def _transient(self, attempt: Attempt, error: SourceError, now: float) -> None:
         job, lane = attempt.job, attempt.lane
@@ -318,12 +399,21 @@ class Endings:
         else:
             lane.counters.permanent += 1
             if error.status in OF_THE_REQUEST:
+                job.refused_at.add(lane.name)
                 # It is up: it has read this request, and answers others.
                 lane.breaker.succeeded()
                 self._release(lane)
             else:
                 lane.breaker.abandoned(probe=attempt.decides)
-        if not gone and not job.future.done():
+        if gone or job.future.done():
+            return
+        if (
+            job.refused_at.issuperset(job.judge.sources)
+            and not self._others_live(attempt)
+            and job.judge.floor(Cause.VERDICT) is not None
+        ):
+            self._blame(attempt, str(error))
+        else:
             self._retry(attempt, str(error))
 
     def _strand(self) -> None:

@@ -96,6 +96,10 @@ class Job:
     """How many answers a local function had given when it failed this sample last."""
     refused_for: str = ""
     """The reason for which the last source refused this one sample; empty: none did."""
+    refused_at: set[str] = field(default_factory=set)
+    """Sources that said of this request that they do not take it (400, 413, 422)."""
+    undecided: bool = False
+    """Whether all its tries are over, and it waits to be seen whether its sources answer others."""
     last_problem: str = ""
     last_source: str = ""
     place: float = 0.0

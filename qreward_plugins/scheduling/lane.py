@@ -29,6 +29,9 @@ Hold = Literal["", "queue", "quota", "pause"]
 
 _GARBAGE_WINDOW = 50
 _GARBAGE_AT_LEAST = 10
+_JUDGED_MEMORY = 500
+LEAST_VALID = 0.04
+"""Share of valid verdicts among its replies from which on a source is taken to be able to judge."""
 _FRESH_S = 0.05
 _HISTORY = 8192
 """Changes of state that are remembered, for the blame of a batch."""
@@ -87,6 +90,10 @@ class Lane:
         self.pauses = Pauses()
         self._estimates = TokenEstimates(source)
         self._validity: deque[bool] = deque(maxlen=_GARBAGE_WINDOW)
+        self.valid_at = -math.inf
+        """When it gave the last valid verdict."""
+        self._valid = 0.0
+        self._judged = 0.0
         self._heard_at = -math.inf
         self._silenced = False
         self._missing = 0.0
@@ -278,11 +285,21 @@ class Lane:
         invalid = self._validity.count(False)
         return len(self._validity) >= _GARBAGE_AT_LEAST and 2 * invalid > len(self._validity)
 
+    def judges_since(self, at: float) -> bool:
+        """Whether it gave valid verdicts after `at`, and not only by chance: then it can judge, and what it cannot
+        judge was provoked. However many responses of a batch provoke it, they cannot keep the others from being judged.
+        """
+        return self.valid_at >= at and self._valid >= LEAST_VALID * self._judged
+
     def judged(self, valid: bool, now: float, *, probe: bool, alternative: bool) -> None:
         """Note whether a reply was a valid verdict. A source of garbage rests, if there is an `alternative` to it."""
         if valid and probe:
             self._validity.clear()
         self._validity.append(valid)
+        self._valid += valid - self._valid / _JUDGED_MEMORY
+        self._judged += 1 - self._judged / _JUDGED_MEMORY
+        if valid:
+            self.valid_at = now
         self.counters.invalid += not valid
         garbage = self.answers_garbage()
         if valid or not (garbage and alternative):

@@ -1,7 +1,8 @@
 """What a chat-completions server answered with success: the completion.
 
 Servers that call themselves compatible differ in everything but the happy path: errors inside a 200, parts instead of a
-text, `null` for "I spent all my tokens thinking".
+text, `null` for "I spent all my tokens thinking". What holds no answer at all is an error that another try may mend,
+and never an answer that is no verdict.
 """
 
 from __future__ import annotations
@@ -13,6 +14,11 @@ from ..errors import InvalidVerdict, QRewardError
 from .announced import announced
 from .base import Reply
 from .replies import Answer, Problem, json_of, name_of, usage_of
+
+_BROKEN_OFF = ("error", "abort", "aborted", "cancelled")
+"""Reasons to finish that are the provider's trouble, and say nothing about what was asked."""
+_FILTERED = ("content_filter", "refusal")
+"""Reasons to finish that leave no answer because of what was asked; judges know them."""
 
 
 class CompletionAnswer(Answer):
@@ -36,19 +42,32 @@ class CompletionAnswer(Answer):
         message = choice.get("message") if isinstance(choice, dict) else None
         if not isinstance(choice, dict) or not isinstance(message, dict):
             return self._unreadable("no choices[0].message", self.http.body)
+        ended = name_of(choice.get("finish_reason"))
+        if ended.lower() in _BROKEN_OFF:
+            return self._unreadable(f"a reply that the provider broke off (finish_reason {ended!r})")
         text, refusal = _text(message.get("content"))
         if text is None:
             return self._unreadable("a content of the wrong type", self.http.body)
         refusal = refusal or name_of(message.get("refusal"))
         if refusal and not text:
             return InvalidVerdict(f"source {self.name!r} refused to judge: {self.excerpts.of(refusal)}")
+        unanswered = not text.strip() and (message.get("content") is None or _reasons(message))
+        if unanswered and ended.lower() not in _FILTERED:
+            hint = "; it spent all its tokens, raise max_tokens" if ended == "length" else ""
+            what = "reasoning and no answer" if _reasons(message) else "a content of null"
+            return self._unreadable(f"{what} (finish_reason {ended or 'null'!r}{hint})")
         return Reply(
             text=text,
             usage=usage_of(body.get("usage")),
             model=name_of(body.get("model")),
-            finish_reason=name_of(choice.get("finish_reason")),
+            finish_reason=ended,
             announced=announced(self.http.headers),
         )
+
+
+def _reasons(message: Mapping[str, Any]) -> bool:
+    """Whether a message holds reasoning beside its content, under one of the names that servers have for it."""
+    return any(bool(message.get(key)) for key in ("reasoning_content", "reasoning", "reasoning_details"))
 
 
 def _text(content: Any) -> tuple[str | None, str]:

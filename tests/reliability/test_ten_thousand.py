@@ -28,7 +28,8 @@ THROTTLES = {
 OVERDUE = {"hang", "slow_headers", "slow_body"}
 REJECTIONS = {"error_400", "error_413", "error_422"}
 HARMLESS = {"close_after", "wrong_model"}
-INVALID = {kind.value for kind in FaultKind if kind.stage == "verdict"}
+# A content of null is the provider's trouble, and tried again like a broken reply.
+INVALID = {kind.value for kind in FaultKind if kind.stage == "verdict"} - {"null_content"}
 KINDS = {kind.value for kind in FaultKind} - LEFT_OUT
 TRANSIENT = KINDS - THROTTLES - REJECTIONS - HARMLESS - INVALID
 

@@ -53,7 +53,6 @@ def test_a_completion_becomes_a_reply() -> None:
 @pytest.mark.parametrize(
     ("content", "text"),
     [
-        (None, ""),
         ("", ""),
         ([{"type": "text", "text": "a"}, {"type": "x"}, {"type": "text", "text": "b"}], "ab"),
         ([], ""),
@@ -62,10 +61,6 @@ def test_a_completion_becomes_a_reply() -> None:
 def test_contents_of_every_known_type(content: Any, text: str) -> None:
     reply = answer(completion({"content": content}, finish_reason="length"))
     assert (reply.text, reply.finish_reason) == (text, "length")
-
-
-def test_a_missing_content_is_an_empty_one() -> None:
-    assert answer(completion({"role": "assistant"}, finish_reason=None)).finish_reason == ""
 
 
 @pytest.mark.parametrize(

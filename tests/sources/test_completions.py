@@ -1,0 +1,45 @@
+"""Completions that hold no answer: it is the provider's trouble, which another try may mend, and never a verdict."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from yarl import URL
+
+from qreward_plugins.errors import TransientError
+from qreward_plugins.sources.completions import CompletionAnswer
+from qreward_plugins.sources.excerpts import Excerpts
+from qreward_plugins.sources.http import HTTPReply
+
+
+def answer(message: dict[str, Any], finish_reason: Any = "stop") -> CompletionAnswer:
+    body = {"choices": [{"message": message, "finish_reason": finish_reason}]}
+    http = HTTPReply(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
+    return CompletionAnswer("judge", URL("http://judge.example/v1"), "model", "base_url", http, Excerpts())
+
+
+@pytest.mark.parametrize(
+    ("message", "finish_reason", "says"),
+    [
+        ({"content": None}, "stop", "a content of null"),
+        ({"content": None}, None, "a content of null"),
+        ({}, "stop", "a content of null"),
+        ({"content": None, "reasoning_content": "Let me see."}, "length", "raise max_tokens"),
+        ({"content": "", "reasoning": "Let me see."}, "stop", "reasoning and no answer"),
+        ({"content": " \n", "reasoning_content": "Let me see."}, "stop", "reasoning and no answer"),
+        ({"content": '{"score": 7}'}, "error", "broke off"),
+        ({"content": "half"}, "abort", "broke off"),
+    ],
+)
+def test_a_reply_without_an_answer_is_tried_again(message: dict[str, Any], finish_reason: Any, says: str) -> None:
+    with pytest.raises(TransientError, match=says):
+        answer(message, finish_reason).reply()
+
+
+@pytest.mark.parametrize(
+    "message", [{"content": "7"}, {"content": ""}, {"content": "7", "reasoning_content": "Let me see."}]
+)
+def test_what_a_model_wrote_is_for_the_judge_to_read(message: dict[str, Any]) -> None:
+    assert answer(message).reply().text == message["content"]

@@ -216,3 +216,12 @@ def test_an_echoed_key_is_struck_out(status: int) -> None:
             answer(body, status)
         assert KEY[:8] not in str(caught.value)
         assert "***" in str(caught.value)
+
+
+@pytest.mark.parametrize(("path", "hinted"), [("/chat/completions", True), ("/v1/chat/completions", False)])
+def test_a_404_hints_at_the_version_that_a_base_url_ends_in(path: str, hinted: bool) -> None:
+    reply = HTTPReply(404, {}, b'{"detail": "Not Found"}')
+    answer = CompletionAnswer("a", URL(f"http://host{path}"), "m", "base_url", reply, Excerpts())
+    with pytest.raises(SourceUnusable) as caught:
+        answer.reply()
+    assert ("ends in /v1" in str(caught.value)) is hinted

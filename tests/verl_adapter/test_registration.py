@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import verl_adapter
 from verl_adapter import plugin
 
 
@@ -77,3 +79,18 @@ def test_the_search_path_plugin_needs_no_searchpath(compose, monkeypatch):
     assert config.reward.reward_manager.name == "qreward"
     assert config.qreward.sources.judge.base_url == "http://judge/v1"
     assert "QREWARD_API_KEY" in str(config.qreward)
+
+
+def test_the_ready_made_tree_says_which_variables_it_needs(monkeypatch):
+    from omegaconf import OmegaConf
+
+    from qreward_plugins import ConfigurationError
+    from verl_adapter.settings import load_settings
+
+    for name in ("QREWARD_BASE_URL", "QREWARD_MODEL", "QREWARD_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    tree = OmegaConf.load(Path(verl_adapter.__file__).parent / "conf" / "qreward" / "openai.yaml")
+    # verl resolves its configuration before a reward worker sees it.
+    for resolved in (False, True):
+        with pytest.raises(ConfigurationError, match="QREWARD_BASE_URL"):
+            load_settings(None, OmegaConf.create(OmegaConf.to_container(tree, resolve=resolved)))

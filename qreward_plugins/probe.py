@@ -14,14 +14,17 @@ from dataclasses import dataclass, field
 import anyio
 
 from .config import judge_for, parts_of
+from .ending import end, forget
 from .engine import RewardEngine
-from .errors import InputError, InvalidVerdict, SourceError
+from .errors import InputError, InvalidVerdict, SourceError, TransientError
 from .judges import Judge, LLMJudge
 from .samples import Sample, Verdict
 from .scheduling import Lane
 from .sources import Reply, Request
 from .trial import Trial, try_out
 
+END_WITHIN_S = 1.0
+"""Longest time, in seconds, for which a call is waited for that was cancelled because its time is up."""
 SAMPLE = Sample(
     messages=[{"role": "user", "content": "What is 17 plus 25? Answer with the number."}],
     response="17 plus 25 is 42",
@@ -149,5 +152,19 @@ async def _trial(judge: LLMJudge, lane: Lane, like: Sample) -> Trial | None:
 
 
 async def _reply(lane: Lane, request: Request) -> Reply:
-    with anyio.fail_after(lane.timeout_s):
+    """Raises TimeoutError, and what the source raises. A source may be cancelled by others, or not let itself be."""
+
+    async def send() -> Reply:
         return await lane.source.send(request, on_sent=lambda: None)
+
+    call = asyncio.ensure_future(send())
+    try:
+        done, _ = await asyncio.wait([call], timeout=lane.timeout_s)
+    finally:
+        for task in await end([call], within_s=END_WITHIN_S):
+            forget(task)
+    if not done:
+        raise TimeoutError
+    if call.cancelled():
+        raise TransientError(f"the call at {lane.name} was cancelled from outside")
+    return call.result()

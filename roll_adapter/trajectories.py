@@ -92,8 +92,14 @@ class QRewardTrajectoryMixin:
         pipeline = getattr(self, "pipeline_config", None)
         workers = [getattr(pipeline, name, None) for name in ("train_env_manager", "val_env_manager")]
         processes = max(1, sum(int(getattr(config, "world_size", None) or 0) for config in workers))
+        return processes * (1 + self._qreward_others)
+
+    @cached_property
+    def _qreward_others(self) -> int:
+        """How many other configurations of environments have a source of this one's."""
+        mine = self._qreward_settings
         others: list[Config] = []
-        for tag, node in (getattr(pipeline, "custom_envs", None) or {}).items():
+        for tag, node in (getattr(getattr(self, "pipeline_config", None), "custom_envs", None) or {}).items():
             tree = node.get("qreward")
             if tree is None or tag == self.env_config.get("tag"):
                 continue
@@ -101,9 +107,9 @@ class QRewardTrajectoryMixin:
                 settings = _settings_of(tree, tag)
             except ConfigurationError:
                 continue  # its own environments say what is wrong with it, and begin nothing
-            if settings not in (self._qreward_settings, *others) and may_share(self._qreward_settings, settings):
+            if settings not in (mine, *others) and may_share(mine, settings):
                 others.append(settings)
-        return processes * (1 + len(others))
+        return len(others)
 
     def _weight(self) -> float:
         weight = self.env_config.get("qreward_weight")

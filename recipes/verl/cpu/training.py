@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -54,8 +55,11 @@ def train(
     environment: Mapping[str, str],
     on_step: Callable[[Step], None],
     overrides: tuple[str, ...] = (),
+    program: str = "verl.trainer.main_ppo",
+    configurations: Path = HERE,
 ) -> Training:
-    """Train for `steps` steps with the recipe `algorithm` ("grpo" or "ppo").
+    """Train for `steps` steps with the recipe `algorithm` ("grpo" or "ppo", or another in the folder `configurations`),
+    with the trainer that the module `program` runs.
 
     `on_step` is called with each step when it is done. The trainer's log and metrics go to the folder `out`. Raises
     `TrainingFailed`. Whatever ends this call, no process of the trainer goes on.
@@ -64,7 +68,8 @@ def train(
     log, metrics = out / f"{algorithm}.log", out / f"{algorithm}.jsonl"
     metrics.unlink(missing_ok=True)
     command = [
-        *(sys.executable, "-m", "verl.trainer.main_ppo", "--config-dir", str(HERE), "--config-name", algorithm),
+        *(sys.executable, "-m", program, "--config-dir", str(configurations), "--config-name", algorithm),
+        f"hydra.searchpath=[pkg://verl.trainer.config,file://{HERE}]",
         f"data.train_files={assets.train}",
         f"data.val_files={assets.val}",
         f"actor_rollout_ref.model.path={assets.model}",
@@ -79,14 +84,14 @@ def train(
             with suppress(subprocess.TimeoutExpired):
                 process.wait(_LOOK_EVERY_S)
                 ended = True
-            for step in _steps(metrics, len(done)):
+            for step in _steps(metrics, done[-1].number if done else 0):
                 done.append(step)
                 on_step(step)
-    if process.returncode != 0 or len(done) < steps:
+    if process.returncode != 0 or not done or done[-1].number < steps:
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-25:])
         raise TrainingFailed(f"{tail}\n\nverl ended with code {process.returncode} after {len(done)} steps; log: {log}")
-    before, *_, after = _accuracies(metrics)
-    return Training(done, before, after)
+    accuracies = _accuracies(metrics) or [math.nan]
+    return Training(done, accuracies[0], accuracies[-1])
 
 
 def _environment(extra: Mapping[str, str], metrics: Path) -> dict[str, str]:

@@ -16,6 +16,7 @@ from qreward_plugins.testing import Faults, JudgeServer
 
 CPU = Path(__file__).parents[3] / "recipes" / "verl" / "cpu"
 RECORDER = Path(__file__).with_name("recorder")
+CONFIGURATIONS = Path(__file__).with_name("config")
 
 STEPS = 7
 PROMPTS = 8
@@ -87,6 +88,14 @@ class Judge:
         self._server.start()
 
 
+def _by_step(records: list[dict]) -> dict[int, dict]:
+    """One mapping a step; the fully asynchronous trainer writes several lines."""
+    metrics: dict[int, dict] = {}
+    for record in records:
+        metrics.setdefault(record["step"], {}).update(record["data"])
+    return metrics
+
+
 def recipe() -> SimpleNamespace:
     """The recipe's modules, which are scripts beside each other."""
     sys.path.insert(0, str(CPU))
@@ -96,20 +105,29 @@ def recipe() -> SimpleNamespace:
         sys.path.remove(str(CPU))
 
 
-def train(out: Path, *overrides: str) -> Outcome:
-    """Train `STEPS` steps with GRPO, validating before and after."""
+PROGRAMS = {
+    "one_step_off": "verl.experimental.one_step_off_policy.main_ppo",
+    "fully_async": "verl.experimental.fully_async_policy.fully_async_main",
+}
+"""verl's experimental trainers, which are made of the legacy one."""
+
+
+def train(out: Path, *overrides: str, trainer: str = "grpo") -> Outcome:
+    """Train `STEPS` steps with GRPO, validating before and after; `trainer`: with one of `PROGRAMS`."""
     modules = recipe()
     sizes = modules.tasks.Sizes(learning_steps=20, habit_steps=5, val_questions=HELD_OUT)
     assets = modules.tasks.prepare(out / "assets", sizes)
     configuration = out / "judges.yaml"
     configuration.write_text(CONFIGURATION)
     record = out / "rows.jsonl"
+    record.touch()
     with Judge(modules.scorer.score) as server:
         modules.training.train(
             assets,
             out,
-            algorithm="grpo",
+            algorithm=trainer,
             steps=STEPS,
+            **({"program": PROGRAMS[trainer], "configurations": CONFIGURATIONS} if trainer in PROGRAMS else {}),
             environment={
                 "QREWARD_CONFIG": str(configuration),
                 "JUDGE_URL": server.base_url,
@@ -120,11 +138,11 @@ def train(out: Path, *overrides: str) -> Outcome:
             on_step=lambda step: None,
             overrides=(f"trainer.validation_data_dir={out / 'validations'}", *overrides),
         )
-    metrics = [json.loads(line) for line in (out / "grpo.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (out / f"{trainer}.jsonl").read_text().splitlines()]
     dumps = sorted((out / "validations").glob("*.jsonl"), key=lambda path: int(path.stem))
     return Outcome(
         [json.loads(line) for line in record.read_text().splitlines()],
-        {record["step"]: record["data"] for record in metrics},
+        _by_step(metrics),
         [[json.loads(line) for line in dump.read_text().splitlines()] for dump in dumps],
-        (out / "grpo.log").read_text(errors="replace"),
+        (out / f"{trainer}.log").read_text(errors="replace"),
     )

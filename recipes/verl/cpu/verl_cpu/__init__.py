@@ -11,9 +11,10 @@ from . import platform
 platform.install()
 
 # Not before: these import modules of verl that ask for the platform while they are imported.
-from . import critic, rollout  # noqa: E402
+from . import checkpoint, critic, rollout  # noqa: E402
 
 rollout.install()
+checkpoint.install()
 critic.install()
 
 __all__: list[str] = []

@@ -177,7 +177,8 @@ class Adapter(base.BaseRollout):  # type: ignore[misc]
             raise ValueError(f"the CPU rollout takes named tensors, not {wire_format}")
         # Every rank reads the whole iterator: collecting a sharded tensor is a collective operation.
         state = {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in weights}
-        if not self._leads:
+        # Without weights: a checkpoint engine has handed them to the server itself.
+        if not self._leads or not state:
             return
         if self._server is None:
             self._server = ray.get_actor(f"{NAME}_server_{self._replica_rank}")

@@ -1,0 +1,59 @@
+"""verl's experimental trainers with a judge that fails, is out for a while and dies: they go on to their end.
+
+They inherit `trainer.use_v1: true` and derive from the legacy trainer, in which a sample without a reward ends the run.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+
+from .runs import HELD_OUT, STEPS, train
+
+pytestmark = [
+    pytest.mark.trainer,
+    pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl"),
+]
+
+SOURCE = "reasoning_gym/chain_sum"
+
+
+@pytest.fixture(scope="module", params=["one_step_off", "fully_async"])
+def outcome(request, tmp_path_factory):
+    pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
+    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
+    return train(tmp_path_factory.mktemp(request.param), trainer=request.param)
+
+
+def test_the_run_goes_on_to_its_end(outcome):
+    steps = [step for step, metrics in outcome.metrics.items() if "critic/rewards/mean" in metrics]
+    assert max(steps) == STEPS, "of the first, the fully asynchronous one writes no line"
+    for step in steps:
+        assert math.isfinite(outcome.metrics[step]["critic/rewards/mean"])
+        assert math.isfinite(outcome.metrics[step].get("actor/grad_norm", 0.0))
+
+
+def test_samples_failed_and_were_counted_as_such(outcome):
+    rates = [metrics["qreward/failed_rate"] for metrics in outcome.metrics.values() if "qreward/failed_rate" in metrics]
+    assert max(rates) > 0.2
+
+
+def test_validation_leaves_the_failed_out_of_its_means(outcome):
+    validated = [metrics for metrics in outcome.metrics.values() if "qreward/val/samples" in metrics]
+    assert validated
+    assert outcome.validations
+    for dump in outcome.validations:
+        assert len(dump) == HELD_OUT
+        assert 0 < sum(row["qreward/missing"] for row in dump) < HELD_OUT
+    scored = [row for row in outcome.validations[0] if not row["qreward/missing"]]
+    first = validated[0]
+    assert first[f"val-core/{SOURCE}/acc/mean@1"] == pytest.approx(
+        math.fsum(row["acc"] for row in scored) / len(scored), abs=1e-6
+    )
+
+
+def test_nothing_of_this_verl_was_missed(outcome):
+    for text in ("see verl_adapter.trainer", "does not know this trainer", "cannot be read", "no metrics of rewards"):
+        assert text not in outcome.log

@@ -121,6 +121,7 @@ def train(out: Path, *overrides: str, trainer: str = "grpo") -> Outcome:
     configuration.write_text(CONFIGURATION)
     record = out / "rows.jsonl"
     record.touch()
+    dumped = out / "validations"
     with Judge(modules.scorer.score) as server:
         modules.training.train(
             assets,
@@ -136,10 +137,11 @@ def train(out: Path, *overrides: str, trainer: str = "grpo") -> Outcome:
                 "VERL_RECORD": str(record),
             },
             on_step=lambda step: None,
-            overrides=(f"trainer.validation_data_dir={out / 'validations'}", *overrides),
+            # With a folder for it, validation ends verl's one-step-off trainer: its class never makes `_dump_executor`.
+            overrides=(*([] if trainer == "one_step_off" else [f"trainer.validation_data_dir={dumped}"]), *overrides),
         )
     metrics = [json.loads(line) for line in (out / f"{trainer}.jsonl").read_text().splitlines()]
-    dumps = sorted((out / "validations").glob("*.jsonl"), key=lambda path: int(path.stem))
+    dumps = sorted(dumped.glob("*.jsonl"), key=lambda path: int(path.stem))
     return Outcome(
         [json.loads(line) for line in record.read_text().splitlines()],
         _by_step(metrics),

@@ -261,7 +261,8 @@ def test_nothing_that_one_response_provokes_takes_the_source_from_the_others(
     assert {outcome.verdict.attempts for outcome in outcomes} <= {1, 2}
     # They wait for one another and for the place that the poisoned one holds, never for the source to be trusted again.
     waited_s = max(outcome.verdict.latency_s for outcome in outcomes)
-    hang_s = 3 * 30.0 if kind == "hang" and concurrency == 1 else 0.0
+    # A judge with one place is held by all tries of a sample that hangs, each with its time limit.
+    hang_s = 7 * 30.0 if kind == "hang" and concurrency == 1 else 0.0
     assert waited_s <= (others + 8) * latency_s / min(concurrency, others + 1) + latency_s + hang_s + 1.0
 
 

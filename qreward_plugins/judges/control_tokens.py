@@ -1,7 +1,8 @@
-"""Control tokens of chat templates: what a tokenizer turns into structure (a turn, a role, an end) where it stands.
+"""Neutralises the control tokens of chat templates: texts that a tokenizer turns into structure (a turn, a role).
 
-A server renders its chat template over our message and tokenizes the result, so such a name in a response would become
-a turn of its own. The patterns below cover the chat templates and special tokens of the open models of 2023 to 2026:
+A server renders its chat template over our message and tokenizes the result, so a control token in a response could
+open a turn of its own. The patterns below cover the chat templates and special tokens of the open models of 2023 to
+2026:
 
 - `<|name|>`, with ASCII or fullwidth bars: Qwen, Llama 3 and 4, DeepSeek, Kimi, GLM, gpt-oss, Phi, Granite, Cohere,
   OLMo, Hunyuan, Step, Jamba, LFM2, Falcon-H1, MiMo, dots, Apertus, ERNIE, Solar, GigaChat, Inkling, Muse, InternLM
@@ -23,10 +24,10 @@ a turn of its own. The patterns below cover the chat templates and special token
   `<_user>`: TeleChat; `<role>`: Ling, Ring; `<用户>`, `<AI>`: MiniCPM; `[BEGIN FINAL RESPONSE]`: Apriel
 - `<image>`, `<img>`, `<IMG_CONTEXT>`, `<video>`, `<audio>`: LLaVA, InternVL, Step; one too many fails a request
 - `<fim_prefix>`, `<issue_start>`, `<jupyter_code>`, `<commit_msg>`, `<file_sep>`: StarCoder, Granite Code, Seed-Coder
-- `<think>` and its kin: reasoning models
+- `<think>` and similar: reasoning models
 
-Tokens that only mark content, and that ordinary text uses (`<code>`, `<answer>`, `<response>`, `<user>`), are not here.
-Where a short name is an ordinary index or type in lower or upper case (`x[mask]`, `Vec<S>`) the case counts.
+Tokens that only mark content and occur in ordinary text (`<code>`, `<answer>`, `<response>`, `<user>`) are left out.
+Case counts only for short names that code uses in the other case (`x[mask]`, `Vec<S>`).
 """
 
 from __future__ import annotations
@@ -39,16 +40,16 @@ from itertools import accumulate
 
 from .visibility import INVISIBLE
 
-# What the name in a frame never holds: brackets, and what takes their place here, so that no frame is found around
-# one that has been dealt with.
+# A name never holds brackets or the lookalikes that replace them: no match may enclose a token that is already
+# neutralised, or neutralising twice would change the text again.
 _NEVER = r"<>\[\]◁▷\u2039\u203a\u27e6\u27e7\u25c3\u25b9"
 
 _AFTER_ANGLE = (
-    # Frames, with any name.
+    # Any name between bars.
     rf"\|[^\s{_NEVER}](?:[^\n{_NEVER}]{{0,62}}?[^\s{_NEVER}])??\|>",
     r"\|/?[a-z0-9_]{1,32}>|/?[a-z0-9_]{1,32}\|>",
     r"</?SYS>>",
-    # Names.
+    # Known names.
     r"(?-i:/?s)>",
     r"/?(?:bos|eos|eod|eot|eom|unk|pad|mask|cls|sep|sop|eop|eoa|eoh|role|AI|用户)>|mask:\d{1,4}>",
     r"/?(?:start|end|begin|beginning)_of_[a-z_]{1,32}>",
@@ -74,7 +75,7 @@ _AFTER_SQUARE = (
     r"(?-i:/?(?:ARGS|IMG|AUDIO|TRANSCRIBE|REF|PREFIX|SUFFIX|MIDDLE|MASK|CLS|SEP|PAD|UNK|BOS|EOS|EOT))\]",
 )
 
-# Each alternative begins with a character of its own, whose case counts, so the search can skip everything else.
+# Each alternative begins with a fixed character outside the case-insensitive part: `re` then skips quickly to it.
 _TOKEN = re.compile(
     rf"<(?i:{'|'.join(_AFTER_ANGLE)})"
     rf"|\[(?i:{'|'.join(_AFTER_SQUARE)})"
@@ -83,13 +84,12 @@ _TOKEN = re.compile(
     r"|>(?:>(?:TITLE|ABSTRACT|INTRODUCTION|SUMMARY|COMMENT|ANSWER|QUESTION|DOMAIN|PREFIX|SUFFIX|MIDDLE)<<)"
 )
 
-
-# Every token has one of these, as itself or as what NFKC makes it of.
+# Every token holds one of these brackets, plain or in a form that NFKC folds to it. Most texts hold none.
 _BRACKET = re.compile("[<\\[\\]◁\uff1c\uff3b\uff3d\ufe64\ufe47\ufe48]")
 
 
 class _Folded(dict[int, int]):
-    """What a character is under NFKC, where that is one character: fullwidth and styled letters become plain ones."""
+    """Translation table to NFKC, for characters that stay one character: fullwidth and styled letters become plain."""
 
     def __missing__(self, code: int) -> int:
         folded = unicodedata.normalize("NFKC", chr(code))
@@ -112,10 +112,10 @@ _LOOKALIKE = str.maketrans(
 
 
 def neutralise(text: str) -> str:
-    """Give the control tokens in `text` other brackets, that look alike and mean nothing: `<s>` becomes `‹s›`.
+    """Replace the brackets of the control tokens in `text` by lookalikes without a meaning: `<s>` becomes `‹s›`.
 
-    The text keeps its length. Tokens count that a server would first have to normalise: with fullwidth or styled
-    characters, or with invisible ones between. What comes out holds no token, so a second time changes nothing.
+    The length stays the same. Disguised tokens are replaced, too: with fullwidth or styled characters, or with
+    invisible ones inside. The result holds no control token, so neutralising it again changes nothing.
     """
     pieces: list[str] = []
     done = 0
@@ -128,17 +128,18 @@ def neutralise(text: str) -> str:
 
 
 def normalised(text: str) -> str:
-    """`text` without invisible characters, and with plain ones in the place of fullwidth and styled ones."""
+    """Return `text` without invisible characters, and with fullwidth and styled characters made plain."""
     return INVISIBLE.sub("", text).translate(_FOLDED)
 
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """Where the control tokens in `text` are."""
+    """The (start, end) of each control token in `text`, in order."""
     if not _BRACKET.search(text):
         return
     gaps = [match.span() for match in INVISIBLE.finditer(text)]
     plain = INVISIBLE.sub("", text) if gaps else text
-    # Places in `plain` at which something invisible is left out, and how many characters are, up to there.
+    # Matches are found in `plain` and mapped back to `text`: `places` are the positions in `plain` where invisible
+    # characters were removed, `left_out` is how many characters were removed up to each of them.
     left_out = list(accumulate(end - start for start, end in gaps))
     places = [start - gone for (start, _), gone in zip(gaps, [0, *left_out], strict=False)]
     for match in _TOKEN.finditer(plain if plain.isascii() else plain.translate(_FOLDED)):

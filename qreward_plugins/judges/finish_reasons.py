@@ -1,6 +1,6 @@
-"""What the `finish_reason` of a completion says about its text: whether the model came to its end by itself.
+"""Tells from the `finish_reason` of a completion whether the model finished its answer.
 
-Servers do not agree on the words, so known ones are recognised by their parts, and unknown ones pass:
+Servers use different words. Known ones are recognised by a part of the word; unknown ones count as finished:
 
 - cut off: length (OpenAI and most), max_tokens (Anthropic), MAX_TOKENS (Gemini, Cohere), model_length (Mistral),
   max_output_tokens, incomplete
@@ -9,7 +9,7 @@ Servers do not agree on the words, so known ones are recognised by their parts, 
 - broken: error (OpenRouter, vLLM), abort (vLLM, SGLang), repetition (vLLM), network_error (Zhipu),
   insufficient_system_resource (DeepSeek), malformed_... (Gemini), cancelled, timeout
 
-A verdict that stands in such a reply may be a draft, or half of what the judge had to say, and does not count.
+A verdict in an unfinished reply may be a draft or half of the answer, so it does not count.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _BROKEN = re.compile(
 
 
 def why_no_verdict(finish_reason: str) -> Literal["", "cut off", "withheld", "broken"]:
-    """Why a reply that ended so holds no verdict, whatever stands in it; "" where it may hold one."""
+    """Return why a reply with this `finish_reason` cannot hold a verdict, or "" if it can."""
     reason = finish_reason.strip().lower().replace("-", "_").replace(" ", "_")
     if _CUT_OFF.search(reason):
         return "cut off"

@@ -1,14 +1,14 @@
-"""Where a model's thinking ends and its answer begins.
+"""Finds the thinking in a reply, by the marks that open and end it.
 
-Servers that know their model take the thinking out of the content. Others leave it in, or leave its end alone in where
-the chat template has opened it. A draft of a verdict in there is no verdict, so whatever comes before the last end of
-thinking is not read. These are the marks of the open models of 2024 to 2026, as the reasoning parsers of vLLM,
-SGLang and llama.cpp know them, what opens first:
+Some servers remove the thinking from the content. Others leave it in; if the chat template opened it, they leave only
+the mark that ends it. A verdict inside the thinking is a draft and does not count. The list has the marks of the open
+models of 2024 to 2026, from the reasoning parsers of vLLM, SGLang and llama.cpp. Each entry names the mark that opens
+first, then the marks that end:
 
 - `<think>`, `</think>`: DeepSeek, Qwen, QwQ, GLM, Kimi K2, MiniMax, Nemotron, Hunyuan, Granite 3.3, ERNIE, OLMo, Phi,
   Step, SmolLM3, Ring, MiMo, HyperCLOVA X, Falcon-H1R, K2 Think and most others
 - the same with `thinking`, `thought`, `reasoning`, `reflection`, ...: Reflection, Marco-o1, EXAONE Deep, distilled
-  models, and models that are told to
+  models, and models whose prompt asks for it
 - the same with `seed:think`: Seed-OSS; `longcat_think`: LongCat; `mm:think`: MiniMax M3
 - `[THINK]`, `[/THINK]`: Magistral, Ministral, Mistral Small 4
 - `◁think▷`, `◁/think▷`: Kimi-VL, Kimi k1.5
@@ -26,7 +26,8 @@ SGLang and llama.cpp know them, what opens first:
 - `[BEGIN FINAL RESPONSE]` ends: Apriel
 - `<details ...>`, `</details>`: front ends that fold the thinking up
 
-Case does not count, and neither do white space and attributes inside a mark.
+Case, and white space and attributes inside a mark, are ignored, except in the two marks of gpt-oss without its special
+tokens (`analysis`, `assistantfinal`), where case counts.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ _MARK = re.compile(f"(?P<opens>{'|'.join(_OPENS)})|(?P<ends>{'|'.join(_ENDS)})",
 
 
 class Mark(NamedTuple):
-    """Where thinking opens or ends in a text: the mark itself is `text[start:end]`."""
+    """A mark at `text[start:end]` that opens thinking, or ends it."""
 
     opens: bool
     start: int
@@ -91,18 +92,20 @@ class Mark(NamedTuple):
 
 
 def hides_marks(text: str) -> bool:
-    """Whether `text` has marks that only show when it is normalised: fullwidth, or with invisible characters inside."""
+    """Whether `text` has disguised marks: in fullwidth letters, or with invisible characters inside."""
     return not text.isascii() and len(marks_in(normalised(text))) != len(marks_in(text))
 
 
 def marks_in(text: str) -> list[Mark]:
-    """The marks of thinking in `text`, in their order."""
+    """The marks of thinking in `text`, in order."""
     return [Mark(match["opens"] is not None, *match.span()) for match in _MARK.finditer(text)]
 
 
 def thinking_spans(marks: Sequence[Mark]) -> list[tuple[int, int]]:
-    """Where a text thinks: from a mark that opens to the next one that ends, and from the beginning to an end that
-    nothing opened. A second end in a row ends nothing: what stands before it has been said.
+    """The (start, end) of each stretch of thinking, in order.
+
+    Each runs from a mark that opens to the next mark that ends. If the first mark ends thinking, the first stretch
+    starts at 0. A second end in a row is ignored, because the text before it belongs to the answer.
     """
     spans: list[tuple[int, int]] = []
     begin: int | None = 0 if marks and not marks[0].opens else None

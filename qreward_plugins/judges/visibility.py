@@ -1,9 +1,9 @@
-"""Which characters show nothing.
+"""Which characters are invisible.
 
-Only what the Unicode standard lets be invisible counts: white space, controls, and the code points that it tells fonts
-not to draw (`Default_Ignorable_Code_Point` of DerivedCoreProperties.txt, Unicode 17, unassigned ones included), and the
-few besides that are drawn as blanks. Everything else may be seen: a private-use character has a glyph in somebody's
-font, and a code point that this Python's tables do not know may be assigned by now.
+White space and controls are, and the code points that Unicode tells fonts not to draw (`Default_Ignorable_Code_Point`
+of DerivedCoreProperties.txt, Unicode 17, unassigned ones included), and a few that are drawn as blanks. All others
+count as visible: a private-use character may have a glyph in some font, and a code point that is unknown to this
+Python's tables may have been assigned since.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _IGNORABLE = (
 # Interlinear annotation marks, the blank of braille, the null note head and the Khitan filler.
 _BLANK = "\ufff9-\ufffb\u2800\U0001d159\U00016fe4"
 
-# Of the controls, tab, line feed and their like are white space, and part of what a text says.
+# All controls but tab, line feed and the like: those are white space, and part of a text's layout.
 _CONTROLS = "\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f"
 
 INVISIBLE = re.compile(f"[{_IGNORABLE}{_BLANK}{_CONTROLS}]+")
-"""Characters that show nothing and are no white space, one or more."""
+"""Matches one or more invisible characters that are not white space."""
 
 
 def is_blank(text: str) -> bool:
-    """Whether nothing of `text` can be seen: white space and invisible characters only."""
+    """Whether `text` holds only white space and invisible characters, or nothing."""
     return not INVISIBLE.sub("", text).strip()

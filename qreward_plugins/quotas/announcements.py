@@ -1,12 +1,12 @@
-"""Limits that a server announces in its replies: believed when several replies say the same, and for a time.
+"""Limits that a server announces in its replies, and when they are believed.
 
-One reply may come from a proxy, from another deployment, or be provoked by what was asked; so no single one changes a
-limit (P11). A limit counts once `WITNESSES` of the last `HEARD` replies announced it, the lowest where several do, and
-no longer when they cease to.
+One reply may come from a proxy or another deployment, or be provoked by its request, so a single reply never changes a
+limit (promise P11). An announced limit counts while `WITNESSES` of the last `HEARD` replies state it; of several such
+limits the lowest counts.
 
-A declared limit stays the most that is sent. A lower one that the server announces is kept to instead (`Ceiling`), as
-long as it is announced, and as long as it holds: after a window at it one request goes beyond, then after 2, 4, 8, 16,
-and two that are accepted refute it.
+A declared limit is never exceeded. A lower announced limit takes its place (`Ceiling`) until it is no longer announced,
+or is refuted: after a window at the ceiling one request exceeds it, as a probe; after each rejected probe the wait
+doubles, up to 16 windows. Two accepted probes in a row refute the ceiling.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import math
 from collections import Counter, deque
 
 WITNESSES = 3
+"""Replies that have to announce the same limit."""
 HEARD = 8
+"""Number of the last replies that are looked at."""
 _DOUBTS = 2
 _LONGEST_PATIENCE = 16
 
@@ -29,7 +31,7 @@ class Announcements:
         self._heard: deque[float | None] = deque(maxlen=HEARD)
 
     def note(self, limit: float | None) -> float | None:
-        """Take in what a reply announced, None where it announced nothing; return what is to be believed now."""
+        """Note the limit that a reply announced (None: none), and return the limit to believe now (None: none)."""
         self._heard.append(limit)
         counts = Counter(self._heard)
         return min((said for said, count in counts.items() if said is not None and count >= WITNESSES), default=None)
@@ -42,7 +44,7 @@ class Ceiling:
 
     def __init__(self) -> None:
         self.limit = math.inf
-        """The whole limit, of all processes; infinity: none is announced below the declared one."""
+        """The announced limit of all processes together; infinity if none below the declared one is announced."""
         self._refuted: float | None = None
         self._probe_at = math.inf
         self._probing = False
@@ -50,9 +52,9 @@ class Ceiling:
         self._doubts = 0
 
     def set(self, limit: float | None, *, declared: float, window_s: float, now: float) -> bool:
-        """Keep to `limit` from now on, None or one that is not below `declared`: to none; return whether that is new.
+        """Set the ceiling to `limit`, or to none if that is None or not below `declared`; return whether it changed.
 
-        What was refuted is not believed again before another limit is announced.
+        A refuted limit is ignored until another one is announced.
         """
         if limit != self._refuted:
             self._refuted = None
@@ -65,15 +67,18 @@ class Ceiling:
         return True
 
     def probe_in_s(self, now: float) -> float:
-        """Seconds until one request may go beyond it; infinity: one is under way, or there is no ceiling."""
+        """Seconds until one request may exceed the ceiling; infinity if a probe is in flight or there is no ceiling."""
         return math.inf if self._probing else max(0.0, self._probe_at - now)
 
     def probes(self) -> None:
-        """Note that a request goes beyond it."""
+        """Note that a request exceeds the ceiling: the probe."""
         self._probing = True
 
     def probed(self, now: float, *, sent: bool, rejected: bool, window_s: float) -> bool:
-        """Note the end of that request; return whether the ceiling is refuted by it."""
+        """Note the end of the probe; return whether it refutes the ceiling.
+
+        `sent`: the request reached the source. `rejected`: the source answered that a limit is exceeded.
+        """
         self._probing = False
         if rejected:
             self._doubts = 0
@@ -89,7 +94,7 @@ class Ceiling:
         return True
 
     def abandon(self, now: float) -> None:
-        """Forget a probe under way: its event loop was closed."""
+        """Forget a probe in flight, because its event loop was closed."""
         if self._probing:
             self._probing = False
             self._probe_at = now

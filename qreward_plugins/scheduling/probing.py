@@ -1,8 +1,8 @@
-"""Probing: which sample asks a source that failed, and when.
+"""Probing: which sample probes a source with an open circuit breaker, and when.
 
-A source that no other can stand in for is probed as long as something waits for it. The pace is set by what it costs:
-a small part of the source's limits, and no more free tries of the samples than they have for the time until their
-deadlines. Each probe is another sample, as long as there are others: what failed may have failed because of one.
+A source without a substitute is probed as long as samples wait for it. Two things bound the pace: probes take a small
+part of the source's limits, and the samples' free tries have to last until their deadlines. Each probe is a different
+sample where possible, because one sample may have caused the failures.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from .queue import ReadyQueue
 
 SHORTEST_PACE_S = 0.5
 LONGEST_PACE_S = 10.0
-"""The most that the source's limits alone may keep a probe waiting."""
+"""Longest pace that the source's limits alone may require."""
 SHARE_OF_LIMIT = 0.2
-"""Part of the requests that a source allows which probes may take, so that a source that is well again can be used."""
+"""Share of the source's request limit that probes may take. The rest is left for the moment when it recovers."""
 FIRST_PACE_S = 1.0
-"""Pace of the first probes where few samples wait; it doubles until their tries last until their deadlines."""
+"""Pace of the first probes where few samples wait. It doubles until their free tries last until their deadlines."""
 FIRST_ROOM_S = 5.0
-"""Age from which an overdue probe is given up for the next one, where probes take all places that a source has. It
-doubles each time: a source that has become slow must get to answer."""
+"""Age at which an overdue probe is given up for the next one, if probes take the source's whole concurrency. It doubles
+each time, so that a source that has become slow can answer."""
 SCARCE = 3
-"""Free tries that are left from which on each next pause is a good part of the time to the deadline."""
+"""From this number of free tries left, the pace is a large part of the time to the deadline."""
 _LOOKED_AT = 64
 
 
 class Probing:
-    """Decides for all sources of an event loop. `on_lost` is called with overdue probes that must make room. Times are
-    seconds of the event loop's clock.
+    """Decides for all sources of an event loop. `on_lost` is called with each overdue probe to give up, and the time.
+    Times are seconds of the event loop's clock.
     """
 
     def __init__(
@@ -42,12 +42,12 @@ class Probing:
     ) -> None:
         self._on_lost = on_lost
         self.wake_at = math.inf
-        """When to look again at the latest."""
+        """Time by which `look` has to be called again."""
         self._lanes = lanes
         self._queue = queue
 
     def look(self, now: float) -> None:
-        """Find out which open sources are needed, and how soon each may be asked again."""
+        """Update which open sources are needed and how fast they are probed, and give up overdue probes."""
         self.wake_at = math.inf
         for lane in self._lanes.values():
             if lane.breaker.closed:
@@ -70,7 +70,9 @@ class Probing:
             self.wake_at = min(self.wake_at, due_at)
 
     def choose(self, lane: Lane) -> Job | None:
-        """The sample that probes `lane`: one that has not failed there, with the most free tries left, and short."""
+        """The sample that probes `lane`, None if none waits: one that is not suspect and has not failed there if there
+        is one, then the most free tries left, then the shortest.
+        """
         failing = lane.breaker.failing
         return min(
             self._queue.jobs(lane.name),

@@ -1,9 +1,8 @@
 """Time slices: how long a call of a local function may keep other samples waiting.
 
-A function hangs on some samples, and these are often the longest, which go first. Were each of them given its whole
-time limit while others wait, a few would take all workers for minutes, and samples that need milliseconds would miss
-their deadlines. So a call that takes far longer than usual is ended when somebody waits for its place. Its sample is
-tried once more when nobody waits, with the whole time limit, in case that it is merely slow.
+Some samples make a function hang. A few of them could take all workers for their whole time limit, while samples that
+need milliseconds miss their deadlines. So a call that takes far longer than usual is ended when another sample waits
+for its worker. Its sample is tried once more when none waits, with the whole time limit, because it may only be slow.
 
 Times are seconds of the event loop's clock.
 """
@@ -19,18 +18,21 @@ from .lane import Lane
 from .queue import ReadyQueue
 
 USUAL_TIMES = 8.0
-"""Multiple of the expected latency that a call may take while others wait."""
+"""Multiple of the expected latency that a call may take while others wait: its slice."""
 SHORTEST_SLICE_S = 5.0
-"""Seconds that any call may take: a worker that has just started may still have modules to import."""
+"""Shortest slice: a worker that has just started may still be importing modules."""
 FIRST_SLICE_S = 15.0
-"""Seconds that a call may take where no call has ended yet, so that nothing is known of what is usual."""
+"""Slice while no call has ended yet, so that the usual latency is unknown."""
 MOST_DOUBLINGS = 10
+"""How often the slice doubles at most while no call ends."""
 LAST_TRY_KEEPS_WAITING = 0.1
-"""Part of the time to its deadline that a sample waits, before a last try is ended for it."""
+"""Share of the time from its submission to its deadline for which a sample waits before another's last try is ended."""
 
 
 class TimeSlices:
-    """Finds the calls whose time slice is over while others wait. `on_over` is called with each, and ends it."""
+    """Finds calls whose time slice is over while others wait. `on_over` is called with each and the time; it ends the
+    call.
+    """
 
     def __init__(
         self, lanes: Mapping[str, Lane], queue: ReadyQueue, *, on_over: Callable[[Attempt, float], None]
@@ -40,7 +42,7 @@ class TimeSlices:
         self._on_over = on_over
 
     def advance(self, now: float) -> float:
-        """End what is over now; return when to look again at the latest."""
+        """End the calls whose slice is over at `now`; return the time by which to call this again."""
         wake_at = math.inf
         for lane in self._lanes:
             if lane.quota.in_flight < lane.quota.concurrency:
@@ -57,13 +59,13 @@ class TimeSlices:
         return wake_at
 
     def _due_at(self, attempt: Attempt, lane: Lane, waiting: Job) -> float:
-        """When `attempt` has to make room; infinity: it has not begun, or is being ended."""
+        """When `attempt` has to make room; infinity if it has not been sent yet, or is being ended."""
         if attempt.result or attempt.rescued:
             return math.inf
         slice_s = FIRST_SLICE_S
         if lane.speed.known:
             slice_s = max(SHORTEST_SLICE_S, USUAL_TIMES * lane.speed.expected_s(attempt.job.size))
-        # Where nothing ends any more, the slices may be too short: workers that start anew have to import again.
+        # If no call ends any more, the slices may be too short: every new worker has to import its modules first.
         rounds = lane.set_aside // max(1, lane.quota.concurrency)
         due_at = attempt.sent_at + slice_s * 2.0 ** min(rounds, MOST_DOUBLINGS)
         if attempt.job.suspect:

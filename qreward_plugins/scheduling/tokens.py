@@ -1,21 +1,22 @@
-"""How many tokens a request takes, before its source says so, and what is believed of what the source says then.
+"""Estimates the tokens of a request before it is sent, and checks the usage that the answer states.
 
-An estimate must not be below the truth, or a declared limit breaks. Nothing is known of a tokenizer at first but that
-it makes no more tokens than bytes, so that is reserved, and given back as soon as the answer states its usage. What was
-answered then lowers the estimate for texts of the same kind (about the same length and the same parts of English,
-digits, CJK, emoji, see `Texture`). A kind that few answers are known of is estimated by one much like it, and every
-byte by which it differs counts a token: a policy that turns from English to Chinese is reserved a token a byte again,
-until answers say what its Chinese takes. Within a kind the most of the recent answers counts, times a margin that
-shrinks as there are more of them and they differ less.
+An estimate below the truth would break a declared limit. So the first requests reserve one token for each byte, which
+no tokenizer exceeds, and the rest is given back when the answer states its usage. These answers then lower the estimate
+for texts of the same kind: about the same length, and the same parts of English, digits, CJK and emoji (`Texture`).
 
-What this guarantees: with a tokenizer that makes at most a token a byte, the estimate holds while fewer than `ENOUGH`
-answers are known of anything, and later for every text that takes at most `MARGIN` times as many tokens a byte as the
-recent ones of its kind did. A text beyond that can take a source over its limit once, by what was under way when its
-answer came: then the estimates of what is under way are raised, too.
+- Known kind (`ENOUGH` answers): the most tokens per byte of the recent answers, times a margin. The margin shrinks as
+  answers become more and differ less.
+- Other kinds: the estimate of the most similar known kind, plus a token for each byte by which they differ. When a
+  policy turns from English to Chinese, its requests reserve one token for each byte again until answers are in.
 
-A server's usage is as little to be trusted as its text: figures that the bytes of the request, or the bound of its
-completion, rule out are cut down to what they allow, unless several replies say so (a provider adds a long prompt of
-its own, or counts reasoning beyond `max_tokens`).
+Guarantee, for tokenizers that make at most one token for each byte: the estimate is never too low while no kind is
+known, and later for every text that takes at most `MARGIN` times the tokens per byte of the recent texts of its kind. A
+text beyond that can exceed the source's limit once, by the requests in flight when its answer arrives: their estimates
+are raised, too, from then on.
+
+A stated usage is not trusted either. Figures that the bytes of the request or the bound of its completion rule out are
+reduced to that bound, unless several replies state them: a provider may add a long prompt of its own, or count
+reasoning beyond `max_tokens`.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from ..sources.base import Request, Source
 from ..sources.demand import Demand
 
 ENOUGH = 8
-"""Answers to texts of a kind from which on they are believed."""
+"""Number of answers from which a kind counts as known."""
 MARGIN = 1.03
-"""What texts of a kind may take more than the most of the recent ones; more than that while few were answered, or where
-they differ."""
+"""Smallest factor between the most tokens per byte of the recent answers and the estimate. It is larger while there are
+few answers, or if they differ."""
 
 _FIRST_TOKENS_PER_BYTE = 1 / 3
 _WEIGHT = 0.05
@@ -41,9 +42,10 @@ _RECENT = 64
 _KINDS = 1024
 _STEPS = 32
 _ALIKE = 4
-"""By how many of these steps kinds may differ that are alike: digits say nothing of base64."""
+"""Most steps (of 1/`_STEPS`) by which similar kinds may differ: digits say nothing about base64."""
 _LONG_TEMPLATE = 200
-"""Tokens of a chat template that answers to longer texts may hide."""
+"""Tokens of a long chat template: in the tokens per byte of longer texts they hardly show, so shorter texts get them on
+top."""
 _STATED = 32
 _WITNESSES = 3
 _MOST_ADDED = 65_536.0
@@ -62,22 +64,22 @@ class TokenEstimates:
         self._source = source
         self._kinds: dict[_Kind, _Seen] = {}
         self._alike: dict[_Kind, tuple[float, int]] = {}
-        """What `_by_what_is_alike` found, until something is learned."""
+        """Results of `_by_similar_kind`; cleared when something is learned."""
         self._added = _Repeated(_MOST_ADDED)
         self._factor = _Repeated(_MOST_FACTOR)
         self._per_byte = _FIRST_TOKENS_PER_BYTE
         self._completion = 0.0
         self.doubted = False
-        """Whether an incredible usage was cut down."""
+        """Whether a stated usage has ever been reduced. Set by the owner, who warns once."""
 
     def prompt(self, request: Request) -> int:
-        """The prompt tokens of `request` at most."""
+        """The most prompt tokens of `request`, by what was learned so far."""
         demand = request.demand(self._source)
         most = demand.prompt + math.ceil(self._added.value)
         kind = _kind_of(demand)
         seen = self._kinds.get(kind)
         if seen is None or seen.count < ENOUGH:
-            per_byte, further = self._by_what_is_alike(kind)
+            per_byte, further = self._by_similar_kind(kind)
         else:
             per_byte, further = seen.most, 0
         if per_byte >= 1.0:
@@ -85,22 +87,22 @@ class TokenEstimates:
         return min(most, math.ceil(per_byte * demand.texture.size) + demand.overhead + further)
 
     def completion(self, request: Request) -> int:
-        """The completion tokens of `request` at most."""
+        """The most completion tokens of `request`; 0 if its body states no bound."""
         return math.ceil(request.demand(self._source).completion * max(1.0, self._factor.value))
 
     def least(self, request: Request) -> int:
-        """Tokens that `request` asks for or takes whatever the tokenizer: the completion that its parameters allow, and
-        a token for as many bytes as no tokenizer puts into one.
+        """The least tokens that a limit must have room for: the completion that the parameters allow, and one prompt
+        token for every `_BYTES_PER_TOKEN_AT_MOST` bytes: no tokenizer makes fewer.
         """
         demand = request.demand(self._source)
         return demand.completion + demand.texture.size // _BYTES_PER_TOKEN_AT_MOST
 
     def likely(self, size: float) -> float:
-        """The tokens that a request of `size` bytes is likely to take, prompt and completion."""
+        """The average tokens of a request of `size` bytes, prompt and completion."""
         return size * self._per_byte + self._completion
 
     def credible(self, request: Request, usage: Usage) -> tuple[Usage | None, bool]:
-        """What can be true of a stated `usage`, None where it says nothing, and whether it was cut down."""
+        """Return the part of a stated `usage` that is possible, and whether it was reduced. None: nothing is stated."""
         demand = request.demand(self._source)
         if not usage.prompt_tokens and demand.texture.size:
             return None, False  # a server that does not count states zeros
@@ -118,7 +120,10 @@ class TokenEstimates:
         return believed, believed != usage
 
     def learn(self, request: Request, usage: Usage, *, cut_down: bool = False) -> bool:
-        """Learn from the believed `usage` of an answered request; return whether an estimate rose by that."""
+        """Learn from the `usage` that `credible` returned for a request; return whether an estimate rose.
+
+        `cut_down`: the usage was reduced, so its prompt tokens are not learned from.
+        """
         demand = request.demand(self._source)
         size = demand.texture.size
         self._completion += _WEIGHT * (usage.completion_tokens - self._completion)
@@ -136,8 +141,8 @@ class TokenEstimates:
         self._alike.clear()
         return seen.note(ratio)
 
-    def _by_what_is_alike(self, kind: _Kind) -> tuple[float, int]:
-        """Tokens per byte at most of a kind that little is known of, and further tokens, by the kind most like it."""
+    def _by_similar_kind(self, kind: _Kind) -> tuple[float, int]:
+        """The most tokens per byte, and further tokens, of a kind that is not known, by the most similar known one."""
         found = self._alike.get(kind)
         if found is None:
             found = (1.0, 0)
@@ -159,7 +164,7 @@ class TokenEstimates:
 
 
 class _Seen:
-    """Tokens per byte of the recent answers to texts of one kind, and the `most` that the next ones are to take."""
+    """Tokens per byte of the recent answers to texts of one kind. `most` is the estimate for the next text."""
 
     __slots__ = ("_ratios", "count", "most")
 
@@ -178,7 +183,9 @@ class _Seen:
 
 
 class _Repeated:
-    """The most that several of the last replies stated, so that no reply alone changes it; at most `most`."""
+    """The largest number that `_WITNESSES` of the last `_STATED` replies reached, at most `most`. No single reply
+    changes it.
+    """
 
     __slots__ = ("_most", "_stated", "value")
 
@@ -194,7 +201,7 @@ class _Repeated:
 
 
 def _kind_of(demand: Demand) -> _Kind:
-    """The order of the length (factors of 4), and the parts of the classes of characters in 32nds."""
+    """The length in powers of 4, and the share of each class of characters in 32nds."""
     texture = demand.texture
     size = texture.size or 1
     return (
@@ -207,7 +214,7 @@ def _kind_of(demand: Demand) -> _Kind:
 
 
 def _difference(kind: _Kind, other: _Kind) -> int:
-    """By how many 32nds the parts of `kind` exceed those of `other`, all classes together."""
+    """By how many 32nds the shares of `kind` exceed those of `other`, summed over all classes."""
     more = sum(max(0, mine - its) for mine, its in zip(kind[1:], other[1:], strict=True))
     light = sum(other[1:]) - sum(kind[1:])
     return more + max(0, light)

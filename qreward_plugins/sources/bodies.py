@@ -1,9 +1,9 @@
-"""Values of samples as JSON, exactly or not at all.
+"""Writes values of samples as JSON, exactly or not at all.
 
-orjson is quick and lenient: NaN becomes null, a dataclass an object, and a server then scores another question than the
-one that was asked. So a value is copied into what JSON has before it is written, and what JSON has nothing for is an
-`InputError` that names the field and the place in it. Two things are changed on purpose: keys that are numbers become
-texts, and half a surrogate pair, which a policy's tokens can make and no encoding holds, becomes U+FFFD.
+orjson is lenient: NaN becomes null, and a dataclass becomes an object. A server would then score another question than
+the one that was asked. So a value is first copied into JSON's own types; a value that has none raises an `InputError`
+with the field and the place in it. Two things are changed on purpose: keys that are numbers become texts, and half a
+surrogate pair, which a policy's tokens can form but UTF-8 cannot encode, becomes U+FFFD.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from ..redaction import one_line
 from ..sample_check import kind_of
 
 MOST_VALUES = 1_000_000
-"""Values in one field; shared parts count wherever they occur."""
+"""Most values in one field; a part that is shared counts at each place where it occurs."""
 MOST_NESTING = 100
+"""Most lists and mappings around one value."""
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 _KEY_CHARS = 40
 
 
 def as_json(value: Any, field: str, *, sets: bool = False) -> Any:
-    """Return `value` in the words of JSON: None, booleans, numbers, texts, lists, mappings, and arrays of numbers.
+    """Return `value` in JSON's types: None, booleans, numbers, texts, lists, mappings, and numpy arrays of numbers.
 
-    `field` is what messages call it; with `sets` a set becomes a sorted list. Dates and UUIDs become their standard
-    text. Raises `InputError` for NaN and infinity, integers beyond 64 bits, bytes, objects, keys that collide, and
-    values that are nested too deeply or are too many, as those that contain themselves are.
+    Dates and UUIDs become their standard text. `field` is the value's name in messages. With `sets` a set becomes a
+    sorted list. Raises `InputError` for NaN and infinity, integers beyond 64 bits, bytes, objects, two keys that are
+    the same text in JSON, more than `MOST_VALUES` values or `MOST_NESTING` levels, and values that contain themselves.
     """
     writer = _Writer(sets=sets)
     try:
@@ -45,11 +46,11 @@ def as_json(value: Any, field: str, *, sets: bool = False) -> Any:
 
 
 def encoded(body: Any) -> bytes:
-    """Write what `as_json` returned, or a structure of such values. Raises TypeError for anything else."""
+    """Write what `as_json` returned, or a structure of such values, as UTF-8. Raises TypeError for anything else."""
     try:
         return orjson.dumps(body, option=_OPTIONS, default=_listed)
     except TypeError:
-        # Rare enough not to look for on every request.
+        # Half a surrogate pair is rare, so texts are searched for it only after orjson has refused them.
         return orjson.dumps(_mended(body), option=_OPTIONS, default=_listed)
 
 
@@ -61,7 +62,7 @@ class _Writer:
 
     @property
     def place(self) -> str:
-        """Where in the value the writer stands, as in `.steps[2]`."""
+        """The place in the value that is being copied, such as `.steps[2]`."""
         shown = self._path[:8]
         text = "".join(f"[{key}]" if isinstance(key, int) else f".{one_line(str(key), _KEY_CHARS)}" for key in shown)
         return text + ("..." if len(self._path) > len(shown) else "")
@@ -127,7 +128,8 @@ class _Writer:
         if type(items) is type(value):
             raise InputError(f"it is of type {kind_of(value)}, which JSON does not have")
         plain = self.copy(items)
-        # Of numpy's own numbers orjson writes the shortest text that gives the same float32 back.
+        # orjson writes a numpy float32 as the shortest text that reads back as the same float32. A Python float would
+        # show the digits of float64.
         is_native = type(value).__module__ == "numpy" and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
         return value if is_native else plain
 
@@ -147,7 +149,7 @@ def _number(value: float) -> float:
 
 
 def _listed(value: Any) -> Any:
-    """Arrays that orjson does not take: those of half precision, and those that do not lie in one piece."""
+    """Return as a list an array that orjson does not write: one of half precision, or one that is not contiguous."""
     tolist: Callable[[], Any] | None = getattr(value, "tolist", None)
     if tolist is None:
         raise TypeError(f"Type is not JSON serializable: {kind_of(value)}")

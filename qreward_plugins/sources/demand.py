@@ -1,10 +1,10 @@
-"""How many tokens a request can take, read from the body that is really sent.
+"""Upper bounds on the tokens of a request, from the body that is sent.
 
-A completion is bounded by the parameters of the final body, wherever they were configured: `max_tokens` and its other
-names, times the number of completions (`n`), plus what a reasoning budget allows beside it. A prompt is bounded by its
-bytes: a byte-level BPE, or a SentencePiece model with byte fallback, never makes more tokens than a text has UTF-8
-bytes; the chat template adds some for each message. How far below that bound a text stays depends on what it consists
-of, which `Texture` tells: English takes about a token for 4 bytes, digits and base64 up to one a byte.
+- Completion: `max_tokens` or another name for it, times the number of completions (`n`), plus a reasoning budget that
+  the server allows beside it. They are read from the final body, so it does not matter where they were configured.
+- Prompt: its UTF-8 bytes, plus some tokens of the chat template for each message. A byte-level BPE, or a SentencePiece
+  model with byte fallback, never makes more tokens than bytes. Most texts need far fewer: English about one token for 4
+  bytes, digits and base64 up to one for each byte. `Texture` says what a text consists of.
 
 Keys of the body: the API references of OpenAI (chat completions), vLLM, SGLang, Ollama, OpenRouter, DashScope, Gemini.
 """
@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 TOKENS_PER_MESSAGE = 8
-"""Tokens that a chat template puts around a message: role and control tokens."""
+"""Assumed tokens that a chat template puts around a message: role and control tokens."""
 TOKENS_PER_REQUEST = 32
-"""Tokens that a chat template adds to a prompt: the start of the answer, the date, a short default system message."""
+"""Assumed tokens that a chat template adds to a request: start of the answer, date, short default system message."""
 TOKENS_PER_IMAGE = 4096
-"""Assumed tokens of an image, or of another part of a message that is no text: no rule holds for all models."""
+"""Assumed tokens of an image, or of another part of a message that is not text. Models differ too much for a rule."""
 
 _LIGHT = b"abcdefghijklmnopqrstuvwxyz "
 _ASCII = bytes(range(0x80))
@@ -37,13 +37,15 @@ _REASONING = ("reasoning", "thinking", "thinkingconfig")
 _OPAQUE = frozenset(
     {"messages", "responseformat", "tools", "functions", "metadata", "logitbias", "guidedjson", "structuredoutputs"}
 )
-"""What holds names of the user's own, or texts, and no parameters of sampling."""
+"""Keys whose value holds texts or names of the user's own, not sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Texture:
-    """What a text consists of, in UTF-8 bytes: all of them, those of ASCII that are neither lower-case letters nor
-    spaces, and those of characters of 2, 3 and 4 bytes.
+    """What a text consists of, in UTF-8 bytes.
+
+    `size` counts all bytes, `dense` those of ASCII that are neither lower-case letters nor spaces, and `two`, `three`
+    and `four` those of characters of 2, 3 and 4 bytes.
     """
 
     size: int = 0
@@ -73,8 +75,10 @@ class Texture:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a request takes at most: its prompt as `texture`, plus `overhead` tokens of the chat template and of what is
-    no text, and `completion` tokens of answers.
+    """The most that a request can take.
+
+    `texture` is the text of the prompt, `overhead` the tokens of the chat template and of parts that are not text, and
+    `completion` the tokens of all answers; 0: the body states no bound.
     """
 
     texture: Texture
@@ -83,24 +87,24 @@ class Demand:
 
     @property
     def prompt(self) -> int:
-        """Prompt tokens at most."""
+        """Prompt tokens at most: one for each byte of text, plus the overhead."""
         return self.texture.size + self.overhead
 
 
 @runtime_checkable
 class Demanding(Protocol):
-    """A source that knows what it really sends for a request."""
+    """A source that can tell the demand of the body that it sends for a request; None if it cannot for this one."""
 
     def demand(self, request: Any) -> Demand | None: ...
 
 
 def overhead_of(messages: int) -> int:
-    """Tokens that a chat template adds to so many messages; 0 messages: it is no chat."""
+    """Tokens that a chat template adds to this number of messages; 0 for none, because it is then no chat."""
     return TOKENS_PER_REQUEST + TOKENS_PER_MESSAGE * messages if messages else 0
 
 
 def of_messages(messages: Iterable[Any]) -> tuple[list[str], int]:
-    """The texts of chat messages, and the tokens that template and images add."""
+    """The texts of chat messages, and the tokens that the chat template and parts that are not text add."""
     texts, overhead, count = [], 0, 0
     for message in messages:
         count += 1
@@ -115,9 +119,9 @@ def of_messages(messages: Iterable[Any]) -> tuple[list[str], int]:
 
 
 def completion_bound(parameters: Mapping[str, Any]) -> int | None:
-    """The most completion tokens that these parameters of a body allow; None where they name no bound.
+    """The most completion tokens that the parameters of a body allow; None if they set no bound.
 
-    Of several names for one bound the largest counts, because servers differ in which they know.
+    If several names of one bound are set, the largest counts, because servers differ in the names that they read.
     """
     found = _Found()
     found.look_into(parameters)
@@ -156,8 +160,9 @@ class _Found:
 
 
 def _whole(value: Any) -> int | None:
-    """A count that servers would accept, numbers in quotes included; None for anything else, 0 and less (which mean
-    "without a bound" in some) among it.
+    """A positive number, rounded up; a number in quotes, too, because servers accept it. None for anything else.
+
+    0 and less are None because some servers read them as "no bound".
     """
     if isinstance(value, bool):
         return None

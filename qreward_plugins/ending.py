@@ -1,4 +1,4 @@
-"""Ending tasks within a time: a task may swallow its cancellation, and closing must not hang for it."""
+"""Cancels tasks within a time limit: a task may swallow its cancellation, and closing must not hang on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ CANCEL_AGAIN_S = 1.0
 async def end(tasks: Iterable[asyncio.Task[Any]], *, within_s: float) -> list[asyncio.Task[Any]]:
     """Cancel `tasks`, and wait until they have ended, at most `within_s` seconds.
 
-    Returns those that still run. Raises nothing that they raise. Cancelling the call ends the wait.
+    Returns the tasks that still run. Exceptions of the tasks are not raised. If this call is cancelled, it stops
+    waiting; the tasks stay cancelled.
     """
     left = [task for task in tasks if not task.done()]
     loop = asyncio.get_running_loop()
@@ -27,7 +28,7 @@ async def end(tasks: Iterable[asyncio.Task[Any]], *, within_s: float) -> list[as
 
 
 def forget(task: asyncio.Task[Any]) -> None:
-    """Let go of a task that does not end: neither its event loop, when it shuts down, nor anybody else waits for it."""
+    """Abandon a task that does not end: `asyncio.run` does not wait for it, and its exception is not reported."""
     task.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
     # `asyncio.run` waits without a limit for all tasks that are registered with its loop.
     asyncio._unregister_task(task)

@@ -1,9 +1,9 @@
-"""What must not be shown: which values of a configuration are secrets, and text that is fit for a line of a log.
+"""Redacts secrets of a configuration, and escapes foreign text for one line of a log.
 
-Keys of providers stand in more places than `api_key`: in a function's `kwargs`, in `parameters`, in lists and mappings
-below them. Whatever stands there under the name of a secret, or comes out of the environment, is a `Secret`: a text
-like any other for those who send it, and asterisks for everything that prints the tree around it. Each source makes an
-`Excerpts` of its secrets, through which every foreign text leaves.
+Secrets stand in more places than `api_key`: in a function's `kwargs`, in `parameters`, in lists and mappings below
+them. A value there becomes a `Secret` if its key names one, or if an interpolation takes it from the environment: it is
+sent as plain text, but its repr is asterisks. Each source keeps its secrets in an `Excerpts`, which redacts every
+foreign text before it is shown.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ _PLAIN_WORDS = frozenset(
     | {"output", "pad", "primary", "prompt", "response", "result", "reward", "score", "sep", "sort", "special", "start"}
     | {"stop", "think", "unk"}
 )
-"""Beside one of these, `key` and `token` mean what they mean to a model: `eos_token`, `score_key`."""
+"""A key with one of these words holds no secret, because `key` or `token` means something else: `eos_token`."""
 _LETTERS_ONLY = re.compile(r"[^a-z]")
 _GLUED = re.compile(r"(?:api|access|private|secret|auth|client)(?:key|token|secret)|password|passphrase|credential")
 
 
 class Secret(str):
-    """A text that is shown as asterisks by everything that prints a structure around it."""
+    """A text whose repr is asterisks, so that printing a structure around it does not show it. `str` does."""
 
     __slots__ = ()
 
@@ -39,7 +39,7 @@ class Secret(str):
 
 
 class SecretNumber(int):
-    """The same for a number: a PIN, or a password of digits that YAML takes for an integer."""
+    """An integer whose repr is asterisks: a PIN, or a password of digits that YAML reads as an integer."""
 
     def __repr__(self) -> str:
         return MASK
@@ -54,8 +54,10 @@ def names_secret(name: str) -> bool:
 
 
 def with_secrets(value: Any, *, secret: bool = False) -> Any:
-    """A copy of a tree of plain values in which secrets are `Secret`s: all texts and integers below the name of one,
-    with `secret` all of the tree, and those that are one already.
+    """A copy of a tree of plain values with its secrets as `Secret` or `SecretNumber`.
+
+    Secrets are the texts, and integers of six digits or more, below a key that names a secret; with `secret`, all in
+    the tree.
     """
     if isinstance(value, Mapping):
         return {
@@ -68,12 +70,12 @@ def with_secrets(value: Any, *, secret: bool = False) -> Any:
         return value
     if type(value) is str:
         return Secret(value)
-    # Settings are numbers, too (`auth_timeout: 30`); a password of digits is longer.
+    # A short number is rather a setting (`auth_timeout: 30`) than a password of digits.
     return SecretNumber(value) if type(value) is int and abs(value) >= 10**5 else value
 
 
 def without_secrets(value: Any) -> Any:
-    """A copy of such a tree with plain texts and numbers, for those who are called with it."""
+    """A copy of a tree from `with_secrets` with plain texts and numbers, for the function or server that gets it."""
     if isinstance(value, Mapping):
         return {key: without_secrets(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -84,7 +86,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def secrets_in(value: Any) -> Iterator[str]:
-    """The texts of all secrets in a tree that `with_secrets` made."""
+    """The texts of all secrets in a tree from `with_secrets`."""
     if isinstance(value, Mapping):
         for item in value.values():
             yield from secrets_in(item)
@@ -98,8 +100,8 @@ def secrets_in(value: Any) -> Iterator[str]:
 
 
 def one_line(text: str, limit: int) -> str:
-    """At most `limit` characters of a text, with everything escaped that does not print: line breaks, colours of
-    terminals, marks that change the direction of writing.
+    """At most `limit` characters of `text`, with all that is not printable escaped: line breaks, terminal colours,
+    marks that change the direction of writing.
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[: limit + 1])
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"

@@ -1,9 +1,9 @@
-"""Checks a sample before anything else looks at it, so that a broken one costs only itself.
+"""Checks every sample before it is scored, so that a broken one fails alone.
 
-Samples come from anybody's data set, and a type annotation stops nobody: a response is None, a ground truth raises when
-it is printed, a row is a dict. Every field is read once, here. What does not hold what `Sample` promises is rejected,
-with the field's name; what is only written otherwise (numpy's numbers and texts, tuples, arrays of messages) becomes
-plain Python. Nothing behind this check has to expect anything else.
+Data sets hold values that the types of `Sample` forbid: a response that is None, a ground truth that raises when it is
+printed, a row that is a dict. Every field is read once, here. A wrong value rejects the sample, with the field's name.
+A right value of another type (numpy's numbers and texts, tuples, arrays of messages) becomes plain Python. Code behind
+this check can rely on the types.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 class Unreadable:
     """Stands in a field of a `Sample` for a value that could not be read; `problem` says why ("has no column x").
 
-    Adapters put it there, so that a broken row becomes that sample's own failure and not its batch's.
+    Adapters put it there, so that a broken row fails its own sample and not the batch.
     """
 
     problem: str
@@ -34,15 +34,18 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """What came in as a sample and is none: `problem` names the field, `sample` holds the fields that name it."""
+    """A sample that cannot be scored: `problem` names the field and says why; `sample` holds the fields that identify
+    it (data source, group, step, split, id), as far as they could be read.
+    """
 
     sample: Sample
     problem: str
 
 
 def read_or_unreadable(read: Callable[[], T]) -> T:
-    """Return what `read` returns, or an `Unreadable` in its place if it raises. It is typed as the value, because it
-    goes into a field of that type; `read_sample` finds it there.
+    """Return what `read` returns, or an `Unreadable` if it raises. Raises nothing.
+
+    The return type hides the `Unreadable`, because it goes into a field of that type, where `read_sample` finds it.
     """
     try:
         return read()
@@ -53,26 +56,26 @@ def read_or_unreadable(read: Callable[[], T]) -> T:
 
 
 def mapping_or_unreadable(value: Any) -> Mapping[str, Any]:
-    """The mapping that a column holds, as a dict of its own; empty where there is none (None)."""
+    """The mapping in a column, copied to a dict; empty for None, an `Unreadable` for anything else."""
     return read_or_unreadable(lambda: dict(_mapping({} if value is None else value)))
 
 
 def name_or_unreadable(value: Any) -> str:
-    """The text of a column that names something, where numbers serve as names, too; "" where there is none (None)."""
+    """The name in a column as text: a text or an integer; "" for None, an `Unreadable` for anything else."""
     return read_or_unreadable(lambda: "" if value is None else str(_name(value)))
 
 
 def read_sample(sample: Any) -> Sample | Rejected:
-    """Return the sample with every field as `Sample` promises it, or what is wrong with the first that is not.
+    """Return the sample with every field of the type that `Sample` declares, or the first problem as a `Rejected`.
 
-    It never raises. Objects in `ground_truth`, `prompt` and `extras` are not looked into: whether they can be shown to
-    a judge is for the judge to say.
+    Raises nothing. Values inside `ground_truth`, `prompt` and `extras` are not checked: the judge fails the sample if
+    it cannot show them.
     """
     if not issubclass(type(sample), Sample):
         return Rejected(_NOBODY, f"the sample is of type {kind_of(sample)}; make a Sample of it")
     values: dict[str, Any] = {}
     problem = ""
-    # A subclass may compute its fields. What it says the first time counts.
+    # A subclass may compute its fields, differently each time. The values read here are the ones that count.
     changed = type(sample) is not Sample and not _keeps_fields(type(sample))
     for name, check in _CHECKS.items():
         try:
@@ -96,17 +99,17 @@ def read_sample(sample: Any) -> Sample | Rejected:
 
 
 def named(sample: Sample | Rejected) -> Sample:
-    """The sample by which a batch knows what came in: for a rejected one, what is known of it."""
+    """The sample itself, or for a rejected one the fields that identify it."""
     return sample if isinstance(sample, Sample) else sample.sample
 
 
 def blamed(field: str, problem: str) -> str:
-    """A sentence about a field: `problem` is what comes after its name, or after a place in it ("[0] needs a role")."""
+    """Join a field's name and a problem that goes on after it, or after a place in it ("[0] needs a role")."""
     return f"{field}{problem}" if problem.startswith("[") else f"{field} {problem}"
 
 
 def kind_of(value: Any) -> str:
-    """The name of a value's type, fit for a message."""
+    """The name of a value's type, printable and at most 60 characters long, for messages."""
     try:
         name = str.__str__(type(value).__name__)
     except Exception:
@@ -117,7 +120,7 @@ def kind_of(value: Any) -> str:
 def plain_messages(value: Any) -> Sequence[Mapping[str, Any]]:
     """Messages as a list or tuple of mappings with `role` and `content`; the same object if that is what they are.
 
-    Raises `InputError`, whose text goes on after the name of the field.
+    Raises `InputError`; its text is the second argument of `blamed`.
     """
     messages = value if type(value) in (list, tuple) else _listed(value)
     plain = [_message(message, number) for number, message in enumerate(messages)]
@@ -149,7 +152,7 @@ def _content(message: Mapping[str, Any], content: Any, number: int) -> Any:
     if isinstance(content, str):
         return _text(content)
     if content is None:
-        # An assistant's turn may consist of calls, or of reasoning that was not kept.
+        # An assistant's turn may hold only tool calls, or reasoning that was not kept.
         if "content" in message and message.get("role") == "assistant":
             return None
         if message.get("tool_calls") or message.get("function_call"):
@@ -169,7 +172,7 @@ def _content(message: Mapping[str, Any], content: Any, number: int) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether it is an array or a tensor, told without importing what it comes from."""
+    """Whether `value` is an array or a tensor. Its library is not imported for the check."""
     return hasattr(value, "tolist") and hasattr(value, "shape")
 
 
@@ -183,7 +186,7 @@ def _text(value: Any) -> str:
 
 
 def _name(value: Any) -> str | int | None:
-    """A name, or a number that serves as one."""
+    """A name: a text, an integer of at most 64 bits, or None."""
     if value is None or type(value) is str:
         return value
     if isinstance(value, str):
@@ -246,7 +249,7 @@ _NOBODY = Sample(messages=(), response="")
 
 
 def _keeps_fields(kind: type) -> bool:
-    """Whether reading a field of this subclass of `Sample` runs none of its own code, so that it may stay as it is."""
+    """Whether this subclass of `Sample` overrides no field, so that an instance can be passed on without a copy."""
     between = kind.__mro__[: kind.__mro__.index(Sample)]
     own = {"__getattribute__", "__getattr__", *_CHECKS}
     return not any(own & vars(parent).keys() for parent in between)

@@ -1,4 +1,4 @@
-"""A stream of samples: any number of them in constant memory, in order, each outcome as soon as it can be given."""
+"""Scores a stream of any number of samples in constant memory, and gives the outcomes in order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ END_WITHIN_S = 5.0
 
 
 class _End:
-    """Is no sample, not even a broken one."""
+    """Marks the end of the samples. None would not do, because a broken stream may yield it as a sample."""
 
 
 _END = _End()
@@ -24,7 +24,7 @@ _END = _End()
 class Stream:
     """Scores `samples` by `score`, at most `window` of them at once.
 
-    The samples are drawn in a task of their own: whoever makes them may wait for the outcome of the last one.
+    A task of its own draws the samples, so a producer may wait for the outcome of one sample before it makes the next.
     """
 
     def __init__(
@@ -41,7 +41,10 @@ class Stream:
         self._room = asyncio.Event()
 
     async def outcomes(self) -> AsyncGenerator[tuple[Sample, Outcome], None]:
-        """Each sample with its outcome. Closing it cancels what is under way."""
+        """Yield each sample with its outcome, in order. Closing the generator cancels what is in flight.
+
+        Raises what the producer of the samples raises.
+        """
         held = self._held
         feeder = asyncio.ensure_future(self._feed())
         feeder.add_done_callback(self._note)
@@ -62,7 +65,7 @@ class Stream:
             for task in await end([feeder, *(task for _, task in held)], within_s=END_WITHIN_S):
                 forget(task)
             if not feeder.cancelled() and feeder.done():
-                feeder.exception()  # if it is not raised, another one is
+                feeder.exception()  # marks it as retrieved: asyncio would log it when another exception is raised
 
     async def _feed(self) -> None:
         samples = _aiter(self._samples)
@@ -91,5 +94,5 @@ async def _aiter(samples: Iterable[Sample] | AsyncIterable[Sample]) -> AsyncGene
     else:
         for sample in samples:
             yield sample
-            # A long run of plain samples must let the event loop work in between.
+            # A plain iterable never awaits, so without this it would block the event loop.
             await asyncio.sleep(0)

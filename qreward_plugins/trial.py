@@ -1,8 +1,8 @@
-"""Whether a language model can judge at all: a few pairs of a good and a bad answer that nobody can mix up.
+"""Tests whether a language model can judge, on a few pairs of a right answer and obvious nonsense.
 
-A valid verdict shows that a model can fill in a form. A model of some hundred million parameters does that, too: it
-copies the form's own words, or gives scores at random, and trains the policy on noise. So `qreward check` has every
-judge grade these pairs, and says so where the good answer does not win each time.
+A valid verdict only shows that a model can fill in the form. Very small models do that, too, but copy the form's words
+or give random scores, and the policy would train on noise. So `qreward check` has every LLM judge grade these pairs,
+and reports a judge that does not give the right answer more each time.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ PAIRS = (
 
 @dataclass(frozen=True)
 class Trial:
-    """What a judge made of the pairs: a reward for each answer, and what was wrong with the verdicts that were not
-    valid. `pairs` holds (good, bad), and None for an answer without a valid verdict.
+    """The rewards of the pairs as (good, bad), None for an answer without a valid verdict, and in `flaws` why each of
+    those verdicts was invalid.
     """
 
     pairs: tuple[tuple[float | None, float | None], ...]
@@ -57,7 +57,7 @@ class Trial:
 
     @property
     def problem(self) -> str:
-        """Why this judge cannot judge; "" where it can."""
+        """Why this judge cannot judge, or "" if it can. One invalid verdict is tolerated."""
         rewards = [reward for pair in self.pairs for reward in pair]
         valid = [reward for reward in rewards if reward is not None]
         if len(self.flaws) > 1 or not valid:
@@ -78,8 +78,8 @@ class Trial:
 async def try_out(judge: Callable[[Sample], Awaitable[float]], like: Sample) -> Trial:
     """Have `judge` reward both answers of every pair, one after the other.
 
-    The samples have the data source and the columns of `like`, for instructions that want some. Raises whatever `judge`
-    raises, but for InvalidVerdict.
+    The samples take the data source and extra columns of `like`, because instructions may use them. Raises what `judge`
+    raises, except InvalidVerdict, which becomes a flaw.
     """
     pairs: list[tuple[float | None, float | None]] = []
     flaws: list[str] = []

@@ -1,7 +1,7 @@
-"""One engine in a process for all reward managers that score alike.
+"""Shares one engine among the reward managers of a process that score alike.
 
-Older versions of verl make two managers in one process, for training and validation. Two engines would each take the
-whole of every limit, so managers with the same sources, judges and reward function share one.
+Older versions of verl make two managers in one process, for training and validation. Two engines would each use the
+whole of every limit, so managers with the same sources, judges and reward function share one engine.
 """
 
 from __future__ import annotations
@@ -39,10 +39,12 @@ _open: list[_Shared] = []
 def shared_engine(
     settings: Config, function: Any, make: Callable[[], RewardEngine]
 ) -> Iterator[tuple[RewardEngine, EnginePortal]]:
-    """The engine of this process for `settings` and the reward function `function` (None: it asks for none), made by
-    `make` if there is none, with its portal. It is closed when the last who entered leaves. Any thread may enter.
+    """Enter this process's engine for `settings` and the reward function `function` (None: no judge calls it).
+
+    Yields the engine and its portal. The first who enters makes the engine by `make`; it is closed when the last one
+    leaves. Any thread may enter.
     """
-    # What becomes of failed samples is no matter of the engine.
+    # The trainer's side handles failed samples, so these keys do not separate engines.
     settings = settings.model_copy(update={"on_failure": "auto", "groups": Groups()})
     with _lock:
         shared = next((known for known in _open if _is(known, settings, function)), None)
@@ -63,12 +65,12 @@ def shared_engine(
 
 
 def _is(known: _Shared, settings: Config, function: Any) -> bool:
-    # A process that was forked has not the threads of its parent.
+    # A forked process inherits this list, but not the threads of the engines in it.
     return known.process == os.getpid() and known.settings == settings and _same(known.function, function)
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two functions do the same, as far as can be told: verl loads a file anew for every manager."""
+    """Whether two functions have the same code and values. verl loads a file anew for every manager, so `is` fails."""
     if one is other:
         return True
     try:
@@ -81,7 +83,7 @@ def _same(one: Any, other: Any) -> bool:
         if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
             return _all_same(one, other)
         return type(one) is type(other) and bool(one == other)
-    except Exception:  # whatever comparing strange objects raises
+    except Exception:  # `==` of foreign objects may raise anything
         return False
 
 

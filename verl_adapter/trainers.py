@@ -1,4 +1,4 @@
-"""Which of verl's trainers a run has. What each of them does with a sample that has no reward (verl 0.9.1):
+"""Finds out which of verl's trainers a run uses, and what it does with a sample without a reward (verl 0.9.1):
 
 | trainer (`Trainer`) | a reward manager raises in training | it raises in validation | keys of extra info |
 |---|---|---|---|
@@ -9,9 +9,10 @@
 | `fully_async` | generation stops; the run ends early, without an error | the run ends | those of sample 0 |
 | any of them, colocated reward model | the run ends | the run ends | those of sample 0 |
 
-None as a score ends each of them (no `rm_scores`), NaN trains. The experimental trainers derive from the legacy one and
-inherit `trainer.use_v1: true`, so that key says nothing of them. Where verl's reward workers are started, `trainer`
-looks who starts them, and tells the workers; without that their configuration says it.
+A score of None ends all of them (there are no `rm_scores` then); NaN trains. The experimental trainers derive from the
+legacy one and inherit `trainer.use_v1: true`, so that key says nothing about them. Therefore `trainer` looks at the
+calling trainer when verl's reward workers are started, and writes it into their configuration; without this note, the
+trainer is read off the other keys.
 """
 
 from __future__ import annotations
@@ -40,8 +41,7 @@ _MADE_OF_LEGACY: tuple[tuple[str, Name], ...] = (
 class Trainer:
     """The trainer of a run.
 
-    `marks_validation`: its rows of validation are marked, so that a row without a mark is one of training; None where
-    nobody knows.
+    `marks_validation`: it marks the rows of a validation, so that rows without a mark are of training; None: unknown.
     """
 
     name: Name
@@ -49,18 +49,18 @@ class Trainer:
 
     @property
     def leaves_out(self) -> bool:
-        """Whether a sample whose reward manager raises is left out. Every other trainer ends for it."""
+        """Whether a sample is left out when its reward manager raises. All other trainers end the run."""
         return self.name == "v1"
 
 
 def trainer_of(config: DictConfig) -> Trainer:
-    """The trainer of the run that `config` is verl's configuration of."""
+    """The trainer of the run whose verl configuration is `config`."""
     told = config.get(_TOLD)
     if told is not None:
         return Trainer(told.name, told.marks_validation)
     if config.get("async_training") is not None:
         return Trainer("fully_async")
-    # Where the rollout has nodes of its own; in verl's other configurations there is no such node.
+    # Only the configuration of one_step_off has a node `rollout` at the top, with nodes of its own for the rollout.
     if OmegaConf.select(config, "rollout.nnodes") is not None:
         return Trainer("one_step_off")
     return Trainer("v1" if OmegaConf.select(config, "trainer.use_v1") else "legacy")
@@ -75,7 +75,7 @@ def telling(config: DictConfig, trainer: Trainer) -> DictConfig:
 
 
 def calling_trainer() -> Name | None:
-    """Which trainer's method the caller was called from, by its class; None: from no trainer that is known here."""
+    """The trainer whose method is on the call stack, by its class; None if there is none that is known here."""
     v1 = getattr(sys.modules.get(V1_MODULE), "PPOTrainer", None)
     legacy = getattr(sys.modules.get(LEGACY_MODULE), "RayPPOTrainer", None)
     frame: FrameType | None = sys._getframe(1)

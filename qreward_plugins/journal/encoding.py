@@ -1,11 +1,11 @@
-"""Values as bytes: different values never give the same bytes, and every process writes a value alike.
+"""Encodes values as bytes: different values never give the same bytes, and all processes encode a value alike.
 
-The encoding is our own because the usual ones are not safe as keys: JSON makes NaN and None the same, and 1 and "1" as
-keys of a mapping; pickles differ between equal values; a repr may hold an address, so that every process would have its
-own. Here every value is written with its type and its length. A value that cannot be written for certain is refused.
+The usual encodings are not safe as keys. JSON writes NaN as it writes None, and the key 1 of a mapping as the key "1".
+Pickles differ between equal values. A repr may hold an address, which differs from process to process. Here every value
+is written with its type and its length. A value of an unknown type is refused.
 
-What a function can tell apart is told apart: 1 from 1.0 and True, a list from a tuple, numpy's numbers from Python's,
-and two mappings by the order of their keys. Only sets are sorted, because their order changes from process to process.
+Values that a function can tell apart give different bytes: 1, 1.0 and True, a list and a tuple, numpy's numbers and
+Python's, two mappings whose keys are in another order. Sets are sorted, because their order differs between processes.
 """
 
 from __future__ import annotations
@@ -30,16 +30,18 @@ _IMAGE_MODES = frozenset({"1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV",
 
 
 class Unencodable(Exception):
-    """The value cannot be told from others for certain."""
+    """The value is of a type whose values cannot be told apart for certain, is too deep, or too large."""
 
 
 def encoded(value: Any) -> bytes:
-    """Write `value`. Raises `Unencodable`, or whatever the methods of a foreign object raise."""
+    """Encode `value`. Raises `Unencodable`, or whatever the methods of a foreign object raise."""
     return _Encoder().encoded(value)
 
 
 class _Encoder:
-    """Writes one value. It gives up on values that are too deep or too many, as those that contain themselves are."""
+    """Encodes one value. Refuses more than a million values and more than 64 levels, so also a value that contains
+    itself.
+    """
 
     def __init__(self) -> None:
         self._values_left = 1_000_000
@@ -66,7 +68,7 @@ class _Encoder:
         if kind is set or kind is frozenset:
             return _joined(b"e" if kind is set else b"E", sorted(self.encoded(item, depth + 1) for item in value))
         if kind in _PLAIN_TYPES:
-            # `fold` tells apart the two times that a clock shows one hour when it is set back.
+            # `fold` distinguishes the two times that read alike when a clock is set back an hour.
             return _tagged(b"p", f"{kind.__name__} {value} {getattr(value, 'fold', '')}".encode())
         if isinstance(value, Mapping):
             return self._mapping(value, depth)
@@ -75,7 +77,7 @@ class _Encoder:
             return _joined(b"c", [self._named(kind), *(self.encoded(item, depth + 1) for item in fields)])
         if kind.__module__ == "omegaconf.listconfig":
             return _joined(b"o", [self.encoded(item, depth + 1) for item in value])
-        # Whoever has a value of numpy's or Pillow's has imported it; the core does not.
+        # By module name, because the core does not import numpy and Pillow.
         if kind.__module__ == "numpy" and hasattr(value, "dtype"):
             return self._numpy(value, depth)
         if kind.__module__.startswith("PIL.") and hasattr(value, "tobytes"):

@@ -1,14 +1,14 @@
-"""The keys that an answer is found by: one for each source that may be asked, a hash of everything that it is sent.
+"""Keys under which the journal keeps answers: a hash of everything that a source is sent, one for each source.
 
-A key is derived from the request itself, as the source would write it (`Source.question`), so nothing that is sent can
-be forgotten. Three more things are in it: who is asked, how the judge reads the reply, and what the judge is shown only
-as a placeholder, such as the image behind `[image]`.
+A key is derived from the request as the source would write it (`Source.question`), so it covers whatever is sent. It
+also covers who is asked, how the judge reads the reply, and what the judge sees only as a placeholder, such as the
+image behind `[image]`.
 
-The identifier of the fences is drawn per process and must not tell keys apart. It occurs nowhere in the texts of the
-sample, so a text is cut at it, and the pieces are hashed.
+The identifier of the fences is drawn per process and must not change the key. It occurs nowhere in the sample's texts,
+so each text is cut at the identifier, and the pieces are hashed.
 
-A question that cannot be written for certain has no key: a sample that is asked again costs one request, a wrong hit
-costs a wrong reward.
+A question that cannot be encoded for certain has no key. Asking again costs one request; a wrong hit would cost a wrong
+reward.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from ..sources.base import Request, Source, apart
 from .encoding import encoded
 
 _PERSON = b"qreward key 2"
-"""Change it with any change of what a key is made of."""
+"""Change this whenever the content of a key changes, so that old answers are not found under new keys."""
 
 
 def question_keys(sample: Sample, judge: Judge, sources: Mapping[str, Source]) -> dict[str, str]:
-    """The keys of what `judge` would ask about `sample`, by the source that would be asked; 40 hexadecimal digits each.
+    """Return the key of each source's question about `sample`, by the source's name; 40 hexadecimal digits each.
 
-    A source is missing where its answers are never to be used again: its question cannot be told from others for
-    certain, or it does not want that. Nothing is asked about a sample that the judge fails by itself, so it has no
-    keys. Sources that are asked the same have the same key. Keys are the same in every process.
+    A source is missing if its question cannot be encoded for certain, or if its answers must not be used again. The
+    mapping is empty if `judge` fails the sample without asking. Equal questions have equal keys, in every process.
+    Raises nothing.
     """
     try:
         if judge.screen(sample) is not None:
@@ -40,7 +40,7 @@ def question_keys(sample: Sample, judge: Judge, sources: Mapping[str, Source]) -
         unseen = tuple(_attachments(sample)) if request.messages else ()
         common = encoded((judge.fingerprint, unseen))
     except Exception:
-        # A sample is made by others, and the methods of its values may raise anything.
+        # Methods of the values in a sample may raise anything.
         return {}
     keys = {}
     for name in judge.sources:
@@ -67,13 +67,13 @@ def _question(source: Source, request: Request) -> object | None:
     if ask is not None:
         question: object | None = ask(request)
         return question
-    # A source of somebody else's that does not say what it sends: everything that it is handed, by what `Request` is.
+    # A foreign source without `question`: assume that it sends everything in the request.
     messages = [[(name, apart(str(text), request.nonce)) for name, text in m.items()] for m in request.messages]
     return (source.model, messages, dict(request.parameters), None if request.messages else request.sample)
 
 
 def _attachments(sample: Sample) -> Iterator[Any]:
-    """The parts of the prompt that are no text, such as images; a judge that reads texts is only told of them."""
+    """The parts of the prompt that are not text, such as images; a judge of texts sees only a placeholder for them."""
     for messages in (sample.messages, sample.prompt):
         for message in messages if isinstance(messages, (list, tuple)) else ():
             content = message.get("content") if isinstance(message, Mapping) else None

@@ -1,7 +1,7 @@
-"""What an outcome tells, as a flat mapping with the same keys for every sample, and what many of them tell together.
+"""Turns an outcome into a flat mapping with the same keys for every sample, and many of these into summary numbers.
 
-Frameworks take the keys of one sample for all of them, so a key that is there only when a judge answered breaks a run
-hours later. Every key is therefore always there; where a failed sample has no value it is None.
+Frameworks read the keys of one sample and expect them in all, so a key that is there only for scored samples would
+break a run hours later. Every key is always there; its value is None where a failed sample has none.
 """
 
 from __future__ import annotations
@@ -15,26 +15,25 @@ from ..samples import Outcome, Scored
 from .waiting import percentile
 
 MOST_COMPONENTS = 1_000
-"""Names of components that are kept, at most; a function may make up names for every sample."""
+"""Most names of components that are kept, because a function may make up new ones for every sample."""
 
 COMPONENT = "score/"
-"""What stands before the names of components."""
+"""Prefix of the keys of components."""
 
 
 class Facts:
     """Turns outcomes into mappings.
 
-    `components` are the names that all judges together are known to give. A function judge that does not name its
-    components adds those that it returns as they come, and keeps them from then on. `correct_at` is from which reward
-    on a response is correct, by the names of the judges that say so; without one there is no key `acc`, until a verdict
-    says what is correct.
+    `components` are the names of components that the judges are configured to give. A function judge may return others;
+    they are added when they first occur. `correct_at` maps the name of a judge to the reward from which on a response
+    is correct. The key `acc` is there if `correct_at` is not empty, or once a verdict says whether it is correct.
     """
 
     def __init__(self, components: Iterable[str], *, correct_at: Mapping[str, float]) -> None:
         self._components: dict[str, None] = dict.fromkeys(components)
         self._correct_at = correct_at
         self.defines_correct = bool(correct_at)
-        """Whether some judge says what is correct, as far as is known."""
+        """Whether any judge is known to define correctness; adds the key `acc`."""
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -42,10 +41,11 @@ class Facts:
         return tuple(self._components)
 
     def of(self, outcome: Outcome) -> dict[str, Any]:
-        """`failed`, `cached` and `cut` are 0.0 or 1.0, `cause` is "infra/deadline" or the like and empty for a scored
-        sample, `latency_s` seconds, `cost_usd` US dollars, `score/<name>` a component or None, `acc` 0.0 or 1.0, and
-        None where nobody said: a sample without a reward, or of a judge that defines no correctness, is not a wrong
-        answer.
+        """The facts of an outcome.
+
+        `failed`, `cached` and `cut` are 0.0 or 1.0. `cause` is "infra/deadline" or the like, "" for a scored sample.
+        `latency_s` is in seconds, `cost_usd` in US dollars. `score/<name>` is a component or None. `acc` is 0.0 or 1.0,
+        and None for a sample without a reward or of a judge that does not define correctness.
         """
         scored = isinstance(outcome, Scored)
         told = outcome.verdict if isinstance(outcome, Scored) else outcome

@@ -1,4 +1,4 @@
-"""The log of failed samples: one line for each cause, with a count, however many samples it takes."""
+"""Logs failed samples: one line for each cause, then counts, so that many failures do not flood the log."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from ..samples import Failed, Sample
 _log = logging.getLogger("qreward_plugins.engine")
 
 FIRST_REST_S = 60.0
-"""Seconds after a line in which its cause is only counted; doubled after every further line."""
+"""Seconds after a line for which its cause is only counted; doubled after every further line."""
 LONGEST_REST_S = 3600.0
+"""Longest such time, in seconds."""
 
 _NAME_CHARS = 80
 _DETAIL_CHARS = 1000
@@ -26,8 +27,10 @@ class _Cause:
 
 
 class FailureLog:
-    """Warns of failed samples: at once of the first one of every cause (cause, reason, judge and source), and later at
-    most once in `FIRST_REST_S` seconds, with how many more there were. A dead judge is seen, and fills no disk.
+    """Warns of failed samples.
+
+    The first failure of each kind (cause, reason, judge and source) is logged at once. Further ones are counted and
+    logged together, the next line after `FIRST_REST_S` seconds at the earliest, then after twice that, and so on.
     """
 
     def __init__(self) -> None:
@@ -53,7 +56,7 @@ class FailureLog:
 
 
 def _told(sample: Sample, failed: Failed) -> str:
-    # Names come from data sets and details from servers: a line of the log stays one line, whatever they hold.
+    # Names come from data sets and details from servers, so both may hold line breaks and control characters.
     name = one_line(str(sample.id), _NAME_CHARS) if sample.id is not None else "sample"
     where = f" ({one_line(sample.data_source, _NAME_CHARS)})" if sample.data_source else ""
     return f"{name}{where}: {one_line(failed.describe(), _DETAIL_CHARS)}"

@@ -1,4 +1,4 @@
-"""How long short and long requests waited for a source: an order that is unfair to either would bias the rewards."""
+"""Measures how long short and long requests wait for a source. An order that is unfair to either biases rewards."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 KEPT = 4096
-"""Waits that are kept at most: of more, an even share is, because memory must not grow with the length of a run."""
+"""Most waits that are kept; of more, an even sample is kept, so that memory does not grow with the run."""
 
 
 def percentile(values: Iterable[float], share: float) -> float:
@@ -22,7 +22,7 @@ def percentile(values: Iterable[float], share: float) -> float:
 class WaitBySize:
     """Seconds from submission to the first attempt, of the shortest and of the longest third of the requests.
 
-    Requests that no source took before they ended waited until then.
+    A request that was never attempted counts with the time until it ended.
     """
 
     short_mean_s: float
@@ -31,7 +31,7 @@ class WaitBySize:
     long_p95_s: float
 
     def describe(self) -> str:
-        """Say in a few words who waited how long."""
+        """One line for logs."""
         return (
             f"the shortest third waited {self.short_mean_s:.1f} s for a source (p95 {self.short_p95_s:.1f}), "
             f"the longest {self.long_mean_s:.1f} s (p95 {self.long_p95_s:.1f})"
@@ -39,7 +39,7 @@ class WaitBySize:
 
 
 class Waits:
-    """Collects waits, every one of them at first, and every 2nd, 4th, 8th ... as they become too many to be kept."""
+    """Collects waits: all of them at first, then every 2nd, 4th, 8th ..., so that at most `KEPT` are kept."""
 
     def __init__(self) -> None:
         self._kept: list[tuple[int, float]] = []
@@ -47,7 +47,7 @@ class Waits:
         self._seen = 0
 
     def add(self, size: int, wait_s: float) -> None:
-        """Note how long a request of `size` bytes waited."""
+        """Note that a request of `size` bytes waited `wait_s` seconds."""
         if self._seen % self._every == 0:
             self._kept.append((size, wait_s))
             if len(self._kept) == KEPT:
@@ -56,12 +56,12 @@ class Waits:
         self._seen += 1
 
     def by_size(self) -> WaitBySize | None:
-        """The waits of the shortest and of the longest; None: there are too few, or none is longer than another."""
+        """The waits of the shortest and the longest third; None for fewer than 3 waits, or if all are of one size."""
         sizes = sorted(size for size, _ in self._kept)
         third = len(sizes) // 3
         if not third or sizes[third - 1] == sizes[-third]:
             return None
-        # All of the same size are in the same part, or which of them are would depend on how they waited.
+        # Requests of one size are in the same third; otherwise chance would decide between them.
         short = [wait_s for size, wait_s in self._kept if size <= sizes[third - 1]]
         long = [wait_s for size, wait_s in self._kept if size >= sizes[-third]]
         return WaitBySize(_mean(short), percentile(short, 0.95), _mean(long), percentile(long, 0.95))

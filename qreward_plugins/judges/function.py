@@ -8,7 +8,7 @@ and count as 1.0 and 0.0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,7 +76,7 @@ class FunctionJudge:
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
         """Read the value. Raises `InvalidVerdict`."""
-        value = _unwrapped(reply.value)
+        value = self._with_clean_names(_unwrapped(reply.value), reply.clean)
         if isinstance(value, Mapping):
             if "score" not in value:
                 raise InvalidVerdict(
@@ -90,6 +90,18 @@ class FunctionJudge:
             raw = RawScore(verdict.score)
         returned = value if self._keeps_returned and isinstance(value, Mapping) else None
         return replace(verdict, model=reply.model, raw=raw, returned=returned)
+
+    def _with_clean_names(self, value: Any, clean: Callable[[str], str] | None) -> Any:
+        """Strike secrets out of the keys of a mapping, because these become names of metrics. What the configuration
+        names as a component is no secret.
+        """
+        if clean is None or not isinstance(value, Mapping):
+            return value
+        known = {"score", "acc", *self._config.components}
+        names = {key: clean(key) for key in value if isinstance(key, str) and key not in known}
+        if all(name == key for key, name in names.items()):
+            return value
+        return {names.get(key, key): item for key, item in value.items()}
 
     def mapped(self, raw: RawScore) -> Verdict:
         return replace(self._verdict(raw.components, raw.score, "the recorded score"), raw=raw)

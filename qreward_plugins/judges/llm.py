@@ -22,7 +22,7 @@ from .finish_reasons import why_no_verdict
 from .material import Material, conversation_text
 from .settings import fingerprint, floor_of, number_mistakes
 from .templates import Page, Template
-from .verdicts import RATIONALE_FORM, Scale, excerpt, read_words
+from .verdicts import RATIONALE_FORM, Scale, Words, excerpt, read_words
 from .visibility import is_blank
 
 INSTRUCTIONS_VARIABLES = (
@@ -205,6 +205,17 @@ class LLMJudge:
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
         """Read the reply. Raises `InvalidVerdict` for all but one valid verdict under the request's nonce."""
+        try:
+            words = self._words(request, reply)
+        except InvalidVerdict as error:
+            # It quotes the reply.
+            problem = reply.cleaned(str(error))
+        else:
+            verdict = self.mapped(RawScore(words.score, words.components))
+            return replace(verdict, rationale=reply.cleaned(words.rationale), model=reply.model, cut=request.cut)
+        raise InvalidVerdict(problem)
+
+    def _words(self, request: Request, reply: Reply) -> Words:
         problem = why_no_verdict(reply.finish_reason)
         if problem == "cut off":
             raise InvalidVerdict(
@@ -213,15 +224,13 @@ class LLMJudge:
             )
         if problem:
             raise InvalidVerdict(f"the judge gave no verdict: the reply ended with {excerpt(reply.finish_reason)}")
-        words = read_words(
+        return read_words(
             reply.text,
             nonce=request.nonce,
             score_range=self._config.score_range,
             criteria=self._criteria,
             max_chars=self._max_reply_chars,
         )
-        verdict = self.mapped(RawScore(words.score, words.components))
-        return replace(verdict, rationale=words.rationale, model=reply.model, cut=request.cut)
 
     def floor(self, cause: Cause) -> float | None:
         return floor_of(self._config, cause)

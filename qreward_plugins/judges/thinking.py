@@ -27,7 +27,8 @@ first, then the marks that end:
 - `<details ...>`, `</details>`: front ends that fold the thinking up
 
 Case, and white space and attributes inside a mark, are ignored, except in the two marks of gpt-oss without its special
-tokens (`analysis`, `assistantfinal`), where case counts.
+tokens (`analysis`, `assistantfinal`), where case counts. A mark in backticks is a
+quotation, and so is one that opens between quotation marks: judges speak of the thinking in the response.
 """
 
 from __future__ import annotations
@@ -83,6 +84,9 @@ _ENDS = (
 _MARK = re.compile(f"(?P<opens>{'|'.join(_OPENS)})|(?P<ends>{'|'.join(_ENDS)})", re.IGNORECASE | re.MULTILINE)
 
 
+_QUOTES = ('""', "''", "\u201c\u201d", "\u2018\u2019")
+
+
 class Mark(NamedTuple):
     """A mark at `text[start:end]` that opens thinking, or ends it."""
 
@@ -97,8 +101,17 @@ def hides_marks(text: str) -> bool:
 
 
 def marks_in(text: str) -> list[Mark]:
-    """The marks of thinking in `text`, in order."""
-    return [Mark(match["opens"] is not None, *match.span()) for match in _MARK.finditer(text)]
+    """The marks of thinking in `text`, in order, without those that are quoted."""
+    found = [Mark(match["opens"] is not None, *match.span()) for match in _MARK.finditer(text)]
+    return [mark for mark in found if not _is_quoted(text, mark)]
+
+
+def _is_quoted(text: str, mark: Mark) -> bool:
+    around = text[max(0, mark.start - 1) : mark.start] + text[mark.end : mark.end + 1]
+    if around == "``":
+        # Three of them are the fence of a block of code, in which the answer may stand.
+        return not text.endswith("``", 0, mark.start) and not text.startswith("``", mark.end)
+    return mark.opens and around in _QUOTES
 
 
 def thinking_spans(marks: Sequence[Mark]) -> list[tuple[int, int]]:

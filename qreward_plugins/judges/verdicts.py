@@ -23,12 +23,13 @@ from typing import Any
 from ..errors import InvalidVerdict
 from ..sources.strict_json import MAX_NESTING, strict_decoder, too_deep
 from .material import readable
-from .thinking import hides_marks, marks_in, thinking_spans
+from .thinking import Mark, hides_marks, marks_in, thinking_spans
 
 MAX_RATIONALE_CHARS = 2_000
 MAX_EXCERPT_CHARS = 120
 
 _MAX_CANDIDATES = 256
+_MAX_QUOTED_ENDS = 16
 _CANDIDATE = re.compile(r'\{\s*"|\[\s*[\[{"]')
 _ID = re.compile(r'"id"\s*:\s*')
 _BRACKETS = {"[": re.compile(r"[\[\]]"), "{": re.compile(r"[{}]")}
@@ -107,13 +108,33 @@ def _verdict(text: str, nonce: str) -> tuple[str, Mapping[str, Any]]:
 
     A mark of thinking inside the verdict's own strings is a quotation ("the response lacks `</think>`") and ends
     nothing. So the answer begins after the last end of thinking after which the identifier is claimed at all, and then
-    every mark that follows has to be inside the verdict.
+    every mark that follows has to be inside the verdict. Where that leaves no verdict, the end may be a quotation in
+    one whose rationale comes before its identifier, and the answer may begin after an earlier end.
     """
-    if hides_marks(text):
-        raise InvalidVerdict(f"the reply disguises where its reasoning ends: {excerpt(text)}")
     marks = marks_in(text)
     claims = _claims(text, nonce)
-    begin = max((mark.end for mark in marks if not mark.opens and claims and mark.end <= claims[-1]), default=0)
+    ends = [mark.end for mark in marks if not mark.opens and claims and mark.end <= claims[-1]]
+    problem = ""
+    for begin in (*ends[: -_MAX_QUOTED_ENDS - 1 : -1], 0):
+        try:
+            verdict, start, end = _verdict_after(begin, text, nonce, marks, claims)
+        except InvalidVerdict as error:
+            problem = problem or str(error)
+        else:
+            if hides_marks(f"{text[:start]}{{}}{text[end:]}"):
+                break
+            return text[begin:], verdict
+    if hides_marks(text):
+        problem = f"the reply disguises where its reasoning ends: {excerpt(text)}"
+    raise InvalidVerdict(problem)
+
+
+def _verdict_after(
+    begin: int, text: str, nonce: str, marks: Sequence[Mark], claims: Sequence[int]
+) -> tuple[Mapping[str, Any], int, int]:
+    """Read `text` as an answer that begins at `begin`, after thinking. Returns the verdict, and where it starts and
+    ends.
+    """
     drafts = thinking_spans([mark for mark in marks if mark.end <= begin])
     starts = [start for start, _ in drafts]
     # The spans are in order and apart, so a claim can only be in the last one that starts before it.
@@ -134,7 +155,7 @@ def _verdict(text: str, nonce: str) -> tuple[str, Mapping[str, Any]]:
         raise InvalidVerdict(f"the reply ends inside its reasoning: {excerpt(answer)}")
     if _enclosed(answer[:start], answer[end:]):
         raise InvalidVerdict(f"the verdict stands inside an array or another object: {excerpt(answer)}")
-    return answer, verdict
+    return verdict, begin + start, begin + end
 
 
 def _claims(text: str, nonce: str) -> list[int]:

@@ -79,7 +79,11 @@ class Reply:
 
     `text` is what a language model wrote, `value` what a function returned or a service answered; neither is trusted.
     `announced` holds the limits that the source states of itself (`requests_per_window`, `requests_remaining`,
-    `requests_reset_s`, and the same for `tokens`), where it does.
+    requests_reset_s`, and the same for `tokens`), where it does.
+
+    `text` and `value` are as they came, because a verdict has to be read from what the judge said, even where one of
+    the source's secrets is a word of it. `clean` strikes these secrets out of whatever is shown or kept of a reply;
+    None: there are none.
     """
 
     text: str = ""
@@ -90,6 +94,11 @@ class Reply:
     model: str = ""
     finish_reason: str = ""
     announced: Mapping[str, float] = field(default_factory=dict)
+    clean: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
+
+    def cleaned(self, text: str) -> str:
+        """A text of this reply as it may be shown."""
+        return text if self.clean is None else self.clean(text)
 
 
 class Source(Protocol):

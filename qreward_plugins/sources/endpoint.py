@@ -107,13 +107,13 @@ class Endpoint(ABC):
         return self._without_secrets(self._answer(url, http).reply())
 
     def _without_secrets(self, reply: Reply) -> Reply:
-        """A reply as it may be shown: what a server echoes would get into rationales and names of components."""
+        """A reply that says how it may be shown: what a server echoes would get into rationales and names of
+        components.
+        """
         clean = self._http.excerpts.clean
-        text, model, reason = clean(reply.text), clean(reply.model), clean(reply.finish_reason)
-        value = self._http.excerpts.clean_keys(reply.value)
-        if (text, model, reason) == (reply.text, reply.model, reply.finish_reason) and value is reply.value:
+        if clean is None:
             return reply
-        return replace(reply, text=text, model=model, finish_reason=reason, value=value)
+        return replace(reply, model=clean(reply.model), finish_reason=clean(reply.finish_reason), clean=clean)
 
     def question(self, request: Request) -> object:
         """What the journal knows a request by: who is asked, and the body as it would be written.

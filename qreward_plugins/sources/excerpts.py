@@ -12,8 +12,7 @@ import binascii
 import html
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
 from urllib.parse import parse_qsl, quote, urlsplit
 
 from ..redaction import one_line
@@ -53,19 +52,12 @@ class Excerpts:
             text = text[: 4 * _READ_CHARS].decode("utf-8", "replace")
         return one_line(self._strike_out(text[:_READ_CHARS]).strip(), limit)
 
-    def clean(self, text: str) -> str:
-        """Return the whole of a reply's text with all long secrets struck out. Short ones stay: a verdict is full of
-        words and numbers.
+    @property
+    def clean(self) -> Callable[[str], str] | None:
+        """Returns the whole of a text of a reply with all long secrets struck out; None: there are none. Short ones
+        stay: a rationale is full of words and numbers.
         """
-        return self._strike_out_long(text)
-
-    def clean_keys(self, value: Any) -> Any:
-        """A reply's value in which every key that holds a secret is struck out: keys become names of metrics."""
-        if not self._long or not isinstance(value, Mapping):
-            return value
-        if not any(isinstance(key, str) and self._strike_out_long(key) != key for key in value):
-            return value
-        return {self._strike_out_long(key) if isinstance(key, str) else key: item for key, item in value.items()}
+        return self._strike_out_long if self._long else None
 
     def _strike_out(self, text: str) -> str:
         text = self._strike_out_long(text)

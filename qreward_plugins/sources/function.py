@@ -225,7 +225,7 @@ class FunctionSource:
         return error
 
     def _reply(self, value: Any) -> Reply:
-        return Reply(value=self._excerpts.clean_keys(value))
+        return Reply(value=value, clean=self._excerpts.clean)
 
     @property
     def _where(self) -> str:

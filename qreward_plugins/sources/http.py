@@ -35,6 +35,10 @@ _LARGE_BODY_BYTES = 2**20
 # The body of an error only explains it: the status must get through even when the body is endless or never comes.
 _ERROR_BODY_BYTES = 65_536
 _ERROR_BODY_S = 5.0
+_NO_SECRETS = frozenset(
+    {"accept", "accept-encoding", "accept-language", "content-type", "http-referer", "referer", "user-agent", "x-title"}
+)
+"""Headers whose values are words of everybody's, which would be struck out of rationales."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +78,8 @@ class HTTPClient:
         self._connect_s = connect_s
         self._proxies = {url: proxy_for(url) for url in urls}
         passwords = [proxy.password for proxy in self._proxies.values() if proxy and proxy.password]
-        self.excerpts = Excerpts([*headers.values(), *passwords, *secrets])
+        sent = [value for key, value in headers.items() if key.lower() not in _NO_SECRETS]
+        self.excerpts = Excerpts([*sent, *passwords, *secrets])
         self._sessions: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator[None, None]]] = {}
         self._closed = False
 

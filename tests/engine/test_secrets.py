@@ -24,6 +24,7 @@ from qreward_plugins import ConfigurationError, InvalidVerdict, RewardEngine, Sa
 from qreward_plugins.redaction import Secret, names_secret
 from qreward_plugins.sources import FunctionSource
 from qreward_plugins.sources.http import HTTPClient, HTTPReply
+from qreward_plugins.testing import JudgeServer
 
 PLACES = ("api_key", "header", "parameter", "nested", "environment", "kwarg", "kwarg_list", "kwarg_environment")
 FORMS = {
@@ -164,6 +165,73 @@ def test_no_secret_comes_out_anywhere(secrets, status, form):
                 assert coded not in shown
         assert secret[:8] not in shown
         assert secret[-8:] not in shown
+
+
+WORDS = ("components", "rationale", "correctness", "helpful", '"score":', "12345678", "correctness of answers")
+
+
+@pytest.mark.parametrize("place", ["api_key", "header", "parameter", "environment"])
+@pytest.mark.parametrize("word", WORDS)
+def test_a_secret_that_is_a_word_of_the_verdict_changes_no_number(word, place):
+    source = {"kind": "openai", "model": "judge"}
+    source |= {
+        "api_key": {"api_key": word},
+        "header": {"headers": {"X-App": word}},
+        "parameter": {"parameters": {"api_key": word}},
+        "environment": {"parameters": {"user": "${oc.env:PLANTED_WORD}"}},
+    }[place]
+    criteria = {"correctness": "Is it correct?", "helpfulness": "Does it help?"}
+    said = {"components": {"correctness": 0.12345678, "helpfulness": 1}, "rationale": "All fine.", "score": 0.12345678}
+    judge = {"kind": "llm", "criteria": criteria, "score_range": [0, 1]}
+    with JudgeServer(lambda call: said) as server, mock.patch.dict(os.environ, {"PLANTED_WORD": word}):
+        source["base_url"] = server.base_url
+        config = load_config({"sources": {"model": source}, "judges": {"words": judge}})
+
+        async def main():
+            async with RewardEngine(config) as engine:
+                return await engine.score(Sample([{"role": "user", "content": "2 + 2?"}], "4"))
+
+        verdict = asyncio.run(main()).verdict
+    assert (verdict.score, verdict.rationale) == (0.12345678, "All fine.")
+    assert verdict.components == {"correctness": 0.12345678, "helpfulness": 1.0}
+
+
+def test_a_component_that_is_configured_keeps_its_name_and_the_name_of_no_other_gives_a_secret_away():
+    function = {"kind": "function", "function": "rewards:score", "kwargs": {"api_key": "correctness"}}
+
+    def told(**keys):
+        config = load_config({"sources": {"rules": function}, "judges": {"j": {"kind": "function", **keys}}})
+
+        async def score(**fields):
+            return {"score": 0.5, "correctness": 1.0}
+
+        async def main():
+            sources = {"rules": FunctionSource("rules", config.sources["rules"], loader=lambda: score)}
+            async with RewardEngine(config, sources=sources) as engine:
+                return await engine.score(Sample([{"role": "user", "content": "2 + 2?"}], "4"))
+
+        return asyncio.run(main()).verdict
+
+    verdict = told(components=["correctness"])
+    assert verdict.components == verdict.raw.components == {"correctness": 1.0}
+    verdict = told()
+    assert verdict.components == verdict.raw.components == {"***": 1.0}
+    assert set(verdict.returned) == {"score", "***"}
+
+
+def test_headers_that_are_nobody_s_secret_are_struck_out_of_nothing():
+    headers = {"Accept": "application/json", "X-Title": "response judge", "X-Private": "Zq9-0123456789"}
+    said = {"rationale": "This application of the response is fine, Zq9-0123456789.", "score": 1}
+    with JudgeServer(lambda call: said) as server:
+        source = {"kind": "openai", "model": "judge", "base_url": server.base_url, "headers": headers}
+        config = load_config({"sources": {"model": source}, "judges": {"words": {"kind": "llm"}}})
+
+        async def main():
+            async with RewardEngine(config) as engine:
+                return await engine.score(Sample([{"role": "user", "content": "2 + 2?"}], "4"))
+
+        verdict = asyncio.run(main()).verdict
+    assert verdict.rationale == "This application of the response is fine, ***."
 
 
 def test_a_mistake_in_a_configuration_shows_none(tmp_path):

@@ -227,6 +227,39 @@ def test_a_verdict_may_speak_of_thinking(mark: str) -> None:
         assert read(text).score == 7.0
 
 
+@pytest.mark.parametrize("mark", ["</think>", "<think> and </think>", "a </think> and another </think>", "[/THINK]"])
+def test_a_quoted_end_before_the_id_ends_nothing(mark: str) -> None:
+    said = json.dumps({"rationale": f"It lacks its {mark}.", "id": NONCE, "score": 7})
+    for text in (said, f"<think>Hm {verdict(1)}</think>{said}", f"Perhaps {verdict(1)}.</think>{said}"):
+        assert read(text).score == 7.0
+    for text in (f"<think>{said}", f"<think>{said}</think>", f"{said}</think> So it is.", f"{verdict(1)} {said}"):
+        with pytest.raises(InvalidVerdict):
+            read(text)
+
+
+@pytest.mark.parametrize("mark", ["\uff1cthink\uff1e", "<th\u200bink>", "</\u2060details>", "\uff1canalysis\uff1e"])
+def test_a_verdict_may_quote_a_disguised_mark(mark: str) -> None:
+    said = json.dumps({"id": NONCE, "rationale": f"It has {mark}.", "score": 7}, ensure_ascii=False)
+    assert read(said).score == 7.0
+    for text in (f"{mark}{verdict()}", f"{verdict()}{mark}", f"{verdict(1)} {mark} {said}"):
+        with pytest.raises(InvalidVerdict, match="disguises"):
+            read(text)
+
+
+@pytest.mark.parametrize("quoted", ["`<think>`", '"<think>"', "'<details>'", "\u201c<reasoning>\u201d", "`</think>`"])
+def test_prose_may_quote_a_mark(quoted: str) -> None:
+    assert read(f"The response has {quoted} in it.\n{verdict()}").score == 7.0
+    assert read(f"<think>It has {quoted}. Perhaps {verdict(1)}?</think>{verdict()}").score == 7.0
+    for text in (f"<think>It has {quoted}. {verdict(1)}", f"<think>It has {quoted}. {verdict(1)}</think>"):
+        with pytest.raises(InvalidVerdict):
+            read(text)
+
+
+@pytest.mark.parametrize("text", [f"```\n{verdict(1)}\n```</think>```json\n{verdict()}\n```"])
+def test_a_block_of_code_quotes_nothing(text: str) -> None:
+    assert read(text).score == 7.0
+
+
 @pytest.mark.parametrize(
     "rationale",
     [

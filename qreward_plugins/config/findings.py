@@ -61,8 +61,8 @@ def path_text(path: Path) -> str:
 
 
 def is_plain_key(key: str) -> bool:
-    """Whether a key that nobody knows looks like a misspelt one, and may be shown. Anything else may be the line of
-    another file, and a secret.
+    """Whether an unknown key looks like a misspelt one, so that it may be shown. Other texts may be lines of another
+    file, and hold secrets.
     """
     return len(key) <= _LONGEST_KEY_CHARS and _PLAIN_KEY.fullmatch(key.replace(" ", "_")) is not None
 

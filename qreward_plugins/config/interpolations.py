@@ -1,7 +1,7 @@
-"""How large a tree becomes when its interpolations are resolved, found out before any of them is.
+"""Bounds the size that a tree gets when its interpolations are resolved, before OmegaConf resolves any.
 
 `a: ${b}${b}`, `b: ${c}${c}` and so on doubles with every line, and so do nodes that refer to nodes. OmegaConf resolves
-them one by one and remembers nothing, so that thirty such lines take for ever. Counting takes one look at each.
+each reference anew, so thirty such lines would take hours. Counting visits every node once.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 MOST_VALUES = 100_000
-"""Values in a tree, resolved."""
+"""Most values in a configuration, with aliases and interpolations resolved."""
 MOST_CHARS = 10_000_000
-"""Characters of its texts, resolved."""
+"""Most characters of all its texts, resolved."""
 MOST_STEPS = 32
-"""Interpolations that lead from one to the next."""
+"""Longest chain of interpolations, each of which refers to the next."""
 
 _REFERENCE = re.compile(r"\.*[A-Za-z0-9_][A-Za-z0-9_.\[\]/-]*")
 
@@ -25,11 +25,11 @@ _Key = tuple[str, ...]
 
 
 class _Endless(Exception):
-    """So many steps lead from one interpolation to the next that resolving them would not end well."""
+    """A chain of interpolations is longer than `MOST_STEPS`."""
 
 
 def too_large(tree: Any) -> str:
-    """What is wrong with the interpolations of a tree, resolved from its root; "" where they stay within bounds."""
+    """Return which bound the interpolations of `tree` exceed, or "" if none. They are resolved from its root."""
     root = tree._get_root() if isinstance(tree, DictConfig) else tree
     plain = OmegaConf.to_container(root, resolve=False)
     counter = _Counter(plain)
@@ -66,8 +66,8 @@ class _Counter:
         self._open: set[_Key] = set()
 
     def size(self, key: _Key, steps: int) -> _Size:
-        """Values, characters and longest chain of the node at `key`, resolved; nothing where it leads in a circle, of
-        which OmegaConf tells.
+        """Values, characters and longest chain of the node at `key`, resolved. A circle counts as nothing: OmegaConf
+        reports it.
         """
         if key in self._known:
             return self._known[key]
@@ -93,7 +93,7 @@ class _Counter:
         return values, chars + sum(size[1] for size in below), max((step + size[2] for size in below), default=0)
 
     def _references(self, text: str, key: _Key) -> list[_Key]:
-        """The nodes that the interpolations of a text may refer to: every path in it that there is."""
+        """The nodes that the interpolations of a text may refer to: every path in the text that exists in the tree."""
         if "${" not in text:
             return []
         found = []

@@ -28,8 +28,8 @@ class KeyCheck:
         self._unknown: set[Path] = set()
         known = shape.top()["properties"]
         self.foreign = not any(isinstance(key, str) and (key in known or nearest(key, known)) for key in tree)
-        """Whether no key at the top is one of a configuration, so that it is probably another file; of such a file
-        nothing is shown."""
+        """Whether no key at the top belongs to a configuration. It is probably another file then, and nothing of it is
+        shown."""
         if self.foreign:
             count = "key at its top is not" if len(tree) == 1 else f"{len(tree):,} keys at its top are none"
             self.findings.append(Finding((), f"the {count} of a configuration", f"Allowed here: {', '.join(known)}."))

@@ -117,18 +117,18 @@ class LLMJudge(_JudgeNode):
     """Sampling seed asked of the server. Default: none."""
 
     max_prompt_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 131_072
-    """Longest prompt shown to the judge, in characters; the same goes for the reference and for each of the further
-    columns that the instructions show. Default: 131,072, which is about 32,000 tokens."""
+    """Longest prompt shown to the judge, in characters; also the limit of the reference, and of each further column
+    that the instructions show. Default: 131,072, which is about 32,000 tokens."""
 
     max_response_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 262_144
     """Longest response shown to the judge, in characters. Default: 262,144, which is about 64,000 tokens: a long chain
-    of thought. A judge with a smaller context window refuses longer ones than it takes; give a smaller number then."""
+    of thought. Give a smaller number if the judge's context window is smaller: it would refuse the request."""
 
     on_too_long: Literal["cut", "fail", "floor"] = "cut"
-    """What becomes of a sample with a longer prompt or response. `cut` (default): the judge sees both ends, is told how
-    much is left out between, and the verdict is marked (`Verdict.cut`, the metric `cut_rate`). `fail`: no reward
-    (reason `too_long`). `floor`: the floor score where the response is too long; a prompt that is too long is not the
-    policy's doing, and fails."""
+    """What happens to a sample whose prompt or response is longer. `cut` (default): the judge sees both ends and is
+    told how much is left out between them; the verdict is marked (`Verdict.cut`, the metric `cut_rate`). `fail`: no
+    reward (reason `too_long`). `floor`: the floor score if the response is too long; no reward if only the prompt or
+    another text is, because the policy did not write those."""
 
     _ranges = field_validator("score_range", "reward_range")(_ascending)
 
@@ -181,9 +181,9 @@ class JournalConfig(Node):
     """SQLite file on a local disk; processes of one machine may share it."""
 
     reuse: bool = True
-    """Use a recorded answer instead of asking again, where everything that would be sent is the same, and so is who is
-    asked and how the judge reads the reply. What is done with the score (`reward_range`, `correct_at`, `floor`,
-    `weights`) may change. Answers of functions are used again only if their source has a `version`. Default: true."""
+    """Use a recorded answer instead of asking again. All that is sent must be the same, and so must who is asked and
+    how the judge reads the reply; what is done with the score (`reward_range`, `correct_at`, `floor`, `weights`) may
+    differ. Answers of a function are used again only if its source has a `version`. Default: true."""
 
 
 Strategy = Literal["earliest_finish", "round_robin", "weighted", "least_requests", "least_tokens"]

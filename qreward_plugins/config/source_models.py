@@ -36,14 +36,14 @@ def _secrets_marked(value: dict[str, Any]) -> dict[str, Any]:
     return marked
 
 
-Anything = Annotated[dict[str, Any], AfterValidator(_secrets_marked)]
-"""A mapping that is handed on. What stands in it under the name of a secret (`api_key`, `token`), or comes from the
-environment, is shown nowhere."""
+FreeMapping = Annotated[dict[str, Any], AfterValidator(_secrets_marked)]
+"""A mapping with any keys, for a function or a server. A value under the name of a secret (`api_key`, `token`), or from
+the environment, is never shown."""
 
 
 def _plain_name(name: str) -> str:
     if "://" in name and "@" in name:
-        # It stands in metrics, messages and the journal.
+        # The name is shown in metrics, messages and the journal.
         raise ValueError("a model's name holds no credentials; a key goes into api_key or headers")
     return name
 
@@ -54,16 +54,16 @@ BaseURL = Annotated[ServiceURL, AfterValidator(_without_slash)]
 
 
 class Limits(Node):
-    """What a source allows. What is declared here is law, and a lower limit that several replies announce in their
-    headers is kept to while it holds; what is left out is found out from 429s and from those headers."""
+    """What a source allows. A limit that is declared here is never exceeded; while the headers of several replies
+    announce a lower one, that one counts. A limit that is left out is learned from 429s and from those headers."""
 
     requests_per_minute: PositiveFloat | None = None
     """Requests per minute. Default: none declared."""
 
     tokens_per_minute: PositiveFloat | None = None
-    """Tokens per minute, prompt and completion together. Default: none declared. A request is reserved the longest
-    completion that its body allows, and a token for each byte of its prompt until answers to texts of the same kind
-    have stated less. One that may take more than a whole window goes alone, when nothing else waits."""
+    """Tokens per minute, prompt and completion together. Default: none declared. Each request reserves the longest
+    completion that its body allows, and for its prompt one token for each byte, or less once answers to similar texts
+    have stated their usage. A request that may take more than a whole window goes alone, when nothing else waits."""
 
     concurrency: PositiveInt | None = None
     """Requests in flight at once. Default: none declared; it begins with 32, grows as long as it is used, and shrinks
@@ -112,10 +112,10 @@ class AnySource(Node):
     price: Price = Price()
 
     version: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """The name by which the journal knows what answers here; it uses a recorded answer again only where the same was
-    asked of the same. For a function: its answers are always recorded, and used again only if it has a version, because
-    the journal cannot see what a function imports; give another one whenever it scores differently. For a model or
-    service: it stands in place of the URLs, which may change from run to run. Default: none."""
+    """Identifies for the journal what answers here; recorded answers of another version are not used. For a function:
+    without a version its answers are recorded but never used again, because the journal cannot see what the function
+    imports; change it whenever the function scores differently. For a model or service: it replaces the URLs, for
+    servers whose address changes from run to run. Default: none."""
 
     weight: PositiveFloat = 1.0
     """Share of the requests relative to other sources; only the strategies other than `earliest_finish` heed it.
@@ -135,7 +135,7 @@ class Endpoint(AnySource):
     headers: dict[str, SecretStr] = Field(default_factory=dict)
     """Further headers of every request; their values are treated as secrets."""
 
-    parameters: Anything = Field(default_factory=dict)
+    parameters: FreeMapping = Field(default_factory=dict)
     """Further keys of every request's body (e.g. `chat_template_kwargs`); they win over what is there otherwise. Values
     under the name of a secret, and those from the environment, are treated as secrets."""
 
@@ -196,15 +196,15 @@ class HTTPSource(Endpoint):
     the limits of this source. It has no query: URLs are shown in messages and metrics."""
 
     model: ModelName | None = None
-    """What scores there, for metrics, and for the journal in place of the URLs (as `version`). Default: the first URL
-    without its scheme; name the model where its address changes from run to run."""
+    """Name of what scores there, for metrics; for the journal it replaces the URLs, as `version` does. Default: the
+    first URL without its scheme. Set it if the address changes from run to run."""
 
     body: Annotated[dict[str, SamplePart], Field(min_length=1)] = Field(default_factory=_remote_rm_body)
     """The keys of the body, and what of the sample each holds. `prompt`: the text of a prompt that is one user message,
     else its messages; `messages`: the prompt as a list of messages; `conversation`: that list with the response as the
-    assistant's turn at its end; `response`, `ground_truth`, `data_source`, `extras`, `group_id` and `id` (with an `id`
-    of its own a sample is never answered from the journal in place of another). Keys whose value is always the same go
-    into `parameters`. Default: `{prompt: prompt, response: response, label: ground_truth}`, what slime posts to its
+    assistant's turn at its end; `response`, `ground_truth`, `data_source`, `extras`, `group_id` and `id` (two samples
+    that differ only in a part that is sent never share an answer of the journal). Keys with a constant value go into
+    `parameters`. Default: `{prompt: prompt, response: response, label: ground_truth}`, what slime posts to its
     `--rm-url`."""
 
     score_key: Annotated[str, Field(pattern=r"^[^.]+(\.[^.]+)*$")] | None = None
@@ -233,7 +233,7 @@ class FunctionSource(AnySource):
     """What the function is called with. `fields` (default): the keywords `data_source`, `solution_str`, `ground_truth`
     and `extra_info`, the convention of reward functions. `sample`: one `Sample`."""
 
-    kwargs: Anything = Field(default_factory=dict)
+    kwargs: FreeMapping = Field(default_factory=dict)
     """Further keyword arguments of every call. Values under the name of a secret (`api_key`, `token`, `password`), and
     those from the environment, are treated as secrets."""
 
@@ -241,8 +241,8 @@ class FunctionSource(AnySource):
     """Where a sync function runs; async functions are always awaited. `process` (`auto`, the default): in worker
     processes, where a call that hangs is killed. `thread`: in threads, for functions that only wait; a call that hangs
     cannot be killed there and goes on after its time-out. A sample whose call hangs or crashes is tried once more,
-    after all other samples. Its first call is ended before `timeouts.total_s` if it takes 8 times longer than usual,
-    and at least 5 s (15 s before the first call has ended), while others wait for its place."""
+    after all other samples. While other samples wait and no worker is free, a call is ended before `timeouts.total_s`
+    once it takes 8 times as long as usual, and at least 5 s (15 s while no call has ended yet)."""
 
     workers: PositiveInt | None = None
     """Worker processes or threads. Default: the number of processors this process may use."""

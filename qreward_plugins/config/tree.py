@@ -31,7 +31,7 @@ _SCALARS = (str, int, float, bool, type(None))
 _ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}")
 _FROM_A_SECRET = re.compile(r"oc\.env|api_key|headers")
 _HANDED_ON = {"kwargs", "parameters"}
-"""Below these keys stand values of anybody's, keys of services among them."""
+"""Keys below which any value may stand, credentials included."""
 _ENV_NOT_FOUND = re.compile(r"Environment variable '([A-Za-z_][A-Za-z0-9_]*)' not found")
 
 
@@ -77,7 +77,7 @@ def read_tree(source: Any) -> Tree:
         source = OmegaConf.create(plain, flags={"allow_objects": True})
     resolver = _Resolver(tree)
     if grows := too_large(source):
-        return Tree(Broken(), [Finding((), grows, "Write out what is meant.")])
+        return Tree(Broken(), [Finding((), grows, "Use fewer interpolations, and not inside each other.")])
     if not isinstance(OmegaConf.to_container(source, resolve=False), dict):
         return tree
     if list(source) == ["qreward"]:
@@ -90,14 +90,14 @@ def read_tree(source: Any) -> Tree:
 
 
 class _TooManyValues(Exception):
-    """A tree has more values than a configuration can have; the message says so."""
+    """The tree holds more than `MOST_VALUES` values."""
 
     def __init__(self) -> None:
         super().__init__(f"it holds more than {MOST_VALUES:,} values")
 
 
 class _Plainer:
-    """Copies plain values into what OmegaConf can hold. Parts that a tree shares are copied wherever they stand."""
+    """Copies plain values into types that OmegaConf can hold. A shared part is copied at each place."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree

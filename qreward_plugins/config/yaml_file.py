@@ -13,18 +13,17 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from ..errors import ConfigurationError, Mistake
+from .interpolations import MOST_VALUES
 
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 
 
 MOST_BYTES = 2**20
-"""Largest file that is read."""
-MOST_VALUES = 100_000
-"""Values in a configuration, with those that aliases and merge keys repeat."""
+"""Size of the largest file that is read, in bytes."""
 
 
 class _TooManyValues(Exception):
-    """Aliases would expand to more values than anybody wrote."""
+    """Aliases repeat parts of the file so often that it holds more than `MOST_VALUES` values."""
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc]
@@ -86,7 +85,7 @@ def read_yaml(path: str, *, origin: str) -> Any:
         problem = "the file is nested too deeply."
     except _TooManyValues:
         problem = f"its aliases (`*name`) stand for more than {MOST_VALUES:,} values."
-        remedy = "Write out what is meant."
+        remedy = "Use fewer of them, and not inside each other."
     except Exception:
         # Explicit tags (`!!int abc`) make PyYAML raise whatever int(), a look-up and so on raise.
         problem = "the file is not valid YAML: a value does not fit its tag."
@@ -108,10 +107,10 @@ def _loaded(text: str) -> Any:
 
 
 def _values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
-    """How many values a node stands for, with those behind aliases as often as they are repeated."""
+    """How many values a node holds; those behind an alias count each time that it is used."""
     if node in known:
         return known[node]
-    # An alias within what it names: the values checks say where it contains itself.
+    # For an alias inside the node that it names: a later check reports the place where it contains itself.
     known[node] = 1
     if isinstance(node, yaml.MappingNode):
         count = 1 + sum(_values(key, known) + _values(value, known) for key, value in node.value)

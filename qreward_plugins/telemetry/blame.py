@@ -44,7 +44,7 @@ class BatchReport:
     makespan_s: float
     parts: tuple[Part, ...]
     waits: WaitBySize | None = None
-    """How long short and long samples waited for a source; None: they are too few, or all alike."""
+    """How long short and long samples waited for a source; None for fewer than 3 samples, or all of one size."""
 
     def seconds(self) -> Mapping[PartKind, float]:
         """The makespan by kind, over all sources."""
@@ -72,7 +72,6 @@ class BatchReport:
                 blames.append(f"{whole:.1f} s on {source}: {what}" if source else f"{whole:.1f} s: {what}")
         failed = f", {self.failed} failed" if self.failed else ""
         waited = "; waited " + "; ".join(blames) if blames else ""
-        shares = self.waits
-        worth_it = shares is not None and max(shares.short_p95_s, shares.long_p95_s) >= 0.05
-        by_size = f"; {shares.describe()}" if shares is not None and worth_it else ""
+        waits = self.waits
+        by_size = f"; {waits.describe()}" if waits and max(waits.short_p95_s, waits.long_p95_s) >= 0.05 else ""
         return f"{self.samples} samples in {self.makespan_s:.1f} s{failed}{waited}{by_size}"

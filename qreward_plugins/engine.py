@@ -41,9 +41,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("qreward_plugins.engine")
 
 CLOSE_WITHIN_S = 10.0
-"""Longest time, in seconds, that closing gives the scheduler, or all sources together."""
+"""Longest time, in seconds, for closing the scheduler, and again for closing all sources together."""
 END_WITHIN_S = 2.0
-"""The same for what was cancelled after that time."""
+"""Longest time, in seconds, for which a part that did not close in time, and was cancelled, is waited for."""
 
 
 class RewardEngine:
@@ -146,9 +146,9 @@ class RewardEngine:
         """Score any number of samples in constant memory; yields each sample with its outcome, in order.
 
         At most `window` samples are held at once, handed in or waiting to be yielded (default: enough to keep all
-        sources busy). A sample's deadline runs from when it is handed in. An outcome is yielded as soon as it and those
-        before it are there, whatever `samples` waits for. What `samples` raises is raised. Closing the generator
-        cancels what is under way, `samples` included.
+        sources busy). A sample's deadline runs from when it is handed in. An outcome is yielded as soon as it and all
+        before it are known, even while `samples` is waiting. Raises what `samples` raises. Closing the generator
+        cancels what is in flight, and `samples`.
         """
         async with aclosing(Stream(samples, self.score, window or self._stream_window()).outcomes()) as outcomes:
             async for scored in outcomes:
@@ -212,10 +212,11 @@ class RewardEngine:
     async def aclose(self) -> None:
         """Fail what is still waiting (`infra/closed`), end every attempt, and close sources and journal. Idempotent.
 
-        What fails to close is logged and keeps nothing else open; what does not end within some seconds is named and
-        left to itself. Cancelling the call ends the wait only: closing goes on, and calling again waits for its end.
+        A part that fails to close is logged, and the others are closed all the same. A part that does not close within
+        `CLOSE_WITHIN_S` seconds is cancelled, and abandoned with a warning if that does not end it. Cancelling this
+        call ends only the wait: closing goes on, and another call waits for its end.
 
-        Raises `JournalError` when verdicts could not be written; everything is closed then, too.
+        Raises `JournalError` if verdicts could not be written; everything else is closed then, too.
         """
         self._closed = True
         loop = asyncio.get_running_loop()
@@ -224,7 +225,7 @@ class RewardEngine:
             closing = self._closing
             if closing is None or closing.done() or closing.get_loop() is not loop:
                 closing = self._closing = loop.create_task(self._close())
-            # Whoever is cancelled here stops waiting, and closing goes on.
+            # A cancelled caller stops waiting here; the task goes on closing.
             await asyncio.wait([closing])
             if not closing.cancelled():
                 closing.result()
@@ -255,7 +256,7 @@ class RewardEngine:
         self._ended = True
 
     async def _close_all(self, parts: Mapping[str, Callable[[], Awaitable[None]]]) -> None:
-        """Close these parts at once, each whatever becomes of the others, those that were not closed before."""
+        """Close those of `parts` that are still open, all at the same time; a failure of one does not stop another."""
         left = {what: aclose for what, aclose in parts.items() if what not in self._closed_parts}
         tasks = {asyncio.ensure_future(_call(aclose)): what for what, aclose in left.items()}
         if not tasks:
@@ -263,10 +264,10 @@ class RewardEngine:
         try:
             await asyncio.wait(tasks, timeout=CLOSE_WITHIN_S)
         finally:
-            # After an interruption, what is under way is given the time to end, but no more.
+            # Also after an interruption: the parts that are being closed get the time to end.
             for task in await end(tasks, within_s=END_WITHIN_S):
                 forget(task)
-                _log.warning("%s could not be closed within %g s, and is left to itself", tasks[task], CLOSE_WITHIN_S)
+                _log.warning("%s could not be closed within %g s, and is abandoned", tasks[task], CLOSE_WITHIN_S)
             for task, what in tasks.items():
                 failed = task.exception() if task.done() and not task.cancelled() else None
                 if failed is not None:
@@ -369,6 +370,7 @@ async def _cancel(futures: Sequence[asyncio.Future[Outcome]]) -> None:
 
 
 async def _call(aclose: Callable[[], Awaitable[None]]) -> None:
+    # A coroutine for a task: foreign sources may return another awaitable, or raise when called.
     await aclose()
 
 

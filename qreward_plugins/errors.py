@@ -14,11 +14,11 @@
     └── SourceError             one attempt at one source failed
         ├── Throttled           429, or 503 with Retry-After: the source asks for a pause
         ├── TransientError      time-outs, resets, 5xx, garbled replies: another try may help
-        │   ├── NotStarted      ... once a local function can take calls again: no sample is to blame
-        │   └── SampleFault     ... once, after all other samples: this one hung or crashed a local function
+        │   ├── NotStarted      a local function could not begin the call: the sample is not to blame
+        │   └── SampleFault     this sample hung or crashed a local function: tried once more, after all others
         └── PermanentError      the source will not answer this request
-            ├── SampleRefused   ... because of what this sample holds, or because the function raised on it
-            └── SourceUnusable  ... and perhaps no other either: 401, 403, 404
+            ├── SampleRefused   this sample cannot be sent, or the function raised on it
+            └── SourceUnusable  the source may refuse every request: 401, 403, 404
 
 The classes of `SourceError` are what the scheduler decides by, so a source maps every foreign exception to one of them
 at its boundary. Messages are made of facts of ours (names, statuses, paths, limits) and scrubbed excerpts of replies;
@@ -141,14 +141,14 @@ class TransientError(SourceError):
 
 
 class NotStarted(TransientError):
-    """A local function could not begin with the call: no worker process can be started, or too many threads hang."""
+    """A local function could not begin the call: no worker process can be started, or too many threads hang."""
 
 
 class SampleFault(TransientError):
-    """A local function hung on this sample and was killed, or its worker process died of it.
+    """A local function hung on this sample and was killed, or its worker process died.
 
-    It says nothing about the source: no other sample has to wait or to go elsewhere because of it. The sample is tried
-    once more, after all others. `reason` is the reason of its failure then: "hung" or "crashed".
+    It does not count against the source: other samples neither wait nor go elsewhere. The sample is tried once more,
+    after all others. If that fails, too, `reason` is the reason of its failure: "hung" or "crashed".
     """
 
     def __init__(self, message: str, *, reason: str = "hung") -> None:
@@ -161,10 +161,10 @@ class PermanentError(SourceError):
 
 
 class SampleRefused(PermanentError):
-    """This one sample cannot be scored by this source, and another try changes nothing.
+    """This source cannot score this sample, and another try would not change that.
 
-    `reason` is the reason of its failure, if no other source can score it: "input" for what cannot be sent, "raised"
-    for a function that raised.
+    `reason` is the reason of the sample's failure if no other source can score it: "input" if it cannot be sent,
+    "raised" if the function raised.
     """
 
     def __init__(self, message: str, *, status: int | None = None, reason: str = "input") -> None:
@@ -173,10 +173,11 @@ class SampleRefused(PermanentError):
 
 
 class SourceUnusable(PermanentError):
-    """The source refused a request in a way that concerns all requests, unless this one provoked it (401, 403, 404, a
-    redirect): a firewall blocks a response, too. The scheduler asks with other samples before it believes it.
+    """The source refused a request, and may refuse all (401, 403, 404, a redirect).
 
-    `certain`: no request can have provoked it; the source is closed, or its function cannot be loaded.
+    One request may also have provoked it: a firewall blocks some responses with a 403. So the scheduler takes the
+    source out only after refusals of many different samples. `certain`: no request can have provoked it, because the
+    source is closed or its function cannot be loaded; one is then enough.
     """
 
     def __init__(self, message: str, *, status: int | None = None, certain: bool = False) -> None:

@@ -19,7 +19,7 @@ from .errors import JudgeUnavailable, RewardMissing
 from .samples import Failed, Outcome
 
 UNSCORED = 0.0
-"""What stands for the mean of a group in which nothing is scored: any one number has no advantage."""
+"""The mean of a group without any score. With one constant for all its samples, no sample has an advantage."""
 
 
 def group_means(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> list[float]:
@@ -38,14 +38,14 @@ def group_means(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> 
 
 
 def mean_of(rewards: Iterable[float | None]) -> float:
-    """The mean of the scored samples; `UNSCORED` where there is none. `None`: that sample failed."""
+    """The mean of `rewards`, without the None of failed samples; `UNSCORED` if all failed."""
     scored = [float(reward) for reward in rewards if reward is not None]
     if not scored:
         return UNSCORED
     try:
         return math.fsum(scored) / len(scored)
     except OverflowError:
-        # Their sum is beyond float64, their mean is not.
+        # The sum exceeds float64, the mean does not.
         return math.fsum(reward / len(scored) for reward in scored)
 
 

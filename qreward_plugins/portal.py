@@ -26,6 +26,7 @@ from .config import Config
 from .errors import EngineError
 from .samples import Outcome, Sample
 from .scheduling import Cutoff
+from .streaming import End
 from .telemetry import BatchReport, EngineStatistics, Facts
 
 if TYPE_CHECKING:
@@ -72,9 +73,8 @@ class EnginePortal:
         return self._opened_here().start_task_soon(score_all)
 
     def score_stream(self, samples: Iterable[Sample], *, window: int | None = None) -> Iterator[tuple[Sample, Outcome]]:
-        """As `RewardEngine.score_stream`. The samples are drawn in a thread of their own, where their iterator may wait
-        for whatever it needs, the last outcome included. A thread that waits when the stream is closed goes on until
-        its iterator returns.
+        """As `RewardEngine.score_stream`. The samples are drawn in another thread, so their iterator may block, even on
+        an earlier outcome. If it blocks when the stream is closed, that thread goes on until the iterator returns.
         """
         stream = self._engine.score_stream(_drawn(samples), window=window)
         try:
@@ -90,7 +90,7 @@ class EnginePortal:
         return self._engine.config
 
     def _opened_here(self) -> BlockingPortal:
-        """The way into the engine's thread. Threads do not survive a fork: in a child, nobody would ever answer."""
+        """The way into the engine's thread. Raises `EngineError` in a forked child, which has no such thread."""
         if self._pid != os.getpid():
             raise EngineError(
                 "this portal was opened before a fork; open one in this process (process_portal, RewardEngine.portal)"
@@ -110,14 +110,10 @@ class EnginePortal:
         return self._opened_here().call(self._engine.statistics)
 
 
-class _End:
-    """Is no sample, not even a broken one."""
-
-
 async def _drawn(samples: Iterable[Sample]) -> AsyncIterator[Sample]:
-    """The samples, each drawn in a thread: to wait for one must not keep the engine's thread from its work."""
+    """The samples, each drawn in a thread, because waiting for one must not block the engine's thread."""
     iterator = iter(samples)
-    while not isinstance(sample := await to_thread.run_sync(next, iterator, _End(), abandon_on_cancel=True), _End):
+    while not isinstance(sample := await to_thread.run_sync(next, iterator, End(), abandon_on_cancel=True), End):
         yield sample
 
 
@@ -131,7 +127,7 @@ async def _close(stream: AsyncGenerator[tuple[Sample, Outcome], None]) -> None:
 
 @contextmanager
 def open_portal(engine: RewardEngine) -> Iterator[EnginePortal]:
-    """Run `engine` in a thread of its own; leaving the context closes it, but in a child that was forked meanwhile."""
+    """Run `engine` in a thread of its own; leaving the context closes it, except in a child forked meanwhile."""
     pid = os.getpid()
     with ExitStack() as stack:
         portal = stack.enter_context(start_blocking_portal("asyncio"))
@@ -144,7 +140,8 @@ def open_portal(engine: RewardEngine) -> Iterator[EnginePortal]:
 
 
 _of_parents: list[ExitStack] = []
-"""What parents of this process opened. It cannot be closed here: not even by forgetting it."""
+"""Portals that a parent process opened. This process can neither close them nor let them be collected, which would
+close them, too."""
 
 
 class _Portals:

@@ -1,8 +1,8 @@
-"""Live requests to every source of a configuration, to see that it answers, what it says of itself, and that judges can
-tell a right answer from nonsense.
+"""Asks every source of a configuration once, for `qreward check`: whether it answers, which limits it announces, and
+whether its judges can tell a right answer from nonsense.
 
-A probe goes around the scheduler on purpose: it tells about one source at a time, and a source that is throttled or
-refuses the key must be shown as that, and not be replaced by a neighbour. Nothing gets into the journal.
+A probe bypasses the scheduler on purpose: a source that is throttled or refuses the key must be shown as such, and not
+be replaced by another one. Nothing is written to the journal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .sources import Reply, Request
 from .trial import Trial, try_out
 
 END_WITHIN_S = 1.0
-"""Longest time, in seconds, for which a call is waited for that was cancelled because its time is up."""
+"""Longest time, in seconds, for which a call that was cancelled after its time limit is waited for."""
 SAMPLE = Sample(
     messages=[{"role": "user", "content": "What is 17 plus 25? Answer with the number."}],
     response="17 plus 25 is 42",
@@ -40,8 +40,8 @@ class Probe:
 
     `latency_s` is the time to the whole reply in seconds; `announced` are the limits that the source states in its
     headers; `problem` is empty when the verdict is valid. `asked` is false when the sample does not fit the judge, so
-    that nothing was sent. `trial` is what a language model made of the pairs of `trial.PAIRS`; None where it was not
-    tried: no reply, another kind of judge, or a source that stopped answering on the way.
+    that nothing was sent. `trial` holds an LLM judge's rewards for `trial.PAIRS`; None for another kind of judge, or if
+    the source gave no reply to one of these requests.
     """
 
     judge: str
@@ -56,11 +56,11 @@ class Probe:
 
 
 async def probe(engine: RewardEngine, samples: Mapping[str, Sample] | None = None) -> list[Probe]:
-    """Ask every source of every judge, each within its own time limit: once, and where a language model has replied for
-    the answers of the trial as well.
+    """Ask every source of every judge one question, and LLM judges that got a reply also those of the trial.
 
-    All sources are asked at the same time, each by one judge after the other. `samples` holds the sample for a judge by
-    its name; default: `SAMPLE`. The results are in the order of the configuration.
+    Each request has the source's own time limit. All sources are asked at the same time, each by one judge after the
+    other. `samples` maps the name of a judge to its sample; default: `SAMPLE`. The results are in the order of the
+    configuration.
     """
     turns = {name: _Turn() for name in engine.lanes}
     return await asyncio.gather(
@@ -96,7 +96,7 @@ def idle_sources(engine: RewardEngine) -> list[str]:
 
 
 class _Turn:
-    """Whose turn it is to ask a source, and the judge to whom it gave no answer in time."""
+    """Lets one judge at a time ask a source. `silent_to`: the judge that got no answer in time; "" if none."""
 
     def __init__(self) -> None:
         self.lock = anyio.Lock()
@@ -114,7 +114,7 @@ async def _ask(judge: Judge, lane: Lane, sample: Sample, turn: _Turn) -> Probe:
         return Probe(judge.name, lane.name, lane.source.model, problem=str(error), asked=False)
     async with turn.lock:
         if turn.silent_to:
-            # Every further judge would wait as long again, for the same silence.
+            # Each further judge would wait for its whole time limit, too.
             problem = f"not asked, because it gave no answer to the judge {turn.silent_to!r}"
             return Probe(judge.name, lane.name, lane.source.model, problem=problem)
         started_at = loop.time()
@@ -152,7 +152,9 @@ async def _trial(judge: LLMJudge, lane: Lane, like: Sample) -> Trial | None:
 
 
 async def _reply(lane: Lane, request: Request) -> Reply:
-    """Raises TimeoutError, and what the source raises. A source may be cancelled by others, or not let itself be."""
+    """Send a request. Raises TimeoutError after the time limit, even if the source ignores its cancellation;
+    TransientError if somebody else cancels the call; and what the source raises.
+    """
 
     async def send() -> Reply:
         return await lane.source.send(request, on_sent=lambda: None)

@@ -34,7 +34,7 @@ def messages_of(prompt: Any) -> list[Message]:
     """The messages of a prompt: of a list of messages, whose content may be in parts, or of a text that a chat template
     wrote. Of any other text one message of the user.
 
-    Raises `InputError` for what is neither, whose text goes on after the name of the field.
+    Raises `InputError` for anything else; its text is the second argument of `sample_check.blamed`.
     """
     if not isinstance(prompt, str):
         return [{"role": turn["role"], "content": _text(turn.get("content"))} for turn in plain_messages(prompt)]

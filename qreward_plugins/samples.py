@@ -16,11 +16,11 @@ from typing import Any, Literal, TypeAlias, TypedDict
 Split = Literal["train", "val"]
 
 FLOAT32_LIMIT = 2.0**128 - 2.0**103
-"""Trainers hold rewards in float32 (IEEE 754 binary32), where a number of this size or larger rounds to infinity."""
+"""The smallest number that rounds to infinity in float32 (IEEE 754 binary32), in which trainers hold rewards."""
 
 
 def fits_float32(number: float) -> bool:
-    """Whether a number is still finite when a trainer holds it in float32; false for NaN."""
+    """Whether a number is finite in float32; false for NaN."""
     return abs(number) < FLOAT32_LIMIT
 
 
@@ -73,8 +73,7 @@ class Usage:
 class RawScore:
     """The numbers of a verdict as the judge gave them, before they are mapped to the reward range.
 
-    They depend on what was asked and on nothing else, so the journal keeps them: another reward range, or another
-    `correct_at`, maps them anew.
+    The journal keeps them, so that another reward range or another `correct_at` can be applied without asking again.
     """
 
     score: float
@@ -88,12 +87,11 @@ class Verdict:
     `components` are further numbers of the judge (criteria, or the keys of a reward function's dict). `correct` is None
     unless the judge defines correctness. `latency_s` is the time from submission to the outcome in seconds; `cost_usd`
     counts every attempt that the source reported usage for. `cached` is true for a verdict out of the journal.
-    `returned` is the mapping that a reward function returned, as it was; None for anything else, and for a verdict out
-    of the journal, which keeps the numbers only. `cut`: the prompt or the response was too long, and the judge saw it
-    without its middle.
-    `service_s` is the time that the attempt took which gave this verdict, in seconds from sending its request to its
-    reply; without waiting, retries and other attempts. `raw` holds the numbers before mapping; None: they are not
-    known, and the verdict cannot be mapped anew.
+    `returned` is the mapping that a reward function returned, unchanged; None for anything else, and for a verdict out
+    of the journal, which keeps only the numbers. `cut`: a text of the sample was too long, and the judge saw it without
+    its middle. `service_s` is the time from sending the request of the successful attempt to its reply, in seconds,
+    without waiting, retries and other attempts. `raw` holds the numbers before mapping; None if they are unknown, so
+    that the verdict cannot be mapped anew.
 
     Raises ValueError when the score or a component is not a number that is finite in float32: promise P2 holds by
     construction.
@@ -132,8 +130,8 @@ class Cause(str, enum.Enum):
     """The judge answered, but not validly, and the response may have provoked it."""
 
     POLICY = "policy"
-    """The response is empty or cannot be judged: that is a score, the judge's floor. One that is too long is none where
-    the judge says so (`on_too_long: fail`)."""
+    """The response is empty, or too long for the judge (`on_too_long`). That is a score, the judge's floor; with
+    `on_too_long: fail` there is none."""
 
 
 @dataclass(frozen=True, slots=True)

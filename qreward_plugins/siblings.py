@@ -23,8 +23,8 @@ Tell = Callable[[float], None]
 
 @dataclass
 class _Group:
-    # Exact: a total of floats depends on the order, and overflows where the mean does not. A group of an evaluation
-    # never ends, so the rewards themselves are not kept.
+    # A fraction, because a sum of floats depends on the order and may overflow. The rewards themselves are not kept,
+    # because a group of an evaluation never ends.
     total: Fraction = Fraction(0)
     scored: int = 0
     failed: int = 0

@@ -14,11 +14,8 @@ END_WITHIN_S = 5.0
 """Longest time, in seconds, for which closing waits for a producer of samples that swallows its cancellation."""
 
 
-class _End:
+class End:
     """Marks the end of the samples. None would not do, because a broken stream may yield it as a sample."""
-
-
-_END = _End()
 
 
 class Stream:
@@ -74,8 +71,8 @@ class Stream:
                 while len(self._held) >= self._window:
                     self._room.clear()
                     await self._room.wait()
-                sample = await anext(samples, _END)
-                if isinstance(sample, _End):
+                sample = await anext(samples, End())
+                if isinstance(sample, End):
                     return
                 scoring = asyncio.ensure_future(self._score(sample))
                 scoring.add_done_callback(self._note)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from omegaconf import DictConfig
 
-from qreward_plugins import Cause, Failed, Outcome, RewardEngine, Sample, group_means
+from qreward_plugins import Failed, Outcome, RewardEngine, Sample, group_means
 from qreward_plugins.config import Config
 from qreward_plugins.groups import number_of
 
 from .functions import ComputeScore, open_reward_function
 from .rewards import ExtraInfo
-from .rollouts import response_ids, skeleton, to_sample
+from .rollouts import response_ids, to_sample, unreadable
 from .settings import load_settings, reward_function_sources
 from .shared_engines import shared_engine
 
@@ -93,8 +93,7 @@ class QRewardBatchManager:
         try:
             return to_sample(item, text, self._decode, data_source_column=self._data_source_column), None
         except Exception as error:
-            detail = f"the rollout cannot be read: {type(error).__name__}: {str(error)[:200]}"
-            return skeleton(item), Failed(Cause.INFRA, "input", detail)
+            return unreadable(item, error)
 
     def _decode(self, ids: Any) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))
@@ -109,8 +108,8 @@ def _make_engine(settings: Config, trainer: DictConfig | None, compute_score: Co
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """One list a key, as long as the batch. These versions of verl take means of what is not a text, None included: so
-    what a row has not is NaN, or an empty text among texts, and a key that no row has is left out.
+    """One list for each key, as long as the batch. Missing values are NaN, or "" in a list of texts, because these
+    versions of verl take means over all that is not a text. A key for which all values are missing is left out.
     """
     columns: dict[str, list[Any]] = {}
     for key in dict.fromkeys(key for row in rows for key in row):

@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
-from qreward_plugins import Cause, Failed, Outcome, RewardEngine, RewardMissing, Sample
+from qreward_plugins import Failed, Outcome, RewardEngine, RewardMissing, Sample
 from qreward_plugins.groups import number_of
 from qreward_plugins.sharing.board_actor import Report
 from qreward_plugins.sharing.board_client import GroupBoard
@@ -35,7 +35,7 @@ from .policy import (
     warn_of_short_waiting,
 )
 from .rewards import ExtraInfo, Reads
-from .rollouts import looks_like_validation, response_ids, session_of, skeleton, to_sample
+from .rollouts import looks_like_validation, response_ids, session_of, to_sample, unreadable
 from .settings import load_settings, processes_of, reward_function_sources
 from .trainers import trainer_of
 
@@ -114,9 +114,8 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         try:
             sample = await asyncio.get_running_loop().run_in_executor(self._decoder, self._sample, item)
         except Exception as error:
-            # In most of verl's trainers an exception ends the run; this sample is no reason for that.
-            detail = f"the rollout cannot be read: {type(error).__name__}: {str(error)[:200]}"
-            return skeleton(item), Failed(Cause.INFRA, "input", detail)
+            # In most of verl's trainers an exception would end the run.
+            return unreadable(item, error)
         return sample, self._extra_info.checked(await self.engine.score(sample))
 
     async def _validated(self, outcome: Outcome) -> float:
@@ -127,7 +126,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
 
     async def _trained(self, outcome: Outcome, sample: Sample, item: Any) -> tuple[float, bool]:
         """The number that a sample trains on, and whether it is the mean of its group."""
-        # Data sets may call rows of training "test". A trainer that marks its validation is taken at its word.
+        # Data sets may call rows of training "test", so what a row looks like counts only if the trainer marks nothing.
         unlike_training = self._trainer.marks_validation is False and looks_like_validation(item)
         leaves_out = unlike_training and self._trainer.leaves_out
         neutral = self._policy == "neutral" and sample.group_id is not None and not leaves_out

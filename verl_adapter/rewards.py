@@ -1,14 +1,14 @@
-"""Outcomes in verl's terms: a score, and `reward_extra_info` with the same keys for every sample.
+"""Turns outcomes into verl's `reward_extra_info`, with the same keys for every sample.
 
-Where rows come together, verl takes the keys of the first for all (experimental/agent_loop/agent_loop.py and
-reward_loop.py of 0.9.1, protocol.py where batches are put together), over all processes. So every sample carries what
-is known before the first is scored: the facts, the components that the configuration names, and what the trainer's
-configuration reads. What a reward function returns beside that has verl's own names, as with verl's `naive` manager:
-as it is where verl takes any keys (its V1 trainer), and elsewhere as one text, which `trainer` unpacks where validation
-adds up.
+Where verl collects rows, it takes the keys of the first for all, over all processes (verl 0.9.1:
+experimental/agent_loop/agent_loop.py, reward_loop.py, and protocol.py for batches). So every sample has all keys that
+are known before the first is scored: the facts, the components that the configuration names, and the keys that verl's
+configuration reads. A reward function may return more. These keys keep their names, as with verl's `naive` manager. The
+V1 trainer accepts other keys from each sample; for the other trainers they are sent as one JSON text, which `trainer`
+unpacks for the means of a validation.
 
-A sample that nobody judged has None, which verl's validation skips. Only the metric of a group filter is NaN then: verl
-calls float() on it. NaN is no number that a whole group could share, so the group is not replaced for it.
+The values of a sample without a verdict are None, which verl's validation skips. The metric of a group filter is NaN
+instead, because verl calls float() on it. verl then does not take the group for one of equal rewards.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ IMPUTED = "qreward/imputed"
 """1.0 for a sample that trains on the mean of its group: one without a reward, or one that came too late to count."""
 
 RETURNED = "qreward/returned"
-"""What a reward function returned beside its score, as JSON, where verl takes the same keys of every sample only."""
+"""What a reward function returned beside its score, as JSON, for trainers that want the same keys of every sample."""
 
 _OURS = "qreward/"
 _MOST_NAMES = 200
 _TAKEN = frozenset({"reward"})
-"""Names that verl's validation has for its own columns."""
+"""Names of verl's own columns in a validation."""
 
 
 @dataclass(frozen=True)
 class Reads:
-    """Which keys of the extra info verl itself reads in training.
+    """The keys of the extra info that verl itself reads in training.
 
-    `metric`: by which groups are filtered, None without a filter; `parts`: the rewards that GDPO adds up; `stand_in`:
-    what a failed sample has in their place, None if it never trains.
+    `metric`: the one that groups are filtered by, None without a filter. `parts`: the rewards that GDPO adds up.
+    `stand_in`: the value of `parts` for a failed sample; None if failed samples never train.
     """
 
     metric: str | None = None
@@ -72,7 +72,7 @@ class Reads:
 class ExtraInfo:
     """Turns outcomes of an engine into `reward_extra_info`.
 
-    `any_keys`: verl takes other keys from every sample.
+    `any_keys`: verl accepts other keys from each sample.
     """
 
     def __init__(self, engine: RewardEngine, *, any_keys: bool, reads: Reads = Reads()) -> None:
@@ -94,7 +94,7 @@ class ExtraInfo:
         return info
 
     def checked(self, outcome: Outcome) -> Outcome:
-        """The outcome, or its failure where a verdict has not every reward that GDPO adds up: NaN would train."""
+        """The outcome; a failure instead if GDPO's rewards are not all in its verdict, because NaN would train."""
         if not isinstance(outcome, Scored) or not self._reads.parts:
             return outcome
         info = self._info(outcome, imputed=False)
@@ -150,7 +150,7 @@ class ExtraInfo:
             info |= dict.fromkeys(self._reads.parts, self._reads.stand_in)
 
     def _own(self, outcome: Outcome) -> dict[str, Any]:
-        """What verl's `naive` would make of what a reward function returned."""
+        """The extra info that verl's `naive` manager would make of the reward function's value."""
         if not isinstance(outcome, Scored):
             return {}
         verdict = outcome.verdict
@@ -177,7 +177,7 @@ def without_text(column: Iterable[Any]) -> list[Mapping[str, Any]]:
 
 
 def _numbers_of(verdict: Verdict) -> dict[str, Any] | None:
-    """What the journal kept of a mapping; None: it was a number."""
+    """The numbers that the journal kept of a mapping; None if the function returned a plain number."""
     return {"score": verdict.score, **verdict.components} if verdict.components else None
 
 
@@ -199,7 +199,7 @@ def _named_by(config: Config, judges: Iterable[str]) -> Iterable[str]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as Python has it; None for a number that float32 does not hold, for NaN poisons every mean."""
+    """A value as a plain Python one; None for NaN and numbers beyond float32, which would spoil every mean."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         value = value.item()
     if isinstance(value, (int, float)) and not isinstance(value, bool) and not fits_float32(value):

@@ -10,7 +10,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from qreward_plugins import InputError, Message, Sample
+from qreward_plugins import Cause, Failed, InputError, Message, Sample
 from qreward_plugins.sample_check import Unreadable, mapping_or_unreadable, name_or_unreadable, read_or_unreadable
 
 Decode = Callable[[Any], str]
@@ -87,27 +87,29 @@ def looks_like_validation(item: Any) -> bool:
 
 
 def session_of(item: Any) -> tuple[str, str]:
-    """What tells a sample from the others of its group, and from earlier responses of the same session.
+    """Return (session, generation): the first identifies a sample in its group, the second its present response.
 
-    Only the V1 trainer names sessions; with the others every call is a session of its own.
+    Only the V1 trainer names sessions, in which it may generate a response anew; elsewhere each call is a session.
     """
     response = uuid.uuid4().hex
     session = _plain(item.non_tensor_batch.get("session_id"))
     return (response if session is None else str(session)), response
 
 
-def skeleton(item: Any) -> Sample:
-    """What can be said of a row that is no sample: its group, its step, and whether it is one of validation."""
+def unreadable(item: Any, error: Exception) -> tuple[Sample, Failed]:
+    """The failure of a row that `to_sample` raised `error` for, and a sample with its group, step and split."""
     columns: Mapping[str, Any] = item.non_tensor_batch
     info = columns.get("extra_info")
     uid, step = columns.get("uid"), _plain(columns.get("global_steps"))
-    return Sample(
+    sample = Sample(
         messages=[],
         response="",
         group_id=None if uid is None else str(uid),
         step=step if isinstance(step, int) else None,
         split="val" if isinstance(info, Mapping) and info.get(VALIDATION) else None,
     )
+    detail = f"the rollout cannot be read: {type(error).__name__}: {str(error)[:200]}"
+    return sample, Failed(Cause.INFRA, "input", detail)
 
 
 def _messages(item: Any, decode: Decode) -> list[Message]:

@@ -5,9 +5,8 @@ judge generous. So the text stands between two markers that carry an identifier 
 cannot have guessed, and which is redrawn should the text contain it anyway. The judge server of
 `qreward_plugins.testing` reads the same markers to find what it has to score.
 
-Control tokens of chat templates (`<|im_start|>`, `[INST]`, ...) inside the text get other brackets, that look alike and
-mean nothing: a server that renders the chat template over our message would otherwise take them for turns of their own.
-`control_tokens` knows them.
+Control tokens of chat templates (`<|im_start|>`, `[INST]`, ...) inside the text are neutralised by `control_tokens`: a
+server that renders the chat template over our message would otherwise take them for turns of their own.
 """
 
 from __future__ import annotations
@@ -15,8 +14,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping
-
-from .control_tokens import neutralise
 
 NONCE_LENGTH = 12
 
@@ -62,13 +59,8 @@ def cap(text: str, max_chars: int) -> str:
     return f"{text[:head]}\n[... {left_out} characters left out here by the judge's size cap ...]\n{text[-tail:]}"
 
 
-def fence(label: str, text: str, nonce: str, *, max_chars: int) -> str:
-    """Return `text` capped, neutralised and between markers that carry `nonce`."""
-    return between_markers(label, neutralise(cap(text, max_chars)), nonce)
-
-
-def between_markers(label: str, text: str, nonce: str) -> str:
-    """Return `text` as it is, between markers that carry `nonce`."""
+def fence(label: str, text: str, nonce: str) -> str:
+    """Return `text` between markers that carry `nonce`; capping and neutralising it is up to the caller."""
     return f"<<<{label} {nonce}>>>\n{text}\n<<<end {label} {nonce}>>>"
 
 

@@ -23,7 +23,7 @@ import jinja2.sandbox
 
 from ..errors import ConfigurationError, InputError, Mistake
 from .control_tokens import neutralise
-from .fence import between_markers, cap
+from .fence import cap, fence
 from .material import readable
 
 MAX_STEPS = 10_000
@@ -141,9 +141,9 @@ class Table(Mapping[Any, Any]):
 class Page:
     """One message in the making: its nonce, what was shown on it, and the steps that are left.
 
-    `shown` holds the labels that were written, `texts` the untrusted texts, and `cut` the length in characters of those
-    that were too long to be shown whole, by label. `rewritten`: control tokens in them were given other brackets. With
-    `fences` false no text of the sample can be written at all, only asked about.
+    `shown` holds the labels that were written, `texts` the untrusted texts, and `cut` the whole length in characters of
+    each text that is shown without its middle, by label. `rewritten`: control tokens in some text were neutralised.
+    With `fences` false no text of the sample can be written at all, only asked about.
     """
 
     def __init__(self, nonce: str, *, fences: bool = True) -> None:
@@ -189,7 +189,7 @@ class Page:
         capped = cap(text._text, text._max_chars)
         shown = neutralise(capped)
         self.rewritten = self.rewritten or shown != capped
-        return between_markers(text._label, shown, self.nonce)
+        return fence(text._label, shown, self.nonce)
 
     def step(self) -> None:
         self._steps_left -= 1

@@ -6,12 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qreward_plugins.judges.control_tokens import neutralise
 from qreward_plugins.judges.fence import (
     NONCE_LENGTH,
     cap,
     draw_nonce,
     fence,
-    neutralise,
     read_fences,
 )
 
@@ -55,6 +55,6 @@ def test_a_capped_text_keeps_both_ends_and_says_so(text: str, size: int) -> None
 @given(st.text(), st.text())
 def test_what_is_fenced_can_be_read_back(first: str, second: str) -> None:
     nonce = draw_nonce(KEY, first, second)
-    text = f"a\n{fence('question', first, nonce, max_chars=1000)} b {fence('response', second, nonce, max_chars=1000)}"
+    text = f"a\n{fence('question', neutralise(first), nonce)} b {fence('response', neutralise(second), nonce)}"
     assert read_fences(text) == (nonce, {"question": neutralise(first), "response": neutralise(second)})
     assert read_fences(first + second)[0] is None or "<<<" in first + second

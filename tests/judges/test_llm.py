@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from qreward_plugins.errors import ConfigurationError, InputError, InvalidVerdict
 from qreward_plugins.judges import Judge, LLMJudge
-from qreward_plugins.judges.fence import cap, draw_nonce, neutralise, read_fences
+from qreward_plugins.judges.control_tokens import neutralise
+from qreward_plugins.judges.fence import cap, draw_nonce, read_fences
 from qreward_plugins.judges.material import readable
 from qreward_plugins.samples import Cause, RawScore, Sample
 from qreward_plugins.sources.base import Reply, Request

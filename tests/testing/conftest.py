@@ -51,9 +51,9 @@ class Exchange:
 
 
 def judge_prompt(response: str = "42", reference: str | None = None) -> str:
-    blocks = [fence("response", response, NONCE, max_chars=10_000)]
+    blocks = [fence("response", response, NONCE)]
     if reference is not None:
-        blocks.append(fence("reference", reference, NONCE, max_chars=10_000))
+        blocks.append(fence("reference", reference, NONCE))
     return "Judge the response.\n" + "\n".join(blocks)
 
 

@@ -136,7 +136,7 @@ def test_a_filter_that_no_judge_feeds_is_an_error_at_the_start(infos, judge_over
         assert infos(["7"], *judge_overrides(a=server), filters, bar)[0]["acc"] == 1.0
         style = "+qreward.judges.quality.criteria.style='is it well written?'"
         named = "+algorithm.filter_groups={enable: true, metric: qreward/score/style}"
-        assert infos(["7"], *judge_overrides(a=server), named, style)[0]["qreward/score/style"] == 5.0
+        assert infos(["7"], *judge_overrides(a=server), named, style)[0]["qreward/score/style"] == 0.5
 
 
 def test_gdpo_never_adds_up_nothing(infos, rule):

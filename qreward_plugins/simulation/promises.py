@@ -15,10 +15,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ..samples import Cause, Failed, Verdict
+from ..samples import Cause, Failed, Scored, Verdict
 from .answers import score_of
 from .books import RequestBucket
 from .budgets import bounded
+from .poison import poison_of
 from .record import CallRecord, Given, Record
 from .trial import EMPTY, Trial
 
@@ -240,6 +241,18 @@ def _final(trial: Trial, record: Record) -> Iterator[str]:
             )
 
 
+def _unharmed(trial: Trial, record: Record) -> Iterator[str]:
+    """P11: what one response provokes costs that sample only."""
+    if not trial.poisoned:
+        return
+    for given in record.given():
+        sample = given.sample
+        to_be_scored = trial.judge_of(sample) is not None and sample.response != EMPTY and poison_of(sample) is None
+        if to_be_scored and not isinstance(given.outcome, Scored):
+            said = given.outcome.describe() if given.outcome is not None else "without an outcome"
+            yield f"{sample.id} is not poisoned, and is {said}"
+
+
 def _alive(trial: Trial, record: Record) -> Iterator[str]:
     """Something that waits and a source that can send come together."""
     yield from record.stalls
@@ -273,6 +286,7 @@ _CHECKS: dict[str, Check] = {
     "P4 attempts within their budgets": bounded,
     "P5 nothing left behind": _clean,
     "P6 an outcome stays": _final,
+    "P11 a response costs only its own sample": _unharmed,
     "liveness": _alive,
     "blame adds up": _blamed,
 }

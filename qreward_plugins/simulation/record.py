@@ -16,6 +16,7 @@ from ..errors import Throttled
 from ..samples import Outcome, Sample
 from ..telemetry import BatchReport
 from .draws import Luck
+from .poison import Poison
 from .servers import Server
 from .simulated_server import Served, SimulatedServer
 from .trace import Trace
@@ -118,7 +119,15 @@ class WatchedServer(SimulatedServer):
         """Requests whose clients wait for them."""
         self.most_open = 0
 
-    async def serve(self, sample_id: str, work: float, prompt_tokens: int, completion_tokens: int) -> Served:
+    async def serve(
+        self,
+        sample_id: str,
+        work: float,
+        prompt_tokens: int,
+        completion_tokens: int,
+        *,
+        poison: Poison | None = None,
+    ) -> Served:
         sent = Sent(self.name, sample_id, asyncio.get_running_loop().time())
         self._record.sent.append(sent)
         self.open += 1
@@ -126,7 +135,7 @@ class WatchedServer(SimulatedServer):
         self._on_change(1)
         ending: Ending = "cancelled"
         try:
-            served = await super().serve(sample_id, work, prompt_tokens, completion_tokens)
+            served = await super().serve(sample_id, work, prompt_tokens, completion_tokens, poison=poison)
             ending = "valid" if served.valid else "invalid"
             return served
         except Throttled:

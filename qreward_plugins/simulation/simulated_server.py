@@ -21,6 +21,7 @@ from ..sources.base import Reply, Request
 from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
 from .books import RequestBucket, RequestWindow, TokenWindow
 from .draws import Draw, Luck
+from .poison import ABSURD_LIMITS, ABSURD_TOKENS, HANGS_S, Poison, error_of, poison_of
 from .servers import Server, phases
 from .trace import Trace
 
@@ -97,7 +98,11 @@ class SimulatedServer:
         sample = request.sample
         work = work_of(request)
         served = await self.serve(
-            sample.id or "", work, prompt_tokens(request.size), completion_tokens(work, request.max_completion_tokens)
+            sample.id or "",
+            work,
+            prompt_tokens(request.size),
+            completion_tokens(work, request.max_completion_tokens),
+            poison=poison_of(sample),
         )
         return Reply(
             text=self._answer(request) if served.valid else "I would rather not say.",
@@ -107,15 +112,24 @@ class SimulatedServer:
             announced=served.announced,
         )
 
-    async def serve(self, sample_id: str, work: float, prompt_tokens: int, completion_tokens: int) -> Served:
+    async def serve(
+        self,
+        sample_id: str,
+        work: float,
+        prompt_tokens: int,
+        completion_tokens: int,
+        *,
+        poison: Poison | None = None,
+    ) -> Served:
         """Serve one request of a sample, sent now, of so much hidden `work` (1 is the mean) and so many tokens.
 
-        Raises one `SourceError`: `Throttled` (429) or `TransientError` (status 500, or None where the connection
-        broke). A request that hangs never ends; cancelling it is safe at any time.
+        Raises one `SourceError`: `Throttled` (429), `TransientError` (status 500, or None where the connection broke)
+        or what `poison` provokes. A request that hangs never ends; cancelling it is safe at any time.
         """
         loop = asyncio.get_running_loop()
         now = loop.time()
-        call = _Call(self._luck.draw(sample_id), sample_id, work, prompt_tokens, completion_tokens, now, loop)
+        draw = self._luck.draw(sample_id)
+        call = _Call(draw, sample_id, work, prompt_tokens, completion_tokens, now, loop, poison)
         self.sent += 1
         self._note(call, "sent")
         first, last = self.server.network_s
@@ -173,6 +187,9 @@ class SimulatedServer:
         if draw.error < error_share:
             error = TransientError(f"{self.name} answered with status 500", status=500)
             service_s *= _ERROR_PART
+        error = error_of(call.poison, self.name) or error
+        if call.poison == "hang":
+            service_s = HANGS_S
         end_s = max(now, call.sent_at + server.overhead_s + service_s)
         if server.faults:
             end_s, error = self._through_faults(now, end_s, error)
@@ -196,9 +213,11 @@ class SimulatedServer:
             future.set_exception(error)
             return
         self.answered += 1
-        valid = call.draw.invalid >= self.server.invalid_share
+        valid = call.draw.invalid >= self.server.invalid_share and call.poison != "prose"
         self._note(call, "answered" if valid else "answered nonsense")
-        future.set_result(Served(call.prompt_tokens, call.completion_tokens, valid, self._announced(call.loop.time())))
+        used = (ABSURD_TOKENS,) * 2 if call.poison == "usage" else (call.prompt_tokens, call.completion_tokens)
+        announced = ABSURD_LIMITS if call.poison == "limits" else self._announced(call.loop.time())
+        future.set_result(Served(*used, valid, announced))
 
     def _forget(self, call: _Call) -> None:
         """A server that comes back from a hang drops what was under way then; whoever waits for it is not told."""
@@ -297,6 +316,7 @@ class _Call:
         "given_up",
         "held",
         "loop",
+        "poison",
         "prompt_tokens",
         "sample_id",
         "sent_at",
@@ -313,8 +333,10 @@ class _Call:
         completion_tokens: int,
         sent_at: float,
         loop: asyncio.AbstractEventLoop,
+        poison: Poison | None,
     ) -> None:
         self.draw = draw
+        self.poison = poison
         self.sample_id = sample_id
         self.work = work
         self.prompt_tokens = prompt_tokens

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from ..samples import Sample
 from .chance import random_servers
 from .draws import normal
+from .poison import DEADLINE_S, TIMEOUT_S, Poisoner, healthy, poisoner_of
 from .scenarios import JUDGE
 from .servers import Server
 
@@ -83,6 +84,8 @@ class Trial:
     servers: tuple[Server, ...]
     config: dict[str, Any]
     steps: tuple[Step, ...]
+    poisoned: bool = False
+    """Whether its servers are healthy but for what poisoned samples provoke: then all others must be scored."""
 
     def samples(self) -> Iterator[Sample]:
         """All samples, in the order of the calls."""
@@ -98,7 +101,7 @@ class Trial:
     def describe(self) -> str:
         """Every choice that was made, for people, in lines."""
         engine = self.config["engine"]
-        lines = [f"trial {self.seed}"]
+        lines = [f"trial {self.seed}{', with poisoned samples' if self.poisoned else ''}"]
         lines += [f"  {server.describe()}" for server in self.servers]
         lines += [
             f"  source {name}: timeout {node['timeouts']['total_s']:.3f} s, weight {node['weight']:.3f}"
@@ -126,13 +129,40 @@ def random_trial(seed: int) -> Trial:
     rng = random.Random(f"trial {seed}")
     servers = tuple(_tighter(random_servers(rng), seed))
     config = _config(rng, seed, servers)
-    samples = _Samples(rng, seed, unrouted=rng.random() < 0.1, oversize=rng.random() < 0.03)
+    poisoner = poisoner_of(seed)
+    samples = _Samples(rng, seed, unrouted=rng.random() < 0.1, oversize=rng.random() < 0.03, poisoner=poisoner)
     count = rng.choice((1, 1, 2, 2, 3))
     steps = [_step(rng, samples, first=number == 0) for number in range(count)]
     if rng.random() < 0.15:
         last = steps[-1]
         steps[-1] = Step(last.idle_s, last.calls, close_after_s=_some_seconds(rng))
+    if poisoner is not None:
+        return _poisoned(seed, servers, config, steps)
     return Trial(seed, servers, config, tuple(steps))
+
+
+def _poisoned(seed: int, servers: tuple[Server, ...], config: dict[str, Any], steps: list[Step]) -> Trial:
+    """A trial in which nothing but poison keeps a sample from its verdict: no fault, short deadline or caller that
+    leaves.
+    """
+    servers = tuple(healthy(server) for server in servers)
+    limits = {server.name: server.limits() for server in servers}
+    config = {
+        **config,
+        "sources": {
+            name: {**node, "limits": limits[name], "timeouts": {"total_s": TIMEOUT_S}}
+            for name, node in config["sources"].items()
+        },
+        "engine": {**config["engine"], "deadline_s": DEADLINE_S},
+    }
+    patient = tuple(
+        Step(
+            step.idle_s,
+            tuple(replace(call, deadline_s=None, cutoff=None, cancel_after_s=None) for call in step.calls),
+        )
+        for step in steps
+    )
+    return Trial(seed, servers, config, patient, poisoned=True)
 
 
 def _tighter(servers: list[Server], seed: int) -> Iterator[Server]:
@@ -198,11 +228,14 @@ def _judge(rng: random.Random, names: list[str]) -> dict[str, Any]:
 class _Samples:
     """Draws samples, each with another id."""
 
-    def __init__(self, rng: random.Random, seed: int, *, unrouted: bool, oversize: bool) -> None:
+    def __init__(
+        self, rng: random.Random, seed: int, *, unrouted: bool, oversize: bool, poisoner: Poisoner | None
+    ) -> None:
         self._rng = rng
         self._seed = seed
         self._data_sources = (*DATA_SOURCES, "elsewhere") if unrouted else DATA_SOURCES
-        self._oversize = oversize
+        self._oversize = oversize and poisoner is None
+        self._poisoner = poisoner
         self._mean_bytes = rng.choice((200, 1500, 3000))
         self._next = 0
 
@@ -224,7 +257,7 @@ class _Samples:
             response=EMPTY if rng.random() < 0.01 else f"{name} ".ljust(length, "x"),
             data_source=rng.choice(self._data_sources),
             group_id=f"{self._seed}-{group}" if rng.random() < 0.95 else None,
-            extras={"work": work},
+            extras={"work": work, **(self._poisoner.extras() if self._poisoner is not None else {})},
             id=name,
         )
 

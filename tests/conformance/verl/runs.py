@@ -1,4 +1,4 @@
-"""One training with a real verl trainer on the CPU, whose judge goes through a bad day; and what came of it."""
+"""Trainings with a real verl trainer on the CPU whose judges and reward functions misbehave, and what came of them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,14 @@ DIES = HELD_OUT + 150
 """The request in the middle of which the judge goes down."""
 DOWN_S = 3.0
 
+MINUTE_S = 60.0
+"""How long the judge of a bad minute is down."""
+DOWN_AT = HELD_OUT + 70
+"""The request in the middle of which it goes down, once. No request after it needs the number of any other."""
+PROSE_EVERY = 10
+HANG_EVERY = 50
+"""One response in so many hangs the reward function of a bad minute, on every try."""
+
 CONFIGURATION = """
 sources:
   only: {kind: openai, base_url: "${oc.env:JUDGE_URL}", model: judge}
@@ -38,6 +46,22 @@ judges:
 engine: {deadline_s: 20, seed: 0, max_attempts: 1}
 groups: {wait_s: 60}
 """
+
+BAD_MINUTE = f"""
+sources:
+  only: {{kind: openai, base_url: "${{oc.env:JUDGE_URL}}", model: judge}}
+  rules:
+    kind: function
+    function: verl_hanging:score
+    kwargs: {{every: {HANG_EVERY}}}
+    timeouts: {{total_s: 2}}
+judges:
+  sums: {{kind: llm, instructions: "Is the answer right?"}}
+  length: {{kind: function, sources: [rules]}}
+  both: {{kind: sum, weights: {{sums: 0.9, length: 0.1}}}}
+engine: {{seed: 0}}
+"""
+"""Every default, but for the time after which a call of the function is killed."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +72,8 @@ class Outcome:
     metrics: dict[int, dict]
     validations: list[list[dict]]
     log: str
+    hung: int
+    """Calls of the reward function that hung."""
 
     @property
     def groups(self) -> dict[str, list[dict]]:
@@ -58,7 +84,12 @@ class Outcome:
 
 
 class Judge:
-    """A judge that fails three of ten requests, then all, dies and comes back; then it fails three of ten again."""
+    """A judge that goes down in the middle of request `down_at` and comes back `down_s` seconds later. A subclass says
+    what becomes of its other requests.
+    """
+
+    down_at: int
+    down_s: float
 
     def __init__(self, score):
         self._server = JudgeServer(score, faults=Faults(script=self._fault))
@@ -75,16 +106,20 @@ class Judge:
             self._ups_and_downs.join()
         self._server.stop()
 
+    def fault(self, number):
+        """The fault of request `number`, or None."""
+        raise NotImplementedError
+
     def _fault(self, number):
-        if number == DIES:
+        if number == self.down_at:
             self._ups_and_downs = threading.Thread(target=self._go_down)
             self._ups_and_downs.start()
             return "hang"
-        return "error_422" if number in ALL_FAIL or number % 10 in (2, 5, 8) else None
+        return self.fault(number)
 
     def _go_down(self):
         self._server.stop()
-        self._ending.wait(DOWN_S)
+        self._ending.wait(self.down_s)
         self._server.start()
 
 
@@ -94,6 +129,26 @@ def _by_step(records: list[dict]) -> dict[int, dict]:
     for record in records:
         metrics.setdefault(record["step"], {}).update(record["data"])
     return metrics
+
+
+class BadDay(Judge):
+    """Fails three of ten requests, then all, dies and comes back; then it fails three of ten again."""
+
+    down_at = DIES
+    down_s = DOWN_S
+
+    def fault(self, number):
+        return "error_422" if number in ALL_FAIL or number % 10 in (2, 5, 8) else None
+
+
+class BadMinute(Judge):
+    """Answers one request in ten with prose, and is down for a minute."""
+
+    down_at = DOWN_AT
+    down_s = MINUTE_S
+
+    def fault(self, number):
+        return "prose" if number % PROSE_EVERY == 3 else None
 
 
 def recipe() -> SimpleNamespace:
@@ -112,17 +167,23 @@ PROGRAMS = {
 """verl's experimental trainers, which are made of the legacy one."""
 
 
-def train(out: Path, *overrides: str, trainer: str = "grpo") -> Outcome:
+def train(
+    out: Path,
+    *overrides: str,
+    trainer: str = "grpo",
+    judge: type[Judge] = BadDay,
+    configuration: str = CONFIGURATION,
+) -> Outcome:
     """Train `STEPS` steps with GRPO, validating before and after; `trainer`: with one of `PROGRAMS`."""
     modules = recipe()
     sizes = modules.tasks.Sizes(learning_steps=20, habit_steps=5, val_questions=HELD_OUT)
     assets = modules.tasks.prepare(out / "assets", sizes)
-    configuration = out / "judges.yaml"
-    configuration.write_text(CONFIGURATION)
+    file = out / "judges.yaml"
+    file.write_text(configuration)
     record = out / "rows.jsonl"
     record.touch()
     dumped = out / "validations"
-    with Judge(modules.scorer.score) as server:
+    with judge(modules.scorer.score) as server:
         modules.training.train(
             assets,
             out,
@@ -130,11 +191,12 @@ def train(out: Path, *overrides: str, trainer: str = "grpo") -> Outcome:
             steps=STEPS,
             **({"program": PROGRAMS[trainer], "configurations": CONFIGURATIONS} if trainer in PROGRAMS else {}),
             environment={
-                "QREWARD_CONFIG": str(configuration),
+                "QREWARD_CONFIG": str(file),
                 "JUDGE_URL": server.base_url,
                 "PYTHONPATH": os.pathsep.join((str(CPU), str(RECORDER), os.environ.get("PYTHONPATH", ""))),
                 "VERL_USE_EXTERNAL_MODULES": "verl_cpu,verl_recorder",
                 "VERL_RECORD": str(record),
+                "VERL_HUNG": str(out / "hung.txt"),
             },
             on_step=lambda step: None,
             # With a folder for it, validation ends verl's one-step-off trainer: its class never makes `_dump_executor`.
@@ -147,4 +209,5 @@ def train(out: Path, *overrides: str, trainer: str = "grpo") -> Outcome:
         _by_step(metrics),
         [[json.loads(line) for line in dump.read_text().splitlines()] for dump in dumps],
         (out / f"{trainer}.log").read_text(errors="replace"),
+        len((out / "hung.txt").read_text().splitlines()) if (out / "hung.txt").exists() else 0,
     )

@@ -1,0 +1,110 @@
+"""Poisoned samples: responses that provoke the worst that a server can answer, and nobody else's requests do.
+
+A policy writes what it likes, and some of it makes a provider's firewall answer with a block page, a tokenizer crash,
+or a judge write for ever. Promise P11 says that such a sample costs only itself, so trials with poisoned samples have
+servers without any other fault, and every sample that is not poisoned must be scored.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, get_args
+
+from ..errors import PermanentError, SourceError, SourceUnusable, TransientError
+from ..samples import Sample
+from .servers import Server
+
+Poison = Literal["blocked", "missing", "redirected", "refused", "broken", "hang", "prose", "usage", "limits"]
+"""`blocked`: status 403. `missing`: 404. `redirected`: 307. `refused`: 400. `broken`: status 500 on every try. `hang`:
+no answer for `HANGS_S`. `prose`: no verdict in the reply. `usage`: a valid verdict that reports absurd usage.
+`limits`: a valid verdict that announces one request a day."""
+
+TIMEOUT_S = 120.0
+"""The time limit of every source, and by far more than a healthy server takes."""
+SLOWEST_S_PER_UNIT = 5.0
+HANGS_S = 200.0
+"""Longer than the time limit."""
+ABSURD_TOKENS = 10**9
+ABSURD_LIMITS: Mapping[str, float] = {
+    "requests_per_window": 1.0,
+    "requests_remaining": 0.0,
+    "requests_reset_s": 86_400.0,
+    "tokens_per_window": 1.0,
+    "tokens_remaining": 0.0,
+    "tokens_reset_s": 86_400.0,
+}
+DEADLINE_S = 7200.0
+"""More than the samples of a trial need, poisoned ones included."""
+_KEY = "poison"
+_SHARE_OF_TRIALS = 0.2
+
+
+_LOOK_LIKE_THE_SOURCE = ("blocked", "missing", "redirected")
+"""What looks like a source that answers nobody, if many samples provoke it."""
+_MOST_ALIKE = 2
+_MOST = 1000
+
+
+@dataclass
+class Poisoner:
+    """Decides which samples of a trial are poisoned, and how: a `share` of them, `most` at most."""
+
+    kinds: tuple[Poison, ...]
+    share: float
+    most: int
+    rng: random.Random
+
+    def extras(self) -> dict[str, Any]:
+        """What the next sample carries in its extras."""
+        if not self.most or self.rng.random() >= self.share:
+            return {}
+        self.most -= 1
+        return {_KEY: self.rng.choice(self.kinds)}
+
+
+def poisoner_of(seed: int) -> Poisoner | None:
+    """The poisoner of the trial of this seed; None for most trials, which have none."""
+    rng = random.Random(f"poison {seed}")
+    if rng.random() >= _SHARE_OF_TRIALS:
+        return None
+    kinds = tuple(rng.sample(get_args(Poison), rng.choice((1, 1, 2, 9))))
+    most = _MOST_ALIKE if set(kinds) & set(_LOOK_LIKE_THE_SOURCE) else _MOST
+    return Poisoner(kinds, rng.choice((0.05, 0.1, 0.3)), most, rng)
+
+
+def poison_of(sample: Sample) -> Poison | None:
+    """How a sample is poisoned; None if it is not."""
+    found: Poison | None = sample.extras.get(_KEY)
+    return found
+
+
+def healthy(server: Server) -> Server:
+    """The server with its limits, and without faults, stragglers, errors, invalid replies and false announcements."""
+    return replace(
+        server,
+        faults=(),
+        straggler_share=0.0,
+        error_share=0.0,
+        invalid_share=0.0,
+        announces=None if server.announces == "wrong" else server.announces,
+        seconds_per_unit=min(server.seconds_per_unit, SLOWEST_S_PER_UNIT),
+        declared=True,
+        declares_window=True,
+    )
+
+
+def error_of(poison: Poison | None, server: str) -> SourceError | None:
+    """What a poisoned request is answered with instead of a verdict; None if it is answered with one."""
+    if poison == "blocked":
+        return SourceUnusable(f"{server} answered with status 403", status=403)
+    if poison == "missing":
+        return SourceUnusable(f"{server} answered with status 404", status=404)
+    if poison == "redirected":
+        return SourceUnusable(f"{server} answered with status 307", status=307)
+    if poison == "refused":
+        return PermanentError(f"{server} answered with status 400", status=400)
+    if poison == "broken":
+        return TransientError(f"{server} answered with status 500", status=500)
+    return None

@@ -1,0 +1,50 @@
+"""Trials with poisoned samples: every kind is met, and a sample that pays for another one's poison is noticed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+
+from qreward_plugins.samples import Cause, Failed
+from qreward_plugins.simulation.performance import play
+from qreward_plugins.simulation.poison import Poison, error_of, poison_of
+from qreward_plugins.simulation.promises import broken_promises
+from qreward_plugins.simulation.trial import random_trial
+
+SEEDS = range(600)
+
+
+@pytest.fixture(scope="module")
+def poisoned():
+    return [trial for trial in map(random_trial, SEEDS) if trial.poisoned]
+
+
+def test_every_poison_is_met(poisoned):
+    met = {poison_of(sample) for trial in poisoned for sample in trial.samples()}
+    assert met == {None, *get_args(Poison)}
+
+
+def test_nothing_else_goes_wrong_in_these_trials(poisoned):
+    for trial in poisoned:
+        assert not any(server.faults or server.error_share or server.invalid_share for server in trial.servers)
+        calls = [call for step in trial.steps for call in step.calls]
+        assert all(call.deadline_s is None and call.cutoff is None and call.cancel_after_s is None for call in calls)
+        assert all(step.close_after_s is None for step in trial.steps)
+
+
+@pytest.mark.parametrize("poison", get_args(Poison))
+def test_a_poison_is_answered_with_an_error_or_a_verdict(poison):
+    error = error_of(poison, "s0")
+    assert (error is None) == (poison in ("hang", "prose", "usage", "limits"))
+
+
+def test_a_sample_that_pays_for_another_one_is_noticed(poisoned):
+    trial = next(trial for trial in poisoned if any(map(poison_of, trial.samples())))
+    record = play(trial)
+    assert broken_promises(trial, record) == []
+    harmed = next(given for given in record.given() if poison_of(given.sample) is None and trial.judge_of(given.sample))
+    harmed.outcome = Failed(Cause.INFRA, "no_source", judge="j0")
+    assert any("P11" in broken.promise for broken in broken_promises(trial, record))
+    assert not any("P11" in broken.promise for broken in broken_promises(replace(trial, poisoned=False), record))

@@ -293,7 +293,7 @@ _CHECKS: dict[str, Check] = {
 REPLAY = "P7 the same seed, the same schedule"
 
 _MOST_SAID = 3
-_REASONS = ("no_route", "empty", "exhausted", "invalid", "garbage", "no_source")
+_REASONS = ("no_route", "empty", "exhausted", "invalid", "refused", "garbage", "no_source")
 
 
 def replay_differs(first: Record, second: Record) -> Broken | None:

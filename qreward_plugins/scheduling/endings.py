@@ -314,6 +314,8 @@ class Endings:
     def forget(self, job: Job) -> None:
         """Forget a job that has ended."""
         self._undecided.pop(job, None)
+        for name in job.rested_at:
+            self._resting[name].pop(job, None)
 
     @property
     def any_undecided(self) -> bool:

@@ -82,7 +82,8 @@ def test_a_completion_is_counted_when_it_comes(score):
     source = StrictSource(lambda request: 13.0 if len(request.sample.response) > 1000 else 1.0)
     finished_s = score(source, [3000] * 60 + [300] * 300)
     assert source.most <= TOKENS
-    assert finished_s < 90  # about 750,000 tokens
+    # About 750,000 tokens, so 75 s at least. The first answers take 13 s, and until they come a byte may be a token.
+    assert finished_s < 100
 
 
 def test_the_prompts_of_rejected_requests_are_counted(score):

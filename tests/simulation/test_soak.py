@@ -124,7 +124,7 @@ def test_the_command_prints_a_summary(capsys):
 def test_the_command_plays_one_seed(capsys):
     assert main(["--seed", "7", "--trace"]) == 0
     said = capsys.readouterr().out
-    assert said.startswith("trial 7\n")
+    assert said.startswith("trial 7")
     assert "sent\n" in said
     assert "seed 7 kept every promise" in said
 

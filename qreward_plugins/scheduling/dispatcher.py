@@ -36,6 +36,10 @@ _log = logging.getLogger("qreward_plugins.scheduling")
 SHORTEST_WAKE_S = 1e-4
 CLOSE_WITHIN_S = 5.0
 """Longest time, in seconds, for which closing waits for attempts that were cancelled."""
+SAFE_WAKE_S = 0.25
+"""Seconds between two looks at what may go, while the planner fails."""
+OVERSIZE_PATIENCE = 0.5
+"""Part of the time to its deadline after which a request that can only go alone goes before the others."""
 STALL_S = 0.1
 """Delay of a timer, in seconds, from which the event loop is taken to have been blocked."""
 
@@ -77,13 +81,14 @@ class Dispatcher:
         self._max_attempts = max_attempts
         self._oversize: dict[Job, None] = {}
         """Jobs that are estimated to take more than a whole window of any source: each goes alone, when nothing else
-        waits for its sources."""
+        waits for its sources, or before the others when half of its time is over."""
         self._ending: dict[asyncio.Task[None], Attempt] = {}
         self._closed = False
         self._sequence = itertools.count()
         self._on_pumped = on_pumped
         self._pump_due = False
         self._wake: asyncio.TimerHandle | None = None
+        self._said: set[str] = set()
 
     @property
     def waiting(self) -> int:
@@ -248,19 +253,31 @@ class Dispatcher:
             self._oversize[job] = None
 
     def _let_oversize_go(self, now: float) -> bool:
-        """Queue one job that has to go alone, if nothing else waits for its sources; return whether there was one."""
+        """Queue one job that has to go alone, if nothing else waits for its sources, or its time runs out; return
+        whether there was one.
+        """
         for job in self._oversize:
             eligible = job.eligible(now)
-            if eligible and all(self._planner.queue.first(name) is None for name in eligible):
+            alone = all(self._planner.queue.first(name) is None for name in eligible)
+            if eligible and (alone or now >= self._oversize_due_at(job)):
                 del self._oversize[job]
                 self._planner.queue.push(job, eligible)
                 return True
         return False
 
+    def _oversize_due_at(self, job: Job) -> float:
+        """When a job that has to go alone waits no longer for the others: its source needs an empty window first."""
+        windows_s = max((self._lanes[name].quota.per_window()[1] for name in job.judge.sources), default=0.0)
+        half = job.submitted_at + OVERSIZE_PATIENCE * (job.deadline_at - job.submitted_at)
+        return max(job.submitted_at, min(half, job.deadline_at - 3 * windows_s))
+
     def _rested(self, job: Job) -> None:
         if not (job.live or job.undecided):
-            self._endings.keep_away(job, self._loop.time())
-            self.enqueue(job)
+            try:
+                self._endings.keep_away(job, self._loop.time())
+                self.enqueue(job)
+            except Exception as error:
+                self._bug(job, error)
 
     def _ask_for_pump(self) -> None:
         if not self._pump_due and not self._closed:
@@ -270,23 +287,71 @@ class Dispatcher:
     def _pump(self) -> None:
         self._pump_due = False
         now = self._loop.time()
+        if self._wake is not None:
+            self._wake.cancel()
+            self._wake = None
+        try:
+            due_at = self._place(now)
+        except Exception as error:
+            # A bug in here must not keep everybody waiting until their deadlines.
+            self._say("planning failed; samples go in the order in which they came", error)
+            due_at = self._place_plainly(now)
+        if self._on_pumped is not None:
+            try:
+                self._on_pumped()
+            except Exception as error:
+                self._say("an observer of the scheduler failed", error)
+        if due_at < float("inf"):
+            wake_at = max(due_at, now + SHORTEST_WAKE_S)
+            self._wake = self._loop.call_at(wake_at, self._woken, wake_at)
+
+    def _place(self, now: float) -> float:
+        """Start everything that may go now; return when to look again at the latest."""
         if self._arrived:
             self._arrange(now)
         for job, lane, hedge in self._planner.placements(now, in_flight=lambda: self._in_flight):
             self._start(job, lane, now, hedge=hedge)
-        if self._oversize and self._let_oversize_go(now):
-            self._ask_for_pump()
+        due_at = self._planner.wake_at
+        if self._oversize:
+            if self._let_oversize_go(now):
+                self._ask_for_pump()
+            due_at = min([due_at, *(at for job in self._oversize if (at := self._oversize_due_at(job)) > now)])
         if self._endings.any_undecided:
             self._endings.decide()
-        if self._on_pumped is not None:
-            self._on_pumped()
-        if self._wake is not None:
-            self._wake.cancel()
-            self._wake = None
-        due_at = min(self._planner.wake_at, self._slices.advance(now))
-        if due_at < float("inf"):
-            wake_at = max(due_at, now + SHORTEST_WAKE_S)
-            self._wake = self._loop.call_at(wake_at, self._woken, wake_at)
+        return min(due_at, self._slices.advance(now))
+
+    def _place_plainly(self, now: float) -> float:
+        """Start what may go now in the order in which it came, wherever it may go; return when to look again."""
+        for job in list(self._jobs):
+            if job.live or job.undecided or job.future.done():
+                continue
+            try:
+                for name in sorted(job.eligible(now)):
+                    lane = self._lanes[name]
+                    if not lane.misfit(job.request) and lane.wait_s(lane.tokens(job.request), now) <= 0:
+                        self._planner.queue.discard(job)
+                        self._oversize.pop(job, None)
+                        self._start(job, lane, now, hedge=False)
+                        break
+                else:
+                    if not job.entry and job not in self._oversize and job.rest_timer is None:
+                        # It was lost between two steps.
+                        self.enqueue(job)
+            except Exception as error:
+                self._bug(job, error)
+        return now + SAFE_WAKE_S if self._jobs else float("inf")
+
+    def _bug(self, job: Job, error: Exception) -> None:
+        """End a job that the scheduler cannot handle, so that the others go on."""
+        self._say("the scheduler failed on a sample", error)
+        self.fail(job, Cause.INFRA, "bug", f"unexpected {type(error).__name__}; see the log")
+
+    def _say(self, what: str, error: Exception) -> None:
+        """Log a bug with its traceback the first time, and only the first time: what fails may do so at every step."""
+        key = f"{what} ({type(error).__name__})"
+        if key not in self._said:
+            self._said.add(key)
+            _log.error("%s: this is a bug", key, exc_info=error)
 
     def _woken(self, due_at: float) -> None:
         """Pump, unless this process did not run for a while: then answers may be waiting to be read, and nobody is
@@ -307,9 +372,15 @@ class Dispatcher:
             if not job.future.done():
                 by_batch.setdefault(job.batch, []).append(job)
         for jobs in by_batch.values():
-            self._planner.arrange(jobs, now)
+            try:
+                self._planner.arrange(jobs, now)
+            except Exception as error:
+                self._say("a batch could not be ordered", error)
             for job in jobs:
-                self.enqueue(job)
+                try:
+                    self.enqueue(job)
+                except Exception as error:
+                    self._bug(job, error)
 
     # Attempts
 
@@ -346,7 +417,10 @@ class Dispatcher:
         task = attempt.start(self._loop, self._attempt_ended)
         self._ending[task] = attempt
         task.add_done_callback(lambda task: self._settled(attempt, task))
-        self._planner.started(attempt)
+        try:
+            self._planner.started(attempt)
+        except Exception as error:
+            self._say("an attempt is not watched", error)
 
     def _attempt_ended(self, attempt: Attempt, ending: Ending) -> None:
         self._endings.take(attempt, ending, self._loop.time())
@@ -356,15 +430,19 @@ class Dispatcher:
         if self._ending.pop(task, None) is None:
             return  # it was abandoned
         self._in_flight -= 1
+        # Whatever follows: its place is free for others.
+        self._ask_for_pump()
         now = self._loop.time()
         attempt.settle(now, task)
-        if task.cancelled() and not attempt.called_off:
-            self._endings.cancelled(attempt, now)
-        self._planner.ended(attempt)
         if not task.cancelled() and task.exception() is not None:
             _log.error("an attempt at %s broke the dispatcher", attempt.lane.name, exc_info=task.exception())
             self.fail(attempt.job, Cause.INFRA, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
-        self._ask_for_pump()
+        try:
+            if task.cancelled() and not attempt.called_off:
+                self._endings.cancelled(attempt, now)
+            self._planner.ended(attempt)
+        except Exception as error:
+            self._bug(attempt.job, error)
 
     # Ends
 

@@ -10,7 +10,7 @@
                       is to blame; later, after fresh samples, and no more if others were answered in between
     transient         elsewhere at once, to the same source after full jitter (AWS Architecture Blog, "Exponential
                       Backoff And Jitter"), anywhere only as long as the source's retry budget lasts; `max_attempts`
-                      failures end the job
+                      failures end the job, those not counted that can be no sample's fault (`Lane.excuses`)
     permanent         never again at this source; a 400, 413 or 422 from all sources counts as an invalid verdict where
                       the judge has a floor for that and the sources answer others. If a source refuses many different
                       samples, one after the other, it is out: what no other source can take fails at once, and later
@@ -45,7 +45,7 @@ from ..judges.base import Judge
 from ..samples import Cause, Outcome, Sample, Scored, Usage, Verdict
 from ..sources.base import Reply
 from .attempts import Attempt, Ending
-from .jobs import MAX_FAULTS, MAX_RESTARTS, Job
+from .jobs import MAX_FAULTS, MAX_RESCUES, MAX_RESTARTS, Job
 from .lane import Lane
 
 FIRST_BACKOFF_S = 0.5
@@ -128,7 +128,8 @@ class Endings:
             and len(job.live) == 1
         ):
             job.restarts += 1
-            self._give_up(attempt, now, f"{lane.name} took {attempt.age(now):.0f} times longer than expected")
+            why = f"{lane.name} took {attempt.age(now):.0f} times longer than expected"
+            self._give_up(attempt, now, why, for_age=True)
 
     def set_aside(self, attempt: Attempt, now: float) -> None:
         """End a call of a local function that keeps others waiting; its sample is tried once more, after them."""
@@ -175,11 +176,19 @@ class Endings:
             if attempt.age(now) >= from_age and not spared and not attempt.job.future.done():
                 self._give_up(attempt, now, f"{lane.name} fell silent")
 
-    def _give_up(self, attempt: Attempt, now: float, why: str) -> None:
-        if not attempt.result and not attempt.rescued:
-            attempt.rescued = True
-            attempt.cancel()
-            self._transient(attempt, TransientError(why), now)
+    def _give_up(self, attempt: Attempt, now: float, why: str, *, for_age: bool = False) -> None:
+        """End an attempt that might still be answered. That is our choice, so it does not end the sample."""
+        if attempt.result or attempt.rescued:
+            return
+        attempt.rescued = True
+        attempt.cancel()
+        job = attempt.job
+        probes = attempt.probe and job.probes_left > 0
+        excused = False
+        if not probes and job.failures + 1 >= self._max_attempts:
+            excused = for_age or job.rescues < MAX_RESCUES
+            job.rescues += not for_age
+        self._transient(attempt, TransientError(why), now, excused=excused)
 
     def take(self, attempt: Attempt, ending: Ending, now: float) -> None:
         """Draw the consequences of an attempt's end."""
@@ -238,7 +247,7 @@ class Endings:
                 self._rescue(lane, now, RESCUE_FAILING_FROM)
             # A job that failed in the rescue may have been the last that its batch waited for, which ended this one.
             if not job.future.done():
-                self._transient(attempt, ending, now)
+                self._transient(attempt, ending, now, excused=lane.excuses(attempt))
 
     def _recovered(self, lane: Lane, took_s: float, now: float) -> None:
         """Use a source that is well again at once. The probe that it answered took `took_s`; those that it should have
@@ -349,19 +358,23 @@ class Endings:
         else:
             self._desk.fail(job, Cause.VERDICT, "invalid", problem)
 
-    def _transient(self, attempt: Attempt, error: SourceError, now: float) -> None:
+    def _transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
         job, lane = attempt.job, attempt.lane
-        if attempt.probe and job.probes_left > 0:
+        job.failed_at = min(job.failed_at, now)
+        if excused:
+            job.excused += 1
+        elif attempt.probe and job.probes_left > 0:
             # A probe is a risk that was known; its failure says little about the sample.
             job.probes_left -= 1
         else:
             job.failures += 1
-        if job.failures >= self._max_attempts and not self._others_live(attempt):
+        if not excused and job.failures >= self._max_attempts and not self._others_live(attempt):
             self._desk.fail(job, Cause.INFRA, "exhausted", str(error))
             return
         if not attempt.probe:
             # A probe needs no backoff: the next one waits for its turn.
-            longest = min(FIRST_BACKOFF_S * 2 ** max(0, job.failures - 1), LONGEST_BACKOFF_S)
+            doublings = min(max(0, job.failures + job.excused - 1), 10)
+            longest = min(FIRST_BACKOFF_S * 2**doublings, LONGEST_BACKOFF_S)
             self._rest(job, lane, now + self._rng.uniform(0, longest))
         job.rests_until = now + lane.retries.withdraw(now)
         self._retry(attempt, str(error))

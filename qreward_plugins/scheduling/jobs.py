@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -24,6 +25,8 @@ MAX_FAULTS = 2
 """Tries of one sample that hang in a local function, or crash it."""
 MAX_RESTARTS = 2
 """Attempts of one sample that are given up for their age: whoever is slow three times in a row is slow."""
+MAX_RESCUES = 4
+"""Attempts of one sample that are given up for their source, beyond those that count, before such an end is its own."""
 
 _SPREAD = 0x9E3779B1
 """Odd, and near 2**32 over the golden ratio: its multiples modulo 2**32 spread evenly, in no order of the factors."""
@@ -69,12 +72,19 @@ class Job:
     """Attempts that ended, in the order in which they ended."""
     attempts: int = 0
     failures: int = 0
+    failed_at: float = math.inf
+    """When it failed first; infinity: it has not."""
     probes_left: int = 0
     """Probes of a source that may fail before their failures count; a failed probe says little about its sample."""
     invalid: int = 0
     hedges: int = 0
     restarts: int = 0
     """Attempts that were given up because they took far too long."""
+    rescues: int = 0
+    """Attempts that were given up because of their source when no failure was left to count: we ended them, and they
+    may have been well."""
+    excused: int = 0
+    """Attempts that failed by no fault of the sample: its source was down for everybody."""
     usage: Usage = field(default_factory=Usage)
     cost_usd: float = 0.0
     barred: set[str] = field(default_factory=set)

@@ -13,7 +13,7 @@ from ..config.models import Price
 from ..quotas import Quota, QuotaUse, Reservation, RetryBudget
 from ..sources.base import Reply, Request, Source
 from ..telemetry import SourceCounters, SourceStatistics, percentile
-from .breaker import Breaker
+from .breaker import SAMPLES_TO_OPEN, Breaker
 from .pauses import Pauses
 from .speed import Speed
 from .tail import Tail
@@ -87,11 +87,16 @@ class Lane:
         self._refused: set[int] = set()
         self._refused_probes = 0
         self._last_error = ""
+        self._silent_senders = 0
         self.pauses = Pauses()
         self._estimates = TokenEstimates(source)
         self._validity: deque[bool] = deque(maxlen=_GARBAGE_WINDOW)
         self.valid_at = -math.inf
         """When it gave the last valid verdict."""
+        self.answered_at = -math.inf
+        """When it gave the last reply, whatever that was."""
+        self.down_for_all = False
+        """Whether its last failure can be no sample's fault."""
         self._valid = 0.0
         self._judged = 0.0
         self._heard_at = -math.inf
@@ -248,6 +253,9 @@ class Lane:
         request, usage, latency_s = attempt.request, reply.usage, now - attempt.started_at
         self._refused.clear()
         self._refused_probes = 0
+        self.answered_at = now
+        self.down_for_all = False
+        self._silent_senders += not attempt.sent
         if self.unusable:
             self.unusable = ""
             _log.warning("source %s answers again", self.name)
@@ -343,6 +351,18 @@ class Lane:
         self.counters.transient += 1
         self._last_error = error
         return self._rests(self.breaker.failed(now, probe=probe, in_flight=self.quota.in_flight, sample=sample), now)
+
+    def excuses(self, attempt: Attempt) -> bool:
+        """Whether the failure of `attempt` can be no fault of its sample: nothing of it was sent, or several samples
+        fail and none was answered since it came.
+        """
+        if self.local:
+            return False
+        # A source that answers what it never said it sent does not say when it sends.
+        unsent = not attempt.sent and not self._silent_senders
+        several = len(self.breaker.failing) >= SAMPLES_TO_OPEN and self.answered_at < attempt.job.submitted_at
+        self.down_for_all = unsent or several
+        return self.down_for_all
 
     @property
     def in_doubt(self) -> bool:

@@ -1,8 +1,9 @@
 """Probing: which sample probes a source with an open circuit breaker, and when.
 
 A source without a substitute is probed as long as samples wait for it. Two things bound the pace: probes take a small
-part of the source's limits, and the samples' free tries have to last until their deadlines. Each probe is a different
-sample where possible, because one sample may have caused the failures.
+part of the source's limits, and the samples' free tries have to last until their deadlines. If no sample can be to
+blame (nothing was sent, or several samples failed and none was answered), a probe costs no free try. Each probe is a
+different sample where possible, because one sample may have caused the failures.
 """
 
 from __future__ import annotations
@@ -19,7 +20,12 @@ from .queue import ReadyQueue
 
 SHORTEST_PACE_S = 0.5
 LONGEST_PACE_S = 10.0
-"""Longest pace that the source's limits alone may require."""
+"""Longest pace that the source's limits alone may require, and for samples that failed while others were answered: they
+are more likely to blame than the source."""
+LONGEST_FREE_PACE_S = 4.0
+"""Longest pace where probes cost no free tries."""
+LONGEST_SPARING_PACE_S = 30.0
+"""Longest pace where free tries are saved, if there are more than `SCARCE`."""
 SHARE_OF_LIMIT = 0.2
 """Share of the source's request limit that probes may take. The rest is left for the moment when it recovers."""
 FIRST_PACE_S = 1.0
@@ -76,7 +82,14 @@ class Probing:
         failing = lane.breaker.failing
         return min(
             self._queue.jobs(lane.name),
-            key=lambda job: (job.suspect, job.sequence in failing, -job.probes_left, job.size, job.sequence),
+            key=lambda job: (
+                job.suspect,
+                job.sequence in failing,
+                -job.probes_left,
+                job.excused,
+                job.size,
+                job.sequence,
+            ),
             default=None,
         )
 
@@ -93,11 +106,15 @@ class Probing:
             return 0.0
         rate_per_s = lane.quota.rate_per_s * SHARE_OF_LIMIT
         least_s = min(max(SHORTEST_PACE_S, 1 / rate_per_s if rate_per_s > 0 else math.inf), LONGEST_PACE_S)
+        growing_s: float = FIRST_PACE_S * 2.0 ** min(lane.breaker.probes, 10)
+        if lane.down_for_all:
+            return max(least_s, min(growing_s, LONGEST_FREE_PACE_S))
+        if all(job.failed_at < lane.answered_at for job in jobs):
+            return max(least_s, min(growing_s, LONGEST_PACE_S))
         left = sum(max(0, job.probes_left) for job in jobs)
         left_s = max((job.deadline_at - now for job in jobs), default=0.0)
         if not left:
             return LONGEST_PAUSE_S
         if left <= SCARCE:
             return max(least_s, min(left_s / 2.0**left, LONGEST_PAUSE_S))
-        growing_s: float = FIRST_PACE_S * 2.0 ** min(lane.breaker.probes, 10)
-        return max(least_s, min(growing_s, left_s / (2 * left)))
+        return max(least_s, min(growing_s, left_s / (2 * left), LONGEST_SPARING_PACE_S))

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from ..quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
 from ..samples import Scored
 from ..scheduling.hedging import LEAST_HEDGES
-from ..scheduling.jobs import MAX_HEDGES, MAX_LIVE
+from ..scheduling.jobs import MAX_HEDGES, MAX_LIVE, MAX_RESCUES, MAX_RESTARTS
 from .record import Record, Sent
 from .trial import Trial
 
@@ -21,13 +21,19 @@ def bounded(trial: Trial, record: Record) -> Iterator[str]:
     scheduling = engine["scheduling"]
     per_sample = _per_sample(record)
     hedges = {name: _hedges(sent) for name, sent in per_sample.items()}
+    answered: dict[str, list[float]] = defaultdict(list)
+    for one in record.sent:
+        if one.ending in ("valid", "invalid"):
+            answered[one.source].append(one.ended_at)
     for sample in trial.samples():
         name = sample.id or ""
         sent, judge = per_sample.get(name, []), trial.judge_of(sample)
         retries = trial.config["judges"][judge]["invalid_retries"] if judge is not None else 0
         throttled = sum(one.ending == "throttled" for one in sent)
-        # Failed attempts are bounded, and those among them that were probes of a resting source once more.
-        most = 2 * engine["max_attempts"] + retries + MAX_HEDGES + throttled
+        # Failed attempts are bounded, and those among them that were probes of a resting source once more. Not counted
+        # are those that the engine ended itself, and those at a source that answered nobody since the sample came.
+        excused = sum(_excused(one, sent[0], answered[one.source]) for one in sent)
+        most = 2 * engine["max_attempts"] + retries + MAX_HEDGES + throttled + excused + MAX_RESTARTS + MAX_RESCUES
         if len(sent) > most:
             yield f"{name} was sent {len(sent)} times, {throttled} of them throttled; {most} is the most"
         most_hedges = MAX_HEDGES if scheduling["hedge"] else 0
@@ -62,6 +68,11 @@ def _per_sample(record: Record) -> dict[str, list[Sent]]:
     for sent in record.sent:
         per_sample[sent.sample].append(sent)
     return per_sample
+
+
+def _excused(one: Sent, first: Sent, answered: list[float]) -> bool:
+    """Whether a request failed at a source that had answered nobody since the `first` request of its sample."""
+    return one.ending == "failed" and not any(first.started_at <= at < one.ended_at for at in answered)
 
 
 def _hedges(sent: list[Sent]) -> int:

@@ -1,0 +1,181 @@
+"""What no sample is to blame for does not end it: an outage of hours, our own restarts, our own bugs, its own size."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from qreward_plugins.errors import TransientError
+from qreward_plugins.samples import Cause, Scored
+from qreward_plugins.simulation import run
+from qreward_plugins.sources.base import Reply
+
+REFUSED = TransientError("connection refused")
+BROKEN = TransientError("answered 503", status=503)
+
+
+class Unreachable:
+    """Cannot be reached until `until`: nothing of a request is sent before."""
+
+    def __init__(self, name, until):
+        self.name, self.model, self.slots, self.until = name, "", None, until
+        self.tries = []
+
+    async def send(self, request, *, on_sent):
+        now = asyncio.get_running_loop().time()
+        self.tries.append(now)
+        if now < self.until:
+            raise REFUSED
+        on_sent()
+        await asyncio.sleep(0.1)
+        return Reply(text="1")
+
+    async def aclose(self):
+        pass
+
+
+@pytest.mark.parametrize("max_attempts", [1, 6])
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("outage_s", [20.0, 600.0, 5000.0])
+def test_who_cannot_reach_its_judge_waits_for_it_and_uses_it_at_once(stage, outage_s, samples, max_attempts):
+    stage.add("a", timeout_s=30)
+    stage.lanes["a"].source = source = Unreachable("a", outage_s)
+    played = stage.play([10] * samples, deadline_s=4 * 3600, max_attempts=max_attempts)
+    assert played.all_scored
+    assert played.finished_at <= outage_s + 6
+    assert len(source.tries) <= outage_s / 2 + 20
+
+
+@pytest.mark.parametrize("outage_s", [600.0, 5000.0])
+def test_an_outage_that_several_samples_see_costs_them_no_tries(stage, outage_s):
+    stage.add("a", timeout_s=30, behaviour=lambda number, request, now: BROKEN if now < outage_s else 0.1)
+    played = stage.play([10] * 4, deadline_s=4 * 3600)
+    assert played.all_scored
+    assert played.finished_at <= outage_s + 6
+
+
+@pytest.mark.parametrize("bad", [1, 2, 5])
+def test_samples_that_fail_while_others_are_answered_are_exhausted_soon(stage, bad):
+    stage.add("a", timeout_s=30, behaviour=lambda number, request, now: BROKEN if request.size > 900 else 0.1)
+    played = stage.play([901 + n for n in range(bad)] + [10] * 30, deadline_s=4 * 3600)
+    assert all(isinstance(outcome, Scored) for outcome in played.outcomes[bad:])
+    assert {outcome.reason for outcome in played.outcomes[:bad]} == {"exhausted"}
+    assert played.finished_at < 900
+
+
+def test_one_sample_that_always_fails_alone_is_exhausted_soon(stage):
+    stage.add("a", timeout_s=30, behaviour=lambda *_: BROKEN)
+    played = stage.play([10], deadline_s=4 * 3600)
+    assert [outcome.reason for outcome in played.outcomes] == ["exhausted"]
+    assert played.finished_at < 600
+
+
+@pytest.mark.parametrize("max_attempts", [1, 2])
+@pytest.mark.parametrize("slow_s", [9.0, 50.0])
+def test_what_we_restart_is_not_exhausted(stage, max_attempts, slow_s):
+    """It is slow every time, and healthy."""
+    stage.add(
+        "a",
+        timeout_s=120,
+        limits={"concurrency": 2},
+        behaviour=lambda number, request, now: slow_s if request.size == 11 else 0.1,
+    )
+    stage.knows("a", 0.1)
+
+    async def main():
+        dispatcher = stage.dispatcher(max_attempts=max_attempts)
+        slow = dispatcher.submit(stage.sample(11), stage.judge, deadline_s=900)
+        while not slow.done():
+            await dispatcher.submit(stage.sample(10), stage.judge, deadline_s=900)
+        await dispatcher.aclose()
+        return slow.result()
+
+    assert isinstance(run(main()), Scored)
+
+
+@pytest.mark.parametrize("max_attempts", [1, 6])
+def test_rescues_from_a_silent_source_exhaust_nobody(stage, max_attempts):
+    stage.add("a", timeout_s=600, behaviour=lambda *_: 1e9 if _[2] < 40 else 0.1)
+    stage.add("b", limits={"concurrency": 2}, behaviour=lambda *_: 0.5)
+    stage.knows("a", 0.1)
+    stage.knows("b", 0.5)
+    assert stage.play([10] * 64, max_attempts=max_attempts).all_scored
+
+
+@pytest.mark.parametrize("gap_s", [0.05, 0.5])
+def test_a_request_larger_than_its_window_goes_before_its_deadline_whatever_else_comes(stage, gap_s):
+    stage.add("a", limits={"tokens_per_minute": 2000}, behaviour=lambda *_: 0.1)
+
+    async def main():
+        dispatcher = stage.dispatcher()
+        large = dispatcher.submit(stage.sample(2500), stage.judge, deadline_s=600)
+        small = []
+        while not large.done():
+            small.append(dispatcher.submit(stage.sample(40), stage.judge, deadline_s=3600))
+            await asyncio.sleep(gap_s)
+        outcome = large.result()
+        await dispatcher.aclose()
+        return outcome
+
+    outcome = run(main())
+    assert isinstance(outcome, Scored)
+    assert outcome.verdict.latency_s < 450
+
+
+class Bug(Exception):
+    pass
+
+
+def broken(*_, **__):
+    raise Bug
+
+
+@pytest.mark.parametrize("where", ["arrange", "placements", "ended", "started"])
+def test_a_bug_of_the_planner_stalls_nobody(stage, where, caplog):
+    stage.add("a", limits={"concurrency": 4}, behaviour=lambda *_: 0.5)
+
+    async def main():
+        dispatcher = stage.dispatcher()
+        setattr(dispatcher._planner, where, broken)
+        futures = [dispatcher.submit(stage.sample(), stage.judge, deadline_s=300) for _ in range(40)]
+        outcomes = await asyncio.gather(*futures)
+        finished_at = dispatcher.now()
+        await dispatcher.aclose()
+        return outcomes, finished_at
+
+    outcomes, finished_at = run(main())
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    assert finished_at < 20
+    assert sum("this is a bug" in record.message for record in caplog.records) == 1
+
+
+def test_an_observer_that_raises_stops_nothing(stage, caplog):
+    stage.add("a")
+
+    async def main():
+        dispatcher = stage.dispatcher()
+        dispatcher._on_pumped = broken
+        outcomes = await asyncio.gather(
+            *(dispatcher.submit(stage.sample(), stage.judge, deadline_s=300) for _ in range(40))
+        )
+        await dispatcher.aclose()
+        return outcomes
+
+    assert all(isinstance(outcome, Scored) for outcome in run(main()))
+    assert sum("this is a bug" in record.message for record in caplog.records) == 1
+
+
+def test_a_request_that_breaks_the_scheduler_costs_its_sample_only(stage, caplog):
+    source = stage.add("a", behaviour=lambda *_: 0.5)
+
+    def demand(request):
+        if request.size == 13:
+            raise Bug
+        return None
+
+    source.demand = demand
+    played = stage.play([10, 13, 10, 10])
+    assert [isinstance(outcome, Scored) for outcome in played.outcomes] == [True, False, True, True]
+    assert (played.outcomes[1].cause, played.outcomes[1].reason) == (Cause.INFRA, "bug")
+    assert played.finished_at < 5

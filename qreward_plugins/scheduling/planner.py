@@ -143,13 +143,15 @@ class Planner:
                 yield Placement(job, lane, True)
         for name, lane in self._lanes.items():
             head = self.queue.first(name)
+            if head is not None and not lane.breaker.closed and lane.breaker.wait_s(now) <= 0:
+                head = self._probing.choose(lane, now)
             tokens = lane.tokens(head.request) if head is not None else 0
             lane.hold(now, tokens)
             if head is None:
                 continue
             if self.forecast.spared(lane, now):
                 self.wake_at = min(self.wake_at, now + LONGEST_SPARED_S)
-            elif (wait := lane.wait_s(tokens, now)) > 0:
+            elif (wait := lane.wait_s(tokens if lane.breaker.wait_s(now) <= 0 else 0, now)) > 0:
                 self.wake_at = min(self.wake_at, now + wait)
         self.wake_at = min(self.wake_at, self._hedges.wake_at, self._probing.wake_at)
 
@@ -204,7 +206,7 @@ class Planner:
     def _head(self, lane: Lane, now: float) -> Job | None:
         """The first job for `lane`. Where time is short, those that no source can end in time give way."""
         if not lane.breaker.closed:
-            return self._probing.choose(lane)
+            return self._probing.choose(lane, now)
         while (head := self.queue.first(lane.name)) is not None and self._hopeless(head, lane, now):
             self.queue.demote(head)
         return head

@@ -75,23 +75,29 @@ class Probing:
         else:
             self.wake_at = min(self.wake_at, due_at)
 
-    def choose(self, lane: Lane) -> Job | None:
+    def choose(self, lane: Lane, now: float) -> Job | None:
         """The sample that probes `lane`, None if none waits: one that is not suspect and has not failed there if there
-        is one, then the most free tries left, then the shortest.
+        is one, then the most free tries left, then the shortest. If its tokens do not fit yet, the one that fits first.
         """
         failing = lane.breaker.failing
-        return min(
-            self._queue.jobs(lane.name),
-            key=lambda job: (
+
+        def turn(job: Job) -> tuple[object, ...]:
+            return (
                 job.suspect,
                 job.sequence in failing,
                 -job.probes_left,
                 job.excused,
                 job.size,
                 job.sequence,
-            ),
-            default=None,
-        )
+            )
+
+        def wait_s(job: Job) -> float:
+            return lane.quota.wait_s(min(lane.tokens(job.request), lane.quota.most_tokens), now)
+
+        job = min(self._queue.jobs(lane.name), key=turn, default=None)
+        if job is None or wait_s(job) <= 0:
+            return job
+        return min(self._queue.jobs(lane.name), key=lambda other: (wait_s(other), *turn(other)))
 
     def _only(self, lane: Lane, job: Job) -> bool:
         """Whether no other source can take `job`."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from ..quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
 from ..samples import Scored
+from ..scheduling.breaker import SAMPLES_TO_OPEN
 from ..scheduling.hedging import LEAST_HEDGES
 from ..scheduling.jobs import MAX_HEDGES, MAX_LIVE, MAX_RESCUES, MAX_RESTARTS
 from .record import Record, Sent
@@ -21,19 +22,19 @@ def bounded(trial: Trial, record: Record) -> Iterator[str]:
     scheduling = engine["scheduling"]
     per_sample = _per_sample(record)
     hedges = {name: _hedges(sent) for name, sent in per_sample.items()}
-    answered: dict[str, list[float]] = defaultdict(list)
+    by_source: dict[str, list[Sent]] = defaultdict(list)
     for one in record.sent:
-        if one.ending in ("valid", "invalid"):
-            answered[one.source].append(one.ended_at)
+        by_source[one.source].append(one)
     for sample in trial.samples():
         name = sample.id or ""
         sent, judge = per_sample.get(name, []), trial.judge_of(sample)
         retries = trial.config["judges"][judge]["invalid_retries"] if judge is not None else 0
         throttled = sum(one.ending == "throttled" for one in sent)
-        # Failed attempts are bounded, and those among them that were probes of a resting source once more. Not counted
-        # are those that the engine ended itself, and those at a source that answered nobody since the sample came.
-        excused = sum(_excused(one, sent[0], answered[one.source]) for one in sent)
-        most = 2 * engine["max_attempts"] + retries + MAX_HEDGES + throttled + excused + MAX_RESTARTS + MAX_RESCUES
+        # Failed attempts are bounded, and those among them that were probes of a resting source once more. Some are not
+        # counted that the engine ended itself, and those at a source that failed several and answered nobody meanwhile.
+        excused = sum(_excused(one, sent[0], by_source[one.source]) for one in sent)
+        excused += min(sum(one.ending == "cancelled" for one in sent), MAX_RESTARTS + MAX_RESCUES)
+        most = 2 * engine["max_attempts"] + retries + MAX_HEDGES + throttled + excused
         if len(sent) > most:
             yield f"{name} was sent {len(sent)} times, {throttled} of them throttled; {most} is the most"
         most_hedges = MAX_HEDGES if scheduling["hedge"] else 0
@@ -70,9 +71,16 @@ def _per_sample(record: Record) -> dict[str, list[Sent]]:
     return per_sample
 
 
-def _excused(one: Sent, first: Sent, answered: list[float]) -> bool:
-    """Whether a request failed at a source that had answered nobody since the `first` request of its sample."""
-    return one.ending == "failed" and not any(first.started_at <= at < one.ended_at for at in answered)
+def _excused(one: Sent, first: Sent, sent: list[Sent]) -> bool:
+    """Whether a request failed at a source that had answered nobody since the `first` request of its sample, and had
+    failed others; `sent`: what it was sent.
+    """
+    if one.ending != "failed":
+        return False
+    before = [other for other in sent if other.ended_at <= one.ended_at]
+    failing = {other.sample for other in before if other.ending == "failed"}
+    answered = any(other.ending in ("valid", "invalid") for other in before if other.ended_at >= first.started_at)
+    return len(failing) >= SAMPLES_TO_OPEN and not answered
 
 
 def _hedges(sent: list[Sent]) -> int:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from qreward_plugins.errors import TransientError
 from qreward_plugins.samples import Cause, Scored
@@ -179,3 +181,35 @@ def test_a_request_that_breaks_the_scheduler_costs_its_sample_only(stage, caplog
     assert [isinstance(outcome, Scored) for outcome in played.outcomes] == [True, False, True, True]
     assert (played.outcomes[1].cause, played.outcomes[1].reason) == (Cause.INFRA, "bug")
     assert played.finished_at < 5
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 900), min_size=2, max_size=12),
+    limit=st.integers(1500, 6000),
+    outage_s=st.floats(1, 200),
+    fault=st.sampled_from([REFUSED, BROKEN, 1e9]),
+)
+def test_a_source_with_tokens_left_is_probed_with_what_fits(new_stage, sizes, limit, outage_s, fault):
+    """Nothing under way, a source that may be probed and a sample whose tokens fit: that does not last."""
+    stage = new_stage()
+    behaviour = lambda number, request, now: fault if now < outage_s else 0.1  # noqa: E731
+    stage.add("a", timeout_s=10, limits={"tokens_per_minute": limit}, behaviour=behaviour)
+    lane = stage.lanes["a"]
+    stalled_s = 0.0
+
+    async def main():
+        nonlocal stalled_s
+        dispatcher = stage.dispatcher()
+        futures = [dispatcher.submit(stage.sample(size), stage.judge, deadline_s=600) for size in sizes]
+        while not all(future.done() for future in futures):
+            await asyncio.sleep(0.5)
+            now = dispatcher.now()
+            waiting = dispatcher._planner.queue.jobs("a")
+            idle = not (lane.live or lane.breaker.closed)
+            ready = idle and any(lane.wait_s(lane.tokens(job.request), now) <= 0 for job in waiting)
+            stalled_s = stalled_s + 0.5 if ready else 0.0
+            assert stalled_s < 2
+        await dispatcher.aclose()
+
+    run(main())

@@ -19,7 +19,7 @@ from .lane import Lane
 _log = logging.getLogger("qreward_plugins.scheduling")
 
 START_WITHIN_S = 120.0
-"""Seconds that a source may take to begin an attempt, beyond its time limit: an import can be slow."""
+"""Seconds that a source may take to begin an attempt, in addition to its time limit: an import can be slow."""
 
 Result = Literal["", "valid", "invalid", "throttled", "failed", "cancelled"]
 Ending: TypeAlias = Verdict | InvalidVerdict | SourceError
@@ -41,7 +41,7 @@ class Attempt:
     hedge: bool
     """Whether another attempt of the same job was under way."""
     superseded: bool = False
-    """Whether it is a probe that was overdue: another one may decide about the source now."""
+    """Whether it is an overdue probe: another probe may decide about the source now."""
     young: bool = False
     """Whether little was known of its source when it started, so that `expected_s` is corrected as more is learned."""
     reply: Reply | None = None
@@ -56,11 +56,11 @@ class Attempt:
     """Whether it was given up because its source fell silent."""
     timed_out: bool = False
     sent_at: float = math.inf
-    """When the source began with it; infinity: it has not."""
+    """When the source began with it; infinity if it has not."""
     called_off: bool = False
-    """Whether we cancelled it. Whatever else cancels it (a function, a library, whoever ends all tasks) fails it."""
+    """Whether the scheduler cancelled it. A cancellation by anything else (a function, a library) is a failure."""
     withheld: bool = False
-    """Whether it was not sent, because the share of its source's limits had ended."""
+    """Whether it was not sent because this process's share of the source's limits had ended."""
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
 
@@ -72,12 +72,12 @@ class Attempt:
 
     @property
     def sent(self) -> bool:
-        """Whether its request was written, as far as its source said."""
+        """Whether its source reported that the request was sent."""
         return self.reservation.sent_at > -math.inf
 
     @property
     def decides(self) -> bool:
-        """Whether the source waits for the end of this attempt to be asked again."""
+        """Whether it is the probe whose end decides about the source."""
         return self.probe and not self.superseded
 
     def age(self, now: float) -> float:
@@ -87,7 +87,7 @@ class Attempt:
     def start(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Attempt, Ending], None]) -> asyncio.Task[None]:
         """Run it in a task of its own. `on_end` is called with its end, unless its task ends cancelled.
 
-        The source has time to begin (to connect, to start a worker process); its time limit runs from when it sent.
+        The time limit runs from when the request is sent; connecting or starting a worker process is not part of it.
         """
         self.timer = loop.call_later(START_WITHIN_S + self.lane.timeout_s, self._expire)
         self.task = loop.create_task(self._run(on_end))

@@ -5,9 +5,9 @@ there while a healthy source would have served it a little later. A source that 
 worse: nothing fails until a time limit of minutes has passed. So silence opens it, too: the lane can tell how many
 answers are missing that should have come since the last one.
 
-How often an open source is probed depends on who waits. Where other sources take the samples, it is left alone for
-longer and longer. Where no other source can, resting gains nothing: then it is `needed`, and one probe follows the
-other at a pace that costs nothing. In both cases one answer closes the breaker.
+How often an open source is probed depends on the samples that wait. If other sources can take them, the pause between
+probes doubles, up to a minute. If none can, the source is `needed`, and probes follow each other at `pace_s`, which
+`probing` sets. In both cases one answer closes the breaker.
 """
 
 from __future__ import annotations

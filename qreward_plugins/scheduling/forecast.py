@@ -5,7 +5,7 @@ when it would end after everything else. Both need a forecast of the end, and a 
 of average size all sources together finish by a time, given their windows, their concurrency and their speed. It must
 not be earlier than the longest single job can be, or small batches go to fast sources only.
 
-The same forecast says for which jobs time is short: those of a priority that may not all be done before the first of
+The forecast also says for which jobs time is short: those of a priority that may not all end before the earliest of
 their deadlines.
 """
 
@@ -27,7 +27,7 @@ RESTING_WAIT_S = 5.0
 THRIFTY_PART = 0.5
 """Part of the time to the deadline that cheap sources may take before dearer ones are asked as well."""
 PRESSED = 1.2
-"""Factor on the time that everything of a priority will take, which must end before its first deadline."""
+"""Safety factor on the time that all jobs of a priority will take, compared with the earliest of their deadlines."""
 _LOOKED_AT = 8
 _STEPS = 14
 _FRESH_S = 0.25
@@ -103,9 +103,7 @@ class Forecast:
         return lane.name in self._spared
 
     def pressed(self, now: float) -> frozenset[tuple[str, int]]:
-        """Sources, each with the `Rank.priority` of jobs that wait for it and may not all end before the first of their
-        deadlines.
-        """
+        """Pairs of a source and a `Rank.priority` whose waiting jobs may not all end before their earliest deadline."""
         queued = len(self._queue)
         grown = queued > max(self._pressed_for + 1, 1.02 * self._pressed_for)
         if now - self._pressed_at >= _FRESH_S or grown:
@@ -223,7 +221,7 @@ class Forecast:
 
 
 def _groups(eligible_sets: Iterable[frozenset[str]]) -> list[tuple[set[str], list[frozenset[str]]]]:
-    """The sources that share work, directly or over others, each group with its sets of eligible sources."""
+    """Groups of sources that share work, directly or through others, each with its sets of eligible sources."""
     groups: list[tuple[set[str], list[frozenset[str]]]] = []
     for eligible in dict.fromkeys(eligible_sets):
         names, members, apart = set(eligible), [eligible], []

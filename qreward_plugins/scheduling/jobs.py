@@ -22,31 +22,33 @@ MAX_LIVE = 3
 """Attempts of one sample at once; in simulation, a second hedge halved the loss where sources err often."""
 
 MAX_FAULTS = 2
-"""Tries of one sample that hang in a local function, or crash it."""
+"""Most tries of one sample that hang in a local function or crash it."""
 MAX_RESTARTS = 2
 """Attempts of one sample that are given up for their age: whoever is slow three times in a row is slow."""
 MAX_RESCUES = 4
 """Attempts of one sample that are given up for their source, beyond those that count, before such an end is its own."""
 
 _SPREAD = 0x9E3779B1
-"""Odd, and near 2**32 over the golden ratio: its multiples modulo 2**32 spread evenly, in no order of the factors."""
+"""Odd, and near 2**32 over the golden ratio: its multiples modulo 2**32 spread evenly (Fibonacci hashing, Knuth)."""
 
 
 class Rank(NamedTuple):
-    """What is served first, before any question of size: lower ranks are. A job in the middle of others that came one
-    by one ranks by when it came, so that neither they nor a batch can keep each other waiting for ever.
+    """What is compared before sizes: the lowest rank is served first. A job that was submitted alone ranks between
+    batches by when it was submitted, so that neither single jobs nor batches starve.
     """
 
     suspect: bool
-    """Whether it hung in a local function, or crashed it: then it goes after everybody, whatever their priority."""
+    """Whether it hung in a local function or crashed it: it then goes after all others, whatever their priority."""
     priority: int
-    """The negative of what the user said."""
+    """The user's priority, negated."""
     hopeless: bool
+    """Whether no source can end it before its deadline (`Job.hopeless`)."""
     number: int
-    """The batch that the job belongs to, or that was the last one when it came."""
+    """Number of the job's batch; for a single job, of the last batch that was begun before it."""
     single: bool
-    """Whether it came by itself."""
+    """Whether it was submitted alone, in no batch."""
     untried: bool
+    """Whether it has had no attempt yet: retries go first."""
 
 
 @dataclass(eq=False, slots=True)
@@ -64,7 +66,7 @@ class Job:
     bundle: Bundle | None = None
     """Where it serves its sample together with other jobs."""
     after: int = 0
-    """The last batch that was begun when it was submitted."""
+    """Number of the last batch that was begun before it was submitted."""
 
     live: list[Attempt] = field(default_factory=list)
     """Attempts under way: one, or more when it is hedged."""
@@ -75,7 +77,8 @@ class Job:
     failed_at: float = math.inf
     """When it failed first; infinity: it has not."""
     probes_left: int = 0
-    """Probes of a source that may fail before their failures count; a failed probe says little about its sample."""
+    """Its free tries: so many probes of a source may fail before a failure counts against it. A failed probe says
+    little about its sample."""
     invalid: int = 0
     hedges: int = 0
     restarts: int = 0
@@ -92,30 +95,29 @@ class Job:
     rested_at: dict[str, float] = field(default_factory=dict)
     """Sources that failed this sample, and when they may be asked again; other sources may at once."""
     avoids: frozenset[str] = frozenset()
-    """Sources that it would have to wait for alone, because it may take more tokens than their whole window allows,
-    while another one can take it as any other."""
+    """Sources whose whole token window it may exceed, while another source has room for it."""
     rests_until: float = 0.0
     """No source may be asked before, because its retries have used up their budget."""
     invalid_at: set[str] = field(default_factory=set)
     """Sources that gave an invalid verdict."""
     faults: int = 0
-    """Attempts that hung in a local function, or crashed it."""
+    """Number of attempts that hung in a local function or crashed it."""
     suspect: bool = False
-    """Whether it waits until all other samples have gone, because it failed in a local function: it may hang again."""
+    """Whether all other samples go first, because it hung in a local function or crashed it, and may again."""
     answers_before: dict[str, int] = field(default_factory=dict)
-    """How many answers a local function had given when it failed this sample last."""
+    """By local function: how many answers it had given when it last failed this sample."""
     refused_for: str = ""
-    """The reason for which the last source refused this one sample; empty: none did."""
+    """`SampleRefused.reason` of the last source that refused this sample; "" if none did."""
     refused_at: set[str] = field(default_factory=set)
-    """Sources that said of this request that they do not take it (400, 413, 422)."""
+    """Sources that refused this request with 400, 413 or 422."""
     undecided: bool = False
-    """Whether all its tries are over, and it waits to be seen whether its sources answer others."""
+    """Whether all its tries are used up, and its outcome depends on whether its sources answer other samples."""
     last_problem: str = ""
     last_source: str = ""
     place: float = 0.0
     """Its place in the order of its batch; a higher one is served earlier. By default its size."""
     hopeless: bool = False
-    """Whether its deadline was too near already for any source, when others waited whose deadline was not."""
+    """Whether no source can end it before its deadline, while others that can meet theirs wait."""
     first_at: float | None = None
     """When its first attempt started."""
     entry: int = 0
@@ -134,15 +136,15 @@ class Job:
 
     @property
     def rank(self) -> Rank:
-        """What is served first, before any question of size."""
+        """What is compared before sizes."""
         whole = self.batch.whole
         number = self.batch.number if whole else self.after
         return Rank(self.suspect, -self.batch.priority, self.hopeless, number, not whole, self.attempts == 0)
 
     @property
     def turn(self) -> int:
-        """What decides between equal deadlines. Jobs that come one by one keep their order. Of a batch not all of which
-        can be served, the loss is spread evenly over it, whatever it is sorted by.
+        """Decides between equal deadlines. Single jobs keep their order. Jobs of a batch are shuffled, so that misses
+        are spread evenly over it, whatever order its samples are in.
         """
         return (self.sequence * _SPREAD) % 2**32 if self.batch.whole else self.sequence
 

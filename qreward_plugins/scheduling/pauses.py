@@ -1,11 +1,10 @@
-"""Pauses that a throttled source asks for, or that grow by themselves where it does not say how long.
+"""Pauses of a throttled source: as long as it asks for, or growing from 429 to 429 if it states no time.
 
-What was sent before a pause began and is throttled during it adds no growth, and does not begin a new pause; but where
-it says when to come back, and that is later than was known, the later time counts: the server's word is a time, and the
-latest is the one that holds for everything.
+A 429 that arrives during a pause, or to a request that was sent before it began, neither starts a new pause nor adds
+growth. It prolongs the pause only if it states a `Retry-After` that ends later.
 
-No pause is believed to the end: after `PROBE_AFTER_S` seconds of it one request may go, and after as long again the
-next. An answer to one ends the pause, so that an absurd word of one reply cannot keep a source from everybody.
+After every `PROBE_AFTER_S` seconds of a pause, one request probes the source, and an answer ends the pause. So an
+absurd `Retry-After` of one reply cannot keep all samples from the source.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ PROBE_AFTER_S = 60.0
 """Seconds of a pause after which one request probes the source."""
 _SHORTEST_S = 0.1
 _LATER_S = 0.05
-"""Less than this is the way of a reply, and no later time."""
+"""A pause is prolonged only by more than this: smaller differences come from the network."""
 
 
 class Pauses:
@@ -33,17 +32,17 @@ class Pauses:
         self._in_row = 0
 
     def left_s(self, now: float) -> float:
-        """Seconds until it may be asked, by a probe if need be; 0: now."""
+        """Seconds until the next request may go, which is a probe if the pause lasts longer; 0: now."""
         return max(0.0, min(self._until, self._probe_at) - now)
 
     def started(self, now: float) -> None:
-        """Note that a request is sent: in a pause it is the probe, and the next one waits."""
+        """Note that a request is sent. During a pause it is the probe, and the next one has to wait."""
         if now < self._until:
             self._probe_at = now + PROBE_AFTER_S
 
     def throttled(self, retry_after_s: float | None, sent_at: float, now: float) -> float | None:
-        """Note a 429 to what was sent at `sent_at`; return the pause in seconds that lasts from now, if one begins or
-        becomes longer.
+        """Note a 429 to a request sent at `sent_at`; return the seconds of the pause from now, or None if it neither
+        begins nor becomes longer.
         """
         if sent_at <= self._at or now < self._until:
             if retry_after_s is None or now + retry_after_s <= max(self._until, now) + _LATER_S:
@@ -63,7 +62,7 @@ class Pauses:
         return self._pause(now + pause_s, now)
 
     def told(self, pause_s: float, now: float) -> None:
-        """Note that another process was asked for a pause that has so many seconds left."""
+        """Note that another process was asked for a pause that has `pause_s` seconds left."""
         if now + pause_s > self._until:
             if now >= self._until:
                 self._at = now
@@ -71,16 +70,14 @@ class Pauses:
             self._pause(now + pause_s, now)
 
     def answered(self, sent_at: float = math.inf) -> None:
-        """Note an answer to what was sent at `sent_at`: the next pause is a first one, and the present one is over if
-        that was sent in it.
-        """
+        """Note an answer to a request sent at `sent_at`. It resets the growth, and ends a pause that it was sent in."""
         self._in_row = 0
         if sent_at > self._at:
             self._until = min(self._until, sent_at)
 
     def _pause(self, until: float, now: float) -> float:
         self._until = until
-        # A pause that becomes longer is probed as early as it would have been.
+        # A prolonged pause keeps the time of its probe.
         self._probe_at = min(self._probe_at, now + PROBE_AFTER_S)
         return until - now
 

@@ -6,10 +6,10 @@ its time together, and only if it will finish it before everything else is done;
 source would finish that earlier. A source may therefore idle by choice, but never for long, and never when nothing at
 all is in flight: whatever the forecasts say, something that is queued and a source that is able to send come together.
 
-The order serves the makespan where there is time for that: a batch goes longest first (`order.py`), what comes one by
-one goes as it came for as long as more is to come, or else the short ones would wait for ever. As soon as
-what waits may not all be done before the first of its deadlines, the earliest deadline goes first, and a job that no
-source can end in time any more gives way to those that have a chance.
+While there is time, the order makes batches end early: a batch goes longest first (`order.py`). Single jobs go in order
+of submission while more are being submitted, because the short ones would starve otherwise. When the waiting jobs may
+not all end before the earliest of their deadlines, the earliest deadline goes first, and a job that no source can end
+in time goes behind those that can be.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Planner:
         if first is None:
             return 0, 0.0, 0.0
         if lane.unusable:
-            # What it takes to probe it.
+            # A probe is all that it may be asked.
             most = float(lane.tokens(first.request))
             return 1, most, most
         each, most = lane.tokens_of(self.queue.total_size / len(self.queue)), float(lane.tokens(first.request))
@@ -204,7 +204,7 @@ class Planner:
         return None
 
     def _head(self, lane: Lane, now: float) -> Job | None:
-        """The first job for `lane`. Where time is short, those that no source can end in time give way."""
+        """The first job for `lane`. Where time is short, jobs that no source can end in time go behind the others."""
         if not lane.breaker.closed:
             return self._probing.choose(lane, now)
         while (head := self.queue.first(lane.name)) is not None and self._hopeless(head, lane, now):
@@ -218,7 +218,7 @@ class Planner:
         able = [self._lanes[name] for name in job.judge.sources if name not in job.barred]
         each_s = (self.forecast.expected_s(other, job.size) for other in able if not other.unusable)
         left_s, least_s = job.deadline_at - now, min(each_s, default=0.0)
-        # An expectation may be wrong. Whoever was given little time to begin with gets a chance.
+        # The expected latency may be wrong, so a job with a short deadline is not hopeless from the start.
         return left_s < SAFETY * least_s and left_s < now - job.submitted_at
 
     def _balanced_size(self, lane: Lane, left_s: float, now: float) -> float:

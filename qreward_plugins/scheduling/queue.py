@@ -1,12 +1,11 @@
-"""The one queue of a process: jobs that wait for a source, in order, whatever sources each of them may go to.
+"""The one queue of a process: jobs that wait for a source, in order, whichever sources each may go to.
 
-Jobs that may go to the same sources and have the same rank (suspect or not, user's priority, batch, tried before or
-not) share a shelf, kept sorted by place. A source looks at the heads of the few shelves that concern it, and finds the
-largest job that it could finish in a given time by bisection, so that neither a long queue nor jobs that cannot go
-anywhere cost anything.
+Jobs with the same sources and the same rank (`Rank`) share a shelf, sorted by place. A source looks at the heads of the
+few shelves that it may serve, and finds the largest job that it could finish in a given time by bisection. So neither a
+long queue nor jobs without a source slow it down.
 
-Each shelf also knows its jobs by deadline. The order by rank and place is good for the makespan and blind to deadlines;
-where time is short (`ReadyQueue.pressed`), the earliest deadline goes first instead.
+The order by rank and place makes batches end early but ignores deadlines. So each shelf also sorts its jobs by
+deadline; where time is short (`ReadyQueue.pressed`), the earliest deadline goes first.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _LEAST_COMPACTED = 64
 
 
 class Level(NamedTuple):
-    """The jobs of one priority that may go to the same sources: how many, and the first of their deadlines."""
+    """Jobs of one priority that may go to the same sources: their number, and the earliest of their deadlines."""
 
     eligible: frozenset[str]
     priority: int
@@ -48,7 +47,7 @@ class _Shelf:
         self._due: list[Due] = []
         self._came: list[tuple[int, int, Job]] = []
         self.coming = rank.single
-        """Whether more is to come, one by one, so that what came first has to go first."""
+        """Whether single jobs are still being submitted, so that the first one submitted goes first."""
 
     def add(self, job: Job) -> None:
         self._added.append((job.place, -job.sequence, job.entry, job))
@@ -78,7 +77,7 @@ class _Shelf:
         return due[0][3] if due else None
 
     def first_come(self) -> Job | None:
-        """The job that came first, of those that came one by one."""
+        """The single job that was submitted first."""
         came = self._came
         while came and came[0][2].entry != came[0][1]:
             heapq.heappop(came)
@@ -123,9 +122,9 @@ class _Shelf:
 class ReadyQueue:
     """Jobs that wait for a source.
 
-    Order: rank, then place (`Job.place`, higher first), then the order of submission. What comes one by one goes as it
-    came for as long as more is to come. Where a source is `pressed`, the jobs of one priority go by deadline
-    (`Job.turn` decides between equal ones), whatever batch they belong to.
+    Order: rank, then place (`Job.place`, higher first), then submission. Single jobs go in order of submission while
+    more of them are being submitted. For a source and priority that are `pressed`, jobs go by deadline, whatever batch
+    they belong to; `Job.turn` decides between equal deadlines.
     """
 
     def __init__(self) -> None:
@@ -136,7 +135,7 @@ class ReadyQueue:
         self.total_size = 0
         """Sum of the sizes of the queued jobs, in bytes."""
         self.pressed: frozenset[tuple[str, int]] = frozenset()
-        """Sources, each with a priority, for whose jobs time is short."""
+        """Pairs of a source and a `Rank.priority` for whose jobs time is short."""
 
     def __len__(self) -> int:
         return len(self._of)
@@ -167,7 +166,7 @@ class ReadyQueue:
             self._ranked.remove(shelf)
 
     def demote(self, job: Job) -> None:
-        """Put a queued job that cannot meet its deadline any more behind all others of its priority."""
+        """Move a queued job that cannot meet its deadline behind all others of its priority."""
         eligible = self._of[job.entry].eligible
         self.discard(job)
         job.hopeless = True
@@ -187,7 +186,7 @@ class ReadyQueue:
         return best
 
     def order(self, job: Job, source: str) -> tuple[float, ...]:
-        """What the jobs that `source` may serve are sorted by: the lowest goes first."""
+        """The sort key of a queued job for `source`: the lowest goes first."""
         rank = job.rank
         if (source, rank.priority) in self.pressed:
             return (*rank[:3], job.deadline_at, job.turn)
@@ -196,7 +195,7 @@ class ReadyQueue:
         return (*rank, -job.place, job.sequence)
 
     def look(self, now: float) -> None:
-        """Find out where more is to come one by one."""
+        """Update which shelves are still getting single jobs."""
         for shelf in self._ranked:
             if shelf.rank.single:
                 job = shelf.first_come()
@@ -243,9 +242,7 @@ class ReadyQueue:
         return ((shelf.eligible, shelf.live) for shelf in self._ranked)
 
     def levels(self) -> Iterator[Level]:
-        """What waits, the highest priority first and suspects last. These have no deadline here, as have jobs that
-        cannot meet theirs any more.
-        """
+        """What waits, by rank. The deadline of suspect and hopeless jobs is given as infinity."""
         for shelf in self._ranked:
             job = None if shelf.rank.hopeless or shelf.rank.suspect else shelf.first_due()
             yield Level(shelf.eligible, shelf.rank.priority, shelf.live, job.deadline_at if job else math.inf)

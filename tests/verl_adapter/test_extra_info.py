@@ -157,8 +157,7 @@ def test_a_judge_that_defines_no_correctness_says_nothing_of_it(infos, rule, jud
             *judge_overrides(a=server),
             "+qreward.judges.quality.sources=[a]",
             "+qreward.judges.strict={kind: llm, sources: [a], correct_at: 1.0}",
-            "+qreward.routes.origin=strict",
-            "+qreward.routes.'*'=quality",
+            "+qreward.routes={origin: strict, *: quality}",
         ]
         told = infos(["7", "7"], *overrides, data_source=["other"]) + infos(["7"], *overrides, data_source=["origin"])
     assert [info["acc"] for info in told] == [None, None, 0.0]

@@ -173,12 +173,15 @@ class Discovery:
         self._word_at = now + pause_s
         if self._accepted:
             self._before, self._before_origin = self.ledger.limit, self.origin
-        self.ledger.limit = max(1.0, math.floor(self.ledger.since(since - self.window_s)))
+        accepted = math.floor(self.ledger.since(since - self.window_s))
+        self.ledger.limit = max(1.0, accepted)
         self.origin = "throttled"
         self.learned_at = now
         self._accepted = False
         self._patience = 1
         self._test_at = math.inf
+        if accepted < 1:
+            return f"it throttles, and accepted nothing in the last {self.window_s:g} s: one request at a time tries it"
         return (
             f"it accepted {self.ledger.limit:g} {self._unit} in the last {self.window_s:g} s before it throttled:"
             " taken to be its limit"

@@ -450,9 +450,14 @@ class Dispatcher:
         if self._endings.settle(job):
             return
         asked = " and ".join(attempt.lane.name for attempt in job.live)
-        detail = job.last_problem or (f"{asked} had not answered" if asked else "no source could take it in time")
-        waited = self._loop.time() - job.submitted_at
+        now = self._loop.time()
+        detail = job.last_problem or (f"{asked} had not answered" if asked else self._why_none_took(job, now))
+        waited = now - job.submitted_at
         self.fail(job, Cause.INFRA, "deadline", f"no verdict within {waited:.1f} s: {detail}")
+
+    def _why_none_took(self, job: Job, now: float) -> str:
+        troubles = filter(None, (self._lanes[name].trouble(now) for name in job.judge.sources))
+        return "; ".join(["no source could take it in time", *troubles])
 
     def _why_no_source(self, job: Job) -> str:
         if job.last_problem:

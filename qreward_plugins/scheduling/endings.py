@@ -216,7 +216,7 @@ class Endings:
             elif self.on_late is not None:
                 self.on_late(job.sample, job.judge, verdict)
         elif isinstance(ending, Throttled):
-            lane.throttled(ending.retry_after_s, attempt.started_at, now)
+            lane.throttled(ending.retry_after_s, attempt.started_at, now, error=str(ending))
             lane.breaker.abandoned(probe=attempt.decides)
             problem = str(ending)
             if lane.oversize(attempt.request):

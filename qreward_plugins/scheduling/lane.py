@@ -88,6 +88,10 @@ class Lane:
         self._refused_probes = 0
         self._last_error = ""
         self._silent_senders = 0
+        self._told_down: str | None = None
+        """The error that the log has of this outage; None: it has none, or the source has answered since."""
+        self._told_throttled = ""
+        """What the log has of a limit that 429s told: a source that only throttles would tell it again and again."""
         self.pauses = Pauses()
         self._estimates = TokenEstimates(source)
         self._validity: deque[bool] = deque(maxlen=_GARBAGE_WINDOW)
@@ -256,8 +260,8 @@ class Lane:
         self.answered_at = now
         self.down_for_all = False
         self._silent_senders += not attempt.sent
-        if self.unusable:
-            self.unusable = ""
+        if self.unusable or self._told_down is not None:
+            self.unusable, self._told_down = "", None
             _log.warning("source %s answers again", self.name)
         self.pauses.answered(attempt.started_at)
         self.quota.answered(now, sent_at=attempt.started_at)
@@ -321,12 +325,15 @@ class Lane:
                 self.breaker.wait_s(now),
             )
 
-    def throttled(self, retry_after_s: float | None, sent_at: float, now: float) -> None:
-        """Pause the source as it asks for."""
+    def throttled(self, retry_after_s: float | None, sent_at: float, now: float, *, error: str = "") -> None:
+        """Pause the source as it asks for. `error`: what it said."""
         self.counters.throttled += 1
         learned = self.quota.throttled(now, sent_at=sent_at, retry_after_s=retry_after_s)
         if learned:
-            _log.warning("source %s: %s", self.name, learned)
+            said = f"{learned} ({error})" if error else learned
+            if said != self._told_throttled:
+                self._told_throttled = said
+                _log.warning("source %s: %s", self.name, said)
         pause_s = self.pauses.throttled(retry_after_s, sent_at, now)
         if pause_s is not None:
             _log.info("source %s asks for a pause of %.1f s", self.name, pause_s)
@@ -429,6 +436,14 @@ class Lane:
             return "resting"
         return "garbled" if self.answers_garbage() else "up"
 
+    def trouble(self, now: float) -> str:
+        """Why it takes no samples now, with the last error; empty where only its limits hold them back."""
+        if self.unusable:
+            return f"{self.name} is out ({self.unusable})"
+        if not self.breaker.closed:
+            return f"{self.name} is down ({self._last_error})" if self._last_error else f"{self.name} rests"
+        return f"{self.name} throttles" if self.pauses.left_s(now) > 0 else ""
+
     def statistics(self, now: float) -> SourceStatistics:
         """A snapshot."""
         counters, use, retries = self.counters, self.quota.use(now), self.retries.use(now)
@@ -460,13 +475,12 @@ class Lane:
         )
 
     def _rests(self, opened: bool, now: float) -> bool:
-        # A line for the 1st, 2nd, 4th, 8th ... probe that failed: a source that is down may be probed every second.
-        if opened and not self.breaker.probes & (self.breaker.probes - 1):
+        # One line for a cause. A text that differs each time (a request's number in it) gets one for the 1st, 2nd, 4th,
+        # 8th ... probe that failed: a source that is down may be probed every second.
+        if opened and self._last_error != self._told_down and not self.breaker.probes & (self.breaker.probes - 1):
+            self._told_down = self._last_error
             _log.warning(
-                "source %s is down (%s); one request at a time probes it, at least every %.0f s",
-                self.name,
-                self._last_error,
-                self.breaker.rest_s(now),
+                "source %s is down (%s); one request at a time probes it until it answers", self.name, self._last_error
             )
         return opened
 

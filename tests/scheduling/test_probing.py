@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qreward_plugins.errors import PermanentError, SourceUnusable, TransientError
+from qreward_plugins.errors import PermanentError, SourceUnusable, Throttled, TransientError
 from qreward_plugins.samples import Cause, Scored
 from qreward_plugins.scheduling.breaker import LONGEST_LATE_PAUSE_S
 from qreward_plugins.scheduling.lane import PROBES_OF_OUT, PROBES_TO_OUT, REFUSED_TO_DOUBT
@@ -118,8 +118,38 @@ def test_what_is_down_is_named_with_its_last_error(stage, caplog):
     assert stage.play([10] * 16).all_scored
     said = [record.message for record in caplog.records if "a is down" in record.message]
     assert said
-    assert all("could not connect (refused)" in line for line in said)
-    assert len(said) <= 6
+    assert said == ["source a is down (could not connect (refused)); one request at a time probes it until it answers"]
+    assert [record.message for record in caplog.records].count("source a answers again") == 1
+
+
+def test_an_outage_is_told_again_when_its_cause_changes(stage, caplog):
+    errors = iter(["no route"] * 40 + ["refused"] * 1000)
+    stage.add("a", behaviour=lambda *_: TransientError(next(errors)))
+    stage.play([10] * 16)
+    said = [record.message for record in caplog.records if "a is down" in record.message]
+    assert [("no route" in line, "refused" in line) for line in said] == [(True, False), (False, True)]
+
+
+def test_a_text_that_always_differs_does_not_flood_the_log(stage, caplog):
+    numbers = itertools.count()
+    stage.add("a", behaviour=lambda *_: TransientError(f"request {next(numbers)} was lost"))
+    stage.play([10] * 16)
+    assert 1 <= sum("a is down" in record.message for record in caplog.records) <= 10
+
+
+def test_who_was_never_asked_is_told_what_its_source_said(stage):
+    stage.add("a", behaviour=lambda *_: TransientError("could not connect (refused)"), limits={"concurrency": 1})
+    played = stage.play([10] * 64)
+    assert not any(outcome.reward is not None for outcome in played.outcomes)
+    assert all("could not connect (refused)" in outcome.detail for outcome in played.outcomes)
+
+
+def test_a_source_that_only_throttles_is_named_once_with_what_it_says(stage, caplog):
+    stage.add("a", behaviour=lambda *_: Throttled("429 (over your plan)", status=429))
+    stage.play([10] * 16)
+    said = [record.message for record in caplog.records if "429 (over your plan)" in record.message]
+    assert len(said) == len(set(said)), said
+    assert any("accepted nothing" in line for line in said)
 
 
 # What is refused

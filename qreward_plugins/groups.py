@@ -73,9 +73,11 @@ class GroupGate:
         self._lock = threading.Lock()
         self._dropped_in_a_row = 0
         self._causes: Counter[str] = Counter()
+        self._detail = ""
 
-    def admit(self, size: int, causes: Iterable[str]) -> bool:
-        """Whether a group of `size` samples has enough rewards; `causes` says why each failed one has none.
+    def admit(self, size: int, causes: Iterable[str], *, detail: str = "") -> bool:
+        """Whether a group of `size` samples has enough rewards; `causes` says why each failed one has none, and
+        `detail` what became of one of them in full: a person can only mend what is named.
 
         Raises `JudgeUnavailable` when `give_up_after` groups in a row had too few.
         """
@@ -86,18 +88,22 @@ class GroupGate:
             if size - len(failed) >= enough:
                 self._dropped_in_a_row = 0
                 self._causes.clear()
+                self._detail = ""
                 return True
             self._dropped_in_a_row += 1
             self._causes.update(failed)
+            self._detail = detail or self._detail
             if self._dropped_in_a_row < self._settings.give_up_after:
                 return False
             dropped, reasons = self._dropped_in_a_row, self._causes.most_common(3)
+            last, self._detail = self._detail, ""
             self._dropped_in_a_row = 0
             self._causes.clear()
+        last = f" The last failure: {last}." if last else ""
         told = ", ".join(f"{reason} {count} times" for reason, count in reasons)
         raise JudgeUnavailable(
-            f"{dropped} groups in a row had fewer than {enough} samples with a reward ({told}). Replacing them would "
-            "not end. `qreward check` asks every source; groups.give_up_after is how many groups are tried."
+            f"{dropped} groups in a row had fewer than {enough} samples with a reward ({told}).{last} Replacing them "
+            "would not end. `qreward check` asks every source; groups.give_up_after is how many groups are tried."
         )
 
 

@@ -21,7 +21,7 @@ from roll.distributed.scheduler.user_defined_rollout_loop import UserDefinedRoll
 from qreward_plugins import GroupGate, group_means
 from qreward_plugins.config import Groups
 
-from .rewards import FAILED, GROUPS
+from .rewards import DETAIL, FAILED, GROUPS
 
 _REWARDS = ("response_level_rewards", "scores")
 
@@ -61,7 +61,8 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
         if context.is_val:
             _leave_out(responses, causes)
             return responses
-        if not self._gate_of(domain, watched.groups).admit(len(responses), [cause for cause in causes if cause]):
+        failed = [cause for cause in causes if cause]
+        if not self._gate_of(domain, watched.groups).admit(len(responses), failed, detail=watched.detail):
             return None
         _make_neutral(responses, causes)
         return responses if query_filter(responses, context.pipeline_config) else None
@@ -79,6 +80,8 @@ class _WatchedContext:
     def __init__(self, context: Any) -> None:
         self._context = context
         self._causes: dict[str, str] = {}
+        self.detail = ""
+        """What became of one of the failed samples, as their reward worker says it."""
         self.groups = Groups()
         """When a group is worth training, as its reward workers say."""
 
@@ -89,6 +92,7 @@ class _WatchedContext:
         rewards = await self._context.compute_rewards(req=req, domain=domain)
         if (told := rewards.meta_info.pop(GROUPS, None)) is not None:
             self.groups = Groups(**told)
+        self.detail = rewards.meta_info.pop(DETAIL, "") or self.detail
         causes = rewards.meta_info.pop(FAILED, None) or [""] * len(rewards)
         # The context has named the rollouts of `req` for the call.
         self._causes.update(zip(map(str, req.non_tensor_batch["rollout_id"]), causes, strict=True))

@@ -20,6 +20,9 @@ from qreward_plugins.telemetry import Facts, summary
 FAILED = "qreward_failed"
 """The key of `meta_info` that holds the cause of every sample of the call, empty for the scored ones."""
 
+DETAIL = "qreward_detail"
+"""The key of `meta_info` that says in words why one sample of the call failed; empty: none did."""
+
 GROUPS = "qreward_groups"
 """The key of `meta_info` that tells the rollout loop, which runs in another process, the domain's `groups`."""
 

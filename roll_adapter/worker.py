@@ -19,11 +19,11 @@ from roll.distributed.scheduler.decorator import Dispatch, register
 from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
 
-from qreward_plugins import Outcome, RewardEngine
+from qreward_plugins import Failed, Outcome, RewardEngine
 from qreward_plugins.groups import number_of
 from qreward_plugins.siblings import Siblings
 
-from .rewards import FAILED, GROUPS, Metrics, Validations, tensors
+from .rewards import DETAIL, FAILED, GROUPS, Metrics, Validations, tensors
 from .rollouts import is_streamed, is_validation, prompt_of, to_samples
 from .settings import domain_of, load_settings, processes_of
 
@@ -89,7 +89,12 @@ class QRewardWorker(Worker):  # type: ignore[misc]
                 outcomes,
                 right_or_wrong=self._metrics.defines_correct or validation,
             ),
-            meta_info={"metrics": metrics, FAILED: causes, GROUPS: self.engine.config.groups.model_dump()},
+            meta_info={
+                "metrics": metrics,
+                FAILED: causes,
+                DETAIL: next((outcome.detail for outcome in outcomes if isinstance(outcome, Failed)), ""),
+                GROUPS: self.engine.config.groups.model_dump(),
+            },
         )
 
     async def close(self) -> None:

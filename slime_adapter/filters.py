@@ -39,7 +39,8 @@ def drop_failed_groups(args: Any, samples: Sequence[ROLLOUT_SAMPLE], **_: Any) -
     group = list(flat(samples))
     settle(group)
     causes = [str(record_of(sample).get("cause") or "no reward") for sample in group if not has_reward(args, sample)]
-    kept = adapter_of(args).gate.admit(len(group), causes)
+    adapter = adapter_of(args)
+    kept = adapter.gate.admit(len(group), causes, detail=adapter.last_failure if causes else "")
     return _output()(keep=kept, reason=None if kept else REASON)
 
 

@@ -149,6 +149,8 @@ def _write(
         reward = None if outcome is _ABORTED else number_of(outcome, adapter.config.on_failure)
         if reward is None:
             failed.append((place, facts))
+            if isinstance(outcome, Failed) and outcome is not _ABORTED:
+                adapter.last_failure = outcome.detail
             continue
         score(sample, facts)
         rewards[place] = _as_reward(args, facts, reward)

@@ -32,6 +32,8 @@ class Adapter:
         self.portal = process_portal(config)
         self.facts = self.portal.facts()
         self.gate = GroupGate(config.groups)
+        self.last_failure = ""
+        """What became of the last sample that got no reward, in words."""
         self.siblings = Siblings()
         self._told = False
 

@@ -36,6 +36,19 @@ def test_a_gate_wants_two_to_compare_unless_told_otherwise():
     assert gate.admit(2, []), "a group that is smaller than min_scored cannot have more than all of its samples"
 
 
+def test_a_gate_that_gives_up_says_what_the_judge_answered_last():
+    gate = GroupGate(Groups(give_up_after=2))
+    assert not gate.admit(2, ["infra/deadline"] * 2, detail="could not connect (refused)")
+    with pytest.raises(
+        JudgeUnavailable, match=r"2 groups in a row .*The last failure: could not connect \(refused\)\."
+    ):
+        gate.admit(2, ["infra/deadline"] * 2)
+    assert not gate.admit(2, ["infra/deadline"] * 2)
+    with pytest.raises(JudgeUnavailable) as caught:
+        gate.admit(2, ["infra/deadline"] * 2)
+    assert "The last failure" not in str(caught.value), "it is not that of an earlier count"
+
+
 def test_a_gate_gives_up_after_so_many_in_a_row_and_says_why():
     gate = GroupGate(Groups(min_scored="all", give_up_after=3))
     for _ in range(2):

@@ -9,6 +9,7 @@ import pytest
 
 import slime_adapter
 from qreward_plugins import JudgeUnavailable
+from qreward_plugins.testing import FakeSlimeTrainer, JudgeServer, slime_stand_in
 
 
 @pytest.fixture
@@ -59,6 +60,27 @@ def test_a_dead_judge_ends_in_one_clear_error(make_args, groups):
         assert not slime_adapter.drop_failed_groups(args, groups(0, 0)).keep
     with pytest.raises(JudgeUnavailable, match=r"3 groups in a row .*infra/deadline 6 times"):
         slime_adapter.drop_failed_groups(args, groups(0, 0))
+
+
+def test_a_dead_judge_is_named_with_what_became_of_its_calls():
+    with slime_stand_in(), JudgeServer() as judge:
+        tree = {
+            "sources": {"judge": {"kind": "openai", "base_url": judge.base_url, "model": "judge"}},
+            "judges": {"quality": {"kind": "llm"}},
+            "engine": {"max_attempts": 1, "deadline_s": 20.0},
+            "groups": {"give_up_after": 2},
+        }
+        judge.stop()
+        flags = {
+            "custom_rm_path": "slime_adapter.reward",
+            "dynamic_sampling_filter_path": "slime_adapter.drop_failed_groups",
+        }
+        prompts = [{"prompt": "What is 2 + 2?", "label": "4"}] * 4
+        with (
+            FakeSlimeTrainer(**flags, qreward=tree, prompts=prompts) as trainer,
+            pytest.raises(JudgeUnavailable, match=r"The last failure: .*could not connect"),
+        ):
+            trainer.rollout()
 
 
 def test_a_group_that_is_kept_starts_the_count_anew(make_args, groups):

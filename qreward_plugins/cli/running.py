@@ -7,6 +7,7 @@ import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -111,6 +112,24 @@ def _message(error: QRewardError) -> str:
 def open_engine(config: Config, path: Path) -> RewardEngine:
     """The engine of a configuration that came from `path`, which is named in errors."""
     try:
-        return RewardEngine(config)
+        with _ended_by_a_signal():
+            return RewardEngine(config)
     except ConfigurationError as error:
         raise ConfigurationError(error.mistakes, origin=str(path)) from None
+
+
+@contextmanager
+def _ended_by_a_signal() -> Iterator[None]:
+    """Let SIGINT and SIGTERM end the process at once. A user's module that hangs while it is imported holds up the
+    event loop, which could never act on them. Nothing is begun yet that would have to end in order.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not None:
+                signal.signal(number, handler)

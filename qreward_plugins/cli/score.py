@@ -68,7 +68,9 @@ async def score_rollouts(plan: Plan, out: Console, errors: Console) -> int:
     except BaseException:
         statistics = engine.statistics()
         # Only a closed journal can say what is in it.
-        say(errors, _how_to_go_on(plan, tally, statistics, await _close(engine)))
+        unrecorded = await _close(engine)
+        if tally.begun:
+            say(errors, _how_to_go_on(plan, tally, statistics, unrecorded))
         raise
     statistics = engine.statistics()
     unrecorded = await _close(engine)
@@ -88,6 +90,7 @@ async def _score(engine: RewardEngine, plan: Plan, tally: _Tally, errors: Consol
     rows = _Rows(plan.rollouts)
     rate_per_s = sum(lane.quota.rate_per_s for lane in engine.lanes.values()) / _requests_a_row(plan.config)
     with open_writer(plan.out, source=plan.rollouts) as writer:
+        tally.begun = True
         say(errors, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
         async with ProgressDisplay(errors, plan.total, engine.statistics, rate_per_s=rate_per_s):
             async for sample, outcome in engine.score_stream(rows):
@@ -136,6 +139,8 @@ class _Rows:
 class _Tally:
     """What came out so far, in numbers: the file may be longer than memory."""
 
+    begun: bool = False
+    """Whether OUT is ours to write: until then there is nothing that could go on."""
     done: int = 0
     rewarded: int = 0
     total_reward: float = 0.0

@@ -86,7 +86,7 @@ def scalar_text(value: Any) -> str:
     if isinstance(value, (int, float)):
         return cut(f"{value!r}")
     if isinstance(value, Mapping):
-        return "a mapping"
+        return "a mapping" if value else "an empty mapping"
     return f"a list of {len(value)}" if isinstance(value, (list, tuple)) else f"a value of type {type(value).__name__}"
 
 

@@ -50,7 +50,7 @@ def _parsed(line: bytes, where: str) -> Any:
     try:
         return json.loads(line.decode())
     except json.JSONDecodeError as error:
-        problem = f"{error.msg} at column {error.colno}"
+        problem = f"{error.msg.removesuffix(' at')} at column {error.colno}"
     except UnicodeDecodeError as error:
         problem = f"byte {error.start + 1} is not UTF-8"
     except RecursionError:

@@ -229,7 +229,7 @@ class Template:
         if unknown:
             raise _mistake(
                 path,
-                f"the template names what there is not: {', '.join(unknown)}.",
+                f"unknown variable in the template: {', '.join(unknown)}.",
                 f"Available: {', '.join(allowed)}.",
             )
 

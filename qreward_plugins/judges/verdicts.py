@@ -142,10 +142,10 @@ def _verdict_after(
         claim for claim in claims if not (before := bisect_right(starts, claim)) or claim >= drafts[before - 1][1]
     ]
     if len(claims) != 1:
-        count = "no verdict" if not claims else f"{len(claims)} verdicts"
+        count = "no verdict" if not claims else f"{len(claims)} verdicts, not one,"
         last = max((mark.end for mark in marks if not mark.opens), default=0)
         found = excerpt(text[begin if claims else last :])
-        raise InvalidVerdict(f"the reply holds {count} under this call's id, not exactly one: {found}")
+        raise InvalidVerdict(f"the reply holds {count} with this call's id: {found}")
     answer = text[begin:]
     verdict, start, end = _object_with(answer, nonce, claims[0] - begin)
     outside = [mark for mark in marks if begin <= mark.start and not start < mark.start - begin < end]

@@ -217,7 +217,23 @@ class FunctionSource:
 
     def _raised(self, description: str, *, transient: bool) -> SourceError:
         said = f"{self._where} raised {self._excerpt(description)}"
+        if description.startswith(TypeError.__name__):
+            said += self._misfit
         return TransientError(said) if transient else SampleRefused(said, reason="raised")
+
+    @functools.cached_property
+    def _misfit(self) -> str:
+        """What a function that does not take our arguments is called with; empty for one that takes them."""
+        args, kwargs = self._arguments(Sample(messages=[{"role": "user", "content": "?"}], response=""))
+        try:
+            inspect.signature(self._function).bind(*args, **kwargs)
+        except TypeError:
+            if args:
+                return "; with `arguments: sample` it is called with one Sample"
+            return f"; it is called with {', '.join(kwargs)} by name (or with one Sample, by `arguments: sample`)"
+        except ValueError:  # it has no signature that could be read
+            pass
+        return ""
 
     def _ours(self, error: Exception) -> Exception:
         """An error of this package that the function raised, with a message that may be shown."""

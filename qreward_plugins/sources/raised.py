@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import traceback
+
+_OURS = os.path.dirname(__file__)
 
 
 def describe(error: BaseException) -> str:
@@ -11,7 +14,12 @@ def describe(error: BaseException) -> str:
         message = str(error)
     except Exception:
         message = "(its message cannot be shown)"
-    frames = traceback.extract_tb(error.__traceback__)
+    # The user's own line: neither ours, which called the function, nor the import system's.
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if os.path.dirname(frame.filename) != _OURS and not frame.filename.startswith("<frozen ")
+    ]
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {message}{where}"
 

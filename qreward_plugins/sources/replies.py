@@ -26,7 +26,7 @@ _UNUSABLE = {
     401: "the key was refused",
     402: "the account cannot pay",
     403: "the key may not do this",
-    404: "there is no such URL",
+    404: "there is no such URL or model",
     405: "this URL does not take requests",
     407: "the proxy wants credentials",
 }

@@ -221,6 +221,7 @@ def test_one_run_at_a_time_writes_an_out(server, score, write_config, write_rows
         result = score()
     assert result.exit_code == 2
     assert "another run is writing it" in result.stderr
+    assert "stopped after" not in result.stderr, "what the other run has written is not this one's to tell of"
     assert server.report().requests == 0
     assert score().exit_code == 0
 

@@ -182,3 +182,18 @@ def test_a_lock_that_ends_with_the_run_costs_nothing(with_lock, verdicts_in, mon
     monkeypatch.setattr("qreward_plugins.journal.journal.CLOSE_WITHIN_S", 60.0)
     assert asyncio.run(score(lambda scoring: lock.execute("ROLLBACK"))) == 0
     assert verdicts_in(Path(plan.journal)) == ROWS
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_module_that_hangs_while_it_is_imported_can_be_stopped(number, start_cli, wait_until, tmp_path):
+    # The event loop stands still then, and could act on no signal.
+    (tmp_path / "rewards.py").write_text(
+        "import pathlib, threading\npathlib.Path('imported').touch()\nthreading.Event().wait()\n"
+    )
+    config = "sources: {f: {kind: function, function: 'rewards.py:score'}}\njudges: {j: {kind: function}}\n"
+    (tmp_path / "config.yaml").write_text(config)
+    process = start_cli("check", "config.yaml")
+    wait_until((tmp_path / "imported").exists)
+    code, _, err = process.end(number)
+    assert code == -number
+    assert "Traceback" not in err

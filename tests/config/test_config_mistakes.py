@@ -153,7 +153,7 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.model", ..., "", "the key is missing. It takes text that is not empty."),
         ("sources.local.function", ..., "", "the key is missing. It takes `package.module:name` or"),
         ("judges", ..., "", "the key is missing. It takes a mapping with at least one entry."),
-        ("sources", {}, "", "must be a mapping with at least one entry, not a mapping."),
+        ("sources", {}, "", "must be a mapping with at least one entry, not an empty mapping."),
         ("sources.fast.kind", "opnai", "", "unknown kind 'opnai'. Did you mean `openai`? Allowed here: openai, http, function."),
         ("sources.fast.kind", 3, "", "unknown kind 3. Allowed here: openai, http, function."),
         ("sources.fast.kind", ..., "", "the key is missing. Add `kind: openai`."),

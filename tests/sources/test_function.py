@@ -475,3 +475,30 @@ async def test_a_thread_that_ends_after_its_loop_is_harmless() -> None:
         if thread.name == "qreward-f":
             await asyncio.to_thread(thread.join, PATIENCE_S)
             assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("mode", ["process", "thread"])
+async def test_a_function_of_another_signature_is_told_what_it_is_called_with(mode: str, tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text("def score(solution): return 1.0\n")
+    source = FunctionSource("f", FunctionConfig(kind="function", function=f"{path}:score", mode=mode))
+    try:
+        with pytest.raises(
+            SampleRefused, match="called with data_source, solution_str, ground_truth, extra_info"
+        ) as caught:
+            await value(source, request())
+    finally:
+        await source.aclose()
+    assert "arguments: sample" in str(caught.value)
+    assert "worker_program" not in str(caught.value)
+
+
+async def test_a_type_error_of_its_own_is_not_blamed_on_the_signature(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text("def score(data_source, solution_str, ground_truth, extra_info=None): return 1 + 'a'\n")
+    source = FunctionSource("f", FunctionConfig(kind="function", function=f"{path}:score"))
+    try:
+        with pytest.raises(SampleRefused, match=r"TypeError: .*rewards\.py:1\)$"):
+            await value(source, request())
+    finally:
+        await source.aclose()

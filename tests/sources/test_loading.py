@@ -57,6 +57,15 @@ def test_a_file_that_failed_to_load_is_tried_afresh(tmp_path: Path) -> None:
     assert load(PathLoader(f"{path}:score"), key="k")() == 12345.0
 
 
+def test_an_error_names_the_users_line_or_none(tmp_path: Path) -> None:
+    path = tmp_path / "rewards.py"
+    path.write_text("def score(\n")
+    with pytest.raises(ConfigurationError) as caught:
+        load(PathLoader(f"{path}:score"), key="k")
+    assert "rewards.py, line 1" in str(caught.value)
+    assert "importlib" not in str(caught.value)
+
+
 def test_a_loader_that_returns_no_function() -> None:
     with pytest.raises(ConfigurationError, match="of type int"):
         load(functools.partial(int, 3), key="k")  # type: ignore[arg-type]

@@ -26,12 +26,18 @@ if TYPE_CHECKING:
     from .slime.results import SlimeEvaluation, SlimeStep
     from .slime.samples import SlimeSample
     from .slime.trainer import FakeSlimeTrainer
+    from .verl.engine import VerlDraft, VerlOutput
+    from .verl.modules import verl_stand_in
+    from .verl.protocol import VerlDataProto
+    from .verl.results import VerlStep, VerlValidation
+    from .verl.trainer import FakeVerlTrainer
 
 _HOMES = {
     "DynamicFilterOutput": "slime.hooks",
     "FakeRollTrainer": "roll.trainer",
     "FakeSlimeTrainer": "slime.trainer",
     "FakeTrajEnvManager": "roll.trajectories",
+    "FakeVerlTrainer": "verl.trainer",
     "RollDataProto": "roll.protocol",
     "RollDraft": "roll.engine",
     "RollStep": "roll.results",
@@ -39,8 +45,14 @@ _HOMES = {
     "SlimeEvaluation": "slime.results",
     "SlimeSample": "slime.samples",
     "SlimeStep": "slime.results",
+    "VerlDataProto": "verl.protocol",
+    "VerlDraft": "verl.engine",
+    "VerlOutput": "verl.engine",
+    "VerlStep": "verl.results",
+    "VerlValidation": "verl.results",
     "roll_stand_in": "roll.modules",
     "slime_stand_in": "slime.modules",
+    "verl_stand_in": "verl.modules",
 }
 
 __all__ = [
@@ -48,6 +60,7 @@ __all__ = [
     "FakeRollTrainer",
     "FakeSlimeTrainer",
     "FakeTrajEnvManager",
+    "FakeVerlTrainer",
     "FaultKind",
     "Faults",
     "JudgeCall",
@@ -66,12 +79,18 @@ __all__ = [
     "SlimeEvaluation",
     "SlimeSample",
     "SlimeStep",
+    "VerlDataProto",
+    "VerlDraft",
+    "VerlOutput",
+    "VerlStep",
+    "VerlValidation",
     "Violation",
     "count_tokens",
     "overlap_score",
     "roll_stand_in",
     "serve_forever",
     "slime_stand_in",
+    "verl_stand_in",
 ]
 
 

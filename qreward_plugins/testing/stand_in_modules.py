@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -12,19 +12,25 @@ from typing import Any
 
 @contextmanager
 def stand_in_modules(
-    contents: Mapping[str, Mapping[str, Any]], *, proof: str, over_installed: bool = False
+    contents: Mapping[str, Mapping[str, Any]],
+    *,
+    proof: str,
+    over_installed: bool = False,
+    anew: Collection[str] = (),
 ) -> Iterator[bool]:
     """Put modules into `sys.modules` while the context is open: full name to what is in it, parents before children.
 
     `proof` is a module that only the real framework has (the package index has other projects of these names); where it
     can be found nothing happens, unless `over_installed`. Yields whether the stand-ins are there. Leaving the context
-    puts back what was there before; what was imported meanwhile keeps the names that it has. For one thread at a time.
+    puts back what was there before; what was imported meanwhile keeps the names that it has. Packages named in `anew`
+    are imported again while the context is open, and afterwards they are what they were before. For one thread at a
+    time.
     """
     if not over_installed and _is_installed(proof):
         yield False
         return
     roots = {name.split(".")[0] for name in contents}
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in roots}
+    before = _taken_out(roots | set(anew))
     made: dict[str, ModuleType] = {}
     for name, held in contents.items():
         module = ModuleType(name, "A stand-in of qreward_plugins.testing, for tests without the framework.")
@@ -38,9 +44,15 @@ def stand_in_modules(
     try:
         yield True
     finally:
-        for name in made:
-            sys.modules.pop(name, None)
-        sys.modules.update(before)
+        _taken_out(set(anew))
+        for name, module in made.items():
+            if sys.modules.get(name) is module:
+                del sys.modules[name]
+        sys.modules.update({name: module for name, module in before.items() if name not in sys.modules})
+
+
+def _taken_out(roots: set[str]) -> dict[str, ModuleType]:
+    return {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] in roots}
 
 
 def _is_installed(proof: str) -> bool:

@@ -12,10 +12,10 @@ from qreward_plugins import Sample
 from qreward_plugins.sample_check import Rejected, read_sample
 from qreward_plugins.testing import JudgeServer, RollDataProto
 from qreward_plugins.testing.roll.rollout_loop import response_batch
-from qreward_plugins.testing.roll.tokenizer import RollTokenizer
+from qreward_plugins.testing.tokenizer import WordTokenizer
 from roll_adapter.rollouts import is_streamed, prompt_of, to_samples
 
-TOKENIZER = RollTokenizer()
+TOKENIZER = WordTokenizer()
 
 
 def batch(*turns: tuple[str, str], columns: dict[str, list[Any]] | None = None, **meta: Any) -> RollDataProto:

@@ -14,7 +14,7 @@ torch.set_num_threads(1)
 
 from qreward_plugins.testing import RollDataProto  # noqa: E402
 from qreward_plugins.testing.roll.data import RollDataset, collate, encode_row  # noqa: E402
-from qreward_plugins.testing.roll.tokenizer import RollTokenizer  # noqa: E402
+from qreward_plugins.testing.tokenizer import WordTokenizer  # noqa: E402
 
 
 def make(**meta: Any) -> RollDataProto:
@@ -131,7 +131,7 @@ def test_rows_are_grouped_repeated_chunked_and_reordered() -> None:
 
 
 def test_the_tokenizer_gives_back_the_very_text() -> None:
-    tokenizer = RollTokenizer()
+    tokenizer = WordTokenizer()
     text = "<|im_start|>user\n  What is  1 + 2?\n\n<|im_end|>\ttail "
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
@@ -142,7 +142,7 @@ def test_the_tokenizer_gives_back_the_very_text() -> None:
 
 @pytest.mark.parametrize("messages", [[{"role": "user", "content": "hi"}], '[{"role": "user", "content": "hi"}]'])
 def test_messages_are_rendered_and_kept_as_they_came(messages: Any) -> None:
-    tokenizer = RollTokenizer()
+    tokenizer = WordTokenizer()
     row = encode_row({"messages": messages, "extra": 7}, 3, domain="d", tag="t", tokenizer=tokenizer, prompt_length=20)
     assert tokenizer.decode(row["input_ids"]) == "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert row["messages"] == messages
@@ -150,7 +150,7 @@ def test_messages_are_rendered_and_kept_as_they_came(messages: Any) -> None:
 
 
 def test_a_prompt_that_roll_would_leave_out_is_an_error() -> None:
-    options = {"domain": "d", "tag": "t", "tokenizer": RollTokenizer(), "prompt_length": 3}
+    options = {"domain": "d", "tag": "t", "tokenizer": WordTokenizer(), "prompt_length": 3}
     with pytest.raises(ValueError, match="leaves out what is longer than prompt_length"):
         encode_row({"prompt": "a b c d"}, 0, **options)
     with pytest.raises(ValueError, match="needs 'messages' or a 'prompt'"):

@@ -25,18 +25,18 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..background_loop import BackgroundLoop
+from ..tokenizer import WordTokenizer
 from .arguments import DEFAULT_LOOP, batch_sizes, make_config, refuse_unknown
 from .cluster import RollCluster
 from .data import DEFAULT_ROWS, RollDataset, Row, encode_row
 from .engine import Hold, Respond, RollDraft, RollEngine, answer_by_chance
 from .estimates import train_batch
-from .loop import RollLoop
 from .metrics import reduce_metrics, value_metrics
 from .protocol import RollDataProto
 from .results import RollStep, RollValidation
 from .rollout_loop import UserDefinedRolloutLoop
 from .scheduler import RollRecord, RollScheduler
-from .tokenizer import RollTokenizer
 
 T = TypeVar("T")
 
@@ -87,7 +87,7 @@ class FakeRollTrainer:
         timeout_s: float | None = 60.0,
         **flags: Any,
     ) -> None:
-        tokenizer = tokenizer if tokenizer is not None else RollTokenizer()
+        tokenizer = tokenizer if tokenizer is not None else WordTokenizer()
         self.pipeline_config: Namespace = make_config(
             rewards,
             flags,
@@ -118,7 +118,7 @@ class FakeRollTrainer:
         self._schedulers: dict[str, RollScheduler] = {}
         self._val: RollScheduler | None = None
         self._background: ThreadPoolExecutor | None = None
-        self._loop = RollLoop()
+        self._loop = BackgroundLoop("fake-roll-scheduler", "FakeRollTrainer")
         self._finalizer = weakref.finalize(self, self._loop.close)
         try:
             self._loop.run(self._start(kinds, datasets, val_set, loop_cls), _START_S)

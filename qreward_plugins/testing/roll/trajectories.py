@@ -15,9 +15,9 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from omegaconf import OmegaConf
 
+from ..tokenizer import WordTokenizer
 from .columns import objects
 from .protocol import RollDataProto
-from .tokenizer import RollTokenizer
 
 Reply: TypeAlias = Callable[[Sequence[Mapping[str, str]], random.Random], "str | None"]
 
@@ -80,7 +80,7 @@ class FakeTrajEnvManager:
         defaults = {"tag": "env", "group_id": 0, "env_id": 0, "group_seed": 0, "max_steps": 10}
         self.env_config: Any = OmegaConf.create({**defaults, **(env_config or {})})
         self.env = env
-        self.tokenizer = tokenizer if tokenizer is not None else RollTokenizer()
+        self.tokenizer = tokenizer if tokenizer is not None else WordTokenizer()
         self.mode = mode
         self.sequence_length = sequence_length
         self.agent_system_template = agent_system_template

@@ -13,7 +13,7 @@ from roll.distributed.scheduler.protocol import DataProto
 
 from qreward_plugins.testing.roll.data import collate, encode_row
 from qreward_plugins.testing.roll.protocol import RollDataProto
-from qreward_plugins.testing.roll.tokenizer import RollTokenizer
+from qreward_plugins.testing.tokenizer import WordTokenizer
 
 KINDS = (DataProto, RollDataProto)
 PROMPTS = 6
@@ -24,7 +24,7 @@ _META = {"step": 1, "metrics": {"took": 1.0}}
 
 
 def _collated() -> dict[str, Any]:
-    tokenizer = RollTokenizer()
+    tokenizer = WordTokenizer()
     rows = [
         encode_row(
             {"messages": [{"role": "user", "content": "word " * number}], "length": number},

@@ -13,7 +13,7 @@ _SPECIAL = re.compile(r"(<\|\w+\|>)")
 _WORD = re.compile(r"\s?\S+|\s")
 
 
-class RollTokenizer:
+class WordTokenizer:
     """What reward code uses of a tokenizer of `transformers`. Ids are given to words in the order of their coming."""
 
     pad_token, pad_token_id = "<|endoftext|>", 0

@@ -1,4 +1,4 @@
-"""The background event loop of a fake ROLL trainer: schedulers, rollout loops and async workers live on it."""
+"""The background event loop of a fake trainer: what lives in actors and schedulers there lives on it here."""
 
 from __future__ import annotations
 
@@ -11,13 +11,17 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class RollLoop:
-    """A thread with an event loop. It runs until it is closed, as sampling ahead goes on while ROLL trains."""
+class BackgroundLoop:
+    """A thread with an event loop. It runs until it is closed, as sampling ahead goes on while a trainer trains.
 
-    def __init__(self) -> None:
+    `name` is that of the thread, `owner` who is closed with it.
+    """
+
+    def __init__(self, name: str, owner: str) -> None:
+        self._owner = owner
         self._lock = threading.Lock()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name="fake-roll-scheduler", daemon=True)
+        self.loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._closed = False
         self._thread.start()
 
@@ -31,8 +35,8 @@ class RollLoop:
         """
         if self._closed:
             coroutine.close()
-            raise RuntimeError("this FakeRollTrainer is closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+            raise RuntimeError(f"this {self._owner} is closed")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
@@ -49,16 +53,16 @@ class RollLoop:
                 return
             self._closed = True
         if self._thread is threading.current_thread():  # a garbage collection may come at any time
-            self._loop.stop()
+            self.loop.stop()
             return
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result()
-        self._loop.call_soon_threadsafe(self._loop.stop)
+        asyncio.run_coroutine_threadsafe(_cancel_others(), self.loop).result()
+        self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
-        self._loop.close()
+        self.loop.close()
 
     def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        asyncio.set_event_loop(self.loop)
+        self.loop.run_forever()
 
 
 async def _cancel_others() -> None:

@@ -1,0 +1,154 @@
+"""verl's agent loop workers (experimental/agent_loop/agent_loop.py): a trajectory is written, then its reward asked for
+while others are still being written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .engine import AgentOutput, VerlEngine
+from .protocol import TensorColumns, VerlDataProto
+from .reward_managers import float32_column
+from .tensors import objects, padded
+
+_NUMBER = "__number__"
+
+
+class AgentLoops:
+    """Runs trajectories on the trainer's event loop."""
+
+    def __init__(self, config: Any, engine: VerlEngine, workers: Any, rng: random.Random) -> None:
+        self.config = config
+        self.engine = engine
+        self.workers = workers
+        self.reward_calls = 0
+        self._rng = rng
+
+    async def score(self, outputs: Sequence[AgentOutput], columns: Mapping[str, Any]) -> None:
+        """Ask a reward worker, drawn by chance, for the score of a trajectory; its last output gets it. An output that
+        has a score keeps it.
+        """
+        final = outputs[-1]
+        if final.reward_score is not None or self.workers is None:
+            return
+        data = reward_input(outputs, columns)
+        self.reward_calls += 1
+        result = await self._rng.choice(self.workers).compute_score.remote(data)
+        final.reward_score = result["reward_score"]
+        final.extra_fields["reward_extra_info"] = result["reward_extra_info"]
+
+    async def generate_sequences(self, batch: VerlDataProto) -> VerlDataProto:
+        """A whole batch, as the legacy trainer has it generated: dealt to the agent loop workers in equal parts."""
+        batch.non_tensor_batch.setdefault("priority", np.arange(len(batch), dtype=np.int64))
+        seen: Counter[Any] = Counter()
+        numbers = []
+        for uid in batch.non_tensor_batch["uid"]:
+            numbers.append(seen[uid])
+            seen[uid] += 1
+        batch.non_tensor_batch[_NUMBER] = np.array(numbers)
+        parts = batch.chunk(self.config.actor_rollout_ref.rollout.agent.num_workers)
+        return VerlDataProto.concat(await asyncio.gather(*map(self._generate_part, parts)))
+
+    async def _generate_part(self, batch: VerlDataProto) -> VerlDataProto:
+        columns = batch.non_tensor_batch
+        names = [name for name in columns if name not in (_NUMBER, "__do_sample__", "agent_name")]
+        sampled = columns.get("__do_sample__")
+        tasks = []
+        for row in range(len(batch)):
+            kwargs = {name: columns[name][row] for name in names}
+            greedy = sampled is not None and not sampled[row]
+            tasks.append(
+                asyncio.create_task(self._one(kwargs, int(columns[_NUMBER][row]), batch.meta_info, greedy=greedy))
+            )
+        return postprocess(self.config, await asyncio.gather(*tasks), columns, streamed=self.workers is not None)
+
+    async def _one(
+        self, kwargs: Mapping[str, Any], number: int, meta: Mapping[str, Any], *, greedy: bool
+    ) -> AgentOutput:
+        outputs = await self.engine.run(
+            kwargs,
+            number=number,
+            validate=bool(meta.get("validate", False)),
+            global_step=int(meta.get("global_steps", -1)),
+            response_length=self.config.actor_rollout_ref.rollout.response_length,
+            greedy=greedy,
+        )
+        if len(outputs) != 1:
+            raise AttributeError(
+                "'list' object has no attribute 'extra_fields': only the V1 trainer takes several outputs"
+            )
+        outputs[0].extra_fields["raw_prompt"] = kwargs["raw_prompt"]
+        await self.score(outputs, kwargs)
+        return outputs[0]
+
+
+def reward_input(outputs: Sequence[AgentOutput], columns: Mapping[str, Any]) -> VerlDataProto:
+    """What `run_single` gets: a row for each output of the trajectory, padded on the right."""
+    count = len(outputs)
+    whole = [output.prompt_ids + output.response_ids for output in outputs]
+    batch = {
+        "prompts": padded([output.prompt_ids for output in outputs]),
+        "responses": padded([output.response_ids for output in outputs]),
+        "attention_mask": padded([[1] * len(ids) for ids in whole]),
+        "input_ids": padded(whole),
+        "position_ids": padded([range(len(ids)) for ids in whole]),
+    }
+    return VerlDataProto(
+        TensorColumns(batch, batch_size=count),
+        {
+            **{name: np.array([value] * count) for name, value in columns.items()},
+            "__num_turns__": np.array([output.num_turns for output in outputs]),
+            "tool_extra_fields": np.array([output.extra_fields for output in outputs], dtype=object),
+            "prompt_len": np.array([len(output.prompt_ids) for output in outputs]),
+            "response_len": np.array([len(output.response_ids) for output in outputs]),
+        },
+    )
+
+
+def postprocess(
+    config: Any, outputs: Sequence[AgentOutput], columns: Mapping[str, Any], *, streamed: bool
+) -> VerlDataProto:
+    """One batch of the legacy trainer: prompts padded on the left, responses on the right, scores at the last tokens.
+
+    The first row's extra info says which keys all have: another row that lacks one is a `KeyError`. If any row has no
+    score, none has.
+    """
+    rollout = config.actor_rollout_ref.rollout
+    wide, long = int(rollout.prompt_length), int(rollout.response_length)
+    prompts = padded([output.prompt_ids[::-1] for output in outputs], width=wide)[:, ::-1]
+    prompt_mask = padded([[1] * len(output.prompt_ids) for output in outputs], width=wide)[:, ::-1]
+    responses = padded([output.response_ids for output in outputs], width=long)
+    there = padded([[1] * len(output.response_ids) for output in outputs], width=long)
+    mask = padded([output.response_mask for output in outputs], width=long) * there
+    attention = np.concatenate([prompt_mask, there], axis=1)
+    tensors: dict[str, Any] = {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": mask,
+        "input_ids": np.concatenate([prompts, responses], axis=1),
+        "attention_mask": attention,
+        "position_ids": np.clip(attention.cumsum(axis=-1) - 1, 0, None),
+    }
+    scores = [output.reward_score for output in outputs]
+    has_scores = all(score is not None for score in scores)
+    if has_scores:
+        rewards = np.zeros(mask.shape, dtype=np.float32)
+        rewards[np.arange(len(outputs)), there.sum(axis=1) - 1] = float32_column(scores)
+        tensors["rm_scores"] = rewards
+    told: dict[str, Any] = {"__num_turns__": np.array([output.num_turns for output in outputs], dtype=np.int32)}
+    if not streamed:
+        told |= columns
+    infos = [output.extra_fields.get("reward_extra_info", {}) for output in outputs]
+    keys = list(infos[0])
+    told |= {key: np.array([info[key] for info in infos]) for key in keys}
+    standing = {"turn_scores", "tool_rewards", "min_global_steps", "max_global_steps", "extras"}
+    for name in sorted({name for output in outputs for name in output.extra_fields} | standing):
+        told[name] = objects(output.extra_fields.get(name) for output in outputs)
+    meta = {"reward_extra_keys": keys} if has_scores else {}
+    return VerlDataProto(TensorColumns(tensors, batch_size=len(outputs)), told, meta)

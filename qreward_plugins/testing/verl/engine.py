@@ -1,0 +1,123 @@
+"""The inference engine that isn't there: it writes responses at once, unless the test holds them back."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from ..held import HeldGenerations
+
+
+@dataclass(frozen=True)
+class VerlDraft:
+    """A response that is to be written: the `number`-th (from 0) of its prompt in this step. `columns` is its row."""
+
+    columns: Mapping[str, Any]
+    prompt: str
+    uid: str
+    number: int
+    validate: bool
+    global_step: int
+    greedy: bool = False
+
+    @property
+    def ground_truth(self) -> Any:
+        return (self.columns.get("reward_model") or {}).get("ground_truth")
+
+
+@dataclass(frozen=True)
+class VerlOutput:
+    """What an agent loop returns. `parts`: what the model wrote, what a tool answered, what the model wrote, and so on;
+    only the model's tokens are trained. A `reward_score` of its own spares the reward manager. `extra_fields` reach it
+    as `tool_extra_fields`.
+    """
+
+    parts: Sequence[str] = ()
+    prompt: str | None = None
+    num_turns: int | None = None
+    reward_score: float | None = None
+    extra_fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+Written: TypeAlias = "str | VerlOutput | Sequence[VerlOutput]"
+Respond: TypeAlias = Callable[[VerlDraft, random.Random], "Written | Awaitable[Written]"]
+Hold: TypeAlias = Callable[[VerlDraft], bool]
+
+
+def answer_by_chance(draft: VerlDraft, rng: random.Random) -> str:
+    """The default response: the ground truth, or as often another answer."""
+    right = rng.random() < 0.5
+    return f"The answer is {draft.ground_truth if right else rng.randrange(100, 1000)}"
+
+
+@dataclass
+class AgentOutput:
+    """One output of a trajectory, in tokens."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    num_turns: int
+    reward_score: Any = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+
+
+class VerlEngine:
+    """Writes the responses; lives on one event loop, `held` may be released from any thread."""
+
+    def __init__(self, respond: Respond, hold: Hold | None, tokenizer: Any, seed: int) -> None:
+        self.tokenizer = tokenizer
+        self.held: HeldGenerations[VerlDraft] = HeldGenerations()
+        self._respond, self._hold, self._seed = respond, hold, seed
+        self._asked: Counter[str] = Counter()
+
+    async def run(
+        self,
+        columns: Mapping[str, Any],
+        *,
+        number: int,
+        validate: bool,
+        global_step: int,
+        response_length: int,
+        greedy: bool = False,
+    ) -> list[AgentOutput]:
+        """The outputs of one trajectory. Raises whatever `respond` raises."""
+        prompt = self.tokenizer.apply_chat_template(
+            list(columns["raw_prompt"]), tokenize=False, add_generation_prompt=True
+        )
+        draft = VerlDraft(columns, prompt, str(columns["uid"]), number, validate, global_step, greedy)
+        self._asked["val" if validate else "train"] += 1
+        rng = random.Random(f"{self._seed}/{validate}/{global_step}/{self._asked.total()}")
+        written = self._respond(draft, rng)
+        written = await written if inspect.isawaitable(written) else written
+        if self._hold is not None and self._hold(draft):
+            await self.held.wait(draft)
+        if isinstance(written, str):
+            written = VerlOutput([written], num_turns=2)
+        outputs = [written] if isinstance(written, VerlOutput) else list(written)
+        return [self._tokens(output, prompt, response_length, global_step) for output in outputs]
+
+    def _tokens(self, output: VerlOutput, prompt: str, limit: int, global_step: int) -> AgentOutput:
+        ids: list[int] = []
+        mask: list[int] = []
+        for place, part in enumerate(output.parts):
+            tokens = list(self.tokenizer(part)["input_ids"])
+            if place == len(output.parts) - 1 and part:
+                tokens.append(self.tokenizer.eos_token_id)
+            ids += tokens
+            mask += [1 - place % 2] * len(tokens)
+        version = global_step if global_step < 1 else global_step - 1
+        told: dict[str, Any] = {"turn_scores": [], "tool_rewards": []}
+        told |= dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps"), version)
+        return AgentOutput(
+            prompt_ids=list(self.tokenizer(output.prompt if output.prompt is not None else prompt)["input_ids"]),
+            response_ids=ids[:limit],
+            response_mask=mask[:limit],
+            num_turns=output.num_turns if output.num_turns is not None else len(output.parts) + 1,
+            reward_score=output.reward_score,
+            extra_fields={**told, **output.extra_fields},
+        )

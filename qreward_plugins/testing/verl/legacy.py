@@ -1,0 +1,188 @@
+"""verl's legacy trainer (trainer/ppo/ray_trainer.py): a whole batch is generated and scored; one error ends the run.
+
+The experimental trainers are made of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .base import TrainerBase, critic_values
+from .metrics import data_metrics
+from .protocol import TensorColumns, VerlDataProto, pad_to_divisor
+from .results import VerlStep, VerlValidation
+from .validation import named
+
+MODULE = "verl.trainer.ppo.ray_trainer"
+
+
+class LegacyTrainer(TrainerBase):
+    """`RayPPOTrainer`."""
+
+    advantages_of = MODULE
+    """The module by whose name advantages are computed: the experimental trainers have one of their own."""
+
+    def __init__(self, config: Any, setup: Any, queue: Any = None) -> None:
+        super().__init__(config, setup)
+        self._batches = iter(self.train_dataloader)
+
+    def step(self) -> VerlStep:
+        """One step of the training loop."""
+        self.global_steps += 1
+        calls = self.agent_loops.reward_calls
+        batch = _from_columns(self._next_columns())
+        batch.non_tensor_batch["uid"] = np.array([self._new_uid() for _ in range(len(batch))], dtype=object)
+        count = int(self.config.actor_rollout_ref.rollout.n)
+        wanted = VerlDataProto(None, dict(batch.non_tensor_batch), {"global_steps": self.global_steps})
+        prompts = wanted.repeat(count)
+        if self._estimator == "remax":
+            prompts.non_tensor_batch["__do_sample__"] = np.ones(len(prompts), dtype=bool)
+            greedy = wanted.slice(0, None)
+            greedy.non_tensor_batch["__do_sample__"] = np.zeros(len(greedy), dtype=bool)
+            asked = VerlDataProto.concat([prompts, greedy])
+        else:
+            asked = prompts
+        output = self.setup.run(self.agent_loops.generate_sequences(asked))
+        sampled = output.slice(0, len(prompts))
+        if self._estimator == "remax":
+            baseline = self._scored(output.slice(len(prompts), None))
+            batch.batch["reward_baselines"] = np.asarray(_scores_of(baseline)).sum(axis=-1)
+        batch = self._scored(batch.repeat(count).union(sampled))
+        batch.batch["token_level_scores"] = batch.batch["token_level_rewards"] = _scores_of(batch)
+        if self.use_critic:
+            batch.batch["values"] = critic_values(self.setup, batch)
+        algorithm = self.config.algorithm
+        batch = sys.modules[self.advantages_of].compute_advantage(
+            batch,
+            adv_estimator=algorithm.adv_estimator,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            num_repeat=count,
+            norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
+            config=algorithm,
+        )
+        keys = batch.meta_info.get("reward_extra_keys", [])
+        uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
+        return VerlStep(
+            global_step=self.global_steps,
+            batch=batch,
+            responses=[self._text(ids) for ids in batch.batch["responses"]],
+            uids=uids,
+            sessions=[uids[:row].count(uid) for row, uid in enumerate(uids)],
+            extra_info=[{key: batch.non_tensor_batch[key][row] for key in keys} for row in range(len(batch))],
+            metrics=self._log(self._metrics(batch)),
+            reward_calls=self.agent_loops.reward_calls - calls,
+            padding=[False] * len(batch),
+        )
+
+    def validate(self) -> VerlValidation:
+        """One validation, logged."""
+        self._seen: dict[str, Any] = {}
+        metrics = self._validate()
+        assert metrics, f"val_metrics={metrics!r}"
+        return VerlValidation(self.global_steps, self._log(metrics), **self._seen)
+
+    def _validate(self, merged: bool = False) -> dict[str, Any]:
+        sources: list[str] = []
+        uids: list[str] = []
+        texts: list[str] = []
+        turns: list[Any] = []
+        infos: dict[str, list[Any]] = {"reward": []}
+        rollout = self.config.actor_rollout_ref.rollout
+        for columns in self.val_dataloader:
+            batch = _from_columns(columns)
+            batch.non_tensor_batch["uid"] = np.array([self._new_uid() for _ in range(len(batch))], dtype=object)
+            batch = batch.repeat(int(rollout.val_kwargs.n))
+            meta = {"validate": True, "global_steps": self.global_steps}
+            asked, missing = pad_to_divisor(
+                VerlDataProto(None, dict(batch.non_tensor_batch), meta), rollout.agent.num_workers
+            )
+            output = self._scored(self.setup.run(self.agent_loops.generate_sequences(asked)))
+            output = output.slice(0, len(asked) - missing)
+            texts += [self._text(ids) for ids in output.batch["responses"]]
+            batch = batch.union(output)
+            uids += list(batch.non_tensor_batch["uid"])
+            scores = [float(value) for value in np.asarray(_scores_of(batch)).sum(axis=-1)]
+            infos["reward"] += scores
+            for key in batch.meta_info.get("reward_extra_keys", []):
+                infos.setdefault(key, []).extend(batch.non_tensor_batch[key].tolist())
+            turns += list(batch.non_tensor_batch["__num_turns__"])
+            sources += list(batch.non_tensor_batch["data_source"])
+        for key, values in infos.items():
+            assert len(values) in (0, len(uids)), f"{key}: len(lst)={len(values)}, len(sample_scores)={len(uids)}"
+        self._seen = {"responses": texts, "scores": infos["reward"], "uids": uids, "extra_info": infos}
+        return self._val_metrics_update(sources, uids, infos, turns)
+
+    def _val_metrics_update(
+        self,
+        data_sources: Sequence[str],
+        sample_uids: Sequence[str],
+        reward_extra_infos_dict: Mapping[str, Sequence[Any]],
+        sample_turns: Sequence[Any],
+    ) -> dict[str, Any]:
+        process = sys.modules[MODULE].process_validation_metrics
+        return named(process(data_sources, sample_uids, reward_extra_infos_dict), sample_turns)
+
+    def _scored(self, batch: VerlDataProto) -> VerlDataProto:
+        """With the scores of a colocated reward model, if there is one."""
+        if self.use_rm and "rm_scores" not in batch.batch:
+            return batch.union(self.reward_loop_manager.compute_rm_score(batch))
+        return batch
+
+    def _next_columns(self) -> dict[str, Any]:
+        columns = next(self._batches, None)
+        if columns is None:
+            self._batches = iter(self.train_dataloader)
+            columns = next(self._batches)
+        return columns
+
+    def _metrics(self, batch: VerlDataProto) -> dict[str, Any]:
+        wide = batch.batch["prompts"].shape[1]
+        attention = np.asarray(batch.batch["attention_mask"])
+        sums = np.asarray(batch.batch["token_level_scores"]).sum(axis=-1)
+        metrics = {
+            "training/global_step": self.global_steps,
+            "training/epoch": (self.global_steps - 1) // max(len(self.train_dataloader), 1),
+            **data_metrics(
+                scores=sums,
+                rewards=np.asarray(batch.batch["token_level_rewards"]).sum(axis=-1),
+                advantages=batch.batch["advantages"],
+                returns=batch.batch["returns"],
+                mask=batch.batch["response_mask"],
+                prompt_lengths=attention[:, :wide].sum(axis=1),
+                response_lengths=attention[:, wide:].sum(axis=1),
+                widths=(wide, batch.batch["responses"].shape[1]),
+                num_turns=batch.non_tensor_batch["__num_turns__"],
+                values=batch.batch["values"] if self.use_critic else None,
+            ),
+        }
+        if self._estimator == "gdpo":
+            for key in self.config.algorithm.get("gdpo_reward_keys", None) or ():
+                if key in batch.non_tensor_batch:
+                    values = np.asarray(batch.non_tensor_batch[key], dtype=np.float32)
+                    for name, function in (("mean", np.mean), ("std", np.std), ("max", np.max), ("min", np.min)):
+                        metrics[f"gdpo/{key}/{name}"] = float(function(values))
+        return metrics
+
+    @property
+    def _estimator(self) -> str:
+        return str(self.config.algorithm.adv_estimator)
+
+    def _text(self, ids: Any) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+
+def _from_columns(columns: Mapping[str, Any]) -> VerlDataProto:
+    tensors = {name: values for name, values in columns.items() if name == "dummy_tensor"}
+    rest = {name: values for name, values in columns.items() if name not in tensors}
+    return VerlDataProto(TensorColumns(tensors), rest)
+
+
+def _scores_of(batch: VerlDataProto) -> Any:
+    if "rm_scores" not in batch.batch:
+        raise KeyError(f'key "rm_scores" not found in TensorDict with keys {sorted(batch.batch)}')
+    return batch.batch["rm_scores"]

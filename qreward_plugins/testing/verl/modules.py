@@ -1,0 +1,145 @@
+"""The names that reward code imports from verl, for a test without verl; and Ray's, while a trainer is played."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+from ..stand_in_modules import stand_in_modules
+from .base import Tracking, compute_advantage
+from .legacy import MODULE as LEGACY
+from .legacy import LegacyTrainer
+from .protocol import VerlDataProto, VerlDataProtoItem
+from .reward_functions import default_compute_score, get_custom_reward_fn, load_extern_object
+from .reward_loop import RewardLoopManager, RewardLoopWorker, load_manager, resolve_manager
+from .reward_managers import DAPORewardManager, NaiveRewardManager, Registry, RewardManagerBase
+from .transfer_queue import TransferQueue
+from .v1 import MODULE as V1
+from .v1 import V1Trainer, compute_advantage_for_multi_trajectories
+from .validation import validation_metrics
+
+_log = logging.getLogger("verl")
+
+SEPARATION = "verl.experimental.separation.ray_trainer"
+ONE_STEP_OFF = "verl.experimental.one_step_off_policy.ray_trainer"
+_OURS = ("verl_adapter",)
+"""Packages that are imported anew on the stand-ins, and that are put back afterwards."""
+
+_registries: list[Registry] = []
+
+
+@contextmanager
+def verl_stand_in(modules: Mapping[str, Mapping[str, Any]] | None = None) -> Iterator[TransferQueue]:
+    """Let reward managers import a few names from where verl 0.9 has them, for a `FakeVerlTrainer`; also where verl is
+    installed.
+
+    They are `verl.DataProto`, the registry of reward managers (`register`, `get_reward_manager_cls`), their base class
+    and the managers `naive` and `dapo`, `load_reward_manager`, `get_custom_reward_fn` and `resolve_reward_manager_cls`,
+    `default_compute_score`, `load_extern_object`, `RewardLoopManager` and `RewardLoopWorker`, the trainers, `Tracking`,
+    and `transfer_queue`. Anything else under `verl` is a `ModuleNotFoundError`. `modules` are there as well.
+
+    As an import of verl does, entering it loads the entry points of the group `verl.plugins`
+    (`VERL_USE_EXTERNAL_PLUGINS`) and the modules that `VERL_USE_EXTERNAL_MODULES` names. `verl_adapter` is imported
+    anew on the stand-ins. A `FakeVerlTrainer` enters it by itself; a test does, in a fixture or in `conftest.py`, whose
+    own modules import verl. Leaving it takes the modules away again. For one thread at a time.
+    """
+    queue, registry = TransferQueue(), Registry()
+    for outer in _registries:
+        registry.classes |= {name: cls for name, cls in outer.classes.items() if not _is_ours(cls)}
+    contents = {**_contents(registry, queue), **(modules or {})}
+    path = str(Path(__file__).with_name("worker_path"))
+    with stand_in_modules(contents, proof="verl", over_installed=True, anew=_OURS):
+        sys.path.insert(0, path)
+        _registries.append(registry)
+        try:
+            _load_plugins()
+            yield queue
+        finally:
+            _registries.remove(registry)
+            sys.path.remove(path)
+
+
+def _is_ours(cls: type[Any]) -> bool:
+    return cls.__module__.split(".")[0] in _OURS
+
+
+def _contents(registry: Registry, queue: TransferQueue) -> dict[str, Mapping[str, Any]]:
+    loop = {"RewardLoopWorker": RewardLoopWorker, "RewardLoopManager": _anew(RewardLoopManager, registry=registry)}
+    managers = {
+        "DAPORewardManager": DAPORewardManager,
+        "NaiveRewardManager": NaiveRewardManager,
+        "register": registry.register,
+        "get_reward_manager_cls": registry.get,
+    }
+    legacy = _anew(LegacyTrainer, __module__=LEGACY, __name__="RayPPOTrainer")
+    v1 = _anew(V1Trainer, __module__=V1, __name__="PPOTrainer")
+    one_step_off = type("OneStepOffRayTrainer", (legacy,), {"__module__": ONE_STEP_OFF, "advantages_of": SEPARATION})
+    advantages = {"compute_advantage": compute_advantage}
+    validation = {"process_validation_metrics": validation_metrics}
+    reward_loop = "verl.experimental.reward_loop"
+    return {
+        "verl": {"DataProto": VerlDataProto, "__version__": "0.9.1"},
+        "verl.protocol": {"DataProto": VerlDataProto, "DataProtoItem": VerlDataProtoItem},
+        "verl.experimental": {},
+        reward_loop: loop,
+        f"{reward_loop}.reward_loop": loop,
+        f"{reward_loop}.reward_manager": managers,
+        f"{reward_loop}.reward_manager.base": {"RewardManagerBase": RewardManagerBase},
+        f"{reward_loop}.reward_manager.dapo": {"DAPORewardManager": DAPORewardManager},
+        f"{reward_loop}.reward_manager.naive": {"NaiveRewardManager": NaiveRewardManager},
+        f"{reward_loop}.reward_manager.registry": {"REWARD_MANAGER": registry.classes, **managers},
+        "verl.experimental.one_step_off_policy": {},
+        ONE_STEP_OFF: {"OneStepOffRayTrainer": one_step_off},
+        "verl.experimental.separation": {},
+        SEPARATION: advantages,
+        "verl.trainer": {},
+        "verl.trainer.ppo": {},
+        LEGACY: {"RayPPOTrainer": legacy, **advantages, **validation},
+        "verl.trainer.ppo.metric_utils": validation,
+        "verl.trainer.ppo.reward": {
+            "get_custom_reward_fn": get_custom_reward_fn,
+            "load_reward_manager": partial(load_manager, registry),
+            "resolve_reward_manager_cls": partial(resolve_manager, registry),
+        },
+        "verl.trainer.ppo.v1": {},
+        V1: {
+            "PPOTrainer": v1,
+            "compute_advantage_for_multi_trajectories": compute_advantage_for_multi_trajectories,
+            **validation,
+        },
+        "verl.utils": {},
+        "verl.utils.import_utils": {"load_extern_object": load_extern_object},
+        "verl.utils.reward_score": {"default_compute_score": default_compute_score},
+        "verl.utils.tracking": {"Tracking": _anew(Tracking, told=[])},
+        "transfer_queue": {"kv_batch_get": queue.kv_batch_get},
+    }
+
+
+def _anew(cls: type[Any], **changed: Any) -> Any:
+    """A class with the same methods as its own: what wraps them does so for as long as the stand-ins are there."""
+    body = {name: value for name, value in vars(cls).items() if name not in ("__dict__", "__weakref__")}
+    name = changed.pop("__name__", cls.__name__)
+    return type(name, (cls,), {**body, **changed})
+
+
+def _load_plugins() -> None:
+    for name in filter(None, os.environ.get("VERL_USE_EXTERNAL_MODULES", "").split(",")):
+        importlib.import_module(name)
+    chosen = os.environ.get("VERL_USE_EXTERNAL_PLUGINS", "auto").strip()
+    if chosen.lower() == "none":
+        return
+    for plugin in entry_points(group="verl.plugins"):
+        if chosen.lower() != "auto" and plugin.name not in [name.strip() for name in chosen.split(",")]:
+            continue
+        try:
+            plugin.load()
+        except Exception as error:  # verl says no more than this
+            _log.debug("Failed to load plugin '%s': %s", plugin.name, error)

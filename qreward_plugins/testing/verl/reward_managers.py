@@ -1,0 +1,165 @@
+"""verl's base class of reward managers, its registry, and the managers `naive` and `dapo`."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from .reward_functions import default_compute_score
+from .tensors import VerlTensor
+
+
+class RewardManagerBase(ABC):
+    """`verl.experimental.reward_loop.reward_manager.base.RewardManagerBase`."""
+
+    _class_initialized = False
+
+    def __init__(self, config: Any, tokenizer: Any, compute_score: Any) -> None:
+        self.config = config
+        self.tokenizer = tokenizer
+        self.compute_score = compute_score
+        self.loop = asyncio.get_running_loop()
+        self.init_class(config, tokenizer)
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: Any) -> None:
+        cls._class_initialized = True
+
+    @abstractmethod
+    async def run_single(self, data: Any) -> Any:
+        raise NotImplementedError
+
+    @classmethod
+    def assemble_rm_scores(cls, data: Any, scores: Sequence[Any]) -> VerlTensor:
+        """Each score at the last token of its response: (rows, response length)."""
+        prompts = data.batch["prompts"].shape[1]
+        lengths = np.asarray(data.batch["attention_mask"])[:, prompts:].sum(axis=1)
+        rewards = np.zeros(data.batch["responses"].shape, dtype=np.float32)
+        rewards[np.arange(len(rewards)), lengths - 1] = float32_column(scores)
+        return rewards.view(VerlTensor)
+
+
+class NaiveRewardManager(RewardManagerBase):
+    """`naive`: what the reward function returns is the score, or has it below `score`."""
+
+    tools = True
+
+    def __init__(
+        self,
+        config: Any,
+        tokenizer: Any,
+        compute_score: Any,
+        reward_router_address: str | None = None,
+        reward_model_tokenizer: Any = None,
+    ) -> None:
+        super().__init__(config, tokenizer, compute_score)
+        self.compute_score = compute_score or default_compute_score
+        self.is_async_reward_score = _is_async(self.compute_score)
+        self.reward_router_address = reward_router_address
+        self.reward_model_tokenizer = reward_model_tokenizer
+
+    async def run_single(self, data: Any) -> dict[str, Any]:
+        item = data[-1:][0]
+        ids = item.batch["responses"]
+        length = item.batch["attention_mask"][-ids.shape[-1] :].sum()
+        columns = item.non_tensor_batch
+        info = columns.get("extra_info", {})
+        if self.tools:
+            info.update((columns.get("tool_extra_fields") or {}).items())
+            info["num_turns"] = columns.get("__num_turns__")
+            info["rollout_reward_scores"] = columns.get("reward_scores", {})
+        arguments = {
+            "data_source": columns["data_source"],
+            "ground_truth": columns["reward_model"]["ground_truth"],
+            "extra_info": info,
+        }
+        arguments["solution_str"] = await self.loop.run_in_executor(
+            None, lambda: self.tokenizer.decode(ids[:length], skip_special_tokens=True)
+        )
+        if self.reward_router_address is not None:
+            arguments["reward_router_address"] = self.reward_router_address
+            arguments["reward_model_tokenizer"] = self.reward_model_tokenizer
+        if self.is_async_reward_score:
+            result = await self.compute_score(**arguments)
+        else:
+            result = await self.loop.run_in_executor(None, lambda: self.compute_score(**arguments))
+        if isinstance(result, dict):
+            return self._with_penalty(result["score"], dict(result), int(length))
+        return self._with_penalty(result, {"acc": result}, int(length))
+
+    def _with_penalty(self, score: Any, info: dict[str, Any], length: int) -> dict[str, Any]:
+        return {"reward_score": score, "reward_extra_info": info}
+
+
+class DAPORewardManager(NaiveRewardManager):
+    """`dapo`: `naive` less a penalty for responses that come near the longest allowed."""
+
+    tools = False
+
+    def __init__(self, config: Any, tokenizer: Any, compute_score: Any, *rest: Any, **named: Any) -> None:
+        super().__init__(config, tokenizer, compute_score, *rest, **named)
+        kwargs = config.reward.get("reward_kwargs", {})
+        self.overlong_buffer_cfg = kwargs.get("overlong_buffer_cfg", None)
+        self.max_resp_len = kwargs.get("max_resp_len", None)
+        if self.overlong_buffer_cfg is not None and self.overlong_buffer_cfg.enable:
+            assert self.max_resp_len is not None, "max_resp_len must be provided if overlong_buffer_cfg is enabled"
+            assert self.max_resp_len >= self.overlong_buffer_cfg.len, (
+                "max_resp_len must be larger than overlong_buffer.len"
+            )
+
+    def _with_penalty(self, score: Any, info: dict[str, Any], length: int) -> dict[str, Any]:
+        cfg = self.overlong_buffer_cfg
+        if cfg is not None and cfg.enable:
+            exceeds = length - (self.max_resp_len - cfg.len)
+            penalty = min(-exceeds / cfg.len * cfg.penalty_factor, 0)
+            score += penalty
+            if cfg.log:
+                info |= {"overlong_reward": penalty, "overlong": penalty < 0}
+        return {"reward_score": score, "reward_extra_info": info}
+
+
+class Registry:
+    """verl's registry of reward managers."""
+
+    def __init__(self) -> None:
+        self.classes: dict[str, type[Any]] = {"naive": NaiveRewardManager, "dapo": DAPORewardManager}
+
+    def register(self, name: str) -> Callable[[type[Any]], type[Any]]:
+        """A decorator that registers a class. Raises `ValueError` if another one has the name."""
+
+        def decorate(cls: type[Any]) -> type[Any]:
+            known = self.classes.get(name)
+            if known is not None and known != cls:
+                raise ValueError(f"reward manager {name} has already been registered: {known} vs {cls}")
+            self.classes[name] = cls
+            return cls
+
+        return decorate
+
+    def get(self, name: str) -> type[Any]:
+        """The class of this name. Raises `ValueError`."""
+        if name not in self.classes:
+            raise ValueError(f"Unknown reward manager: {name}")
+        return self.classes[name]
+
+
+def float32_column(scores: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """Scores as `torch.tensor(scores, dtype=torch.float32)` has them: 1e39 is infinite. Raises `TypeError` for None and
+    `ValueError` for a text.
+    """
+    for score in scores:
+        if isinstance(score, str):
+            raise ValueError("too many dimensions 'str'")
+        if score is None or not hasattr(score, "__float__"):
+            raise TypeError(f"must be real number, not {type(score).__name__}")
+    with np.errstate(over="ignore"):
+        return np.array([float(score) for score in scores], dtype=np.float64).astype(np.float32)
+
+
+def _is_async(function: Any) -> bool:
+    return inspect.iscoroutinefunction(function)

@@ -1,0 +1,121 @@
+"""Tensors without torch: numpy arrays with the methods that reward code calls on a row of verl's batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+FLOAT32_MAX = float(np.finfo(np.float32).max)
+
+
+class _Size(int):
+    """The number of elements as numpy has it (`a.size`), and the shape as torch has it (`a.size()`, `a.size(0)`)."""
+
+    shape: tuple[int, ...]
+
+    def __call__(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+
+class VerlTensor(np.ndarray):
+    """A numpy array that answers to the methods of a torch tensor on the CPU: `sum(dim=)`, `bool()`, `long()`,
+    `size(0)`, `numel()`, `unsqueeze()`, `detach().cpu().numpy()` and so on. Slices are views, as in torch. A single
+    element is a numpy scalar.
+    """
+
+    device = "cpu"
+
+    def sum(self, axis: Any = None, dtype: Any = None, out: Any = None, **kwargs: Any) -> Any:
+        axis = kwargs.pop("dim", axis)
+        return np.ndarray.sum(self, axis=axis, dtype=dtype, out=out, **kwargs)
+
+    @property
+    def size(self) -> Any:
+        size = _Size(int(np.prod(self.shape, dtype=np.int64)))
+        size.shape = self.shape
+        return size
+
+    def bool(self) -> Any:
+        return self.astype(np.bool_)
+
+    def long(self) -> Any:
+        return self.astype(np.int64)
+
+    def int(self) -> Any:
+        return self.astype(np.int32)
+
+    def float(self) -> Any:
+        return self.astype(np.float32)
+
+    def to(self, *_: Any, **__: Any) -> VerlTensor:
+        return self
+
+    def cpu(self) -> VerlTensor:
+        return self
+
+    def detach(self) -> VerlTensor:
+        return self
+
+    def clone(self) -> Any:
+        return self.copy()
+
+    def numpy(self) -> np.ndarray[Any, Any]:
+        return self.view(np.ndarray)
+
+    def numel(self) -> Any:
+        return int(self.size)
+
+    def dim(self) -> Any:
+        return self.ndim
+
+    def unsqueeze(self, dim: Any) -> Any:
+        return np.expand_dims(self, dim).view(VerlTensor)
+
+    def new_tensor(self, values: Any) -> VerlTensor:
+        return tensor(values, self.dtype)
+
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: Any = False) -> Any:
+        return array[()] if not array.shape else array.view(VerlTensor)
+
+
+def tensor(values: Any, dtype: Any = None) -> VerlTensor:
+    """A tensor of these values."""
+    return np.asarray(values, dtype=dtype).view(VerlTensor)
+
+
+def zeros(*shape: int, dtype: Any = np.float32) -> VerlTensor:
+    """A tensor of zeros."""
+    return np.zeros(shape, dtype=dtype).view(VerlTensor)
+
+
+def padded(rows: Sequence[Sequence[Any]], *, dtype: Any = np.int64, value: Any = 0, width: int = 0) -> VerlTensor:
+    """Rows of different lengths as one tensor, padded on the right."""
+    width = max([width, *map(len, rows)])
+    out = np.full((len(rows), width), value, dtype=dtype)
+    for place, row in enumerate(rows):
+        out[place, : len(row)] = row
+    return out.view(VerlTensor)
+
+
+def as_float32(value: Any) -> Any:
+    """What an element of a float32 tensor becomes when it is set to `value`, with torch's errors."""
+    if isinstance(value, np.ndarray) and value.shape == ():
+        value = value[()]
+    if hasattr(value, "item") and not isinstance(value, np.ndarray):
+        value = value.item()
+    if not isinstance(value, (bool, int, float)):
+        raise TypeError(f"can't assign a {type(value).__name__} to a torch.FloatTensor")
+    number = float(value)
+    if abs(number) > FLOAT32_MAX and number not in (float("inf"), float("-inf")):
+        raise RuntimeError("value cannot be converted to type float without overflow")
+    return np.float32(number)
+
+
+def objects(values: Iterable[Any]) -> np.ndarray[Any, Any]:
+    """A column of objects, whatever they are."""
+    listed = list(values)
+    column = np.empty(len(listed), dtype=object)
+    column[:] = listed
+    return column

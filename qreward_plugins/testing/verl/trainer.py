@@ -1,0 +1,210 @@
+"""A stand-in for verl 0.9's trainers, for unit tests of reward functions, reward managers and their configuration.
+
+What goes wrong there in rewards goes wrong hours into a run: None is a KeyError, NaN trains, an exception ends one
+trainer and drops a sample in the other. The stand-in makes the same calls in the same order and fails in the same way,
+with no verl, torch, Ray or GPU, in milliseconds; it needs numpy.
+
+    with FakeVerlTrainer(["algorithm.adv_estimator=grpo"], reward=my_function) as trainer:
+        step = trainer.step()
+        validation = trainer.validate()
+    assert not step.poisoned
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, TypeVar
+
+from omegaconf import DictConfig
+
+from ..background_loop import BackgroundLoop
+from ..tokenizer import WordTokenizer
+from .actors import FakeRay
+from .base import Setup
+from .configuration import check_config, compose_config
+from .data import DEFAULT_ROWS, Row
+from .engine import Hold, Respond, VerlDraft, VerlEngine, answer_by_chance
+from .legacy import MODULE as LEGACY
+from .modules import ONE_STEP_OFF, verl_stand_in
+from .protocol import VerlDataProto
+from .results import VerlStep, VerlValidation
+from .reward_loop import Played
+from .v1 import MODULE as V1
+
+T = TypeVar("T")
+
+_CLOSING_S = 60.0
+
+
+class FakeVerlTrainer:
+    """verl's trainers with their inference and their training played.
+
+    `config`: overrides as on verl's command line (`"reward.reward_manager.name=qreward"`, `"+reward_manager=qreward"`),
+    a mapping laid over verl's defaults, or a composed configuration. The defaults are verl's, but for
+    `data.train_batch_size` and `actor_rollout_ref.rollout.n`, which are 4, and the lengths of prompts and responses, 64
+    tokens. `trainer.use_v1` and `trainer.v1.trainer_mode` choose the trainer; `experimental="one_step_off"` plays that
+    one, which is made of the legacy trainer.
+
+    `rows`: the data set, each row a question or a mapping as in verl's parquet files, with `ground_truth` for short;
+    `val_rows`: that of the validation. `reward`: the reward function, in place of `reward.custom_reward_function.path`.
+    `respond(draft, rng)` writes a response (it may be async): a text, or a `VerlOutput` for several turns, or a list of
+    them for several outputs of one trajectory (V1). `hold(draft)` true: this response waits for `release()`.
+    `values(batch)`: what the critic says, (rows, response length). `seed` fixes all that is random, which reward worker
+    gets a sample among it. `timeout_s` bounds a step and a validation, where verl would wait for ever; None: it does.
+
+    Reward workers are objects on one event loop, where verl has processes; `kill_worker` ends one. A reward manager
+    with an `aclose` is closed at the end. `tracked` is what the tracker got: (step, metrics). While the trainer is
+    open, `import verl` and `import ray` give stand-ins (`verl_stand_in`).
+
+    Raises what Hydra raises for overrides that verl would refuse, `ValueError` and `AssertionError` where verl does not
+    start, and whatever making the reward managers raises. Leaving the context closes it. Methods are for one thread,
+    except `release` and `wait_until_held`.
+    """
+
+    def __init__(
+        self,
+        config: DictConfig | Mapping[str, Any] | Iterable[str] = (),
+        *,
+        rows: Sequence[Row] = DEFAULT_ROWS,
+        val_rows: Sequence[Row] = (),
+        reward: Callable[..., Any] | None = None,
+        respond: Respond = answer_by_chance,
+        hold: Hold | None = None,
+        values: Callable[[VerlDataProto], Any] | None = None,
+        tokenizer: Any = None,
+        experimental: str | None = None,
+        seed: int = 0,
+        timeout_s: float | None = 60.0,
+    ) -> None:
+        if experimental not in (None, "one_step_off"):
+            raise ValueError(f"experimental is None or 'one_step_off', not {experimental!r}")
+        self.config = compose_config(config)
+        check_config(self.config)
+        self._timeout_s = timeout_s
+        self._ended: BaseException | None = None
+        self._background: ThreadPoolExecutor | None = None
+        self._engine = VerlEngine(respond, hold, tokenizer if tokenizer is not None else WordTokenizer(), seed)
+        self._loop = BackgroundLoop("fake-verl-actors", "FakeVerlTrainer")
+        self._finalizer = weakref.finalize(self, self._loop.close)
+        self._ray = FakeRay(self._loop.loop)
+        self._modules = ExitStack()
+        try:
+            queue = self._modules.enter_context(verl_stand_in(self._ray.modules()))
+            manager = sys.modules["verl.experimental.reward_loop.reward_loop"].RewardLoopManager
+            manager.played = Played(self._ray, self._engine.tokenizer, reward)
+            told = sys.modules["verl.utils.tracking"].Tracking.told
+            setup = Setup(self._engine, rows, val_rows, self._run, seed, values, told)
+            self._trainer = _trainer_class(self.config, experimental)(self.config, setup, queue)
+            self._trainer.start()
+            self._wait_for_workers()
+        except BaseException:
+            self.close()
+            raise
+
+    def step(self) -> VerlStep:
+        """One step: a batch generated, rewarded, and made ready for training; and what the tracker got.
+
+        Raises what ends verl's run, after which any further step is a `RuntimeError`, and `TimeoutError`.
+        """
+        step: VerlStep = self._whole(self._trainer.step)
+        return step
+
+    def start_step(self) -> Future[VerlStep]:
+        """`step` in a thread of its own, for tests that act while it runs."""
+        if self._background is None:
+            self._background = ThreadPoolExecutor(1, thread_name_prefix="fake-verl-trainer")
+        return self._background.submit(self.step)
+
+    def validate(self) -> VerlValidation:
+        """Generate and reward `val_rows`, `val_kwargs.n` times each. Raises like `step`."""
+        if not len(self._trainer.val_dataloader.dataset):
+            raise ValueError("there is nothing to validate on: set val_rows")
+        validation: VerlValidation = self._whole(self._trainer.validate)
+        return validation
+
+    @property
+    def tracked(self) -> list[tuple[int, dict[str, Any]]]:
+        """What the tracker got so far: the step, and its metrics."""
+        return list(self._trainer.setup.told)
+
+    @property
+    def reward_managers(self) -> list[Any]:
+        """The reward managers, one for each worker. They belong to the trainer's event loop: look only."""
+        return [self._loop.run(handle._actor.instance()).reward_manager for handle in self._workers]
+
+    @property
+    def peak_calls(self) -> list[int]:
+        """For each reward worker the most calls that it had under way at once."""
+        return [handle._actor.peak for handle in self._workers]
+
+    def kill_worker(self, number: int) -> None:
+        """End a reward worker: its calls fail with `RayActorError`, those under way and all later ones."""
+        self._ray.kill(self._workers[number])
+
+    def release(self, which: Hold | None = None) -> int:
+        """Let held responses finish (those for which `which` is true), and say how many. From any thread."""
+        return self._engine.held.release(which)
+
+    def wait_until_held(self, count: int, timeout_s: float = 20.0) -> None:
+        """Block until `count` responses are held; for tests with `start_step`. Raises `TimeoutError`."""
+        self._engine.held.wait_until(count, timeout_s)
+
+    def close(self) -> None:
+        """End what still runs, close the reward managers, stop the threads. May be called more than once."""
+        try:
+            if self._finalizer.alive:
+                self._loop.run(self._ray.aclose(), _CLOSING_S)
+        finally:
+            self._finalizer()
+            self._modules.close()
+            if self._background is not None:
+                self._background.shutdown()
+
+    def __enter__(self) -> FakeVerlTrainer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def _workers(self) -> list[Any]:
+        return list(self._trainer.reward_loop_manager.reward_loop_workers)
+
+    def _wait_for_workers(self) -> None:
+        """In verl a worker that cannot be made shows with the first call to it, which ends the run just as well."""
+        for handle in self._workers:
+            self._loop.run(handle._actor.instance(), self._timeout_s)
+
+    def _whole(self, work: Callable[[], T]) -> T:
+        if self._ended is not None:
+            raise RuntimeError(f"the run has ended: {self._ended!r}") from self._ended
+        try:
+            return work()
+        except BaseException as error:
+            self._ended = error
+            raise
+
+    def _run(self, coroutine: Any) -> Any:
+        return self._loop.run(coroutine, self._timeout_s, self._waiting_for)
+
+    def _waiting_for(self) -> str:
+        calls = sum(len(handle._actor._running) for handle in self._workers)
+        held = len(self._engine.held)
+        waiting = f"{calls} reward calls and {held} responses are pending"
+        return f"verl would wait for ever: after {self._timeout_s} s {waiting}"
+
+
+def _trainer_class(config: DictConfig, experimental: str | None) -> Any:
+    if experimental is not None:
+        return sys.modules[ONE_STEP_OFF].OneStepOffRayTrainer
+    return sys.modules[V1].PPOTrainer if config.trainer.use_v1 else sys.modules[LEGACY].RayPPOTrainer
+
+
+__all__ = ["FakeVerlTrainer", "VerlDraft"]

@@ -1,0 +1,200 @@
+"""verl's queue of trajectories, and the replay buffer that samples groups of them (trainer/ppo/v1/replay_buffer.py)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from .tensors import objects
+
+FILTERED_COUNTS = "_dapo_filtered_reward_counts"
+
+
+@dataclass
+class Prompt:
+    """A group: `status` is running, finished or failure; `rows` are its trajectories by key."""
+
+    uid: str
+    global_steps: int
+    status: str = "running"
+    rows: dict[str, dict[str, Any]] = field(default_factory=dict)
+    errors: list[tuple[int, BaseException]] = field(default_factory=list)
+
+
+class TransferQueue:
+    """Prompts by partition ("train", "val"). `changed` is notified on the event loop whenever a prompt ends."""
+
+    def __init__(self) -> None:
+        self.partitions: dict[str, dict[str, Prompt]] = {"train": {}, "val": {}}
+        self.taken: dict[str, dict[str, dict[str, Any]]] = {"train": {}, "val": {}}
+        self.changed = asyncio.Event()
+
+    def kv_batch_get(self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> dict[str, Any]:
+        """Columns of trajectories; a field that none of them has is not there."""
+        rows = [self.taken[partition_id][key] for key in keys]
+        names = [name for name in select_fields if any(name in row for row in rows)]
+        return {name: objects(row.get(name) for row in rows) for name in names}
+
+
+class ReplayBuffer:
+    """Samples groups for a step. Sync: those that failed are sampled with what is left of them, unless
+    `refill_failed`. Async: those that failed, or are too old, are replaced. Both replace groups whose `metric` is the
+    same in all trajectories (DAPO).
+    """
+
+    def __init__(
+        self,
+        queue: TransferQueue,
+        *,
+        is_async: bool,
+        metric: str | None,
+        refill: Callable[[int], None],
+        refill_failed: bool,
+        max_inflight: int,
+        max_age: int | None,
+        drops_old: bool,
+    ) -> None:
+        self.evicted: list[str] = []
+        self._queue = queue
+        self._is_async = is_async
+        self._metric = metric
+        self._refill = refill
+        self._refill_failed = refill_failed
+        self._max_inflight = max_inflight
+        self._max_age, self._drops_old = max_age, drops_old
+
+    async def sample(self, step: int, partition: str, size: int) -> tuple[list[Prompt], dict[str, Any]]:
+        """Wait for enough groups, replacing those that do not count. Raises `RuntimeError` where a group lacks the
+        metric of the filter, and in sync mode where nothing is left of all groups.
+        """
+        metrics: dict[str, Any] = {}
+        training = partition == "train"
+        filters = training and self._metric is not None
+        credit, draining = 0, False
+        while True:
+            self._queue.changed.clear()
+            prompts = self._queue.partitions[partition]
+            stale, filtered, failed = self._to_evict(step, prompts) if training else (set(), {}, set())
+            evicted = stale | set(filtered) | failed
+            self._evict(prompts, step, stale, filtered, failed, metrics)
+            usable = [prompt for prompt in prompts.values() if prompt.status != "running"]
+            inflight = len(prompts) - len(usable)
+            enough = len(usable) >= size
+            if self._is_async and training:
+                if evicted:
+                    self._refill(len(evicted))
+                    continue
+                if enough and not self._must_wait(step, prompts):
+                    return self._take(usable, prompts, partition, size), metrics
+            else:
+                if failed and not filters and not enough:
+                    self._refill(len(failed))
+                    continue
+                if filters:
+                    draining = draining or enough
+                    credit = 0 if draining else credit + 2 * len(filtered) + len(failed)
+                    count = min(credit, max(0, self._max_inflight - inflight))
+                    if count > 0:
+                        self._refill(count)
+                        credit -= count
+                        continue
+                if enough and not (filters and inflight):
+                    chosen = self._take(usable, prompts, partition, size)
+                    if filters and prompts:
+                        metrics["training/filter_groups/discarded_surplus_samples"] = len(prompts)
+                        prompts.clear()
+                    if training and not any(prompt.rows for prompt in chosen):
+                        raise RuntimeError(_NOTHING + ("" if self._refill_failed else _ENABLE))
+                    return chosen, metrics
+            await self._queue.changed.wait()
+
+    def _to_evict(self, step: int, prompts: dict[str, Prompt]) -> tuple[set[str], dict[str, float], set[str]]:
+        ended = [prompt for prompt in prompts.values() if prompt.status != "running"]
+        filtered = self._filtered([prompt for prompt in ended if prompt.status == "finished"])
+        failures = [prompt for prompt in ended if prompt.status == "failure"]
+        if not self._is_async:
+            return set(), filtered, {each.uid for each in failures if self._refill_failed and not each.rows}
+        stale = {
+            prompt.uid
+            for prompt in ended
+            if self._drops_old and self._max_age and step - prompt.global_steps + 1 > self._max_age
+            if prompt.status == "finished"
+        }
+        return stale, filtered, {prompt.uid for prompt in failures}
+
+    def _filtered(self, prompts: Sequence[Prompt]) -> dict[str, float]:
+        if self._metric is None:
+            return {}
+        lacking: set[str] = set()
+        filtered: dict[str, float] = {}
+        for prompt in prompts:
+            values = []
+            for row in prompt.rows.values():
+                info = row["extra_fields"].get("reward_extra_info", {})
+                if self._metric == "reward":
+                    values.append(float(np.asarray(row["rm_scores"]).sum()))
+                elif self._metric in info:
+                    values.append(float(info[self._metric]))
+                else:
+                    lacking.add(prompt.uid)
+            if not prompt.rows:
+                lacking.add(prompt.uid)
+            if len(values) > 1 and float(np.std(values)) == 0.0:
+                filtered[prompt.uid] = float(values[0])
+        if lacking:
+            raise RuntimeError(f"Finished groups are missing DAPO metric {self._metric!r}: {sorted(lacking)[:5]}")
+        return filtered
+
+    def _evict(
+        self,
+        prompts: dict[str, Prompt],
+        step: int,
+        stale: set[str],
+        filtered: dict[str, float],
+        failed: set[str],
+        metrics: dict[str, Any],
+    ) -> None:
+        if stale:
+            ages = [step - prompts[uid].global_steps + 1 for uid in stale]
+            prefix = "training/off_policy/evicted_samples"
+            before = metrics.get(prefix, 0)
+            mean = metrics.get(f"{prefix}_staleness/mean", 0.0) * before + float(np.mean(ages)) * len(ages)
+            metrics[prefix] = before + len(ages)
+            metrics[f"{prefix}_staleness/mean"] = mean / metrics[prefix]
+            metrics[f"{prefix}_staleness/max"] = max(metrics.get(f"{prefix}_staleness/max", 0), *ages)
+            metrics[f"{prefix}_staleness/min"] = min([metrics.get(f"{prefix}_staleness/min", ages[0]), *ages])
+        for name, uids in (("filter_groups", set(filtered)), ("rollout_failure", failed)):
+            if uids:
+                key = f"training/{name}/evicted_samples"
+                metrics[key] = metrics.get(key, 0) + len(uids)
+        if filtered:
+            counts = Counter(metrics.get(FILTERED_COUNTS, {}))
+            counts.update(filtered.values())
+            metrics[FILTERED_COUNTS] = dict(counts)
+        for uid in stale | set(filtered) | failed:
+            self.evicted.append(uid)
+            del prompts[uid]
+
+    def _must_wait(self, step: int, prompts: dict[str, Prompt]) -> bool:
+        if self._drops_old or not self._max_age:
+            return False
+        return any(
+            prompt.status == "running" and step - prompt.global_steps + 1 >= self._max_age
+            for prompt in prompts.values()
+        )
+
+    def _take(self, usable: Sequence[Prompt], prompts: dict[str, Prompt], partition: str, size: int) -> list[Prompt]:
+        chosen = sorted(usable, key=lambda prompt: prompt.global_steps)[:size]
+        for prompt in chosen:
+            del prompts[prompt.uid]
+            self._queue.taken[partition].update(prompt.rows)
+        return chosen
+
+
+_NOTHING = "Sync replay buffer selected terminal groups with no materializable trajectories."
+_ENABLE = " Enable trainer.v1.sampler.sync_refill_failed_groups to replace failed groups."

@@ -1,0 +1,380 @@
+"""`FakeVerlTrainer` with plain reward functions and managers: no verl, no torch, no Ray."""
+
+from __future__ import annotations
+
+import json
+import math
+import subprocess
+import sys
+from collections import Counter
+
+import pytest
+from hydra.errors import HydraException
+
+from qreward_plugins.testing import FakeVerlTrainer, VerlOutput, verl_stand_in
+
+GRPO = "algorithm.adv_estimator=grpo"
+LEGACY = "trainer.use_v1=False"
+BOTH = pytest.mark.parametrize("trainer", [(), (LEGACY,)], ids=["v1", "legacy"])
+
+
+def right(data_source, solution_str, ground_truth, extra_info):
+    return float(ground_truth in solution_str)
+
+
+def in_turns(draft, rng):
+    """Right and wrong answers by turns."""
+    return f"It is {draft.ground_truth if draft.number % 2 else 'nothing'}"
+
+
+def scoring(**scores):
+    """A reward function by the first word of the response; an exception is raised."""
+
+    def score(data_source, solution_str, ground_truth, extra_info):
+        value = scores[solution_str.split()[0]]
+        if isinstance(value, Exception):
+            raise value
+        return value
+
+    return score
+
+
+def saying(*words):
+    """Each response of a prompt is the next word."""
+    return lambda draft, rng: words[draft.number % len(words)]
+
+
+@BOTH
+def test_a_step_has_scores_at_the_last_token_and_advantages_by_group(trainer):
+    with FakeVerlTrainer([GRPO, *trainer], reward=right, respond=in_turns) as fake:
+        step = fake.step()
+    assert step.scores == [0.0, 1.0] * 8
+    assert step.advantages == pytest.approx([-0.866, 0.866] * 8, abs=1e-3)
+    assert Counter(step.uids).most_common(1)[0][1] == 4
+    assert step.sessions == [0, 1, 2, 3] * 4
+    last = step.batch.batch["response_mask"].sum(dim=-1) - 1
+    assert [list(row.nonzero()[0]) for row in step.batch.batch["rm_scores"]][1::2] == [[each] for each in last[1::2]]
+    assert step.metrics["critic/score/mean"] == 0.5
+    assert step.metrics == fake.tracked[-1][1]
+    assert [info["acc"] for info in step.extra_info] == step.scores
+
+
+@BOTH
+def test_the_same_seed_gives_the_same_step(trainer):
+    def play(seed):
+        with FakeVerlTrainer([GRPO, *trainer], reward=right, seed=seed) as fake:
+            step = fake.step()
+            return step.responses, step.advantages, step.uids
+
+    assert play(1) == play(1)
+    assert play(1) != play(2)
+
+
+def test_v1_leaves_out_who_raises_and_fills_up_the_batch():
+    reward = scoring(good=1.0, bad=ValueError("no such answer"), poor=0.0)
+    with FakeVerlTrainer([GRPO], reward=reward, respond=saying("good", "bad", "poor", "poor")) as fake:
+        step = fake.step()
+    assert all(isinstance(error, ValueError) for _, _, error in step.dropped)
+    assert sorted({session for _, session, _ in step.dropped}) == [1]
+    assert sum(step.padding) == 4
+    assert len(step.scores) == 16
+    assert [each for each, pads in zip(step.advantages, step.padding, strict=True) if pads] == [None] * 4
+    assert step.metrics["critic/score/mean"] == pytest.approx(1 / 3)
+
+
+def test_a_lone_survivor_trains_on_its_raw_score():
+    reward = scoring(good=7.0, bad=ValueError("no"))
+    with FakeVerlTrainer([GRPO], reward=reward, respond=saying("good", "bad", "bad", "bad")) as fake:
+        step = fake.step()
+    assert [advantage for advantage in step.advantages if advantage is not None] == pytest.approx([7.0] * 4)
+
+
+def test_v1_ends_where_nothing_is_left():
+    with FakeVerlTrainer([GRPO], reward=scoring(bad=ValueError("no")), respond=saying("bad")) as fake:
+        with pytest.raises(RuntimeError, match="sync_refill_failed_groups to replace"):
+            fake.step()
+        with pytest.raises(RuntimeError, match="the run has ended"):
+            fake.step()
+
+
+def test_the_legacy_trainer_ends_with_the_exception():
+    reward = scoring(good=1.0, bad=ValueError("no such answer"))
+    with (
+        FakeVerlTrainer([GRPO, LEGACY], reward=reward, respond=saying("good", "bad")) as fake,
+        pytest.raises(ValueError, match="no such answer") as caught,
+    ):
+        fake.step()
+    assert type(caught.value).__name__ == "RayTaskError(ValueError)"
+
+
+@pytest.mark.parametrize(("trainer", "error"), [((), "rm_scores"), ((LEGACY,), "incompatible")], ids=["v1", "legacy"])
+def test_none_is_a_key_error(trainer, error):
+    with (
+        FakeVerlTrainer([GRPO, *trainer], reward=scoring(a=1.0, b=None), respond=saying("a", "a", "b", "a")) as fake,
+        pytest.raises(KeyError, match=error),
+    ):
+        fake.step()
+
+
+@BOTH
+def test_nan_trains(trainer):
+    with FakeVerlTrainer([GRPO, *trainer], reward=scoring(a=1.0, b=math.nan), respond=saying("a", "b")) as fake:
+        step = fake.step()
+    assert step.poisoned
+
+
+def test_a_number_too_large_for_float32_drops_a_sample_in_v1_and_is_infinite_in_the_legacy_trainer():
+    reward, respond = scoring(a=1.0, b=1e39), saying("a", "a", "a", "b")
+    with FakeVerlTrainer([GRPO], reward=reward, respond=respond) as fake:
+        assert {str(error) for _, _, error in fake.step().dropped} == {
+            "value cannot be converted to type float without overflow"
+        }
+    with FakeVerlTrainer([GRPO, LEGACY], reward=reward, respond=respond) as fake:
+        assert max(fake.step().scores) == math.inf
+
+
+def test_an_empty_response_is_dropped_by_v1_and_scored_at_the_last_column_by_the_legacy_trainer():
+    reward, respond = (lambda **_: 1.0), saying("a", "", "a", "a")
+    with FakeVerlTrainer([GRPO], reward=reward, respond=respond) as fake:
+        assert all(isinstance(error, IndexError) for _, _, error in fake.step().dropped)
+    with FakeVerlTrainer([GRPO, LEGACY], reward=reward, respond=respond) as fake:
+        step = fake.step()
+    assert step.batch.batch["rm_scores"][1].nonzero()[0].tolist() == [63]
+    assert step.advantages[1] is None
+
+
+def test_extra_info_of_the_first_sample_says_what_the_legacy_trainer_takes():
+    reward = scoring(a={"score": 1.0, "more": 2.0}, b={"score": 0.0})
+    workers = "actor_rollout_ref.rollout.agent.num_workers=1"
+    with (
+        FakeVerlTrainer([GRPO, LEGACY, workers], reward=reward, respond=saying("a", "b")) as fake,
+        pytest.raises(KeyError, match="more"),
+    ):
+        fake.step()
+    with FakeVerlTrainer([GRPO, LEGACY, workers], reward=reward, respond=saying("b", "a")) as fake:
+        assert all("more" not in info for info in fake.step().extra_info)
+    with FakeVerlTrainer([GRPO], reward=reward, respond=saying("a", "b")) as fake:
+        assert [info.get("more") for info in fake.step().extra_info[:2]] == [2.0, None]
+
+
+def test_groups_without_a_difference_are_replaced():
+    overrides = [GRPO, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"]
+    same = {"What is 1 + 2?", "What is 3 + 4?", "What is 5 + 6?"}
+
+    def respond(draft, rng):
+        question = draft.columns["prompt"][0]["content"]
+        return f"It is {draft.ground_truth if question in same or draft.number else 'nothing'}"
+
+    with FakeVerlTrainer(overrides, reward=right, respond=respond) as fake:
+        steps = [fake.step() for _ in range(4)]
+    assert sum(len(step.evicted) for step in steps) >= 3
+    for step in steps:
+        assert step.metrics.get("training/filter_groups/evicted_samples", 0) == len(step.evicted)
+        assert all(scores == 0.75 for scores in [sum(step.scores[i : i + 4]) / 4 for i in range(0, 16, 4)])
+
+
+def test_a_filter_needs_its_metric():
+    overrides = [GRPO, "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=style"]
+    with (
+        FakeVerlTrainer(overrides, reward=right) as fake,
+        pytest.raises(RuntimeError, match="missing DAPO metric 'style'"),
+    ):
+        fake.step()
+
+
+def test_async_trainers_replace_failed_groups():
+    calls = []
+
+    def reward(data_source, solution_str, ground_truth, extra_info):
+        calls.append(1)
+        if len(calls) == 2:
+            raise ValueError("once")
+        return right(data_source, solution_str, ground_truth, extra_info)
+
+    with FakeVerlTrainer([GRPO, "trainer.v1.trainer_mode=colocate_async"], reward=reward) as fake:
+        steps = [fake.step() for _ in range(2)]
+    assert sum(step.metrics.get("training/rollout_failure/evicted_samples", 0) for step in steps) == 1
+    assert all(len(step.scores) == 16 and not any(step.padding) for step in steps)
+
+
+@BOTH
+def test_validation_with_several_responses(trainer):
+    rows = [{"prompt": "a", "ground_truth": "1"}, {"prompt": "b", "ground_truth": "2"}]
+    overrides = [GRPO, "actor_rollout_ref.rollout.val_kwargs.n=4", *trainer]
+    with FakeVerlTrainer(overrides, reward=right, respond=in_turns, val_rows=rows) as fake:
+        validation = fake.validate()
+    assert validation.metrics["val-core/fake/data/acc/mean@4"] == 0.5
+    assert 0.6 < validation.metrics["val-core/fake/data/acc/best@4/mean"] <= 1
+    assert len(validation.scores) == 8
+
+
+def test_a_session_that_failed_counts_as_wrong_where_there_is_acc():
+    rows = [{"prompt": "a", "ground_truth": "1"}]
+    overrides = [GRPO, "actor_rollout_ref.rollout.val_kwargs.n=4"]
+    reward = scoring(good=1.0, bad=ValueError("no"))
+    with FakeVerlTrainer(overrides, reward=reward, respond=saying("good", "bad"), val_rows=rows) as fake:
+        metrics = fake.validate().metrics
+    assert metrics["val-core/fake/data/acc/mean@4"] == 0.5
+    assert metrics["val-aux/fake/data/acc_success_only/mean@2"] == 1.0
+    assert metrics["val-aux/fake/data/reward/mean@2"] == 1.0
+
+
+def test_turns_of_tools_are_not_trained_and_of_several_outputs_the_last_is_judged():
+    seen = []
+
+    def reward(data_source, solution_str, ground_truth, extra_info):
+        seen.append((solution_str, extra_info["num_turns"], extra_info["tool"]))
+        return 1.0
+
+    def respond(draft, rng):
+        first = VerlOutput(["think"])
+        return [first, VerlOutput(["call it", "a tool's answer", "so it is 3"], extra_fields={"tool": "search"})]
+
+    with FakeVerlTrainer([GRPO, "data.train_batch_size=1"], reward=reward, respond=respond) as fake:
+        step = fake.step()
+    assert set(seen) == {("call ita tool's answerso it is 3", 4, "search")}
+    assert len(step.scores) == 8
+    assert step.scores == [1.0] * 8
+    assert step.batch.batch["response_mask"][1].tolist() == [1, 1, 0, 0, 0, 1, 1, 1, 1, 1]
+
+
+def test_samples_are_drawn_to_all_workers_and_a_worker_that_dies_takes_its_own():
+    with FakeVerlTrainer([GRPO, "reward.num_workers=2"], reward=right, respond=in_turns) as fake:
+        fake.kill_worker(0)
+        step = fake.step()
+    assert {type(error).__name__ for _, _, error in step.dropped} == {"RayActorError"}
+    assert 0 < len(step.dropped) < 16
+    with FakeVerlTrainer([GRPO, LEGACY, "reward.num_workers=2"], reward=right) as fake:
+        fake.kill_worker(0)
+        with pytest.raises(Exception, match="actor died"):
+            fake.step()
+
+
+def test_held_responses_make_a_straggler():
+    overrides = [GRPO, "data.train_batch_size=1"]
+    with FakeVerlTrainer(overrides, reward=right, hold=lambda draft: draft.number == 3) as fake:
+        step = fake.start_step()
+        fake.wait_until_held(1)
+        assert fake.release() == 1
+        assert len(step.result().scores) == 4
+
+
+def test_a_step_that_would_never_end_is_a_timeout():
+    with (
+        FakeVerlTrainer([GRPO], reward=right, hold=lambda draft: True, timeout_s=0.2) as fake,
+        pytest.raises(TimeoutError, match="16 responses are pending"),
+    ):
+        fake.step()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "error", "match"),
+    [
+        (["reward.reward_maanger.name=naive"], HydraException, "reward_maanger"),
+        (["qreward.config=x"], HydraException, "qreward"),
+        (["trainer.use_v2=False"], HydraException, "use_v2"),
+        (["reward.reward_manager.name=mine"], ValueError, "Unknown reward manager: mine"),
+        (["reward.reward_manager.source=importlib"], AssertionError, "Module path is required"),
+        (["reward.custom_reward_function.path=/nowhere.py"], FileNotFoundError, "nowhere"),
+        (["trainer.v1.trainer_mode=swift"], ValueError, "swift"),
+        (["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=null"], ValueError, "metric must be"),
+    ],
+)
+def test_mistakes_are_reported_as_verl_does(overrides, error, match):
+    with pytest.raises(error, match=match):
+        FakeVerlTrainer(overrides, reward=None if "custom" in overrides[0] else right)
+
+
+def test_keys_that_do_not_reach_rewards_are_taken():
+    overrides = [
+        GRPO,
+        "actor_rollout_ref.actor.fsdp_config.param_offload=True",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
+        "actor_rollout_ref.rollout.name=vllm",
+        "data.train_files=x.parquet",
+        "reward_model.reward_manager=mine",
+    ]
+    with FakeVerlTrainer(overrides, reward=right) as fake:
+        assert fake.config.reward.reward_manager.name == "naive"
+
+
+def test_a_mapping_is_laid_over_the_defaults():
+    with FakeVerlTrainer({"algorithm": {"adv_estimator": "rloo"}}, reward=right, respond=in_turns) as fake:
+        assert fake.step().advantages[:2] == pytest.approx([-2 / 3, 2 / 3])
+
+
+def test_a_manager_of_ones_own_is_found_by_its_path(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase\n"
+        "class Mine(RewardManagerBase):\n"
+        "    def __init__(self, config, tokenizer, compute_score, **_):\n"
+        "        super().__init__(config, tokenizer, compute_score)\n"
+        "    async def run_single(self, data):\n"
+        "        item = data[-1:][0]\n"
+        "        ids = item.batch['responses'][: int(item.batch['attention_mask'].sum())]\n"
+        "        return {'reward_score': float(len(ids)), 'reward_extra_info': {'seen': len(data)}}\n"
+    )
+    overrides = [
+        GRPO,
+        "reward.reward_manager.source=importlib",
+        "reward.reward_manager.name=Mine",
+        f"reward.reward_manager.module.path={path}",
+    ]
+    with FakeVerlTrainer(overrides, respond=saying("one two")) as fake:
+        assert fake.step().scores == [3.0] * 16
+
+
+@pytest.mark.parametrize("trainer", [(), (LEGACY,)], ids=["v1", "legacy"])
+@pytest.mark.parametrize(
+    "estimator",
+    [
+        *("gae", "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg"),
+        *("reinforce_plus_plus", "reinforce_plus_plus_baseline"),
+    ],
+)
+def test_every_estimator_prefers_the_right_answers(trainer, estimator):
+    overrides = [f"algorithm.adv_estimator={estimator}", *trainer]
+    with FakeVerlTrainer(overrides, reward=scoring(good=1.0, bad=0.0), respond=saying("bad", "good", "bad")) as fake:
+        step = fake.step()
+    means = [sum(step.advantages[row::4]) / 4 for row in range(4)]
+    assert means[1] > max(means[0], means[2], means[3])
+    assert not step.poisoned
+
+
+def test_remax_takes_the_greedy_response_as_its_baseline():
+    def respond(draft, rng):
+        return f"It is {draft.ground_truth if draft.greedy or draft.number else 'nothing'}"
+
+    overrides = ["algorithm.adv_estimator=remax", LEGACY, "actor_rollout_ref.rollout.agent.num_workers=1"]
+    with FakeVerlTrainer(overrides, reward=right, respond=respond) as fake:
+        assert fake.step().advantages == [-1.0, 0.0, 0.0, 0.0] * 4
+
+
+def test_it_runs_where_there_is_neither_verl_nor_torch_nor_ray():
+    program = """
+import importlib.abc, json, sys
+class None_(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name.split(".")[0] in ("verl", "torch", "ray", "tensordict", "transformers", "transfer_queue"):
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+sys.meta_path.insert(0, None_())
+from qreward_plugins.testing import FakeVerlTrainer
+with FakeVerlTrainer(["algorithm.adv_estimator=grpo"], reward=lambda **_: 1.0) as trainer:
+    step = trainer.step()
+print(json.dumps([step.scores, sorted(name for name in sys.modules if name.split(".")[0] in ("torch", "ray", "verl"))]))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert json.loads(done.stdout) == [[1.0] * 16, []]
+
+
+def test_the_stand_in_puts_back_what_was_there():
+    before = {name: module for name, module in sys.modules.items() if name.split(".")[0] in ("verl", "verl_adapter")}
+    with verl_stand_in():
+        from verl import DataProto  # noqa: F401
+
+        assert sys.modules["verl"] is not before.get("verl")
+        with pytest.raises(ModuleNotFoundError):
+            import verl.workers  # noqa: F401
+    after = {name: module for name, module in sys.modules.items() if name.split(".")[0] in ("verl", "verl_adapter")}
+    assert after == before

@@ -102,7 +102,7 @@ def _turn_text(message: Mapping[str, Any]) -> str:
         pieces.extend(_part_text(part) for part in content)
     calls = message.get("tool_calls")
     if calls:
-        pieces.append(f"[tool calls] {_json_text(calls, 'tool_calls')}")
+        pieces.append(f"[tool calls] {_json_text(calls, 'messages.tool_calls')}")
     return readable("\n".join(piece for piece in pieces if piece))
 
 

@@ -48,7 +48,10 @@ class Request:
         """
         found = self._demands.get(source.name)
         if found is None:
-            found = source.demand(self) if isinstance(source, Demanding) else None
+            try:
+                found = source.demand(self) if isinstance(source, Demanding) else None
+            except Exception:  # the scheduler asks for it, and must outlive any source and any sample
+                found = None
             if found is None:
                 texts, overhead = of_messages(self.messages) if self.messages else (_texts(self.sample), 0)
                 found = Demand(Texture.of(texts), overhead, self.max_completion_tokens)
@@ -64,7 +67,7 @@ def _texts(sample: Sample) -> list[str]:
         if isinstance(message, Mapping):
             found += _parts(message.get("content"))
     # By their types, because an object may raise even when it is asked for its class.
-    return [text for text in found if issubclass(type(text), str)]
+    return [str.__str__(text) for text in found if issubclass(type(text), str)]
 
 
 def _parts(content: Any) -> list[Any]:

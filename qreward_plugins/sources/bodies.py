@@ -82,7 +82,7 @@ class _Writer:
             return str.__str__(value)
         if isinstance(value, Mapping):
             return self._mapping(value)
-        if hasattr(value, "tolist") and hasattr(value, "shape"):
+        if kind is not memoryview and hasattr(value, "tolist") and hasattr(value, "shape"):
             return self._array(value)
         if isinstance(value, Set):
             if not self._sets:
@@ -127,11 +127,24 @@ class _Writer:
         items = value.tolist()
         if type(items) is type(value):
             raise InputError(f"it is of type {kind_of(value)}, which JSON does not have")
+        if _is_of_times(value) and not _holds_dates(items):
+            # numpy writes no time as None, and times of nanoseconds as integers.
+            raise InputError("it is a time that JSON has no text for; write it as text")
         plain = self.copy(items)
         # orjson writes a numpy float32 as the shortest text that reads back as the same float32. A Python float would
         # show the digits of float64.
         is_native = type(value).__module__ == "numpy" and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
         return value if is_native else plain
+
+
+def _is_of_times(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and value.dtype.kind in "mM"
+
+
+def _holds_dates(items: Any) -> bool:
+    if isinstance(items, list):
+        return all(map(_holds_dates, items))
+    return isinstance(items, datetime.date)
 
 
 def _integer(value: int) -> int:

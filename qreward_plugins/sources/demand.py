@@ -58,7 +58,7 @@ class Texture:
     def of(cls, texts: Iterable[str | bytes]) -> Texture:
         size = dense = two = three = four = 0
         for text in texts:
-            data = text.encode("utf-8", "surrogatepass") if isinstance(text, str) else text
+            data = str.encode(text, "utf-8", "surrogatepass") if isinstance(text, str) else text
             size += len(data)
             heavy = data.translate(None, _LIGHT)
             foreign = heavy.translate(None, _ASCII)

@@ -8,6 +8,7 @@ import json
 import math
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -209,6 +210,46 @@ def test_a_ground_truth_that_cannot_be_written_is_named(number, judge):
     assert (outcomes[1].cause, outcomes[1].reason) == (Cause.INFRA, "input")
     assert "ground_truth" in outcomes[1].detail
     assert len(bodies) == (judge != "words")
+
+
+@pytest.mark.parametrize("judge", JUDGES)
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"ground_truth": OddText("4")},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": OddText("2 + 2?")}]}]},
+    ],
+    ids=["ground_truth", "part"],
+)
+def test_a_text_that_raises_stops_nobody_s_scheduling(judge, fields):
+    outcomes, _ = scored_all([good(judge, **fields), *(good(judge) for _ in range(5))], deadline_s=20)
+    assert [isinstance(outcome, Scored) for outcome in outcomes[1:]] == [True] * 5
+    assert getattr(outcomes[0], "reason", "input") == "input"
+
+
+@pytest.mark.parametrize("judge", ["words", "posted"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        memoryview(b"4"),
+        np.datetime64("NaT"),
+        np.array(["2026-01-01", "NaT"], dtype="datetime64[D]"),
+        np.datetime64("2026-01-01T00:00:00.000000001"),
+        np.timedelta64(3, "ns"),
+    ],
+    ids=str,
+)
+def test_bytes_and_times_become_neither_numbers_nor_null(value, judge):
+    outcomes, bodies = scored_all([good(judge, ground_truth=value)])
+    assert (outcomes[0].cause, outcomes[0].reason) == (Cause.INFRA, "input")
+    assert "ground_truth" in outcomes[0].detail
+    assert not bodies
+
+
+def test_dates_of_numpy_are_written():
+    outcomes, bodies = scored_all([good("posted", ground_truth=np.array(["2026-01-01"], dtype="datetime64[D]"))])
+    assert isinstance(outcomes[0], Scored)
+    assert bodies[0]["label"] == ["2026-01-01"]
 
 
 def test_extras_that_cannot_be_sent_are_named_with_their_place():

@@ -72,7 +72,7 @@ class Stream:
                     self._room.clear()
                     await self._room.wait()
                 sample = await anext(samples, End())
-                if isinstance(sample, End):
+                if type(sample) is End:  # a sample may raise when it is asked for its class
                     return
                 scoring = asyncio.ensure_future(self._score(sample))
                 scoring.add_done_callback(self._note)

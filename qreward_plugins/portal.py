@@ -113,7 +113,8 @@ class EnginePortal:
 async def _drawn(samples: Iterable[Sample]) -> AsyncIterator[Sample]:
     """The samples, each drawn in a thread, because waiting for one must not block the engine's thread."""
     iterator = iter(samples)
-    while type(sample := await to_thread.run_sync(next, iterator, End(), abandon_on_cancel=True)) is not End:
+    end = End.OF_SAMPLES
+    while (sample := await to_thread.run_sync(next, iterator, end, abandon_on_cancel=True)) is not End.OF_SAMPLES:
         yield sample
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable
 from typing import Any
@@ -14,8 +15,12 @@ END_WITHIN_S = 5.0
 """Longest time, in seconds, for which closing waits for a producer of samples that swallows its cancellation."""
 
 
-class End:
-    """Marks the end of the samples. None would not do, because a broken stream may yield it as a sample."""
+class End(enum.Enum):
+    """Marks the end of the samples. None would not do, because a broken stream may yield it as a sample. It is told by
+    `is`: a broken sample may raise when it is asked for its class.
+    """
+
+    OF_SAMPLES = enum.auto()
 
 
 class Stream:
@@ -71,8 +76,8 @@ class Stream:
                 while len(self._held) >= self._window:
                     self._room.clear()
                     await self._room.wait()
-                sample = await anext(samples, End())
-                if type(sample) is End:  # a sample may raise when it is asked for its class
+                sample = await anext(samples, End.OF_SAMPLES)
+                if sample is End.OF_SAMPLES:
                     return
                 scoring = asyncio.ensure_future(self._score(sample))
                 scoring.add_done_callback(self._note)

@@ -21,7 +21,7 @@ class Request:
     `messages` and `parameters` (the body's further keys: max_tokens, response_format, ...) are for sources that talk
     to language models, `sample` for functions and scoring services. `nonce` binds the reply to this request.
     `max_completion_tokens` is the most that the reply may take, for the quota; 0 where tokens play no part. `judge` is
-    the name of who asks, and `cut` says that the texts of the sample are not shown whole; neither is sent.
+    the name of the judge, and `cut` whether a text of the sample is shown without its middle; neither is sent.
     """
 
     sample: Sample
@@ -43,8 +43,8 @@ class Request:
         object.__setattr__(self, "_demands", {})
 
     def demand(self, source: Source) -> Demand:
-        """The tokens that this request takes at `source` at most: what the source says of the body that it sends, else
-        what messages and `max_completion_tokens` say.
+        """The most tokens that this request takes at `source`, by the body that the source would send; by the messages
+        and `max_completion_tokens` if the source cannot tell.
         """
         found = self._demands.get(source.name)
         if found is None:
@@ -93,7 +93,7 @@ class Reply:
     value: Any = None
     usage: Usage | None = None
     usage_doubted: bool = False
-    """Whether the source stated more than can be true, and `usage` was cut down."""
+    """Whether the source stated an impossible usage, which was reduced in `usage`."""
     model: str = ""
     finish_reason: str = ""
     announced: Mapping[str, float] = field(default_factory=dict)
@@ -107,13 +107,14 @@ class Reply:
 class Source(Protocol):
     """An endpoint or a local function that answers requests.
 
-    A source that has an attribute `local` which is true runs a function in this machine's processes or threads. Where a
-    call of it hangs, its sample is to blame, and the source is not taken for silent.
+    Optional members:
 
-    A source may also have a method `question(request) -> object | None`: who is asked and everything that `send` would
-    send, for the journal's key, the nonce cut out (`apart`). None: an answer to this request is never to be used again.
-    Values of any type will do; what cannot be told from others for certain is never used again either. The journal
-    takes a source without this method to send everything that is in the request.
+    - `local: bool`: true for a function in this machine's processes or threads. If a call hangs, its sample is to
+      blame, and the source does not count as silent.
+    - `question(request) -> object | None`: who is asked and all that `send` would send, with the nonce cut out
+      (`apart`), for the journal's key. None: the answer must not be used again; neither is that to a value that the
+      journal cannot encode. Without this method, the journal assumes that everything in the request is sent.
+    - `demand(request) -> Demand | None`: the most tokens that the body of the request may take (`Demanding`).
     """
 
     @property

@@ -1,8 +1,8 @@
 """What a chat-completions server answered with success: the completion.
 
 Servers that call themselves compatible differ in everything but the happy path: errors inside a 200, parts instead of a
-text, `null` for "I spent all my tokens thinking". What holds no answer at all is an error that another try may mend,
-and never an answer that is no verdict.
+text, `null` for "I spent all my tokens thinking". A completion without any answer is a `TransientError` and not an
+invalid verdict, because another try may help.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .base import Reply
 from .replies import Answer, Problem, json_of, name_of, usage_of
 
 _BROKEN_OFF = ("error", "abort", "aborted", "cancelled")
-"""Reasons to finish that are the provider's trouble, and say nothing about what was asked."""
+"""Values of `finish_reason` for a fault of the provider, whatever was asked."""
 _FILTERED = ("content_filter", "refusal")
-"""Reasons to finish that leave no answer because of what was asked; judges know them."""
+"""Values of `finish_reason` for an answer that was withheld because of what was asked; the judge rejects those."""
 
 
 class CompletionAnswer(Answer):

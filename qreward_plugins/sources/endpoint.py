@@ -116,10 +116,10 @@ class Endpoint(ABC):
         return replace(reply, model=clean(reply.model), finish_reason=clean(reply.finish_reason), clean=clean)
 
     def question(self, request: Request) -> object:
-        """What the journal knows a request by: who is asked, and the body as it would be written.
+        """Who is asked, and the body as it would be sent, for the journal's key.
 
-        Headers are part of who is asked, except for credentials: a new key does not change an answer. Raises
-        whatever encoding it raises.
+        Headers are part of who is asked, except credentials: a new key does not change an answer. Raises
+        `SampleRefused` if the body cannot be written.
         """
         return (self._identity, self._reads, apart(self._encode(request).decode(), request.nonce))
 
@@ -129,7 +129,7 @@ class Endpoint(ABC):
 
     @property
     def _reads(self) -> object:
-        """How replies are read, as far as it is configured."""
+        """The configuration of how replies are read, for the journal's key."""
         return None
 
     @abstractmethod
@@ -141,12 +141,12 @@ class Endpoint(ABC):
         """What `url` answered, to be read."""
 
     def demand(self, request: Request) -> Demand | None:
-        """The tokens that the body of `request` takes at most, prompt and completion, its parameters included; None
-        where it cannot be written, and will not be sent.
+        """The most tokens that the body of `request` takes, prompt and completion; None if it cannot be written, so
+        that it will not be sent.
         """
         try:
             return self._demand(request, self._whole_body(request))
-        except Exception:  # whatever a sample can hold: the attempt says it, where it costs that sample only
+        except Exception:  # values of a sample may raise anything; the attempt will fail that sample with the reason
             return None
 
     def _demand(self, request: Request, body: dict[str, Any]) -> Demand:
@@ -156,8 +156,7 @@ class Endpoint(ABC):
         if isinstance(messages, (list, tuple)):
             found, overhead = of_messages(messages)
             texts += found
-        # Schemas, tools and documents are put into the prompt by some servers; a scoring service is sent texts by any
-        # key.
+        # Some servers put schemas, tools and documents into the prompt, and a scoring service gets texts under any key.
         rest = {key: value for key, value in body.items() if not isinstance(value, (int, float)) and key != "model"}
         if rest:
             texts.append(encoded(rest))
@@ -165,7 +164,7 @@ class Endpoint(ABC):
         return Demand(Texture.of(texts), overhead, request.max_completion_tokens if completion is None else completion)
 
     def _whole_body(self, request: Request) -> dict[str, Any]:
-        """What is sent: the one place where the source's parameters win over the judge's."""
+        """What is sent. The source's parameters override the judge's."""
         return {**self._body(request), **self._parameters}
 
     def _encode(self, request: Request) -> bytes:
@@ -174,7 +173,7 @@ class Endpoint(ABC):
         except InputError as error:
             reason = str(error)
         except Exception as error:
-            # Only its type is known to be fit to be shown.
+            # Its message may hold secrets.
             reason = f"the body cannot be written: {type(error).__name__}"
         raise SampleRefused(f"source {self._name!r}: {self._http.excerpts.of(reason)}")
 
@@ -183,7 +182,7 @@ class Endpoint(ABC):
 
 
 def _check_bound(path: str, config: models.Endpoint, mistakes: list[Mistake]) -> None:
-    """A limit of tokens is kept by reserving what a reply may take: parameters must not take that bound away."""
+    """Note a mistake if `tokens_per_minute` is limited but the parameters remove the bound of a completion."""
     if config.limits.tokens_per_minute is None or completion_bound({"max_tokens": 1, **config.parameters}) is not None:
         return
     mistakes.append(

@@ -3,10 +3,10 @@
 Async functions are awaited. Sync ones run in worker processes unless the configuration says threads: reward functions
 hang (a regular expression, a sympy expression, the policy's own code), and only a process can be killed.
 
-What a function raises is taken for a fault of the function with this sample, which no further try mends, except for
-time-outs and lost connections, and for the errors of this package, which mean what they say. A call that hangs, or that
-takes its process down, is the sample's fault, too. The source itself is to blame only where no sample can be: no worker
-process can be started, or the function cannot be loaded in one.
+What the function raises fails its sample without another try, except for time-outs and lost connections, which are
+tried again, and errors of this package, which keep their meaning. A call that hangs, or that kills its process, is also
+the sample's fault. The source is to blame only if no worker process can be started, or the function
+cannot be loaded in one.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class FunctionSource:
 
     @property
     def local(self) -> bool:
-        """True: a call that hangs says something of its sample and nothing of the source."""
+        """True: if a call hangs, its sample is to blame and not the source."""
         return True
 
     @property
@@ -104,10 +104,10 @@ class FunctionSource:
         return self._slots
 
     def question(self, request: Request) -> object | None:
-        """What the journal knows a call by; None unless the configuration names a `version` of the function.
+        """The version, the arguments, and the function's file and bound arguments, for the journal's key.
 
-        What a function imports and reads cannot be seen from here, so it takes the user's word that it is the same.
-        What can be seen is heeded all the same: its file, what it is called with, and what its loader passes on.
+        None if the configuration names no `version`: what a function imports cannot be seen from here, so only the user
+        can say that it is unchanged.
         """
         if self._config.version is None:
             return None
@@ -236,7 +236,7 @@ class FunctionSource:
         return ""
 
     def _ours(self, error: Exception) -> Exception:
-        """An error of this package that the function raised, with a message that may be shown."""
+        """An error of this package that the function raised, with the secrets in its message redacted."""
         error.args = (self._excerpt(str(error)),)
         return error
 
@@ -263,7 +263,7 @@ class FunctionSource:
 
 
 def _unpicklable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The field of a sample that does not pickle."""
+    """The name of the sample's field that does not pickle, for messages."""
     parts = dict(kwargs)
     for sample in args:
         parts |= {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}

@@ -58,7 +58,7 @@ class HTTPClient:
 
     A session is opened by the first request in a loop and closed by `aclose`, or else when `asyncio.run` shuts its loop
     down, so that a later loop never meets connections of an earlier one. `headers` go with every request; `secrets` are
-    what else of the bodies must not be shown. `verify_tls` and `connect_s` (seconds, name resolution and TLS included)
+    texts of the bodies that must not be shown. `verify_tls` and `connect_s` (seconds, name resolution and TLS included)
     are as in the configuration; `proxies` are found once, when the client is made.
     """
 
@@ -122,7 +122,7 @@ class HTTPClient:
         loop = asyncio.get_running_loop()
         session, _ = self._sessions.get(loop, (None, None))
         if session is None or session.closed:
-            # Before anything is waited for: requests that come meanwhile are to share this session.
+            # The session is stored before anything is awaited, so that concurrent requests share it.
             closed = [self._sessions.pop(other)[0] for other in list(self._sessions) if other.is_closed()]
             session = self._open_session()
             keeper = _keep(session)

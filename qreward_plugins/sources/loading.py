@@ -57,8 +57,8 @@ class PathLoader:
 
 
 def load(loader: Loader, *, key: str, excerpt: Callable[[str], str] = str) -> Function:
-    """Call `loader`; `key` is the place in the configuration that a failure is blamed on, and `excerpt` makes what the
-    module raised fit to be shown.
+    """Call `loader`. `key` is the place in the configuration that an error names; `excerpt` redacts the text of what
+    the module raised.
 
     Raises ConfigurationError.
     """
@@ -70,15 +70,14 @@ def load(loader: Loader, *, key: str, excerpt: Callable[[str], str] = str) -> Fu
     except (Exception, SystemExit) as error:
         reason = str(error) if isinstance(error, FunctionNotFound) else excerpt(describe(error))
         mistake = Mistake(key, f"the function cannot be loaded: {reason}")
-    # Raised out here, it does not carry the foreign error along, whose text may hold anything.
+    # Raised outside the `except`, so that it does not carry the foreign error, whose text may hold secrets.
     raise ConfigurationError([mistake])
 
 
 def origin_of(function: Callable[..., Any]) -> tuple[object, ...]:
-    """What can be seen of a function from outside: the text of its file, and the arguments that are bound to it.
+    """What identifies a function: its name, a digest of its file, and its bound arguments, which may be of any type.
 
-    Wrappers (`functools.partial`, decorators) are opened, and so are functions among the bound arguments. What is bound
-    may be of any type.
+    `functools.partial`, decorators, and functions among the bound arguments are opened.
     """
     if isinstance(function, PathLoader):
         return ("path", function.path)
@@ -94,7 +93,7 @@ def origin_of(function: Callable[..., Any]) -> tuple[object, ...]:
 
 
 def _file_digest(defined: Any) -> bytes | None:
-    """A digest of the file that something was defined in; None: there is none to be read."""
+    """A digest of the file that defines it; None if there is no file that can be read."""
     try:
         path = inspect.getsourcefile(defined)
         if path is None:

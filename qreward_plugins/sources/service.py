@@ -34,7 +34,7 @@ class HTTPSource(Endpoint):
     URL_KEY = "url"
 
     def __init__(self, name: str, config: models.HTTPSource) -> None:
-        # A model that is named stands for its addresses, which may change from run to run.
+        # A named model replaces the addresses in the journal's key, because these may change from run to run.
         known = config if config.version or not config.model else config.model_copy(update={"version": config.model})
         super().__init__(name, known, config.url, mistakes=())
         self._parts = dict(config.body)
@@ -50,7 +50,7 @@ class HTTPSource(Endpoint):
         return self._score_key
 
     def _body(self, request: Request) -> Mapping[str, Any]:
-        """Raises `InputError` for what JSON has no form for."""
+        """The body. Raises `InputError` for values that JSON does not have."""
         sample = request.sample
         return {key: as_json(_PARTS[part](sample), part) for key, part in self._parts.items()}
 

@@ -18,8 +18,8 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 _MOST_ABANDONED = 256
-"""Calls that may go on after they were given up, whatever the number of slots: one that only waits costs little more
-than its stack, and the calls of other samples must go on."""
+"""Calls that may still run after they were given up, before no new call begins (at least as many as slots). A call that
+only waits costs little more than its stack."""
 _FAREWELL_S = 1.0
 
 

@@ -106,8 +106,8 @@ class Metrics:
 
 
 class Validations:
-    """Counts the samples of a validation, to tell of them in the training that follows: ROLL logs nothing of what
-    workers tell in a validation (rlvr_pipeline.py, `val`).
+    """Counts the samples of a validation for the metrics of the next training step, because ROLL logs no metrics of
+    workers in a validation (rlvr_pipeline.py, `val`).
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,9 @@ class Validations:
         self._failed = 0
 
     def count(self, step: Any, causes: Sequence[str]) -> bool:
-        """Take in a call of the validation in `step`; whether it had the first failed sample of this validation."""
+        """Count the samples of a call in `step`'s validation, one cause each ("" if scored); return whether it had the
+        first failed sample of this validation.
+        """
         if step != self._step:
             self._step, self._samples, self._failed = step, 0, 0
         before, self._failed = self._failed, self._failed + sum(map(bool, causes))
@@ -124,7 +126,7 @@ class Validations:
         return before == 0 < self._failed
 
     def metrics(self) -> dict[str, float]:
-        """The share of failed samples in the last validation; nothing before the first one. Where ROLL samples ahead, a
-        step's rewards were given before and after a validation, and its metric is their mean.
+        """The share of failed samples in the last validation; empty before the first one. If ROLL samples ahead, a step
+        has rewards from before and after a validation, and its metric is the mean of both shares.
         """
         return {"qreward/val/failed_rate": self._failed / self._samples} if self._samples else {}

@@ -94,9 +94,9 @@ def is_ours(config: Any) -> bool:
 
 
 def _may_share_with(settings: Config, config: Any, domain: str, own: Mapping[str, str]) -> bool:
-    """Whether the workers of another domain may use a source of `settings`, as far as can be told from this process.
+    """Whether the workers of another domain may use a source of `settings`, as far as this process can tell.
 
-    Their environment is this one's without what is only set for this domain, and with what is set for theirs.
+    Their environment is assumed to be this one's, without this domain's `system_envs` (`own`) and with theirs.
     """
     theirs = {name: value for name, value in os.environ.items() if name not in own} | _envs(config)
     try:
@@ -114,7 +114,7 @@ def _envs(config: Any) -> dict[str, str]:
 
 @contextmanager
 def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Give this process other environment variables for a moment: `${oc.env:NAME}` is read from nowhere else."""
+    """Replace the environment variables of this process for a moment, because `${oc.env:NAME}` reads only these."""
     before = dict(os.environ)
     try:
         _set_environment(variables)

@@ -50,7 +50,7 @@ class QRewardTrajectoryMixin:
         own = float(turns[-1].get("reward") or 0.0)
         reward = own + self._weight() * number
         if fits_float32(own) and not fits_float32(reward):
-            # A number that ROLL would hold as infinity, which spoils the advantages of the whole group.
+            # ROLL would hold it as infinity, which spoils the advantages of the whole group.
             reward, excluded = own, True
         turns[-1]["reward"] = reward
         turns[-1]["metrics"] = {
@@ -106,7 +106,7 @@ class QRewardTrajectoryMixin:
             try:
                 settings = _settings_of(tree, tag)
             except ConfigurationError:
-                continue  # its own environments say what is wrong with it, and begin nothing
+                continue  # its own environments report the mistake and do not start
             if settings not in (mine, *others) and may_share(mine, settings):
                 others.append(settings)
         return len(others)

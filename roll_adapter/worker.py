@@ -74,7 +74,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         metrics, facts = self._metrics.of(outcomes, streamed=streamed)
         rewards, causes = self._rewards(data, outcomes, [str(fact["cause"]) for fact in facts])
         if validation:
-            # What failed samples train as is nothing to a validation.
+            # `on_failure` does not apply: nothing trains on a validation.
             causes = [str(fact["cause"]) for fact in facts]
             if self._validations.count(data.meta_info.get("global_step"), causes):
                 self._tell_of_failed_validation(streamed=streamed)

@@ -1,10 +1,10 @@
-"""How a failed sample is kept out of training, and how it comes back when it is scored after all.
+"""Keeps failed samples out of training, and takes them back when their verdict comes late.
 
 A sample may fail first and be scored later: slime scores the samples of some aborted groups again, and with
 `--partial-rollout` it keeps complete samples for a later rollout without asking again, so scoring goes on behind the
-abort. Meanwhile a failed sample follows the mean of its siblings, which other threads score. So everything that is
-written about a failure is written here, under one lock: what comes first never spoils what comes later, and nothing
-changes once a hook has looked.
+abort. Meanwhile a failed sample has the mean of its siblings, which other threads score. So all writes about a failure
+happen here, under one lock: an earlier result never overwrites a later one, and nothing changes after a hook of slime
+has read the sample.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from .samples import ROLLOUT_SAMPLE, keep_record, mask, record_of
 
 _BEFORE = "before"
-"""What `fail` changed: `remove_sample` and `loss_mask` as they were, and the loss mask that it put there (`masked`)."""
+"""`remove_sample` and `loss_mask` before `fail` changed them, and the loss mask that it set (`masked`)."""
 _OPEN = "open"
 """Whether the reward may still change: a stand-in follows the siblings, or a verdict is on its way."""
 _PENDING = "pending"
 """Whether a verdict is still to come."""
 _LATE = "late"
-"""The reward of a verdict that came late. slime may assign the stand-in after it, which it was handed before."""
+"""The reward of a late verdict. It is kept because slime may still assign the stand-in that it was given earlier."""
 
 _lock = threading.Lock()
 
@@ -85,8 +85,8 @@ def settle(samples: Iterable[ROLLOUT_SAMPLE]) -> None:
 
 
 def _unmask(sample: ROLLOUT_SAMPLE) -> None:
-    """Take back what `fail` did, and no more: a loss mask that slime has replaced since stays (it masks what is off
-    policy), and tokens that were generated since keep theirs.
+    """Undo `fail`. A loss mask that slime has replaced since (it masks off-policy tokens) stays, and so does the mask
+    of tokens that were generated since.
     """
     before = record_of(sample).get(_BEFORE)
     if before is None:

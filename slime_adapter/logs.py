@@ -34,7 +34,7 @@ def log_rollout(
     unscored = [sample for sample in samples if getattr(sample, "reward", None) is None]
     if unscored and any(record_of(sample) for sample in samples):
         give_stand_ins(args, unscored)
-    settle(samples)  # or a verdict might come between these metrics and the training
+    settle(samples)  # so that no verdict arrives between these metrics and the training
     numbers = _summary(samples)
     if numbers:
         numbers.update(_blame(adapter_of(args).portal.last_batch()))

@@ -69,7 +69,7 @@ def _normalized(args: Any, raw: Sequence[float], scored: Sequence[bool], *, scal
         return [0.0] * len(raw)  # slime divides by a deviation that one sample does not have
     normalized = _by_group(torch.tensor(raw, dtype=torch.float).reshape(shape), there, scale=scale)
     exact = torch.tensor(raw, dtype=torch.double).reshape(shape)
-    # Sums and deviations of large rewards overflow in 32 bits, where what comes of them need not.
+    # Sums and deviations of large rewards overflow in float32, even where the normalized rewards would not.
     large = exact.abs().amax(dim=-1) * 2 * there.shape[1] > FLOAT32_MAX
     if large.any():
         limited = _by_group(exact[large], there[large], scale=scale).clamp(-FLOAT32_MAX, FLOAT32_MAX)

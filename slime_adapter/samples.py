@@ -54,8 +54,8 @@ def metadata_of(sample: ROLLOUT_SAMPLE) -> Mapping[str, Any]:
 
 
 def record_of(sample: ROLLOUT_SAMPLE) -> Mapping[str, Any]:
-    """What we know of a sample that was scored here: its facts, whether its reward is a stand-in (`excluded`), and what
-    `late` needs to take a failure back; empty for any other.
+    """The record of a sample that was scored here: its facts, whether its reward is a stand-in (`excluded`), and what
+    `late` needs to undo a failure; empty for any other sample.
     """
     record = metadata_of(sample).get(RECORD)
     return record if isinstance(record, Mapping) else {}

@@ -71,8 +71,7 @@ async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | No
     judged = [sample for sample in samples if not is_aborted(sample)]
     outcomes: Sequence[Outcome] = [_ABORTED] * len(judged)
     late: Future[Any] | None = None
-    # slime keeps the samples of a partial rollout for a later one and does not ask again, so their verdicts are worth
-    # having whenever they come.
+    # slime keeps the samples of a partial rollout for a later one and does not ask again, so late verdicts count.
     kept, over = bool(getattr(args, "partial_rollout", False)), aborted(args)
     if judged and (kept or not over):
         work = _submit(adapter, judged)
@@ -114,15 +113,15 @@ def _arrived(
     loop: asyncio.AbstractEventLoop,
     work: Future[Any],
 ) -> None:
-    """Have verdicts that came after slime took its samples back written into them. It runs in the engine's thread, and
-    slime writes to its samples in that of its loop: assigns the reward that it was handed, notes when a sample began.
+    """Write verdicts that came after slime took its samples back. Called in the engine's thread; the writing is done in
+    slime's event loop, where slime itself writes to the samples.
     """
     if work.cancelled() or work.exception() is not None:
         return
     writing = partial(_write_late, args, adapter, samples, _outcomes(work))
     try:
         loop.call_soon_threadsafe(writing)
-    except RuntimeError:  # the loop is closed, and nobody writes there any more
+    except RuntimeError:  # the loop is closed, so slime no longer writes to the samples
         writing()
 
 

@@ -108,7 +108,7 @@ def refuse_bypass(trainer: DictConfig) -> None:
 
 
 def warn_of_ignored_settings(trainer: DictConfig) -> None:
-    """Say what of verl's configuration is for another reward manager than this one, and would change rewards."""
+    """Warn of keys of verl's configuration that would change rewards, but only another reward manager reads."""
     for path in ("reward.reward_kwargs", "reward_model.reward_kwargs"):
         overlong = OmegaConf.select(trainer, f"{path}.overlong_buffer_cfg")
         if overlong is not None and overlong.get("enable"):
@@ -120,7 +120,7 @@ def warn_of_ignored_settings(trainer: DictConfig) -> None:
 
 
 def takes_any_keys(trainer: DictConfig) -> bool:
-    """Whether the extra info of samples may have different keys."""
+    """Whether verl accepts samples whose extra info has different keys."""
     return trainer_of(trainer).leaves_out and not _is_scored_at_once(trainer)
 
 

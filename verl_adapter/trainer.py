@@ -126,7 +126,7 @@ class BoardNumbers:
                 _log.warning("no metrics of rewards: there is no group board (%s: %s)", type(error).__name__, error)
                 return None
             _attached.append(numbers)
-        # Again each time: a trainer may have been imported since.
+        # On each call, because a trainer may have been imported since the last one.
         _wrap_trainers(numbers)
         return numbers
 
@@ -171,7 +171,7 @@ class BoardNumbers:
 
 
 _attached: list[BoardNumbers] = []
-"""The board's numbers of this process. They remember what was told, and trainers compare it."""
+"""The one `BoardNumbers` of this process: it remembers which counts were already reported."""
 
 
 def _rewards_are_ours(config: Any) -> bool:
@@ -214,7 +214,7 @@ def _wrap_trainers(numbers: BoardNumbers) -> None:
 
 
 def _marks_rows() -> bool:
-    """Whether each trainer that is loaded in this process marks its rows of validation."""
+    """Whether all trainers that are loaded in this process mark their rows of validation."""
     trainers = [
         getattr(sys.modules.get(module), name, None)
         for module, name in ((_LEGACY, "RayPPOTrainer"), (_V1, "PPOTrainer"))
@@ -261,7 +261,7 @@ def _leaving_out_the_missing(update: Callable[..., Any]) -> Callable[..., Any]:
             }
         expected = kwargs.get("expected_acc_counts")
         if MISSING in infos and expected:
-            # verl takes every session without `acc` for a wrong answer; these are there, and nobody said what is right.
+            # verl counts every session without `acc` as a wrong answer, but the correctness of these is unknown.
             expected = dict(expected)
             for row, value in enumerate(infos.get("acc") or [None] * len(infos[MISSING])):
                 prompt = (str(sources[row]), str(uids[row]))
@@ -274,7 +274,7 @@ def _leaving_out_the_missing(update: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _unpacked(infos: Mapping[str, list[Any]]) -> dict[str, list[Any]]:
-    """The columns of validation, with those that were sent as one text."""
+    """The columns of a validation, with those from the JSON text of `RETURNED` in its place."""
     columns = {name: values for name, values in infos.items() if name != RETURNED}
     rows = without_text(infos.get(RETURNED) or ())
     for name in dict.fromkeys(name for row in rows for name in row):

@@ -44,9 +44,9 @@ def may_share(
 ) -> bool:
     """Whether a provider may count requests of both configurations together.
 
-    True where a source of each has an address in common, the same model and headers, and the same key. A key whose
-    variable is not set may be any key. `environment` and `their_environment`: the variables of the processes that use
-    `mine` and `other`; default: those of this process.
+    True if a source of one and a source of the other share an address, and have the same model, headers and key. A key
+    whose variable is not set may be any key. `environment` and `their_environment`: the variables of the processes that
+    use `mine` and `other`; default: those of this process.
     """
     ours = [_identity(node, os.environ if environment is None else environment) for node in mine.sources.values()]
     theirs = [
@@ -58,22 +58,22 @@ def may_share(
 
 @dataclass(frozen=True, repr=False)
 class _Identity:
-    """What a provider sees of a source. It holds the key, so it has no repr and leaves this module as a digest only."""
+    """What a provider sees of a source. It holds the key, so it has no repr and leaves this module only as a digest."""
 
     kind: str
     addresses: tuple[str, ...]
     model: str
     headers: tuple[str, ...]
-    """As they are sent, without the one that carries the key."""
+    """As they are sent, without the header of the key."""
     authorization: str | None
-    """The header that carries the key, empty where none is sent; None where the key is not known here."""
+    """The header that carries the key; "" if none is sent, None if the key is not known in this process."""
 
     @property
     def parts(self) -> tuple[str, ...]:
         return (self.kind, _joined(self.addresses), self.model, self.authorization or "", _joined(self.headers))
 
     def overlaps(self, other: _Identity) -> bool:
-        """Whether the provider may count some requests of both together."""
+        """Whether the provider may count requests of both sources together."""
         unknown = self.authorization is None or other.authorization is None
         return (
             (self.kind, self.model, self.headers) == (other.kind, other.model, other.headers)

@@ -4,9 +4,9 @@ One thread writes and one reads, each over a connection of its own. What is hand
 on: no cancelled caller and no closed event loop takes it back. Rows are written many at a time, because a transaction
 costs more than the rows in it.
 
-A journal that cannot be written must not stop a training run, and what was paid for must not be lost to a lock or a
-full disk that passes. So what cannot be written is kept in memory, within bounds, and tried again until the journal is
-closed; the error is logged, and raised where somebody asked for certainty, by `flush` and `aclose`.
+A journal that cannot be written must not stop a training run, and a lock or a disk that is full for a while must not
+lose answers that were paid for. So entries that cannot be written are kept in memory, up to a bound, and tried again
+until the journal is closed. The error is logged, and raised by `flush` and `aclose`.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ ROOM: Final = 4096
 """When more entries than this wait to be written, `put` waits too, as long as the file can be written."""
 
 KEPT_CHARS: Final = 64 * 2**20
-"""Size of what is kept in memory while the file cannot be written, in characters; later outcomes are not recorded."""
+"""Most characters kept in memory while the file cannot be written; outcomes beyond that are not recorded."""
 
 FIRST_RETRY_S: Final = 0.25
 LONGEST_RETRY_S: Final = 10.0
-"""Time between two tries to write what could not be written, doubled from try to try, in seconds."""
+"""Seconds between two tries to write, doubled from try to try, from the first to the longest."""
 
 CLOSE_WITHIN_S: Final = 15.0
 """How long a journal that is closed goes on trying, in seconds."""
 
 READ_AGAIN_AFTER_S: Final = 5.0
-"""How long nothing is looked up after the file could not be read, in seconds."""
+"""Seconds without look-ups after the file could not be read."""
 
 _ROW_CHARS: Final = 500
-"""What a row takes beside its texts."""
+"""Assumed size of a row without its texts, in characters."""
 
 _FAULTS_OF_A_ROW: Final = (
     sqlite3.ProgrammingError,
@@ -140,7 +140,7 @@ class Journal:
                 if key in unwritten:
                     return unwritten[key]
         if time.monotonic() < self._unreadable_until:
-            # Each look-up of a batch would wait for the same lock, one after the other.
+            # Otherwise each look-up of a batch would wait for the same lock, one after the other.
             self.read_errors += 1
             return None
         try:
@@ -290,7 +290,7 @@ class Journal:
         """Wait for entries and write them; true when they were the last."""
         with self._changed:
             if self._kept:
-                # The file was not to be written a moment ago. Who calls wants to know whether it is now.
+                # The last write failed: wait before the next try, unless `flush` or `aclose` asks for one now.
                 self._changed.wait_for(lambda: self._calls or self._closing, self._retry_s)
             else:
                 self._changed.wait_for(lambda: self._waiting or self._calls or self._closing)
@@ -308,15 +308,15 @@ class Journal:
         return last
 
     def _take(self) -> None:
-        """Take over what waits. The lock must be held."""
+        """Move the waiting entries to those to be written. The lock must be held."""
         self._kept += self._waiting
         self._waiting = []
-        # In this order, because `get` looks at the two in the other one, without the lock.
+        # Filled before the other is emptied, because `get` reads both without the lock, in the opposite order.
         self._verdicts_being_written = {**self._verdicts_being_written, **self._unwritten_verdicts}
         self._unwritten_verdicts = {}
 
     def _commit_kept(self) -> None:
-        """Try to write all that was taken; what cannot be written now is kept."""
+        """Try to write the kept entries; those that cannot be written now stay."""
         why = None
         while self._kept and why is None:
             rows = self._kept[:COMMIT_MOST]
@@ -339,7 +339,7 @@ class Journal:
             _log.warning("the journal %s can be written again; everything that was kept is in it", self.path)
 
     def _commit_before_closing(self) -> None:
-        """Go on trying for a while, because what is not in the file now is lost."""
+        """Go on trying for `CLOSE_WITHIN_S`, because entries that are not in the file then are lost."""
         give_up_at = time.monotonic() + CLOSE_WITHIN_S
         while self._kept and time.monotonic() < give_up_at:
             threading.Event().wait(min(self._retry_s, CLOSE_WITHIN_S / 10))

@@ -36,7 +36,7 @@ _TOLERANCE = 0.1
 _DOUBTS = 2
 _WITNESSES = 3
 LONGEST_STOP_S = 60.0
-"""Seconds without a request after which one goes, however long a window was learned: it may be an absurd header."""
+"""Seconds without a request after which one goes, even within a longer learned window: a header may be absurd."""
 
 
 Origin: TypeAlias = Literal["", "announced", "throttled"]
@@ -209,7 +209,7 @@ class Discovery:
         if reset_s is not None:
             told_s = self._window_told(limit, used, reset_s, now)
             if told_s is not None and told_s > self.window_s:
-                # A longer window can stop a source for long: several replies have to say so.
+                # A longer window can stop a source for long, so several replies have to state it.
                 said_s, times = self._window_said
                 self._window_said = (told_s, times + 1 if told_s == said_s else 1)
                 if self._window_said[1] < _WITNESSES:

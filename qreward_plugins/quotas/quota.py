@@ -97,9 +97,9 @@ class Quota:
 
     @property
     def most_tokens(self) -> float:
-        """Tokens that a window allows under the declared limit, whatever is left of it; infinity: none is declared.
+        """The whole window of the declared token limit; infinity if none is declared.
 
-        Learned limits may be wrong, and do not count.
+        Learned limits do not count, because they may be wrong.
         """
         return self._shares.tokens
 
@@ -142,11 +142,11 @@ class Quota:
             ledger.limit = kept
 
     def _part(self, unit: Unit) -> float:
-        """This process's part of the declared limit."""
+        """This process's share of the declared limit."""
         return self._shares.requests if unit == "requests" else self._shares.tokens
 
     def _keep_to_ceilings(self, now: float) -> None:
-        """Scale this process's parts of the declared limits down to what the server announces of the whole."""
+        """Scale this process's shares of the declared limits down to the lower limits that the server announces."""
         units: tuple[tuple[Unit, Ledger], ...] = (("requests", self.requests), ("tokens", self.tokens))
         for unit, ledger in units:
             part, whole = self._part(unit), self._declared(unit)
@@ -199,7 +199,7 @@ class Quota:
         return reservation
 
     def _beyond(self, unit: Unit, amount: float, now: float) -> bool:
-        """Whether `amount` goes beyond what the server announces, to find out whether that holds."""
+        """Whether `amount` exceeds the announced limit, so that its request is the probe of the ceiling."""
         ledger, ceiling = (self.requests if unit == "requests" else self.tokens), self._ceilings[unit]
         if ceiling.limit == math.inf or ledger.wait_s(min(amount, ledger.limit), now) <= 0:
             return False
@@ -218,7 +218,7 @@ class Quota:
             self._withdrawn.append((requests, tokens, prompt_tokens))
 
     def raised(self, tokens: float) -> None:
-        """For `Reservation.raise_prompt`: so many tokens more are under way."""
+        """Note that the reservation of a request in flight was raised by `tokens`."""
         self._tokens_in_flight += tokens
 
     def ended(self, reservation: Reservation, now: float, rejected: bool) -> None:
@@ -336,7 +336,7 @@ class Quota:
         under_way: float,
         now: float,
     ) -> str | None:
-        """Take in what is announced of a declared limit; words where that changes what is kept to."""
+        """Note what a reply announces of a declared limit; return words for the log if that changes the ceiling."""
         ledger, declared = (self.requests if unit == "requests" else self.tokens), self._declared(unit)
         if limit is not None and remaining is not None and limit < declared:
             ours, theirs = ledger.spent(now) - under_way, limit - remaining

@@ -200,7 +200,7 @@ class Dispatcher:
             self._in_flight -= 1
             attempt.abandon(self._loop.time())
             _log.warning(
-                "source %s: a call did not end within %g s of being cancelled, and is left to itself",
+                "source %s: a call did not end within %g s of being cancelled, and is abandoned",
                 attempt.lane.name,
                 CLOSE_WITHIN_S,
             )

@@ -1,26 +1,27 @@
 """What the end of an attempt means for its job and its source.
 
     valid verdict     the job is done, its other attempts are cancelled
-    invalid verdict   another try elsewhere, as many as the judge allows; then the failure is `verdict`, unless the
-                      sources answer everybody else with garbage too: then it is `infra`. Where the judge has a floor
-                      for it, that is decided when another sample has been judged, or none is left to be
+    invalid verdict   another try elsewhere, as many as the judge allows; then the failure is `verdict`, or `infra` if
+                      the sources give all other samples invalid verdicts, too. If the judge has a floor for `verdict`,
+                      this is decided once another sample has been judged, or none is left
     throttled         the source pauses, the job goes back to the front and may go elsewhere at once; not a failure
-    sample's fault    a local function hung on it or crashed: once more, after all other samples; the source is well
-    raised            a local function raised a time-out or lost a connection: either its sample or a service behind it
-                      is to blame; later, after fresh samples, and no more if others were answered in between
+    sample's fault    a local function hung on it or crashed: one more try, after all other samples; does not count
+                      against the source
+    raised            a local function raised a time-out or lost a connection, because of the sample or of a service
+                      behind it: another try after fresh samples, and none if others were answered in between
     transient         elsewhere at once, to the same source after full jitter (AWS Architecture Blog, "Exponential
                       Backoff And Jitter"), anywhere only as long as the source's retry budget lasts; `max_attempts`
                       failures end the job, those not counted that can be no sample's fault (`Lane.excuses`)
-    permanent         never again at this source; a 400, 413 or 422 from all sources counts as an invalid verdict where
-                      the judge has a floor for that and the sources answer others. If a source refuses many different
-                      samples, one after the other, it is out: what no other source can take fails at once, and later
-                      samples probe it
+    permanent         never again at this source. A 400, 413 or 422 from all sources counts as an invalid verdict if the
+                      judge has a floor for that and the sources answer other samples. A source that refuses many
+                      different samples in a row is out: jobs without another source fail at once, and later samples
+                      probe it
 
-None of them ends a job that has another attempt under way. A job's deadline ends it whatever its attempts are doing:
-they are cancelled, or, where somebody wants late verdicts, left to end and told to `on_late`; an outcome stays.
+None of them ends a job that has another attempt in flight. A job's deadline always ends it. Its attempts are then
+cancelled, or with `on_late` left to end, and their verdicts passed to it; the outcome never changes.
 
-An attempt that takes far too long is looked at before it ends: its source may have fallen silent, in which case all
-that it holds is rescued, or the attempt may be hopeless by itself.
+An attempt that takes far too long is checked before it ends. If its source has fallen silent, the jobs of all its
+attempts are queued again; otherwise the attempt itself may be hopeless.
 """
 
 from __future__ import annotations
@@ -51,11 +52,11 @@ from .lane import Lane
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 20.0
 OF_THE_REQUEST = (400, 413, 422)
-"""Statuses by which a server says that it is this request that it does not take."""
+"""Statuses of servers that refuse this one request."""
 RAISED_BACKOFF_S = 3.0
 LONGEST_RAISED_BACKOFF_S = 60.0
 SHORTEST_INVALID_REST_S = 0.5
-"""The least time for which a job keeps away from a source that gave it an invalid verdict, if there is another one."""
+"""Shortest time, in seconds, for which a job avoids a source that gave it an invalid verdict, if it has another."""
 RESCUE_SILENT_FROM = 1.0
 """Age, as a multiple of the expected latency, from which an attempt is given up when its source fell silent."""
 RESCUE_FAILING_FROM = 1.5
@@ -83,10 +84,10 @@ class Desk(Protocol):
 
 
 class Endings:
-    """Decides what becomes of jobs when attempts end. Times are seconds of the event loop's clock.
+    """Decides what happens to jobs when attempts end. Times are seconds of the event loop's clock.
 
-    `max_attempts` bounds a sample's failed attempts. `on_late` is given valid verdicts that come after their sample's
-    outcome; None: nobody waits for them.
+    `max_attempts` bounds a sample's failed attempts. `on_late` is called with valid verdicts that come after their
+    sample's outcome; None: attempts are cancelled then.
     """
 
     def __init__(
@@ -101,12 +102,12 @@ class Endings:
         self._undecided: dict[Job, str] = {}
 
     def _rest(self, job: Job, lane: Lane, until: float) -> None:
-        """Keep `job` away from a source that failed it, until then or until the source answers somebody."""
+        """Keep `job` away from a source that failed it, until `until` or the source's next answer."""
         job.rested_at[lane.name] = until
         self._resting[lane.name][job] = None
 
     def _release(self, lane: Lane) -> None:
-        """Let those go that rest because the source failed them: it is well again."""
+        """Queue the jobs again that avoid the source because it failed them: it has answered."""
         resting, self._resting[lane.name] = self._resting[lane.name], {}
         for job in resting:
             if not job.future.done() and job.rested_at.pop(lane.name, None) is not None and not job.live:

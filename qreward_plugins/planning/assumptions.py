@@ -25,8 +25,8 @@ class Assumptions:
     3 for a language model, 0.5 for a scoring service, 0.1 for a function, unless a journal tells."""
     spread: float | None = None
     """Sigma of the lognormal noise on latencies. Default: 0.3, unless a journal tells."""
-    length_share: float = 0.5
-    """Which part of a latency is in proportion to the length of the rollout."""
+    length_share: float | None = None
+    """Which part of a latency is in proportion to the length of the rollout. Default: 0.5, unless a journal tells."""
     straggler_share: float = 0.01
     """Share of the requests that take ten times as long. (A journal cannot tell: an attempt that takes so long is given
     up for another one, and only the answered one is on record.)"""
@@ -43,7 +43,7 @@ class Assumptions:
                 raise InputError(f"the latency of {name!r} must be from 0.001 to 3600 seconds, not {seconds:g}")
         for key in ("length_share", "straggler_share", "error_share"):
             value = getattr(self, key)
-            if not 0 <= value <= 1:
+            if value is not None and not 0 <= value <= 1:
                 raise InputError(f"{key} must be from 0 to 1, not {value:g}")
         if self.error_share > 0.9:
             raise InputError(f"error_share must be at most 0.9, not {self.error_share:g}: nothing would ever end")

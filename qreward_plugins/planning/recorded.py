@@ -53,6 +53,8 @@ class Recorded:
     completion_tokens: float | None
     """Mean of a verdict."""
     prompt_tokens: tuple[int, ...]
+    timed: tuple[tuple[int, float], ...] = ()
+    """Tokens of the request and seconds of the attempt, for verdicts of one attempt, stragglers left out."""
 
 
 @dataclass
@@ -60,6 +62,7 @@ class _Rows:
     service_s: list[float] = field(default_factory=list)
     prompt_tokens: list[int] = field(default_factory=list)
     completion_tokens: list[int] = field(default_factory=list)
+    timed: list[tuple[int, float]] = field(default_factory=list)
 
 
 def read_recorded(path: str, names: Collection[str]) -> dict[str, Recorded]:
@@ -93,6 +96,8 @@ def _take(rows: _Rows, service_s: float | None, attempts: int, prompt: int, comp
         rows.completion_tokens.append(completion)
         if prompt:
             rows.prompt_tokens.append(prompt)
+            if service_s:
+                rows.timed.append((prompt, service_s))
 
 
 def _recorded(rows: _Rows) -> Recorded:
@@ -104,6 +109,7 @@ def _recorded(rows: _Rows) -> Recorded:
         deviation=pstdev(map(math.log, usual)) if usual else 0.0,
         completion_tokens=fmean(rows.completion_tokens) if enough else None,
         prompt_tokens=tuple(rows.prompt_tokens) if enough else (),
+        timed=tuple(pair for pair in rows.timed if pair[1] <= max(usual, default=0.0)),
     )
 
 

@@ -16,6 +16,7 @@ from ..samples import Sample
 from ..sources import open_source
 from .assumptions import LATENCY_S, SPREAD, VERDICT_TOKENS, Assumptions
 from .bottleneck import listed
+from .length_effect import LENGTH_SHARE, journal_rows, length_share, relative_work
 from .lengths import BYTES_PER_TOKEN, Lengths, tokens_of
 from .recorded import Recorded, read_recorded
 from .rehearsal import Rehearsal, Truth
@@ -45,9 +46,15 @@ def set_up(
     slots = {name: _slots(config, name) for name in config.sources}
     journal = config.engine.journal
     recorded = read_recorded(journal.path, config.sources) if journal is not None else {}
+    named = tuple(data_sources)
+    rows = journal_rows(recorded, _own_tokens(config, named[0][0] if named else default_data_source(config)))
+    by_journal = length_share(rows) if assumptions.length_share is None else assumptions.length_share
+    share = LENGTH_SHARE if by_journal is None else round(by_journal, 2)
     latency_from, truths = {}, {}
     for name in config.sources:
         latency_s, latency_from[name] = _latency(config, name, assumptions, recorded.get(name))
+        if latency_from[name] == "journal":
+            latency_s /= relative_work(rows.get(name, ()), share)
         truths[name] = Truth(
             latency_s=latency_s,
             spread=SPREAD,
@@ -56,7 +63,6 @@ def set_up(
             verdict_tokens=_verdict_tokens(assumptions, recorded.get(name)),
             slots=slots[name],
         )
-    named = tuple(data_sources)
     if not named and not (lengths and lengths.rollouts):
         named = ((default_data_source(config), 1.0),)
     check_data_sources(config, [name for name, _ in named])
@@ -65,20 +71,20 @@ def set_up(
     rollouts = Rollouts(count, lengths, 0 if lengths.seen else assumptions.prompt_tokens, named)
     samples = rollouts.samples(0)
     usual = sum(tokens_of(sample.response) for sample in samples) / len(samples)
-    works = [1 - assumptions.length_share * (1 - tokens_of(sample.response) / usual) for sample in samples]
+    works = [1 - share * (1 - tokens_of(sample.response) / usual) for sample in samples]
     by_length = pstdev(map(math.log, (max(work, 0.01) for work in works)))
     truths = {
         name: replace(truth, spread=_spread(assumptions, recorded.get(name), by_length))
         for name, truth in truths.items()
     }
-    rehearsal = Rehearsal(config, truths, rollouts, usual, assumptions.length_share)
+    rehearsal = Rehearsal(config, truths, rollouts, usual, share)
     judged, unjudged = _judged(config, samples)
     check_data_sources(config, sorted(unjudged)[:1] if not judged else [])
     notes = [
         f"rollouts: {lengths.describe()}{_texts_note(assumptions, lengths, truths)}",
         _latency_note(config, truths, latency_from, recorded, judged),
         f"latencies spread with a sigma of {_each(f'{truth.spread:.2g}' for truth in truths.values())}; "
-        f"{_percent(assumptions.length_share)} of each is in proportion to the length of the rollout",
+        f"{_percent(share)} of each is in proportion to the length of the rollout",
         f"{_percent(assumptions.straggler_share)} of the requests take ten times as long, "
         f"{_percent(assumptions.error_share)} fail and are tried again",
     ]

@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import sqlite3
 from contextlib import closing
+from statistics import fmean
 
 import pytest
 
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.journal import Journal, entries
 from qreward_plugins.planning import Plan, plan
+from qreward_plugins.planning.length_effect import LENGTH_SHARE, length_share, relative_work
 from qreward_plugins.planning.recorded import read_recorded
 from qreward_plugins.simulation import Luck, Server, SimulatedServer, run
 
 WINDOW_S = 60.0
 
 
-def measured(config, servers, count, *, seed=0):
+def measured(config, servers, count, *, seed=0, chars=lambda n: 400):
     """Two steps of one run: the outcomes of the first, which go into the journal, and the time of the second."""
 
     def samples(step):
         return [
-            Sample([{"role": "user", "content": "?"}], "x" * 400, id=f"{step} {n}", extras={"work": 1})
+            Sample([{"role": "user", "content": "?"}], "x" * chars(n), id=f"{step} {n}", extras={"work": 1})
             for n in range(count)
         ]
 
@@ -82,6 +85,45 @@ def test_a_plan_from_a_journal_is_within_a_tenth_of_the_step(tmp_path, tree, lim
     assert found.bottleneck.resource == bottleneck
     waited = sorted(outcome.verdict.latency_s for _, outcome in outcomes)[count // 2]
     assert all(use.latency_s < 0.7 * waited for use in found.sources if use.name == "a")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_so_is_one_of_sources_that_take_no_longer_for_long_rollouts(tmp_path, tree, case):
+    """Half of a latency is assumed to be in proportion to the length. Long requests go to the fast source, so times of
+    requests that really take the same would be taken for those of short ones at the slow source.
+    """
+    limits, servers, count, bottleneck = CASES[case]
+    config, path = tree(**limits), tmp_path / "verdicts.sqlite"
+    outcomes, step_s = measured(config, servers, count, chars=lambda n: 200 + 7919 * n % 6000)
+    recorded(path, outcomes)
+    found = planned(config, path, count)
+    assert found.step_s.p50 == pytest.approx(step_s, rel=0.1)
+    assert found.bottleneck.resource == bottleneck
+
+
+def test_the_share_of_the_length_is_taken_from_the_journal():
+    rng = random.Random(0)
+    for true in (0.0, 0.3, 0.9):
+        # Two sources, of which the slow one gets the short requests.
+        rows = {
+            name: [
+                (x, base_s * (1 - true + true * x) * rng.lognormvariate(0, 0.3))
+                for x in (rng.uniform(low, high) for _ in range(400))
+            ]
+            for name, base_s, low, high in (("slow", 6.0, 0.1, 0.9), ("fast", 1.0, 0.7, 1.9))
+        }
+        share = length_share(rows)
+        assert share == pytest.approx(true, abs=0.08)
+        for name, base_s in (("slow", 6.0), ("fast", 1.0)):
+            seconds = fmean(seconds for _, seconds in rows[name])
+            assert seconds / relative_work(rows[name], share) == pytest.approx(base_s * 1.046, rel=0.08)
+
+
+def test_rollouts_of_one_length_and_few_verdicts_leave_the_assumption():
+    assert length_share({}) is None
+    assert length_share({"a": [(1.0, 2.0), (1.0, 3.0)] * 20}) is None
+    noisy = [(1.0 + 0.01 * (n % 2), 2.0 + n % 3) for n in range(24)]
+    assert length_share({"a": noisy}) == pytest.approx(LENGTH_SHARE, abs=0.05)
 
 
 def test_noise_is_taken_from_the_journal(tmp_path, tree):

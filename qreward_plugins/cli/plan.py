@@ -75,6 +75,8 @@ async def plan_step(options: PlanOptions, out: Console, errors: Console) -> int:
         check_picture(options.plot)
     if options.json_file is not None and not options.json_file.parent.is_dir():
         raise InputError(f"{options.json_file}: there is no directory {str(options.json_file.parent)!r}")
+    for written in (options.json_file, options.plot):
+        _check_is_no_input(written, options)
     found = await _rehearsed(options, errors)
     _print(found, options.config, out)
     if options.json_file is not None:
@@ -85,6 +87,14 @@ async def plan_step(options: PlanOptions, out: Console, errors: Console) -> int:
         draw_timeline(found.timeline, options.plot, title=title, subtitle=f"most of it: {found.bottleneck.describes}")
         say(errors, f"the timeline is in {options.plot}")
     return OK
+
+
+def _check_is_no_input(written: Path | None, options: PlanOptions) -> None:
+    """Raises `InputError` for a file to be written that is one of those that are read."""
+    kind, _, rollouts = (options.tokens or "").partition(":")
+    for read in (options.config, Path(rollouts) if kind == "file" else None):
+        if written is not None and read is not None and written.exists() and read.exists() and written.samefile(read):
+            raise InputError(f"{written}: is read as an input; name another file")
 
 
 async def _rehearsed(options: PlanOptions, errors: Console) -> Plan:

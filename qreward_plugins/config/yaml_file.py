@@ -21,6 +21,9 @@ _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 MOST_BYTES = 2**20
 """Size of the largest file that is read, in bytes."""
 
+MOST_DIGITS = 4_000
+"""Most characters of an integer."""
+
 
 class _TooManyValues(Exception):
     """Aliases repeat parts of the file so often that it holds more than `MOST_VALUES` values."""
@@ -38,6 +41,14 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         return mapping
 
 
+def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
+    # YAML 1.1 reads 1:30 as 90, and so a megabyte of colons as a number, in time that grows with its square.
+    if len(node.value) > MOST_DIGITS:
+        raise ValueError
+    return loader.construct_yaml_int(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 _Loader.yaml_implicit_resolvers = {
     letter: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
     for letter, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()

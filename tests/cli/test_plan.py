@@ -51,6 +51,19 @@ def test_what_is_late_is_said(run_cli, write_config):
     assert "of the samples get no reward: engine.deadline_s is 30" in " ".join(result.stdout.split())
 
 
+def test_what_is_read_is_not_overwritten(tmp_path, run_cli):
+    config = tmp_path / "judges.yaml"
+    config.write_text("sources: {f: {kind: function, function: 'math:fabs'}}\njudges: {j: {kind: function}}\n")
+    rollouts = tmp_path / "rollouts.jsonl"
+    rollouts.write_text('{"prompt": "q", "response": "a"}\n')
+    before = config.read_text(), rollouts.read_text()
+    for written in (config, rollouts, tmp_path / "." / config.name):
+        result = run_cli("plan", "-c", config, "-n", 3, "--tokens", f"file:{rollouts}", "--json", written)
+        assert result.exit_code == 2
+        assert "is read as an input; name another file" in result.stderr
+    assert before == (config.read_text(), rollouts.read_text())
+
+
 def test_the_plan_and_its_timeline_are_written(run_cli, config, tmp_path):
     plot, as_json = tmp_path / "plan.png", tmp_path / "plan.json"
     result = run_cli("plan", "-c", config, "-n", 20, "--seeds", 2, "--plot", plot, "--json", as_json)

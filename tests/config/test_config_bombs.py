@@ -47,6 +47,8 @@ def test_a_file_that_expands_is_one_mistake(name, tmp_path):
         ("{a: " * 500 + "1" + "}" * 500, "nested too deeply"),
         ("a: " + "x" * 2**20, "larger than 1 MiB"),
         ("sources: &a {f: *a}\n", "contains itself"),
+        ("a: 1" + ":59" * 300_000, "does not fit its tag"),
+        ("a: 0x" + "f" * 900_000, "does not fit its tag"),
     ],
 )
 def test_files_that_are_too_deep_or_too_large(text, says, tmp_path):

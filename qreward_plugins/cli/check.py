@@ -26,11 +26,11 @@ _excerpt = Excerpts().of
 async def check_config(
     path: Path, rollouts: Path | None, out: Console, errors: Console, *, timeout_s: float = 30.0
 ) -> int:
-    """Validate the file, probe every source, and print a table; 0 when every source gave a valid verdict, and
-    every judge without instructions of its own could tell right answers from nonsense, else 1.
+    """Validate the file, probe every source, and print a table.
 
-    A source has `timeout_s` seconds for an answer, or its own time limit if that is shorter. Raises
-    `ConfigurationError`, and `InputError` for rollouts that cannot be read, or of which there are none.
+    Returns 0 if every source gave a valid verdict and every LLM judge without instructions of its own could tell right
+    answers from nonsense, else 1. A source has `timeout_s` seconds for an answer, or its own time limit if shorter.
+    Raises `ConfigurationError`, and `InputError` for rollouts that cannot be read, or of which there are none.
     """
     config = load_config(path)
     # The engine of a check must not make, open or fill the journal of a run.
@@ -47,7 +47,7 @@ async def check_config(
             say(out, line)
         for name in engine.judges if rollouts is not None else ():
             if name not in samples:
-                say(out, f"{name}: no row of {rollouts} goes to it, so that it is asked about the built-in sample")
+                say(out, f"{name}: no row of {rollouts} goes to it; it is asked about the built-in sample")
         with errors.status("asking every source ..."):
             results = await probe(engine, samples)
         idle = idle_sources(engine)

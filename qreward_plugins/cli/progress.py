@@ -25,6 +25,8 @@ _REFRESH_S = 0.5
 _MINUTE_S = 60.0
 _LINES_EVERY = 0.1
 """Without a terminal, one line for every such share of the samples, and for every minute."""
+_FIRST_LINE_S = 10.0
+"""One line after so long in any case: it tells a judge that hangs from one that works."""
 
 _LIVE_COLUMNS = ("state", "sent", "last min", "in flight", "429s", "errors", "p50", "p95", "tokens")
 _LIVE_WIDTH = 66
@@ -82,11 +84,13 @@ class ProgressDisplay:
         statistics, now = self._statistics(), self._now()
         last_minute = self._last_minute(statistics, now)
         done = _done(statistics)
-        if done < self._printed_done + _LINES_EVERY * self._total and now < self._printed_at + _MINUTE_S:
+        wait_s = _FIRST_LINE_S if self._printed_at == self._started_at else _MINUTE_S
+        if done < self._printed_done + _LINES_EVERY * self._total and now < self._printed_at + wait_s:
             return
         self._printed_done, self._printed_at = done, now
         sources = "".join(
             f"; {name} {source.state}, {source.requests:,} sent, {last_minute[name]:,} in the last minute"
+            + (f", {source.in_flight:,} not answered yet" if source.in_flight else "")
             for name, source in statistics.sources.items()
         )
         say(self._console, f"{self._head(statistics, now)}{sources}")

@@ -73,14 +73,14 @@ def watch(shown, *, for_s, terminal=False, rate_per_s=1.0):
     return [line for line in ANSI.sub("\n", console.file.getvalue()).replace("\r", "\n").splitlines() if line.strip()]
 
 
-def test_a_log_gets_a_line_for_every_tenth_and_every_minute():
+def test_a_log_gets_a_line_after_ten_seconds_and_for_every_tenth_and_minute():
     lines = watch(WindowSource(600), for_s=599)
     assert lines[0] == (
         "60/600 (10%) in 0:00:00, about 0:09:00 left; a-source-with-a-long-name up, 60 sent, 60 in the last minute"
     )
     assert len(lines) == 10
     slow = watch(WindowSource(60_000), for_s=601)
-    assert [line.split()[0] for line in slow] == [f"{60 * n:,}/60,000" for n in range(2, 12)]
+    assert [line.split()[0] for line in slow] == [f"{60 * n:,}/60,000" for n in range(1, 11)]
 
 
 def test_the_time_left_knows_the_limits_and_not_the_journal():
@@ -203,3 +203,16 @@ def test_short(value, text):
 
 def test_clock():
     assert (clock(None), clock(59.6), clock(3_661), clock(100_000)) == ("?", "0:01:00", "1:01:01", "1 day, 3:46:40")
+
+
+def test_a_log_tells_of_a_judge_that_hangs_after_ten_seconds():
+    async def main():
+        console = Console(file=io.StringIO(), width=80)
+        hangs = statistics(source("a", requests=8, in_flight=8))
+        async with ProgressDisplay(console, 20, lambda: hangs, rate_per_s=math.inf):
+            await asyncio.sleep(65)
+        return console.file.getvalue()
+
+    assert run(main()).splitlines() == [
+        "0/20 (0%) in 0:00:10, about ? left; a up, 8 sent, 8 in the last minute, 8 not answered yet"
+    ]

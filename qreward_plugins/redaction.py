@@ -30,9 +30,11 @@ _GLUED = re.compile(r"(?:api|access|private|secret|auth|client)(?:key|token|secr
 
 
 class Secret(str):
-    """A text whose repr is asterisks, so that printing a structure around it does not show it. `str` does."""
+    """A text that is shown as asterisks by everything that prints a structure around it. `within` holds the parts of it
+    that are secrets by themselves: of "at ${oc.env:HOST}" the value of the variable.
+    """
 
-    __slots__ = ()
+    within: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return repr(MASK)
@@ -53,7 +55,7 @@ def names_secret(name: str) -> bool:
     return not _SECRET_WORDS.isdisjoint(words) and _PLAIN_WORDS.isdisjoint(words)
 
 
-def with_secrets(value: Any, *, secret: bool = False) -> Any:
+def with_secrets(value: Any, *, secret: bool = False, within: tuple[str, ...] = ()) -> Any:
     """A copy of a tree of plain values with its secrets as `Secret` or `SecretNumber`.
 
     Secrets are the texts, and integers of six digits or more, below a key that names a secret; with `secret`, all in
@@ -61,15 +63,17 @@ def with_secrets(value: Any, *, secret: bool = False) -> Any:
     """
     if isinstance(value, Mapping):
         return {
-            key: with_secrets(item, secret=secret or (isinstance(key, str) and names_secret(key)))
+            key: with_secrets(item, secret=secret or (isinstance(key, str) and names_secret(key)), within=within)
             for key, item in value.items()
         }
     if isinstance(value, (list, tuple)):
-        return [with_secrets(item, secret=secret) for item in value]
+        return [with_secrets(item, secret=secret, within=within) for item in value]
     if not secret or not value or isinstance(value, (bool, Secret, SecretNumber)):
         return value
     if type(value) is str:
-        return Secret(value)
+        marked = Secret(value)
+        marked.within = tuple(part for part in within if part != value)
+        return marked
     # A short number is rather a setting (`auth_timeout: 30`) than a password of digits.
     return SecretNumber(value) if type(value) is int and abs(value) >= 10**5 else value
 
@@ -95,6 +99,7 @@ def secrets_in(value: Any) -> Iterator[str]:
             yield from secrets_in(item)
     elif isinstance(value, Secret):
         yield str.__str__(value)
+        yield from value.within
     elif isinstance(value, SecretNumber):
         yield f"{int(value)}"
 

@@ -29,6 +29,7 @@ from .interpolations import MOST_VALUES, too_large
 _MAX_DEPTH = 64
 _SCALARS = (str, int, float, bool, type(None))
 _ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}")
+_ENV_NAMED = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)")
 _FROM_A_SECRET = re.compile(r"oc\.env|api_key|headers")
 _HANDED_ON = {"kwargs", "parameters"}
 """Keys below which any value may stand, credentials included."""
@@ -179,7 +180,8 @@ class _Resolver:
             return self._unresolvable(path, expression, error)
         resolved = self.resolved(value, path, above)
         if _HANDED_ON & set(path) and _FROM_A_SECRET.search(expression):
-            resolved = with_secrets(resolved, secret=True)
+            within = tuple(os.environ[name] for name in _ENV_NAMED.findall(expression) if os.environ.get(name))
+            resolved = with_secrets(resolved, secret=True, within=within)
         return resolved
 
     def _broken(self, path: Path, problem: str, remedy: str = "", excerpt: str = "") -> Broken:

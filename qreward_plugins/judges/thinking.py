@@ -27,8 +27,8 @@ first, then the marks that end:
 - `<details ...>`, `</details>`: front ends that fold the thinking up
 
 Case, and white space and attributes inside a mark, are ignored, except in the two marks of gpt-oss without its special
-tokens (`analysis`, `assistantfinal`), where case counts. A mark in backticks is a
-quotation, and so is one that opens between quotation marks: judges speak of the thinking in the response.
+tokens (`analysis`, `assistantfinal`), where case counts. A mark in backticks is a quotation,
+and so is one that opens between quotation marks: judges speak of the thinking in the response.
 """
 
 from __future__ import annotations

@@ -167,6 +167,27 @@ def test_no_secret_comes_out_anywhere(secrets, status, form):
         assert secret[-8:] not in shown
 
 
+@pytest.mark.parametrize("where", ["at ${oc.env:PLANTED_WHERE} now", "at ${oc.env:PLANTED_WHERE,nowhere} now"])
+def test_a_secret_in_the_middle_of_a_text_is_known_by_itself(where):
+    secret = "Zq9 ab c1 _x 0> qZ7"
+    function = {"kind": "function", "function": "rewards:score", "kwargs": {"where": where}}
+
+    async def score(*, where, **fields):
+        raise TransientError(f"cannot reach {where[3:15]}... or {where[-14:-4]}")
+
+    async def main(config):
+        sources = {"rules": FunctionSource("rules", config.sources["rules"], loader=lambda: score)}
+        async with RewardEngine(config, sources=sources) as engine:
+            return await engine.score(Sample([{"role": "user", "content": "2 + 2?"}], "4"), deadline_s=0.2)
+
+    with mock.patch.dict(os.environ, {"PLANTED_WHERE": secret}):
+        config = load_config({"sources": {"rules": function}, "judges": {"j": {"kind": "function"}}})
+        detail = asyncio.run(main(config)).detail
+    assert secret[:8] not in detail
+    assert secret[-8:] not in detail
+    assert "cannot reach ***" in detail
+
+
 WORDS = ("components", "rationale", "correctness", "helpful", '"score":', "12345678", "correctness of answers")
 
 

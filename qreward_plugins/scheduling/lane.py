@@ -119,7 +119,12 @@ class Lane:
 
     def tokens(self, request: Request) -> int:
         """An upper bound of the tokens that `request` takes, prompt and completion."""
-        return self._estimates.prompt(request) + self._estimates.completion(request)
+        return 0 if self._uncounted else self._estimates.prompt(request) + self._estimates.completion(request)
+
+    @property
+    def _uncounted(self) -> bool:
+        """Whether nobody counts tokens here: estimates for a local function would cost more than many of its calls."""
+        return self.local and self.quota.most_tokens == math.inf
 
     def tokens_of(self, size: float) -> float:
         """The tokens that a request of `size` bytes is likely to take, prompt and completion."""
@@ -127,6 +132,8 @@ class Lane:
 
     def misfit(self, request: Request) -> str:
         """Why `request` can never be sent here; empty: it can. An estimate is no reason, only what is certain."""
+        if self.quota.most_tokens == math.inf:
+            return ""
         least, most = self._estimates.least(request), self.quota.most_tokens
         if self.quota.fits_ever(least):
             return ""
@@ -138,10 +145,13 @@ class Lane:
 
     def oversize(self, request: Request) -> bool:
         """Whether `request` is estimated to take more than a whole window allows, so that it can only go alone."""
-        return self.tokens(request) > self.quota.most_tokens
+        most = self.quota.most_tokens
+        return most < math.inf and self.tokens(request) > most
 
     def reserve(self, request: Request, now: float) -> Reservation:
         """Take what an attempt of `request` needs from the quota."""
+        if self._uncounted:
+            return self.quota.reserve(0, 0, now)
         return self.quota.reserve(self._estimates.prompt(request), self._estimates.completion(request), now)
 
     def wait_s(self, tokens: float, now: float) -> float:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..samples import Message, Sample, Usage
-from .demand import Demand, Demanding, Texture, of_messages
+from .demand import Demand, Texture, of_messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,10 @@ class Request:
         """
         found = self._demands.get(source.name)
         if found is None:
+            # Checking a protocol costs more than all the rest of this.
+            ask: Callable[[Request], Demand | None] | None = getattr(source, "demand", None)
             try:
-                found = source.demand(self) if isinstance(source, Demanding) else None
+                found = ask(self) if callable(ask) else None
             except Exception:  # the scheduler asks for it, and must outlive any source and any sample
                 found = None
             if found is None:

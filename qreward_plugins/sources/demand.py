@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 TOKENS_PER_MESSAGE = 8
 """Assumed tokens that a chat template puts around a message: role and control tokens."""
@@ -89,13 +89,6 @@ class Demand:
     def prompt(self) -> int:
         """Prompt tokens at most: one for each byte of text, plus the overhead."""
         return self.texture.size + self.overhead
-
-
-@runtime_checkable
-class Demanding(Protocol):
-    """A source that can tell the demand of the body that it sends for a request; None if it cannot for this one."""
-
-    def demand(self, request: Any) -> Demand | None: ...
 
 
 def overhead_of(messages: int) -> int:

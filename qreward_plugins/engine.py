@@ -150,7 +150,9 @@ class RewardEngine:
         before it are known, even while `samples` is waiting. Raises what `samples` raises. Closing the generator
         cancels what is in flight, and `samples`.
         """
-        async with aclosing(Stream(samples, self.score, window or self._stream_window()).outcomes()) as outcomes:
+        async with aclosing(
+            Stream(samples, self.score, max(1, window or self._stream_window())).outcomes()
+        ) as outcomes:
             async for scored in outcomes:
                 yield scored
 

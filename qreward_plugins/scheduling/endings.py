@@ -55,6 +55,10 @@ OF_THE_REQUEST = (400, 413, 422)
 """Statuses of servers that refuse this one request."""
 RAISED_BACKOFF_S = 3.0
 LONGEST_RAISED_BACKOFF_S = 60.0
+THROTTLED_TO_REST = 3
+"""Throttled attempts of one sample from which on others go first, each time for as long as the pause, within bounds."""
+SHORTEST_THROTTLED_REST_S = 0.5
+LONGEST_REST_S = 10.0
 SHORTEST_INVALID_REST_S = 0.5
 """Shortest time, in seconds, for which a job avoids a source that gave it an invalid verdict, if it has another."""
 RESCUE_SILENT_FROM = 1.0
@@ -224,6 +228,11 @@ class Endings:
                 # It went alone; once more, and everybody else would wait for an empty window again.
                 job.barred.add(lane.name)
                 problem += f" (it went alone, because it may take {lane.tokens(attempt.request):,} tokens)"
+            job.throttled += 1
+            if job.throttled >= THROTTLED_TO_REST and self._delays_others(job, lane):
+                # It may be this sample that is throttled, as a request too large for a limit is: the others go first.
+                pause_s = lane.pauses.left_s(now)
+                job.rested_at[lane.name] = now + pause_s + min(max(SHORTEST_THROTTLED_REST_S, pause_s), LONGEST_REST_S)
             if not gone:
                 self._retry(attempt, problem)
         elif isinstance(ending, PermanentError):
@@ -249,6 +258,11 @@ class Endings:
             # A job that failed in the rescue may have been the last that its batch waited for, which ended this one.
             if not job.future.done():
                 self._transient(attempt, ending, now, excused=lane.excuses(attempt))
+
+    def _delays_others(self, job: Job, lane: Lane) -> bool:
+        """Whether others wait for `lane` that were throttled less often than `job`."""
+        others = (other for other in self._desk.waiting_jobs() if other is not job and lane.name in other.judge.sources)
+        return any(other.throttled < job.throttled for other in others)
 
     def _recovered(self, lane: Lane, took_s: float, now: float) -> None:
         """Use a source that is well again at once. The probe that it answered took `took_s`; those that it should have

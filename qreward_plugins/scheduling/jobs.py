@@ -86,6 +86,8 @@ class Job:
     rescues: int = 0
     """Attempts that were given up because of their source when no failure was left to count: we ended them, and they
     may have been well."""
+    throttled: int = 0
+    """Attempts that were throttled."""
     excused: int = 0
     """Attempts that failed by no fault of the sample: its source was down for everybody."""
     usage: Usage = field(default_factory=Usage)

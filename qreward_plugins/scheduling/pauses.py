@@ -44,6 +44,8 @@ class Pauses:
         """Note a 429 to a request sent at `sent_at`; return the seconds of the pause from now, or None if it neither
         begins nor becomes longer.
         """
+        if retry_after_s is not None and math.isnan(retry_after_s):
+            retry_after_s = None
         if sent_at <= self._at or now < self._until:
             if retry_after_s is None or now + retry_after_s <= max(self._until, now) + _LATER_S:
                 return None

@@ -35,6 +35,9 @@ FIRST_ROOM_S = 5.0
 each time, so that a source that has become slow can answer."""
 SCARCE = 3
 """From this number of free tries left, the pace is a large part of the time to the deadline."""
+STRETCH = 0.3
+"""Largest part by which a pace is lengthened."""
+_GOLDEN = 0.6180339887
 _LOOKED_AT = 64
 
 
@@ -60,7 +63,7 @@ class Probing:
                 continue
             lane.breaker.needed = any(self._only(lane, job) for job in self._queue.heads(lane.name))
             if lane.breaker.needed:
-                lane.breaker.pace_s = self._pace_s(lane, now)
+                lane.breaker.pace_s = self._pace_s(lane, now) * _stretch(lane)
                 if lane.quota.in_flight >= lane.quota.concurrency:
                     self._make_room(lane, now)
 
@@ -124,3 +127,10 @@ class Probing:
         if left <= SCARCE:
             return max(least_s, min(left_s / 2.0**left, LONGEST_PAUSE_S))
         return max(least_s, min(growing_s, left_s / (2 * left), LONGEST_SPARING_PACE_S))
+
+
+def _stretch(lane: Lane) -> float:
+    """A factor of the pace that differs from probe to probe, so that probes do not keep step with a source that is up
+    and down by turns. Multiples of the golden ratio spread evenly, and are the same for the same schedule.
+    """
+    return 1 + STRETCH * (lane.counters.requests * _GOLDEN % 1)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qreward_plugins.errors import TransientError
+from qreward_plugins.errors import Throttled, TransientError
 from qreward_plugins.samples import Cause, Scored
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
@@ -213,3 +213,32 @@ def test_a_source_with_tokens_left_is_probed_with_what_fits(new_stage, sizes, li
         await dispatcher.aclose()
 
     run(main())
+
+
+@pytest.mark.parametrize("concurrency", [1, 4])
+@pytest.mark.parametrize("position", [0, 5, 11])
+def test_a_sample_that_is_always_throttled_takes_the_source_from_nobody(stage, concurrency, position):
+    """P11: some servers answer a request that is too large for a limit with 429, each time."""
+    stage.add(
+        "a",
+        limits={"concurrency": concurrency},
+        behaviour=lambda number, request, now: Throttled("429", retry_after_s=1.0) if request.size == 13 else 0.3,
+    )
+    played = stage.play([13 if number == position else 10 for number in range(12)])
+    assert [isinstance(outcome, Scored) for outcome in played.outcomes] == [n != position for n in range(12)]
+    others = [outcome for outcome in played.outcomes if isinstance(outcome, Scored)]
+    assert max(outcome.verdict.latency_s for outcome in others) < 60
+
+
+@pytest.mark.parametrize("period_s", [1, 2, 5])
+def test_probes_do_not_keep_step_with_a_source_that_is_up_and_down_by_turns(stage, period_s):
+    stage.add("a", behaviour=lambda number, request, now: 0.5 if now // period_s % 2 else BROKEN)
+    played = stage.play([10] * 200, deadline_s=600)
+    assert sum(isinstance(outcome, Scored) for outcome in played.outcomes) >= 190
+
+
+def test_a_pause_that_is_no_number_is_none(stage):
+    stage.add(
+        "a", behaviour=lambda number, request, now: Throttled("429", retry_after_s=float("nan")) if now < 9 else 0.3
+    )
+    assert stage.play([10] * 12).all_scored

@@ -169,14 +169,10 @@ def test_an_observer_that_raises_stops_nothing(stage, caplog):
 
 
 def test_a_request_that_breaks_the_scheduler_costs_its_sample_only(stage, caplog):
-    source = stage.add("a", behaviour=lambda *_: 0.5)
-
-    def demand(request):
-        if request.size == 13:
-            raise Bug
-        return None
-
-    source.demand = demand
+    stage.add("a", behaviour=lambda *_: 0.5)
+    lane = stage.lanes["a"]
+    reserve = lane.reserve
+    lane.reserve = lambda request, now: broken() if request.size == 13 else reserve(request, now)
     played = stage.play([10, 13, 10, 10])
     assert [isinstance(outcome, Scored) for outcome in played.outcomes] == [True, False, True, True]
     assert (played.outcomes[1].cause, played.outcomes[1].reason) == (Cause.INFRA, "bug")

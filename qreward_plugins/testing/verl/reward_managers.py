@@ -149,11 +149,12 @@ class Registry:
 
 
 def float32_column(scores: Sequence[Any]) -> np.ndarray[Any, Any]:
-    """Scores as `torch.tensor(scores, dtype=torch.float32)` has them: 1e39 is infinite. Raises `TypeError` for None and
-    `ValueError` for a text.
+    """Scores as `torch.tensor(scores, dtype=torch.float32)` has them: 1e39 is infinite.
+
+    Raises `TypeError` for what is no number, and `ValueError` where the first is a text.
     """
     for score in scores:
-        if isinstance(score, str):
+        if isinstance(scores[0], str):
             raise ValueError("too many dimensions 'str'")
         if score is None or not hasattr(score, "__float__"):
             raise TypeError(f"must be real number, not {type(score).__name__}")

@@ -100,15 +100,19 @@ def padded(rows: Sequence[Sequence[Any]], *, dtype: Any = np.int64, value: Any =
 
 
 def as_float32(value: Any) -> Any:
-    """What an element of a float32 tensor becomes when it is set to `value`, with torch's errors."""
-    if isinstance(value, np.ndarray) and value.shape == ():
-        value = value[()]
-    if hasattr(value, "item") and not isinstance(value, np.ndarray):
+    """What an element of a float32 tensor becomes when it is set to `value`, with torch's errors: numpy's floats are no
+    numbers to it, but for float64, which is a `float`.
+    """
+    if isinstance(value, VerlTensor) and value.size == 1:
         value = value.item()
-    if not isinstance(value, (bool, int, float)):
-        raise TypeError(f"can't assign a {type(value).__name__} to a torch.FloatTensor")
+    if not isinstance(value, (bool, int, float, np.integer)):
+        kind = type(value)
+        name = kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"
+        raise TypeError(f"can't assign a {name} to a torch.FloatTensor")
+    if not isinstance(value, float) and abs(int(value)) > 2**63 - 1:
+        raise ValueError("Overflow when unpacking long long")
     number = float(value)
-    if abs(number) > FLOAT32_MAX and number not in (float("inf"), float("-inf")):
+    if abs(number) > FLOAT32_MAX and not np.isinf(number):
         raise RuntimeError("value cannot be converted to type float without overflow")
     return np.float32(number)
 

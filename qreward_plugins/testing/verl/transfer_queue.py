@@ -192,8 +192,14 @@ class ReplayBuffer:
         chosen = sorted(usable, key=lambda prompt: prompt.global_steps)[:size]
         for prompt in chosen:
             del prompts[prompt.uid]
+            # verl has them in the order of their coming, which is by chance.
+            prompt.rows = dict(sorted(prompt.rows.items(), key=_place))
             self._queue.taken[partition].update(prompt.rows)
         return chosen
+
+
+def _place(row: tuple[str, Any]) -> tuple[int, ...]:
+    return tuple(int(number) for number in row[0].rsplit("_", 2)[1:])
 
 
 _NOTHING = "Sync replay buffer selected terminal groups with no materializable trajectories."

@@ -393,10 +393,10 @@ def _fields(output: AgentOutput) -> dict[str, Any]:
         "extra_fields": output.extra_fields,
     }
     if output.reward_score is not None:
-        rewards = np.zeros(len(output.response_mask), dtype=np.float32)
+        rewards, score = np.zeros(len(output.response_mask), dtype=np.float32), as_float32(output.reward_score)
         if not len(rewards):
             raise IndexError("index -1 is out of bounds for dimension 0 with size 0")
-        rewards[-1] = as_float32(output.reward_score)
+        rewards[-1] = score
         fields["rm_scores"] = rewards
     return fields
 

@@ -1,0 +1,648 @@
+"""`FakeVerlTrainer`'s parts against verl's own functions: the same input, the same numbers to the last bit, the same
+errors. Whole trainings are compared elsewhere; these call verl's functions on the CPU.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from omegaconf import OmegaConf
+
+pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
+torch = pytest.importorskip("torch")
+
+from qreward_plugins.testing.tokenizer import WordTokenizer  # noqa: E402
+from qreward_plugins.testing.verl import advantages, agent_loop, float_sums, metrics, validation  # noqa: E402
+from qreward_plugins.testing.verl import v1 as fake_v1  # noqa: E402
+from qreward_plugins.testing.verl.base import compute_advantage  # noqa: E402
+from qreward_plugins.testing.verl.configuration import compose_config  # noqa: E402
+from qreward_plugins.testing.verl.engine import AgentOutput  # noqa: E402
+from qreward_plugins.testing.verl.protocol import TensorColumns, VerlDataProto  # noqa: E402
+from qreward_plugins.testing.verl.reward_managers import DAPORewardManager, NaiveRewardManager  # noqa: E402
+from qreward_plugins.testing.verl.transfer_queue import Prompt, ReplayBuffer, TransferQueue  # noqa: E402
+
+pytestmark = pytest.mark.filterwarnings("default")  # verl's own
+
+WITHIN_ONE_BIT = {"grpo_vectorized"}
+"""torch takes the square root of a vector with MKL there, which rounds the last bit either way."""
+
+
+def same(real, fake):
+    return np.array_equal(np.asarray(real), np.asarray(fake), equal_nan=True)
+
+
+def a_batch(rng, *, groups, nan=False):
+    """Rewards at the last tokens, masks with holes, groups of different sizes."""
+    rows, width = int(rng.integers(2, 24)), int(rng.integers(2, 30))
+    size = int(rng.integers(2, 13))
+    uids = [f"u{row // size}x" for row in range(rows)] if groups else [f"u{each}x" for each in rng.integers(0, 4, rows)]
+    mask, rewards = np.zeros((rows, width), np.int64), np.zeros((rows, width), np.float32)
+    for row in range(rows):
+        length = int(rng.integers(1, width + 1))
+        mask[row, :length] = 1
+        if length > 3 and rng.random() < 0.3:
+            mask[row, 1:3] = 0
+        rewards[row, length - 1] = rng.choice([0.0, 1.0, 0.1, 1 / 3, rng.normal(), 1e4 * rng.normal()])
+    if nan:
+        rewards[0, 0] = math.nan
+    return rewards, mask, np.array(uids, dtype=object)
+
+
+def both(real, fake):
+    """The results, or the texts of the errors."""
+    results = []
+    for play in (real, fake):
+        try:
+            results.append(play())
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {error}")
+    return results
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["by std", "not by std"])
+@pytest.mark.parametrize("name", sorted(advantages.ESTIMATORS))
+def test_advantages(name, norm):
+    from verl.trainer.ppo import core_algos
+
+    rng = np.random.default_rng(7)
+    config = OmegaConf.create(
+        {
+            "gamma": 0.97,
+            "lam": 0.93,
+            "norm_adv_by_std_in_grpo": norm,
+            "gdpo_reward_keys": ["a", "b"],
+            "gdpo_reward_weights": [0.7, 0.3],
+        }
+    )
+    for trial in range(40):
+        rewards, mask, uids = a_batch(rng, groups=trial % 2, nan=trial == 39)
+        values = rng.normal(size=mask.shape).astype(np.float32)
+        baselines = rng.normal(size=len(mask)).astype(np.float32)
+        components = {each: rng.normal(size=len(mask)).astype(np.float32) for each in "ab"}
+        last = np.array([np.flatnonzero(row)[-1] for row in mask])
+        attention = np.concatenate([np.ones((len(mask), 2)), np.arange(mask.shape[1]) <= last[:, None]], axis=1)
+        named = {"token_level_rewards": torch.tensor(rewards), "response_mask": torch.tensor(mask)}
+        if name == "gae":
+            named |= {"values": torch.tensor(values), "gamma": config.gamma, "lam": config.lam}
+        elif name in ("grpo", "grpo_vectorized"):
+            named |= {"index": uids, "norm_adv_by_std_in_grpo": norm}
+        else:
+            named |= {"config": config}
+            named |= {"reward_baselines": torch.tensor(baselines)} if name == "remax" else {}
+            named |= {"index": uids} if name not in ("remax", "reinforce_plus_plus") else {}
+            if name == "gdpo":
+                tensors = {"prompts": torch.zeros(len(mask), 2), "attention_mask": torch.tensor(attention).long()}
+                named |= {"norm_adv_by_std_in_grpo": norm, "non_tensor_batch": components, "batch": tensors}
+        given = advantages.Rewards(rewards.copy(), mask, uids, values, baselines, components, last, config)
+        real, fake = both(
+            lambda named=named: core_algos.get_adv_estimator_fn(name)(**named),
+            lambda given=given: advantages.estimate(name, given),
+        )
+        if isinstance(real, str):
+            assert fake == real
+        elif name in WITHIN_ONE_BIT:
+            for each, other in zip(real, fake, strict=True):
+                np.testing.assert_allclose(other, each.numpy(), rtol=4e-7, atol=0)
+        else:
+            assert all(same(each, other) for each, other in zip(real, fake, strict=True)), trial
+
+
+def test_sums_means_and_deviations():
+    rng = np.random.default_rng(3)
+    for count in [*range(2, 70), 100, 128, 333, 1000, 2048, 5000, 20_000]:
+        values = (rng.normal(size=count) * 10 ** rng.uniform(-3, 3)).astype(np.float32)
+        tensor = torch.from_numpy(values)
+        for fake, real in (
+            (float_sums.sum32, torch.sum),
+            (float_sums.mean32, torch.mean),
+            (float_sums.std32, torch.std),
+            (float_sums.var32, torch.var),
+        ):
+            assert float(fake(values)) == real(tensor).item(), (real, count)
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "reinforce_plus_plus"])
+def test_advantages_of_several_outputs(name):
+    from tensordict import TensorDict
+    from verl import DataProto
+    from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    rng = np.random.default_rng(5)
+    config = OmegaConf.create({"gamma": 1.0, "lam": 1.0})
+    for _ in range(20):
+        rewards, mask, uids = a_batch(rng, groups=True)
+        keys, counts = [], {}
+        for uid in uids:
+            counts[uid] = counts.get(uid, -1) + 1
+            keys.append(f"{uid}_{counts[uid] // 2}_{counts[uid] % 2}")
+        tensors = {"token_level_rewards": torch.tensor(rewards), "response_mask": torch.tensor(mask)}
+        named = {"batch_keys": keys, "adv_estimator": name, "config": config}
+        real = compute_advantage_for_multi_trajectories(
+            DataProto(batch=TensorDict(tensors, batch_size=len(mask)), non_tensor_batch={"uid": uids}), **named
+        )
+        fake = fake_v1.compute_advantage_for_multi_trajectories(
+            VerlDataProto(TensorColumns({"token_level_rewards": rewards, "response_mask": mask}), {"uid": uids}),
+            **named,
+        )
+        assert same(real.batch["advantages"], fake.batch["advantages"])
+        assert same(real.batch["returns"], fake.batch["returns"])
+
+
+def test_validation_metrics():
+    from verl.trainer.ppo.metric_utils import process_validation_metrics
+
+    rng = np.random.default_rng(11)
+    for trial in range(6):
+        sizes = [int(rng.integers(1, 7)) for _ in range(4)]
+        uids = [f"u{place}" for place, size in enumerate(sizes) for _ in range(size)]
+        sources = [f"s{int(uid[1:]) % 2}" for uid in uids]
+        count = len(uids)
+        infos = {
+            "reward": [float(each) for each in rng.choice([0.0, 1.0, 0.25], count)],
+            "acc": [None if rng.random() < 0.2 else bool(each) for each in rng.integers(0, 2, count)],
+            "pred": [str(each) for each in rng.integers(0, 3, count)],
+            "why": ["because"] * count,
+            "strange": [math.nan if rng.random() < 0.2 else 1 for _ in range(count)],
+        }
+        expected = {(f"s{place % 2}", f"u{place}"): size + place % 2 for place, size in enumerate(sizes)}
+        named = {"expected_acc_counts": expected if trial % 2 else None}
+        real = process_validation_metrics(sources, uids, copy.deepcopy(infos), **named)
+        fake = validation.validation_metrics(sources, uids, infos, **named)
+        assert {name: set(each) for name, each in fake.items()} == {name: set(each) for name, each in real.items()}
+        for source, by_name in fake.items():
+            for name, by_metric in by_name.items():
+                assert by_metric == pytest.approx(dict(real[source][name]), rel=0, abs=0, nan_ok=True), (source, name)
+
+
+@pytest.mark.parametrize("use_v1", [True, False], ids=["v1", "legacy"])
+def test_names_of_validation_metrics(use_v1):
+    from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+
+    infos = {"reward": [1.0, 0.0, 0.5, 0.5], "acc": [True, False, True, None], "style": [3.0, 4.0, 5.0, 6.0]}
+    sources, uids, turns = ["s", "s", "s", "s"], ["a", "a", "b", "b"], [2, 2, 4, 2]
+    if use_v1:
+        real = PPOTrainer._val_metrics_update(None, sources, uids, dict(infos), turns)
+    else:
+        real = RayPPOTrainer._val_metrics_update(None, sources, uids, dict(infos), [np.array(turns)])
+    assert validation.named(validation.validation_metrics(sources, uids, infos), turns) == real
+
+
+def test_metrics_of_a_step():
+    from tensordict import TensorDict
+    from verl import DataProto
+    from verl.trainer.ppo.metric_utils import compute_data_metrics
+
+    rng = np.random.default_rng(13)
+    for trial in range(20):
+        rewards, mask, _ = a_batch(rng, groups=True)
+        if trial % 4 == 0:
+            mask[0] = 0
+        prompts = np.ones((len(mask), 5), np.int64)
+        attention = np.concatenate([prompts, mask], axis=1)
+        columns = {name: rng.normal(size=mask.shape).astype(np.float32) for name in ("advantages", "returns", "values")}
+        turns = rng.integers(1, 5, len(mask)).astype(np.int32)
+        tensors = {
+            "token_level_scores": rewards,
+            "token_level_rewards": rewards * np.float32(0.5),
+            "prompts": prompts,
+            "responses": mask,
+            "response_mask": mask,
+            "attention_mask": attention,
+            **columns,
+        }
+        batch = TensorDict({name: torch.tensor(each) for name, each in tensors.items()}, batch_size=len(mask))
+        real = compute_data_metrics(DataProto(batch=batch, non_tensor_batch={"__num_turns__": turns}), use_critic=True)
+        fake = metrics.data_metrics(
+            scores=rewards.sum(axis=-1),
+            rewards=(rewards * np.float32(0.5)).sum(axis=-1),
+            mask=mask,
+            prompt_lengths=prompts.sum(axis=1),
+            response_lengths=mask.sum(axis=1),
+            widths=(5, mask.shape[1]),
+            num_turns=turns,
+            **columns,
+        )
+        assert fake == pytest.approx(real, rel=0, abs=0, nan_ok=True)
+
+
+OUTPUTS = [
+    [AgentOutput([5, 6, 7], [8, 9], [1, 1], 2)],
+    [AgentOutput([5], [8, 9, 10, 11], [1, 0, 0, 1], 4), AgentOutput([5, 6, 7], [8], [1], 2)],
+]
+COLUMNS = {
+    "raw_prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "What?"}],
+    "data_source": "test/add",
+    "reward_model": {"style": "rule", "ground_truth": "42"},
+    "extra_info": {"index": 3, "split": "train"},
+    "uid": "u1",
+    "global_steps": 5,
+    "session_id": 0,
+    "index": 3,
+    "ability": None,
+}
+
+
+def real_output(output):
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    return AgentLoopOutput(
+        prompt_ids=output.prompt_ids,
+        response_ids=output.response_ids,
+        response_mask=output.response_mask,
+        num_turns=output.num_turns,
+        metrics=AgentLoopMetrics(),
+        extra_fields=copy.deepcopy(output.extra_fields),
+    )
+
+
+def of_worker(*names, **more):
+    """An object with these methods of verl's agent loop worker."""
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+
+    worker = SimpleNamespace(processor=None, distillation_enabled=False, **more)
+    for name in names:
+        setattr(worker, name, getattr(AgentLoopWorker, name).__get__(worker))
+    return worker
+
+
+@pytest.mark.parametrize("outputs", OUTPUTS, ids=["one output", "two outputs"])
+def test_what_run_single_gets(outputs):
+    seen = []
+
+    async def remote(data):
+        seen.append(copy.deepcopy(data))
+        return {"reward_score": 1.0, "reward_extra_info": {}}
+
+    handle = SimpleNamespace(compute_score=SimpleNamespace(remote=remote))
+    worker = of_worker(
+        "_compute_score", "_compute_multi_modal_inputs", "_compute_position_ids", reward_loop_worker_handles=[handle]
+    )
+    worker._get_mm_processor_kwargs = lambda audio: {}
+    asyncio.run(worker._compute_score([real_output(each) for each in outputs], COLUMNS))
+    fake = agent_loop.reward_input(outputs, COLUMNS)
+    (real,) = seen
+    assert set(real.batch.keys()) == set(fake.batch)
+    for name, values in fake.batch.items():
+        assert same(real.batch[name], values), name
+        assert str(real.batch[name].dtype) == f"torch.{values.dtype}"
+    assert list(real.non_tensor_batch) == list(fake.non_tensor_batch)
+    for name, values in fake.non_tensor_batch.items():
+        other = real.non_tensor_batch[name]
+        assert (other.dtype, other.shape) == (values.dtype, values.shape), name
+        assert other.tolist() == values.tolist(), name
+
+
+SCORES = [
+    1.0,
+    0,
+    True,
+    np.float64(0.3),
+    np.float32(2),
+    math.nan,
+    math.inf,
+    1e39,
+    "high",
+    None,
+    [1.0],
+    np.int64(3),
+    np.bool_(True),
+    10**40,
+]
+
+
+@pytest.mark.parametrize("score", SCORES, ids=str)
+@pytest.mark.parametrize("length", [3, 0])
+def test_a_score_in_the_queue_of_v1(score, length):
+    output = AgentOutput([1, 2], [3] * length, [1] * length, 2, reward_score=score)
+
+    def real():
+        agent_output = real_output(output)
+        agent_output.reward_score = score
+        fields = agent_output.as_dict()
+        return fields["rm_scores"].tolist() if "rm_scores" in fields else None
+
+    def fake():
+        fields = fake_v1._fields(output)
+        return fields["rm_scores"].tolist() if "rm_scores" in fields else None
+
+    one, other = both(real, fake)
+    assert same(one, other) if isinstance(one, list) else one == other
+
+
+@pytest.mark.parametrize(
+    "infos",
+    [
+        [{"acc": 1.0, "why": "so"}] * 3,
+        [{"acc": 1.0}, {"acc": 0.0, "more": 2}, {"acc": None}],
+        [{"acc": 1.0, "more": 1}, {"acc": 0.0}, {"acc": 1.0}],
+    ],
+    ids=["same keys", "more later", "fewer later"],
+)
+@pytest.mark.parametrize("scores", [[1.0, 0.5, 0.25], [1.0, None, 0.0], [1.0, 1e39, math.nan], [1.0, "x", 0.0]])
+def test_a_batch_of_the_legacy_trainer(infos, scores):
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, _InternalAgentLoopOutput
+
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": {"prompt_length": 6, "response_length": 5}}})
+    outputs = [
+        AgentOutput([5, 6, 7], [8, 9], [1, 1], 2),
+        AgentOutput([5], [8, 9, 10, 11, 12], [1, 0, 0, 1, 1], 4),
+        AgentOutput([1, 2, 3, 4, 5, 6], [], [], 2),
+    ]
+    for output, score, info in zip(outputs, scores, infos, strict=True):
+        output.reward_score = score
+        output.extra_fields = {"turn_scores": [], "raw_prompt": ["p"], "reward_extra_info": info}
+
+    def real():
+        padded = []
+        tokenizer = SimpleNamespace(pad_token_id=0, padding_side="left")
+
+        def pad(columns, *, max_length, return_attention_mask, **_):
+            ids, fill = columns["input_ids"], [0] * (max_length - len(columns["input_ids"]))
+            there = [1] * len(ids)
+            left = tokenizer.padding_side == "left"
+            found = {"input_ids": torch.tensor([fill + ids if left else ids + fill])}
+            found["attention_mask"] = torch.tensor([fill + there if left else there + fill])
+            return found
+
+        tokenizer.pad = pad
+        worker = of_worker(
+            *("_pad_token_ids", "_compute_position_ids", "_compute_multi_modal_inputs", "_postprocess"),
+            tokenizer=tokenizer,
+            reward_loop_worker_handles=[object()],
+        )
+        for output in outputs:
+            prompt = worker._pad_token_ids(
+                output.prompt_ids, max_length=6, padding_side="left", return_attention_mask=True
+            )
+            response = worker._pad_token_ids(
+                output.response_ids, max_length=5, padding_side="right", return_attention_mask=True
+            )
+            mask = worker._pad_token_ids(
+                output.response_mask, max_length=5, padding_side="right", return_attention_mask=False
+            )
+            attention = torch.cat([prompt["attention_mask"], response["attention_mask"]], dim=1)
+            ids = torch.cat([prompt["input_ids"], response["input_ids"]], dim=1)
+            padded.append(
+                _InternalAgentLoopOutput.model_construct(
+                    prompt_ids=prompt["input_ids"],
+                    response_ids=response["input_ids"],
+                    input_ids=ids,
+                    position_ids=worker._compute_position_ids(ids, attention, {}),
+                    response_mask=mask["input_ids"] * response["attention_mask"],
+                    attention_mask=attention,
+                    reward_score=output.reward_score,
+                    num_turns=output.num_turns,
+                    metrics=AgentLoopMetrics(),
+                    extra_fields=output.extra_fields,
+                )
+            )
+        return worker._postprocess(padded, {}, False)
+
+    one, other = both(real, lambda: agent_loop.postprocess(config, outputs, {}, streamed=True))
+    if isinstance(one, str):
+        assert other == one
+        return
+    assert set(other.batch) == set(one.batch.keys())
+    for name, values in other.batch.items():
+        assert same(one.batch[name], values), name
+    assert set(other.non_tensor_batch) | {"multi_modal_inputs"} >= set(one.non_tensor_batch)
+    for name, values in other.non_tensor_batch.items():
+        assert one.non_tensor_batch[name].dtype == values.dtype
+        assert one.non_tensor_batch[name].tolist() == values.tolist(), name
+    assert one.meta_info.get("reward_extra_keys") == other.meta_info.get("reward_extra_keys")
+
+
+@pytest.mark.parametrize("metric", ["reward", "acc", "absent"])
+def test_the_group_filter(monkeypatch, metric):
+    from verl.trainer.ppo.v1 import replay_buffer
+
+    rng = np.random.default_rng(17)
+    prompts = {}
+    for number in range(12):
+        prompt = prompts[f"p{number}"] = Prompt(f"p{number}", 1, "failure" if number % 5 == 4 else "finished")
+        for session in range(4 - (number % 5 == 4)):
+            score = float(rng.choice([0.0, 1.0])) if number % 2 else 0.5
+            prompt.rows[f"{prompt.uid}_{session}_0"] = {
+                "rm_scores": np.array([0.0, score], np.float32),
+                "extra_fields": {"reward_extra_info": {"acc": score}},
+            }
+    rows = {key: row for prompt in prompts.values() for key, row in prompt.rows.items()}
+    tags = {uid: {"is_prompt": True, "status": each.status, "global_steps": 1} for uid, each in prompts.items()}
+    listed = {"train": {**tags, **{key: {"status": "success"} for key in rows}}}
+
+    def get(keys, partition_id, select_fields):
+        (field,) = select_fields
+        found = [rows[key][field] for key in keys]
+        return {field: [torch.tensor(each) for each in found] if field == "rm_scores" else found}
+
+    def clear(partition_id, keys):
+        for key in keys:
+            listed["train"].pop(key, None)
+
+    monkeypatch.setattr(replay_buffer.tq, "kv_list", lambda: listed)
+    monkeypatch.setattr(replay_buffer.tq, "kv_batch_get", get)
+    monkeypatch.setattr(replay_buffer.tq, "kv_clear", clear)
+    asked = []
+    real_buffer = replay_buffer.ReplayBuffer("sync", {}, 8, "drop", {}, 0.0, asked.append, metric, 4, 1, 1, False)
+    queue = TransferQueue()
+    queue.partitions["train"] = prompts
+    fake_buffer = ReplayBuffer(
+        queue,
+        is_async=False,
+        metric=metric,
+        refill=asked.append,
+        refill_failed=False,
+        max_inflight=4,
+        max_age=8,
+        drops_old=True,
+    )
+
+    def real():
+        batch, told = real_buffer.sample(1, "train", 4)
+        return {key.split("_")[0] for key in batch.keys}, len(batch.keys), told
+
+    def fake():
+        chosen, told = asyncio.run(fake_buffer.sample(1, "train", 4))
+        return {each.uid for each in chosen}, sum(len(each.rows) for each in chosen), told
+
+    one, other = both(real, fake)
+    if metric == "absent":
+        assert one == other
+        return
+    assert one[2] == other[2]
+    assert len(one[0]) == len(other[0]) == 4
+    assert asked == []
+
+
+@pytest.mark.parametrize("name", ["naive", "dapo"])
+@pytest.mark.parametrize("kind", ["number", "mapping", "async", "raises"])
+def test_verls_own_managers(name, kind):
+    from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
+
+    def number(data_source, solution_str, ground_truth, extra_info):
+        return float(len(solution_str)) + (extra_info.get("num_turns") or 0)
+
+    def mapping(data_source, solution_str, ground_truth, extra_info):
+        return {"score": 1.0, "text": solution_str, "truth": ground_truth}
+
+    async def later(data_source, solution_str, ground_truth, extra_info):
+        return 0.5
+
+    def raises(**_):
+        raise ValueError("no")
+
+    function = {"number": number, "mapping": mapping, "async": later, "raises": raises}[kind]
+    config = OmegaConf.create(
+        {
+            "reward": {
+                "reward_kwargs": {
+                    "max_resp_len": 4,
+                    "overlong_buffer_cfg": {"enable": True, "len": 3, "penalty_factor": 1.0, "log": True},
+                }
+            }
+        }
+    )
+    tokenizer = WordTokenizer()
+    ids = tokenizer("What is it ? It is forty two")["input_ids"]
+    outputs = [AgentOutput(ids[:4], ids[4:6], [1, 1], 2), AgentOutput(ids[:4], ids[4:], [1] * 4, 2)]
+
+    def play(cls, data):
+        async def main():
+            return await cls(config, tokenizer, function).run_single(data)
+
+        return asyncio.run(main())
+
+    fake_data = agent_loop.reward_input(outputs, copy.deepcopy(COLUMNS))
+    fake_cls = {"naive": NaiveRewardManager, "dapo": DAPORewardManager}[name]
+    one, other = both(
+        lambda: play(get_reward_manager_cls(name), as_real(agent_loop.reward_input(outputs, copy.deepcopy(COLUMNS)))),
+        lambda: play(fake_cls, fake_data),
+    )
+    assert plain(one) == other
+
+
+def plain(value):
+    """Without tensors: verl's penalty is one, as it is made of a length that is one."""
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return value.item() if isinstance(value, torch.Tensor) else value
+
+
+def as_real(data):
+    """The same rows as verl's `DataProto`."""
+    from tensordict import TensorDict
+    from verl import DataProto
+
+    tensors = {name: torch.tensor(np.asarray(values)) for name, values in data.batch.items()}
+    return DataProto(
+        batch=TensorDict(tensors, batch_size=len(data)), non_tensor_batch=data.non_tensor_batch, meta_info={}
+    )
+
+
+def composed(overrides):
+    from hydra import compose, initialize_config_module
+
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=list(overrides))
+
+
+SMALLER = {
+    "actor_rollout_ref.actor.ppo_mini_batch_size",
+    "actor_rollout_ref.rollout.n",
+    "actor_rollout_ref.rollout.prompt_length",
+    "actor_rollout_ref.rollout.response_length",
+    "critic.ppo_mini_batch_size",
+    "data.max_prompt_length",
+    "data.max_response_length",
+    "data.train_batch_size",
+    "data.train_files",
+    "data.val_files",
+    "trainer.logger",
+    "actor_rollout_ref.model.path",
+}
+
+
+def leaves(node, path=""):
+    for key in node:
+        where = f"{path}.{key}" if path else str(key)
+        if OmegaConf.is_missing(node, key):
+            yield where, "???"
+        elif OmegaConf.is_dict(node[key]) and len(node[key]):
+            yield from leaves(node[key], where)
+        else:
+            yield where, OmegaConf.to_container(node[key]) if OmegaConf.is_config(node[key]) else node[key]
+
+
+def test_the_defaults_are_verls():
+    real, fake = composed([]), compose_config([])
+    for path, value in leaves(fake):
+        there = OmegaConf.select(real, path, default="not there", throw_on_missing=False)
+        if OmegaConf.is_config(there):
+            there = OmegaConf.to_container(there)
+        if value == "???":
+            continue
+        if path in SMALLER:
+            assert there != "not there", path
+        else:
+            assert there == value, path
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "reward.reward_maanger.name=qreward",
+        "reward.reward_manager.nam=qreward",
+        "qreward.config=x",
+        "trainer.use_v2=False",
+        "algorithm.adv_estimater=grpo",
+        "actor_rollout_ref.rollout.m=4",
+        "+reward_manager=nothing",
+        "reward.num_workers",
+        "reward.reward_manager={",
+    ],
+)
+def test_mistakes_in_overrides(override):
+    one, other = both(lambda: composed([override]), lambda: compose_config([override]))
+    assert isinstance(one, str)
+    assert first_line(one) == first_line(other)
+
+
+def first_line(text):
+    return text.splitlines()[0].replace("ppo_trainer", "").rstrip()
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "+reward_manager=qreward",
+        "reward_model.reward_manager=qreward",
+        "+qreward.judges.q.kind=llm",
+        "reward.custom_reward_function.path=x.py",
+        "+reward.custom_reward_function.reward_kwargs.bonus=1",
+        "algorithm.filter_groups.metric=acc",
+        "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
+        "actor_rollout_ref.actor.optim.lr=1e-6",
+    ],
+)
+def test_overrides_that_verl_takes(override):
+    real, fake = composed([override]), compose_config([override])
+    for node in ("reward.reward_manager", "reward.custom_reward_function", "algorithm.filter_groups"):
+        one, other = (OmegaConf.to_container(OmegaConf.select(config, node)) for config in (real, fake))
+        for each in (one, other):
+            each.pop("_target_", None)
+            each.pop("module", None)
+        assert one == other
+
+
+def test_compute_advantage_refuses_an_unknown_estimator():
+    from verl.trainer.ppo.core_algos import get_adv_estimator_fn
+
+    data = VerlDataProto(TensorColumns({"response_mask": np.ones((2, 2)), "token_level_rewards": np.ones((2, 2))}))
+    one, other = both(lambda: get_adv_estimator_fn("grop"), lambda: compute_advantage(data, "grop"))
+    assert one == other

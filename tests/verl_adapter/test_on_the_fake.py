@@ -1,0 +1,155 @@
+"""Our manager in `FakeVerlTrainer`: whole steps and validations of both trainers, nothing of the adapter mocked."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from qreward_plugins import ConfigurationError
+from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer
+
+GRPO = "algorithm.adv_estimator=grpo"
+BOTH = pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"], ids=["v1", "legacy"])
+ROWS = [{"prompt": "What is 2 + 2?", "ground_truth": "4"}, {"prompt": "What is 3 + 3?", "ground_truth": "6"}]
+
+
+def play(server, *overrides, **named):
+    tree = [
+        "reward.reward_manager.name=qreward",
+        "reward.num_workers=2",
+        "+qreward.sources.judge.kind=openai",
+        f"+qreward.sources.judge.base_url={server.base_url}",
+        "+qreward.sources.judge.model=judge",
+        "+qreward.judges.quality.kind=llm",
+        "+qreward.judges.quality.correct_at=0.5",
+        "+qreward.judges.quality.invalid_retries=0",
+        "+qreward.engine.max_attempts=1",
+        "+qreward.engine.deadline_s=10",
+        "+qreward.groups.wait_s=10",
+    ]
+    return FakeVerlTrainer([*tree, GRPO, *overrides], **named)
+
+
+def one_in_four(number):
+    return "error_422" if number % 4 == 0 else None
+
+
+@BOTH
+def test_a_failed_sample_is_neutral_to_its_group(trainer):
+    with JudgeServer(faults=Faults(script=one_in_four)) as server, play(server, trainer) as fake:
+        step = fake.step()
+    failed = [info["qreward/missing"] == 1.0 for info in step.extra_info]
+    assert 0 < sum(failed) < 16
+    for place, is_failed in enumerate(failed):
+        if is_failed:
+            siblings = [
+                step.scores[other] for other in range(16) if step.uids[other] == step.uids[place] and not failed[other]
+            ]
+            assert step.advantages[place] == 0.0
+            assert step.scores[place] == pytest.approx(math.fsum(siblings) / len(siblings), abs=1e-6)
+    assert step.metrics["qreward/samples"] == 16
+    assert step.metrics["qreward/failed_rate"] == step.metrics["qreward/imputed_rate"] == sum(failed) / 16
+    assert not step.poisoned
+
+
+@BOTH
+def test_validation_leaves_the_failed_out(trainer):
+    workers = "actor_rollout_ref.rollout.agent.num_workers=2"
+    faults = Faults(script=lambda number: "error_422" if number in (0, 1, 2) else None)
+    named = {"val_rows": ROWS, "respond": lambda draft, rng: f"It is {draft.ground_truth}"}
+    with (
+        JudgeServer(lambda call: 10.0, faults=faults) as server,
+        play(server, trainer, workers, "actor_rollout_ref.rollout.val_kwargs.n=4", **named) as fake,
+    ):
+        validation = fake.validate()
+    metrics = validation.metrics
+    assert sum(validation.extra_info["qreward/missing"]) == 3.0
+    for name in ("reward", "acc"):
+        means = [value for key, value in metrics.items() if f"/{name}/mean@" in key]
+        assert means
+        assert set(means) == {1.0}
+    assert metrics["qreward/val/samples"] == 8
+    assert metrics["qreward/val/failed_rate"] == 3 / 8
+    assert "qreward/samples" not in metrics
+
+
+def test_the_one_step_off_trainer_is_told_from_v1():
+    """Finding 6: it inherits `use_v1: true`, and one failed sample would end its run."""
+    named = {"experimental": "one_step_off", "val_rows": ROWS}
+    workers = "actor_rollout_ref.rollout.agent.num_workers=2"
+    with JudgeServer(faults=Faults(script=one_in_four)) as server, play(server, workers, **named) as fake:
+        step, validation = fake.step(), fake.validate()
+    assert step.metrics["qreward/failed_rate"] > 0
+    assert validation.metrics["qreward/val/samples"] == 2
+    with JudgeServer() as server, pytest.raises(ConfigurationError, match="one_step_off"):
+        play(server, "algorithm.adv_estimator=gae", **named)
+
+
+def test_the_first_sample_that_fails_has_the_keys_of_all_others():
+    """Finding 7: the legacy trainer takes the keys of the first sample for all."""
+    style = "+qreward.judges.quality.criteria.style='is it well written?'"
+    faults = Faults(script=lambda number: "error_422" if number < 4 else None)
+    with JudgeServer(faults=faults) as server, play(server, "trainer.use_v1=False", style) as fake:
+        step = fake.step()
+    assert len({frozenset(info) for info in step.extra_info}) == 1
+    assert "qreward/score/style" in step.extra_info[0]
+
+
+def functions(*overrides, reward, **named):
+    return FakeVerlTrainer(
+        ["+reward_manager=qreward", GRPO, "reward.num_workers=2", *overrides], reward=reward, **named
+    )
+
+
+@BOTH
+def test_a_function_is_used_as_naive_uses_it(trainer):
+    """Finding 10: a number is `acc`, and what a mapping has keeps its names."""
+
+    def number(data_source, solution_str, ground_truth, extra_info):
+        return float(ground_truth in solution_str)
+
+    def mapping(data_source, solution_str, ground_truth, extra_info):
+        return {"score": float(ground_truth in solution_str), "length": len(solution_str)}
+
+    def play(manager, reward):
+        overrides = [f"reward.reward_manager.name={manager}", GRPO, trainer]
+        with FakeVerlTrainer(overrides, reward=reward, val_rows=ROWS) as fake:
+            return fake.step(), fake.validate()
+
+    for reward in (number, mapping):
+        (ours, our_validation), (naive, validation) = play("qreward", reward), play("naive", reward)
+        assert ours.scores == naive.scores
+        assert ours.advantages == naive.advantages
+        for name, value in validation.metrics.items():
+            if not name.startswith("val-aux/num_turns"):
+                assert our_validation.metrics[name] == value, name
+
+
+def test_a_filter_by_acc_works_with_a_function_that_returns_a_number():
+    filters = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc"]
+
+    def reward(data_source, solution_str, ground_truth, extra_info):
+        return float(ground_truth in solution_str)
+
+    respond = lambda draft, rng: f"It is {draft.ground_truth if draft.number else 'nothing'}"  # noqa: E731
+    with functions(*filters, reward=reward, respond=respond) as fake:
+        assert fake.step().scores == [0.0, 1.0, 1.0, 1.0] * 4
+
+
+@BOTH
+def test_no_score_is_too_large_for_float32(trainer):
+    """Finding 15."""
+    texts = ("1e39", "1", "0", "0.5")
+    named = {"reward": lambda **row: float(row["solution_str"]), "respond": lambda draft, _: texts[draft.number]}
+    with functions(trainer, **named) as fake:
+        step = fake.step()
+    assert all(math.isfinite(score) for score in step.scores)
+    assert sum(info["qreward/missing"] for info in step.extra_info) == 4
+    assert not step.poisoned
+
+
+def test_a_reward_model_that_bypasses_managers_ends_the_run_before_it_begins():
+    """Finding 16."""
+    with pytest.raises(ConfigurationError, match=r"reward\.reward_model\.enable"):
+        functions("reward.reward_model.enable=True", reward=lambda **_: 1.0)

@@ -65,18 +65,16 @@ class QRewardBatchManager:
         if "rm_scores" in data.batch.keys():  # noqa: SIM118 (a TensorDict refuses `in`)
             rewards = data.batch["rm_scores"]
             return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
-        ids = [response_ids(data[index]) for index in range(len(data))]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        read = [self._read(data[index], text) for index, text in enumerate(texts)]
-        scored = iter(self._portal.score_all(sample for sample, failed in read if failed is None))
-        outcomes: list[Outcome] = [next(scored) if failed is None else failed for _, failed in read]
-        samples = [sample for sample, _ in read]
+        read = [self._read(data[index]) for index in range(len(data))]
+        scored = iter(self._portal.score_all(sample for sample, failed, _ in read if failed is None))
+        outcomes: list[Outcome] = [next(scored) if failed is None else failed for _, failed, _ in read]
+        samples = [sample for sample, _, _ in read]
         rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
         numbers = [number_of(outcome, self._on_failure) for outcome in outcomes]
         means = group_means(numbers, [sample.group_id for sample in samples])
         for index, (number, mean) in enumerate(zip(numbers, means, strict=True)):
             # verl of these versions has no way to leave a sample out; being neutral to its group is the nearest to it.
-            rewards[index, max(len(ids[index]) - 1, 0)] = mean if number is None else number
+            rewards[index, read[index][2]] = mean if number is None else number
         if not return_dict:
             return rewards
         rows = [
@@ -89,11 +87,14 @@ class QRewardBatchManager:
         """Close the engine and its thread."""
         self._resources.close()
 
-    def _read(self, item: Any, text: str) -> tuple[Sample, Failed | None]:
+    def _read(self, item: Any) -> tuple[Sample, Failed | None, int]:
+        """The sample of a row, its failure if it cannot be read, and the index of its response's last token."""
         try:
-            return to_sample(item, text, self._decode, data_source_column=self._data_source_column), None
+            ids = response_ids(item)
+            sample = to_sample(item, self._decode(ids), self._decode, data_source_column=self._data_source_column)
+            return sample, None, max(len(ids) - 1, 0)
         except Exception as error:
-            return unreadable(item, error)
+            return *unreadable(item, error), 0
 
     def _decode(self, ids: Any) -> str:
         return str(self.tokenizer.decode(ids, skip_special_tokens=True))

@@ -88,6 +88,10 @@ class LLMJudge(_JudgeNode):
 
     kind: Literal["llm"]
 
+    invalid_retries: Annotated[int, Field(ge=0, le=10), BeforeValidator(no_bool)] = 3
+    """Further tries after an invalid verdict, on another source where there is one. Default: 3, so that a judge that
+    answers one request in ten with prose loses one sample in ten thousand."""
+
     instructions: str | None = None
     """What to judge by, as a Jinja2 template (sandboxed). Default: correctness and helpfulness, against the reference
     answer where there is one."""

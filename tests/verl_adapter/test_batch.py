@@ -108,6 +108,23 @@ def test_a_row_whose_column_is_broken_is_its_own_failure(make_manager, make_data
     assert field in read_sample(sample).problem
 
 
+def test_a_row_whose_response_cannot_be_decoded_is_its_own_failure(make_manager, make_data, tokenizer, monkeypatch):
+    data = make_data(["It is 42.", "broken", "It is 42."])
+    decode = tokenizer.decode
+
+    def decode_or_raise(ids, **kwargs):
+        text = decode(ids, **kwargs)
+        if text == "broken":
+            raise OverflowError("out of range integral type conversion attempted")
+        return text
+
+    monkeypatch.setattr(tokenizer, "decode", decode_or_raise)
+    with JudgeServer(right) as server:
+        result = make_manager(server)(data, return_dict=True)
+    assert result["reward_extra_info"]["qreward/cause"] == ["", "infra/input", ""]
+    assert result["reward_tensor"].sum(-1).tolist() == [1.0, 1.0, 1.0], "the mean of its group"
+
+
 def test_two_managers_of_one_process_keep_to_one_limit(make_manager, make_data):
     with JudgeServer(right) as server:
         train = make_manager(server)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import subprocess
@@ -378,3 +379,20 @@ def test_the_stand_in_puts_back_what_was_there():
             import verl.workers  # noqa: F401
     after = {name: module for name, module in sys.modules.items() if name.split(".")[0] in ("verl", "verl_adapter")}
     assert after == before
+
+
+def test_a_reward_worker_carries_a_thousand_calls_at_once():
+    running, most = [], []
+
+    async def reward(data_source, solution_str, ground_truth, extra_info):
+        running.append(1)
+        most.append(len(running))
+        await asyncio.sleep(0.2)
+        running.pop()
+        return 1.0
+
+    overrides = [GRPO, "data.train_batch_size=16", "actor_rollout_ref.rollout.n=70", "reward.num_workers=1"]
+    with FakeVerlTrainer(overrides, reward=reward) as fake:
+        assert len(fake.step().scores) == 1120
+        assert fake.peak_calls == [1000]
+    assert max(most) <= 1000

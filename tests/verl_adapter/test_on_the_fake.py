@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import time
 
 import pytest
 
@@ -153,3 +155,43 @@ def test_a_reward_model_that_bypasses_managers_ends_the_run_before_it_begins():
     """Finding 16."""
     with pytest.raises(ConfigurationError, match=r"reward\.reward_model\.enable"):
         functions("reward.reward_model.enable=True", reward=lambda **_: 1.0)
+
+
+def test_a_failed_sample_waits_for_its_siblings_no_longer_than_groups_wait():
+    """The sibling that comes after the deadline trains on the mean that its group was closed at."""
+    named = {
+        "reward": lambda **row: float(row["solution_str"]),
+        "respond": lambda draft, _: ("none", "1", "0", "0.5")[draft.number],
+        "hold": lambda draft: draft.number == 3,
+    }
+    overrides = ["data.train_batch_size=1", "+qreward.groups.wait_s=0.3", "+qreward.engine.max_attempts=1"]
+    with functions(*overrides, **named) as fake:
+        step = fake.start_step()
+        fake.wait_until_held(1)
+        while 0.5 not in [own.mean for each in fake.reward_managers for own in each._board._recent.values()]:
+            time.sleep(0.01)
+        fake.release()
+        scores = step.result(20).scores
+    assert scores == [0.5, 1.0, 0.0, 0.5]
+    assert [info["qreward/imputed"] for info in step.result().extra_info] == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_a_function_in_a_file_runs_in_worker_processes_that_have_no_verl(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "import os\n"
+        "def compute_score(data_source, solution_str, ground_truth, extra_info, bonus=0.0):\n"
+        "    return {'score': float(ground_truth in solution_str) + bonus, 'process': os.getpid()}\n"
+    )
+    overrides = [
+        f"reward.custom_reward_function.path={path}",
+        "+reward.custom_reward_function.reward_kwargs.bonus=0.25",
+        "data.train_batch_size=1",
+        "reward.num_workers=1",
+        "+qreward.sources.compute_score={kind: function, function: 'verl_adapter:compute_score', workers: 1}",
+        "+qreward.judges.compute_score={kind: function, sources: [compute_score]}",
+    ]
+    with functions(*overrides, reward=None, respond=lambda draft, rng: str(draft.ground_truth)) as fake:
+        step = fake.step()
+    assert step.scores == [1.25] * 4
+    assert {info["process"] for info in step.extra_info} != {os.getpid()}

@@ -396,3 +396,35 @@ def test_a_reward_worker_carries_a_thousand_calls_at_once():
         assert len(fake.step().scores) == 1120
         assert fake.peak_calls == [1000]
     assert max(most) <= 1000
+
+
+@BOTH
+def test_with_a_colocated_reward_model_a_whole_batch_is_scored_after_the_rollout(trainer, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase\n"
+        "class Mine(RewardManagerBase):\n"
+        "    def __init__(self, config, tokenizer, compute_score, **_):\n"
+        "        super().__init__(config, tokenizer, compute_score)\n"
+        "    async def run_single(self, data):\n"
+        "        columns = sorted(data.non_tensor_batch)\n"
+        "        score = float(data.batch['attention_mask'][0, data.batch['prompts'].shape[1] :].sum())\n"
+        "        return {'reward_score': score, 'reward_extra_info': {'columns': ','.join(columns)}}\n"
+        "def compute_score(**_):\n"
+        "    return 0.0\n"
+    )
+    overrides = [
+        GRPO,
+        *trainer,
+        "reward.reward_model.enable=True",
+        f"reward.custom_reward_function.path={path}",
+        "reward.reward_manager.source=importlib",
+        "reward.reward_manager.name=Mine",
+        f"reward.reward_manager.module.path={path}",
+    ]
+    with FakeVerlTrainer(overrides, respond=saying("one", "one two", "one two three", "one")) as fake:
+        step = fake.step()
+    assert step.scores == [2.0, 3.0, 4.0, 2.0] * 4
+    assert step.reward_calls == 0
+    last = step.batch.batch["response_mask"].sum(dim=-1) - 1
+    assert [row.nonzero()[0].tolist() for row in step.batch.batch["rm_scores"]] == [[each] for each in last]

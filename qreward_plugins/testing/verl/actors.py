@@ -131,8 +131,10 @@ class FakeRay:
         return ActorHandle(actor)
 
     async def aclose(self) -> None:
-        """End all actors. One whose instance has an `aclose` is closed by it."""
-        for actor in reversed(self._actors):
+        """End all actors. What has an `aclose` is closed by it first, while the others are still there."""
+        for actor in self._actors:
+            await actor.aclose_instance()
+        for actor in self._actors:
             await actor.aclose()
 
     def _kv_put(self, key: bytes, value: bytes, overwrite: bool = True, namespace: bytes = b"") -> bool:
@@ -214,6 +216,9 @@ class Actor:
         for task in list(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
+
+    async def aclose_instance(self) -> None:
+        """Close what the actor is made of, if it can be."""
         if self._instance is not None and self._instance.done() and self._instance.exception() is None:
             close = getattr(self._instance.result(), "aclose", None)
             if close is not None:

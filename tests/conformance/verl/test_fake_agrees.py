@@ -646,3 +646,46 @@ def test_compute_advantage_refuses_an_unknown_estimator():
     data = VerlDataProto(TensorColumns({"response_mask": np.ones((2, 2)), "token_level_rewards": np.ones((2, 2))}))
     one, other = both(lambda: get_adv_estimator_fn("grop"), lambda: compute_advantage(data, "grop"))
     assert one == other
+
+
+@pytest.mark.parametrize("scores", [[1.0, 0.5, -2.0], [1.0, math.nan, 1e39], [1.0, None, 0.0]], ids=str)
+def test_a_batch_that_is_scored_at_once(monkeypatch, scores):
+    from verl.experimental.reward_loop import reward_loop as real_loop
+    from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase as RealBase
+
+    from qreward_plugins.testing.verl.reward_loop import RewardLoopManager
+    from qreward_plugins.testing.verl.reward_managers import RewardManagerBase
+
+    prompts, responses = np.ones((3, 2), np.int64), np.ones((3, 4), np.int64)
+    there = np.array([[1, 1, 0, 0], [1, 1, 1, 1], [1, 0, 0, 0]])
+    tensors = {
+        "prompts": prompts,
+        "responses": responses,
+        "attention_mask": np.concatenate([prompts, there], axis=1),
+    }
+    data = VerlDataProto(TensorColumns(tensors), {"place": np.arange(3)})
+
+    def workers():
+        def score(part):
+            rows = [int(each.non_tensor_batch["place"]) for each in part]
+            return [{"reward_score": scores[row], "reward_extra_info": {"row": row}} for row in rows]
+
+        return [SimpleNamespace(compute_score_batch=SimpleNamespace(remote=score)) for _ in range(2)]
+
+    monkeypatch.setattr(real_loop.ray, "get", lambda results: results)
+    real = SimpleNamespace(reward_model_manager=None, reward_loop_workers=workers(), reward_manager_cls=RealBase)
+    fake = SimpleNamespace(
+        played=SimpleNamespace(ray=SimpleNamespace(get=lambda results: results)),
+        reward_loop_workers=workers(),
+        reward_manager_cls=RewardManagerBase,
+    )
+    one, other = both(
+        lambda: real_loop.RewardLoopManager.compute_rm_score(real, as_real(data)),
+        lambda: RewardLoopManager.compute_rm_score(fake, data),
+    )
+    if isinstance(one, str):
+        assert one == other
+        return
+    assert same(one.batch["rm_scores"], other.batch["rm_scores"])
+    assert one.non_tensor_batch["row"].tolist() == other.non_tensor_batch["row"].tolist()
+    assert one.meta_info == other.meta_info

@@ -237,7 +237,7 @@ def test_a_text_that_raises_stops_nobody_s_scheduling(judge, fields):
         np.datetime64("2026-01-01T00:00:00.000000001"),
         np.timedelta64(3, "ns"),
     ],
-    ids=str,
+    ids=["bytes", "no time", "times", "a time to the nanosecond", "a span"],
 )
 def test_bytes_and_times_become_neither_numbers_nor_null(value, judge):
     outcomes, bodies = scored_all([good(judge, ground_truth=value)])

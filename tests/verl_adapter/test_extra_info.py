@@ -36,6 +36,8 @@ def rule(tmp_path):
         "reward.num_workers=1",
         f"reward.custom_reward_function.path={path}",
         "reward.custom_reward_function.name=rule",
+        # What it returns is the matter here; a worker process would import torch and verl for each manager.
+        "+qreward.sources.compute_score.mode=thread",
     ]
 
 

@@ -399,7 +399,7 @@ class Endings:
         job.failures += 1
         job.suspect = True
         before = job.answers_before.get(lane.name)
-        job.answers_before[lane.name] = lane.counters.answered
+        job.answers_before.setdefault(lane.name, lane.counters.answered)
         is_to_blame = before is not None and lane.counters.answered > before
         if (is_to_blame or job.failures >= self._max_attempts) and not self._others_live(attempt):
             self._desk.fail(job, Cause.INFRA, "exhausted", str(error))

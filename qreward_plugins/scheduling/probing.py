@@ -22,8 +22,9 @@ SHORTEST_PACE_S = 0.5
 LONGEST_PACE_S = 10.0
 """Longest pace that the source's limits alone may require, and for samples that failed while others were answered: they
 are more likely to blame than the source."""
-LONGEST_FREE_PACE_S = 4.0
-"""Longest pace where probes cost no free tries."""
+LONGEST_FREE_PACE_S = 1.0
+"""Longest pace where probes cost no free tries. A refused connection a second costs nothing, and a source that recovers
+shortly before a deadline must still be used."""
 LONGEST_SPARING_PACE_S = 30.0
 """Longest pace where free tries are saved, if there are more than `SCARCE`."""
 SHARE_OF_LIMIT = 0.2

@@ -10,6 +10,7 @@ from ..samples import Scored
 from ..scheduling.breaker import SAMPLES_TO_OPEN
 from ..scheduling.hedging import LEAST_HEDGES
 from ..scheduling.jobs import MAX_HEDGES, MAX_LIVE, MAX_RESCUES, MAX_RESTARTS
+from .poison import poison_of
 from .record import Record, Sent
 from .trial import Trial
 
@@ -35,7 +36,8 @@ def bounded(trial: Trial, record: Record) -> Iterator[str]:
         excused = sum(_excused(one, sent[0], by_source[one.source]) for one in sent)
         excused += min(sum(one.ending == "cancelled" for one in sent), MAX_RESTARTS + MAX_RESCUES)
         most = 2 * engine["max_attempts"] + retries + MAX_HEDGES + throttled + excused
-        if len(sent) > most:
+        # Where only poisoned samples wait, their failures cannot be told from an outage, and probes are free.
+        if len(sent) > most and poison_of(sample) is None:
             yield f"{name} was sent {len(sent)} times, {throttled} of them throttled; {most} is the most"
         most_hedges = MAX_HEDGES if scheduling["hedge"] else 0
         if hedges.get(name, 0) > most_hedges:

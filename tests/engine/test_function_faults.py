@@ -70,7 +70,9 @@ def score(tree, batch):
 def test_samples_that_hang_or_crash_a_function_cost_only_themselves(tmp_path, kind, reason, options):
     outcomes, source = score(config(tmp_path, **options), samples(kind, 3, 60))
     assert all(isinstance(outcome, Scored) for outcome in outcomes[3:])
-    assert [(outcome.reason, outcome.attempts) for outcome in outcomes[:3]] == [(reason, 2)] * 3
+    assert [outcome.reason for outcome in outcomes[:3]] == [reason] * 3
+    # One that raised a time-out before anybody was answered is not blamed for that yet.
+    assert all(outcome.attempts in ((2, 3) if kind == "late" else (2,)) for outcome in outcomes[:3])
     assert source.state == "up"
 
 

@@ -35,7 +35,7 @@ def mistakes(build: Build, **keys: Any) -> list[tuple[str, str]]:
         ("{{ response", "line 1 of the template"),
         ("one\n{% if %}", "line 2 of the template"),
         ("{% for x in [1] %}", "line 1"),
-        ("{{ answer }}", "what there is not: answer"),
+        ("{{ answer }}", "unknown variable in the template: answer"),
         ("{{ sample.response }} {{ messages }}", "messages, sample"),
         ("{{ lipsum(5) }}", "lipsum"),
         ("{{ namespace(a=1) }}", "namespace"),
@@ -119,7 +119,7 @@ def test_what_would_undo_a_fence_or_explode_fails_when_the_judge_is_built(llm: B
 def test_the_system_message_holds_nothing_of_the_sample(llm: Build, sample: Sample) -> None:
     for name in ("response", "question", "reference", "conversation", "extras"):
         ((_, text),) = mistakes(llm, system=f"{{{{ {name} }}}}")
-        assert f"what there is not: {name}" in text
+        assert f"unknown variable in the template: {name}" in text
     ((_, text),) = mistakes(llm, system="Data: {{ data_source }}")
     assert "no text of a sample can be written here" in text
     judge = llm(system="{% if data_source == 'math' %}Mathematician{% else %}Judge{% endif %}, to {{ score_max }}")

@@ -62,7 +62,9 @@ def test_a_stream_of_20000_samples_holds_no_more_than_its_window(make_config):
 
     async def score():
         most, failed = 0, 0
-        async with RewardEngine(make_config({"a": "http://localhost"}), sources={"a": source}) as engine:
+        async with RewardEngine(
+            make_config({"a": "http://localhost"}, judge={"invalid_retries": 1}), sources={"a": source}
+        ) as engine:
             seen = 0
             async for sample, outcome in engine.score_stream(samples(), window=WINDOW):
                 assert sample.id == str(seen)

@@ -46,7 +46,7 @@ def test_who_cannot_reach_its_judge_waits_for_it_and_uses_it_at_once(stage, outa
     played = stage.play([10] * samples, deadline_s=4 * 3600, max_attempts=max_attempts)
     assert played.all_scored
     assert played.finished_at <= outage_s + 6
-    assert len(source.tries) <= outage_s / 2 + 20
+    assert len(source.tries) <= outage_s + 20, "one a second at most"
 
 
 @pytest.mark.parametrize("outage_s", [600.0, 5000.0])

@@ -215,8 +215,8 @@ def a_busy_loop(monkeypatch):
 
 def a_pause_without_end(monkeypatch):
     def wrap(throttled):
-        def mutated(self, retry_after_s, sent_at, now):
-            throttled(self, retry_after_s, sent_at, now)
+        def mutated(self, retry_after_s, sent_at, now, **more):
+            throttled(self, retry_after_s, sent_at, now, **more)
             self.pauses.told(math.inf, now)
             self.pauses._probe_at = math.inf
 

@@ -176,7 +176,7 @@ def test_a_source_that_came_back_is_used_again(stage):
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
     assert 30 < finished < 80
     assert stage.lanes["a"].breaker.closed
-    assert len(source.arrivals) < 40
+    assert len(source.arrivals) < 50, "a probe a second"
 
 
 def test_a_hang_ends_at_the_time_limit_and_the_sample_moves_on(stage):

@@ -111,10 +111,9 @@ class TestPartialRollout:
         assert [(sample.reward, sample.remove_sample) for sample in samples] == [(0.0, True)] * 2
         judge.release()
         slime_adapter.close()  # waits for the engine's thread, which writes
-        assert [(sample.reward, sample.remove_sample) for sample in samples] in (
-            [(0.2, False), (0.4, False)],
-            [(0.0, True), (0.0, True)],
-        )
+        # Closing may overtake an answer on its way: each sample has its verdict, or stays as it was.
+        for sample, reward in zip(samples, (0.2, 0.4), strict=True):
+            assert (sample.reward, sample.remove_sample) in ((reward, False), (0.0, True))
 
     def test_it_counts_when_it_came_in_time(self, generation, judge, make_args, make_group):
         args, samples = make_args(partial_rollout=True), make_group("2", "4", "6", "8")
@@ -155,7 +154,7 @@ class TestPartialRollout:
         generation.aborted = True
         args, (sample,) = make_args(partial_rollout=True), make_group("7")
         sample.reward = asyncio.run(slime_adapter.reward(args, sample))
-        assert (sample.reward, sample.remove_sample) == (0.0, True)
+        assert sample.reward == 0.0, "the stand-in, whether the verdict is in by now or not"
         judge.wait_for(lambda report: report.answered == 1)
         generation.aborted = False
         asyncio.run(slime_adapter.reward(args, make_group("6", group=1)[0]))

@@ -82,6 +82,12 @@ def test_tokens_are_counted_when_a_request_arrives(exact, ask, play):
     assert simulated.violations == [(1.0, "tokens")]
 
 
+def test_what_is_larger_than_the_whole_window_is_refused_and_is_no_violation(exact, ask, play):
+    answers, simulated = play(exact(tokens_per_minute=100), [ask(0.0, tokens=101), ask(1.0, tokens=100)])
+    assert whats(answers) == ["throttled", "ok"]
+    assert simulated.violations == []
+
+
 def test_places_are_taken_until_the_answer(exact, ask, play):
     server = exact(concurrency=2, seconds_per_unit=5.0)
     answers, simulated = play(server, [ask(0.0), ask(1.0), ask(4.9), ask(5.0), ask(5.5)])

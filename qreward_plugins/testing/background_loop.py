@@ -12,18 +12,25 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """A thread with an event loop. It runs until it is closed, as sampling ahead goes on while a trainer trains.
+    """A thread with an event loop, started when first needed. It runs until it is closed, as sampling ahead goes on
+    while a trainer trains.
 
     `name` is that of the thread, `owner` who is closed with it.
     """
 
     def __init__(self, name: str, owner: str) -> None:
+        self._name = name
         self._owner = owner
         self._lock = threading.Lock()
-        self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._closed = False
-        self._thread.start()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop, which runs from here on. Raises `RuntimeError` if it is closed."""
+        with self._lock:
+            return self._running()
 
     def run(
         self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None, why: Callable[[], str] | None = None
@@ -33,36 +40,53 @@ class BackgroundLoop:
         Raises what it raises, `RuntimeError` if the loop is closed, and `TimeoutError` with the words of `why` after
         `timeout_s` seconds.
         """
-        if self._closed:
+        try:
+            # Under the lock, because a loop that `close` has stopped would keep the coroutine for ever.
+            with self._lock:
+                future = asyncio.run_coroutine_threadsafe(coroutine, self._running())
+        except BaseException:
             coroutine.close()
-            raise RuntimeError(f"this {self._owner} is closed")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+            raise
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError:
             if future.done():
                 raise
+            # Before the cancellation, which takes away what it counts.
+            message = why() if why is not None else f"nothing came for {timeout_s} s"
         finally:
             future.cancel()
-        raise TimeoutError(why() if why is not None else f"nothing came for {timeout_s} s")
+        raise TimeoutError(message)
 
     def close(self) -> None:
         """Cancel what runs, stop the thread, close the loop. May be called more than once."""
         with self._lock:
-            if self._closed:
-                return
+            loop, thread = self._loop, self._thread
+            self._loop = self._thread = None
             self._closed = True
-        if self._thread is threading.current_thread():  # a garbage collection may come at any time
-            self.loop.stop()
+        if loop is None or thread is None:
             return
-        asyncio.run_coroutine_threadsafe(_cancel_others(), self.loop).result()
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join()
-        self.loop.close()
+        if thread is threading.current_thread():  # a garbage collection may come at any time
+            loop.stop()
+            return
+        asyncio.run_coroutine_threadsafe(_cancel_others(), loop).result()
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
 
-    def _run(self) -> None:
-        asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+    def _running(self) -> asyncio.AbstractEventLoop:
+        if self._closed:
+            raise RuntimeError(f"this {self._owner} is closed")
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=_run_forever, args=(self._loop,), name=self._name, daemon=True)
+            self._thread.start()
+        return self._loop
+
+
+def _run_forever(loop: asyncio.AbstractEventLoop) -> None:
+    asyncio.set_event_loop(loop)
+    loop.run_forever()
 
 
 async def _cancel_others() -> None:

@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 import yaml  # type: ignore[import-untyped]
 
+from ..background_loop import BackgroundLoop
 from .advantages import sample_advantages, token_advantages
 from .arguments import (
     DEFAULT_ROLLOUT_FUNCTION,
@@ -35,7 +36,6 @@ from .arguments import (
 from .data import DEFAULT_PROMPTS, Row, SlimeDataSource, prompt_of
 from .engine import Hold, Respond, SlimeEngine, answer_by_chance
 from .hooks import Hook, HookLoader
-from .loop import SlimeLoop
 from .metrics import log_evaluation, log_rollout
 from .results import SlimeEvalOutput, SlimeEvaluation, SlimeRolloutOutput, SlimeStep
 from .rollout import RolloutRecord, SlimeRollout
@@ -107,7 +107,8 @@ class FakeSlimeTrainer:
         self._convert = self._startup(self.args.custom_convert_samples_to_train_data_path) or self._default_conversion
         self._record: RolloutRecord | None = None
         self._background: concurrent.futures.ThreadPoolExecutor | None = None
-        self._loop = SlimeLoop()
+        # slime awaits all rewards on one loop, of rollouts and of evaluations alike (slime/utils/async_utils.py).
+        self._loop = BackgroundLoop("fake-slime-rollout", "FakeSlimeTrainer")
         self._finalizer = weakref.finalize(self, self._loop.close)
 
     def rollout(self, rollout_id: int | None = None) -> SlimeStep:
@@ -232,7 +233,8 @@ class FakeSlimeTrainer:
 
     def _waiting_for(self) -> str:
         return (
-            f"{self._state.rewards_pending} reward calls are pending and {len(self._engine.held)} generations are held"
+            f"slime would wait for ever: after {self._timeout_s} s {self._state.rewards_pending} reward calls are "
+            f"pending and {len(self._engine.held)} generations are held"
         )
 
     def _log(self, args: Namespace, metrics: Mapping[str, Any], step_key: str) -> None:

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 from qreward_plugins import ConfigurationError, Mistake
@@ -25,7 +24,14 @@ DEADLINE_SHARE = 0.8
 """Share of ROLL's `rpc_timeout` that a sample may take at most: a call that is over it ends the training."""
 
 
-def load_settings(worker_config: Any, *, domain: str, rpc_timeout_s: float | None = None, warn: bool = True) -> Config:
+def load_settings(
+    worker_config: Any,
+    *,
+    domain: str,
+    rpc_timeout_s: float | None = None,
+    warn: bool = True,
+    variables: Mapping[str, str] | None = None,
+) -> Config:
     """The validated configuration of the reward workers of a domain.
 
     Args:
@@ -34,6 +40,7 @@ def load_settings(worker_config: Any, *, domain: str, rpc_timeout_s: float | Non
         domain: the domain's name, for messages.
         rpc_timeout_s: ROLL's `rpc_timeout` in seconds; the deadline is cut to stay below it.
         warn: whether to warn of keys that ROLL prints.
+        variables: the environment variables to read it with; default: those of this process.
 
     Raises `ConfigurationError` with every mistake.
     """
@@ -45,7 +52,7 @@ def load_settings(worker_config: Any, *, domain: str, rpc_timeout_s: float | Non
     # The workers of other domains ask, too, and theirs is another environment.
     path = (getattr(worker_config, "system_envs", None) or {}).get(ENVIRONMENT)
     tree = trees[0] if trees else path
-    settings = load_layers(tree, origin=f"{origin}[0]", printed_by="ROLL" if warn else None)
+    settings = load_layers(tree, origin=f"{origin}[0]", printed_by="ROLL" if warn else None, variables=variables)
     allowed_s = DEADLINE_SHARE * rpc_timeout_s if rpc_timeout_s else settings.engine.deadline_s
     if settings.engine.deadline_s > allowed_s:
         _log.warning(
@@ -100,8 +107,7 @@ def _may_share_with(settings: Config, config: Any, domain: str, own: Mapping[str
     """
     theirs = {name: value for name, value in os.environ.items() if name not in own} | _envs(config)
     try:
-        with _environment(theirs):
-            other = load_settings(config, domain=domain, warn=False)  # its own workers do
+        other = load_settings(config, domain=domain, warn=False, variables=theirs)  # its own workers warn
     except ConfigurationError:
         return True  # its variables may be set for its own workers only; they say what is wrong with it
     return may_share(settings, other, their_environment=theirs)
@@ -110,20 +116,3 @@ def _may_share_with(settings: Config, config: Any, domain: str, own: Mapping[str
 def _envs(config: Any) -> dict[str, str]:
     envs = getattr(config, "system_envs", None) or {}
     return {str(name): str(value) for name, value in envs.items()}
-
-
-@contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Replace the environment variables of this process for a moment, because `${oc.env:NAME}` reads only these."""
-    before = dict(os.environ)
-    try:
-        _set_environment(variables)
-        yield
-    finally:
-        _set_environment(before)
-
-
-def _set_environment(variables: Mapping[str, str]) -> None:
-    for name in os.environ.keys() - variables.keys():
-        del os.environ[name]
-    os.environ.update({name: value for name, value in variables.items() if os.environ.get(name) != value})

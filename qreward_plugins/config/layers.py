@@ -16,6 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from ..errors import ConfigurationError, Mistake
+from .environment import environment, environment_of
 from .loading import load_config
 from .models import Config
 from .yaml_file import read_yaml
@@ -27,7 +28,12 @@ ENVIRONMENT = "QREWARD_CONFIG"
 
 
 def load_layers(
-    inline: Any, *, default: Mapping[str, Any] | None = None, origin: str = "qreward", printed_by: str | None = None
+    inline: Any,
+    *,
+    default: Mapping[str, Any] | None = None,
+    origin: str = "qreward",
+    printed_by: str | None = None,
+    variables: Mapping[str, str] | None = None,
 ) -> Config:
     """The checked configuration of a training run.
 
@@ -36,6 +42,7 @@ def load_layers(
         default: a tree that completes one without judges of its own.
         origin: what messages call the inline tree.
         printed_by: the framework that prints and uploads the inline tree; keys that stand in it are warned of.
+        variables: the environment variables to read it with; default: those of this process.
 
     Raises `ConfigurationError` with every mistake.
     """
@@ -44,7 +51,12 @@ def load_layers(
         raise ConfigurationError([Mistake(origin, f"must be a mapping or a path, not {type(inline).__name__}.")])
     if printed_by:
         _warn_of_printed_keys(inline, origin, printed_by)
-    path = inline.get("config") or os.environ.get(ENVIRONMENT)
+    with environment_of(variables):
+        return _loaded(inline, default, origin)
+
+
+def _loaded(inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any] | None, origin: str) -> Config:
+    path = inline.get("config") or environment().get(ENVIRONMENT)
     if not path and "config" not in inline and ("judges" in inline or default is None):
         return load_config(inline, origin=origin)
     merged = _merged(read_yaml(path, origin=str(path)) if path else {}, inline, default or {})

@@ -23,6 +23,7 @@ from omegaconf.errors import (
 from pydantic import BaseModel
 
 from ..redaction import with_secrets
+from .environment import environment
 from .findings import Finding, Path, cut
 from .interpolations import MOST_VALUES, too_large
 
@@ -180,7 +181,8 @@ class _Resolver:
             return self._unresolvable(path, expression, error)
         resolved = self.resolved(value, path, above)
         if _HANDED_ON & set(path) and _FROM_A_SECRET.search(expression):
-            within = tuple(os.environ[name] for name in _ENV_NAMED.findall(expression) if os.environ.get(name))
+            known = environment()
+            within = tuple(known[name] for name in _ENV_NAMED.findall(expression) if known.get(name))
             resolved = with_secrets(resolved, secret=True, within=within)
         return resolved
 
@@ -189,7 +191,7 @@ class _Resolver:
         return Broken()
 
     def _unresolvable(self, path: Path, expression: str, error: Exception) -> Broken:
-        names = [name for name in _ENV.findall(expression) if name not in os.environ]
+        names = [name for name in _ENV.findall(expression) if name not in environment()]
         for name in dict.fromkeys(names or _ENV_NOT_FOUND.findall(str(error))):
             self._broken(path, f"the environment variable {cut(name)} is not set", f"Set it: export {cut(name)}=...")
             names.append(name)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 import roll_adapter
 from qreward_plugins import ConfigurationError
@@ -196,12 +197,20 @@ def test_a_variable_that_is_only_set_for_this_domain_says_nothing_of_others(monk
     assert workers_of(first, reward(of(api_key_env="THE_KEY"), world_size=3)) == (5, 5)
 
 
-def test_looking_at_other_domains_leaves_the_environment_as_it_was(tmp_path) -> None:
-    file = tmp_path / "judges.yaml"
-    file.write_text(yaml.safe_dump(tree()))
-    before = dict(os.environ)
-    workers_of(reward(tree(), A="1"), reward(B="2", QREWARD_CONFIG=str(file)))
-    assert dict(os.environ) == before
+def test_looking_at_other_domains_never_changes_the_environment(tmp_path) -> None:
+    """Not even for a moment: other threads of the worker read it, too."""
+    seen = []
+    OmegaConf.register_new_resolver("looks_around", lambda: seen.append(dict(os.environ)) or "judge")
+    try:
+        file = tmp_path / "judges.yaml"
+        file.write_text(yaml.safe_dump(of(model="${looks_around:}")))
+        before = dict(os.environ)
+        rewards = {"a": reward(tree()), "b": reward(B="2", QREWARD_CONFIG=str(file))}
+        assert processes_of(load_settings(rewards["a"], domain="a"), rewards, domain="a") == 2
+    finally:
+        OmegaConf.clear_resolver("looks_around")
+    assert seen
+    assert all(each == before for each in (*seen, dict(os.environ)))
 
 
 def test_the_limits_of_a_source_are_divided_between_workers(train, words, make_tree, judge) -> None:

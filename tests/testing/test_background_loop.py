@@ -37,16 +37,22 @@ def test_it_starts_when_first_needed_and_stays_the_same(loop) -> None:
 
 def test_the_message_of_a_time_out_counts_what_was_waited_for(loop) -> None:
     waiting: list[str] = []
+    started = threading.Event()
 
     async def never() -> None:
         waiting.append("a reward")
+        started.set()
         try:
             await asyncio.Event().wait()
         finally:
             waiting.clear()
 
+    def why() -> str:
+        started.wait()
+        return f"waits for {waiting}"
+
     with pytest.raises(TimeoutError, match=r"waits for \['a reward'\]"):
-        loop.run(never(), 0.2, lambda: f"waits for {waiting}")
+        loop.run(never(), 0.01, why)
 
 
 def test_closing_cancels_what_another_thread_waits_for(loop) -> None:

@@ -12,6 +12,7 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Hashable, Iterable, Sequence
+from fractions import Fraction
 
 from .config import Constant, Groups
 from .config.models import FailurePolicy
@@ -46,7 +47,7 @@ def mean_of(rewards: Iterable[float | None]) -> float:
         return math.fsum(scored) / len(scored)
     except OverflowError:
         # The sum exceeds float64, the mean does not.
-        return math.fsum(reward / len(scored) for reward in scored)
+        return float(sum(map(Fraction, scored)) / len(scored))
 
 
 def number_of(outcome: Outcome, policy: FailurePolicy) -> float | None:

@@ -31,7 +31,13 @@ class _Group:
     following: list[Tell] = field(default_factory=list)
 
     def mean(self) -> float:
-        return float(self.total / self.scored) if self.scored else UNSCORED
+        """Bit for bit what `group_means` makes of the same rewards."""
+        if not self.scored:
+            return UNSCORED
+        try:
+            return float(self.total) / self.scored
+        except OverflowError:
+            return float(self.total / self.scored)
 
 
 class Siblings:

@@ -6,6 +6,10 @@ import itertools
 import random
 import tracemalloc
 
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qreward_plugins import group_means
 from qreward_plugins.siblings import Siblings
 
 
@@ -35,3 +39,13 @@ def test_the_mean_does_not_depend_on_the_order_and_does_not_overflow():
         siblings.scored("group", 3.4e38)
     siblings.failed("group", told.append)
     assert told == [3.4e38]
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False), min_size=1, max_size=6))
+def test_the_mean_is_bit_for_bit_that_of_a_whole_group(rewards):
+    """A failed sample has one number, whether it is told of its siblings or a hook looks at the group."""
+    siblings, told = Siblings(), []
+    for reward in rewards:
+        siblings.scored("group", reward)
+    siblings.failed("group", told.append)
+    assert told == group_means([*rewards, None], [0] * (len(rewards) + 1))[-1:]

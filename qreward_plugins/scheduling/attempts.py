@@ -84,6 +84,15 @@ class Attempt:
         """How long it has run, as a multiple of what was expected."""
         return (now - self.started_at) / self.expected_s
 
+    @property
+    def longest_s(self) -> float:
+        """Longest latency that the answers of its source leave possible."""
+        return max(self.expected_s, self.lane.speed.longest_s(self.job.size))
+
+    def lateness(self, now: float) -> float:
+        """How long it has run, as a multiple of `longest_s`."""
+        return (now - self.started_at) / self.longest_s
+
     def start(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Attempt, Ending], None]) -> asyncio.Task[None]:
         """Run it in a task of its own. `on_end` is called with its end, unless its task ends cancelled.
 

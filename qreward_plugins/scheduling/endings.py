@@ -127,13 +127,13 @@ class Endings:
             and not job.future.done()
             and not (lane.local or (attempt.probe and not lane.breaker.closed))
             and lane.speed.known
-            and attempt.age(now) >= GIVE_UP_AT
+            and attempt.lateness(now) >= GIVE_UP_AT
             and now - attempt.started_at >= GIVE_UP_AFTER_S
             and job.restarts < MAX_RESTARTS
             and len(job.live) == 1
         ):
             job.restarts += 1
-            why = f"{lane.name} took {attempt.age(now):.0f} times longer than expected"
+            why = f"{lane.name} took {attempt.lateness(now):.0f} times longer than expected"
             self._give_up(attempt, now, why, for_age=True)
 
     def set_aside(self, attempt: Attempt, now: float) -> None:
@@ -178,7 +178,7 @@ class Endings:
         for attempt in list(lane.live):
             # A probe is given the time to answer: how else could a source prove that it is well, only slower?
             spared = attempt.probe and not (attempt.superseded and self._alternative(attempt.job, lane))
-            if attempt.age(now) >= from_age and not spared and not attempt.job.future.done():
+            if attempt.lateness(now) >= from_age and not spared and not attempt.job.future.done():
                 self._give_up(attempt, now, f"{lane.name} fell silent")
 
     def _give_up(self, attempt: Attempt, now: float, why: str, *, for_age: bool = False) -> None:

@@ -180,13 +180,14 @@ class Lane:
         if now - max(self._heard_at, next(iter(self.live)).started_at) < SHORTEST_SILENCE_S:
             return 0.0
         if now - self._missing_at >= _FRESH_S:
-            tail, heard_at = self.tail, self._heard_at
             self._missing_at = now
-            self._missing = sum(
-                tail.hazard(attempt.age(now) / SLOWED) - tail.hazard(attempt.age(heard_at) / SLOWED)
-                for attempt in self.live
-            )
+            self._missing = sum(self._missing_of(attempt, now) for attempt in self.live)
         return self._missing
+
+    def _missing_of(self, attempt: Attempt, now: float) -> float:
+        longest_s = SLOWED * attempt.longest_s
+        age_s, when_heard_s = now - attempt.started_at, self._heard_at - attempt.started_at
+        return self.tail.hazard(age_s / longest_s) - self.tail.hazard(when_heard_s / longest_s)
 
     def hold(self, now: float, tokens: float = 0) -> Hold:
         """Why no request of `tokens` may go now; empty: one may. It is noted down for the blame of batches."""
@@ -280,7 +281,9 @@ class Lane:
             if learned:
                 _log.info("source %s: %s", self.name, learned)
         self.retries.earn(now)
-        self.speed.learn(request.size, latency_s)
+        if self.name not in attempt.job.invalid_at:
+            # Each sample teaches once: a sample whose answers are invalid is asked again and again.
+            self.speed.learn(request.size, latency_s)
         self.counters.answered += 1
         self.counters.latencies_s.append(latency_s)
         cost = self.price.per_request

@@ -4,7 +4,10 @@ The size of a request (its text, in bytes) says something about how long the ans
 judge to judge: some write a paragraph about each response, some one number. So latency is fitted as a straight line
 over size, with exponential forgetting, and drawn towards proportionality while few answers are known. One answer that
 took many times longer than expected is a straggler, which says little about the next one: it counts with three times
-what was expected.
+what was expected at most.
+
+A few answers, or answers of one size only, say little about others. So there are two figures: what to expect, for
+planning, and the longest that the answers leave possible, for the decision that an attempt is lost.
 """
 
 from __future__ import annotations
@@ -18,6 +21,9 @@ _PRIOR_ANSWERS = 8
 _PRIOR_SPREAD = 0.3
 """Proportionality weighs as much as so many answers whose sizes vary by this share: a line through a few answers of
 about the same size says nothing about others."""
+_POSSIBLE_AFTER_ONE_S = 30.0
+"""Latency in seconds that one answer leaves possible, however quick it was: a filter in front of the judge may have
+given it. It falls with the square of the number of answers."""
 SETTLED_AFTER = 20
 SHORTEST_S = 1e-3
 
@@ -25,7 +31,7 @@ SHORTEST_S = 1e-3
 class Speed:
     """A source's latency as a line over the size of a request. Sizes are bytes, times seconds."""
 
-    __slots__ = ("_answers", "_base", "_cross", "_mean_s", "_mean_size", "_slope", "_spread")
+    __slots__ = ("_answers", "_base", "_cross", "_least_slope", "_mean_s", "_mean_size", "_slope", "_spread")
 
     def __init__(self) -> None:
         self._answers = 0.0
@@ -35,6 +41,7 @@ class Speed:
         self._cross = 0.0
         self._base = 0.0
         self._slope = 0.0
+        self._least_slope = 0.0
 
     @property
     def known(self) -> bool:
@@ -60,6 +67,15 @@ class Speed:
         """Latency to expect of a request of `size` bytes; 0 before the first answer."""
         return max(self._base + self._slope * size, SHORTEST_S) if self._answers else 0.0
 
+    def longest_s(self, size: float) -> float:
+        """Longest latency of a request of `size` bytes that the answers so far leave possible; infinity before the
+        first one. The more answers, and the more their sizes differ, the closer it is to `expected_s`.
+        """
+        if not self._answers:
+            return math.inf
+        flattest_s = self._mean_s + self._least_slope * (size - self._mean_size)
+        return max(self.expected_s(size), flattest_s, _POSSIBLE_AFTER_ONE_S / self._answers**2)
+
     def size_within(self, seconds: float) -> float:
         """The largest size in bytes that is expected to take at most `seconds`; infinity: any, minus infinity: none."""
         if not self._answers or (self._slope <= 0 and self._base <= seconds):
@@ -71,7 +87,7 @@ class Speed:
     def learn(self, size: float, seconds: float) -> None:
         """Take in that an answer to a request of `size` bytes took `seconds`."""
         if self._answers:
-            seconds = min(seconds, _CLIP * self.expected_s(size))
+            seconds = min(seconds, _CLIP * self.longest_s(size))
         self._answers = min(self._answers + 1, _MEMORY)
         weight = 1.0 / self._answers
         off_size, off_s = size - self._mean_size, seconds - self._mean_s
@@ -84,4 +100,7 @@ class Speed:
         known = self._answers * self._spread + prior
         slope = (self._answers * self._cross + prior * proportional) / known if known > 0 else proportional
         self._slope = min(max(slope, 0.0), proportional)
+        # The same answers, drawn towards a latency that does not depend on the size.
+        flattest = self._answers * self._cross / known if known > 0 else 0.0
+        self._least_slope = min(max(flattest, 0.0), proportional)
         self._base = self._mean_s - self._slope * self._mean_size

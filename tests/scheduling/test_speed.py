@@ -70,6 +70,36 @@ def test_a_straggler_counts_with_three_times_what_was_expected():
     assert straggled.expected_s(100) > usual.expected_s(100)
 
 
+def test_answers_of_one_size_say_little_about_others():
+    speed = taught([(5000, 5.0)] * 40)
+    assert speed.longest_s(100) == pytest.approx(5.0, rel=0.01)
+    assert speed.longest_s(50_000) == pytest.approx(50.0)
+    assert speed.longest_s(5000) == pytest.approx(5.0)
+
+
+def test_many_answers_of_many_sizes_leave_little_more_possible_than_is_expected():
+    speed = taught((size, size / 100) for size in random_sizes(300))
+    for size in (60, 200, 480):
+        assert speed.longest_s(size) == pytest.approx(size / 100, rel=0.25)
+
+
+def test_one_quick_answer_does_not_make_a_source_quick():
+    assert taught([]).longest_s(10) == math.inf
+    assert taught([(10, 0.01)]).longest_s(10) >= 30
+    assert taught([(10, 0.01)] * 20).longest_s(10) < 0.1
+
+
+def test_the_second_answer_is_no_straggler_because_the_first_was_of_another_size():
+    speed = taught([(5000, 5.0), (100, 5.0)])
+    assert speed.mean_s == pytest.approx(5.0)
+
+
+@given(answers, st.floats(1, 10_000))
+def test_no_less_is_possible_than_is_expected(pairs, size):
+    speed = taught(pairs)
+    assert speed.expected_s(size) <= speed.longest_s(size) < math.inf
+
+
 def test_it_follows_a_source_that_changed():
     speed = taught([(100, 1.0)] * 500 + [(100, 8.0)] * 500)
     assert speed.expected_s(100) == pytest.approx(8.0, rel=0.05)

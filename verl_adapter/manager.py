@@ -28,15 +28,14 @@ from . import trainer
 from .functions import ComputeScore, open_reward_function
 from .policy import (
     failure_policy,
-    refuse_bypass,
     samples_per_prompt,
     takes_any_keys,
-    warn_of_ignored_settings,
     warn_of_short_waiting,
 )
 from .rewards import ExtraInfo, Reads
 from .rollouts import looks_like_validation, response_ids, session_of, to_sample, unreadable
 from .settings import load_settings, processes_of, reward_function_sources
+from .startup import refuse_impossible, warn_of_ignored_settings
 from .trainers import trainer_of
 
 UNSEEN = 0.0
@@ -62,8 +61,9 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self.config = config
         self.tokenizer = tokenizer
         self.compute_score = compute_score
-        refuse_bypass(config)
-        warn_of_ignored_settings(config)
+        self._trainer = trainer_of(config)
+        refuse_impossible(config, self._trainer)
+        warn_of_ignored_settings(config, self._trainer)
         settings = load_settings(config)
         self._policy = failure_policy(settings, config)
         router = (
@@ -80,7 +80,6 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self.engine = RewardEngine(settings, processes=processes_of(config), sources=sources)
         self._board = GroupBoard(wait_s=settings.groups.wait_s)
         self._group_size = samples_per_prompt(config)
-        self._trainer = trainer_of(config)
         if self._policy == "neutral":
             warn_of_short_waiting(config, processes_of(config))
         self._extra_info = ExtraInfo(self.engine, any_keys=takes_any_keys(config), reads=Reads.of(config, settings))

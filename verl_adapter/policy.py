@@ -3,7 +3,7 @@
 Being neutral takes an advantage estimator that compares the samples of a group, and leaving a sample out takes verl's
 V1 trainer: in the legacy one and those made of it, and where a batch is scored at once by a colocated reward model, an
 exception of a reward manager ends the run (`trainers` has the table). Whatever would end the run at the first failed
-sample is refused before the first rollout, and so is a configuration in which verl asks no reward manager at all.
+sample is refused before the first rollout.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def failure_policy(config: Config, trainer: DictConfig) -> FailurePolicy:
         if not_excluded:
             raise _refused("exclude", not_excluded, "" if not_neutral else "neutral")
         return "exclude"
-    if not not_neutral and (_estimator(trainer) in MEAN_BASED or not_excluded):
+    if not not_neutral and (estimator_of(trainer) in MEAN_BASED or not_excluded):
         return "neutral"
     if not_excluded:
         raise _refused("auto", f"{not_excluded} And it cannot be made neutral to its group, because {not_neutral}", "")
@@ -85,40 +85,6 @@ def warn_of_short_waiting(trainer: DictConfig, processes: int) -> None:
         )
 
 
-def refuse_bypass(trainer: DictConfig) -> None:
-    """Raise `ConfigurationError` where verl would ask its own reward model, and no reward manager
-    (experimental/reward_loop/reward_loop.py: `RewardLoopWorker.compute_score`).
-    """
-    if not OmegaConf.select(trainer, "reward.reward_model.enable"):
-        return
-    if OmegaConf.select(trainer, "reward.custom_reward_function.path") is not None:
-        return
-    raise ConfigurationError(
-        [
-            Mistake(
-                "reward.reward_model.enable",
-                "verl scores every sample with its own reward model and asks no reward manager, qreward included.",
-                "Name a reward function in reward.custom_reward_function.path; verl leaves the reward to the manager "
-                "then. Or set reward.reward_model.enable=False, serve the model yourself, and make it a source of "
-                "qreward (kind: http, or openai).",
-            )
-        ],
-        origin="verl's configuration",
-    )
-
-
-def warn_of_ignored_settings(trainer: DictConfig) -> None:
-    """Warn of keys of verl's configuration that would change rewards, but only another reward manager reads."""
-    for path in ("reward.reward_kwargs", "reward_model.reward_kwargs"):
-        overlong = OmegaConf.select(trainer, f"{path}.overlong_buffer_cfg")
-        if overlong is not None and overlong.get("enable"):
-            _log.warning(
-                "%s.overlong_buffer_cfg is of verl's `dapo` reward manager: qreward takes no penalty off long "
-                "responses. A reward function that does, or a judge of its own in a sum, has the same effect.",
-                path,
-            )
-
-
 def takes_any_keys(trainer: DictConfig) -> bool:
     """Whether verl accepts samples whose extra info has different keys."""
     return trainer_of(trainer).leaves_out and not _is_scored_at_once(trainer)
@@ -131,12 +97,18 @@ def _is_scored_at_once(trainer: DictConfig) -> bool:
     )
 
 
-def _estimator(trainer: DictConfig) -> str:
+def _trains_what_is_left(trainer: DictConfig) -> bool:
+    """Whether V1 trains a group without the samples that are left out; its asynchronous modes replace the group."""
+    return str(OmegaConf.select(trainer, "trainer.v1.trainer_mode") or "sync") == "sync"
+
+
+def estimator_of(trainer: DictConfig) -> str:
+    """The name of the advantage estimator."""
     return str(OmegaConf.select(trainer, "algorithm.adv_estimator") or "gae")
 
 
 def _why_not_neutral(trainer: DictConfig) -> str:
-    estimator = _estimator(trainer)
+    estimator = estimator_of(trainer)
     if estimator in _NOT_GROUPED:
         return f"the advantage estimator `{estimator}` does not compare the samples of a group."
     if estimator in _BY_COMPONENT:
@@ -157,6 +129,11 @@ def _why_not_excluded(trainer: DictConfig) -> str:
             f"verl's {kind.name} trainer, which is made of the legacy one, ends the run when a sample has no reward; "
             "leaving it out needs verl.trainer.main_ppo with trainer.use_v1=True, which has asynchronous modes, too "
             "(trainer.v1.trainer_mode)."
+        )
+    if estimator_of(trainer) == "grpo_passk" and _trains_what_is_left(trainer):
+        return (
+            "`grpo_passk` ends the run at a group of one sample, and so does a single row with which verl fills up the "
+            "batch in place of a sample that was left out."
         )
     if _is_scored_at_once(trainer):
         return (

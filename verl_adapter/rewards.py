@@ -39,6 +39,8 @@ _OURS = "qreward/"
 _MOST_NAMES = 200
 _TAKEN = frozenset({"reward"})
 """Names of verl's own columns in a validation."""
+_GIVEN = "A criterion is called qreward/score/NAME; for `acc`, give a judge `correct_at`."
+_GIVEN_TO_FILTERS = " `reward` is the score itself."
 
 
 @dataclass(frozen=True)
@@ -83,8 +85,9 @@ class ExtraInfo:
         self._reads = reads
         self._judges = engine.config.judges
         self._functions = frozenset(_of_functions(engine.config))
-        self._named = tuple(dict.fromkeys([*_named_by(engine.config, self._functions), *reads.parts]))
-        self._refuse_unknown_metric(engine.config)
+        self._named = tuple(dict.fromkeys(_named_by(engine.config, self._functions)))
+        self._refuse_unknown_keys(engine.config)
+        self._named = tuple(dict.fromkeys([*self._named, *reads.parts]))
 
     def of(self, outcome: Outcome, *, imputed: bool, validation: bool = False) -> dict[str, Any]:
         """The extra info of one outcome; `imputed`: its score is the mean of its group."""
@@ -127,20 +130,23 @@ class ExtraInfo:
             info[RETURNED] = json.dumps(rest, default=repr) if rest else ""
         return info
 
-    def _refuse_unknown_metric(self, config: Config) -> None:
-        metric, in_charge = self._reads.metric, judges_in_charge(config)
+    def _refuse_unknown_keys(self, config: Config) -> None:
+        """Raise `ConfigurationError` for keys that verl reads and no judge gives."""
+        in_charge = judges_in_charge(config)
         asked = {name for judge in in_charge for name in (judge, *parts_of(config, judge))}
-        if metric is None or asked & self._functions:
+        if asked & self._functions:
             return  # a function may return anything
         nothing = Failed(Cause.INFRA, "none")
-        if metric in (self._facts.of(nothing) if metric == "acc" else self._info(nothing, imputed=False)):
-            return
-        remedy = (
-            "Take `reward`, which is the score; a criterion is called qreward/score/NAME; for `acc`, give a judge "
-            "`correct_at`."
-        )
-        mistake = Mistake("algorithm.filter_groups.metric", f"no judge gives {metric!r}.", remedy)
-        raise ConfigurationError([mistake], origin="verl's configuration")
+        known = set(self._info(nothing, imputed=False)) - ({"acc"} - set(self._facts.of(nothing)))
+        read = [("algorithm.filter_groups.metric", self._reads.metric)]
+        read += [("algorithm.gdpo_reward_keys", part) for part in self._reads.parts]
+        mistakes = [
+            Mistake(path, f"no judge gives {key!r}.", _GIVEN + (_GIVEN_TO_FILTERS if "filter" in path else ""))
+            for path, key in read
+            if key is not None and key not in known
+        ]
+        if mistakes:
+            raise ConfigurationError(mistakes, origin="verl's configuration")
 
     def _stand_in(self, info: dict[str, Any], outcome: Outcome) -> None:
         metric = self._reads.metric

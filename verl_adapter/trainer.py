@@ -4,7 +4,7 @@ verl has no hook for any of it (0.9.1), so things of its own are wrapped, only i
 the processes that start reward workers or a tracker (the fully asynchronous trainer has one for each):
 
 - reward workers are told which trainer they work for, because their configuration does not always say it;
-- a configuration in which no reward manager would be asked ends the run there, before a model is loaded;
+- a configuration that would end the run later, or in which no reward manager would be asked, ends it there;
 - the metrics of a step get the numbers of the board (`qreward/failed_rate`, ...): verl drops `reward_extra_info` after
   training and has no metric of it;
 - rows of validation are marked, because a reward manager cannot tell them from others;
@@ -30,10 +30,11 @@ import numpy as np
 from qreward_plugins.sharing import named_actors
 from qreward_plugins.sharing.board_actor import NAME, BoardActor
 
-from .policy import failure_policy, refuse_bypass
+from .policy import failure_policy
 from .rewards import IMPUTED, MISSING, RETURNED, without_text
 from .rollouts import VALIDATION
 from .settings import load_settings
+from .startup import refuse_impossible
 from .trainers import LEGACY_MODULE, V1_MODULE, Trainer, calling_trainer, telling, trainer_of
 
 _log = logging.getLogger("verl_adapter")
@@ -85,8 +86,8 @@ def _tell_reward_workers() -> None:
     def start_and_look(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
         self._qreward_trainer = None
         if _rewards_are_ours(config):
-            refuse_bypass(config)
             name = calling_trainer() or trainer_of(config).name
+            refuse_impossible(config, Trainer(name))
             self._qreward_trainer = Trainer(name, marks_validation=BoardNumbers.attach() is not None and _marks_rows())
             # In a reward worker a mistake would show with the first sample, and as that sample's.
             failure_policy(load_settings(config), telling(config, self._qreward_trainer))

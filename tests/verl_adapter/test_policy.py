@@ -50,7 +50,7 @@ def test_failed_samples_are_neutral_where_the_baseline_is_the_mean_of_a_group(po
     assert policy(estimator, trainer) == "neutral"
 
 
-@pytest.mark.parametrize("estimator", sorted(OTHER_BASELINES | NOT_GROUPED | {"gdpo", "one_of_my_own"}))
+@pytest.mark.parametrize("estimator", ["gae", "opo", "reinforce_plus_plus", "one_of_my_own"])
 def test_elsewhere_the_v1_trainer_leaves_them_out(policy, estimator):
     assert policy(estimator) == "exclude"
 
@@ -83,6 +83,14 @@ def test_what_is_asked_for_is_done_or_refused(policy):
         policy("gae", "qreward.on_failure=neutral")
     with pytest.raises(ConfigurationError, match=r"needs trainer\.use_v1=True\. Or choose `neutral`"):
         policy("grpo", LEGACY, "qreward.on_failure=exclude")
+
+
+def test_passk_ends_the_run_at_a_group_of_one_so_nothing_is_left_out(policy):
+    assert policy("grpo_passk") == "neutral"
+    with pytest.raises(ConfigurationError, match=r"`grpo_passk` ends the run at a group of one .*Or choose `neutral`"):
+        policy("grpo_passk", "qreward.on_failure=exclude")
+    replaced = "trainer.v1.trainer_mode=separate_async"
+    assert policy("grpo_passk", "qreward.on_failure=exclude", replaced) == "exclude", "the group is replaced there"
 
 
 def test_a_reward_model_that_takes_turns_scores_batches_in_which_nothing_can_be_left_out(policy):

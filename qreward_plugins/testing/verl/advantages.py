@@ -237,6 +237,10 @@ ESTIMATORS: dict[str, Callable[[Rewards], Both]] = {
 }
 
 
+TOKEN_BASELINES = frozenset({"optimal_token_baseline", "tir_optimal_token_baseline"})
+"""Estimators that need probabilities of the actor, which is not played."""
+
+
 def _spread(scores: Floats, mask: np.ndarray[Any, Any]) -> Both:
     tokens = (scores[:, None] * mask.astype(F)).astype(F)
     return tokens, tokens
@@ -268,4 +272,4 @@ def _masked_mean(values: Floats, mask: np.ndarray[Any, Any], count: int) -> Any:
     return F(sum32(chosen) / F(F(count) + F(1e-8)))
 
 
-__all__ = ["ESTIMATORS", "Rewards", "estimate"]
+__all__ = ["ESTIMATORS", "TOKEN_BASELINES", "Rewards", "estimate"]

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from .advantages import ESTIMATORS, Rewards, estimate
+from .advantages import ESTIMATORS, TOKEN_BASELINES, Rewards, estimate
 from .agent_loop import AgentLoops
 from .data import Row, VerlDataLoader, VerlDataset
 from .engine import VerlEngine
@@ -122,9 +122,16 @@ def compute_advantage(
 ) -> VerlDataProto:
     """`verl.trainer.ppo.ray_trainer.compute_advantage`."""
     batch = data.batch
+    if str(adv_estimator) in TOKEN_BASELINES:
+        raise AssertionError(
+            "Step-dependent optimal baseline requires sum_pi_squared from actor. Please set "
+            "actor.calculate_sum_pi_squared=True in config."
+        )
     if str(adv_estimator) not in ESTIMATORS:
         raise ValueError(f"Unknown advantage estimator simply: {adv_estimator}")
     last = None
+    if str(adv_estimator) == "gdpo" and "attention_mask" not in batch and config.get("gdpo_reward_keys", None):
+        raise KeyError(f'key "prompts" not found in TensorDict with keys {sorted(batch)}')
     if "attention_mask" in batch:
         last = np.asarray(batch["attention_mask"])[:, batch["prompts"].shape[1] :].sum(axis=1) - 1
     advantages, returns = estimate(

@@ -1,0 +1,124 @@
+"""What of verl's configuration ends the run before training starts, because its first step would."""
+
+from __future__ import annotations
+
+import asyncio
+import warnings
+
+import pytest
+
+from qreward_plugins import ConfigurationError
+from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
+from verl_adapter.startup import _BEYOND_V1, refuse_impossible
+from verl_adapter.trainers import Trainer, trainer_of
+
+OURS = "reward.reward_manager.name=qreward"
+V1, LEGACY = "trainer.use_v1=True", "trainer.use_v1=False"
+GDPO = ("algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[a,b]", "+qreward.on_failure.constant=0")
+
+
+def of_verl(estimator):
+    """What verl makes of a batch that has what its V1 trainer takes out of the queue."""
+    import numpy as np
+    import torch
+    from omegaconf import OmegaConf
+    from tensordict import TensorDict
+    from verl import DataProto
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # verl tells of every engine that is not installed
+        from verl.trainer.ppo.v1.utils import compute_advantage_for_multi_trajectories
+
+    names = ("response_mask", "rm_scores", "old_log_probs", "ref_log_prob", "values", "token_level_rewards")
+    data = DataProto(batch=TensorDict({name: torch.ones(4, 3) for name in names}, batch_size=4))
+    data.non_tensor_batch["uid"] = np.array(["a", "a", "b", "b"], dtype=object)
+    config = OmegaConf.create({"gamma": 1.0, "gdpo_reward_keys": ["a"], "norm_adv_by_std_in_grpo": True})
+    keys = ["a_0_0", "a_1_0", "b_0_0", "b_1_0"]
+    return compute_advantage_for_multi_trajectories(data, keys, adv_estimator=estimator, config=config)
+
+
+def test_the_estimators_that_are_refused_in_v1_are_those_that_raise_there(compose):
+    from verl.trainer.ppo.core_algos import ADV_ESTIMATOR_REGISTRY
+
+    names = [str(getattr(name, "value", name)) for name in ADV_ESTIMATOR_REGISTRY]
+    assert set(_BEYOND_V1) <= set(names)
+    for name in names:
+        config = compose(f"algorithm.adv_estimator={name}", "+algorithm.gdpo_reward_keys=[a]")
+        config.actor_rollout_ref.rollout.n = 4
+        if name in _BEYOND_V1:
+            with pytest.raises((KeyError, TypeError, AssertionError)):
+                of_verl(name)
+            with pytest.raises(ConfigurationError, match=rf"`{name}` needs .* V1 trainer .*trainer\.use_v1=False"):
+                refuse_impossible(config, trainer_of(config))
+        else:
+            of_verl(name)
+            refuse_impossible(config, trainer_of(config))
+        refuse_impossible(config, Trainer("legacy"))
+
+
+def fake(*overrides, reward=lambda **_: {"score": 1.0, "a": 1.0, "b": 0.0}):
+    return FakeVerlTrainer([OURS, "reward.num_workers=1", *overrides], reward=reward)
+
+
+@pytest.mark.parametrize("estimator", sorted(_BEYOND_V1))
+def test_the_run_ends_before_the_first_rollout_and_where_verl_would_end_it(estimator):
+    overrides = [f"algorithm.adv_estimator={estimator}", "+algorithm.gdpo_reward_keys=[a]"]
+    with pytest.raises(ConfigurationError, match=rf"`{estimator}` needs"):
+        fake(*overrides)
+    with FakeVerlTrainer(overrides, reward=lambda **_: 1.0) as naive, pytest.raises(Exception) as caught:
+        naive.step()
+    with pytest.raises(type(caught.value)):
+        of_verl(estimator)
+
+
+def test_gdpo_works_in_the_legacy_trainer():
+    with fake(*GDPO, LEGACY, reward=lambda **row: {"score": 1.0, "a": len(row["solution_str"]) % 3, "b": 0.0}) as run:
+        step = run.step()
+    assert any(step.advantages)
+    assert "gdpo/a/mean" in step.metrics
+
+
+def test_gdpo_names_rewards_that_somebody_gives():
+    with pytest.raises(ConfigurationError, match=r"algorithm\.gdpo_reward_keys: .*qreward/score/NAME"):
+        fake(GDPO[0], GDPO[2], LEGACY)
+    with JudgeServer() as server:
+        judge = [
+            f"+qreward.sources.judge={{kind: openai, base_url: '{server.base_url}', model: judge}}",
+            "+qreward.judges.quality={kind: llm, criteria: {style: 'is it well written?'}}",
+        ]
+        with pytest.raises(ConfigurationError) as caught:
+            fake(*GDPO, LEGACY, *judge)
+        assert [str(mistake.path) for mistake in caught.value.mistakes] == ["algorithm.gdpo_reward_keys"] * 2
+        named = [GDPO[0], "+algorithm.gdpo_reward_keys=[qreward/score/style]", GDPO[2], LEGACY, *judge]
+        with fake(*named) as run:
+            assert len(run.step().scores) == 16
+
+
+def test_passk_needs_two_samples_a_group():
+    for trainer in (V1, LEGACY):
+        with pytest.raises(ConfigurationError, match=r"rollout\.n: `grpo_passk` compares the two best"):
+            fake("algorithm.adv_estimator=grpo_passk", "actor_rollout_ref.rollout.n=1", trainer)
+
+
+def test_all_mistakes_are_named_at_once(compose):
+    config = compose("algorithm.adv_estimator=remax", "reward.reward_model.enable=True")
+    with pytest.raises(ConfigurationError) as caught:
+        refuse_impossible(config, trainer_of(config))
+    assert [mistake.path for mistake in caught.value.mistakes] == [
+        "reward.reward_model.enable",
+        "algorithm.adv_estimator",
+    ]
+
+
+def test_a_filter_of_groups_that_no_trainer_reads_is_warned_of(compose, tokenizer, caplog):
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    def said(trainer):
+        caplog.clear()
+        overrides = [OURS, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", trainer]
+        manager = load_reward_manager(compose(*overrides, "algorithm.filter_groups.enable=True"), tokenizer)
+        asyncio.run(manager.aclose())
+        return "algorithm.filter_groups is read by verl's V1 trainer only" in caplog.text
+
+    assert said(LEGACY)
+    assert not said(V1)

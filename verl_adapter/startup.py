@@ -1,5 +1,5 @@
-"""What verl's configuration is checked for before training starts: settings with which verl asks no reward manager, ends
-the run in its first step, or ignores what would change rewards (verl 0.9.1).
+"""Checks verl's configuration before training starts: for settings with which verl asks no reward manager, ends the run
+in its first step, or ignores what would change rewards (verl 0.9.1).
 
 The V1 trainer takes scores, log probabilities and the critic's values out of its queue of transfers, and no column of a
 row but `uid` (trainer/ppo/v1/trainer_base.py: `PPOTrainer._compute_advantage`). An estimator that needs more raises

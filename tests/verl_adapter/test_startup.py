@@ -16,6 +16,8 @@ OURS = "reward.reward_manager.name=qreward"
 V1, LEGACY = "trainer.use_v1=True", "trainer.use_v1=False"
 GDPO = ("algorithm.adv_estimator=gdpo", "+algorithm.gdpo_reward_keys=[a,b]", "+qreward.on_failure.constant=0")
 
+ENDS = (KeyError, TypeError, AssertionError)
+
 
 def of_verl(estimator):
     """What verl makes of a batch that has what its V1 trainer takes out of the queue."""
@@ -46,7 +48,7 @@ def test_the_estimators_that_are_refused_in_v1_are_those_that_raise_there(compos
         config = compose(f"algorithm.adv_estimator={name}", "+algorithm.gdpo_reward_keys=[a]")
         config.actor_rollout_ref.rollout.n = 4
         if name in _BEYOND_V1:
-            with pytest.raises((KeyError, TypeError, AssertionError)):
+            with pytest.raises(ENDS):
                 of_verl(name)
             with pytest.raises(ConfigurationError, match=rf"`{name}` needs .* V1 trainer .*trainer\.use_v1=False"):
                 refuse_impossible(config, trainer_of(config))
@@ -65,7 +67,7 @@ def test_the_run_ends_before_the_first_rollout_and_where_verl_would_end_it(estim
     overrides = [f"algorithm.adv_estimator={estimator}", "+algorithm.gdpo_reward_keys=[a]"]
     with pytest.raises(ConfigurationError, match=rf"`{estimator}` needs"):
         fake(*overrides)
-    with FakeVerlTrainer(overrides, reward=lambda **_: 1.0) as naive, pytest.raises(Exception) as caught:
+    with FakeVerlTrainer(overrides, reward=lambda **_: 1.0) as naive, pytest.raises(ENDS) as caught:
         naive.step()
     with pytest.raises(type(caught.value)):
         of_verl(estimator)

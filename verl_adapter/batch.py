@@ -19,7 +19,7 @@ from qreward_plugins import Failed, Outcome, RewardEngine, Sample, group_means
 from qreward_plugins.config import Config
 from qreward_plugins.groups import number_of
 
-from .functions import ComputeScore, open_reward_function
+from .functions import ComputeScore, open_reward_function, reward_secrets
 from .rewards import ExtraInfo
 from .rollouts import response_ids, to_sample, unreadable
 from .settings import load_settings, reward_function_sources
@@ -55,7 +55,7 @@ class QRewardBatchManager:
         engine, self._portal = self._resources.enter_context(
             shared_engine(settings, function, lambda: _make_engine(settings, config, compute_score))
         )
-        self._extra_info = ExtraInfo(engine, any_keys=True)
+        self._extra_info = ExtraInfo(engine, any_keys=True, secrets=reward_secrets(config, compute_score))
 
     def __call__(self, data: Any, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
         """Score a `DataProto`: rewards of shape (batch, response length), each at its response's last token.

@@ -1,4 +1,5 @@
-"""verl's reward function as a source: where it runs, and how a worker process comes by it.
+"""verl's reward function as a source: where it runs, how a worker process comes by it, and which of its arguments are
+secrets.
 
 Sync functions run in worker processes that can be killed. What verl hands over is often not picklable (a function out
 of a file that is no importable module), so a worker is told how verl itself finds the function and loads it anew.
@@ -8,16 +9,21 @@ from __future__ import annotations
 
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from types import CellType
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from qreward_plugins.config import FunctionSource as FunctionNode
+from qreward_plugins.redaction import names_secret, secrets_in, with_secrets
 from qreward_plugins.sources import FunctionSource
 
 ComputeScore = Callable[..., Any]
+
+_TELLING_CHARS = 8
+_MOST_WRAPPED = 8
 
 
 def open_reward_function(
@@ -41,12 +47,76 @@ def open_reward_function(
     if node.workers is None:
         node = node.model_copy(update={"workers": max(1, (os.cpu_count() or 1) // processes)})
     here = partial(compute_score or _default(), **kwargs)
+    secrets = reward_secrets(trainer, compute_score)
     custom = _custom_reward_function(trainer)
     bound_to_this_process = bool(kwargs) or (custom is None and isinstance(compute_score, partial))
     if _is_async(compute_score) or bound_to_this_process:
         node = node if _is_async(compute_score) else node.model_copy(update={"mode": "thread"})
-        return FunctionSource(name, node, loader=lambda: here)
-    return FunctionSource(name, node, loader=partial(load_reward_function, custom))
+        return FunctionSource(name, node, loader=lambda: here, secrets=secrets)
+    return FunctionSource(name, node, loader=partial(load_reward_function, custom), secrets=secrets)
+
+
+def reward_secrets(trainer: DictConfig | None, compute_score: ComputeScore | None = None) -> tuple[str, ...]:
+    """The secrets among the arguments that verl binds to its reward function: what its configuration has under a key
+    that names one (`reward_kwargs.api_key`), and values of environment variables that name one. Of a URL only the
+    password and the query count.
+
+    verl resolves its configuration, so which values came from the environment shows in the values only. `compute_score`
+    is what verl made of them; older versions hand over nothing else.
+    """
+    given: list[Any] = list(_bound(compute_score))
+    for key in ("reward.custom_reward_function", "custom_reward_function"):
+        given.append(_container(None if trainer is None else OmegaConf.select(trainer, f"{key}.reward_kwargs")))
+    url = None if trainer is None else OmegaConf.select(trainer, "reward.sandbox_fusion.url")
+    found = [str(url)] if url else []
+    variables = [value for name, value in os.environ.items() if names_secret(name) and len(value) >= _TELLING_CHARS]
+    for tree in given:
+        found += secrets_in(with_secrets(tree))
+        found += [text for text in _texts(tree) if "://" in text]
+        found += [value for text in _texts(tree) for value in variables if value in text]
+    return tuple(dict.fromkeys(found))
+
+
+def _bound(function: Any, depth: int = 0) -> Iterator[Any]:
+    """The mappings of arguments that are bound to a function, by `partial` or in a closure."""
+    if depth > _MOST_WRAPPED:
+        return
+    if isinstance(function, partial):
+        yield _container(function.keywords)
+        inner = [function.func, *function.args]
+    else:
+        inner = [_content(cell) for cell in getattr(function, "__closure__", None) or ()]
+    for value in inner:
+        if isinstance(value, Mapping):
+            yield _container(value)
+        elif callable(value):
+            yield from _bound(value, depth + 1)
+
+
+def _content(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # it is empty yet
+        return None
+
+
+def _container(value: Any) -> Any:
+    """A tree of plain mappings and lists."""
+    if OmegaConf.is_config(value):
+        return OmegaConf.to_container(value, resolve=True)
+    if isinstance(value, Mapping):
+        return {key: _container(item) for key, item in value.items()}
+    return [_container(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _texts(tree: Any) -> Iterator[str]:
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    if isinstance(tree, list):
+        for item in tree:
+            yield from _texts(item)
+    elif isinstance(tree, str):
+        yield tree
 
 
 def load_reward_function(custom: Mapping[str, Any] | None) -> ComputeScore:

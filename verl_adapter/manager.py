@@ -25,7 +25,7 @@ from qreward_plugins.sharing.board_actor import Report
 from qreward_plugins.sharing.board_client import GroupBoard
 
 from . import trainer
-from .functions import ComputeScore, open_reward_function
+from .functions import ComputeScore, open_reward_function, reward_secrets
 from .policy import (
     failure_policy,
     samples_per_prompt,
@@ -82,7 +82,12 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self._group_size = samples_per_prompt(config)
         if self._policy == "neutral":
             warn_of_short_waiting(config, processes_of(config))
-        self._extra_info = ExtraInfo(self.engine, any_keys=takes_any_keys(config), reads=Reads.of(config, settings))
+        self._extra_info = ExtraInfo(
+            self.engine,
+            any_keys=takes_any_keys(config),
+            reads=Reads.of(config, settings),
+            secrets=reward_secrets(config, compute_score),
+        )
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
 
     async def run_single(self, data: DataProto) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from qreward_plugins import Cause, ConfigurationError, Failed, Mistake, Outcome,
 from qreward_plugins.config import Config, Constant, FunctionSource, judges_in_charge, parts_of, sources_of
 from qreward_plugins.config import models as configuration
 from qreward_plugins.samples import fits_float32
+from qreward_plugins.sources.excerpts import Excerpts
 
 MISSING = "qreward/missing"
 """1.0 for a sample without a reward of its own: its score is a stand-in."""
@@ -74,13 +75,17 @@ class Reads:
 class ExtraInfo:
     """Turns outcomes of an engine into `reward_extra_info`.
 
-    `any_keys`: verl accepts other keys from each sample.
+    `any_keys`: verl accepts other keys from each sample. `secrets`: what the reward function was given and must not
+    come out in what it returns.
     """
 
-    def __init__(self, engine: RewardEngine, *, any_keys: bool, reads: Reads = Reads()) -> None:
+    def __init__(
+        self, engine: RewardEngine, *, any_keys: bool, reads: Reads = Reads(), secrets: Iterable[str] = ()
+    ) -> None:
         self._facts = engine.facts()
         self._declared = self._facts.components
         self._any_keys = any_keys
+        self._clean = Excerpts(secrets).clean
         self._seen: dict[str, None] = {}
         self._reads = reads
         self._judges = engine.config.judges
@@ -165,7 +170,7 @@ class ExtraInfo:
         is_function = verdict.judge in self._functions
         returned = _numbers_of(verdict) if is_function and verdict.returned is None else verdict.returned
         own |= {
-            key: _plain(value)
+            key: self._without_secrets(_plain(value))
             for key, value in (returned or {}).items()
             if isinstance(key, str) and not key.startswith(_OURS) and key not in _TAKEN
         }
@@ -175,6 +180,15 @@ class ExtraInfo:
         elif is_function and returned is None:
             own["acc"] = verdict.score
         return own
+
+    def _without_secrets(self, value: Any) -> Any:
+        if self._clean is None:
+            return value
+        if isinstance(value, str):
+            return self._clean(value)
+        if isinstance(value, Mapping):
+            return {self._without_secrets(key): self._without_secrets(item) for key, item in value.items()}
+        return [self._without_secrets(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def without_text(column: Iterable[Any]) -> list[Mapping[str, Any]]:

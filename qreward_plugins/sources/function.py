@@ -16,7 +16,7 @@ import functools
 import inspect
 import os
 import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import (
@@ -50,18 +50,26 @@ class FunctionSource:
 
     `name` is its name in the configuration. `loader` returns the function, in place of the path in the configuration,
     which then only names it; it must pickle, for every worker process calls it. An adapter hands over a framework's
-    own function this way, e.g. `functools.partial(load_function, settings)`.
+    own function this way, e.g. `functools.partial(load_function, settings)`. `secrets` are texts that the loader gives
+    the function beside `kwargs`; they are redacted from every message like those of `kwargs`.
 
     At most `slots` calls run at once; further ones wait in `send` before they start. Serves one event loop at a time.
 
     Raises ConfigurationError if the function cannot be loaded.
     """
 
-    def __init__(self, name: str, config: models.FunctionSource, *, loader: Loader | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: models.FunctionSource,
+        *,
+        loader: Loader | None = None,
+        secrets: Iterable[str] = (),
+    ) -> None:
         self._name = name
         self._config = config
         self._kwargs: dict[str, Any] = without_secrets(config.kwargs)
-        self._excerpts = Excerpts(secrets_in(config.kwargs))
+        self._excerpts = Excerpts([*secrets_in(config.kwargs), *secrets])
         self._excerpt = self._excerpts.of
         key = f"sources.{name}.function"
         loader = self._loader = loader or PathLoader(config.function)

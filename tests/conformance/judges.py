@@ -115,6 +115,10 @@ class Judge:
     away_s: float | None = None
     """After `answers` it is stopped for so many seconds only. From then on it takes a second for an answer, as one does
     whose caches are cold."""
+    away_as: str | None = None
+    """The fault that every request meets while it is away; None: it is stopped, and connections are refused."""
+    referenced: bool = True
+    """Whether it is shown a reference answer."""
     listens: bool = True
     latency: Latency = field(default_factory=Latency)
     faults: Faults = field(default_factory=Faults)
@@ -129,7 +133,8 @@ class RunningJudge:
 
     def __init__(self, judge: Judge) -> None:
         self.judge = judge
-        self.server = JudgeServer(self._score, latency=judge.latency, faults=judge.faults, limits=judge.limits, seed=11)
+        faults = judge.faults if judge.away_as is None else Faults(script=self._fault)
+        self.server = JudgeServer(self._score, latency=judge.latency, faults=faults, limits=judge.limits, seed=11)
         self._asked = 0
         self._held_here = asyncio.Event()
         self._released = asyncio.Event()
@@ -157,26 +162,32 @@ class RunningJudge:
             self._loop.call_soon_threadsafe(self._released.set)
 
     def wait_until_dead(self, over: threading.Event) -> None:
-        """Block until it has given all its answers, or until `over` is set, and stop it."""
+        """Block until it has given all its answers, or until `over` is set, and stop it; then until it is back."""
         while not over.is_set():
             with suppress(JudgeServerError):
-                self.server.wait_for(lambda report: report.answered == self.judge.answers, timeout_s=0.2)
+                self.server.wait_for(lambda report: report.answered >= self.judge.answers, timeout_s=0.2)
                 break
-        self.server.stop()
+        if self.judge.away_as is None:
+            self.server.stop()
         if self.judge.away_s is not None:
             over.wait(self.judge.away_s)
             self._back = True
             self.server.start()
 
+    def _fault(self, _: int) -> str | None:
+        away = self._asked >= self.judge.answers and not self._back
+        return self.judge.away_as if away else None
+
     async def _score(self, call: JudgeCall) -> float | str:
         self._loop = asyncio.get_running_loop()
         draft = read_response(call.blocks["response"])
         assert prompt_of(draft.item) in call.blocks["question"], f"judged with another question: {call.blocks}"
-        assert call.blocks["reference"] == label_of(draft.item), f"judged with another reference: {call.blocks}"
+        if self.judge.referenced:
+            assert call.blocks["reference"] == label_of(draft.item), f"judged with another reference: {call.blocks}"
         number, self._asked = self._asked, self._asked + 1
         if self._back:
             await asyncio.sleep(_COLD_S)
-        elif self.judge.answers is not None and number >= self.judge.answers:
+        elif self.judge.answers is not None and self.judge.away_as is None and number >= self.judge.answers:
             await asyncio.Event().wait()
         if self.judge.prose(draft) and draft not in self._told_prose:
             self._told_prose.add(draft)

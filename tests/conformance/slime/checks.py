@@ -48,8 +48,10 @@ def check_failed_samples(scenario: Scenario, step: PlayedStep) -> None:
         assert len(failed) == len(step.samples)
     elif scenario.scored == "unspoilt":
         assert {sample.draft for sample in failed} == {
-            sample.draft for sample in step.samples if scenario.judge.spoils(sample.draft)
+            sample.draft for sample in step.samples if scenario.loses(sample.draft)
         }
+        if scenario.judged_by != "server":
+            assert {sample.cause for sample in failed} <= {"infra/hung"}
     elif scenario.scored == "some":
         assert len(step.samples) - len(failed) == scenario.judge.answers
     for sample in step.samples:

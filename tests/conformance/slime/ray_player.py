@@ -2,7 +2,8 @@
 
     python -m conformance.slime.ray_player JOB    (JOB: a JSON file with `flags`, `environment`, `steps` and `folder`)
 
-Prints one JSON line: the error that ended the job or None, and what each data-parallel rank of the trainer got.
+Prints one JSON line: the error that ended the job or None, what each data-parallel rank of the trainer got, and how
+long the steps took.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -31,13 +33,15 @@ def play(job: dict[str, Any]) -> dict[str, Any]:
     manager, _ = create_rollout_manager(args, groups["rollout"])
     parallel = {"dp_size": RANKS, "cp_size": 1, "vpp_size": 1, "microbatch_group_size_per_vp_stage": 1}
     ray.get(manager.set_train_parallel_config.remote(parallel))
-    steps = []
+    steps, seconds = [], []
     for number in range(job["steps"]):
         ray.get(manager.eval.remote(number))
+        began = time.monotonic()
         boxes = ray.get(manager.generate.remote(number))
+        seconds.append(time.monotonic() - began)
         steps.append([_rank(ray.get(box.inner)) for box in boxes])
     ray.get(manager.dispose.remote())
-    return {"error": None, "steps": steps}
+    return {"error": None, "steps": steps, "seconds": seconds}
 
 
 def _rank(data: dict[str, Any]) -> dict[str, Any]:

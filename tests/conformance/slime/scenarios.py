@@ -20,6 +20,8 @@ WATCHDOG_S = 60.0
 
 Mode = Literal["single", "group", "fan_out"]
 Scored = Literal["all", "none", "unspoilt", "some", "any"]
+JudgedBy = Literal["server", "function", "both"]
+"""Who judges: a judge server, the user's own function (functions.py), or a sum of the two."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,11 @@ class Scenario:
     """Groups that a step trains."""
     oversampling: int = 0
     """Groups that are submitted together; as many as a step trains, or more."""
-    function: bool = False
-    """The judge is the user's own function (functions.py), and no server is asked."""
+    judged_by: JudgedBy = "server"
+    function_s: float = 1.0
+    """After how many seconds a call of the function is killed."""
+    patience_s: float = 120.0
+    """After how many seconds a request is given up."""
     partial: bool = False
     never_generated: Callable[[Draft], bool] = never
     """Drafts whose generation does not end before it is aborted."""
@@ -61,29 +66,33 @@ class Scenario:
     def __str__(self) -> str:
         return self.name
 
+    def loses(self, draft: Draft) -> bool:
+        """Whether this draft can have no reward."""
+        return self.judge.spoils(draft) or (self.judged_by != "server" and hanging(draft))
+
     def config(self, base_url: str) -> dict[str, Any]:
         """The tree of `qreward:`."""
-        tree = self._function_tree() if self.function else self._server_tree(base_url)
-        tree["engine"] = {"deadline_s": 30.0, "seed": 7, **self.engine}
+        sources: dict[str, Any] = {}
+        judges: dict[str, Any] = {}
+        if self.judged_by != "function":
+            sources["judge"] = self._server(base_url)
+            judges["quality"] = {"kind": "llm"}
+        if self.judged_by != "server":
+            timeouts = {"total_s": self.function_s}
+            sources["own"] = {"kind": "function", "function": FUNCTION, "timeouts": timeouts, "workers": 2}
+            judges["rules"] = {"kind": "function"}
+        if self.judged_by == "both":
+            judges["both"] = {"kind": "sum", "weights": {"quality": 0.5, "rules": 0.5}}
+        tree = {"sources": sources, "judges": judges, "engine": {"deadline_s": 30.0, "seed": 7, **self.engine}}
         return {**tree, "groups": dict(self.groups)} if self.groups else tree
 
-    @staticmethod
-    def _function_tree() -> dict[str, Any]:
-        source = {"kind": "function", "function": FUNCTION, "timeouts": {"total_s": 1.0}, "workers": 2}
-        return {"sources": {"judge": source}, "judges": {"quality": {"kind": "function"}}}
-
-    def _server_tree(self, base_url: str) -> dict[str, Any]:
+    def _server(self, base_url: str) -> dict[str, Any]:
         return {
-            "sources": {
-                "judge": {
-                    "kind": "openai",
-                    "base_url": base_url,
-                    "model": "judge",
-                    "limits": {"concurrency": self.judge.limits.concurrency or 64},
-                    "timeouts": {"connect_s": 2.0, "total_s": 120.0},
-                }
-            },
-            "judges": {"quality": {"kind": "llm"}},
+            "kind": "openai",
+            "base_url": base_url,
+            "model": "judge",
+            "limits": {"concurrency": self.judge.limits.concurrency or 64},
+            "timeouts": {"connect_s": 2.0, "total_s": self.patience_s},
         }
 
 
@@ -300,13 +309,57 @@ EVALUATED = (
     ),
 )
 
+_STEP = GROUPS * GROUP_SIZE
+_AWAY_S = 4.0
+_AWAY = {"deadline_s": 25.0}
+"""What a judge that is away for a short time, and cold afterwards, leaves time for."""
+
 BAD_MINUTES = (
-    Scenario("away", Judge(answers=GROUPS * GROUP_SIZE, away_s=10.0), "all", engine={"deadline_s": 14.0}, steps=3),
-    Scenario("hanging", Judge(spoils=hanging), "unspoilt", engine={"deadline_s": 20.0}, prompts=48, function=True),
+    Scenario("away", Judge(answers=_STEP, away_s=10.0), "all", engine={"deadline_s": 14.0}, steps=3),
+    Scenario("away-group", Judge(answers=_STEP + 3, away_s=_AWAY_S), "all", "group", engine=_AWAY, steps=2),
+    Scenario("away-fan_out", Judge(answers=_STEP + 3, away_s=_AWAY_S), "all", "fan_out", engine=_AWAY, steps=2),
+    Scenario("away-503", Judge(answers=_STEP + 3, away_s=_AWAY_S, away_as="error_503"), "all", engine=_AWAY, steps=2),
+    Scenario(
+        "away-silent",
+        Judge(answers=_STEP + 3, away_s=_AWAY_S, away_as="hang"),
+        "all",
+        engine=_AWAY,
+        steps=2,
+        patience_s=2.5,
+    ),
+    Scenario("away-eval", Judge(answers=3, away_s=_AWAY_S), "all", engine=_AWAY, evaluate=True),
+    Scenario("away-filter", Judge(answers=3, away_s=_AWAY_S), "all", engine=_AWAY, drop_failed_groups=True),
+    Scenario("hanging", Judge(), "unspoilt", engine={"deadline_s": 20.0}, prompts=48, judged_by="function"),
+    Scenario("hanging-group", Judge(), "unspoilt", "group", engine=_AWAY, prompts=48, judged_by="function"),
     Scenario("prose", Judge(prose=tenth), "all", steps=3, prompts=16),
+    Scenario("prose-group", Judge(prose=tenth), "all", "group", prompts=16),
+    Scenario(
+        "everything",
+        Judge(prose=tenth, answers=100, away_s=_AWAY_S),
+        "unspoilt",
+        engine=_AWAY,
+        steps=2,
+        prompts=16,
+        judged_by="both",
+    ),
 )
 """What costs a run a minute or a few samples, and no innocent one: a judge that is away and comes back, a reward
-function that never ends for 2 % of the samples, and prose in place of one verdict in ten."""
+function that never ends for 2 % of the samples, and prose in place of one verdict in ten. The minute is a few seconds
+here."""
+
+MINUTE_S = 60.0
+MINUTE = Scenario(
+    "minute",
+    Judge(prose=tenth, answers=100, away_s=MINUTE_S),
+    "unspoilt",
+    engine={"deadline_s": 300.0},
+    steps=3,
+    prompts=16,
+    judged_by="both",
+    function_s=2.0,
+    evaluate=True,
+)
+"""All of it in one run, with a whole minute and the deadline that is the default."""
 
 SHARED = (
     BAD_MINUTES + EVERY_JUDGE_IN_EVERY_MODE + ABORTED + WITHOUT_HOOK + REWARD_KEY + ESTIMATORS + EVALUATED + FILTERS

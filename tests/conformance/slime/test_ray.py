@@ -11,11 +11,11 @@ import sys
 
 import pytest
 
-from ..judges import GROUP_SIZE, GROUPS, Judge, dying, uneven
-from .checks import check_train_data
+from ..judges import GROUP_SIZE, Judge, dying, read_response, uneven
+from .checks import check_failed_samples, check_train_data
 from .played import PlayedStep
 from .real import environment, job_flags, played_sample
-from .scenarios import EVAL_DRAFTS, EVAL_ITEMS, Scenario
+from .scenarios import EVAL_DRAFTS, EVAL_ITEMS, MINUTE, Scenario
 from .servers import GenerateServer
 
 UNEVEN = Scenario(
@@ -26,12 +26,14 @@ DYING = Scenario(
 )
 """Dies in the first step: the evaluation before it has six samples, which wait until the keeper has started."""
 
-LIMIT_S = 240
+LIMIT_S = 400
+LONG_S = 40.0
+"""More than a step takes whose judge is there, on a busy machine."""
 
 
-@pytest.fixture(scope="module", params=[UNEVEN, DYING], ids=str)
+@pytest.fixture(scope="module", params=[UNEVEN, DYING, MINUTE], ids=str)
 def job(request, slime_source, tmp_path_factory):
-    """Two evaluations and two steps: the scenario, what the ranks got, and the folder of the dumps and the board."""
+    """Some steps, each after an evaluation: the scenario, what came of it, the folder of the dumps and the board."""
     scenario = request.param
     folder = tmp_path_factory.mktemp("ray")
     with scenario.judge.start() as judge, GenerateServer() as generator, dying(judge):
@@ -62,7 +64,7 @@ def job(request, slime_source, tmp_path_factory):
     assert done.returncode == 0, done.stderr[-6000:]
     outcome = json.loads(done.stdout.strip().splitlines()[-1])
     assert outcome["error"] is None, f"{outcome['error']}: {outcome['text']}\n{done.stderr[-3000:]}"
-    return scenario, outcome["steps"], folder
+    return scenario, outcome, folder
 
 
 def dumped(folder, name):
@@ -80,14 +82,15 @@ def logged(folder):
 
 
 def test_every_rank_trains_finite_rewards_and_no_failed_sample(job):
-    scenario, steps, folder = job
-    for number, ranks in enumerate(steps):
+    scenario, outcome, folder = job
+    assert len(outcome["steps"]) == scenario.steps
+    for number, ranks in enumerate(outcome["steps"]):
         by_index = {}
         for rank in ranks:
             told = zip(rank["samples"], rank["rewards"], rank["masks"], strict=True)
             by_index.update((index, (reward, mask)) for index, reward, mask in told)
         samples = dumped(folder, number)
-        assert len(samples) == len(by_index) == GROUPS * GROUP_SIZE
+        assert len(samples) == len(by_index) == scenario.prompts * GROUP_SIZE
         raw = dict(zip((sample["index"] for sample in samples), ranks[0]["raw_reward"], strict=True))
         played = tuple(
             played_sample(
@@ -103,24 +106,35 @@ def test_every_rank_trains_finite_rewards_and_no_failed_sample(job):
             )
             for sample in samples
         )
-        failed = {sample.draft for sample in played if sample.failed}
-        if scenario is UNEVEN:
-            assert failed == {sample.draft for sample in played if uneven(sample.draft)}
-        else:
-            assert len(failed) == len(played) - (0 if number else scenario.judge.answers - EVAL_ITEMS * EVAL_DRAFTS)
-        check_train_data(scenario, PlayedStep(played, {}))
+        step = PlayedStep(played, {})
+        check_failed_samples(scenario, step)
+        if scenario is DYING:
+            scored = sum(not sample.failed for sample in played)
+            assert scored == (0 if number else scenario.judge.answers - EVAL_ITEMS * EVAL_DRAFTS)
+        check_train_data(scenario, step)
+
+
+def test_no_step_is_longer_than_its_judge_is_away(job):
+    scenario, outcome, _ = job
+    away_s = scenario.judge.away_s or 0.0
+    *others, longest = sorted(outcome["seconds"])
+    assert away_s < longest < away_s + LONG_S, "the judge was used as soon as it was back"
+    assert max(others) < LONG_S, "it is waited for once"
 
 
 def test_the_tracker_gets_the_metrics_of_rewards(job):
     scenario, _, folder = job
     board = logged(folder)
-    failures = [[sample["metadata"]["qreward"]["failed"] for sample in dumped(folder, number)] for number in range(2)]
+    failures = [
+        [sample["metadata"]["qreward"]["failed"] for sample in dumped(folder, number)]
+        for number in range(scenario.steps)
+    ]
     assert board["rollout/qreward/failed"] == [sum(failed) for failed in failures]
     assert board["rollout/qreward/samples"] == [len(failed) for failed in failures]
     assert board["rollout/qreward/failed_rate"] == pytest.approx([sum(failed) / len(failed) for failed in failures])
-    assert board["eval/sums/qreward/samples"] == [EVAL_ITEMS * EVAL_DRAFTS] * 2
+    assert board["eval/sums/qreward/samples"] == [EVAL_ITEMS * EVAL_DRAFTS] * scenario.steps
     evaluated = dumped(folder, "eval_0")
     scored = [sample["reward"] for sample in evaluated if not sample["metadata"]["qreward"]["failed"]]
     assert scored
-    assert scenario is DYING or len(scored) < len(evaluated)
+    assert len(scored) == len(evaluated) - sum(scenario.loses(read_response(each["response"])) for each in evaluated)
     assert board["eval/sums"][0] == pytest.approx(math.fsum(scored) / len(scored))

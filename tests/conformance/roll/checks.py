@@ -59,7 +59,7 @@ def check(scenario: Scenario, played: Played) -> None:
 
 def has_failed(scenario: Scenario, sample: PlayedSample) -> bool | None:
     """Whether the scenario says that this sample has failed; None where it does not say."""
-    by_kind = {"all": False, "none": True, "unspoilt": scenario.judge.spoils(sample.draft)}
+    by_kind = {"all": False, "none": True, "unspoilt": scenario.loses(sample.draft)}
     return by_kind.get(scenario.scored)
 
 

@@ -53,12 +53,11 @@ def run(
     the pipeline was set up or while it ran.
     """
     output = folder / "output"
-    files = {"actor_train": {"data_args": {"file_name": [str(_write(folder / "train.jsonl", tags, 0, TRAIN_ITEMS))]}}}
+    trained = _write(folder / "train.jsonl", tags, 0, TRAIN_ITEMS // len(tags))
+    files = {"actor_train": {"data_args": {"file_name": [str(trained)]}}}
     more: dict[str, Any] = {"output_dir": str(output), **files}
     if val_tags:
-        arguments = {
-            "data_args": {"file_name": [str(_write(folder / "val.jsonl", val_tags, 2 * TRAIN_ITEMS, VAL_ITEMS))]}
-        }
+        arguments = {"data_args": {"file_name": [str(_write(folder / "val.jsonl", val_tags, TRAIN_ITEMS, VAL_ITEMS))]}}
         more["validation"] = arguments
     output.mkdir()
     told: dict[str, Any] = {"stage": "set-up", "logged": [], "error": None, "text": ""}

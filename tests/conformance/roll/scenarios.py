@@ -10,7 +10,7 @@ from typing import Any, Literal
 from qreward_plugins.testing import Faults, Latency
 
 from ..functions import PATH as FUNCTION
-from ..judges import GROUP_SIZE, GROUPS, ITEMS, Judge, hanging, tenth, uneven
+from ..judges import GROUP_SIZE, GROUPS, ITEMS, Draft, Judge, hanging, tenth, uneven
 
 DOMAIN = "judged"
 TAG = "judged_tag"
@@ -21,8 +21,8 @@ SEED = 42
 """ROLL's seed: it fixes the order in which items are drawn."""
 VAL_ITEMS = 3
 """Prompts of a validation, each answered as often as in training."""
-TRAIN_ITEMS = 24
-"""Items of each domain in a whole run of the pipeline; those of validation come after the items of two domains."""
+TRAIN_ITEMS = 48
+"""Items of all domains together in a whole run of the pipeline; those of validation come after them."""
 CORRECT_AT = 0.5
 LATE_S = 0.5
 """By how much a declared window is longer than the server's, which gets no processor at times."""
@@ -34,6 +34,8 @@ Mode = Literal["single", "group", "batch"]
 samples of a step together (`generate_opt_level: 0`)."""
 
 Scored = Literal["all", "none", "unspoilt", "some", "any"]
+JudgedBy = Literal["server", "function", "both"]
+"""Who judges: a judge server, the user's own function (functions.py), or a sum of the two."""
 
 
 @dataclass(frozen=True)
@@ -55,8 +57,11 @@ class Scenario:
     """Whether the rollout loop is configured."""
     prompts: int = GROUPS
     """Groups that a step trains (`rollout_batch_size`)."""
-    function: bool = False
-    """The judge is the user's own function (functions.py), and no server is asked."""
+    judged_by: JudgedBy = "server"
+    function_s: float = 1.0
+    """After how many seconds a call of the function is killed."""
+    patience_s: float = 120.0
+    """After how many seconds a request is given up."""
     workers: int = 1
     """Reward workers (`world_size`)."""
     asynchronous: bool = False
@@ -80,14 +85,34 @@ class Scenario:
         """Scenarios of the same company can share a reward worker: it cannot tell them apart."""
         return (
             id(self.judge),
-            repr((self.engine, self.groups, self.loop, self.workers, self.on_failure, self.function)),
+            repr((self.engine, self.groups, self.loop, self.workers, self.on_failure, *self._judging)),
         )
+
+    @property
+    def _judging(self) -> tuple[Any, ...]:
+        return self.judged_by, self.function_s, self.patience_s
+
+    def loses(self, draft: Draft) -> bool:
+        """Whether this draft can have no reward."""
+        return self.judge.spoils(draft) or (self.judged_by != "server" and hanging(draft))
 
     def config(self, base_url: str) -> dict[str, Any]:
         """The tree of `reward_manager_config`."""
+        sources: dict[str, Any] = {}
+        judges: dict[str, Any] = {}
+        if self.judged_by != "function":
+            sources["judge"] = self._server(base_url)
+            judges["quality"] = {"kind": "llm"}
+        if self.judged_by != "server":
+            timeouts = {"total_s": self.function_s}
+            sources["own"] = {"kind": "function", "function": FUNCTION, "timeouts": timeouts, "workers": 2}
+            judges["rules"] = {"kind": "function"}
+        if self.judged_by == "both":
+            judges["both"] = {"kind": "sum", "weights": {"quality": 0.5, "rules": 0.5}}
+        judges[list(judges)[-1]]["correct_at"] = CORRECT_AT
         tree: dict[str, Any] = {
-            "sources": {"judge": self._source(base_url)},
-            "judges": {"quality": {"kind": "function" if self.function else "llm", "correct_at": CORRECT_AT}},
+            "sources": sources,
+            "judges": judges,
             # Scenarios follow one another in one Ray job, whose workers are killed in between; what a killed worker had
             # of a shared limit comes back after its time (tests/conformance/sharing), and these deadlines are shorter.
             "engine": {"deadline_s": 30.0, "seed": 7, "shared": "local", **self.engine},
@@ -96,15 +121,13 @@ class Scenario:
             tree["on_failure"] = self.on_failure
         return {**tree, "groups": {"min_scored": 1, **self.groups}}
 
-    def _source(self, base_url: str) -> dict[str, Any]:
-        if self.function:
-            return {"kind": "function", "function": FUNCTION, "timeouts": {"total_s": 1.0}, "workers": 2}
+    def _server(self, base_url: str) -> dict[str, Any]:
         return {
             "kind": "openai",
             "base_url": base_url,
             "model": "judge",
             "limits": self._limits(),
-            "timeouts": {"connect_s": 2.0, "total_s": 120.0},
+            "timeouts": {"connect_s": 2.0, "total_s": self.patience_s},
         }
 
     def _limits(self) -> dict[str, Any]:
@@ -212,13 +235,61 @@ ON_FAILURE = (
     Scenario("raise", _UNEVEN, "unspoilt", engine=_PATIENT, on_failure="raise", error="RewardMissing"),
 )
 
+_STEP = GROUPS * GROUP_SIZE
+_AWAY_S = 4.0
+_AWAY = {"deadline_s": 25.0}
+"""What a judge that is away for a short time, and cold afterwards, leaves time for."""
+
 BAD_MINUTES = (
-    Scenario("away", Judge(answers=GROUPS * GROUP_SIZE, away_s=10.0), "all", engine={"deadline_s": 14.0}, steps=3),
-    Scenario("hanging", Judge(spoils=hanging), "unspoilt", engine={"deadline_s": 20.0}, prompts=48, function=True),
+    Scenario("away", Judge(answers=_STEP, away_s=10.0), "all", engine={"deadline_s": 14.0}, steps=3),
+    Scenario("away-group", Judge(answers=_STEP + 3, away_s=_AWAY_S), "all", "group", engine=_AWAY, steps=2),
+    Scenario("away-batch", Judge(answers=_STEP + 3, away_s=_AWAY_S), "all", "batch", engine=_AWAY, steps=2),
+    Scenario("away-503", Judge(answers=_STEP + 3, away_s=_AWAY_S, away_as="error_503"), "all", engine=_AWAY, steps=2),
+    Scenario(
+        "away-silent",
+        Judge(answers=_STEP + 3, away_s=_AWAY_S, away_as="hang"),
+        "all",
+        engine=_AWAY,
+        steps=2,
+        patience_s=2.5,
+    ),
+    Scenario("away-val", Judge(answers=3, away_s=_AWAY_S), "all", engine=_AWAY, validation=True),
+    Scenario("away-workers", Judge(answers=_STEP + 3, away_s=_AWAY_S), "all", engine=_AWAY, steps=2, workers=2),
+    Scenario("hanging", Judge(), "unspoilt", engine={"deadline_s": 20.0}, prompts=48, judged_by="function"),
+    Scenario("hanging-batch", Judge(), "unspoilt", "batch", engine=_AWAY, prompts=48, judged_by="function"),
     Scenario("prose", Judge(prose=tenth), "all", steps=3, prompts=16),
+    Scenario("prose-group", Judge(prose=tenth), "all", "group", prompts=16),
+    Scenario(
+        "everything",
+        Judge(prose=tenth, answers=100, away_s=_AWAY_S),
+        "unspoilt",
+        engine=_AWAY,
+        steps=2,
+        prompts=16,
+        judged_by="both",
+    ),
 )
 """What costs a run a minute or a few samples, and no innocent one: a judge that is away and comes back, a reward
-function that never ends for 2 % of the samples, and prose in place of one verdict in ten."""
+function that never ends for 2 % of the samples, and prose in place of one verdict in ten. The minute is a few seconds
+here."""
+
+BAD_MINUTE_AHEAD = Scenario(
+    "away-async", Judge(answers=_STEP + 3, away_s=_AWAY_S), "all", engine=_AWAY, asynchronous=True, steps=3
+)
+
+MINUTE_S = 60.0
+MINUTE = Scenario(
+    "minute",
+    Judge(prose=tenth, answers=100, away_s=MINUTE_S),
+    "unspoilt",
+    engine={"deadline_s": 300.0},
+    steps=3,
+    prompts=12,
+    judged_by="both",
+    function_s=2.0,
+    asynchronous=True,
+)
+"""All of it in one run, with a whole minute and the deadline that is the default."""
 
 DIRECT_SLOW = Scenario("direct-slow", _SLOW, "all")
 DIRECT_UNEVEN = Scenario("direct-uneven", _UNEVEN, "unspoilt", engine=_PATIENT)
@@ -235,6 +306,7 @@ ROLLOUTS = (
     *TWO_WORKERS,
     *ON_FAILURE,
     *BAD_MINUTES,
+    BAD_MINUTE_AHEAD,
 )
 EVERY = (DIRECT_SLOW, DIRECT_UNEVEN, *ROLLOUTS)
 

@@ -8,7 +8,7 @@ import pytest
 
 from qreward_plugins.testing import JudgeServer
 
-from ..judges import GROUP_SIZE, Judge, read_response, uneven
+from ..judges import GROUP_SIZE, Judge, dying, read_response, tenth, uneven
 from .checks import close
 from .scenarios import Scenario
 
@@ -80,6 +80,24 @@ def test_a_dead_judge_masks_everything(trajectories):
         assert rollout["mask"] == 0
         # The mean of what else was scored in this process, and nothing where there is none.
         assert ENV_REWARD <= rollout["episode_score"] <= ENV_REWARD + 1.0
+
+
+def test_a_bad_minute_costs_no_innocent_trajectory(player):
+    """A judge that is away for some seconds and answers one request in ten with prose, beside a function that hangs."""
+    episodes = 16
+    judge = Judge(prose=tenth, answers=episodes * GROUP_SIZE // 2, away_s=4.0, referenced=False)
+    scenario = Scenario("minute", judge, "unspoilt", engine={"deadline_s": 25.0}, judged_by="both")
+    with judge.start() as running, dying(running):
+        items = {"qreward": scenario.config(running.base_url), "env_config": {"turns": 1}}
+        reply = player.ask("trajectories", keys={"custom_envs": {"items": items}}, episodes=episodes)
+    assert reply.error is None, reply.text
+    assert not reply.complaints, "\n".join(reply.complaints)
+    assert len(reply.result) == episodes * GROUP_SIZE
+    lost = [rollout for rollout in reply.result if not rollout["mask"]]
+    assert lost == [rollout for rollout in reply.result if scenario.loses(draft_of(rollout))]
+    assert lost, "16 items in a row have one that hangs"
+    for rollout in reply.result:
+        assert rollout in lost or close(rollout["episode_score"], ENV_REWARD + draft_of(rollout).reward)
 
 
 def test_several_turns_are_one_trajectory_and_the_weight_counts(trajectories):

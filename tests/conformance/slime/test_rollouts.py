@@ -16,7 +16,7 @@ def test_no_judge_ends_the_job_or_trains_what_it_did_not_score(play_once, scenar
     check(scenario, play_once(scenario))
 
 
-@pytest.mark.parametrize("scenario", scenarios.BAD_MINUTES, ids=str)
+@pytest.mark.parametrize("scenario", [*scenarios.BAD_MINUTES, *scenarios.MORE_BAD_MINUTES], ids=str)
 def test_a_bad_minute_costs_no_innocent_sample(play_once, scenario):
     check(scenario, play_once(scenario))
 

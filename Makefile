@@ -25,7 +25,7 @@ demo: $(INSTALLED) ## Train a tiny model with verl on the CPU, rewarded by two j
 JOBS ?= 2
 
 test: $(INSTALLED) lint types ## Lint, type-check and test everything, in JOBS processes
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 conformance: $(INSTALLED) ## Play our scenarios on real verl; QREWARD_SLIME_SRC=/path/to/slime: on slime, QREWARD_RAY_DEATHS=1: on a dying Ray
 	QREWARD_VERL=1 $(BIN)/python -m pytest tests/conformance/verl tests/conformance/slime tests/conformance/sharing

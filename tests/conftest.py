@@ -2,7 +2,33 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+
+LONGEST_FIRST = (
+    "recipes/test_verl_training.py",
+    "simulation/test_soak.py",
+    "verl_adapter/test_manager.py",
+    "conformance/roll/test_agreement.py",
+    "conformance/slime/test_agreement.py",
+    "testing/test_fake_verl.py",
+    "reliability/test_ten_thousand.py",
+    "recipes/test_verl_recipes.py",
+    "verl_adapter/test_trainers.py",
+    "verl_adapter/test_neutral.py",
+    "reliability/test_cancelling.py",
+    "reliability/test_memory.py",
+)
+"""Files that take long for the number of their tests. A process of pytest-xdist takes whole files, so a long one among
+the last would leave the other processes without work. (`--no-loadscope-reorder` keeps this order.)
+"""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    ranks = {here / name: rank for rank, name in enumerate(LONGEST_FIRST)}
+    items.sort(key=lambda item: ranks.get(item.path, len(ranks)))
 
 
 @pytest.fixture

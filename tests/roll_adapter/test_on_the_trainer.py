@@ -256,7 +256,7 @@ def test_a_validation_without_failures_says_so(train, words, caplog) -> None:
 
 
 def test_a_tag_that_failed_whole_has_no_mean(train, words) -> None:
-    trainer = train(words("break"), tree=CORRECT, val_rows=VALIDATED)
+    trainer = train(words("break"), tree={**CORRECT, **HASTY}, val_rows=VALIDATED)
     assert trainer.validate().val_correct == {"all": 0.0, "sums/qreward_failed": 0.0}
 
 

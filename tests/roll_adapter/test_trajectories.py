@@ -103,16 +103,18 @@ def test_a_weight(manager_of) -> None:
     assert scores(manager_of("8", qreward_weight=0).play()) == pytest.approx(0.125)
 
 
-def test_a_failed_trajectory_is_masked_and_adds_the_mean_of_its_group(manager_of) -> None:
-    manager_of("4", group_id=11).play()
-    manager_of("8", group_id=11, env_id=1).play()
-    failed = manager_of("break", group_id=11, env_id=2).play()
+def test_a_failed_trajectory_is_masked_and_adds_the_mean_of_its_group(manager_of, make_tree) -> None:
+    # The third failure in a row leaves the judge to probes, which go on until the deadline of what waits.
+    tree = make_tree(engine={"max_attempts": 1, "seed": 1, "deadline_s": 3.0})
+    manager_of("4", tree=tree, group_id=11).play()
+    manager_of("8", tree=tree, group_id=11, env_id=1).play()
+    failed = manager_of("break", tree=tree, group_id=11, env_id=2).play()
     assert scores(failed) == pytest.approx(0.125 + 0.6)
     assert int(failed.batch["response_mask"].sum()) == 0
     assert failed.meta_info["metrics"]["env/talk/qreward_failed"] == 1.0
-    alone = manager_of("break", group_id=12).play()
+    alone = manager_of("break", tree=tree, group_id=12).play()
     assert scores(alone) == pytest.approx(0.125)
-    other_episode = manager_of("break", group_id=11, env_id=3).play(episode_id=1)
+    other_episode = manager_of("break", tree=tree, group_id=11, env_id=3).play(episode_id=1)
     assert scores(other_episode) == pytest.approx(0.125)
 
 

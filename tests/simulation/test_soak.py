@@ -18,7 +18,7 @@ from qreward_plugins.simulation.soak import check, cores, pool, replay_command, 
 from qreward_plugins.simulation.trial import random_trial
 
 ROOT = Path(__file__).parents[2]
-SEEDS = 2000
+SEEDS = 1000
 SHARDS = shards(0, SEEDS, 100)
 
 

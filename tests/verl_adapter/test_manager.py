@@ -33,6 +33,10 @@ def hanging(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+ONE_WORKER = "+qreward.sources.compute_score.workers=1"
+"""Each worker process imports verl, which takes seconds."""
+
+
 @pytest.fixture
 def functions(tmp_path):
     path = tmp_path / "functions.py"
@@ -132,7 +136,7 @@ def test_the_limits_are_shared_by_the_reward_workers(compose, tokenizer, judge_o
 
 def test_the_default_reward_function_needs_no_configuration(run, make_data):
     data = [make_data([text], data_source="openai/gsm8k") for text in ("so it is #### 42", "so it is #### 41")]
-    good, bad = run(data, "reward.reward_manager.name=qreward", "reward.num_workers=1")
+    good, bad = run(data, "reward.reward_manager.name=qreward", "reward.num_workers=1", ONE_WORKER)
     assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
     assert good["reward_extra_info"]["qreward/source"] == "compute_score"
 
@@ -144,6 +148,7 @@ def test_a_custom_reward_function_needs_no_configuration(run, make_data, functio
         f"reward.custom_reward_function.path={functions}",
         f"reward.custom_reward_function.name={name}",
         "reward.num_workers=1",
+        ONE_WORKER,
     ]
     if name == "rule":
         overrides.append("+reward.custom_reward_function.reward_kwargs.bonus=0.25")
@@ -164,7 +169,7 @@ def test_a_reward_function_that_hangs_dies_or_lies_costs_its_own_samples_only(ru
         "reward.custom_reward_function.name=hanging",
         "reward.num_workers=1",
         "+qreward.sources.compute_score.timeouts.total_s=2",
-        "+qreward.engine.deadline_s=40",
+        "+qreward.engine.deadline_s=120",
         "+qreward.engine.max_attempts=2",
     )
     for text, result in zip(texts, results, strict=True):

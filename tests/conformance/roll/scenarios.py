@@ -147,6 +147,8 @@ def drawn() -> list[int]:
 
 
 _QUICK = {"deadline_s": 1.5, "max_attempts": 2}
+_HOPELESS = {"deadline_s": 0.5, "max_attempts": 2}
+"""For judges without any verdict, where nothing comes of waiting."""
 _PATIENT = {"deadline_s": 50.0, "max_attempts": 20}
 _INVALID = {"prose": 0.25, "score_out_of_range": 0.25, "two_verdicts": 0.25, "wrong_nonce": 0.25}
 
@@ -183,7 +185,7 @@ ALIVE = tuple(
 
 DEAD = tuple(
     Scenario(
-        f"{name}-{mode}", judge, "none", mode, engine=_QUICK, groups={"give_up_after": 3}, error="JudgeUnavailable"
+        f"{name}-{mode}", judge, "none", mode, engine=_HOPELESS, groups={"give_up_after": 3}, error="JudgeUnavailable"
     )
     for name, judge in _DEAD.items()
     for mode in ("single", "group")
@@ -201,8 +203,8 @@ DYING = (
 WITHOUT_LOOP = (
     Scenario("no_loop-uneven-single", _UNEVEN, "unspoilt", engine=_PATIENT, loop=False),
     Scenario("no_loop-uneven-group", _UNEVEN, "unspoilt", "group", engine=_PATIENT, loop=False),
-    Scenario("no_loop-refused-single", _REFUSED, "none", engine=_QUICK, loop=False, steps=2),
-    Scenario("no_loop-refused-batch", _REFUSED, "none", "batch", engine=_QUICK, loop=False),
+    Scenario("no_loop-refused-single", _REFUSED, "none", engine=_HOPELESS, loop=False, steps=2),
+    Scenario("no_loop-refused-batch", _REFUSED, "none", "batch", engine=_HOPELESS, loop=False),
 )
 """The loop is not configured: nothing is masked, everything is finite, and the run goes on."""
 
@@ -216,7 +218,7 @@ VALIDATED = (
     Scenario("val-up", _UP, "all", validation=True),
     Scenario("val-uneven", _UNEVEN, "unspoilt", engine=_PATIENT, validation=True),
     Scenario("val-no_loop", _UNEVEN, "unspoilt", engine=_PATIENT, loop=False, validation=True),
-    Scenario("val-refused", _REFUSED, "none", engine=_QUICK, groups={"give_up_after": 3}, validation=True),
+    Scenario("val-refused", _REFUSED, "none", engine=_HOPELESS, groups={"give_up_after": 3}, validation=True),
 )
 
 _ONE_SPOILT = Judge(spoils=lambda draft: draft.item == drawn()[0] and draft.draft == 3)

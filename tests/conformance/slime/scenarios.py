@@ -101,7 +101,7 @@ def later_items(draft: Draft) -> bool:
     return draft.item >= GROUPS
 
 
-_QUICK = {"deadline_s": 0.8, "max_attempts": 2}
+_QUICK = {"deadline_s": 0.5, "max_attempts": 2}
 _HASTY = {"deadline_s": 2.0, "max_attempts": 2}
 _PATIENT = {"deadline_s": 50.0, "max_attempts": 20}
 _ENDLESS = {"deadline_s": 3600.0}

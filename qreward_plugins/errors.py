@@ -148,7 +148,8 @@ class SampleFault(TransientError):
     """A local function hung on this sample and was killed, or its worker process died.
 
     It does not count against the source: other samples neither wait nor go elsewhere. The sample is tried once more,
-    after all others. If that fails, too, `reason` is the reason of its failure: "hung" or "crashed".
+    after all others, unless the call already had its whole time limit. If that fails, too, `reason` is the reason of
+    its failure: "hung" or "crashed".
     """
 
     def __init__(self, message: str, *, reason: str = "hung") -> None:

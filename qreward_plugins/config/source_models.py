@@ -240,12 +240,15 @@ class FunctionSource(AnySource):
     mode: Literal["auto", "process", "thread"] = "auto"
     """Where a sync function runs; async functions are always awaited. `process` (`auto`, the default): in worker
     processes, where a call that hangs is killed. `thread`: in threads, for functions that only wait; a call that hangs
-    cannot be killed there and goes on after its time-out. A sample whose call hangs or crashes is tried once more,
-    after all other samples. While other samples wait and no worker is free, a call is ended before `timeouts.total_s`
-    once it takes 8 times as long as usual, and at least 5 s (15 s while no call has ended yet)."""
+    cannot be killed there and goes on after its time-out. A sample whose call crashes is tried once more, after
+    all other samples. While other samples wait and no worker is free, a call is ended before `timeouts.total_s` once it
+    takes 8 times as long as usual, and at least 5 s (15 s while no call has ended yet). Its sample, too, is tried once
+    more after the others, and then has the whole `timeouts.total_s`. A call that had that is not tried again."""
 
     workers: PositiveInt | None = None
-    """Worker processes or threads. Default: the number of processors this process may use."""
+    """Worker processes or threads. Default: the number of processors this process may use; up to 8 more processes run
+    the last tries of samples that hung, so that these do not wait for each other, unless `limits` has a `concurrency`
+    or a number of requests."""
 
 
 Source = Annotated[OpenAISource | HTTPSource | FunctionSource, Field(discriminator="kind")]

@@ -174,9 +174,11 @@ class Quota:
             most = min(most, self._pace.capacity(until, now))
         return most if until >= now else 0.0
 
-    def reserve(self, prompt_tokens: float, completion_tokens: float, now: float) -> Reservation:
-        """Take what one attempt needs at most."""
-        reservation = Reservation(self, prompt_tokens, completion_tokens)
+    def reserve(
+        self, prompt_tokens: float, completion_tokens: float, now: float, *, beside: bool = False
+    ) -> Reservation:
+        """Take what one attempt needs at most. `beside`: it runs beside those that `concurrency` bounds."""
+        reservation = Reservation(self, prompt_tokens, completion_tokens, beside=beside)
         tokens = prompt_tokens + completion_tokens
         found = self.found_requests
         if found is not None and found.origin:
@@ -193,7 +195,7 @@ class Quota:
         self._tokens_in_flight += tokens
         if self._pace is not None:
             self._pace.spend(now)
-        self.in_flight += 1
+        self.in_flight += not beside
         if self._window is not None and self.in_flight >= self.concurrency:
             self._window.filled()
         return reservation

@@ -27,14 +27,17 @@ class Reservation:
         "_prompt_entry",
         "_quota",
         "_request_entry",
+        "beside",
         "held",
         "request_probe",
         "sent_at",
         "token_probe",
     )
 
-    def __init__(self, quota: Quota, prompt_tokens: float, completion_tokens: float) -> None:
+    def __init__(self, quota: Quota, prompt_tokens: float, completion_tokens: float, *, beside: bool = False) -> None:
         self._quota = quota
+        self.beside = beside
+        """Whether it holds no concurrency."""
         self._epoch = quota.epoch
         self._prompt = prompt_tokens
         self._completion = completion_tokens
@@ -89,7 +92,7 @@ class Reservation:
         if self.sent_at == -math.inf:
             self._stamp(now)  # it may have been sent, whatever the source said
         self.held = False
-        quota.in_flight -= 1
+        quota.in_flight -= not self.beside
         tokens = quota.tokens
         if rejected:
             completion_tokens = 0.0

@@ -73,7 +73,9 @@ class Dispatcher:
             on_older=self._endings.older,
             on_lost=self._endings.lost,
         )
-        self._slices = TimeSlices(lanes, self._planner.queue, on_over=self._endings.set_aside)
+        self._slices = TimeSlices(
+            lanes, self._planner.queue, on_over=self._endings.set_aside, on_beside=self._start_beside
+        )
         self.batches = Batches(self._loop, lanes, on_cutoff=self._cut_off)
         self._jobs: dict[Job, None] = {}
         self._in_flight = 0
@@ -384,7 +386,10 @@ class Dispatcher:
 
     # Attempts
 
-    def _start(self, job: Job, lane: Lane, now: float, *, hedge: bool) -> None:
+    def _start_beside(self, job: Job, lane: Lane, now: float) -> None:
+        self._start(job, lane, now, hedge=False, beside=True)
+
+    def _start(self, job: Job, lane: Lane, now: float, *, hedge: bool, beside: bool = False) -> None:
         if job.future.done():
             return
         if job.attempts:
@@ -402,7 +407,7 @@ class Dispatcher:
             job,
             lane,
             job.request,
-            lane.reserve(job.request, now),
+            lane.reserve(job.request, now, beside=beside),
             now,
             expected_s=self._planner.forecast.expected_s(lane, job.size),
             probe=not lane.breaker.closed,

@@ -5,8 +5,8 @@
                       the sources give all other samples invalid verdicts, too. If the judge has a floor for `verdict`,
                       this is decided once another sample has been judged, or none is left
     throttled         the source pauses, the job goes back to the front and may go elsewhere at once; not a failure
-    sample's fault    a local function hung on it or crashed: one more try, after all other samples; does not count
-                      against the source
+    sample's fault    a local function hung on it or crashed: one more try, after all other samples, unless it already
+                      had the whole time limit; does not count against the source
     raised            a local function raised a time-out or lost a connection, because of the sample or of a service
                       behind it: another try after fresh samples, and none if others were answered in between
     transient         elsewhere at once, to the same source after full jitter (AWS Architecture Blog, "Exponential
@@ -144,7 +144,8 @@ class Endings:
         attempt.rescued = True
         attempt.cancel()
         took_s = now - attempt.sent_at
-        self._fault(attempt, SampleFault(f"{attempt.lane.name} had not ended after {took_s:.1f} s, others waited"))
+        error = SampleFault(f"{attempt.lane.name} had not ended after {took_s:.1f} s, others waited")
+        self._fault(attempt, error, had_whole_limit=False)
 
     def lost(self, attempt: Attempt, now: float) -> None:
         """Give up an overdue probe that takes the place of the next one."""
@@ -245,7 +246,7 @@ class Endings:
         elif isinstance(ending, SampleFault):
             lane.counters.transient += 1
             lane.breaker.abandoned(probe=attempt.probe)
-            self._fault(attempt, ending)
+            self._fault(attempt, ending, had_whole_limit=ending.reason == "hung")
         elif lane.local and not isinstance(ending, NotStarted):
             lane.counters.transient += 1
             lane.breaker.abandoned(probe=attempt.probe)
@@ -409,11 +410,11 @@ class Endings:
         self._rest(job, lane, now + self._rng.uniform(0.75, 1.25) * backoff_s)
         self._retry(attempt, str(error))
 
-    def _fault(self, attempt: Attempt, error: SampleFault) -> None:
+    def _fault(self, attempt: Attempt, error: SampleFault, *, had_whole_limit: bool) -> None:
         job = attempt.job
         job.faults += 1
         job.suspect = True
-        if job.faults >= MAX_FAULTS and not self._others_live(attempt):
+        if (had_whole_limit or job.faults >= MAX_FAULTS) and not self._others_live(attempt):
             self._desk.fail(job, Cause.INFRA, error.reason, str(error))
         else:
             self._retry(attempt, str(error))

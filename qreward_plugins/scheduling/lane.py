@@ -68,6 +68,8 @@ class Lane:
         self.name = source.name
         self.local = bool(getattr(source, "local", False))
         """Whether a function of this machine answers: what hangs there is the sample, and the source never silent."""
+        self.spare = int(getattr(source, "spare", 0))
+        """How many last tries of samples that hung it can take beside its concurrency."""
         self.set_aside = 0
         """Calls in a row that were set aside for those that waited; anything that ends by itself ends the row."""
         self.quota = quota
@@ -148,11 +150,19 @@ class Lane:
         most = self.quota.most_tokens
         return most < math.inf and self.tokens(request) > most
 
-    def reserve(self, request: Request, now: float) -> Reservation:
-        """Take what an attempt of `request` needs from the quota."""
+    def reserve(self, request: Request, now: float, *, beside: bool = False) -> Reservation:
+        """Take what an attempt of `request` needs from the quota; `beside`: without concurrency."""
         if self._uncounted:
-            return self.quota.reserve(0, 0, now)
-        return self.quota.reserve(self._estimates.prompt(request), self._estimates.completion(request), now)
+            return self.quota.reserve(0, 0, now, beside=beside)
+        prompt, completion = self._estimates.prompt(request), self._estimates.completion(request)
+        return self.quota.reserve(prompt, completion, now, beside=beside)
+
+    @property
+    def room_beside(self) -> int:
+        """How many more last tries it can take beside its concurrency; none under a limit of requests."""
+        if not self.spare or not self.breaker.closed or self.unusable or self.quota.rate_per_s < math.inf:
+            return 0
+        return self.spare - sum(attempt.reservation.beside for attempt in self.live)
 
     def wait_s(self, tokens: float, now: float) -> float:
         """Seconds until a request of `tokens` may go; infinity: no time can be told.

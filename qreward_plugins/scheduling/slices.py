@@ -4,6 +4,9 @@ Some samples make a function hang. A few of them could take all workers for thei
 need milliseconds miss their deadlines. So a call that takes far longer than usual is ended when another sample waits
 for its worker. Its sample is tried once more when none waits, with the whole time limit, because it may only be slow.
 
+These last tries would take the workers one after another, each for a whole time limit. So they run together, as far as
+the source has spare workers for them, beside those that the other samples need.
+
 Times are seconds of the event loop's clock.
 """
 
@@ -30,16 +33,24 @@ LAST_TRY_KEEPS_WAITING = 0.1
 
 
 class TimeSlices:
-    """Finds calls whose time slice is over while others wait. `on_over` is called with each and the time; it ends the
-    call.
+    """Finds calls whose time slice is over while others wait, and last tries that can run beside the others.
+
+    `on_over` is called with each such call and the time; it ends the call. `on_beside` is called with the job of each
+    such try, its source and the time; it starts the try.
     """
 
     def __init__(
-        self, lanes: Mapping[str, Lane], queue: ReadyQueue, *, on_over: Callable[[Attempt, float], None]
+        self,
+        lanes: Mapping[str, Lane],
+        queue: ReadyQueue,
+        *,
+        on_over: Callable[[Attempt, float], None],
+        on_beside: Callable[[Job, Lane, float], None],
     ) -> None:
         self._lanes = [lane for lane in lanes.values() if lane.local]
         self._queue = queue
         self._on_over = on_over
+        self._on_beside = on_beside
 
     def advance(self, now: float) -> float:
         """End the calls whose slice is over at `now`; return the time by which to call this again."""
@@ -48,7 +59,10 @@ class TimeSlices:
             if lane.quota.in_flight < lane.quota.concurrency:
                 continue
             waiting = self._queue.first(lane.name)
-            if waiting is None or waiting.suspect:
+            if waiting is None:
+                continue
+            if waiting.suspect:
+                self._start_beside(lane, now)
                 continue
             for attempt in list(lane.live):
                 due_at = self._due_at(attempt, lane, waiting)
@@ -58,9 +72,17 @@ class TimeSlices:
                     wake_at = min(wake_at, due_at)
         return wake_at
 
+    def _start_beside(self, lane: Lane, now: float) -> None:
+        for _ in range(lane.room_beside):
+            job = self._queue.first(lane.name)
+            if job is None or not job.faults:
+                return
+            self._queue.discard(job)
+            self._on_beside(job, lane, now)
+
     def _due_at(self, attempt: Attempt, lane: Lane, waiting: Job) -> float:
-        """When `attempt` has to make room; infinity if it has not been sent yet, or is being ended."""
-        if attempt.result or attempt.rescued:
+        """When `attempt` has to make room; infinity if it takes none, has not been sent yet, or is being ended."""
+        if attempt.result or attempt.rescued or attempt.reservation.beside:
             return math.inf
         slice_s = FIRST_SLICE_S
         if lane.speed.known:

@@ -39,6 +39,8 @@ class SimulatedSource:
     slots: int | None = None
     local: bool = False
     """Whether it stands for a function in this machine's processes."""
+    spare: int = 0
+    """How many calls it can take beside its limit of concurrency: last tries of samples that hung."""
 
     arrivals: list[float] = field(default_factory=list)
     violations: list[tuple[float, str]] = field(default_factory=list)

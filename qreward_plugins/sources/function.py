@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from ..config import models
 
 
+SPARE_WORKERS = 8
+"""Worker processes beside the others, for the last tries of samples that hung; more would crowd a small machine."""
+
+
 class FunctionSource:
     """Calls one function, once for each request.
 
@@ -53,7 +57,8 @@ class FunctionSource:
     own function this way, e.g. `functools.partial(load_function, settings)`. `secrets` are texts that the loader gives
     the function beside `kwargs`; they are redacted from every message like those of `kwargs`.
 
-    At most `slots` calls run at once; further ones wait in `send` before they start. Serves one event loop at a time.
+    At most `slots` + `spare` calls run at once; further ones wait in `send` before they start. Serves
+    one event loop at a time.
 
     Raises ConfigurationError if the function cannot be loaded.
     """
@@ -85,7 +90,7 @@ class FunctionSource:
             self._threads = ThreadSlots(name, self._slots)
             return
         try:
-            self._pool = WorkerPool(loader, self._slots)
+            self._pool = WorkerPool(loader, self._slots, spare=self.spare)
         except Exception as error:
             problem = (
                 f"the function's loader cannot be pickled for the worker processes: {self._excerpt(describe(error))}."
@@ -110,6 +115,12 @@ class FunctionSource:
     def slots(self) -> int | None:
         """How many calls run at once; None if there is no limit, because the function is async."""
         return self._slots
+
+    @property
+    def spare(self) -> int:
+        """How many calls may run beside the `slots`; 0 where the configuration says how many run at once."""
+        declared = self._config.workers or self._config.limits.concurrency
+        return 0 if declared or self._threads is not None or self._slots is None else SPARE_WORKERS
 
     def question(self, request: Request) -> object | None:
         """The version, the arguments, and the function's file and bound arguments, for the journal's key.

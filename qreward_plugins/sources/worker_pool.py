@@ -33,14 +33,16 @@ class PoolClosed(Exception):
 
 
 class WorkerPool:
-    """Runs one function in at most `size` processes. Serves one event loop at a time.
+    """Runs one function in `size` processes, and in up to `spare` more while so many calls are under way. Serves one
+    event loop at a time.
 
     Raises what pickling raises if `loader` cannot be pickled.
     """
 
-    def __init__(self, loader: Loader, size: int) -> None:
+    def __init__(self, loader: Loader, size: int, *, spare: int = 0) -> None:
         self._boot = pickle.dumps(loader)
         self._size = size
+        self._most = size + spare
         self._workers: set[Worker] = set()
         self._idle: list[Worker] = []
         self._ending: set[Worker] = set()
@@ -134,19 +136,22 @@ class WorkerPool:
         if self._closed or not worker.usable:
             self._discard(worker)
             # Not only for those who wait: the next call should not have to wait for an import either.
-            self._start_workers(max(1, len(self._waiters)))
+            self._start_workers(max(len(self._workers) < self._size, len(self._waiters)))
             return
         while self._waiters:
             waiter = self._waiters.popleft()
             if not waiter.done():
                 waiter.set_result(worker)
                 return
-        self._idle.append(worker)
+        if len(self._workers) > self._size:
+            self._discard(worker)
+        else:
+            self._idle.append(worker)
 
     def _start_workers(self, wanted: int) -> None:
         if self._closed or self._loop is None:
             return
-        for _ in range(min(wanted - len(self._starts), self._size - len(self._workers))):
+        for _ in range(min(wanted - len(self._starts), self._most - len(self._workers))):
             try:
                 worker = Worker(self._boot)
             except OSError as error:

@@ -21,13 +21,14 @@ def is_bad(size):
     return size % 10 == BAD
 
 
-def function(stage, fault, *, workers, usual_s=0.01, name="f"):
+def function(stage, fault, *, workers, usual_s=0.01, name="f", **source):
     """A local function; `fault` is what becomes of its bad samples."""
 
     def behaviour(number, request, now):
         return fault if is_bad(request.size) else usual_s
 
-    return stage.add(name, local=True, limits={"concurrency": workers}, timeout_s=LIMIT_S, behaviour=behaviour)
+    limits = {"concurrency": workers}
+    return stage.add(name, local=True, limits=limits, timeout_s=LIMIT_S, behaviour=behaviour, **source)
 
 
 def sizes_of(count, bad, *, front):
@@ -83,6 +84,80 @@ def test_the_last_try_has_the_whole_time_limit(stage):
     assert played.all_scored
     assert played.outcomes[0].verdict.attempts == 2
     assert played.finished_at < FIRST_SLICE_S + 30 * 0.1 + 100.0 + 1
+
+
+@pytest.mark.parametrize("workers", [2, 8])
+@pytest.mark.parametrize("front", [True, False], ids=["front", "spread"])
+def test_samples_that_hang_cost_a_batch_one_time_limit_together(stage, front, workers):
+    """2 % of 512 samples: their last tries run beside each other, and not one after another."""
+    function(stage, 1e9, workers=workers, spare=8)
+    sizes = sizes_of(512, 10, front=front)
+    played = stage.play(sizes, hedge=True)
+    reasons = [getattr(outcome, "reason", "scored") for outcome in played.outcomes]
+    assert [reason == "hung" for reason in reasons] == [is_bad(size) for size in sizes]
+    assert reasons.count("scored") == 502
+    slices_s = FIRST_SLICE_S + 10 * SHORTEST_SLICE_S / workers
+    assert played.finished_at <= slices_s + 512 * 0.01 / workers + LIMIT_S + 2
+    assert stage.sources["f"].in_flight == 0
+
+
+def test_a_call_that_had_its_whole_time_limit_is_not_tried_again(stage):
+    function(stage, 1e9, workers=4)
+    played = stage.play([10] * 3 + [17])
+    assert (played.outcomes[3].reason, played.outcomes[3].attempts) == ("hung", 1)
+    assert played.finished_at == pytest.approx(LIMIT_S)
+
+
+def test_last_tries_beside_the_others_take_no_worker_from_the_next_samples(stage):
+    import asyncio
+
+    from qreward_plugins.simulation import run
+
+    spare = 8
+    function(stage, 1e9, workers=1, spare=spare)
+
+    async def main():
+        dispatcher = stage.dispatcher()
+        first = [dispatcher.submit(stage.sample(17), stage.judge, deadline_s=300) for _ in range(9)]
+        first += [dispatcher.submit(stage.sample(10), stage.judge, deadline_s=300) for _ in range(5)]
+        # One last try takes the only worker, the others run beside it.
+        await asyncio.sleep(150)
+        assert stage.sources["f"].in_flight == 1 + spare
+        later = []
+        for _ in range(5):
+            later.append(await dispatcher.submit(stage.sample(10), stage.judge, deadline_s=100))
+            await asyncio.sleep(1)
+        assert stage.sources["f"].in_flight >= spare
+        await asyncio.gather(*first)
+        await dispatcher.aclose()
+        return later
+
+    later = run(main())
+    assert all(isinstance(outcome, Scored) for outcome in later)
+    assert sum(outcome.verdict.latency_s for outcome in later) < 15
+    assert stage.idle()
+
+
+def test_no_last_try_goes_beside_a_limit_of_requests(stage):
+    stage.add(
+        "f",
+        local=True,
+        spare=8,
+        limits={"concurrency": 2, "requests_per_minute": 600},
+        timeout_s=LIMIT_S,
+        behaviour=lambda number, request, now: 1e9 if is_bad(request.size) else 0.01,
+    )
+    source = stage.sources["f"]
+    peaks = []
+    send = source.send
+
+    async def counted(request, *, on_sent):
+        peaks.append(source.in_flight + 1)
+        return await send(request, on_sent=on_sent)
+
+    source.send = counted
+    stage.play([17] * 6 + [10] * 60)
+    assert max(peaks) == 2
 
 
 def test_a_call_that_keeps_nobody_waiting_is_left_alone(stage):

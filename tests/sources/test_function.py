@@ -255,6 +255,8 @@ async def test_spare_workers_run_only_where_no_number_is_declared_and_do_not_sta
     assert (source.slots, source.spare) == (1, 0 if declared else function.SPARE_WORKERS)
     replies = await asyncio.gather(*(value(source, request()) for _ in range(6)))
     assert len({reply["pid"] for reply in replies}) <= 1 + source.spare
+    # Those that are still starting end when they have started.
+    await asyncio.wait_for(asyncio.gather(*source._pool._starts.values()), PATIENCE_S)
     assert len(source._pool.pids) == 1
 
 

@@ -12,6 +12,7 @@ from ..judges import GROUP_SIZE, Judge, dying, read_response, tenth, uneven
 from .checks import close
 from .scenarios import Scenario
 
+TIMEOUT_S = 180.0
 ENV_REWARD = 0.125
 """What the environment of `agentic` gives for a turn; that module imports ROLL."""
 
@@ -89,7 +90,8 @@ def test_a_bad_minute_costs_no_innocent_trajectory(player):
     scenario = Scenario("minute", judge, "unspoilt", engine={"deadline_s": 25.0}, judged_by="both")
     with judge.start() as running, dying(running):
         items = {"qreward": scenario.config(running.base_url), "env_config": {"turns": 1}}
-        reply = player.ask("trajectories", keys={"custom_envs": {"items": items}}, episodes=episodes)
+        keys = {"custom_envs": {"items": items}}
+        reply = player.ask("trajectories", keys=keys, episodes=episodes, timeout_s=TIMEOUT_S)
     assert reply.error is None, reply.text
     assert not reply.complaints, "\n".join(reply.complaints)
     assert len(reply.result) == episodes * GROUP_SIZE

@@ -15,7 +15,7 @@ from .real import played_sample, scenario_keys
 from .scenarios import CORRECT_AT, DOMAIN, MINUTE, MINUTE_S, TAG, TRAIN_ITEMS, VAL_ITEMS, Scenario
 from .test_worker import RULED
 
-TIMEOUT_S = 240.0
+TIMEOUT_S = 400.0
 LONG_S = 20.0
 """More than a step waits whose judge is there, on a busy machine."""
 PATIENT = {"deadline_s": 50.0, "max_attempts": 20}

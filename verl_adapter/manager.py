@@ -19,7 +19,7 @@ from omegaconf import DictConfig
 from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
-from qreward_plugins import Failed, Outcome, RewardEngine, RewardMissing, Sample
+from qreward_plugins import Cause, Failed, Outcome, RewardEngine, RewardMissing, Sample
 from qreward_plugins.groups import number_of
 from qreward_plugins.sharing.board_actor import Report
 from qreward_plugins.sharing.board_client import GroupBoard
@@ -33,13 +33,15 @@ from .policy import (
     warn_of_short_waiting,
 )
 from .rewards import ExtraInfo, Reads
-from .rollouts import looks_like_validation, response_ids, session_of, to_sample, unreadable
+from .rollouts import is_padding, looks_like_validation, response_ids, session_of, to_sample, unreadable
 from .settings import load_settings, processes_of, reward_function_sources
 from .startup import refuse_impossible, warn_of_ignored_settings
 from .trainers import trainer_of
 
 UNSEEN = 0.0
 """The score of a failed sample in validation: it takes the place of none, and is left out of every mean."""
+
+_NOT_JUDGED = Failed(Cause.INFRA, "padding", "the row only fills up a batch; verl drops its score")
 
 
 class QRewardManager(RewardManagerBase):  # type: ignore[misc]
@@ -96,9 +98,11 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         Of several outputs of one trajectory the last is judged, as in verl. A sample without a reward gets the mean of
         its group's scored samples (`on_failure: neutral`; it waits for them, `groups.wait_s` at most), raises
         `RewardMissing` (`exclude` and `raise`), or gets the constant that the configuration names. In validation its
-        score stands for nothing and `qreward/missing` is 1.0.
+        score stands for nothing and `qreward/missing` is 1.0. A row that only fills up a batch is not judged at all.
         """
         item = data[-1:][0]
+        if is_padding(item):
+            return {"reward_score": UNSEEN, "reward_extra_info": self._extra_info.of(_NOT_JUDGED, imputed=False)}
         sample, outcome = await self._scored(item)
         validation = sample.split == "val"
         if validation:

@@ -18,6 +18,9 @@ Decode = Callable[[Any], str]
 VALIDATION = "qreward_validation"
 """The key in `extra_info` by which `trainer` marks the rows of validation, for verl itself does not."""
 
+PADDING = "qreward_padding"
+"""The key in `extra_info` by which `trainer` marks rows with which verl fills up a batch: copies whose scores it drops."""
+
 _VALIDATION_SPLITS = frozenset({"val", "valid", "validation", "dev", "test", "eval", "evaluation"})
 
 
@@ -60,7 +63,7 @@ def _extras(columns: Mapping[str, Any]) -> dict[str, Any]:
     for column in (info, tools):
         if isinstance(column, Unreadable):
             raise InputError(column.problem)
-    extras = {key: value for key, value in info.items() if key != VALIDATION}
+    extras = {key: value for key, value in info.items() if key not in (VALIDATION, PADDING)}
     extras.update(tools)
     extras["num_turns"] = _plain(columns.get("__num_turns__"))
     extras["rollout_reward_scores"] = columns.get("reward_scores") or {}
@@ -84,6 +87,12 @@ def looks_like_validation(item: Any) -> bool:
     """
     info = item.non_tensor_batch.get("extra_info")
     return isinstance(info, Mapping) and str(info.get("split", "")).lower() in _VALIDATION_SPLITS
+
+
+def is_padding(item: Any) -> bool:
+    """Whether a row only fills up a batch."""
+    info = item.non_tensor_batch.get("extra_info")
+    return isinstance(info, Mapping) and bool(info.get(PADDING))
 
 
 def session_of(item: Any) -> tuple[str, str]:

@@ -7,7 +7,8 @@ the processes that start reward workers or a tracker (the fully asynchronous tra
 - a configuration that would end the run later, or in which no reward manager would be asked, ends it there;
 - the metrics of a step get the numbers of the board (`qreward/failed_rate`, ...): verl drops `reward_extra_info` after
   training and has no metric of it;
-- rows of validation are marked, because a reward manager cannot tell them from others;
+- rows of validation are marked, because a reward manager cannot tell them from others, and so are the copies of rows
+  with which verl fills up a batch: they are neither judged nor counted;
 - failed samples are left out of the means of validation: verl skips None there, but a reward can never be None;
 - the advantage of a sample that trains on the mean of its group is set to exactly zero: it is that already, but for
   what adding up float32 numbers leaves, some 1e-7, and more where all rewards of a group are equal.
@@ -32,7 +33,7 @@ from qreward_plugins.sharing.board_actor import NAME, BoardActor
 
 from .policy import failure_policy
 from .rewards import IMPUTED, MISSING, RETURNED, without_text
-from .rollouts import VALIDATION
+from .rollouts import PADDING, VALIDATION
 from .settings import load_settings
 from .startup import refuse_impossible
 from .trainers import LEGACY_MODULE, V1_MODULE, Trainer, calling_trainer, telling, trainer_of
@@ -40,6 +41,7 @@ from .trainers import LEGACY_MODULE, V1_MODULE, Trainer, calling_trainer, tellin
 _log = logging.getLogger("verl_adapter")
 
 _LEGACY, _V1 = LEGACY_MODULE, V1_MODULE
+_REWARD_LOOP = "verl.experimental.reward_loop.reward_loop"
 _SEPARATED = "verl.experimental.separation.ray_trainer"
 _BOARD_ANSWERS_S = 10.0
 _OURS = "_qreward"
@@ -201,6 +203,8 @@ def _wrap_trainers(numbers: BoardNumbers) -> None:
             # Marked rows are only safe to hand out where their scores are left out again.
             if _wrap(cls, "_val_metrics_update", _leaving_out_the_missing, inherited=cls is not trainer):
                 _wrap(cls, "_validate", _marking_rows, inherited=cls is not trainer)
+    for module in (_LEGACY, _REWARD_LOOP):
+        _wrap(sys.modules.get(module), "pad_dataproto_to_divisor", _marking_padding, inherited=True)
     # The experimental trainers have the function under a name of their own module.
     for module in (_LEGACY, _SEPARATED):
         _wrap(sys.modules.get(module), "compute_advantage", _neutral_by_columns, inherited=True)
@@ -249,6 +253,21 @@ class MarkedRows:
             {**(info or {}), VALIDATION: True} for info in (infos if infos is not None else [None] * len(rows))
         ]
         return {**columns, "extra_info": marked}
+
+
+def _marking_padding(pad: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(pad)
+    def marked(data: Any, *args: Any, **kwargs: Any) -> Any:
+        padded, count = pad(data, *args, **kwargs)
+        if count:
+            infos = padded.non_tensor_batch.get("extra_info")
+            column = np.empty(len(padded), dtype=object)
+            column[:] = list(infos) if infos is not None else [None] * len(padded)
+            column[-count:] = [{**(info or {}), PADDING: True} for info in column[-count:]]
+            padded.non_tensor_batch["extra_info"] = column
+        return padded, count
+
+    return marked
 
 
 def _leaving_out_the_missing(update: Callable[..., Any]) -> Callable[..., Any]:

@@ -76,6 +76,45 @@ def test_validation_leaves_the_failed_out(trainer):
     assert "qreward/samples" not in metrics
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_rows_that_fill_up_a_validation_are_neither_judged_nor_counted(fails):
+    """verl fills the batch up with copies of its first rows and drops their scores."""
+    rows = [{"prompt": f"What is {n} + {n}?", "ground_truth": str(2 * n)} for n in range(3)]
+    workers = "actor_rollout_ref.rollout.agent.num_workers=8"
+    faults = Faults(script=lambda number: "error_422" if fails else None)
+    with (
+        JudgeServer(lambda call: 10.0, faults=faults) as server,
+        play(server, "trainer.use_v1=False", workers, val_rows=rows) as fake,
+    ):
+        validation = fake.validate()
+        assert server.report().requests == 3
+    assert validation.metrics["qreward/val/samples"] == 3
+    assert validation.metrics["qreward/val/failed_rate"] == float(fails)
+    assert validation.metrics["val-aux/num_turns/mean"] == 2
+    assert len(validation.scores) == 3
+
+
+def test_rows_that_fill_up_a_batch_are_no_siblings(tmp_path):
+    """A colocated reward model: the batch is scored at once, and dealt to the reward workers in equal parts."""
+    path = tmp_path / "mine.py"
+    path.write_text("def compute_score(solution_str, **_):\n    return float(solution_str)\n")
+    overrides = [
+        "trainer.use_v1=False",
+        "reward.reward_model.enable=True",
+        f"reward.custom_reward_function.path={path}",
+        "data.train_batch_size=1",
+        "reward.num_workers=3",
+        "actor_rollout_ref.rollout.agent.num_workers=4",
+        "+qreward.groups.wait_s=5",
+    ]
+    texts = ("1", "0", "none", "0.5")
+    with functions(*overrides, reward=None, respond=lambda draft, rng: texts[draft.number]) as fake:
+        step = fake.step()
+    assert step.scores == [1.0, 0.0, 0.5, 0.5], "the first two rows are copied, and would be in the mean"
+    assert step.metrics["qreward/samples"] == 4
+    assert step.metrics["qreward/failed_rate"] == 1 / 4
+
+
 def test_the_one_step_off_trainer_is_told_from_v1():
     """Finding 6: it inherits `use_v1: true`, and one failed sample would end its run."""
     named = {"experimental": "one_step_off", "val_rows": ROWS}

@@ -12,7 +12,7 @@ import pytest
 
 from verl_adapter import trainer
 from verl_adapter.rewards import IMPUTED, MISSING
-from verl_adapter.rollouts import VALIDATION
+from verl_adapter.rollouts import PADDING, VALIDATION, is_padding
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -66,6 +66,23 @@ def test_a_board_that_was_started_anew_counts_from_zero_and_one_that_is_silent_g
     assert numbers.since_last() == {}
     numbers.answer = ("third", {})
     assert not numbers.none_imputed(), "what the lost one knew is not known any more"
+
+
+@pytest.mark.parametrize("infos", [[{"index": 1}, None, {"index": 3}], None])
+def test_rows_with_which_verl_fills_up_a_batch_are_marked(make_data, infos):
+    from verl.protocol import pad_dataproto_to_divisor
+
+    data = make_data(["a", "b", "c"], columns={"extra_info": infos} if infos else {})
+    if infos is None:
+        del data.non_tensor_batch["extra_info"]
+    padded, count = trainer._marking_padding(pad_dataproto_to_divisor)(data, 8)
+    assert (len(padded), count) == (8, 5)
+    assert [is_padding(padded[row]) for row in range(8)] == [False] * 3 + [True] * 5
+    if infos:
+        assert padded.non_tensor_batch["extra_info"].tolist()[:4] == [*infos, {"index": 1, PADDING: True}]
+        assert data.non_tensor_batch["extra_info"].tolist() == infos
+    same, count = trainer._marking_padding(pad_dataproto_to_divisor)(data, 3)
+    assert (same is data, count) == (True, 0)
 
 
 def test_rows_of_validation_are_marked_and_no_other_column_is_touched():

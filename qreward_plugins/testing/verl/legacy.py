@@ -13,7 +13,7 @@ import numpy as np
 
 from .base import TrainerBase, critic_values
 from .metrics import data_metrics
-from .protocol import TensorColumns, VerlDataProto, pad_to_divisor
+from .protocol import TensorColumns, VerlDataProto
 from .results import VerlStep, VerlValidation
 from .validation import named
 
@@ -98,7 +98,8 @@ class LegacyTrainer(TrainerBase):
             batch.non_tensor_batch["uid"] = np.array([self._new_uid() for _ in range(len(batch))], dtype=object)
             batch = batch.repeat(int(rollout.val_kwargs.n))
             meta = {"validate": True, "global_steps": self.global_steps}
-            asked, missing = pad_to_divisor(
+            # By its name in verl, as whoever wraps it there expects.
+            asked, missing = sys.modules[MODULE].pad_dataproto_to_divisor(
                 VerlDataProto(None, dict(batch.non_tensor_batch), meta), rollout.agent.num_workers
             )
             output = self._scored(self.setup.run(self.agent_loops.generate_sequences(asked)))

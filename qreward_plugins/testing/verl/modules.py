@@ -17,8 +17,9 @@ from ..stand_in_modules import stand_in_modules
 from .base import Tracking, compute_advantage
 from .legacy import MODULE as LEGACY
 from .legacy import LegacyTrainer
-from .protocol import VerlDataProto, VerlDataProtoItem
+from .protocol import VerlDataProto, VerlDataProtoItem, pad_to_divisor
 from .reward_functions import default_compute_score, get_custom_reward_fn, load_extern_object
+from .reward_loop import MODULE as REWARD_LOOP
 from .reward_loop import RewardLoopManager, RewardLoopWorker, load_manager, resolve_manager
 from .reward_managers import DAPORewardManager, NaiveRewardManager, Registry, RewardManagerBase
 from .transfer_queue import TransferQueue
@@ -84,13 +85,14 @@ def _contents(registry: Registry, queue: TransferQueue) -> dict[str, Mapping[str
     one_step_off = type("OneStepOffRayTrainer", (legacy,), {"__module__": ONE_STEP_OFF, "advantages_of": SEPARATION})
     advantages = {"compute_advantage": compute_advantage}
     validation = {"process_validation_metrics": validation_metrics}
+    padding = {"pad_dataproto_to_divisor": pad_to_divisor}
     reward_loop = "verl.experimental.reward_loop"
     return {
         "verl": {"DataProto": VerlDataProto, "__version__": "0.9.1"},
-        "verl.protocol": {"DataProto": VerlDataProto, "DataProtoItem": VerlDataProtoItem},
+        "verl.protocol": {"DataProto": VerlDataProto, "DataProtoItem": VerlDataProtoItem, **padding},
         "verl.experimental": {},
         reward_loop: loop,
-        f"{reward_loop}.reward_loop": loop,
+        REWARD_LOOP: {**loop, **padding},
         f"{reward_loop}.reward_manager": managers,
         f"{reward_loop}.reward_manager.base": {"RewardManagerBase": RewardManagerBase},
         f"{reward_loop}.reward_manager.dapo": {"DAPORewardManager": DAPORewardManager},
@@ -102,7 +104,7 @@ def _contents(registry: Registry, queue: TransferQueue) -> dict[str, Mapping[str
         SEPARATION: advantages,
         "verl.trainer": {},
         "verl.trainer.ppo": {},
-        LEGACY: {"RayPPOTrainer": legacy, **advantages, **validation},
+        LEGACY: {"RayPPOTrainer": legacy, **advantages, **validation, **padding},
         "verl.trainer.ppo.metric_utils": validation,
         "verl.trainer.ppo.reward": {
             "get_custom_reward_fn": get_custom_reward_fn,

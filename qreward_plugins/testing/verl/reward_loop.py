@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 
 from .actors import ActorHandle, FakeRay
-from .protocol import TensorColumns, VerlDataProto, pad_to_divisor
+from .protocol import TensorColumns, VerlDataProto
 from .reward_functions import bind, default_compute_score, get_custom_reward_fn, load_extern_object
 from .reward_managers import Registry
+
+MODULE = "verl.experimental.reward_loop.reward_loop"
 
 
 @dataclass
@@ -120,7 +122,8 @@ class RewardLoopManager:
     def compute_rm_score(self, data: VerlDataProto) -> VerlDataProto:
         """The scores of a whole batch, which is dealt to the workers in equal parts."""
         workers = self.reward_loop_workers
-        parts = pad_to_divisor(data, len(workers))[0].chunk(len(workers))
+        # By its name in verl, as whoever wraps it there expects.
+        parts = sys.modules[MODULE].pad_dataproto_to_divisor(data, len(workers))[0].chunk(len(workers))
         calls = [worker.compute_score_batch.remote(part) for worker, part in zip(workers, parts, strict=True)]
         outputs = [output for part in self.played.ray.get(calls) for output in part][: len(data)]
         scores = [output["reward_score"] for output in outputs]
@@ -133,4 +136,4 @@ class RewardLoopManager:
         )
 
 
-__all__ = ["Played", "RewardLoopManager", "RewardLoopWorker", "load_manager", "resolve_manager"]
+__all__ = ["MODULE", "Played", "RewardLoopManager", "RewardLoopWorker", "load_manager", "resolve_manager"]

@@ -104,7 +104,8 @@ def _look_into(module, owner, name, wrapper):
 
 def _record():
     legacy, v1 = "verl.trainer.ppo.ray_trainer", "verl.trainer.ppo.v1.trainer_base"
-    _look_into(legacy, "", "compute_advantage", _keeping_raw)
+    for module in (legacy, "verl.experimental.separation.ray_trainer"):
+        _look_into(module, "", "compute_advantage", _keeping_raw)
     _look_into(v1, "", "compute_advantage_for_multi_trajectories", _keeping_raw)
     _look_into(v1, "PPOTrainer", "_compute_advantage", _recording_v1)
     _look_into(legacy, "RayPPOTrainer", "_update_actor", _recording_legacy)

@@ -19,7 +19,7 @@ VALIDATION = "qreward_validation"
 """The key in `extra_info` by which `trainer` marks the rows of validation, for verl itself does not."""
 
 PADDING = "qreward_padding"
-"""The key in `extra_info` by which `trainer` marks rows with which verl fills up a batch: copies whose scores it drops."""
+"""The key in `extra_info` by which `trainer` marks copies that only fill up a batch: verl drops their scores."""
 
 _VALIDATION_SPLITS = frozenset({"val", "valid", "validation", "dev", "test", "eval", "evaluation"})
 

@@ -14,7 +14,7 @@ import qreward_plugins
 ROOT = Path(__file__).parents[1]
 
 FLOORS = [
-    {"errors", "samples", "sample_check", "config", "redaction", "ending"},
+    {"errors", "samples", "sample_check", "config", "redaction", "ending", "registry"},
     {"sources", "quotas", "telemetry", "groups", "siblings", "prompts"},
     {"judges"},
     {"scheduling", "journal"},
@@ -32,6 +32,9 @@ NEIGHBOURS = {  # what may be imported beside that
     ("config", "samples"),  # what counts as a number
     ("siblings", "groups"),  # the mean
     ("config", "redaction"),
+    ("config", "registry"),
+    ("registry", "redaction"),
+    ("registry", "sources"),  # for type checkers only; classes are imported when a configuration names them
     ("sample_check", "errors"),
     ("sample_check", "samples"),
     ("errors", "samples"),  # for type checkers only

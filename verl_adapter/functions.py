@@ -16,7 +16,6 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from qreward_plugins.config import FunctionSource as FunctionNode
 from qreward_plugins.redaction import names_secret, secrets_in, with_secrets
 from qreward_plugins.sources import FunctionSource
 
@@ -28,7 +27,7 @@ _MOST_WRAPPED = 8
 
 def open_reward_function(
     name: str,
-    node: FunctionNode,
+    node: FunctionSource.Config,
     *,
     trainer: DictConfig | None,
     compute_score: ComputeScore | None,

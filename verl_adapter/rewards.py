@@ -22,9 +22,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qreward_plugins import Cause, ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Scored, Verdict
-from qreward_plugins.config import Config, Constant, FunctionSource, judges_in_charge, parts_of, sources_of
+from qreward_plugins.config import Config, Constant, judges_in_charge, parts_of, sources_of
 from qreward_plugins.config import models as configuration
 from qreward_plugins.samples import fits_float32
+from qreward_plugins.sources import kind_of
 from qreward_plugins.sources.excerpts import Excerpts
 
 MISSING = "qreward/missing"
@@ -205,7 +206,7 @@ def _of_functions(config: Config) -> Iterable[str]:
     """The judges that ask functions only."""
     for name, judge in config.judges.items():
         if isinstance(judge, configuration.FunctionJudge) and all(
-            isinstance(config.sources[source], FunctionSource) for source in sources_of(config, name)
+            kind_of(config.sources[source]).local for source in sources_of(config, name)
         ):
             yield name
 

@@ -12,7 +12,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from qreward_plugins.config import Config, FunctionSource, load_layers
+from qreward_plugins.config import Config, load_layers
+from qreward_plugins.sources import FunctionSource
 
 COMPUTE_SCORE = "verl_adapter:compute_score"
 """The `function` of a source that stands for the reward function of this verl run, default or custom."""
@@ -31,10 +32,10 @@ def load_settings(trainer: DictConfig | None, tree: Any = None) -> Config:
     return load_layers(inline, default=_REWARD_FUNCTION, printed_by="verl")
 
 
-def reward_function_sources(config: Config) -> Iterator[tuple[str, FunctionSource]]:
+def reward_function_sources(config: Config) -> Iterator[tuple[str, FunctionSource.Config]]:
     """The sources of `config` that stand for verl's reward function."""
     for name, source in config.sources.items():
-        if isinstance(source, FunctionSource) and source.function == COMPUTE_SCORE:
+        if isinstance(source, FunctionSource.Config) and source.function == COMPUTE_SCORE:
             yield name, source
 
 

@@ -21,6 +21,7 @@ from ..engine import RewardEngine
 from ..errors import JournalError
 from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rollouts
 from ..samples import Failed, Outcome, Sample
+from ..sources import kind_of
 from ..telemetry import EngineStatistics
 from .figures import number_of
 from .progress import ProgressDisplay, source_table
@@ -175,8 +176,8 @@ def _summary(plan: Plan, tally: _Tally, statistics: EngineStatistics) -> str:
 def _how_to_go_on(plan: Plan, tally: _Tally, statistics: EngineStatistics, unrecorded: JournalError | None) -> str:
     recorded = "all" if unrecorded is None else "not all"
     again = "no verdict is paid for twice" if unrecorded is None else str(unrecorded)
-    uncertain = [name for name, node in plan.config.sources.items() if node.kind == "function" and not node.version]
-    called = f"; functions without a version ({', '.join(uncertain)}) are called again" if uncertain else ""
+    uncertain = [name for name, node in plan.config.sources.items() if not kind_of(node).reusable(node)]
+    called = f"; sources without a version ({', '.join(uncertain)}) are asked again" if uncertain else ""
     return (
         f"stopped after {statistics.scored + statistics.failed_total:,} of {number_of(plan.total, 'row')}\n"
         f"  rows so far: the first {tally.done:,}, in {partial_path(plan.out)}\n"

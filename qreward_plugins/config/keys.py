@@ -7,9 +7,10 @@ the value really stands.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..registry import KindError
 from . import shape
 from .findings import Finding, Path, did_you_mean, is_plain_key, nearest, scalar_text
 from .shape import Shape
@@ -47,22 +48,24 @@ class KeyCheck:
     def _check(self, node: Any, allowed: Shape, path: Path) -> None:
         if not isinstance(node, dict):
             return
-        if by_kind := shape.kinds(allowed):
-            chosen = self._chosen(node, by_kind, path)
-            if chosen is None:
-                return
-            shapes = [chosen]
+        if len(path) == 2 and path[0] in shape.ROOMS:
+            found = self._of_kind(node, str(path[0]), path)
+            shapes = [] if found is None else [found]
+        elif by_kind := shape.kinds(allowed):
+            chosen = self._chosen(node, tuple(by_kind), by_kind, path)
+            shapes = [] if chosen is None else [by_kind[chosen]]
         else:
             shapes = [choice for choice in shape.choices(allowed) if choice.get("type") == "object"]
-        for choice in shapes:
-            self._name_keys(node, path)
-            if "properties" in choice:
-                self._mend(node, _required_first(choice), path)
-                for key, below in choice["properties"].items():
-                    self._check(node.get(key), below, (*path, key))
-            elif isinstance(choice.get("additionalProperties"), Mapping):
-                for key, value in node.items():
-                    self._check(value, choice["additionalProperties"], (*path, key))
+        if not shapes:
+            return
+        self._name_keys(node, path)
+        known = [choice for choice in shapes if "properties" in choice]
+        if len(known) == len(shapes) and all(choice.get("additionalProperties") is False for choice in known):
+            self._mend(node, {key: below for choice in known for key, below in _required_first(choice).items()}, path)
+        for key in list(node):
+            below = [_below(choice, key) for choice in shapes]
+            if len(below) == 1 and isinstance(below[0], Mapping):
+                self._check(node[key], below[0], (*path, key))
 
     def _name_keys(self, node: dict[Any, Any], path: Path) -> None:
         if all(isinstance(key, str) for key in node):
@@ -89,37 +92,60 @@ class KeyCheck:
                 node[meant], place = value, (*path, meant)
                 self._written[place] = str(written[-1])
 
-    def _chosen(self, node: dict[Any, Any], by_kind: Mapping[str, Shape], path: Path) -> Shape | None:
-        """The shape that the node's `kind` names, or the one that was probably meant."""
+    def _of_kind(self, node: dict[Any, Any], room: str, path: Path) -> Shape | None:
+        """The shape of the kind that the node names, or was probably meant to name; None if it cannot be had."""
+        kind = node.get("kind")
+        named = isinstance(kind, str) and bool(shape.ROOMS[room].registrations(kind))
+        chosen = kind if named else self._chosen(node, shape.ROOMS[room].names, shape.of_kinds(room), path)
+        if not isinstance(chosen, str):
+            return None
+        problem = remedy = ""
+        try:
+            return shape.of_kind(room, chosen)
+        except KindError as error:
+            problem, remedy = error.problem, error.remedy
+        self.findings.append(Finding(self.written((*path, "kind")), problem, remedy))
+        return None
+
+    def _chosen(
+        self, node: dict[Any, Any], names: Sequence[str], by_kind: Mapping[str, Shape], path: Path
+    ) -> str | None:
+        """The kind that the node names, or the one that was probably meant. `names` are allowed, and `by_kind` holds
+        the shapes of those that can be used.
+        """
         kind, place = node.get("kind"), (*path, "kind")
-        if isinstance(kind, str) and kind in by_kind:
-            return by_kind[kind]
-        guess = nearest(kind, by_kind) if isinstance(kind, str) else None
+        if isinstance(kind, str) and kind in names:
+            return kind
+        guess = nearest(kind, names) if isinstance(kind, str) else None
         guess = guess or _by_keys(node, by_kind)
         if "kind" in node:
             if not isinstance(kind, Broken):
-                near = did_you_mean(kind, by_kind) if isinstance(kind, str) else ""
-                remedy = f"{near}Allowed here: {', '.join(by_kind)}."
+                near = did_you_mean(kind, names) if isinstance(kind, str) else ""
+                remedy = f"{near}Allowed here: {', '.join(names)}."
                 self.findings.append(Finding(self.written(place), "unknown kind", remedy, f" {scalar_text(kind)}"))
         elif misspelt := nearest("kind", _strangers(node, by_kind)):
             value = node.pop(misspelt)
             self._written[place] = misspelt
             self._unknown.add(self.written(place))
             self.findings.append(Finding(self.written(place), "unknown key", "Did you mean `kind`?"))
-            guess = value if isinstance(value, str) and value in by_kind else guess
+            guess = value if isinstance(value, str) and value in names else guess
         else:
-            options = " or ".join(f"`kind: {name}`" for name in ([guess] if guess else by_kind))
+            options = " or ".join(f"`kind: {name}`" for name in ([guess] if guess else names))
             self.findings.append(Finding(self.written(place), "the key is missing", f"Add {options}."))
         if guess is None:
             return None
         node["kind"] = guess
-        return by_kind[guess]
+        return guess
 
 
 def _required_first(shape: Shape) -> dict[str, Shape]:
     """The keys that a shape allows, those that must be there in front: messages list them in this order."""
     required = shape.get("required", ())
     return {key: shape["properties"][key] for key in sorted(shape["properties"], key=lambda key: key not in required)}
+
+
+def _below(shape: Shape, key: str) -> Any:
+    return shape.get("properties", {}).get(key, shape.get("additionalProperties"))
 
 
 def _strangers(node: Mapping[Any, Any], by_kind: Mapping[str, Shape]) -> list[str]:
@@ -133,6 +159,6 @@ def _strangers(node: Mapping[Any, Any], by_kind: Mapping[str, Shape]) -> list[st
 def _by_keys(node: Mapping[Any, Any], by_kind: Mapping[str, Shape]) -> str | None:
     """The kind that alone allows the most keys of the node."""
     counts = {kind: sum(key in choice["properties"] for key in node) for kind, choice in by_kind.items()}
-    best = max(counts.values())
+    best = max(counts.values(), default=0)
     winners = [kind for kind, count in counts.items() if count == best]
     return winners[0] if len(winners) == 1 else None

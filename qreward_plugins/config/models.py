@@ -1,50 +1,40 @@
 """The configuration tree: every key, its unit and its default, documented beside it.
 
 The models are frozen, forbid unknown keys, and hold no behaviour: what a key does lives in the room that it configures.
-Keys that carry secrets are `SecretStr`, so that printing a configuration prints asterisks. The nodes of the sources
-have a module of their own, and are had from here all the same.
+Keys that carry secrets are `SecretStr`, so that printing a configuration prints asterisks. Each kind of source has a
+model of its own, which is found by the key `kind`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, SerializeAsAny, field_validator
+from pydantic_core import PydanticCustomError
 
+from ..registry import KindError
+from ..registry import sources as source_kinds
 from .nodes import Integer, Node, NonNegativeFloat, Number, PositiveFloat, PositiveInt, no_bool, one_or_several
-from .source_models import (
-    Endpoint,
-    FunctionSource,
-    HTTPSource,
-    Limits,
-    OpenAISource,
-    Price,
-    SamplePart,
-    Source,
-    Timeouts,
-)
+from .source_models import EndpointConfig, Limits, Price, SourceConfig, Timeouts
 
 __all__ = [
     "AskingJudge",
     "Config",
     "Constant",
-    "Endpoint",
+    "EndpointConfig",
     "EngineConfig",
     "FailurePolicy",
     "FunctionJudge",
-    "FunctionSource",
     "Groups",
-    "HTTPSource",
     "JournalConfig",
     "Judge",
     "LLMJudge",
     "Limits",
     "Node",
-    "OpenAISource",
     "Price",
-    "SamplePart",
     "Scheduling",
-    "Source",
+    "SourceConfig",
     "Strategy",
     "SumJudge",
     "Timeouts",
@@ -272,10 +262,29 @@ class Groups(Node):
     replaced for ever. Default: 256."""
 
 
+def _source(node: Any) -> Any:
+    """A source, as the model of its kind reads it. pydantic adds the place of the source to what that model finds."""
+    if not isinstance(node, Mapping):
+        return node
+    try:
+        kind = source_kinds.load(str(node.get("kind")))
+    except KindError as error:
+        said = error.problem
+    else:
+        return kind.Config.model_validate(node)
+    raise PydanticCustomError(NO_KIND, "{said}", {"said": said})
+
+
+NO_KIND = "no_kind"
+"""The type of pydantic's error for a node whose kind cannot be used. Reading the keys has reported that."""
+
+
 class Config(Node):
     """The whole tree."""
 
-    sources: Annotated[dict[str, Source], Field(min_length=1)]
+    sources: Annotated[
+        dict[str, SerializeAsAny[Annotated[SourceConfig, BeforeValidator(_source)]]], Field(min_length=1)
+    ]
     """The sources, by name."""
 
     judges: Annotated[dict[str, Judge], Field(min_length=1)]

@@ -41,3 +41,8 @@ class Node(BaseModel):
 def one_or_several(value: Any) -> Any:
     """A text alone stands for a list of one."""
     return (value,) if isinstance(value, str) else value
+
+
+def takes(words: str) -> Any:
+    """Says in words what a value is that has a pattern, for messages: "the name of an environment variable"."""
+    return Field(json_schema_extra={"takes": words})

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from ..registry import sources as source_kinds
 from .findings import Finding, cut, did_you_mean
-from .routes import SOURCE_KINDS, is_glob, matching
-
-_KNOWN = frozenset(kind for kinds in SOURCE_KINDS.values() for kind in kinds)
+from .routes import ASKS, answers, is_glob, matching
 
 
 def check_references(tree: dict[str, Any]) -> list[Finding]:
@@ -77,26 +76,27 @@ def _judge(
     name: str, judge: dict[str, Any], kinds: dict[str, str | None], models: dict[str, str | None]
 ) -> list[Finding]:
     findings = []
-    wanted = SOURCE_KINDS.get(_kind(judge) or "", ())
-    fitting = [other for other, kind in kinds.items() if kind in wanted]
-    said = " or ".join(wanted)
+    asked = ASKS.get(_kind(judge) or "")
+    answer = {other: None if asked is None or kind is None else answers(kind, asked) for other, kind in kinds.items()}
+    fitting = [other for other, answered in answer.items() if answered]
     named = judge.get("sources")
     for n, source in enumerate(named if isinstance(named, list) else [named]):
         if not isinstance(source, str):
             continue
         path = ("judges", name, "sources", *((n,) if isinstance(named, list) else ()))
         if source not in kinds and is_glob(source):
-            if wanted and not matching(source, {other: models[other] for other in fitting}):
-                findings.append(Finding(path, f"`{cut(source)}` matches no source of kind {said}", _offer(fitting)))
+            if asked and not matching(source, {other: models[other] for other in fitting}):
+                problem = f"`{cut(source)}` matches no source of kind {_that_answer(asked)}"
+                findings.append(Finding(path, problem, _offer(fitting)))
         elif source not in kinds:
             remedy = f"{did_you_mean(source, kinds)}Sources: {_listed(kinds)}."
             findings.append(Finding(path, f"there is no source `{cut(source)}`", remedy))
-        elif wanted and kinds[source] in _KNOWN and kinds[source] not in wanted:
+        elif asked and answer[source] is False:
             problem = f"`{cut(source)}` is a source of kind {kinds[source]}, which cannot answer a judge of kind"
-            remedy = f"Name sources of kind {said}" + (f": {_listed(fitting)}." if fitting else ".")
+            remedy = f"Name sources of kind {_that_answer(asked)}" + (f": {_listed(fitting)}." if fitting else ".")
             findings.append(Finding(path, f"{problem} {_kind(judge)}", remedy))
-    if not named and wanted and not fitting and _KNOWN.issuperset(kinds.values()):
-        problem = f"there is no source of kind {said} to answer this judge of kind {_kind(judge)}"
+    if not named and asked and not fitting and None not in answer.values():
+        problem = f"there is no source of kind {_that_answer(asked)} to answer this judge of kind {_kind(judge)}"
         findings.append(Finding(("judges", name), problem, "Add one below `sources`."))
     return findings
 
@@ -122,6 +122,10 @@ def _no_routes(judges: dict[str, Any], parts: set[str]) -> list[Finding]:
         f"there are {len(whole)} judges{beside} ({_listed(whole)}), and nothing says which data source goes to which"
     )
     return [Finding(("routes",), problem, f'Add routes, e.g. `"*": {cut(whole[0])}`; the first match wins.')]
+
+
+def _that_answer(asked: str) -> str:
+    return " or ".join(name for name, kind in source_kinds.loadable() if asked in kind.answers)
 
 
 def _offer(fitting: list[str]) -> str:

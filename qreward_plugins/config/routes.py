@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import Final
 
-from .models import Config, HTTPSource, OpenAISource, SumJudge
+from ..registry import KindError
+from ..registry import sources as source_kinds
+from .models import Config, SumJudge
 
-SOURCE_KINDS: Final = {"llm": ("openai",), "function": ("function", "http")}
-"""The kinds of source that can answer a kind of judge: language models, and what gives a value."""
+ASKS: Final = {"llm": "text", "function": "value"}
+"""What a kind of judge asks its sources for."""
 
 BY_MODEL: Final = "model:"
 """What a pattern begins with that is matched against models instead of names."""
@@ -54,15 +56,22 @@ def sources_of(config: Config, judge_name: str) -> tuple[str, ...]:
     judge = config.judges[judge_name]
     if isinstance(judge, SumJudge):
         return tuple(dict.fromkeys(source for part in judge.weights for source in sources_of(config, part)))
-    kinds = SOURCE_KINDS[judge.kind]
-    of_kind = {
-        name: source.model if isinstance(source, (OpenAISource, HTTPSource)) else None
+    fitting = {
+        name: getattr(source, "model", None)
         for name, source in config.sources.items()
-        if source.kind in kinds
+        if answers(source.kind, ASKS[judge.kind])
     }
     if not judge.sources:
-        return tuple(of_kind)
-    return tuple(dict.fromkeys(name for pattern in judge.sources for name in matching(pattern, of_kind)))
+        return tuple(fitting)
+    return tuple(dict.fromkeys(name for pattern in judge.sources for name in matching(pattern, fitting)))
+
+
+def answers(source_kind: str, asked: str) -> bool | None:
+    """Whether a kind of source answers what is `asked` for (`text`, `value`). None: there is no such kind."""
+    try:
+        return asked in source_kinds.load(source_kind).answers
+    except KindError:
+        return None
 
 
 def matching(pattern: str, sources: Mapping[str, str | None]) -> list[str]:

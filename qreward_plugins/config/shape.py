@@ -9,35 +9,70 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, TypeAlias
 
+from pydantic import BaseModel
+
+from ..registry import KindError, Kinds
+from ..registry import sources as source_kinds
 from .models import Config
 
 Shape: TypeAlias = Mapping[str, Any]
-"""A node of the JSON Schema."""
+"""A node of the JSON Schema, references replaced by what they refer to."""
+
+ROOMS: Mapping[str, Kinds[Any]] = {"sources": source_kinds}
+"""The mappings at the top whose entries have a `kind`, with the kinds that there are."""
 
 _NOTHING: Shape = {"type": "null"}
 
-_PATTERNS = {
-    "function": "`package.module:name` or `path/to/file.py:name`",
-    "api_key_env": "the name of an environment variable",
-    "score_key": "the way to the value in a reply, its keys joined by dots (`data.score`)",
-}
-"""Regular expressions of the models, said for people, by key."""
-
 
 @cache
-def _schema() -> dict[str, Any]:
-    return Config.model_json_schema()
+def of(model: type[BaseModel]) -> Shape:
+    """The shape of a model."""
+    try:
+        schema = model.model_json_schema()
+    except Exception:
+        # A model of another package may have types without a JSON Schema. Its keys are known all the same.
+        fields = {field.alias or name: field for name, field in model.model_fields.items()}
+        required = [name for name, field in fields.items() if field.is_required()]
+        return {
+            "type": "object",
+            "properties": {key: {} for key in fields},
+            "required": required,
+            "additionalProperties": False,
+        }
+    inlined: Shape = _inlined(schema, schema.get("$defs", {}), ())
+    return inlined
+
+
+def _inlined(node: Any, named: Mapping[str, Any], above: tuple[str, ...]) -> Any:
+    if isinstance(node, list):
+        return [_inlined(item, named, above) for item in node]
+    if not isinstance(node, dict):
+        return node
+    name = str(node.get("$ref", "")).rpartition("/")[2]
+    if name in above:
+        return {}
+    if name in named:
+        return _inlined({**named[name], **{k: v for k, v in node.items() if k != "$ref"}}, named, (*above, name))
+    return {key: _inlined(value, named, above) for key, value in node.items() if key != "$defs"}
+
+
+def of_kind(room: str, name: str) -> Shape:
+    """The shape of an entry of `room` of this kind. Raises `KindError`."""
+    return of(ROOMS[room].load(name).Config)
+
+
+def of_kinds(room: str) -> dict[str, Shape]:
+    """The shapes of all registered kinds that can be used, by name."""
+    return {name: of(kind.Config) for name, kind in ROOMS[room].loadable()}
 
 
 def top() -> Shape:
     """The shape of the whole tree."""
-    return _schema()
+    return of(Config)
 
 
 def choices(shape: Shape) -> list[Shape]:
     """The shapes that a value may have here, null left out."""
-    if "$ref" in shape:
-        return choices(_schema()["$defs"][shape["$ref"].rpartition("/")[2]])
     if "anyOf" in shape or "oneOf" in shape:
         return [choice for part in shape.get("anyOf") or shape["oneOf"] for choice in choices(part)]
     return [] if shape.get("type") == "null" else [shape]
@@ -48,17 +83,27 @@ def kinds(shape: Shape) -> dict[str, Shape]:
     return {
         choice["properties"]["kind"]["const"]: choice
         for choice in choices(shape)
-        if "kind" in choice.get("properties", {})
+        if "const" in choice.get("properties", {}).get("kind", {})
     }
 
 
 def at(path: tuple[str | int, ...], tree: Any) -> list[Shape]:
     """The shapes allowed at `path`, in view of the kinds that `tree` names on the way."""
-    shapes = [top()]
+    shapes, above = [top()], path[:0]
     for key in path:
+        if len(above) == 2 and above[0] in ROOMS:
+            shapes = _chosen(str(above[0]), tree)
         shapes = [choice for shape in shapes for choice in choices(_below(shape, key, tree))]
         tree = tree.get(key) if isinstance(tree, Mapping) else None
+        above = (*above, key)
     return shapes
+
+
+def _chosen(room: str, node: Any) -> list[Shape]:
+    try:
+        return [of_kind(room, str(node.get("kind")))] if isinstance(node, Mapping) else []
+    except KindError:
+        return []
 
 
 def _below(shape: Shape, key: str | int, tree: Any) -> Shape:
@@ -66,7 +111,8 @@ def _below(shape: Shape, key: str | int, tree: Any) -> Shape:
     if kind is not None and isinstance(tree, Mapping) and tree.get("kind") != kind:
         return _NOTHING
     if isinstance(key, int):
-        below = shape["prefixItems"][key] if "prefixItems" in shape else shape.get("items")
+        items = shape.get("prefixItems", ())
+        below = items[key] if key < len(items) else shape.get("items")
     elif "patternProperties" in shape:
         below = next(iter(shape["patternProperties"].values()))
     else:
@@ -74,39 +120,63 @@ def _below(shape: Shape, key: str | int, tree: Any) -> Shape:
     return below if isinstance(below, Mapping) else _NOTHING
 
 
-def wanted(shapes: list[Shape], *, key: str | int) -> str:
-    """What a value of one of these shapes is: "a positive number", "true or false"."""
-    return " or ".join(dict.fromkeys(_words(shape, key) for shape in shapes)) or "something else"
+def is_secret(shapes: list[Shape]) -> bool:
+    """Whether one of the shapes is that of a secret (`SecretStr`), or holds one."""
+    return any(_holds_secret(shape) for shape in shapes)
 
 
-def _words(shape: Shape, key: str | int) -> str:
+def _holds_secret(shape: Any) -> bool:
+    if isinstance(shape, Mapping):
+        return shape.get("format") == "password" or any(map(_holds_secret, shape.values()))
+    return isinstance(shape, list) and any(map(_holds_secret, shape))
+
+
+def wanted(shapes: list[Shape]) -> str:
+    """What a value of one of these shapes is: "a positive number", "true or false"; "" if that cannot be told."""
+    words = [_words(shape) for shape in shapes]
+    if "a mapping" in words:
+        words = [word for word in words if not word.startswith("a mapping with")]
+    return " or ".join(dict.fromkeys(words)) if all(words) else ""
+
+
+def _words(shape: Shape) -> str:
     kind = shape.get("type")
+    if "takes" in shape:
+        return str(shape["takes"])
+    if "const" in shape or "enum" in shape:
+        allowed = shape.get("enum") or [shape["const"]]
+        return ("one of " if len(allowed) > 1 else "") + ", ".join(f"`{value}`" for value in allowed)
     if kind in ("number", "integer"):
         return _number_words(shape, "number" if kind == "number" else "whole number")
     if kind == "boolean":
         return "true or false"
     if kind == "string":
-        if "const" in shape:
-            return f"`{shape['const']}`"
-        if "enum" in shape:
-            return "one of " + ", ".join(f"`{value}`" for value in shape["enum"])
+        if shape.get("format", "password") != "password":
+            return ""
         if "pattern" in shape:
-            return _PATTERNS[str(key)]
+            return f"text that matches `{shape['pattern']}`"
         return "text that is not empty" if shape.get("minLength") else "text"
     if kind == "array":
-        if "prefixItems" in shape:
+        items = [item.get("type") for item in shape.get("prefixItems", ())]
+        if items == ["number", "number"]:
             return "a list of two numbers, the low and the high end"
-        return "a list of texts that is not empty" if shape.get("minItems") else "a list of texts"
+        of = " of texts" if shape.get("items", {}).get("type") == "string" else ""
+        return f"a list{of} that is not empty" if shape.get("minItems") else f"a list{of}"
+    if kind != "object":
+        return ""
     if not shape.get("properties"):
         return "a mapping with at least one entry" if shape.get("minProperties") else "a mapping"
     required = [name for name in shape.get("required", ()) if name != "kind"]
-    return f"a mapping with `{required[0]}`" if len(shape["properties"]) == 1 else "a mapping"
+    return f"a mapping with `{required[0]}`" if len(shape["properties"]) == 1 and required else "a mapping"
 
 
 def _number_words(shape: Shape, noun: str) -> str:
     low, high = shape.get("minimum"), shape.get("maximum")
-    if shape.get("exclusiveMinimum") == 0:
-        return f"a positive {noun}"
-    if low is not None:
-        return f"a {noun} from {low:g} to {high:g}" if high is not None else f"a {noun}, {low:g} or more"
-    return f"a {noun}"
+    above, below = shape.get("exclusiveMinimum"), shape.get("exclusiveMaximum")
+    if low is not None and high is not None:
+        return f"a {noun} from {low:g} to {high:g}"
+    said = [f"{low:g} or more"] if low is not None else []
+    said += [f"{high:g} or less"] if high is not None else []
+    said += [f"above {above:g}"] if above else []
+    said += [f"below {below:g}"] if below is not None else []
+    return ", ".join([f"a positive {noun}" if above == 0 else f"a {noun}", *said])

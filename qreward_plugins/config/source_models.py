@@ -1,16 +1,17 @@
-"""The nodes of the tree below `sources`: every key, its unit and its default, documented beside it.
+"""What the nodes below `sources` have in common: every key, its unit and its default, documented beside it.
 
-What all sources have, and what all that are asked over HTTP have, stands once; a kind adds what is its own.
+A kind of source adds its own keys where it is defined (`qreward_plugins.sources`), in a model that inherits
+`SourceConfig`, or `EndpointConfig` if it is asked over HTTP.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 
 from ..redaction import with_secrets
-from .nodes import Node, NonNegativeFloat, PositiveFloat, PositiveInt, one_or_several
+from .nodes import Node, NonNegativeFloat, PositiveFloat, PositiveInt, one_or_several, takes
 
 
 def _plain_url(url: str) -> str:
@@ -50,7 +51,17 @@ def _plain_name(name: str) -> str:
 
 ModelName = Annotated[str, Field(min_length=1), AfterValidator(_plain_name)]
 ServiceURL = Annotated[str, AfterValidator(_plain_url)]
-BaseURL = Annotated[ServiceURL, AfterValidator(_without_slash)]
+URLs = Annotated[tuple[ServiceURL, ...], Field(min_length=1), BeforeValidator(one_or_several)]
+"""A URL, or a list of replicas."""
+BaseURLs = Annotated[
+    tuple[Annotated[ServiceURL, AfterValidator(_without_slash)], ...],
+    Field(min_length=1),
+    BeforeValidator(one_or_several),
+]
+"""The same, for URLs that a path is added to."""
+
+
+VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), takes("the name of an environment variable")]
 
 
 class Limits(Node):
@@ -104,8 +115,11 @@ class Price(Node):
     """Dollars for a request. Default: 0."""
 
 
-class AnySource(Node):
+class SourceConfig(Node):
     """What every source has."""
+
+    kind: str
+    """The kind of source: a name that `qreward kinds` lists, or `package.module:Class`."""
 
     limits: Limits = Limits()
     timeouts: Timeouts = Timeouts()
@@ -122,14 +136,17 @@ class AnySource(Node):
     Default: 1."""
 
 
-class Endpoint(AnySource):
+class EndpointConfig(SourceConfig):
     """What every source has that is asked over HTTP."""
+
+    URL_KEY: ClassVar[str] = "url"
+    """The key that holds the URLs. A kind defines it: `url: URLs`."""
 
     api_key: Annotated[SecretStr, Field(min_length=1)] | None = None
     """The key, best written as `${oc.env:NAME}`. Inline in a trainer's own configuration use `api_key_env`: trainers
     print and upload their configuration with everything resolved."""
 
-    api_key_env: Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")] | None = None
+    api_key_env: VariableName | None = None
     """Name of the environment variable that holds the key; read when the source is opened."""
 
     headers: dict[str, SecretStr] = Field(default_factory=dict)
@@ -145,110 +162,15 @@ class Endpoint(AnySource):
     max_reply_bytes: PositiveInt = 1_048_576
     """Largest body of a reply in bytes, after decompression; a longer one fails the attempt. Default: 1 MiB."""
 
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of all replicas, as configured."""
+        urls: tuple[str, ...] = getattr(self, self.URL_KEY)
+        return urls
+
     @field_validator("api_key_env")
     @classmethod
     def _one_key(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("api_key") is not None:
             raise ValueError("give api_key or api_key_env, not both")
         return value
-
-
-class OpenAISource(Endpoint):
-    """Any server with an OpenAI-compatible `/chat/completions`."""
-
-    kind: Literal["openai"]
-
-    base_url: Annotated[tuple[BaseURL, ...], Field(min_length=1)]
-    """URL up to and including the version, e.g. `https://api.example.com/v1`; or a list of replicas that share the
-    limits of this source."""
-
-    model: ModelName
-    """Name of the model, as the server knows it."""
-
-    _urls = field_validator("base_url", mode="before")(one_or_several)
-
-
-SamplePart = Literal[
-    "prompt",
-    "messages",
-    "conversation",
-    "response",
-    "ground_truth",
-    "data_source",
-    "extras",
-    "group_id",
-    "id",
-]
-
-
-def _remote_rm_body() -> dict[str, SamplePart]:
-    return {"prompt": "prompt", "response": "response", "label": "ground_truth"}
-
-
-class HTTPSource(Endpoint):
-    """Any service that is sent a sample as JSON and answers with its score: a reward model's server, a rule service,
-    what slime calls a remote reward model."""
-
-    kind: Literal["http"]
-
-    url: Annotated[tuple[ServiceURL, ...], Field(min_length=1)]
-    """The whole URL that requests are posted to, e.g. `http://localhost:8000/score`; or a list of replicas that share
-    the limits of this source. It has no query: URLs are shown in messages and metrics."""
-
-    model: ModelName | None = None
-    """Name of what scores there, for metrics; for the journal it replaces the URLs, as `version` does. Default: the
-    first URL without its scheme. Set it if the address changes from run to run."""
-
-    body: Annotated[dict[str, SamplePart], Field(min_length=1)] = Field(default_factory=_remote_rm_body)
-    """The keys of the body, and what of the sample each holds. `prompt`: the text of a prompt that is one user message,
-    else its messages; `messages`: the prompt as a list of messages; `conversation`: that list with the response as the
-    assistant's turn at its end; `response`, `ground_truth`, `data_source`, `extras`, `group_id` and `id` (two samples
-    that differ only in a part that is sent never share an answer of the journal). Keys with a constant value go into
-    `parameters`. Default: `{prompt: prompt, response: response, label: ground_truth}`, what slime posts to its
-    `--rm-url`."""
-
-    score_key: Annotated[str, Field(pattern=r"^[^.]+(\.[^.]+)*$")] | None = None
-    """Where in the reply the value stands: keys joined by dots, a number for an item of a list (`data.score`,
-    `results.0.score`). Default: the whole reply is the value, a number or a mapping with `score`."""
-
-    _urls = field_validator("url", mode="before")(one_or_several)
-
-    @field_validator("body")
-    @classmethod
-    def _sends_the_response(cls, body: dict[str, SamplePart]) -> dict[str, SamplePart]:
-        if not {"response", "conversation"} & set(body.values()):
-            raise ValueError("no key holds the response; add `response: response`, or one that holds `conversation`")
-        return body
-
-
-class FunctionSource(AnySource):
-    """A Python function that scores; it may be a framework's own reward function."""
-
-    kind: Literal["function"]
-
-    function: Annotated[str, Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$")]
-    """`package.module:name` or `path/to/file.py:name`."""
-
-    arguments: Literal["fields", "sample"] = "fields"
-    """What the function is called with. `fields` (default): the keywords `data_source`, `solution_str`, `ground_truth`
-    and `extra_info`, the convention of reward functions. `sample`: one `Sample`."""
-
-    kwargs: FreeMapping = Field(default_factory=dict)
-    """Further keyword arguments of every call. Values under the name of a secret (`api_key`, `token`, `password`), and
-    those from the environment, are treated as secrets."""
-
-    mode: Literal["auto", "process", "thread"] = "auto"
-    """Where a sync function runs; async functions are always awaited. `process` (`auto`, the default): in worker
-    processes, where a call that hangs is killed. `thread`: in threads, for functions that only wait; a call that hangs
-    cannot be killed there and goes on after its time-out. A sample whose call crashes is tried once more, after
-    all other samples. While other samples wait and no worker is free, a call is ended before `timeouts.total_s` once it
-    takes 8 times as long as usual, and at least 5 s (15 s while no call has ended yet). Its sample, too, is tried once
-    more after the others, and then has the whole `timeouts.total_s`. A call that had that is not tried again."""
-
-    workers: PositiveInt | None = None
-    """Worker processes or threads. Default: the number of processors this process may use; up to 8 more processes run
-    the last tries of samples that hung, so that these do not wait for each other, unless `limits` has a `concurrency`
-    or a number of requests."""
-
-
-Source = Annotated[OpenAISource | HTTPSource | FunctionSource, Field(discriminator="kind")]

@@ -6,14 +6,21 @@ input may hold keys.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator, Sequence
+from typing import Any, get_args
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+from pydantic_core.core_schema import ErrorType
 
 from . import shape
 from .findings import Finding, Path, did_you_mean, scalar_text
-from .models import Config
+from .models import NO_KIND, Config
 from .tree import Broken
+
+_RAISED = {"value_error", "assertion_error"}
+_KNOWN = frozenset(get_args(ErrorType)) - _RAISED
+"""The errors that pydantic finds by itself. What else there is, a validator has put into words."""
 
 
 def check_values(tree: dict[str, Any]) -> tuple[Config | None, list[Finding]]:
@@ -27,32 +34,59 @@ def check_values(tree: dict[str, Any]) -> tuple[Config | None, list[Finding]]:
     except ValidationError as error:
         details = error.errors(include_url=False)
     findings: dict[Path, Finding] = {}
-    for detail in details:
-        kind, path = detail["type"], _path(detail["loc"], tree)
-        if detail["loc"][0] == "on_failure" and isinstance(tree["on_failure"], dict):
-            if detail["loc"][1:2] != ("Constant",):
-                continue
-        elif detail["loc"][0] == "on_failure":
-            path = ("on_failure",)
+    for detail in _of_best_members(details, tree):
+        kind, path = detail["type"], _path(detail, tree)
         value = _value(path, tree)
-        if isinstance(value, Broken) or (kind.startswith("union_tag") and isinstance(value, dict)):
+        if isinstance(value, Broken) or kind == NO_KIND or (kind.startswith("union_tag") and isinstance(value, dict)):
             continue
         if kind == "missing" and isinstance(_value(path[:-1], tree), list):
             kind, path = "too_short", path[:-1]
             value = _value(path, tree)
-        said = str(detail["ctx"]["error"]) if kind == "value_error" and not isinstance(value, bool) else ""
-        findings.setdefault(path, _finding(kind, path, value, said, tree, is_key=detail["loc"][-1] == "[key]"))
+        is_key = detail["loc"][-1] == "[key]"
+        findings.setdefault(path, _finding(kind, path, value, _said(detail), tree, is_key=is_key))
     return None, list(findings.values())
 
 
+def _of_best_members(details: Sequence[ErrorDetails], tree: Any) -> list[ErrorDetails]:
+    """The errors without those of members of a union that fit the value worse than another member does."""
+    plain: list[ErrorDetails] = []
+    unions: dict[Path, dict[str | int, list[ErrorDetails]]] = {}
+    for detail in details:
+        above: Path = ()
+        for key, path in _steps(detail, tree):
+            if path == above and isinstance(key, str):
+                unions.setdefault(path, {}).setdefault(key, []).append(detail)
+                break
+            above = path
+        else:
+            plain.append(detail)
+    return plain + [detail for members in unions.values() for detail in min(members.items(), key=_misfit)[1]]
+
+
+def _misfit(member: tuple[str | int, Sequence[ErrorDetails]]) -> tuple[bool, int, int]:
+    """How badly a member of a union fits: it wants another type, or other keys, or only other values."""
+    name, errors = member
+    keys = sum(error["type"] in ("missing", "extra_forbidden") for error in errors)
+    return any(error["loc"][-1] == name for error in errors), keys, len(errors)
+
+
 def _finding(kind: str, path: Path, value: Any, said: str, tree: Any, *, is_key: bool) -> Finding:
-    if said:
-        return Finding(path, said, excerpt=_url_excerpt(value))
+    """One mistake at `path`. `said` is what a validator said, or else pydantic in its own words."""
+    shapes = shape.at(path, tree)
+    secret, wanted = shape.is_secret(shapes), shape.wanted(shapes)
+    if kind not in _KNOWN and not (isinstance(value, bool) and wanted):
+        if secret and isinstance(value, str) and value in said:
+            said = "is not valid"
+        return Finding(path, said, excerpt="" if secret else _url_excerpt(value))
     if is_key:
         return Finding(path, "the name must be lower-case letters, digits and underscores, and start with a letter")
-    wanted = shape.wanted(shape.at(path, tree), key=path[-1])
     if kind == "missing":
-        return Finding(path, "the key is missing", f"It takes {wanted}.")
+        return Finding(path, "the key is missing", f"It takes {wanted}." if wanted else "Give it.")
+    if kind == "extra_forbidden":
+        return Finding(path, "unknown key", "Remove it.")
+    if not wanted:
+        # A type of another package, which pydantic has words for. They hold nothing of the value.
+        return Finding(path, said, excerpt="" if secret else f", not {scalar_text(value)}")
     if kind == "finite_number":
         wanted = wanted.replace("a ", "a finite ", 1)
     remedy = ""
@@ -62,7 +96,13 @@ def _finding(kind: str, path: Path, value: Any, said: str, tree: Any, *, is_key:
         remedy = "Put it in quotes."
     elif isinstance(value, str) and wanted.startswith("one of"):
         remedy = did_you_mean(value, [name for one in shape.at(path, tree) for name in one.get("enum", ())]).strip()
-    return Finding(path, f"must be {wanted}", remedy, f", not {scalar_text(value)}")
+    return Finding(path, f"must be {wanted}", remedy, "" if secret else f", not {scalar_text(value)}")
+
+
+def _said(detail: ErrorDetails) -> str:
+    if detail["type"] in _RAISED:
+        return str(detail["ctx"]["error"]).rstrip(".")
+    return detail["msg"].replace("Input should", "must", 1).rstrip(".")
 
 
 def _url_excerpt(value: Any) -> str:
@@ -70,23 +110,27 @@ def _url_excerpt(value: Any) -> str:
     return f" (not {scalar_text(value)})" if isinstance(value, str) and not set("@?#") & set(value) else ""
 
 
-def _path(loc: tuple[str | int, ...], tree: Any) -> Path:
-    """The path in `tree` that pydantic means by `loc`, where the names of union members stand between the keys."""
-    keys = list(loc)
-    if keys[0] in ("sources", "judges"):
-        del keys[2:3]
-    elif keys[0] == "on_failure":
-        del keys[1:2]
-    elif keys[:2] == ["groups", "min_scored"]:
-        del keys[2:]
+def _path(detail: ErrorDetails, tree: Any) -> Path:
+    """The path in `tree` that an error of pydantic is about."""
+    return list(_steps(detail, tree))[-1][1]
+
+
+def _steps(detail: ErrorDetails, tree: Any) -> Iterator[tuple[str | int, Path]]:
+    """The parts of pydantic's own path, each with the path in `tree` up to there. Names of union members and of
+    functions stand between the keys, and add nothing.
+    """
     path: Path = ()
-    for key in keys:
-        if key == "[key]" or (isinstance(key, int) and isinstance(tree, str)):
-            # A model's validator made a list of it.
-            continue
-        path = (*path, key)
-        tree = _child(tree, key)
-    return path
+    for number, key in enumerate(detail["loc"]):
+        if _has(tree, key) or (detail["type"] == "missing" and number == len(detail["loc"]) - 1):
+            path = (*path, key)
+            tree = _child(tree, key)
+        yield key, path
+
+
+def _has(tree: Any, key: str | int) -> bool:
+    if isinstance(tree, dict):
+        return key in tree
+    return isinstance(tree, list) and isinstance(key, int) and 0 <= key < len(tree)
 
 
 def _value(path: Path, tree: Any) -> Any:

@@ -13,6 +13,7 @@ from ..config import Config, judge_for, judges_in_charge, sources_of
 from ..config import models as configuration
 from ..errors import ConfigurationError, Mistake
 from ..samples import Sample
+from ..sources import kind_of
 from .base import Judge
 from .function import FunctionJudge
 from .llm import LLMJudge
@@ -39,7 +40,7 @@ class Panel:
             if isinstance(node, configuration.SumJudge):
                 continue
             names = sources_of(config, name)
-            functions = all(isinstance(config.sources[source], configuration.FunctionSource) for source in names)
+            functions = all(kind_of(config.sources[source]).local for source in names)
             try:
                 self.judges[name] = build_judge(name, node, sources=names, key=key, keeps_returned=functions)
             except ConfigurationError as error:

@@ -9,9 +9,6 @@ from dataclasses import dataclass, field
 from ..config import Config
 from ..errors import InputError
 
-LATENCY_S = {"openai": 3.0, "http": 0.5, "function": 0.1}
-"""How long an average request takes, by the kind of the source: one pass over a text is quicker than writing one."""
-
 
 @dataclass(frozen=True)
 class Assumptions:
@@ -22,7 +19,8 @@ class Assumptions:
 
     latency_s: Mapping[str, float] = field(default_factory=dict)
     """How long an average request takes, without any waiting, by the name of the source; "*" for all others. Default:
-    3 for a language model, 0.5 for a scoring service, 0.1 for a function, unless a journal tells."""
+    what the kind of the source says (`usual_latency_s`: 3 for a language model, 0.5 for a scoring service, 0.1 for a
+    function), unless a journal tells."""
     spread: float | None = None
     """Sigma of the lognormal noise on latencies. Default: 0.3, unless a journal tells."""
     length_share: float | None = None

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ..config import Config, FunctionSource
+from ..config import Config
+from ..sources import kind_of
 from ..telemetry import PartKind
 from .rehearsal import Rehearsal, Run
 
@@ -121,7 +122,7 @@ def _places(config: Config, name: str) -> str:
     declared = source.limits.concurrency
     if declared is not None:
         return f"concurrency {declared:,}"
-    return "its workers" if isinstance(source, FunctionSource) else "concurrency not declared"
+    return "its workers" if kind_of(source).local else "concurrency not declared"
 
 
 def listed(names: Sequence[str]) -> str:

@@ -15,7 +15,7 @@ from ..config import Config, FunctionJudge, LLMJudge, judge_for
 from ..errors import SourceError, Throttled
 from ..samples import Sample, Usage
 from ..simulation import SimulatedServer, score_of
-from ..sources import Reply, Request
+from ..sources import Reply, Request, kind_of
 from .lengths import BYTES_PER_TOKEN
 from .timeline import Bar, BarEnd, BarKind
 
@@ -105,7 +105,7 @@ class PlayedSource:
         return sample.id or "" if whole else f"{sample.id} {request.judge}"
 
     def _tokens(self, request: Request, work: float) -> tuple[int, int]:
-        if self._config.sources[self.name].kind == "function":
+        if kind_of(self._config.sources[self.name]).local:
             return 0, 0
         # A score is not written in tokens.
         completion = round(self._verdict_tokens * work) if request.messages else 0

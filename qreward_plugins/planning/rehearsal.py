@@ -15,12 +15,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from ..config import Config, FunctionSource
+from ..config import Config
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, Mistake
 from ..quotas.shares import shares
 from ..samples import Failed, Outcome
 from ..simulation import Luck, Server, SimulatedServer, run
+from ..sources import kind_of
 from ..telemetry import BatchReport
 from .lengths import tokens_of
 from .played import PlayedSource, Record
@@ -200,7 +201,7 @@ class Rehearsal:
         source, truth = self.config.sources[name], self.truths[name]
         limits = source.limits
         parts = shares(limits, source=name, processes=1, slots=truth.slots)
-        local = isinstance(source, FunctionSource)
+        local = kind_of(source).local
         overhead_s = 0.0 if local else min(_OVERHEAD_S, truth.latency_s / 4)
         network_s = overhead_s / 2
         try:

@@ -13,8 +13,8 @@ from ..config import Config, LLMJudge, judge_for, parts_of, sources_of
 from ..errors import InputError
 from ..judges import build_judge
 from ..samples import Sample
-from ..sources import open_source
-from .assumptions import LATENCY_S, SPREAD, VERDICT_TOKENS, Assumptions
+from ..sources import kind_of, open_source
+from .assumptions import SPREAD, VERDICT_TOKENS, Assumptions
 from .bottleneck import listed
 from .length_effect import LENGTH_SHARE, journal_rows, length_share, relative_work
 from .lengths import BYTES_PER_TOKEN, Lengths, tokens_of
@@ -97,7 +97,7 @@ def set_up(
 
 def _slots(config: Config, name: str) -> int | None:
     node = config.sources[name]
-    if node.kind != "function":
+    if not kind_of(node).local:
         # Its key may be unset where one plans, and a plan needs none.
         return None
     source = open_source(name, node)
@@ -111,7 +111,7 @@ def _latency(config: Config, name: str, assumptions: Assumptions, recorded: Reco
         return given, "given"
     if recorded is not None and recorded.latency_s is not None:
         return max(_SHORTEST_LATENCY_S, recorded.latency_s), "journal"
-    return LATENCY_S[config.sources[name].kind], "assumed"
+    return kind_of(config.sources[name]).usual_latency_s, "assumed"
 
 
 def _spread(assumptions: Assumptions, recorded: Recorded | None, by_length: float) -> float:
@@ -206,7 +206,7 @@ def _undeclared(config: Config, judged: Mapping[str, float]) -> list[str]:
     by_lack: dict[str, list[str]] = {}
     for name in asked:
         source = config.sources[name]
-        if source.kind == "function":
+        if kind_of(source).local:
             continue
         limits = source.limits
         lacks = [

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ..config import Config, Judge, Limits, SumJudge, sources_of
 from ..quotas import UNDECLARED_CONCURRENCY
+from ..sources import kind_of
 from .bottleneck import Wait, listed, used_up
 from .rehearsal import Rehearsal, Run
 
@@ -118,7 +119,7 @@ def _busiest(rehearsal: Rehearsal, runs: Sequence[Run]) -> str | None:
     answered = {
         name: sum(run.uses[name].answered for run in runs)
         for name, source in rehearsal.config.sources.items()
-        if source.kind != "function"
+        if not kind_of(source).local
     }
     best = max(answered, key=lambda name: answered[name], default=None)
     return best if best is not None and answered[best] else None

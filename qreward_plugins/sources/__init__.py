@@ -1,4 +1,4 @@
-"""What answers requests: language models and scoring services over HTTP, and local functions.
+"""What answers requests: language models and scoring services over HTTP, local functions, and your own kinds.
 
 The names load on first use, because a worker process of a function imports this package too and needs no HTTP client.
 """
@@ -11,33 +11,71 @@ from typing import TYPE_CHECKING, Any
 from .base import Reply, Request, Source
 
 if TYPE_CHECKING:
-    from ..config import models
+    from ..config.source_models import BaseURLs, EndpointConfig, FreeMapping, ModelName, SourceConfig, URLs
+    from .endpoint import Endpoint
     from .function import FunctionSource
+    from .http import HTTPReply
+    from .kind import TEXT, VALUE, SourceKind
     from .openai import OpenAISource
+    from .opening import kind_of, open_source
+    from .provider import Provider
+    from .replies import Answer, Problem, json_of, usage_of
     from .service import HTTPSource
 
-__all__ = ["FunctionSource", "HTTPSource", "OpenAISource", "Reply", "Request", "Source", "open_source"]
+__all__ = [
+    "TEXT",
+    "VALUE",
+    "Answer",
+    "BaseURLs",
+    "Endpoint",
+    "EndpointConfig",
+    "FreeMapping",
+    "FunctionSource",
+    "HTTPReply",
+    "HTTPSource",
+    "ModelName",
+    "OpenAISource",
+    "Problem",
+    "Provider",
+    "Reply",
+    "Request",
+    "Source",
+    "SourceConfig",
+    "SourceKind",
+    "URLs",
+    "json_of",
+    "kind_of",
+    "open_source",
+    "usage_of",
+]
 
-_HOMES = {"FunctionSource": "function", "HTTPSource": "service", "OpenAISource": "openai"}
-
-
-def open_source(name: str, config: models.Source) -> Source:
-    """Make the source `name` of the configuration. It connects, and starts workers, with its first request.
-
-    Raises ConfigurationError for what only the environment shows: an unset key, a function that cannot be loaded.
-    """
-    from .function import FunctionSource
-    from .openai import OpenAISource
-    from .service import HTTPSource
-
-    if config.kind == "openai":
-        return OpenAISource(name, config)
-    if config.kind == "http":
-        return HTTPSource(name, config)
-    return FunctionSource(name, config)
+_CONFIG = "..config.source_models"
+_HOMES = {
+    "TEXT": ".kind",
+    "VALUE": ".kind",
+    "Answer": ".replies",
+    "BaseURLs": _CONFIG,
+    "Endpoint": ".endpoint",
+    "EndpointConfig": _CONFIG,
+    "FreeMapping": _CONFIG,
+    "FunctionSource": ".function",
+    "HTTPReply": ".http",
+    "HTTPSource": ".service",
+    "ModelName": _CONFIG,
+    "OpenAISource": ".openai",
+    "Problem": ".replies",
+    "Provider": ".provider",
+    "SourceConfig": _CONFIG,
+    "SourceKind": ".kind",
+    "URLs": _CONFIG,
+    "json_of": ".replies",
+    "kind_of": ".opening",
+    "open_source": ".opening",
+    "usage_of": ".replies",
+}
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(importlib.import_module(_HOMES[name], __name__), name)

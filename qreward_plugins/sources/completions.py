@@ -26,28 +26,28 @@ class CompletionAnswer(Answer):
 
     __slots__ = ()
 
-    def _read(self) -> Reply | QRewardError:
+    def read(self) -> Reply | QRewardError:
         body = json_of(self.http.body)
         if not isinstance(body, dict):
-            return self._unreadable(f"{self._content_type()} that is not a JSON object", self.http.body)
+            return self.unreadable(f"{self._content_type()} that is not a JSON object", self.http.body)
         if body.get("error"):
-            return self._of_object(Problem.of(body))
+            return self.error_of(Problem.of(body))
         return self._completion(body)
 
     def _completion(self, body: Mapping[str, Any]) -> Reply | QRewardError:
         choices = body.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         if isinstance(choice, dict) and choice.get("error"):
-            return self._of_object(Problem.of(choice))
+            return self.error_of(Problem.of(choice))
         message = choice.get("message") if isinstance(choice, dict) else None
         if not isinstance(choice, dict) or not isinstance(message, dict):
-            return self._unreadable("no choices[0].message", self.http.body)
+            return self.unreadable("no choices[0].message", self.http.body)
         ended = name_of(choice.get("finish_reason"))
         if ended.lower() in _BROKEN_OFF:
-            return self._unreadable(f"a reply that the provider broke off (finish_reason {ended!r})")
+            return self.unreadable(f"a reply that the provider broke off (finish_reason {ended!r})")
         text, refusal = _text(message.get("content"))
         if text is None:
-            return self._unreadable("a content of the wrong type", self.http.body)
+            return self.unreadable("a content of the wrong type", self.http.body)
         refusal = refusal or name_of(message.get("refusal"))
         if refusal and not text:
             return InvalidVerdict(f"source {self.name!r} refused to judge: {self.excerpts.of(refusal)}")
@@ -55,7 +55,7 @@ class CompletionAnswer(Answer):
         if unanswered and ended.lower() not in _FILTERED:
             hint = "; it spent all its tokens, raise max_tokens" if ended == "length" else ""
             what = "reasoning and no answer" if _reasons(message) else "a content of null"
-            return self._unreadable(f"{what} (finish_reason {ended or 'null'!r}{hint})")
+            return self.unreadable(f"{what} (finish_reason {ended or 'null'!r}{hint})")
         return Reply(
             text=text,
             usage=usage_of(body.get("usage")),

@@ -9,80 +9,79 @@ from __future__ import annotations
 
 import asyncio
 import os
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from yarl import URL
 
+from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, InputError, Mistake, SampleRefused, SourceError
 from ..redaction import names_secret, secrets_in, without_secrets
 from .base import Reply, Request, apart
 from .bodies import as_json, encoded
 from .demand import Demand, Texture, completion_bound, of_messages
 from .http import HTTPClient, HTTPReply, proxy_for
+from .kind import SourceKind, class_path
+from .provider import Provider, address
 from .replicas import Replicas
 from .replies import Answer
-
-if TYPE_CHECKING:
-    from ..config import models
 
 _OURS = ("content-length", "transfer-encoding", "content-encoding", "connection", "host")
 
 
-class Endpoint(ABC):
+class Endpoint(SourceKind):
     """A source that is asked by POST, at one URL or at several that share its limits.
 
-    `name` is its name in the configuration, `urls` what is configured below the key `URL_KEY`, and `path` what is added
-    to each. The proxies of the environment are used (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`); `~/.netrc` is not read.
+    A kind defines `body` and `answer`, and a `Config` with the key `url: URLs` (or another one that its `URL_KEY`
+    names). All else is done here: replicas, the key, TLS, proxies of the environment (`HTTPS_PROXY`, `HTTP_PROXY`,
+    `NO_PROXY`; `~/.netrc` is not read), bounded replies, errors by their status, `Retry-After` and announced limits,
+    secrets redacted from whatever is shown.
+
+    `name` is its name in the configuration, and `mistakes` what the kind itself found wrong with `config`.
 
     Raises ConfigurationError with `mistakes` and all that only the environment shows: an unset variable for the key, a
     URL or header that cannot be sent.
     """
 
-    URL_KEY: ClassVar[str]
+    Config: ClassVar[type[EndpointConfig]] = EndpointConfig
 
-    def __init__(
-        self, name: str, config: models.Endpoint, urls: Sequence[str], *, path: str = "", mistakes: Sequence[Mistake]
-    ) -> None:
-        self._name = name
+    PATH: ClassVar[str] = ""
+    """What is added to each URL."""
+    KEY_HEADER: ClassVar[tuple[str, str]] = ("Authorization", "Bearer ")
+    """The header that carries the key, and what stands in it before the key."""
+    HEADERS: ClassVar[Mapping[str, str]] = {}
+    """Further headers of every request. They are no secrets; those of the configuration win over them."""
+
+    usual_latency_s = 0.5
+
+    def __init__(self, name: str, config: EndpointConfig, *, mistakes: Sequence[Mistake] = ()) -> None:
+        super().__init__(name, config)
         self._max_reply_bytes = config.max_reply_bytes
         found: list[Mistake] = []
         self._parameters = _parameters(f"sources.{name}.parameters", config, found)
         _check_bound(f"sources.{name}.parameters", config, found)
-        headers = _headers(f"sources.{name}", config, found)
-        self._urls = _urls(f"sources.{name}.{self.URL_KEY}", urls, path, found)
+        headers = _headers(f"sources.{name}", config, self.KEY_HEADER, found)
+        self._urls = _urls(f"sources.{name}.{config.URL_KEY}", config.urls, self.PATH, found)
         if found or mistakes:
             raise ConfigurationError([*found, *mistakes])
-        self._replicas = Replicas(urls)
+        self._replicas = Replicas(config.urls)
+        plain = {key: value for key, value in self.HEADERS.items() if not _names(headers, key)}
         self._identity = (
-            type(self).__name__,
+            class_path(self),
             config.version or tuple(sorted(self._urls)),
-            sorted((key.lower(), value) for key, value in headers.items() if not names_secret(key)),
+            sorted((key.lower(), value) for key, value in {**plain, **headers}.items() if not names_secret(key)),
         )
         self._http = HTTPClient(
             name,
             tuple(self._urls.values()),
             headers,
+            plain_headers=plain,
             secrets=tuple(secrets_in(config.parameters)),
             verify_tls=config.verify_tls,
             connect_s=config.timeouts.connect_s,
         )
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    @abstractmethod
-    def model(self) -> str:
-        """What answers."""
-
-    @property
-    def slots(self) -> int | None:
-        """None: how much it takes at once is a matter of its limits."""
-        return None
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Ask once.
@@ -104,7 +103,7 @@ class Endpoint(ABC):
                 replica.failed(loop.time())
             else:
                 replica.answered()
-        return self._without_secrets(self._answer(url, http).reply())
+        return self._without_secrets(self.answer(url, http).reply())
 
     def _without_secrets(self, reply: Reply) -> Reply:
         """A reply that says how it may be shown: what a server echoes would get into rationales and names of
@@ -121,23 +120,46 @@ class Endpoint(ABC):
         Headers are part of who is asked, except credentials: a new key does not change an answer. Raises
         `SampleRefused` if the body cannot be written.
         """
-        return (self._identity, self._reads, apart(self._encode(request).decode(), request.nonce))
+        return (self._identity, self.reads, apart(self._encode(request).decode(), request.nonce))
 
     async def aclose(self) -> None:
         """Close all connections. Idempotent; a closed source answers no more."""
         await self._http.aclose()
 
+    @classmethod
+    def provider(cls, config: Any, environment: Mapping[str, str]) -> Provider:
+        """What the provider counts by: the URLs, the model, the key and the headers."""
+        headers = {name.lower(): value.get_secret_value().strip() for name, value in sorted(config.headers.items())}
+        key: str | None = ""
+        if config.api_key is not None:
+            key = config.api_key.get_secret_value().strip()
+        elif config.api_key_env is not None:
+            key = environment.get(config.api_key_env, "").strip() or None
+        carrier, before = cls.KEY_HEADER
+        credentials: str | None = headers.pop(carrier.lower(), "")
+        if key != "":
+            credentials = None if key is None else f"{before}{key}"
+        return Provider(
+            config.kind,
+            tuple(sorted(set(map(address, config.urls)))),
+            getattr(config, "model", None) or "",
+            tuple(f"{name}: {value}" for name, value in sorted(headers.items())),
+            credentials,
+        )
+
     @property
-    def _reads(self) -> object:
-        """The configuration of how replies are read, for the journal's key."""
+    def reads(self) -> object:
+        """The configuration of how replies are read, for the journal's key. Default: None, it changes nothing."""
         return None
 
     @abstractmethod
-    def _body(self, request: Request) -> Mapping[str, Any]:
-        """The body of a request, without the configured parameters."""
+    def body(self, request: Request) -> Mapping[str, Any]:
+        """The body of a request, without the configured parameters. Raises `InputError` for values that JSON does not
+        have.
+        """
 
     @abstractmethod
-    def _answer(self, url: URL, http: HTTPReply) -> Answer:
+    def answer(self, url: URL, http: HTTPReply) -> Answer:
         """What `url` answered, to be read."""
 
     def demand(self, request: Request) -> Demand | None:
@@ -165,7 +187,7 @@ class Endpoint(ABC):
 
     def _whole_body(self, request: Request) -> dict[str, Any]:
         """What is sent. The source's parameters override the judge's."""
-        return {**self._body(request), **self._parameters}
+        return {**self.body(request), **self._parameters}
 
     def _encode(self, request: Request) -> bytes:
         try:
@@ -181,7 +203,7 @@ class Endpoint(ABC):
         return f"{type(self).__name__}({self._name!r}, {', '.join(self._urls)})"
 
 
-def _check_bound(path: str, config: models.Endpoint, mistakes: list[Mistake]) -> None:
+def _check_bound(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> None:
     """Note a mistake if `tokens_per_minute` is limited but the parameters remove the bound of a completion."""
     if config.limits.tokens_per_minute is None or completion_bound({"max_tokens": 1, **config.parameters}) is not None:
         return
@@ -213,7 +235,7 @@ def _urls(where: str, configured: Sequence[str], path: str, mistakes: list[Mista
     return urls
 
 
-def _headers(path: str, config: models.Endpoint, mistakes: list[Mistake]) -> dict[str, str]:
+def _headers(path: str, config: EndpointConfig, key_header: tuple[str, str], mistakes: list[Mistake]) -> dict[str, str]:
     headers: dict[str, str] = {}
     for name, secret in config.headers.items():
         value = secret.get_secret_value().strip()
@@ -227,16 +249,22 @@ def _headers(path: str, config: models.Endpoint, mistakes: list[Mistake]) -> dic
         else:
             headers[name] = value
     key, where = _key(path, config, mistakes)
-    if key and any(name.lower() == "authorization" for name in headers):
-        mistakes.append(Mistake(where, "headers has an Authorization too.", "Give one of them."))
+    carrier, before = key_header
+    if key and _names(headers, carrier):
+        article = "an" if carrier[0] in "AEIOUaeiou" else "a"
+        mistakes.append(Mistake(where, f"headers has {article} {carrier} too.", "Give one of them."))
     elif key and not _can_be_sent(key):
         mistakes.append(Mistake(where, "the key holds characters that cannot be sent."))
     elif key:
-        headers["Authorization"] = f"Bearer {key}"
+        headers[carrier] = f"{before}{key}"
     return headers
 
 
-def _parameters(path: str, config: models.Endpoint, mistakes: list[Mistake]) -> dict[str, Any]:
+def _names(headers: Mapping[str, str], header: str) -> bool:
+    return any(name.lower() == header.lower() for name in headers)
+
+
+def _parameters(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> dict[str, Any]:
     try:
         plain: dict[str, Any] = as_json(without_secrets(config.parameters), "")
     except InputError as error:
@@ -246,7 +274,7 @@ def _parameters(path: str, config: models.Endpoint, mistakes: list[Mistake]) -> 
     return plain
 
 
-def _key(path: str, config: models.Endpoint, mistakes: list[Mistake]) -> tuple[str, str]:
+def _key(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> tuple[str, str]:
     if config.api_key is not None:
         return config.api_key.get_secret_value().strip(), f"{path}.api_key"
     where = f"{path}.api_key_env"

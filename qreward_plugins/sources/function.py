@@ -17,8 +17,12 @@ import inspect
 import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
 
+from pydantic import Field
+
+from ..config.nodes import PositiveInt, takes
+from ..config.source_models import FreeMapping, SourceConfig
 from ..errors import (
     ConfigurationError,
     InvalidVerdict,
@@ -35,22 +39,22 @@ from ..samples import Sample
 from . import worker_program as program
 from .base import Reply, Request
 from .excerpts import Excerpts
+from .kind import VALUE, SourceKind
 from .loading import Function, Loader, PathLoader, load, origin_of
+from .provider import Provider
 from .raised import describe, is_transient
 from .threads import FunctionRaised, ThreadSlots, TooManyAbandoned
 from .worker import CallOverdue, CannotLoad, ValueTooLarge, WorkerDied
 from .worker_pool import CannotStart, PoolClosed, WorkerPool
 
-if TYPE_CHECKING:
-    from ..config import models
-
-
 SPARE_WORKERS = 8
 """Worker processes beside the others, for the last tries of samples that hung; more would crowd a small machine."""
 
 
-class FunctionSource:
-    """Calls one function, once for each request.
+class FunctionSource(SourceKind):
+    """A Python function that scores, yours or a framework's own.
+
+    It is called once for each request.
 
     `name` is its name in the configuration. `loader` returns the function, in place of the path in the configuration,
     which then only names it; it must pickle, for every worker process calls it. An adapter hands over a framework's
@@ -63,15 +67,44 @@ class FunctionSource:
     Raises ConfigurationError if the function cannot be loaded.
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: models.FunctionSource,
-        *,
-        loader: Loader | None = None,
-        secrets: Iterable[str] = (),
-    ) -> None:
-        self._name = name
+    class Config(SourceConfig):
+        """A Python function that scores; it may be a framework's own reward function."""
+
+        function: Annotated[
+            str,
+            Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$"),
+            takes("`package.module:name` or `path/to/file.py:name`"),
+        ]
+        """`package.module:name` or `path/to/file.py:name`."""
+
+        arguments: Literal["fields", "sample"] = "fields"
+        """What the function is called with. `fields` (default): the keywords `data_source`, `solution_str`,
+        `ground_truth` and `extra_info`, the convention of reward functions. `sample`: one `Sample`."""
+
+        kwargs: FreeMapping = Field(default_factory=dict)
+        """Further keyword arguments of every call. Values under the name of a secret (`api_key`, `token`, `password`),
+        and those from the environment, are treated as secrets."""
+
+        mode: Literal["auto", "process", "thread"] = "auto"
+        """Where a sync function runs; async functions are always awaited. `process` (`auto`, the default): in worker
+        processes, where a call that hangs is killed. `thread`: in threads, for functions that only wait; a call that
+        hangs cannot be killed there and goes on after its time-out. A sample whose call crashes is tried once more,
+        after all other samples. While other samples wait and no worker is free, a call is ended before
+        `timeouts.total_s` once it takes 8 times as long as usual, and at least 5 s (15 s while no call has ended yet).
+        Its sample, too, is tried once more after the others, and then has the whole `timeouts.total_s`. A call that had
+        that is not tried again."""
+
+        workers: PositiveInt | None = None
+        """Worker processes or threads. Default: the number of processors this process may use; up to 8 more processes
+        run the last tries of samples that hung, so that these do not wait for each other, unless `limits` has a
+        `concurrency` or a number of requests."""
+
+    answers = (VALUE,)
+    local = True
+    usual_latency_s = 0.1
+
+    def __init__(self, name: str, config: Config, *, loader: Loader | None = None, secrets: Iterable[str] = ()) -> None:
+        super().__init__(name, config)
         self._config = config
         self._kwargs: dict[str, Any] = without_secrets(config.kwargs)
         self._excerpts = Excerpts([*secrets_in(config.kwargs), *secrets])
@@ -99,15 +132,6 @@ class FunctionSource:
             raise ConfigurationError([Mistake(key, problem, remedy)]) from error
 
     @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def local(self) -> bool:
-        """True: if a call hangs, its sample is to blame and not the source."""
-        return True
-
-    @property
     def model(self) -> str:
         return self._config.function
 
@@ -128,9 +152,19 @@ class FunctionSource:
         None if the configuration names no `version`: what a function imports cannot be seen from here, so only the user
         can say that it is unchanged.
         """
-        if self._config.version is None:
+        if not self.reusable(self._config):
             return None
         return ("function", self._config.version, self._config.function, self._origin, self._arguments(request.sample))
+
+    @classmethod
+    def reusable(cls, config: Any) -> bool:
+        return config.version is not None
+
+    @classmethod
+    def provider(cls, config: Any, environment: Mapping[str, str]) -> Provider:
+        """What counts: the function, a file by its whole path."""
+        where, _, name = config.function.rpartition(":")
+        return Provider(config.kind, (f"{os.path.realpath(where) if where.endswith('.py') else where}:{name}",))
 
     @functools.cached_property
     def _origin(self) -> object:

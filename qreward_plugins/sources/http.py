@@ -57,9 +57,10 @@ class HTTPClient:
     """Posts JSON for one source, with one session per event loop.
 
     A session is opened by the first request in a loop and closed by `aclose`, or else when `asyncio.run` shuts its loop
-    down, so that a later loop never meets connections of an earlier one. `headers` go with every request; `secrets` are
-    texts of the bodies that must not be shown. `verify_tls` and `connect_s` (seconds, name resolution and TLS included)
-    are as in the configuration; `proxies` are found once, when the client is made.
+    down, so that a later loop never meets connections of an earlier one. `headers` go with every request, and so do
+    `plain_headers`, whose values may be shown; `secrets` are texts of the bodies that must not be shown. `verify_tls`
+    and `connect_s` (seconds, name resolution and TLS included) are as in the configuration; `proxies` are found once,
+    when the client is made.
     """
 
     def __init__(
@@ -68,12 +69,13 @@ class HTTPClient:
         urls: tuple[URL, ...],
         headers: Mapping[str, str],
         *,
+        plain_headers: Mapping[str, str] | None = None,
         secrets: tuple[str, ...] = (),
         verify_tls: bool,
         connect_s: float,
     ) -> None:
         self._name = name
-        self._headers = dict(headers)
+        self._headers = {**(plain_headers or {}), **headers}
         self._verify_tls = verify_tls
         self._connect_s = connect_s
         self._proxies = {url: proxy_for(url) for url in urls}

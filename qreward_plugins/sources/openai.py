@@ -1,44 +1,59 @@
-"""A source behind an OpenAI-compatible `/chat/completions`: what it is asked, and who reads its answers."""
+"""A source behind an OpenAI-compatible `/chat/completions`: its configuration, what it is asked, and who reads its
+answers.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, ClassVar
 
 from yarl import URL
 
+from ..config.source_models import BaseURLs, EndpointConfig, ModelName
 from ..errors import Mistake
 from .base import Request
 from .completions import CompletionAnswer
 from .endpoint import Endpoint
 from .http import HTTPReply
-
-if TYPE_CHECKING:
-    from ..config import models
+from .kind import TEXT
 
 
 class OpenAISource(Endpoint):
-    """Asks one model, at one or several base URLs.
+    """A language model behind an OpenAI-compatible `/chat/completions`.
 
     Raises ConfigurationError as every `Endpoint` does, and for parameters that this source cannot serve.
     """
 
-    URL_KEY = "base_url"
+    class Config(EndpointConfig):
+        """Any server with an OpenAI-compatible `/chat/completions`."""
 
-    def __init__(self, name: str, config: models.OpenAISource) -> None:
+        URL_KEY: ClassVar[str] = "base_url"
+
+        base_url: BaseURLs
+        """URL up to and including the version, e.g. `https://api.example.com/v1`; or a list of replicas that share the
+        limits of this source."""
+
+        model: ModelName
+        """Name of the model, as the server knows it."""
+
+    answers = (TEXT,)
+    usual_latency_s = 3.0
+    PATH = "/chat/completions"
+
+    def __init__(self, name: str, config: Config) -> None:
         mistakes: list[Mistake] = []
         if config.parameters.get("stream"):
             path = f"sources.{name}.parameters.stream"
             mistakes.append(Mistake(path, "replies are not read as a stream.", "Leave it out."))
-        super().__init__(name, config, config.base_url, path="/chat/completions", mistakes=mistakes)
+        super().__init__(name, config, mistakes=mistakes)
         self._model = config.model
 
     @property
     def model(self) -> str:
         return self._model
 
-    def _body(self, request: Request) -> Mapping[str, Any]:
+    def body(self, request: Request) -> Mapping[str, Any]:
         return {"model": self._model, "messages": request.messages, **request.parameters}
 
-    def _answer(self, url: URL, http: HTTPReply) -> CompletionAnswer:
-        return CompletionAnswer(self._name, url, self._model, self.URL_KEY, http, self._http.excerpts)
+    def answer(self, url: URL, http: HTTPReply) -> CompletionAnswer:
+        return CompletionAnswer(self._name, url, self._model, self.Config.URL_KEY, http, self._http.excerpts)

@@ -69,14 +69,17 @@ class Answer(ABC):
         if not 200 <= self.http.status < 300:
             return self._of_status(self.http.status, Problem.of(json_of(self.http.body)))
         if not self.http.body.strip():
-            return self._unreadable("an empty body")
-        return self._read()
+            return self.unreadable("an empty body")
+        return self.read()
 
     @abstractmethod
-    def _read(self) -> Reply | QRewardError:
-        """Understand a body that is not empty, of a reply with a status of success."""
+    def read(self) -> Reply | QRewardError:
+        """Understand a body that is not empty, of a reply with a status of success. Errors are returned and not raised,
+        so that no traceback holds anything of the reply.
+        """
 
-    def _of_object(self, problem: Problem) -> QRewardError:
+    def error_of(self, problem: Problem) -> QRewardError:
+        """The error that a server states in the body of a reply, whatever its status."""
         if problem.status is not None and problem.status >= 400:
             return self._of_status(problem.status, problem)
         if problem.has(_OUT_OF_CREDIT) or problem.has(_THROTTLED):
@@ -130,7 +133,8 @@ class Answer(ABC):
         kind = self.http.headers.get("Content-Type", "").partition(";")[0].strip() or "no content type"
         return self.excerpts.of(kind, 80)
 
-    def _unreadable(self, what: str, body: bytes = b"") -> TransientError:
+    def unreadable(self, what: str, body: bytes = b"") -> TransientError:
+        """The error for a reply that cannot be read: it says `what` was answered, and how `body` begins."""
         detail = self.excerpts.of(body)
         said = f"source {self.name!r} ({self.url}) answered {self.http.status} with {what}"
         return TransientError(said + (f": {detail}" if detail else ""), status=self.http.status)

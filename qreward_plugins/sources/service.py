@@ -9,34 +9,91 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
 
 import orjson
+from pydantic import Field, field_validator
 from yarl import URL
 
+from ..config.nodes import takes
+from ..config.source_models import EndpointConfig, ModelName, URLs
 from ..samples import Sample
 from .base import Request
 from .bodies import as_json
 from .endpoint import Endpoint
 from .http import HTTPReply
+from .kind import VALUE
 from .values import ValueAnswer
 
-if TYPE_CHECKING:
-    from ..config import models
+SamplePart = Literal[
+    "prompt",
+    "messages",
+    "conversation",
+    "response",
+    "ground_truth",
+    "data_source",
+    "extras",
+    "group_id",
+    "id",
+]
+
+
+def _remote_rm_body() -> dict[str, SamplePart]:
+    return {"prompt": "prompt", "response": "response", "label": "ground_truth"}
 
 
 class HTTPSource(Endpoint):
-    """Asks one scoring service, at one or several URLs. `Reply.value` is what it answered, to be checked by a judge.
+    """A scoring service: it is sent a sample as JSON and answers with a value.
 
-    Raises ConfigurationError as every `Endpoint` does.
+    `Reply.value` is what it answered, to be checked by a judge. Raises ConfigurationError as every `Endpoint` does.
     """
 
-    URL_KEY = "url"
+    class Config(EndpointConfig):
+        """Any service that is sent a sample as JSON and answers with its score: a reward model's server, a rule
+        service, what slime calls a remote reward model."""
 
-    def __init__(self, name: str, config: models.HTTPSource) -> None:
+        url: URLs
+        """The whole URL that requests are posted to, e.g. `http://localhost:8000/score`; or a list of replicas that
+        share the limits of this source. It has no query: URLs are shown in messages and metrics."""
+
+        model: ModelName | None = None
+        """Name of what scores there, for metrics; for the journal it replaces the URLs, as `version` does. Default: the
+        first URL without its scheme. Set it if the address changes from run to run."""
+
+        body: Annotated[dict[str, SamplePart], Field(min_length=1)] = Field(default_factory=_remote_rm_body)
+        """The keys of the body, and what of the sample each holds. `prompt`: the text of a prompt that is one user
+        message, else its messages; `messages`: the prompt as a list of messages; `conversation`: that list with the
+        response as the assistant's turn at its end; `response`, `ground_truth`, `data_source`, `extras`, `group_id` and
+        `id` (two samples that differ only in a part that is sent never share an answer of the journal). Keys with a
+        constant value go into `parameters`. Default: `{prompt: prompt, response: response, label: ground_truth}`, what
+        slime posts to its `--rm-url`."""
+
+        score_key: (
+            Annotated[
+                str,
+                Field(pattern=r"^[^.]+(\.[^.]+)*$"),
+                takes("the way to the value in a reply, its keys joined by dots (`data.score`)"),
+            ]
+            | None
+        ) = None
+        """Where in the reply the value stands: keys joined by dots, a number for an item of a list (`data.score`,
+        `results.0.score`). Default: the whole reply is the value, a number or a mapping with `score`."""
+
+        @field_validator("body")
+        @classmethod
+        def _sends_the_response(cls, body: dict[str, SamplePart]) -> dict[str, SamplePart]:
+            if not {"response", "conversation"} & set(body.values()):
+                raise ValueError(
+                    "no key holds the response; add `response: response`, or one that holds `conversation`"
+                )
+            return body
+
+    answers = (VALUE,)
+
+    def __init__(self, name: str, config: Config) -> None:
         # A named model replaces the addresses in the journal's key, because these may change from run to run.
         known = config if config.version or not config.model else config.model_copy(update={"version": config.model})
-        super().__init__(name, known, config.url, mistakes=())
+        super().__init__(name, known)
         self._parts = dict(config.body)
         self._score_key = config.score_key
         self._model = _named(config)
@@ -46,21 +103,21 @@ class HTTPSource(Endpoint):
         return self._model
 
     @property
-    def _reads(self) -> object:
+    def reads(self) -> object:
         return self._score_key
 
-    def _body(self, request: Request) -> Mapping[str, Any]:
+    def body(self, request: Request) -> Mapping[str, Any]:
         """The body. Raises `InputError` for values that JSON does not have."""
         sample = request.sample
         return {key: as_json(_PARTS[part](sample), part) for key, part in self._parts.items()}
 
-    def _answer(self, url: URL, http: HTTPReply) -> ValueAnswer:
+    def answer(self, url: URL, http: HTTPReply) -> ValueAnswer:
         return ValueAnswer(
-            self._name, url, self._model, self.URL_KEY, http, self._http.excerpts, score_key=self._score_key
+            self._name, url, self._model, self.Config.URL_KEY, http, self._http.excerpts, score_key=self._score_key
         )
 
 
-def _named(config: models.HTTPSource) -> str:
+def _named(config: HTTPSource.Config) -> str:
     name = config.model or config.url[0].partition("://")[2]
     said = {"body": config.body, "score_key": config.score_key}
     fields = type(config).model_fields
@@ -94,7 +151,7 @@ def _conversation(sample: Sample) -> list[Any]:
     return [*sample.messages, {"role": "assistant", "content": sample.response}]
 
 
-_PARTS: Mapping[models.SamplePart, Callable[[Sample], Any]] = {
+_PARTS: Mapping[SamplePart, Callable[[Sample], Any]] = {
     "prompt": _prompt,
     "messages": _messages,
     "conversation": _conversation,

@@ -27,24 +27,24 @@ class ValueAnswer(Answer):
 
     score_key: str | None = None
 
-    def _read(self) -> Reply | QRewardError:
+    def read(self) -> Reply | QRewardError:
         try:
             text = self.http.body.decode("utf-8-sig")
         except UnicodeDecodeError:
-            return self._unreadable("text that is not UTF-8", self.http.body)
+            return self.unreadable("text that is not UTF-8", self.http.body)
         if too_deep(text):
-            return self._unreadable(f"JSON nested more than {MAX_NESTING} deep", self.http.body)
+            return self.unreadable(f"JSON nested more than {MAX_NESTING} deep", self.http.body)
         flaws: list[str] = []
         try:
             said = strict_decoder(flaws).decode(text)
         except (json.JSONDecodeError, RecursionError):
-            return self._unreadable(f"{self._content_type()} that is not JSON", self.http.body)
+            return self.unreadable(f"{self._content_type()} that is not JSON", self.http.body)
         if flaws:
             return InvalidVerdict(f"source {self.name!r} gave no valid value: its reply {flaws[0]}")
         value = said if self.score_key is None else _at(said, self.score_key)
         if not _is_there(value):
             if isinstance(said, Mapping) and _is_error(said.get("error")):
-                return self._of_object(Problem.of(said))
+                return self.error_of(Problem.of(said))
             if value is _NOTHING:
                 return InvalidVerdict(f"source {self.name!r} gave no value: its reply has no {self.score_key!r}")
         return Reply(

@@ -13,9 +13,10 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
-from qreward_plugins.config import Config, Constant, LLMJudge, OpenAISource, load_config
+from qreward_plugins.config import Config, Constant, LLMJudge, load_config
 from qreward_plugins.config.yaml_file import _marked
 from qreward_plugins.errors import ConfigurationError
+from qreward_plugins.sources import OpenAISource
 
 TREE: dict[str, Any] = {
     "sources": {"fast": {"kind": "openai", "base_url": "https://a.example/v1/", "model": "m"}},
@@ -29,9 +30,9 @@ def mistakes(source: Any) -> dict[str, str]:
     return {mistake.path: str(mistake) for mistake in caught.value.mistakes}
 
 
-def fast(config: Config) -> OpenAISource:
+def fast(config: Config) -> OpenAISource.Config:
     source = config.sources["fast"]
-    assert isinstance(source, OpenAISource)
+    assert isinstance(source, OpenAISource.Config)
     return source
 
 
@@ -97,7 +98,7 @@ def test_a_byte_order_mark_and_dates_and_merge_keys_are_understood(tmp_path: Pat
     )
     config = load_config(path)
     assert fast(config).model == "2024-05-13"
-    assert config.sources["slow"] == OpenAISource(kind="openai", base_url=("http://a/v1",), model="b")
+    assert config.sources["slow"] == OpenAISource.Config(kind="openai", base_url=("http://a/v1",), model="b")
 
 
 def test_a_home_directory_is_expanded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +174,7 @@ def test_interpolations_are_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
     tree["sources"]["slow"]["model"] = "${sources.fast.model}-slow"
     config = load_config(tree)
     slow = config.sources["slow"]
-    assert isinstance(slow, OpenAISource)
+    assert isinstance(slow, OpenAISource.Config)
     key = fast(config).api_key
     assert key is not None
     assert key.get_secret_value() == "sk-1"

@@ -12,8 +12,6 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins.config.models import HTTPSource as HTTPConfig
-from qreward_plugins.config.models import OpenAISource as OpenAIConfig
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources import HTTPSource, OpenAISource, Request
 
@@ -145,7 +143,7 @@ def completed() -> Callable[..., dict[str, Any]]:
 def open_source() -> Callable[..., OpenAISource]:
     def make(*base_urls: str, **settings: Any) -> OpenAISource:
         settings.setdefault("api_key", KEY)
-        return OpenAISource("fast", OpenAIConfig(kind="openai", base_url=base_urls, model="judge", **settings))
+        return OpenAISource("fast", OpenAISource.Config(kind="openai", base_url=base_urls, model="judge", **settings))
 
     return make
 
@@ -154,7 +152,7 @@ def open_source() -> Callable[..., OpenAISource]:
 def open_service() -> Callable[..., HTTPSource]:
     def make(*urls: str, **settings: Any) -> HTTPSource:
         settings.setdefault("api_key", KEY)
-        return HTTPSource("rm", HTTPConfig(kind="http", url=urls, **settings))
+        return HTTPSource("rm", HTTPSource.Config(kind="http", url=urls, **settings))
 
     return make
 

@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qreward_plugins.config.models import HTTPSource as HTTPConfig
 from qreward_plugins.config.models import Limits, Price
-from qreward_plugins.config.models import OpenAISource as OpenAIConfig
 from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.quotas import Quota
 from qreward_plugins.samples import Sample
@@ -22,7 +20,7 @@ SAMPLE = Sample([{"role": "user", "content": "?"}], "An answer.")
 
 def openai(parameters=None, **limits):
     node = {"kind": "openai", "base_url": "http://judge.invalid/v1", "model": "m", "parameters": parameters or {}}
-    return OpenAISource("a", OpenAIConfig.model_validate({**node, "limits": limits}))
+    return OpenAISource("a", OpenAISource.Config.model_validate({**node, "limits": limits}))
 
 
 def lane(source):
@@ -108,6 +106,6 @@ def test_images_count():
 
 def test_what_a_service_is_sent_counts_whichever_part_of_the_sample_it_is():
     node = {"kind": "http", "url": "http://service.invalid/score", "body": {"r": "response", "e": "extras"}}
-    source = HTTPSource("a", HTTPConfig.model_validate(node))
+    source = HTTPSource("a", HTTPSource.Config.model_validate(node))
     request = Request(Sample([{"role": "user", "content": "?"}], "short", extras={"context": "z" * 9000}))
     assert lane(source).tokens(request) >= 9000

@@ -16,7 +16,6 @@ from typing import Any
 import numpy
 import pytest
 
-from qreward_plugins.config.models import FunctionSource as FunctionConfig
 from qreward_plugins.errors import (
     ConfigurationError,
     InvalidVerdict,
@@ -40,8 +39,8 @@ def unheard() -> None:
     pass
 
 
-def config(name: str, **settings: Any) -> FunctionConfig:
-    return FunctionConfig(kind="function", function=f"{FUNCTIONS}:{name}", **{"workers": 1, **settings})
+def config(name: str, **settings: Any) -> FunctionSource.Config:
+    return FunctionSource.Config(kind="function", function=f"{FUNCTIONS}:{name}", **{"workers": 1, **settings})
 
 
 def request(response: str = "r", **fields: Any) -> Request:
@@ -327,7 +326,9 @@ async def test_what_a_function_prints_goes_where_the_trainer_prints(capfd: Any, 
 
 async def test_a_loader_takes_the_place_of_the_path() -> None:
     loader = functools.partial(PathLoader, f"{FUNCTIONS}:fields")()
-    source = FunctionSource("f", FunctionConfig(kind="function", function="verl:default", workers=1), loader=loader)
+    source = FunctionSource(
+        "f", FunctionSource.Config(kind="function", function="verl:default", workers=1), loader=loader
+    )
     assert (await value(source, request()))["score"] == 1.0
     assert source.model == "verl:default"
     await source.aclose()
@@ -345,7 +346,7 @@ async def test_a_function_that_loads_here_but_not_in_a_worker(tmp_path: Path) ->
         "def score(**given): return 1.0\n"
     )
     os.environ["QREWARD_TEST_PID"] = str(os.getpid())
-    source = FunctionSource("f", FunctionConfig(kind="function", function=f"{path}:score", workers=1))
+    source = FunctionSource("f", FunctionSource.Config(kind="function", function=f"{path}:score", workers=1))
     with pytest.raises(SourceUnusable, match="cannot be loaded in a worker process: ValueError: elsewhere"):
         await value(source, request())
     await source.aclose()
@@ -380,12 +381,11 @@ def test_two_event_loops_one_after_the_other() -> None:
 
 PARENT = """
 import asyncio, sys
-from qreward_plugins.config.models import FunctionSource as Config
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources import FunctionSource, Request
 
 async def main(function, response, started):
-    source = FunctionSource("f", Config(kind="function", function=function, workers=1))
+    source = FunctionSource("f", FunctionSource.Config(kind="function", function=function, workers=1))
     sample = Sample(messages=[], response=response, extras={"started": started})
     await source.send(Request(sample=sample), on_sent=lambda: None)
     print([*source._pool.pids][0], flush=True)
@@ -495,7 +495,7 @@ async def test_a_thread_that_ends_after_its_loop_is_harmless() -> None:
 async def test_a_function_of_another_signature_is_told_what_it_is_called_with(mode: str, tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     path.write_text("def score(solution): return 1.0\n")
-    source = FunctionSource("f", FunctionConfig(kind="function", function=f"{path}:score", mode=mode))
+    source = FunctionSource("f", FunctionSource.Config(kind="function", function=f"{path}:score", mode=mode))
     try:
         with pytest.raises(
             SampleRefused, match="called with data_source, solution_str, ground_truth, extra_info"
@@ -510,7 +510,7 @@ async def test_a_function_of_another_signature_is_told_what_it_is_called_with(mo
 async def test_a_type_error_of_its_own_is_not_blamed_on_the_signature(tmp_path: Path) -> None:
     path = tmp_path / "rewards.py"
     path.write_text("def score(data_source, solution_str, ground_truth, extra_info=None): return 1 + 'a'\n")
-    source = FunctionSource("f", FunctionConfig(kind="function", function=f"{path}:score"))
+    source = FunctionSource("f", FunctionSource.Config(kind="function", function=f"{path}:score"))
     try:
         with pytest.raises(SampleRefused, match=r"TypeError: .*rewards\.py:1\)$"):
             await value(source, request())

@@ -6,16 +6,13 @@ import sys
 import pytest
 
 import qreward_plugins.sources as sources
-from qreward_plugins.config.models import FunctionSource as FunctionConfig
-from qreward_plugins.config.models import HTTPSource as HTTPConfig
-from qreward_plugins.config.models import OpenAISource as OpenAIConfig
 from qreward_plugins.sources import FunctionSource, HTTPSource, OpenAISource, open_source
 
 
 def test_the_kind_decides_and_every_name_loads() -> None:
-    fast = open_source("fast", OpenAIConfig(kind="openai", base_url="http://h/v1", model="m"))
-    rule = open_source("rule", FunctionConfig(kind="function", function="os.path:join"))
-    service = open_source("rm", HTTPConfig(kind="http", url="http://h:1/score"))
+    fast = open_source("fast", OpenAISource.Config(kind="openai", base_url="http://h/v1", model="m"))
+    rule = open_source("rule", FunctionSource.Config(kind="function", function="os.path:join"))
+    service = open_source("rm", HTTPSource.Config(kind="http", url="http://h:1/score"))
     assert isinstance(fast, OpenAISource)
     assert isinstance(service, HTTPSource)
     assert isinstance(rule, FunctionSource)

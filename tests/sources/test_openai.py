@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins.config.models import OpenAISource as OpenAIConfig
 from qreward_plugins.errors import (
     ConfigurationError,
     InvalidVerdict,
@@ -671,14 +670,14 @@ def test_mistakes_that_only_the_environment_shows(
 ) -> None:
     monkeypatch.delenv("QREWARD_TEST_UNSET", raising=False)
     with pytest.raises(ConfigurationError) as caught:
-        OpenAISource("s", OpenAIConfig(**{**CONFIG, **settings}))
+        OpenAISource("s", OpenAISource.Config(**{**CONFIG, **settings}))
     assert [mistake.path for mistake in caught.value.mistakes] == [path]
     assert "X-B" not in str(caught.value)
 
 
 def test_a_key_from_the_environment_loses_its_newline(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("QREWARD_TEST_KEY", "sk-from-a-file\n")
-    source = OpenAISource("s", OpenAIConfig(**CONFIG, api_key_env="QREWARD_TEST_KEY"))
+    source = OpenAISource("s", OpenAISource.Config(**CONFIG, api_key_env="QREWARD_TEST_KEY"))
     assert source._http._headers["Authorization"] == "Bearer sk-from-a-file"
     assert repr(source) == "OpenAISource('s', https://h/v1)"
 

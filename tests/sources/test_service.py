@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qreward_plugins.config.models import HTTPSource as HTTPConfig
 from qreward_plugins.errors import (
     ConfigurationError,
     InvalidVerdict,
@@ -380,7 +379,7 @@ CONFIG: dict[str, Any] = {"kind": "http", "url": "https://h:8000/score"}
 
 def test_the_name_of_what_answers_tells_apart_what_may_answer_otherwise() -> None:
     def model(**settings: Any) -> str:
-        return HTTPSource("s", HTTPConfig(**{**CONFIG, **settings})).model
+        return HTTPSource("s", HTTPSource.Config(**{**CONFIG, **settings})).model
 
     assert model() == "h:8000/score"
     assert model(url=["http://a/", "http://b/"]) == "a/"
@@ -394,7 +393,7 @@ def test_the_name_of_what_answers_tells_apart_what_may_answer_otherwise() -> Non
 
 
 def test_a_source_is_shown_by_its_urls() -> None:
-    config = HTTPConfig(**CONFIG, api_key="secret-key-1", verify_tls=False)
+    config = HTTPSource.Config(**CONFIG, api_key="secret-key-1", verify_tls=False)
     source = HTTPSource("s", config)
     assert repr(source) == "HTTPSource('s', https://h:8000/score)"
     assert source._http._verify_tls is False
@@ -414,7 +413,7 @@ def test_mistakes_that_only_the_environment_shows(
 ) -> None:
     monkeypatch.delenv("QREWARD_TEST_UNSET", raising=False)
     with pytest.raises(ConfigurationError) as caught:
-        HTTPSource("s", HTTPConfig(**{**CONFIG, **settings}))
+        HTTPSource("s", HTTPSource.Config(**{**CONFIG, **settings}))
     assert [mistake.path for mistake in caught.value.mistakes] == [path]
 
 

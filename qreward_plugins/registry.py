@@ -1,0 +1,180 @@
+"""The kinds of sources and judges: ours, those of installed packages, and classes that a configuration names.
+
+A kind is one class. Ours are listed below by their paths. Other packages register theirs as entry points of the groups
+`qreward_plugins.sources` and `qreward_plugins.judges`. `kind: package.module:Class` in a configuration names a class
+that nobody registered.
+
+Nothing is imported before a configuration names it, and entry points are read with the first question about a kind:
+importing this module costs nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
+
+from .redaction import one_line
+
+if TYPE_CHECKING:
+    from .sources.kind import SourceKind
+
+T = TypeVar("T")
+
+_DISTRIBUTION = "qreward-plugins"
+_MESSAGE_CHARS = 200
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A name, the path of its class (`package.module:Class`), and the package that registered it. A class that a
+    configuration names by its path has no package.
+    """
+
+    name: str
+    path: str
+    package: str = ""
+    version: str = ""
+
+    @property
+    def origin(self) -> str:
+        """The package and its version, or the path if no package registered it."""
+        return f"{self.package} {self.version}".strip() or self.path
+
+
+class KindError(Exception):
+    """A kind that cannot be used. `problem` continues a sentence that begins with the place, `remedy` is a sentence."""
+
+    def __init__(self, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{problem}. {remedy}".rstrip())
+        self.problem = problem
+        self.remedy = remedy
+
+
+class UnknownKind(KindError):
+    """No package registers a kind of this name."""
+
+
+class Kinds(Generic[T]):
+    """The kinds of one room: `sources` or `judges`.
+
+    `ours` maps names to paths of classes. `base` is the path of the class that every kind of this room inherits.
+    """
+
+    def __init__(self, room: str, base: str, ours: Mapping[str, str]) -> None:
+        self.room = room
+        self.group = f"qreward_plugins.{room}"
+        self._base = base
+        self._ours = ours
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names that `kind` may have: ours, and then those of other packages in alphabetical order."""
+        return tuple(self._registered())
+
+    def registrations(self, name: str) -> tuple[Registration, ...]:
+        """Who registered `name`; more than one is a mistake. A path stands for itself. Empty: nobody did."""
+        return (Registration(name, name),) if ":" in name else self._registered().get(name, ())
+
+    def load(self, name: str) -> type[T]:
+        """The class of a kind: a registered name, or `package.module:Class`.
+
+        Raises `UnknownKind`, and `KindError` if several packages register the name, or its class cannot be imported or
+        lacks a member.
+        """
+        found = self.registrations(name)
+        if not found:
+            raise UnknownKind("unknown kind", f"Registered kinds: {', '.join(self.names)}.")
+        if len(found) > 1:
+            said = " and ".join(f"{one.origin} ({one.path})" for one in found)
+            remedy = f"Uninstall all but one, or name the class: `kind: {found[0].path}`."
+            raise KindError(f"several packages register the kind {name!r}: {said}", remedy)
+        said = "class" if not found[0].package else f"kind {name!r} of {found[0].origin}: the class"
+        loaded, problem = _import(found[0].path)
+        if not problem:
+            problem = self._lack(loaded)
+        if problem:
+            raise KindError(f"the {said} {found[0].path} {problem}", _REMEDY if found[0].package else "")
+        return loaded  # type: ignore[no-any-return]
+
+    def loadable(self) -> Iterator[tuple[str, type[T]]]:
+        """Every registered kind that can be used, by name."""
+        for name in self.names:
+            try:
+                yield name, self.load(name)
+            except KindError:
+                continue
+
+    def _lack(self, loaded: Any) -> str:
+        base, _ = _import(self._base)
+        if not (isinstance(loaded, type) and issubclass(loaded, base)):
+            return f"does not inherit {self.group}.{base.__name__}"
+        lacking = sorted(getattr(loaded, "__abstractmethods__", ()))
+        lacking += [name for name in base.REQUIRED if not getattr(loaded, name, None)]
+        if lacking:
+            return f"lacks {', '.join(sorted(lacking))}"
+        model = inspect.getattr_static(loaded, "Config", None)
+        if not (isinstance(model, type) and issubclass(model, base.Config)):
+            return f"has no `Config` that inherits {self.group}.{base.Config.__name__}"
+        return ""
+
+    def _registered(self) -> Mapping[str, tuple[Registration, ...]]:
+        # By the path, because a test or a notebook may install a package while it runs.
+        return _registered(self.group, tuple(sys.path), tuple(self._ours.items()))
+
+
+@functools.lru_cache(maxsize=8)
+def _registered(
+    group: str, _: tuple[str, ...], ours: tuple[tuple[str, str], ...]
+) -> Mapping[str, tuple[Registration, ...]]:
+    version = _version()
+    found = {name: (Registration(name, path, _DISTRIBUTION, version),) for name, path in ours}
+    theirs = metadata.entry_points(group=group)
+    for point in sorted(theirs, key=lambda point: (point.name, point.value)):
+        package, version = ("a package", "") if point.dist is None else (point.dist.name, point.dist.version)
+        one = Registration(point.name, point.value.partition("[")[0].strip(), package, version)
+        if one not in found.get(point.name, ()):
+            found[point.name] = (*found.get(point.name, ()), one)
+    return found
+
+
+def _version() -> str:
+    try:
+        return metadata.version(_DISTRIBUTION)
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def _import(path: str) -> tuple[Any, str]:
+    """The object at `package.module:Class`, and what keeps it from being imported ("" if nothing does)."""
+    module, _, dotted = path.partition(":")
+    try:
+        found: Any = importlib.import_module(module)
+        for name in dotted.split("."):
+            found = getattr(found, name)
+    except (Exception, SystemExit) as error:
+        try:
+            said = one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARS)
+        except Exception:
+            said = type(error).__name__
+        return None, f"cannot be imported: {said}"
+    return found, ""
+
+
+_REMEDY = "Mend or uninstall the package, or use another kind."
+
+sources: Kinds[SourceKind] = Kinds(
+    "sources",
+    "qreward_plugins.sources.kind:SourceKind",
+    {
+        "openai": "qreward_plugins.sources.openai:OpenAISource",
+        "http": "qreward_plugins.sources.service:HTTPSource",
+        "function": "qreward_plugins.sources.function:FunctionSource",
+    },
+)
+"""The kinds of sources."""

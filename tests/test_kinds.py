@@ -1,0 +1,332 @@
+"""Kinds of sources that other packages bring: found, checked, opened and scheduled as ours are."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import re
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from qreward_plugins import ConfigurationError, RewardEngine, Sample, Scored, load_config, registry
+from qreward_plugins.sharing import may_share, source_keys
+from qreward_plugins.sources import Request, SourceKind, open_source
+
+CORE = Path(__file__).parents[1] / "qreward_plugins"
+OURS = dict(registry.sources._ours)
+
+LENGTH = '''
+    """A kind of source for tests."""
+    from __future__ import annotations
+    import datetime
+    from typing import Annotated, Literal
+    from pydantic import BaseModel, Field, SecretStr, field_validator, model_validator
+    from qreward_plugins.errors import TransientError
+    from qreward_plugins.samples import Usage
+    from qreward_plugins.sources import VALUE, FreeMapping, Reply, SourceConfig, SourceKind
+
+
+    class Flat(BaseModel, extra="forbid"):
+        shape: Literal["flat"] = "flat"
+        height: float
+
+
+    class Round(BaseModel, extra="forbid"):
+        radius: Annotated[float, Field(gt=0)]
+
+
+    class LengthSource(SourceKind):
+        """Scores the length of a response.
+
+        More about it.
+        """
+
+        class Config(SourceConfig):
+            factor: Annotated[float, Field(gt=0)]
+            """Points for a character."""
+            unit: Literal["chars", "words"] = "chars"
+            token: SecretStr | None = None
+            tokens: dict[str, SecretStr] = {}
+            since: datetime.date | None = None
+            even: int = 0
+            form: Flat | Round | None = None
+            options: FreeMapping = {}
+
+            @field_validator("even")
+            @classmethod
+            def _is_even(cls, value: int) -> int:
+                if value % 2:
+                    raise ValueError(f"{value} is odd; give an even number")
+                return value
+
+            @model_validator(mode="after")
+            def _fits(self) -> Config:
+                if self.factor > 100 and self.unit == "words":
+                    raise ValueError("words score at most 100 each")
+                return self
+
+        answers = (VALUE,)
+
+        def __init__(self, name: str, config: Config) -> None:
+            super().__init__(name, config)
+            self._config = config
+
+        async def send(self, request, *, on_sent):
+            on_sent()
+            return Reply(value=self._config.factor * len(request.sample.response), usage=Usage(3, 0))
+
+
+    class Unready(LengthSource):
+        """Raises when it is opened."""
+
+        def __init__(self, name: str, config) -> None:
+            raise RuntimeError("no such\\nroom")
+
+
+    class Nameless(LengthSource):
+        """Forgets its base class."""
+
+        def __init__(self, name: str, config) -> None:
+            pass
+
+
+    class Silent(SourceKind):
+        """Cannot be asked."""
+
+
+    class Untold(LengthSource):
+        answers = ()
+
+
+    class Loose(LengthSource):
+        class Config:
+            pass
+
+
+    class Plain:
+        pass
+'''
+NODE = {"kind": "length", "factor": 2}
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a distribution with one module, as pip would lay it out."""
+
+    def install(name, module, text, entry_points, version="1.2"):
+        site = tmp_path / name
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        (info / "entry_points.txt").write_text(
+            "[qreward_plugins.sources]\n" + "".join(f"{key} = {path}\n" for key, path in entry_points.items())
+        )
+        (site / f"{module}.py").write_text(textwrap.dedent(text))
+        monkeypatch.syspath_prepend(str(site))
+        monkeypatch.delitem(sys.modules, module, raising=False)
+
+    yield install
+    for module in ("length_kind", "other_kind"):
+        sys.modules.pop(module, None)
+
+
+@pytest.fixture
+def length(install):
+    names = ("LengthSource", "Unready", "Nameless", "Silent", "Untold", "Loose", "Plain")
+    kinds = {name.lower(): f"length_kind:{name}" for name in names} | {"length": "length_kind:LengthSource"}
+    install("length-kind", "length_kind", LENGTH, {**kinds, "gone": "length_kind:Gone", "broken": "no_such_module:X"})
+
+
+def tree(node, **judge):
+    return {"sources": {"a": node}, "judges": {"j": {"kind": "function", **judge}}}
+
+
+def mistakes(node):
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(tree(node))
+    assert caught.value.__context__ is None
+    return {mistake.path: f"{mistake.problem} {mistake.remedy}".strip() for mistake in caught.value.mistakes}
+
+
+def sample(response):
+    return Sample([{"role": "user", "content": "?"}], response)
+
+
+def scored(config, samples):
+    async def score():
+        async with RewardEngine(config) as engine:
+            return await engine.score_all(samples)
+
+    return asyncio.run(score())
+
+
+def opened(node):
+    return open_source("a", load_config(tree(node)).sources["a"])
+
+
+def test_a_kind_of_another_package_scores(length):
+    outcomes = scored(
+        tree({**NODE, "limits": {"concurrency": 1}}),
+        [sample("x" * n) for n in (1, 2, 3)],
+    )
+    assert [outcome.verdict.score for outcome in outcomes if isinstance(outcome, Scored)] == [2.0, 4.0, 6.0]
+
+
+def test_a_class_that_nobody_registered_is_named_by_its_path(length):
+    (outcome,) = scored(tree({**NODE, "kind": "length_kind:LengthSource"}), [sample("abc")])
+    assert isinstance(outcome, Scored)
+    assert outcome.verdict.score == 6.0
+
+
+@pytest.mark.parametrize("kind", ["length", "length_kind:LengthSource"])
+@pytest.mark.parametrize(
+    ("change", "place", "text"),
+    [
+        ({"facter": 1}, "facter", "unknown key. Did you mean `factor`? Allowed here: kind, factor, limits, timeouts, "),
+        ({"factor": ...}, "factor", "the key is missing. It takes a positive number."),
+        ({"factor": "much"}, "factor", "must be a positive number, not 'much'."),
+        ({"factor": 0}, "factor", "must be a positive number, not 0."),
+        ({"unit": "word"}, "unit", "must be one of `chars`, `words`, not 'word'. Did you mean `words`?"),
+        ({"limits": {"concurency": 1}}, "limits.concurency", "unknown key. Did you mean `concurrency`?"),
+        ({"token": 3}, "token", "must be text. Put it in quotes."),
+        ({"tokens": "sk-1"}, "tokens", "must be a mapping."),
+        ({"since": "yesterday"}, "since", "must be a valid date or datetime, "),
+        ({"even": 3}, "even", "3 is odd; give an even number."),
+        ({"factor": 101, "unit": "words"}, "", "words score at most 100 each."),
+        ({"form": {"radius": -1}}, "form.radius", "must be a positive number, not -1."),
+        ({"form": 3}, "form", "must be a mapping, not 3."),
+    ],
+)  # fmt: skip
+def test_mistakes_are_reported_as_ours_are(length, kind, change, place, text):
+    node = {key: value for key, value in {**NODE, "kind": kind, **change}.items() if value is not ...}
+    found = mistakes(node)
+    assert list(found) == [f"sources.a.{place}".rstrip(".")]
+    assert text in found[f"sources.a.{place}".rstrip(".")]
+
+
+@pytest.mark.parametrize(
+    "change", [{"token": ["sk-SECRET"]}, {"tokens": ["sk-SECRET"]}, {"tokens": {"a": ["sk-SECRET"]}}]
+)
+def test_no_secret_of_a_foreign_kind_is_shown(length, change):
+    assert "SECRET" not in str(mistakes({**NODE, **change}))
+    assert "SECRET" not in repr(load_config(tree({**NODE, "token": "sk-SECRET"})))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("silent", r"the kind 'silent' of length-kind 1\.2: the class length_kind:Silent lacks answers, send\."),
+        ("untold", r"length-kind 1\.2: the class length_kind:Untold lacks answers\."),
+        ("plain", r"length_kind:Plain does not inherit qreward_plugins\.sources\.SourceKind\."),
+        ("loose", r"length_kind:Loose has no `Config` that inherits qreward_plugins\.sources\.SourceConfig\."),
+        ("gone", r"length-kind 1\.2: the class length_kind:Gone cannot be imported: AttributeError: .* 'Gone'\. Mend"),
+        ("broken", r"length-kind 1\.2: .* cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
+        ("length_kind:Silent", r"the class length_kind:Silent lacks answers, send\."),
+        ("no_such_module:X", r"the class no_such_module:X cannot be imported: ModuleNotFoundError"),
+        (":", r"cannot be imported"),
+        ("os:path", r"does not inherit"),
+        ("lenght", r"unknown kind 'lenght'\. Did you mean `length`\? Allowed here: openai, http, function, broken, "),
+    ],
+)
+def test_a_kind_that_cannot_be_used_is_one_mistake(length, kind, text):
+    found = mistakes({**NODE, "kind": kind})
+    assert list(found) == ["sources.a.kind"]
+    assert re.search(text, found["sources.a.kind"]), found
+
+
+def test_a_broken_package_hurts_nobody_who_does_not_use_it(length):
+    load_config(tree({"kind": "function", "function": "os.path:basename"}))
+    assert "length_kind" not in sys.modules
+
+
+def test_a_name_that_two_packages_register(length, install):
+    install("second", "other_kind", "", {"length": "other_kind:LengthSource", "openai": "other_kind:X"})
+    found = mistakes(NODE)["sources.a.kind"]
+    assert found == (
+        "several packages register the kind 'length': length-kind 1.2 (length_kind:LengthSource) and second 1.2 "
+        "(other_kind:LengthSource). Uninstall all but one, or name the class: `kind: length_kind:LengthSource`."
+    )
+    assert "qreward-plugins" in mistakes({"kind": "openai", "base_url": "http://a", "model": "m"})["sources.a.kind"]
+    load_config(tree({**NODE, "kind": "length_kind:LengthSource"}))
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("unready", r"sources\.a: the source cannot be opened by length-kind 1\.2: RuntimeError: no such\\nroom\."),
+        ("nameless", r"sources\.a: the source cannot be opened by length-kind 1\.2: AttributeError"),
+    ],
+)
+def test_a_kind_that_does_not_open(length, kind, text):
+    with pytest.raises(ConfigurationError, match=text) as caught:
+        RewardEngine(tree({**NODE, "kind": kind}))
+    assert caught.value.__context__ is None
+
+
+def test_what_the_journal_knows_of_a_foreign_kind(length):
+    """Everything of its configuration but secrets, limits and prices; two kinds never share an answer."""
+    request = Request(sample=sample("abc"))
+    plain = opened(NODE).question(request)
+    assert opened({**NODE, "limits": {"concurrency": 3}, "token": "sk-1"}).question(request) == plain
+    for other in ({"factor": 3}, {"unit": "words"}, {"version": "2"}, {"options": {"a": 1}}):
+        assert opened({**NODE, **other}).question(request) != plain
+    assert opened(NODE).question(Request(sample=sample("abd"))) != plain
+    assert "sk-1" not in repr(opened({**NODE, "token": "sk-1", "tokens": {"a": "sk-1"}}).question(request))
+
+
+def test_who_shares_the_limits_of_a_foreign_kind(length):
+    config, same = load_config(tree(NODE)), load_config(tree({**NODE, "limits": {"concurrency": 2}}))
+    other = load_config(tree({**NODE, "token": "sk-SECRET"}))
+    assert source_keys(config) == source_keys(same)
+    assert source_keys(config) != source_keys(other)
+    assert may_share(config, same)
+    assert not may_share(config, other)
+    assert "SECRET" not in repr(source_keys(other))
+
+
+def test_what_a_kind_answers_decides_which_judges_may_ask_it(length):
+    with pytest.raises(ConfigurationError) as caught:
+        load_config({"sources": {"a": NODE}, "judges": {"j": {"kind": "llm"}, "k": {"kind": "llm", "sources": "a"}}})
+    told = {mistake.path: f"{mistake.problem} {mistake.remedy}" for mistake in caught.value.mistakes}
+    assert told["judges.j"].startswith("there is no source of kind openai to answer this judge of kind llm.")
+    assert told["judges.k.sources"].startswith(
+        "`a` is a source of kind length, which cannot answer a judge of kind llm."
+    )
+
+
+def test_every_kind_of_ours_describes_itself():
+    for name in registry.sources.names:
+        kind = registry.sources.load(name)
+        assert issubclass(kind, SourceKind)
+        assert kind.__doc__
+        assert registry.sources.registrations(name)[0].package == "qreward-plugins"
+
+
+def test_no_other_file_of_the_core_names_a_kind():
+    """A kind is known in its own file and in the registry. The public names are listed where they are exported, and
+    trees of configurations (`"kind": "openai"`) are written by simulations and test tools as users write them."""
+    homes = {path.partition(":")[0].split(".")[-1] + ".py" for path in OURS.values()} | {"registry.py", "__init__.py"}
+    classes = {path.partition(":")[2] for path in OURS.values()}
+    wrong = []
+    for path in sorted(CORE.rglob("*.py")):
+        if path.name in homes or path.relative_to(CORE).parts[0] in ("testing", "simulation"):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            named = {
+                ast.Name: lambda node: node.id,
+                ast.Attribute: lambda node: node.attr,
+                ast.alias: lambda node: node.name,
+            }.get(type(node), lambda node: "")(node)
+            compared = [
+                part.value
+                for part in ast.walk(node)
+                if isinstance(node, ast.Compare) and isinstance(part, ast.Constant)
+            ]
+            if named in classes or (OURS.keys() & {word for word in compared if isinstance(word, str)}):
+                if compared and "https" in compared:
+                    continue  # the scheme of a URL
+                wrong.append(f"{path.relative_to(CORE)}:{node.lineno}")
+    assert wrong == []

@@ -47,6 +47,19 @@ class Registration:
         return f"{self.package} {self.version}".strip() or self.path
 
 
+@dataclass(frozen=True)
+class Described:
+    """A registered kind for people. `problem`: why it cannot be used; "" if it can."""
+
+    name: str
+    path: str
+    package: str
+    version: str
+    description: str
+    """The first sentence of its class."""
+    problem: str
+
+
 class KindError(Exception):
     """A kind that cannot be used. `problem` continues a sentence that begins with the place, `remedy` is a sentence."""
 
@@ -110,6 +123,22 @@ class Kinds(Generic[T]):
             except KindError:
                 continue
 
+    def described(self) -> tuple[Described, ...]:
+        """Every registered kind, also those that cannot be used; a name that several packages register, for each."""
+        found = []
+        for name in self.names:
+            description = problem = ""
+            try:
+                # Not what it inherits: that would describe another kind.
+                description = _first_sentence(self.load(name).__dict__.get("__doc__"))
+            except KindError as error:
+                problem = f"{error.problem}. {error.remedy}".rstrip()
+            found += [
+                Described(name, one.path, one.package, one.version, description, problem)
+                for one in self.registrations(name)
+            ]
+        return tuple(found)
+
     def _lack(self, loaded: Any) -> str:
         base, _ = _import(self._base)
         if not (isinstance(loaded, type) and issubclass(loaded, base)):
@@ -141,6 +170,11 @@ def _registered(
         if one not in found.get(point.name, ()):
             found[point.name] = (*found.get(point.name, ()), one)
     return found
+
+
+def _first_sentence(doc: object) -> str:
+    paragraph = inspect.cleandoc(doc).partition("\n\n")[0] if isinstance(doc, str) else ""
+    return one_line(" ".join(paragraph.split()).partition(". ")[0], _MESSAGE_CHARS).rstrip(".")
 
 
 def _version() -> str:
@@ -178,3 +212,6 @@ sources: Kinds[SourceKind] = Kinds(
     },
 )
 """The kinds of sources."""
+
+rooms: Mapping[str, Kinds[Any]] = {"sources": sources}
+"""All kinds, by the key of the configuration below which they stand."""

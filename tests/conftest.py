@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -34,3 +36,29 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture
 def anyio_backend() -> str:
     return "asyncio"
+
+
+@pytest.fixture
+def install(tmp_path, monkeypatch):
+    """Installs a distribution of one module, as pip would lay it out. `entry_points`: by group, name to object."""
+    modules = []
+
+    def install(name, module, text, entry_points, version="1.2"):
+        site = tmp_path / name
+        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        lines = [
+            line
+            for group, points in entry_points.items()
+            for line in (f"[{group}]", *(f"{key} = {path}" for key, path in points.items()))
+        ]
+        (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
+        (site / f"{module}.py").write_text(textwrap.dedent(text))
+        monkeypatch.syspath_prepend(str(site))
+        modules.append(module)
+        sys.modules.pop(module, None)
+
+    yield install
+    for module in modules:
+        sys.modules.pop(module, None)

@@ -6,7 +6,6 @@ import ast
 import asyncio
 import re
 import sys
-import textwrap
 from pathlib import Path
 
 import pytest
@@ -109,35 +108,20 @@ LENGTH = '''
     class Plain:
         pass
 '''
+SOURCES = "qreward_plugins.sources"
 NODE = {"kind": "length", "factor": 2}
-
-
-@pytest.fixture
-def install(tmp_path, monkeypatch):
-    """Installs a distribution with one module, as pip would lay it out."""
-
-    def install(name, module, text, entry_points, version="1.2"):
-        site = tmp_path / name
-        info = site / f"{name.replace('-', '_')}-{version}.dist-info"
-        info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-        (info / "entry_points.txt").write_text(
-            "[qreward_plugins.sources]\n" + "".join(f"{key} = {path}\n" for key, path in entry_points.items())
-        )
-        (site / f"{module}.py").write_text(textwrap.dedent(text))
-        monkeypatch.syspath_prepend(str(site))
-        monkeypatch.delitem(sys.modules, module, raising=False)
-
-    yield install
-    for module in ("length_kind", "other_kind"):
-        sys.modules.pop(module, None)
 
 
 @pytest.fixture
 def length(install):
     names = ("LengthSource", "Unready", "Nameless", "Silent", "Untold", "Loose", "Plain")
     kinds = {name.lower(): f"length_kind:{name}" for name in names} | {"length": "length_kind:LengthSource"}
-    install("length-kind", "length_kind", LENGTH, {**kinds, "gone": "length_kind:Gone", "broken": "no_such_module:X"})
+    install(
+        "length-kind",
+        "length_kind",
+        LENGTH,
+        {SOURCES: {**kinds, "gone": "length_kind:Gone", "broken": "no_such_module:X"}},
+    )
 
 
 def tree(node, **judge):
@@ -243,7 +227,7 @@ def test_a_broken_package_hurts_nobody_who_does_not_use_it(length):
 
 
 def test_a_name_that_two_packages_register(length, install):
-    install("second", "other_kind", "", {"length": "other_kind:LengthSource", "openai": "other_kind:X"})
+    install("second", "other_kind", "", {SOURCES: {"length": "other_kind:LengthSource", "openai": "other_kind:X"}})
     found = mistakes(NODE)["sources.a.kind"]
     assert found == (
         "several packages register the kind 'length': length-kind 1.2 (length_kind:LengthSource) and second 1.2 "

@@ -1,8 +1,8 @@
 """The commands, their options, and how they end.
 
-Exit codes: 0 all is well; 1 a source gave no valid verdict (`check`); 2 the input or the configuration has mistakes;
-3 some samples have no reward (`score`); 130 and 143 stopped by SIGINT (Ctrl-C) and SIGTERM. Whatever goes wrong for a
-reason that the user can mend is one message, without a traceback.
+Exit codes: 0 all is well; 1 a source gave no valid verdict (`check`), or a kind cannot be used (`kinds`); 2 the input
+or the configuration has mistakes; 3 some samples have no reward (`score`); 130 and 143 stopped by SIGINT (Ctrl-C) and
+SIGTERM. Whatever goes wrong for a reason that the user can mend is one message, without a traceback.
 """
 
 from __future__ import annotations
@@ -246,6 +246,23 @@ def judge_server(
             seed=seed,
         )
         code = run(serve(build_server(options), options.model, _out))
+    raise typer.Exit(code)
+
+
+@app.command("kinds", short_help="List the kinds of sources and judges, ours and others'.")
+def kinds_command(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
+) -> None:
+    """List the kinds that a configuration may name, with the package that each comes from.
+
+    Other packages register their kinds as entry points (qreward_plugins.sources, qreward_plugins.judges).
+
+    Exit codes: 0 all of them can be used; 1 some cannot, and the table says why.
+    """
+    with one_message(_errors):
+        from .kinds import list_kinds
+
+        code = list_kinds(_out, as_json=as_json)
     raise typer.Exit(code)
 
 

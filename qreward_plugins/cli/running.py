@@ -23,6 +23,7 @@ from ..errors import ConfigurationError, QRewardError
 
 OK = 0
 SOURCE_SILENT = 1
+KIND_BROKEN = 1
 BAD_INPUT = 2
 REWARDS_MISSING = 3
 BROKEN_PIPE = 141

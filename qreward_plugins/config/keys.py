@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ..registry import KindError
+from ..registry import KindError, rooms
 from . import shape
 from .findings import Finding, Path, did_you_mean, is_plain_key, nearest, scalar_text
 from .shape import Shape
@@ -48,7 +48,7 @@ class KeyCheck:
     def _check(self, node: Any, allowed: Shape, path: Path) -> None:
         if not isinstance(node, dict):
             return
-        if len(path) == 2 and path[0] in shape.ROOMS:
+        if len(path) == 2 and path[0] in rooms:
             found = self._of_kind(node, str(path[0]), path)
             shapes = [] if found is None else [found]
         elif by_kind := shape.kinds(allowed):
@@ -95,8 +95,8 @@ class KeyCheck:
     def _of_kind(self, node: dict[Any, Any], room: str, path: Path) -> Shape | None:
         """The shape of the kind that the node names, or was probably meant to name; None if it cannot be had."""
         kind = node.get("kind")
-        named = isinstance(kind, str) and bool(shape.ROOMS[room].registrations(kind))
-        chosen = kind if named else self._chosen(node, shape.ROOMS[room].names, shape.of_kinds(room), path)
+        named = isinstance(kind, str) and bool(rooms[room].registrations(kind))
+        chosen = kind if named else self._chosen(node, rooms[room].names, shape.of_kinds(room), path)
         if not isinstance(chosen, str):
             return None
         problem = remedy = ""

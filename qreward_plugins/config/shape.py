@@ -11,15 +11,11 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel
 
-from ..registry import KindError, Kinds
-from ..registry import sources as source_kinds
+from ..registry import KindError, rooms
 from .models import Config
 
 Shape: TypeAlias = Mapping[str, Any]
 """A node of the JSON Schema, references replaced by what they refer to."""
-
-ROOMS: Mapping[str, Kinds[Any]] = {"sources": source_kinds}
-"""The mappings at the top whose entries have a `kind`, with the kinds that there are."""
 
 _NOTHING: Shape = {"type": "null"}
 
@@ -58,12 +54,12 @@ def _inlined(node: Any, named: Mapping[str, Any], above: tuple[str, ...]) -> Any
 
 def of_kind(room: str, name: str) -> Shape:
     """The shape of an entry of `room` of this kind. Raises `KindError`."""
-    return of(ROOMS[room].load(name).Config)
+    return of(rooms[room].load(name).Config)
 
 
 def of_kinds(room: str) -> dict[str, Shape]:
     """The shapes of all registered kinds that can be used, by name."""
-    return {name: of(kind.Config) for name, kind in ROOMS[room].loadable()}
+    return {name: of(kind.Config) for name, kind in rooms[room].loadable()}
 
 
 def top() -> Shape:
@@ -91,7 +87,7 @@ def at(path: tuple[str | int, ...], tree: Any) -> list[Shape]:
     """The shapes allowed at `path`, in view of the kinds that `tree` names on the way."""
     shapes, above = [top()], path[:0]
     for key in path:
-        if len(above) == 2 and above[0] in ROOMS:
+        if len(above) == 2 and above[0] in rooms:
             shapes = _chosen(str(above[0]), tree)
         shapes = [choice for shape in shapes for choice in choices(_below(shape, key, tree))]
         tree = tree.get(key) if isinstance(tree, Mapping) else None

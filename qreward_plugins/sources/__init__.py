@@ -12,6 +12,7 @@ from .base import Reply, Request, Source
 
 if TYPE_CHECKING:
     from ..config.source_models import BaseURLs, EndpointConfig, FreeMapping, ModelName, SourceConfig, URLs
+    from .announced import announced_limits, retry_after_s
     from .endpoint import Endpoint
     from .function import FunctionSource
     from .http import HTTPReply
@@ -43,9 +44,11 @@ __all__ = [
     "SourceConfig",
     "SourceKind",
     "URLs",
+    "announced_limits",
     "json_of",
     "kind_of",
     "open_source",
+    "retry_after_s",
     "usage_of",
 ]
 
@@ -68,9 +71,11 @@ _HOMES = {
     "SourceConfig": _CONFIG,
     "SourceKind": ".kind",
     "URLs": _CONFIG,
+    "announced_limits": ".announced",
     "json_of": ".replies",
     "kind_of": ".opening",
     "open_source": ".opening",
+    "retry_after_s": ".announced",
     "usage_of": ".replies",
 }
 

@@ -51,7 +51,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     if pause_s is None and stated:
         pause_s = _until(_http_date(stated), headers)
     if pause_s is None:
-        limits = announced(headers)
+        limits = announced_limits(headers)
         resets = [
             limits[f"{what}_reset_s"]
             for what in ("requests", "tokens")
@@ -61,7 +61,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     return None if pause_s is None else min(pause_s, LONGEST_PAUSE_S)
 
 
-def announced(headers: Mapping[str, str]) -> dict[str, float]:
+def announced_limits(headers: Mapping[str, str]) -> dict[str, float]:
     """Return the limits that a reply states: `requests_per_window`, `requests_remaining`, `requests_reset_s`, and the
     same for `tokens`. What is absent or makes no sense is left out. `headers` must ignore case.
     """

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidVerdict, QRewardError
-from .announced import announced
+from .announced import announced_limits
 from .base import Reply
 from .replies import Answer, Problem, json_of, name_of, usage_of
 
@@ -61,7 +61,7 @@ class CompletionAnswer(Answer):
             usage=usage_of(body.get("usage")),
             model=name_of(body.get("model")),
             finish_reason=ended,
-            announced=announced(self.http.headers),
+            announced=announced_limits(self.http.headers),
         )
 
 

@@ -34,10 +34,10 @@ _OURS = ("content-length", "transfer-encoding", "content-encoding", "connection"
 class Endpoint(SourceKind):
     """A source that is asked by POST, at one URL or at several that share its limits.
 
-    A kind defines `body` and `answer`, and a `Config` with the key `url: URLs` (or another one that its `URL_KEY`
-    names). All else is done here: replicas, the key, TLS, proxies of the environment (`HTTPS_PROXY`, `HTTP_PROXY`,
-    `NO_PROXY`; `~/.netrc` is not read), bounded replies, errors by their status, `Retry-After` and announced limits,
-    secrets redacted from whatever is shown.
+    A kind defines `body`, the class `ANSWER` that reads the replies, and a `Config` with the key `url: URLs` (or
+    another one that its `URL_KEY` names). All else is done here: replicas, the key, TLS, proxies of the environment
+    (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`; `~/.netrc` is not read), bounded replies, errors by their status,
+    `Retry-After`, secrets redacted from whatever is shown.
 
     `name` is its name in the configuration, and `mistakes` what the kind itself found wrong with `config`.
 
@@ -47,6 +47,10 @@ class Endpoint(SourceKind):
 
     Config: ClassVar[type[EndpointConfig]] = EndpointConfig
 
+    REQUIRED = ("answers", "ANSWER")
+
+    ANSWER: ClassVar[type[Answer]]
+    """What reads a reply of success."""
     PATH: ClassVar[str] = ""
     """What is added to each URL."""
     KEY_HEADER: ClassVar[tuple[str, str]] = ("Authorization", "Bearer ")
@@ -58,6 +62,7 @@ class Endpoint(SourceKind):
 
     def __init__(self, name: str, config: EndpointConfig, *, mistakes: Sequence[Mistake] = ()) -> None:
         super().__init__(name, config)
+        self._url_key = config.URL_KEY
         self._max_reply_bytes = config.max_reply_bytes
         found: list[Mistake] = []
         self._parameters = _parameters(f"sources.{name}.parameters", config, found)
@@ -158,9 +163,9 @@ class Endpoint(SourceKind):
         have.
         """
 
-    @abstractmethod
     def answer(self, url: URL, http: HTTPReply) -> Answer:
         """What `url` answered, to be read."""
+        return self.ANSWER(self._name, url, self.model, self._url_key, http, self._http.excerpts)
 
     def demand(self, request: Request) -> Demand | None:
         """The most tokens that the body of `request` takes, prompt and completion; None if it cannot be written, so

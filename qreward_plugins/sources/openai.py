@@ -7,14 +7,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from yarl import URL
-
 from ..config.source_models import BaseURLs, EndpointConfig, ModelName
 from ..errors import Mistake
 from .base import Request
 from .completions import CompletionAnswer
 from .endpoint import Endpoint
-from .http import HTTPReply
 from .kind import TEXT
 
 
@@ -38,6 +35,7 @@ class OpenAISource(Endpoint):
 
     answers = (TEXT,)
     usual_latency_s = 3.0
+    ANSWER = CompletionAnswer
     PATH = "/chat/completions"
 
     def __init__(self, name: str, config: Config) -> None:
@@ -54,6 +52,3 @@ class OpenAISource(Endpoint):
 
     def body(self, request: Request) -> Mapping[str, Any]:
         return {"model": self._model, "messages": request.messages, **request.parameters}
-
-    def answer(self, url: URL, http: HTTPReply) -> CompletionAnswer:
-        return CompletionAnswer(self._name, url, self._model, self.Config.URL_KEY, http, self._http.excerpts)

@@ -67,7 +67,7 @@ class Answer(ABC):
 
     def _understand(self) -> Reply | QRewardError:
         if not 200 <= self.http.status < 300:
-            return self._of_status(self.http.status, Problem.of(json_of(self.http.body)))
+            return self.of_status(self.http.status, Problem.of(json_of(self.http.body)))
         if not self.http.body.strip():
             return self.unreadable("an empty body")
         return self.read()
@@ -81,14 +81,15 @@ class Answer(ABC):
     def error_of(self, problem: Problem) -> QRewardError:
         """The error that a server states in the body of a reply, whatever its status."""
         if problem.status is not None and problem.status >= 400:
-            return self._of_status(problem.status, problem)
+            return self.of_status(problem.status, problem)
         if problem.has(_OUT_OF_CREDIT) or problem.has(_THROTTLED):
-            return self._of_status(429, problem)
+            return self.of_status(429, problem)
         if problem.has(_REFUSED):
-            return self._of_status(400, problem)
+            return self.of_status(400, problem)
         return TransientError(self._says("answered with an error", problem), status=self.http.status)
 
-    def _of_status(self, status: int, problem: Problem) -> QRewardError:
+    def of_status(self, status: int, problem: Problem) -> QRewardError:
+        """The error that a status means. A kind overrides it where its servers mean something else."""
         pause_s = retry_after_s(self.http.headers)
         if problem.has(_OUT_OF_CREDIT):
             return SourceUnusable(

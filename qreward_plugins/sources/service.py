@@ -89,6 +89,7 @@ class HTTPSource(Endpoint):
             return body
 
     answers = (VALUE,)
+    ANSWER = ValueAnswer
 
     def __init__(self, name: str, config: Config) -> None:
         # A named model replaces the addresses in the journal's key, because these may change from run to run.
@@ -113,7 +114,7 @@ class HTTPSource(Endpoint):
 
     def answer(self, url: URL, http: HTTPReply) -> ValueAnswer:
         return ValueAnswer(
-            self._name, url, self._model, self.Config.URL_KEY, http, self._http.excerpts, score_key=self._score_key
+            self._name, url, self._model, self._url_key, http, self._http.excerpts, score_key=self._score_key
         )
 
 

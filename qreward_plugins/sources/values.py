@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidVerdict, QRewardError
-from .announced import announced
+from .announced import announced_limits
 from .base import Reply
 from .replies import Answer, Problem, name_of, usage_of
 from .strict_json import MAX_NESTING, strict_decoder, too_deep
@@ -51,7 +51,7 @@ class ValueAnswer(Answer):
             value=value,
             usage=usage_of(said.get("usage")) if isinstance(said, Mapping) else None,
             model=name_of(said.get("model")) if isinstance(said, Mapping) else "",
-            announced=announced(self.http.headers),
+            announced=announced_limits(self.http.headers),
         )
 
 

@@ -6,7 +6,7 @@ from email.utils import format_datetime
 import pytest
 from multidict import CIMultiDict
 
-from qreward_plugins.sources.announced import announced, retry_after_s
+from qreward_plugins.sources.announced import announced_limits, retry_after_s
 
 DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
 
@@ -58,7 +58,7 @@ def test_the_limits_of_every_spelling_are_read() -> None:
         "x-ratelimit-remaining-tokens": "159000",
         "x-ratelimit-reset-tokens": "1m2.5s",
     }
-    assert announced(CIMultiDict(openai)) == pytest.approx(
+    assert announced_limits(CIMultiDict(openai)) == pytest.approx(
         {
             "requests_per_window": 5000,
             "requests_remaining": 4999,
@@ -73,8 +73,8 @@ def test_the_limits_of_every_spelling_are_read() -> None:
         "anthropic-ratelimit-requests-limit": "50",
         "anthropic-ratelimit-requests-reset": "2015-10-21T07:28:30Z",
     }
-    assert announced(CIMultiDict(anthropic)) == {"requests_per_window": 50.0, "requests_reset_s": 30.0}
-    assert announced(CIMultiDict({"RateLimit-Limit": "10", "RateLimit-Reset": "0.5"})) == {
+    assert announced_limits(CIMultiDict(anthropic)) == {"requests_per_window": 50.0, "requests_reset_s": 30.0}
+    assert announced_limits(CIMultiDict({"RateLimit-Limit": "10", "RateLimit-Reset": "0.5"})) == {
         "requests_per_window": 10.0,
         "requests_reset_s": 0.5,
     }
@@ -82,4 +82,4 @@ def test_the_limits_of_every_spelling_are_read() -> None:
 
 @pytest.mark.parametrize("value", ["", "-1", "nan", "many", "1e400", "9" * 64, "1700000000", "1h1", "Z", "5 m"])
 def test_a_reset_that_makes_no_sense_is_left_out(value: str) -> None:
-    assert announced(CIMultiDict({"x-ratelimit-reset-requests": value})) == {}
+    assert announced_limits(CIMultiDict({"x-ratelimit-reset-requests": value})) == {}

@@ -10,6 +10,8 @@ the processes that start reward workers or a tracker (the fully asynchronous tra
 - rows of validation are marked, because a reward manager cannot tell them from others, and so are the copies of rows
   with which verl fills up a batch: they are neither judged nor counted;
 - failed samples are left out of the means of validation: verl skips None there, but a reward can never be None;
+- a group in which every sample failed is not taken for one of equal rewards: verl's filter of groups would replace it,
+  and with a judge that is down it would replace groups for ever;
 - the advantage of a sample that trains on the mean of its group is set to exactly zero: it is that already, but for
   what adding up float32 numbers leaves, some 1e-7, and more where all rewards of a group are equal.
 
@@ -41,10 +43,12 @@ from .trainers import LEGACY_MODULE, V1_MODULE, Trainer, calling_trainer, tellin
 _log = logging.getLogger("verl_adapter")
 
 _LEGACY, _V1 = LEGACY_MODULE, V1_MODULE
+_REPLAY_BUFFER = "verl.trainer.ppo.v1.replay_buffer"
 _REWARD_LOOP = "verl.experimental.reward_loop.reward_loop"
 _SEPARATED = "verl.experimental.separation.ray_trainer"
 _BOARD_ANSWERS_S = 10.0
 _OURS = "_qreward"
+_NOT_EXACTLY_ZERO = "the advantage of a sample that trains on the mean of its group is zero but for what float32 leaves"
 
 
 def install() -> None:
@@ -203,6 +207,8 @@ def _wrap_trainers(numbers: BoardNumbers) -> None:
             # Marked rows are only safe to hand out where their scores are left out again.
             if _wrap(cls, "_val_metrics_update", _leaving_out_the_missing, inherited=cls is not trainer):
                 _wrap(cls, "_validate", _marking_rows, inherited=cls is not trainer)
+    for cls in _with_subclasses(getattr(sys.modules.get(_REPLAY_BUFFER), "ReplayBuffer", None)):
+        _wrap(cls, "_dapo_filtered_keys", _keeping_the_failed, inherited=cls.__name__ != "ReplayBuffer")
     for module in (_LEGACY, _REWARD_LOOP):
         _wrap(sys.modules.get(module), "pad_dataproto_to_divisor", _marking_padding, inherited=True)
     # The experimental trainers have the function under a name of their own module.
@@ -311,6 +317,30 @@ def _without(missing: set[int], values: list[Any]) -> list[Any]:
     return [None if row in missing else value for row, value in enumerate(values)]
 
 
+def _keeping_the_failed(classify: Callable[..., Any]) -> Callable[..., Any]:
+    """Take groups without any reward out of those that verl replaces, because all their samples have one metric."""
+    known: dict[str, bool] = {}
+
+    @functools.wraps(classify)
+    def kept(self: Any, partition_id: str) -> Any:
+        filtered, counts = classify(self, partition_id)
+        for uid in [uid for uid in known if uid not in filtered]:
+            del known[uid]
+        for uid in filtered:
+            if uid not in known:
+                keys = [key for key in self.partitions[partition_id] if key.split("_")[0] == uid]
+                column = _in_queue(keys, MISSING, partition_id, "groups without a reward are replaced")
+                known[uid] = bool(column) and all(column)
+        failed = {uid for uid in filtered if known[uid]}
+        if not failed:
+            return filtered, counts
+        left = filtered - failed
+        values = self._dapo_classification_cache[partition_id]
+        return left, type(counts)(values[uid] for uid in left)
+
+    return kept
+
+
 def _neutral_by_columns(compute: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compute)
     def neutral(data: Any, *args: Any, **kwargs: Any) -> Any:
@@ -326,26 +356,26 @@ def _neutral_by_keys(numbers: BoardNumbers, compute: Callable[..., Any]) -> Call
     def neutral(data: Any, batch_keys: Sequence[str], *args: Any, **kwargs: Any) -> Any:
         data = compute(data, batch_keys, *args, **kwargs)
         if not numbers.none_imputed():
-            _set_to_zero(data, _imputed_in_queue(batch_keys))
+            _set_to_zero(data, _in_queue(batch_keys, IMPUTED, "train", _NOT_EXACTLY_ZERO))
         return data
 
     return neutral
 
 
-def _imputed_in_queue(keys: Sequence[str]) -> list[Any] | None:
-    """What the extra info of a V1 batch says of its rows; it is in verl's queue of transfers and not in the batch."""
+def _in_queue(keys: Sequence[str], name: str, partition_id: str, otherwise: str) -> list[Any]:
+    """A value of the extra info of each row, which V1 keeps in its queue of transfers; empty if it cannot be read.
+
+    `otherwise`: what that leads to, for the warning.
+    """
     try:
         queue = importlib.import_module("transfer_queue")
-        fields = queue.kv_batch_get(keys=list(keys), partition_id="train", select_fields=["extra_fields"])
+        fields = queue.kv_batch_get(keys=list(keys), partition_id=partition_id, select_fields=["extra_fields"])
         column = fields["extra_fields"]
         rows = column.tolist() if hasattr(column, "tolist") else list(column)
-        return [(row or {}).get("reward_extra_info", {}).get(IMPUTED) for row in rows]
+        return [(getattr(row, "data", row) or {}).get("reward_extra_info", {}).get(name) for row in rows]
     except Exception as error:
-        _warn_once(
-            f"which samples train on the mean of their group cannot be read ({type(error).__name__}: {error}); their "
-            "advantage is zero but for what float32 leaves"
-        )
-        return None
+        _warn_once(f"the extra info of samples cannot be read ({type(error).__name__}: {error}); {otherwise}")
+        return []
 
 
 def _set_to_zero(data: Any, imputed: Any) -> None:
@@ -360,7 +390,9 @@ def _warn_once(text: str) -> None:
     _log.warning("%s", text)
 
 
-def _with_subclasses(cls: type[Any]) -> Iterator[type[Any]]:
+def _with_subclasses(cls: type[Any] | None) -> Iterator[type[Any]]:
+    if cls is None:
+        return
     yield cls
     for derived in type.__subclasses__(cls):
         yield from _with_subclasses(derived)

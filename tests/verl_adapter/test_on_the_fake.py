@@ -178,6 +178,41 @@ def test_a_filter_by_acc_works_with_a_function_that_returns_a_number():
         assert fake.step().scores == [0.0, 1.0, 1.0, 1.0] * 4
 
 
+@pytest.mark.parametrize("mode", ["sync", "colocate_async"])
+@pytest.mark.parametrize("metric", ["reward", "acc"])
+def test_a_filter_of_groups_does_not_replace_groups_for_ever_while_the_judge_is_down(metric, mode):
+    """All samples of such a group have one score, which is nobody's; verl would replace it, and the next one."""
+    filters = ["algorithm.filter_groups.enable=True", f"algorithm.filter_groups.metric={metric}"]
+    down = [True]
+    faults = Faults(script=lambda number: "error_422" if down[0] else None)
+    marks = lambda call: 10.0 * (call.blocks["response"].endswith("0"))  # noqa: E731
+    texts = lambda draft, rng: f"about {'0111'[draft.number]}"  # noqa: E731
+    tree = [f"trainer.v1.trainer_mode={mode}", *filters]
+    with JudgeServer(marks, faults=faults) as server, play(server, *tree, respond=texts, timeout_s=30) as fake:
+        step = fake.step()
+        assert step.evicted == []
+        assert set(step.advantages) == {0.0}
+        assert step.metrics["qreward/failed_rate"] == 1.0
+        down[0] = False
+        assert 1.0 in [score for _ in range(3) for score in fake.step().scores]
+
+
+def test_a_filter_of_groups_still_replaces_those_of_equal_rewards():
+    filters = ["algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=reward"]
+    # Of each group one sample fails; in every second one the others are of one reward.
+    groups: dict[str, int] = {}
+
+    def respond(draft, rng):
+        place = groups.setdefault(str(draft.uid), len(groups))
+        return ("none", "1", "1", "0" if place % 2 else "1")[draft.number]
+
+    named = {"reward": lambda **row: float(row["solution_str"]), "respond": respond}
+    with functions(*filters, "+qreward.engine.max_attempts=1", **named) as fake:
+        step = fake.step()
+    assert step.evicted
+    assert {round(score, 4) for score in step.scores} == {0.0, 1.0, round(2 / 3, 4)}
+
+
 @BOTH
 def test_no_score_is_too_large_for_float32(trainer):
     """Finding 15."""

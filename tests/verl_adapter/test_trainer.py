@@ -85,6 +85,36 @@ def test_rows_with_which_verl_fills_up_a_batch_are_marked(make_data, infos):
     assert (same is data, count) == (True, 0)
 
 
+def test_a_group_that_failed_whole_is_none_of_equal_rewards_to_the_filter_of_verl(monkeypatch):
+    import torch
+    import transfer_queue
+    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+    rows = {"failed": [(0.0, 1.0)] * 2, "equal": [(0.5, 0.0), (0.5, 1.0)], "mixed": [(0.0, 0.0), (1.0, 0.0)]}
+    read = []
+
+    def kv_batch_get(keys, partition_id, select_fields):
+        read.append((partition_id, *select_fields))
+        places = [key.split("_") for key in keys]
+        if select_fields == ["rm_scores"]:
+            return {"rm_scores": [torch.tensor([0.0, rows[uid][int(session)][0]]) for uid, session, _ in places]}
+        infos = [{MISSING: rows[uid][int(session)][1]} for uid, session, _ in places]
+        return {"extra_fields": [{"reward_extra_info": info} for info in infos]}
+
+    monkeypatch.setattr(transfer_queue, "kv_batch_get", kv_batch_get)
+    buffer = ReplayBuffer.__new__(ReplayBuffer)
+    buffer.filter_groups_metric = "reward"
+    buffer.finished_keys = {"train": set(rows)}
+    buffer.partitions = {"train": {f"{uid}_{session}_0": {} for uid in rows for session in range(2)}}
+    buffer._dapo_classification_cache = {"train": {}}
+    classify = getattr(ReplayBuffer._dapo_filtered_keys, "__wrapped__", ReplayBuffer._dapo_filtered_keys)
+    assert classify(buffer, "train")[0] == {"failed", "equal"}
+    kept = trainer._keeping_the_failed(classify)
+    for _ in range(2):
+        assert kept(buffer, "train") == ({"equal"}, {0.5: 1})
+    assert read.count(("train", "extra_fields")) == 2, "one a group"
+
+
 def test_rows_of_validation_are_marked_and_no_other_column_is_touched():
     from verl.utils.dataset.rl_dataset import collate_fn
 
@@ -194,8 +224,8 @@ def test_in_v1_what_is_imputed_stands_in_the_queue(monkeypatch):
 def test_a_queue_that_cannot_be_read_leaves_the_advantages_as_they_are(monkeypatch, caplog):
     trainer._warn_once.cache_clear()
     monkeypatch.setitem(sys.modules, "transfer_queue", SimpleNamespace())
-    assert trainer._imputed_in_queue(["a"]) is None
-    assert trainer._imputed_in_queue(["a"]) is None
+    assert trainer._in_queue(["a"], IMPUTED, "train", "so") == []
+    assert trainer._in_queue(["a"], IMPUTED, "train", "so") == []
     assert caplog.text.count("cannot be read") == 1
 
 

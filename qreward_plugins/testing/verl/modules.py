@@ -22,7 +22,8 @@ from .reward_functions import default_compute_score, get_custom_reward_fn, load_
 from .reward_loop import MODULE as REWARD_LOOP
 from .reward_loop import RewardLoopManager, RewardLoopWorker, load_manager, resolve_manager
 from .reward_managers import DAPORewardManager, NaiveRewardManager, Registry, RewardManagerBase
-from .transfer_queue import TransferQueue
+from .transfer_queue import MODULE as REPLAY_BUFFER
+from .transfer_queue import ReplayBuffer, TransferQueue
 from .v1 import MODULE as V1
 from .v1 import V1Trainer, compute_advantage_for_multi_trajectories
 from .validation import validation_metrics
@@ -117,6 +118,7 @@ def _contents(registry: Registry, queue: TransferQueue) -> dict[str, Mapping[str
             "compute_advantage_for_multi_trajectories": compute_advantage_for_multi_trajectories,
             **validation,
         },
+        REPLAY_BUFFER: {"ReplayBuffer": _anew(ReplayBuffer)},
         "verl.utils": {},
         "verl.utils.import_utils": {"load_extern_object": load_extern_object},
         "verl.utils.reward_score": {"default_compute_score": default_compute_score},

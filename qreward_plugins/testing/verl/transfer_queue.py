@@ -12,6 +12,7 @@ import numpy as np
 
 from .tensors import objects
 
+MODULE = "verl.trainer.ppo.v1.replay_buffer"
 FILTERED_COUNTS = "_dapo_filtered_reward_counts"
 
 
@@ -36,7 +37,8 @@ class TransferQueue:
 
     def kv_batch_get(self, keys: Sequence[str], partition_id: str, select_fields: Sequence[str]) -> dict[str, Any]:
         """Columns of trajectories; a field that none of them has is not there."""
-        rows = [self.taken[partition_id][key] for key in keys]
+        waiting = {key: row for prompt in self.partitions[partition_id].values() for key, row in prompt.rows.items()}
+        rows = [(waiting | self.taken[partition_id])[key] for key in keys]
         names = [name for name in select_fields if any(name in row for row in rows)]
         return {name: objects(row.get(name) for row in rows) for name in names}
 
@@ -60,6 +62,7 @@ class ReplayBuffer:
         drops_old: bool,
     ) -> None:
         self.evicted: list[str] = []
+        self._dapo_classification_cache: dict[str, dict[str, float]] = {}
         self._queue = queue
         self._is_async = is_async
         self._metric = metric
@@ -67,6 +70,14 @@ class ReplayBuffer:
         self._refill_failed = refill_failed
         self._max_inflight = max_inflight
         self._max_age, self._drops_old = max_age, drops_old
+
+    @property
+    def partitions(self) -> dict[str, list[str]]:
+        """The keys of the trajectories that wait, by partition."""
+        return {
+            name: [key for prompt in prompts.values() for key in prompt.rows]
+            for name, prompts in self._queue.partitions.items()
+        }
 
     async def sample(self, step: int, partition: str, size: int) -> tuple[list[Prompt], dict[str, Any]]:
         """Wait for enough groups, replacing those that do not count. Raises `RuntimeError` where a group lacks the
@@ -79,9 +90,12 @@ class ReplayBuffer:
         while True:
             self._queue.changed.clear()
             prompts = self._queue.partitions[partition]
-            stale, filtered, failed = self._to_evict(step, prompts) if training else (set(), {}, set())
-            evicted = stale | set(filtered) | failed
+            stale, failed = self._to_evict(step, prompts) if training else (set(), set())
+            filtered, counts = self._dapo_filtered_keys(partition)
+            evicted = stale | filtered | failed
             self._evict(prompts, step, stale, filtered, failed, metrics)
+            if counts:
+                metrics[FILTERED_COUNTS] = dict(Counter(metrics.get(FILTERED_COUNTS, {})) + counts)
             usable = [prompt for prompt in prompts.values() if prompt.status != "running"]
             inflight = len(prompts) - len(usable)
             enough = len(usable) >= size
@@ -113,23 +127,29 @@ class ReplayBuffer:
                     return chosen, metrics
             await self._queue.changed.wait()
 
-    def _to_evict(self, step: int, prompts: dict[str, Prompt]) -> tuple[set[str], dict[str, float], set[str]]:
+    def _to_evict(self, step: int, prompts: dict[str, Prompt]) -> tuple[set[str], set[str]]:
         ended = [prompt for prompt in prompts.values() if prompt.status != "running"]
-        filtered = self._filtered([prompt for prompt in ended if prompt.status == "finished"])
         failures = [prompt for prompt in ended if prompt.status == "failure"]
         if not self._is_async:
-            return set(), filtered, {each.uid for each in failures if self._refill_failed and not each.rows}
+            return set(), {each.uid for each in failures if self._refill_failed and not each.rows}
         stale = {
             prompt.uid
             for prompt in ended
             if self._drops_old and self._max_age and step - prompt.global_steps + 1 > self._max_age
             if prompt.status == "finished"
         }
-        return stale, filtered, {prompt.uid for prompt in failures}
+        return stale, {prompt.uid for prompt in failures}
+
+    def _dapo_filtered_keys(self, partition_id: str) -> tuple[set[str], Counter[float]]:
+        """Groups whose samples have one value of the metric, and how many have which; under verl's name for it."""
+        if partition_id == "val" or self._metric is None:
+            return set(), Counter()
+        prompts = self._queue.partitions[partition_id].values()
+        filtered = self._filtered([prompt for prompt in prompts if prompt.status == "finished"])
+        self._dapo_classification_cache[partition_id] = filtered
+        return set(filtered), Counter(filtered.values())
 
     def _filtered(self, prompts: Sequence[Prompt]) -> dict[str, float]:
-        if self._metric is None:
-            return {}
         lacking: set[str] = set()
         filtered: dict[str, float] = {}
         for prompt in prompts:
@@ -155,7 +175,7 @@ class ReplayBuffer:
         prompts: dict[str, Prompt],
         step: int,
         stale: set[str],
-        filtered: dict[str, float],
+        filtered: set[str],
         failed: set[str],
         metrics: dict[str, Any],
     ) -> None:
@@ -168,15 +188,11 @@ class ReplayBuffer:
             metrics[f"{prefix}_staleness/mean"] = mean / metrics[prefix]
             metrics[f"{prefix}_staleness/max"] = max(metrics.get(f"{prefix}_staleness/max", 0), *ages)
             metrics[f"{prefix}_staleness/min"] = min([metrics.get(f"{prefix}_staleness/min", ages[0]), *ages])
-        for name, uids in (("filter_groups", set(filtered)), ("rollout_failure", failed)):
+        for name, uids in (("filter_groups", filtered), ("rollout_failure", failed)):
             if uids:
                 key = f"training/{name}/evicted_samples"
                 metrics[key] = metrics.get(key, 0) + len(uids)
-        if filtered:
-            counts = Counter(metrics.get(FILTERED_COUNTS, {}))
-            counts.update(filtered.values())
-            metrics[FILTERED_COUNTS] = dict(counts)
-        for uid in stale | set(filtered) | failed:
+        for uid in stale | filtered | failed:
             self.evicted.append(uid)
             del prompts[uid]
 

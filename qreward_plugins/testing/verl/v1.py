@@ -19,6 +19,7 @@ from .protocol import TensorColumns, VerlDataProto
 from .results import VerlStep, VerlValidation
 from .tensors import as_float32, padded
 from .transfer_queue import FILTERED_COUNTS, Prompt, ReplayBuffer, TransferQueue
+from .transfer_queue import MODULE as REPLAY_BUFFER
 from .validation import named
 
 _log = logging.getLogger("verl.trainer.ppo.v1")
@@ -350,7 +351,8 @@ class V1Trainer(TrainerBase):
         refill_failed = bool(sampler.get("sync_refill_failed_groups", False))
         if metric is not None or refill_failed or is_async:
             config.data.gen_batch_size = 1
-        return ReplayBuffer(
+        # By its name in verl, as whoever wraps it there expects.
+        buffer: ReplayBuffer = sys.modules[REPLAY_BUFFER].ReplayBuffer(
             self.queue,
             is_async=is_async,
             metric=metric,
@@ -360,6 +362,7 @@ class V1Trainer(TrainerBase):
             max_age=sampler.max_off_policy_threshold,
             drops_old=sampler.max_off_policy_strategy == "drop",
         )
+        return buffer
 
 
 def compute_advantage_for_multi_trajectories(

@@ -92,6 +92,14 @@ LENGTH = '''
             pass
 
 
+    class Unsure(LengthSource):
+        """Cannot tell its provider."""
+
+        @classmethod
+        def provider(cls, config, environment):
+            return environment["NO_SUCH_VARIABLE"]
+
+
     class Silent(SourceKind):
         """Cannot be asked."""
 
@@ -114,7 +122,7 @@ NODE = {"kind": "length", "factor": 2}
 
 @pytest.fixture
 def length(install):
-    names = ("LengthSource", "Unready", "Nameless", "Silent", "Untold", "Loose", "Plain")
+    names = ("LengthSource", "Unready", "Unsure", "Nameless", "Silent", "Untold", "Loose", "Plain")
     kinds = {name.lower(): f"length_kind:{name}" for name in names} | {"length": "length_kind:LengthSource"}
     install(
         "length-kind",
@@ -240,8 +248,9 @@ def test_a_name_that_two_packages_register(length, install):
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        ("unready", r"sources\.a: the source cannot be opened by length-kind 1\.2: RuntimeError: no such\\nroom\."),
-        ("nameless", r"sources\.a: the source cannot be opened by length-kind 1\.2: AttributeError"),
+        ("unready", r"sources\.a: length-kind 1\.2 cannot open the source: RuntimeError: no such\\nroom\."),
+        ("nameless", r"sources\.a: length-kind 1\.2 cannot open the source: AttributeError"),
+        ("unsure", r"sources\.a: length-kind 1\.2 cannot tell its provider: KeyError: 'NO_SUCH_VARIABLE'\."),
     ],
 )
 def test_a_kind_that_does_not_open(length, kind, text):

@@ -25,6 +25,8 @@ class KeyCheck:
 
     def __init__(self, tree: dict[str, Any]) -> None:
         self.findings: list[Finding] = []
+        self.shapes: dict[Path, list[Shape]] = {}
+        """The shapes that are allowed at each place of the mended tree, keys that are missing included."""
         self._written: dict[Path, str] = {}
         self._unknown: set[Path] = set()
         known = shape.top()["properties"]
@@ -35,7 +37,7 @@ class KeyCheck:
             count = "key at its top is not" if len(tree) == 1 else f"{len(tree):,} keys at its top are none"
             self.findings.append(Finding((), f"the {count} of a configuration", f"Allowed here: {', '.join(known)}."))
             return
-        self._check(tree, shape.top(), ())
+        self._check(tree, [shape.top()], ())
 
     def written(self, path: Path) -> Path:
         """The path as it stands in the file, with the keys as they are spelt there."""
@@ -45,7 +47,11 @@ class KeyCheck:
         """Whether the value at this path of the file stands below an unknown key, and so may be a misplaced secret."""
         return any(written[:n] in self._unknown for n in range(1, len(written) + 1))
 
-    def _check(self, node: Any, allowed: Shape, path: Path) -> None:
+    def _check(self, node: Any, allowed: list[Shape], path: Path) -> None:
+        self.shapes[path] = allowed
+        if isinstance(node, list):
+            for n, item in enumerate(node):
+                self._check(item, shape.below(allowed, n), (*path, n))
         if not isinstance(node, dict):
             return
         if len(path) == 2 and path[0] in rooms:
@@ -55,17 +61,15 @@ class KeyCheck:
             chosen = self._chosen(node, tuple(by_kind), by_kind, path)
             shapes = [] if chosen is None else [by_kind[chosen]]
         else:
-            shapes = [choice for choice in shape.choices(allowed) if choice.get("type") == "object"]
+            shapes = [choice for choice in allowed if choice.get("type") == "object"]
         if not shapes:
             return
         self._name_keys(node, path)
-        known = [choice for choice in shapes if "properties" in choice]
-        if len(known) == len(shapes) and all(choice.get("additionalProperties") is False for choice in known):
-            self._mend(node, {key: below for choice in known for key, below in _required_first(choice).items()}, path)
-        for key in list(node):
-            below = [_below(choice, key) for choice in shapes]
-            if len(below) == 1 and isinstance(below[0], Mapping):
-                self._check(node[key], below[0], (*path, key))
+        known = {key: below for choice in shapes for key, below in _required_first(choice).items()}
+        if all(choice.get("additionalProperties") is False for choice in shapes):
+            self._mend(node, known, path)
+        for key in dict.fromkeys([*known, *node]):
+            self._check(node.get(key), shape.below(shapes, key), (*path, key))
 
     def _name_keys(self, node: dict[Any, Any], path: Path) -> None:
         if all(isinstance(key, str) for key in node):
@@ -140,12 +144,8 @@ class KeyCheck:
 
 def _required_first(shape: Shape) -> dict[str, Shape]:
     """The keys that a shape allows, those that must be there in front: messages list them in this order."""
-    required = shape.get("required", ())
-    return {key: shape["properties"][key] for key in sorted(shape["properties"], key=lambda key: key not in required)}
-
-
-def _below(shape: Shape, key: str) -> Any:
-    return shape.get("properties", {}).get(key, shape.get("additionalProperties"))
+    required, known = shape.get("required", ()), shape.get("properties", {})
+    return {key: known[key] for key in sorted(known, key=lambda key: key not in required)}
 
 
 def _strangers(node: Mapping[Any, Any], by_kind: Mapping[str, Shape]) -> list[str]:

@@ -84,7 +84,7 @@ def _checked(tree: Tree, origin: str) -> Config:
         if keys.foreign:
             raise ConfigurationError([finding.as_mistake(hidden=True) for finding in keys.findings], origin=origin)
         hides = keys.hides
-        config, wrong_values = check_values(tree.value)
+        config, wrong_values = check_values(tree.value, keys.shapes)
         findings += keys.findings
         for finding in wrong_values + check_references(tree.value):
             findings.append(_located(finding, keys.written(finding.path), tree))

@@ -11,13 +11,11 @@ from typing import Any, TypeAlias
 
 from pydantic import BaseModel
 
-from ..registry import KindError, rooms
+from ..registry import rooms
 from .models import Config
 
 Shape: TypeAlias = Mapping[str, Any]
 """A node of the JSON Schema, references replaced by what they refer to."""
-
-_NOTHING: Shape = {"type": "null"}
 
 
 @cache
@@ -74,46 +72,30 @@ def choices(shape: Shape) -> list[Shape]:
     return [] if shape.get("type") == "null" else [shape]
 
 
-def kinds(shape: Shape) -> dict[str, Shape]:
+def kinds(shapes: list[Shape]) -> dict[str, Shape]:
     """The shapes that the key `kind` chooses between here, by kind; empty where there is no such choice."""
     return {
-        choice["properties"]["kind"]["const"]: choice
-        for choice in choices(shape)
-        if "const" in choice.get("properties", {}).get("kind", {})
+        shape["properties"]["kind"]["const"]: shape
+        for shape in shapes
+        if "const" in shape.get("properties", {}).get("kind", {})
     }
 
 
-def at(path: tuple[str | int, ...], tree: Any) -> list[Shape]:
-    """The shapes allowed at `path`, in view of the kinds that `tree` names on the way."""
-    shapes, above = [top()], path[:0]
-    for key in path:
-        if len(above) == 2 and above[0] in rooms:
-            shapes = _chosen(str(above[0]), tree)
-        shapes = [choice for shape in shapes for choice in choices(_below(shape, key, tree))]
-        tree = tree.get(key) if isinstance(tree, Mapping) else None
-        above = (*above, key)
-    return shapes
+def below(shapes: list[Shape], key: str | int) -> list[Shape]:
+    """The shapes that a value may have below one of these shapes."""
+    found = (_item(shape, key) if isinstance(key, int) else _property(shape, key) for shape in shapes)
+    return [choice for shape in found if isinstance(shape, Mapping) for choice in choices(shape)]
 
 
-def _chosen(room: str, node: Any) -> list[Shape]:
-    try:
-        return [of_kind(room, str(node.get("kind")))] if isinstance(node, Mapping) else []
-    except KindError:
-        return []
+def _item(shape: Shape, number: int) -> Any:
+    items = shape.get("prefixItems", ())
+    return items[number] if number < len(items) else shape.get("items")
 
 
-def _below(shape: Shape, key: str | int, tree: Any) -> Shape:
-    kind = shape.get("properties", {}).get("kind", {}).get("const")
-    if kind is not None and isinstance(tree, Mapping) and tree.get("kind") != kind:
-        return _NOTHING
-    if isinstance(key, int):
-        items = shape.get("prefixItems", ())
-        below = items[key] if key < len(items) else shape.get("items")
-    elif "patternProperties" in shape:
-        below = next(iter(shape["patternProperties"].values()))
-    else:
-        below = shape.get("properties", {}).get(key, shape.get("additionalProperties"))
-    return below if isinstance(below, Mapping) else _NOTHING
+def _property(shape: Shape, key: str) -> Any:
+    if "patternProperties" in shape:
+        return next(iter(shape["patternProperties"].values()))
+    return shape.get("properties", {}).get(key, shape.get("additionalProperties"))
 
 
 def is_secret(shapes: list[Shape]) -> bool:

@@ -6,7 +6,7 @@ input may hold keys.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, get_args
 
 from pydantic import ValidationError
@@ -16,6 +16,7 @@ from pydantic_core.core_schema import ErrorType
 from . import shape
 from .findings import Finding, Path, did_you_mean, scalar_text
 from .models import NO_KIND, Config
+from .shape import Shape
 from .tree import Broken
 
 _RAISED = {"value_error", "assertion_error"}
@@ -23,8 +24,8 @@ _KNOWN = frozenset(get_args(ErrorType)) - _RAISED
 """The errors that pydantic finds by itself. What else there is, a validator has put into words."""
 
 
-def check_values(tree: dict[str, Any]) -> tuple[Config | None, list[Finding]]:
-    """The configuration, or None and what is wrong with `tree`. Paths are those of `tree`.
+def check_values(tree: dict[str, Any], shapes: Mapping[Path, list[Shape]]) -> tuple[Config | None, list[Finding]]:
+    """The configuration, or None and what is wrong with `tree`. Paths are those of `tree`; `shapes` are allowed there.
 
     There may be nothing to say although there is no configuration: values that could not be had, and unknown kinds, are
     left to those who found them.
@@ -43,7 +44,7 @@ def check_values(tree: dict[str, Any]) -> tuple[Config | None, list[Finding]]:
             kind, path = "too_short", path[:-1]
             value = _value(path, tree)
         is_key = detail["loc"][-1] == "[key]"
-        findings.setdefault(path, _finding(kind, path, value, _said(detail), tree, is_key=is_key))
+        findings.setdefault(path, _finding(kind, path, value, _said(detail), shapes.get(path, []), is_key=is_key))
     return None, list(findings.values())
 
 
@@ -70,9 +71,8 @@ def _misfit(member: tuple[str | int, Sequence[ErrorDetails]]) -> tuple[bool, int
     return any(error["loc"][-1] == name for error in errors), keys, len(errors)
 
 
-def _finding(kind: str, path: Path, value: Any, said: str, tree: Any, *, is_key: bool) -> Finding:
+def _finding(kind: str, path: Path, value: Any, said: str, shapes: list[Shape], *, is_key: bool) -> Finding:
     """One mistake at `path`. `said` is what a validator said, or else pydantic in its own words."""
-    shapes = shape.at(path, tree)
     secret, wanted = shape.is_secret(shapes), shape.wanted(shapes)
     if kind not in _KNOWN and not (isinstance(value, bool) and wanted):
         if secret and isinstance(value, str) and value in said:
@@ -95,7 +95,7 @@ def _finding(kind: str, path: Path, value: Any, said: str, tree: Any, *, is_key:
     elif isinstance(value, (bool, int, float)) and "text" in wanted:
         remedy = "Put it in quotes."
     elif isinstance(value, str) and wanted.startswith("one of"):
-        remedy = did_you_mean(value, [name for one in shape.at(path, tree) for name in one.get("enum", ())]).strip()
+        remedy = did_you_mean(value, [name for one in shapes for name in one.get("enum", ())]).strip()
     return Finding(path, f"must be {wanted}", remedy, "" if secret else f", not {scalar_text(value)}")
 
 

@@ -12,16 +12,16 @@ import os
 from collections import Counter
 from collections.abc import Mapping
 
-from ..config import Config, SourceConfig
-from ..sources import Provider, kind_of
-from ..sources.provider import joined
+from ..config import Config
+from ..sources.opening import provider_of
+from ..sources.provider import Provider, joined
 
 
 def source_keys(config: Config) -> dict[str, str]:
     """A key for every source of `config`, by name: 24 hexadecimal digits, equal in all processes for which the
     provider counts together. Nothing can be read back out of them.
     """
-    providers = {name: _provider(node, os.environ) for name, node in config.sources.items()}
+    providers = _providers(config, None)
     often = Counter(providers.values())
     return {
         name: _digest(provider.parts if often[provider] == 1 else (*provider.parts, name))
@@ -42,16 +42,13 @@ def may_share(
     whose variable is not set may be any key. `environment` and `their_environment`: the variables of the processes that
     use `mine` and `other`; default: those of this process.
     """
-    ours = [_provider(node, os.environ if environment is None else environment) for node in mine.sources.values()]
-    theirs = [
-        _provider(node, os.environ if their_environment is None else their_environment)
-        for node in other.sources.values()
-    ]
-    return any(one.overlaps(another) for one in ours for another in theirs)
+    ours, theirs = _providers(mine, environment), _providers(other, their_environment)
+    return any(one.overlaps(another) for one in ours.values() for another in theirs.values())
 
 
-def _provider(node: SourceConfig, environment: Mapping[str, str]) -> Provider:
-    return kind_of(node).provider(node, environment)
+def _providers(config: Config, environment: Mapping[str, str] | None) -> dict[str, Provider]:
+    variables = os.environ if environment is None else environment
+    return {name: provider_of(name, node, variables) for name, node in config.sources.items()}
 
 
 def _digest(parts: tuple[str, ...]) -> str:

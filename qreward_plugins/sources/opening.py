@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from ..config.source_models import SourceConfig
 from ..errors import ConfigurationError, Mistake
 from ..redaction import one_line
 from ..registry import KindError, sources
 from .base import Source
 from .kind import SourceKind
+from .provider import Provider
 
 _MESSAGE_CHARS = 200
 
@@ -36,8 +39,24 @@ def open_source(name: str, config: SourceConfig) -> Source:
     except ConfigurationError:
         raise
     except Exception as error:
-        said = one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARS)
+        said = _text_of(error)
     # Raised outside the `except`, so that it does not carry the foreign error, whose text may hold secrets.
-    origins = sources.registrations(config.kind)
-    problem = f"the source cannot be opened by {origins[0].origin}: {said}."
-    raise ConfigurationError([Mistake(f"sources.{name}", problem)])
+    raise ConfigurationError([Mistake(f"sources.{name}", f"{_origin(config)} cannot open the source: {said}.")])
+
+
+def provider_of(name: str, config: SourceConfig, environment: Mapping[str, str]) -> Provider:
+    """What the provider of the source `name` counts requests by. Raises ConfigurationError if its kind cannot tell."""
+    kind = kind_of(config)
+    try:
+        return kind.provider(config, environment)
+    except Exception as error:
+        said = _text_of(error)
+    raise ConfigurationError([Mistake(f"sources.{name}", f"{_origin(config)} cannot tell its provider: {said}.")])
+
+
+def _origin(config: SourceConfig) -> str:
+    return sources.registrations(config.kind)[0].origin
+
+
+def _text_of(error: Exception) -> str:
+    return one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARS)

@@ -31,8 +31,9 @@ if TYPE_CHECKING:
     )
     from .groups import GroupGate, group_means
     from .portal import EnginePortal, process_portal
-    from .samples import Cause, Failed, Message, Outcome, Sample, Scored, Split, Usage, Verdict
+    from .samples import Cause, Failed, Message, Outcome, Sample, Scored, Split, Verdict
     from .scheduling import Cutoff
+    from .spent import Spent, Usage
     from .telemetry import BatchReport, EngineStatistics, Part, SourceStatistics
 
 __version__ = "0.1.0"
@@ -66,10 +67,11 @@ _HOMES = {
     "SourceError": "errors",
     "SourceStatistics": "telemetry",
     "SourceUnusable": "errors",
+    "Spent": "spent",
     "Split": "samples",
     "Throttled": "errors",
     "TransientError": "errors",
-    "Usage": "samples",
+    "Usage": "spent",
     "Verdict": "samples",
     "group_means": "groups",
     "load_config": "config",
@@ -105,6 +107,7 @@ __all__ = [
     "SourceError",
     "SourceStatistics",
     "SourceUnusable",
+    "Spent",
     "Split",
     "Throttled",
     "TransientError",

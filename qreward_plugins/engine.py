@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any
 from .config import Config, Limits, load_config
 from .ending import end, forget
 from .errors import EngineError
-from .journal import Journal, question_keys
-from .judges import Judge, Panel
+from .journal import Journal
+from .judges import JudgeRouter, Leaf
 from .sample_check import named, read_sample
-from .samples import Outcome, Sample, Scored, Verdict
+from .samples import Outcome, Sample
 from .scheduling import Cutoff, Dispatcher, Lane, open_lanes
 from .scoring import Scoring
 from .sharing import Channel, Membership, open_channel, source_keys
@@ -80,7 +80,7 @@ class RewardEngine:
         )
         self._rng = random.Random(settings.seed)
         key = secrets.token_bytes(32) if settings.seed is None else hashlib.sha256(str(settings.seed).encode()).digest()
-        self._panel = Panel(self.config, key=key)
+        self._router = JudgeRouter(self.config, key=key)
         self._journal = Journal(settings.journal.path) if settings.journal else None
         self._reuse = bool(settings.journal and settings.journal.reuse)
         self._counters = EngineCounters()
@@ -101,10 +101,8 @@ class RewardEngine:
         loop.
         """
         scoring = self._bind()
-        (case,) = await scoring.open([read_sample(sample)], scoring.now() + self._deadline_s(deadline_s))
-        # It may have been closed while the journal was asked.
-        scoring = self._bind()
-        return await scoring.submit(case, scoring.batches.trickle(priority))
+        due_at = scoring.now() + self._deadline_s(deadline_s)
+        return await scoring.submit(read_sample(sample), scoring.batches.trickle(priority), due_at)
 
     async def score_all(
         self,
@@ -124,16 +122,12 @@ class RewardEngine:
         self._warn_if_too_many([sample for sample in batch if isinstance(sample, Sample)], deadline_s)
         scoring = self._bind()
         due_at = scoring.now() + self._deadline_s(deadline_s)
-        together = scoring.batches.new([named(sample) for sample in batch], priority=priority, cutoff=cutoff)
+        groups = [named(sample).group_id for sample in batch]
+        together = scoring.batches.new(groups, priority=priority, cutoff=cutoff)
         outcomes: list[asyncio.Future[Outcome]] = []
         try:
-            # All of the journal first: what is left of the batch is ordered as a whole.
-            cases = await scoring.open(batch, due_at)
-            outcomes += (self._bind().submit(case, together) for case in cases)
-            scored = [await outcome for outcome in outcomes]
-            # Of those that ended at the same moment as the one that was waited for last, some are not counted yet.
-            await asyncio.sleep(0)
-            return scored
+            outcomes += (scoring.submit(sample, together, due_at) for sample in batch)
+            return [await outcome for outcome in outcomes]
         except BaseException:
             await _cancel(outcomes)
             raise
@@ -157,9 +151,9 @@ class RewardEngine:
                 yield scored
 
     @property
-    def judges(self) -> Mapping[str, Judge]:
-        """The judges that ask sources, by name; sums of them are not among them."""
-        return self._panel.judges
+    def judges(self) -> Mapping[str, Leaf]:
+        """The judges that ask sources themselves, by name."""
+        return self._router.leaves
 
     @property
     def lanes(self) -> Mapping[str, Lane]:
@@ -194,6 +188,7 @@ class RewardEngine:
             submitted=counters.submitted,
             scored=counters.scored,
             failed=dict(counters.failed),
+            floors=dict(counters.floors),
             cached=counters.cached,
             attempts=counters.attempts,
             waiting=self._dispatcher.waiting if self._dispatcher else 0,
@@ -203,7 +198,7 @@ class RewardEngine:
 
     def facts(self) -> Facts:
         """What turns this engine's outcomes into mappings whose keys are the same for every sample."""
-        return Facts(self._panel.component_names(), correct_at=self._panel.correct_at)
+        return Facts(self._router.component_names(), defines_correct=self._router.defines_correct)
 
     def portal(self) -> AbstractContextManager[EnginePortal]:
         """A context manager that runs the engine in a thread of its own and gives a sync, thread-safe facade of it."""
@@ -237,8 +232,8 @@ class RewardEngine:
         loop = asyncio.get_running_loop()
         interrupted: asyncio.CancelledError | None = None
         steps: list[dict[str, Callable[[], Awaitable[None]]]] = []
-        if self._dispatcher is not None and self._loop is loop:
-            steps.append({"the scheduler": self._dispatcher.aclose})
+        if self._scoring is not None and self._loop is loop:
+            steps.append({"the scheduler": self._scoring.aclose})
             if self._membership is not None:
                 steps.append({"the way to the quota keeper": self._membership.aclose})
         steps.append({f"source {name}": lane.source.aclose for name, lane in self._lanes.items()})
@@ -284,10 +279,6 @@ class RewardEngine:
         await self.aclose()
 
     @property
-    def _sources(self) -> Mapping[str, Source]:
-        return {name: lane.source for name, lane in self._lanes.items()}
-
-    @property
     def _dispatcher(self) -> Dispatcher | None:
         return self._scoring.dispatcher if self._scoring is not None else None
 
@@ -308,31 +299,25 @@ class RewardEngine:
         for lane in self._lanes.values():
             lane.abandon_attempts(loop.time())
         self._loop, self._pid = loop, os.getpid()
-        dispatcher = Dispatcher(
+        scoring = self._scoring = Scoring(
+            self._router,
+            self._counters,
+            sources={name: lane.source for name, lane in self._lanes.items()},
+            journal=self._journal,
+            reuse=self._reuse,
+        )
+        scoring.dispatcher = Dispatcher(
             self._lanes,
             rng=self._rng,
             max_attempts=self.config.engine.max_attempts,
             settings=self.config.engine.scheduling,
-            on_late=self._late if self._journal is not None else None,
+            keeps_late=self._journal is not None,
+            on_cutoff=scoring.cut_off,
             on_pumped=self._membership.look if self._membership is not None else None,
         )
         if self._membership is not None:
-            self._membership.start(dispatcher)
-        self._scoring = Scoring(
-            self._panel,
-            dispatcher,
-            self._counters,
-            sources=self._sources,
-            journal=self._journal,
-            reuse=self._reuse,
-        )
-        return self._scoring
-
-    def _late(self, sample: Sample, judge: Judge, verdict: Verdict) -> None:
-        """Record a verdict that came after its sample's outcome: it is paid for, and may be asked for again."""
-        if self._journal is not None:
-            key = question_keys(sample, judge, self._sources).get(verdict.source)
-            self._journal.note(key, sample, Scored(verdict))
+            self._membership.start(scoring.dispatcher)
+        return scoring
 
     def _deadline_s(self, deadline_s: float | None) -> float:
         return self.config.engine.deadline_s if deadline_s is None else deadline_s
@@ -345,7 +330,7 @@ class RewardEngine:
     def _warn_if_too_many(self, batch: Sequence[Sample], deadline_s: float | None) -> None:
         deadline_s = self._deadline_s(deadline_s)
         rate = self._rate_per_s
-        requests = self._panel.requests_of(batch) if math.isfinite(rate) else 0
+        requests = self._router.calls_of(batch) if math.isfinite(rate) else 0
         if requests > rate * deadline_s + sum(lane.quota.burst for lane in self._lanes.values()):
             _log.warning(
                 "%d samples take about %.0f s at the %.0f requests/min that the sources allow; the deadline is %.0f s: "
@@ -362,7 +347,7 @@ class RewardEngine:
         """
         busy = 4 * sum(lane.quota.concurrency for lane in self._lanes.values())
         allowed = self._rate_per_s * self.config.engine.deadline_s / 2
-        return max(1, int(min(busy, allowed / self._panel.most_requests)))
+        return max(1, int(min(busy, allowed / self._router.most_calls)))
 
 
 async def _cancel(futures: Sequence[asyncio.Future[Outcome]]) -> None:

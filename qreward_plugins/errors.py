@@ -76,6 +76,11 @@ class InputError(QRewardError):
     """Samples that cannot be read, or that cannot be turned into a request."""
 
 
+def input_problem(error: Exception) -> str:
+    """Why a sample cannot be turned into a request. Foreign errors are only named: their text may hold the sample."""
+    return str(error) if isinstance(error, InputError) else f"the sample cannot be read ({type(error).__name__})"
+
+
 class JournalError(QRewardError):
     """The journal cannot be opened, read or written."""
 

@@ -17,7 +17,7 @@ from .config import judge_for, parts_of
 from .ending import end, forget
 from .engine import RewardEngine
 from .errors import InputError, InvalidVerdict, SourceError, TransientError
-from .judges import Judge, LLMJudge
+from .judges import JudgeFailed, Leaf, LLMJudge
 from .samples import Sample, Verdict
 from .scheduling import Lane
 from .sources import Reply, Request
@@ -82,11 +82,19 @@ def samples_for(engine: RewardEngine, samples: Iterable[Sample]) -> dict[str, Sa
     for sample in samples:
         routed = judge_for(engine.config, sample.data_source)
         for name in () if routed is None else parts_of(engine.config, routed):
-            if name not in found and engine.judges[name].screen(sample) is None:
+            if name not in found and _asks(engine.judges[name], sample):
                 found[name] = sample
         if len(found) == len(engine.judges):
             break
     return found
+
+
+def _asks(judge: Leaf, sample: Sample) -> bool:
+    """Whether `judge` has to ask a source about `sample`."""
+    try:
+        return judge.screened(sample) is None
+    except JudgeFailed:
+        return False
 
 
 def idle_sources(engine: RewardEngine) -> list[str]:
@@ -103,7 +111,7 @@ class _Turn:
         self.silent_to = ""
 
 
-async def _ask(judge: Judge, lane: Lane, sample: Sample, turn: _Turn) -> Probe:
+async def _ask(judge: Leaf, lane: Lane, sample: Sample, turn: _Turn) -> Probe:
     loop = asyncio.get_running_loop()
     reply: Reply | None = None
     latency_s: float | None = None

@@ -1,9 +1,9 @@
 """What goes into the core and what comes out: `Sample`, and `Outcome = Scored | Failed`.
 
 An outcome has two shapes and no third, because "the reward is missing" must not look like a number anywhere: a failed
-sample that trains as a zero teaches the policy that its answer was bad when nobody looked at it. `Failed.cause` keeps
-apart what training has to treat differently, and `reward` is the one place that says whether there is a number to train
-on: `None` means that there is none.
+sample that trains as a zero teaches the policy that its answer was bad when nobody looked at it. So a `Failed` never
+has a number. Where the configuration puts a floor in the place of a failure, the outcome is a `Scored` whose verdict
+says so (`Verdict.basis`, `Verdict.failure`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypedDict
 
+from .spent import NOTHING, Spent, Usage
+
 Split = Literal["train", "val"]
+Basis = Literal["judged", "floor"]
 
 FLOAT32_LIMIT = 2.0**128 - 2.0**103
 """The smallest number that rounds to infinity in float32 (IEEE 754 binary32), in which trainers hold rewards."""
@@ -55,21 +58,6 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
-    """Tokens of one attempt, as counted by the source."""
-
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-
-    @property
-    def total_tokens(self) -> int:
-        return self.prompt_tokens + self.completion_tokens
-
-    def __add__(self, other: Usage) -> Usage:
-        return Usage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
-
-
-@dataclass(frozen=True, slots=True)
 class RawScore:
     """The numbers of a verdict as the judge gave them, before they are mapped to the reward range.
 
@@ -80,18 +68,43 @@ class RawScore:
     components: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a judge says of a sample: a score in the judge's reward range, and how it came about.
+class _Provenance:
+    """What a verdict and a failure tell of what they took. `spent` is the sum of all attempts."""
 
-    `components` are further numbers of the judge (criteria, or the keys of a reward function's dict). `correct` is None
-    unless the judge defines correctness. `latency_s` is the time from submission to the outcome in seconds; `cost_usd`
-    counts every attempt that the source reported usage for. `cached` is true for a verdict out of the journal.
-    `returned` is the mapping that a reward function returned, unchanged; None for anything else, and for a verdict out
-    of the journal, which keeps only the numbers. `cut`: a text of the sample was too long, and the judge saw it without
-    its middle. `service_s` is the time from sending the request of the successful attempt to its reply, in seconds,
-    without waiting, retries and other attempts. `raw` holds the numbers before mapping; None if they are unknown, so
-    that the verdict cannot be mapped anew.
+    __slots__ = ()
+    spent: Spent
+
+    @property
+    def attempts(self) -> int:
+        return self.spent.attempts
+
+    @property
+    def usage(self) -> Usage:
+        return self.spent.usage
+
+    @property
+    def latency_s(self) -> float:
+        """Seconds from submission to the outcome."""
+        return self.spent.latency_s
+
+    @property
+    def cost_usd(self) -> float:
+        """US dollars of every attempt that the source reported usage for."""
+        return self.spent.cost_usd
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict(_Provenance):
+    """A score in the judge's reward range, and how it came about.
+
+    `basis` says what the score is: "judged" by a source, or a "floor" that the configuration puts in the place of
+    `failure`. `components` are further numbers of the judge (criteria, or the keys of a reward function's dict).
+    `correct` is None unless the judge defines correctness. `spent` is what all attempts took. `cached` is true for a
+    verdict out of the journal. `returned` is the mapping that a reward function returned, unchanged; None for anything
+    else, and for a verdict out of the journal, which keeps only the numbers. `cut`: a text of the sample was too long,
+    and the judge saw it without its middle. `service_s` is the time from sending the request of the successful attempt
+    to its reply, in seconds, without waiting, retries and other attempts. `raw` holds the numbers before mapping; None
+    if they are unknown, so that the verdict cannot be mapped anew.
 
     Raises ValueError when the score or a component is not a number that is finite in float32: promise P2 holds by
     construction.
@@ -104,10 +117,9 @@ class Verdict:
     judge: str = ""
     source: str = ""
     model: str = ""
-    attempts: int = 1
-    usage: Usage = Usage()
-    latency_s: float = 0.0
-    cost_usd: float = 0.0
+    basis: Basis = "judged"
+    failure: Failed | None = None
+    spent: Spent = NOTHING
     cached: bool = False
     cut: bool = False
     returned: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
@@ -127,11 +139,12 @@ class Cause(str, enum.Enum):
     """The reward is missing (sources down, deadline, quota): keep the sample out of training."""
 
     VERDICT = "verdict"
-    """The judge answered, but not validly, and the response may have provoked it."""
+    """The judge answered, but not validly, and the response may have provoked it. `on_invalid: floor` gives it the
+    floor."""
 
     POLICY = "policy"
-    """The response is empty, or too long for the judge (`on_too_long`). That is a score, the judge's floor; with
-    `on_too_long: fail` there is none."""
+    """The response is empty, or too long for the judge (`on_too_long`). It gets the judge's floor, except with
+    `on_too_long: fail`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,34 +157,38 @@ class Scored:
     def reward(self) -> float:
         return self.verdict.score
 
+    @property
+    def failure(self) -> Failed | None:
+        """Why the reward is a floor; None if it was judged."""
+        return self.verdict.failure
+
 
 @dataclass(frozen=True, slots=True)
-class Failed:
-    """The sample has no verdict.
+class Failed(_Provenance):
+    """The sample has no verdict, and so no number: nobody may make one up.
 
-    `reason` is one word for metrics ("deadline", "throttled", "empty", ...), `detail` one sentence for people. `floor`
-    is the score that the judge's configuration puts in place of this failure, in the reward range; None: there is no
-    number, and nobody may make one up. Raises ValueError for a floor that is not finite in float32.
+    `reason` is one word for metrics ("deadline", "throttled", "empty", ...), `detail` one sentence for people.
     """
 
     cause: Cause
     reason: str
     detail: str = ""
-    floor: float | None = None
     judge: str = ""
     source: str = ""
-    attempts: int = 0
-    usage: Usage = Usage()
-    latency_s: float = 0.0
-    cost_usd: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.floor is not None and not _is_score(self.floor):
-            raise ValueError(f"the floor must be a number that is finite in float32, not {_brief(self.floor)}")
+    spent: Spent = NOTHING
 
     @property
-    def reward(self) -> float | None:
-        return self.floor
+    def reward(self) -> None:
+        return None
+
+    @property
+    def failure(self) -> Failed:
+        return self
+
+    @property
+    def label(self) -> str:
+        """Cause and reason, for metrics: "infra/deadline"."""
+        return f"{self.cause.value}/{self.reason}"
 
     def describe(self) -> str:
         """Say in one line what happened."""

@@ -47,9 +47,11 @@ def tensors(
 
 
 def _score(reward: float, outcome: Outcome, right_or_wrong: bool) -> float:
-    if isinstance(outcome, Scored):
-        return reward if outcome.verdict.correct is None else float(outcome.verdict.correct)
-    return 0.0 if right_or_wrong else reward
+    verdict = outcome.verdict if isinstance(outcome, Scored) else None
+    if verdict is not None and verdict.correct is not None:
+        return float(verdict.correct)
+    judged = verdict is not None and verdict.basis == "judged"
+    return 0.0 if right_or_wrong and not judged else reward
 
 
 class Metrics:
@@ -70,14 +72,13 @@ class Metrics:
         if not told:
             return {}, facts
         share = 1.0 / len(facts) if streamed else 1.0
-        answered = Counter(
-            source for fact in facts if not fact["failed"] for source in self._sources_of(fact["source"])
-        )
+        answered = Counter(source for fact in facts if not fact["cause"] for source in self._sources_of(fact["source"]))
         numbers = {
             "samples_sum": share * told["samples"],
             "failed_sum": share * told["failed"],
             "failed_rate": told["failed_rate"],
             **{f"failed/{cause}_sum": share * told[f"failed/{cause}"] for cause in _CAUSES},
+            "floor_rate": told["floor_rate"],
             "attempts_mean": told["attempts_mean"],
             "latency_s_mean": sum(fact["latency_s"] for fact in facts) / len(facts),
             "latency_s_p99": told["latency_s/p99"],

@@ -75,7 +75,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         rewards, causes = self._rewards(data, outcomes, [str(fact["cause"]) for fact in facts])
         if validation:
             # `on_failure` does not apply: nothing trains on a validation.
-            causes = [str(fact["cause"]) for fact in facts]
+            causes = [outcome.label if isinstance(outcome, Failed) else "" for outcome in outcomes]
             if self._validations.count(data.meta_info.get("global_step"), causes):
                 self._tell_of_failed_validation(streamed=streamed)
         else:

@@ -14,11 +14,12 @@ import qreward_plugins
 ROOT = Path(__file__).parents[1]
 
 FLOORS = [
-    {"errors", "samples", "sample_check", "config", "redaction", "ending", "registry"},
+    {"errors", "samples", "sample_check", "spent", "config", "redaction", "ending", "registry"},
     {"sources", "quotas", "telemetry", "groups", "siblings", "prompts"},
-    {"judges"},
-    {"scheduling", "journal"},
-    {"scoring", "sharing", "streaming"},
+    {"scheduling"},
+    {"judges", "journal"},
+    {"judging", "sharing", "streaming"},
+    {"scoring"},
     {"engine", "simulation", "testing", "trial"},
     {"portal", "probe", "files"},
     {"planning"},
@@ -28,6 +29,7 @@ FLOORS = [
 
 NEIGHBOURS = {  # what may be imported beside that
     ("samples", "errors"),
+    ("samples", "spent"),
     ("config", "errors"),
     ("config", "samples"),  # what counts as a number
     ("siblings", "groups"),  # the mean
@@ -39,6 +41,7 @@ NEIGHBOURS = {  # what may be imported beside that
     ("sample_check", "samples"),
     ("errors", "samples"),  # for type checkers only
     ("quotas", "telemetry"),
+    ("judging", "scoring"),  # for type checkers only
     ("engine", "portal"),  # portal() opens it on call
     ("probe", "engine"),
     ("portal", "engine"),
@@ -79,6 +82,12 @@ def test_imports_go_down_only():
         if floor_of(imported) >= floor_of(importer) and (importer, imported) not in NEIGHBOURS
     ]
     assert wrong == []
+
+
+def test_scheduling_knows_neither_samples_nor_judges():
+    """The scheduler moves calls; what they are for is the business of those who make them."""
+    known = {room for importer, room, _ in imports() if importer == "scheduling"}
+    assert known.isdisjoint({"samples", "sample_check", "judges", "judging", "scoring", "engine"}), known
 
 
 def test_the_core_knows_no_framework():

@@ -161,8 +161,9 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
 
 def _report(outcome: Outcome, split: Literal["train", "val"]) -> Report:
     if isinstance(outcome, Failed):
-        return Report(None, "", outcome.reward, None, split, outcome.cause.value)
-    return Report(None, "", outcome.reward, None, split, cut=outcome.verdict.cut)
+        return Report(None, "", None, None, split, outcome.cause.value)
+    verdict = outcome.verdict
+    return Report(None, "", verdict.score, None, split, cut=verdict.cut, floor=verdict.basis == "floor")
 
 
 # The trainer's process makes no manager, but it imports this module, because it looks the class up.

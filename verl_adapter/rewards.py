@@ -163,7 +163,7 @@ class ExtraInfo:
 
     def _own(self, outcome: Outcome) -> dict[str, Any]:
         """The extra info that verl's `naive` manager would make of the reward function's value."""
-        if not isinstance(outcome, Scored):
+        if not isinstance(outcome, Scored) or outcome.verdict.basis == "floor":
             return {}
         verdict = outcome.verdict
         rest = {name: value for name, value in verdict.components.items() if name not in self._declared}

@@ -155,6 +155,7 @@ class BoardNumbers:
             for cause in ("infra", "verdict", "policy"):
                 metrics[f"{prefix}failed/{cause}"] = float(news.get(f"{split}/failed/{cause}", 0))
             metrics[f"{prefix}cut_rate"] = news.get(f"{split}/cut", 0) / samples
+            metrics[f"{prefix}floor_rate"] = news.get(f"{split}/floor", 0) / samples
             if split == "train":
                 metrics[f"{prefix}imputed_rate"] = news.get(f"{split}/imputed", 0) / samples
         return metrics

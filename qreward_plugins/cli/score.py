@@ -20,7 +20,7 @@ from ..config import Config, JournalConfig, judges_in_charge, load_config, parts
 from ..engine import RewardEngine
 from ..errors import JournalError
 from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rollouts
-from ..samples import Failed, Outcome, Sample
+from ..samples import Outcome, Sample
 from ..sources import kind_of
 from ..telemetry import EngineStatistics
 from .figures import number_of
@@ -153,10 +153,11 @@ class _Tally:
         if outcome.reward is not None:
             self.rewarded += 1
             self.total_reward += outcome.reward
-        if isinstance(outcome, Failed):
-            reason = f"{outcome.cause.value}/{outcome.reason}", outcome.reward is None
+        failed = outcome.failure
+        if failed is not None:
+            reason = failed.label, outcome.reward is None
             self.reasons[reason] += 1
-            self.examples.setdefault(reason, outcome.detail)
+            self.examples.setdefault(reason, failed.detail)
 
     def failures(self) -> Iterator[Text]:
         """One line for every reason, those without a reward first, with the first example of each."""

@@ -156,7 +156,8 @@ class SumJudge(Node):
 
     weights: Annotated[dict[str, Annotated[Number, AfterValidator(_weighs)]], Field(min_length=1)]
     """The judges whose rewards are added, by name, and what each reward is multiplied by; a negative weight makes a
-    penalty of it. Every one of them scores the sample; the sum is missing where one of their rewards is."""
+    penalty of it. They may be sums themselves. Every one of them scores the sample; the sum is missing where one of
+    their rewards is."""
 
     correct_at: Number | None = None
     """The sum from which on the response counts as correct. Default: the sum says nothing about it."""

@@ -49,23 +49,32 @@ def _weights(node: dict[str, Any]) -> list[str]:
     return [part for part in weights if isinstance(part, str)] if isinstance(weights, dict) else []
 
 
+def _awaited(name: str, judges: dict[str, Any]) -> set[str]:
+    """The judges that a sum adds, those that the sums among them add, and so on; and itself."""
+    found: set[str] = set()
+    left = [name]
+    while left:
+        part = left.pop()
+        if part not in found:
+            found.add(part)
+            left += _weights(judges[part]) if _kind(judges.get(part)) == "sum" else []
+    return found
+
+
 def _sum(name: str, parts: list[str], judges: dict[str, Any], sums: set[str]) -> list[Finding]:
     findings = []
-    fitting = [other for other in judges if other not in sums]
+    fitting = [other for other in judges if other != name]
     for part in parts:
         path = ("judges", name, "weights", part)
         whole = next((other for other in parts if part.startswith(f"{other}/")), None)
         if part not in judges:
             remedy = f"{did_you_mean(part, fitting)}Judges: {_listed(fitting)}."
             findings.append(Finding(path, f"there is no judge `{cut(part)}`", remedy))
-        elif part in sums:
-            problem = (
-                "a sum cannot be a part of itself"
-                if part == name
-                else f"`{cut(part)}` is a sum, and sums are not nested"
-            )
-            remedy = f"Name judges of another kind: {_listed(fitting)}." if fitting else "Name judges of another kind."
-            findings.append(Finding(path, problem, remedy))
+        elif part in sums and name in _awaited(part, judges):
+            problem = "a sum cannot be a part of itself"
+            if part != name:
+                problem = f"`{cut(part)}` is a sum of which `{cut(name)}` is a part, so that neither has an end"
+            findings.append(Finding(path, problem, "Name judges that do not lead back to it."))
         elif whole is not None:
             problem = f"the name reads like a component of `{cut(whole)}`, another part of this sum"
             findings.append(Finding(path, problem, "Give the judge another name."))

@@ -39,12 +39,15 @@ def judges_in_charge(config: Config) -> tuple[str, ...]:
 
 
 def parts_of(config: Config, judge_name: str) -> tuple[str, ...]:
-    """Names of the judges that ask sources when a sample goes to a judge: the parts of a sum, or else itself.
+    """Names of the judges that ask sources when a sample goes to a judge: of a sum those of its parts, as
+    often as they are parts of it, else itself.
 
     Raises KeyError for a judge that does not exist.
     """
     judge = config.judges[judge_name]
-    return tuple(judge.weights) if isinstance(judge, SumJudge) else (judge_name,)
+    if isinstance(judge, SumJudge):
+        return tuple(leaf for part in judge.weights for leaf in parts_of(config, part))
+    return (judge_name,)
 
 
 def sources_of(config: Config, judge_name: str) -> tuple[str, ...]:

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from typing import Any
 
-from ..samples import Failed, Outcome, Scored
+from ..samples import Outcome, Scored
 
 RESULT = "qreward"
 """The column that carries the outcome."""
 
 
 def to_result(outcome: Outcome) -> dict[str, Any]:
-    """The outcome as plain values. `reward` is None where there is none, and then `cause`, `reason` and `detail` say
-    why; a failure that the judge's configuration scores at the floor has both.
+    """The outcome as plain values. `outcome` is "scored", "floor" or "failed". `cause`, `reason` and `detail` say why a
+    sample failed, or why its reward is a floor; `reward` is None only for one that failed.
     """
     verdict = outcome.verdict if isinstance(outcome, Scored) else None
-    failed = outcome if isinstance(outcome, Failed) else None
+    failed = outcome.failure
     told = outcome.verdict if isinstance(outcome, Scored) else outcome
     return {
         "reward": outcome.reward,
-        "outcome": "scored" if verdict else "failed",
+        "outcome": "failed" if verdict is None else "floor" if failed else "scored",
         "cause": failed.cause.value if failed else None,
         "reason": failed.reason if failed else None,
         "detail": _text(failed.detail) if failed else None,

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from ..samples import Failed, Outcome, RawScore, Sample, Scored, Usage, Verdict
+from ..samples import Failed, Outcome, RawScore, Sample, Verdict
+from ..spent import NOTHING, Spent
 
 RATIONALE_CHARS = 4000
 """Longest rationale that is kept, in characters."""
@@ -91,8 +92,20 @@ def row(key: str | None, sample: Sample, outcome: Outcome, *, recorded_at: float
         "step": _integer(sample.step),
         "split": _text(sample.split),
     }
-    values |= _scored(outcome.verdict) if isinstance(outcome, Scored) else _failed(outcome)
+    if isinstance(outcome, Failed):
+        values |= _failed(outcome)
+    elif outcome.verdict.failure is not None:
+        # A floor is no answer of a source: it is never found again, and says which failure it stands in for.
+        failed = replace(outcome.verdict.failure, judge=outcome.verdict.judge, spent=outcome.verdict.spent)
+        values |= {**_failed(failed), "floor": float(outcome.verdict.score)}
+    else:
+        values |= _scored(outcome.verdict)
     return tuple(values.get(name) for name, _ in COLUMNS)
+
+
+def is_answer(verdict: Verdict) -> bool:
+    """Whether a verdict is what a source answered now."""
+    return verdict.basis == "judged" and not verdict.cached
 
 
 def _scored(verdict: Verdict) -> dict[str, Value]:
@@ -109,7 +122,7 @@ def _scored(verdict: Verdict) -> dict[str, Value]:
         "cached": int(verdict.cached),
         "service_s": _real(verdict.service_s) or None,
         **_raw(verdict.raw),
-        **_spent(verdict),
+        **_spent(verdict.spent),
     }
 
 
@@ -132,18 +145,17 @@ def _failed(failed: Failed) -> dict[str, Value]:
         "cause": failed.cause.value,
         "reason": _text(failed.reason),
         "detail": _text(failed.detail),
-        "floor": _real(failed.floor),
-        **_spent(failed),
+        **_spent(failed.spent),
     }
 
 
-def _spent(outcome: Verdict | Failed) -> dict[str, Value]:
+def _spent(spent: Spent) -> dict[str, Value]:
     return {
-        "attempts": _integer(outcome.attempts),
-        "prompt_tokens": _integer(outcome.usage.prompt_tokens),
-        "completion_tokens": _integer(outcome.usage.completion_tokens),
-        "latency_s": _real(outcome.latency_s) or 0.0,
-        "cost_usd": _real(outcome.cost_usd) or 0.0,
+        "attempts": _integer(spent.attempts),
+        "prompt_tokens": _integer(spent.usage.prompt_tokens),
+        "completion_tokens": _integer(spent.usage.completion_tokens),
+        "latency_s": _real(spent.latency_s) or 0.0,
+        "cost_usd": _real(spent.cost_usd) or 0.0,
     }
 
 
@@ -158,7 +170,6 @@ def verdict(values: tuple[Any, ...]) -> Verdict:
         judge=judge,
         source=source,
         model=model,
-        attempts=0,
         cached=True,
         cut=reason == CUT,
         raw=None if raw_score is None else RawScore(raw_score, json.loads(raw_components)),
@@ -175,11 +186,8 @@ def as_cached(verdict: Verdict) -> Verdict:
     return replace(
         verdict,
         rationale=_text(verdict.rationale, RATIONALE_CHARS) or "",
-        attempts=0,
-        usage=Usage(),
-        latency_s=0.0,
+        spent=NOTHING,
         service_s=0.0,
-        cost_usd=0.0,
         cached=True,
         returned=None,
     )

@@ -185,7 +185,7 @@ class Journal:
             self._waiting.append(row)
             self._unwritten += 1
             self._unwritten_chars += _chars(row)
-            if key is not None and isinstance(outcome, Scored) and not outcome.verdict.cached:
+            if key is not None and isinstance(outcome, Scored) and entries.is_answer(outcome.verdict):
                 self._unwritten_verdicts[key] = entries.as_cached(outcome.verdict)
             if len(self._waiting) in (1, COMMIT_ENTRIES):
                 self._changed.notify()

@@ -17,8 +17,8 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..judges.base import Judge
 from ..samples import Sample
+from ..scheduling.calls import Call
 from ..sources.base import Request, Source, apart
 from .encoding import encoded
 
@@ -26,24 +26,24 @@ _PERSON = b"qreward key 2"
 """Change this whenever the content of a key changes, so that old answers are not found under new keys."""
 
 
-def question_keys(sample: Sample, judge: Judge, sources: Mapping[str, Source]) -> dict[str, str]:
-    """Return the key of each source's question about `sample`, by the source's name; 40 hexadecimal digits each.
+def question_keys(call: Call[Any], sources: Mapping[str, Source]) -> dict[str, str]:
+    """Return the key of each source's answer to `call`, by the source's name; 40 hexadecimal digits each.
 
     A source is missing if its question cannot be encoded for certain, or if its answers must not be used again. The
-    mapping is empty if `judge` fails the sample without asking. Equal questions have equal keys, in every process.
-    Raises nothing.
+    mapping is empty for a call without an identity, or without a request. Equal questions have equal keys, in every
+    process. Raises nothing.
     """
+    if not call.identity:
+        return {}
     try:
-        if judge.screen(sample) is not None:
-            return {}
-        request = judge.request(sample, attempt=0)
-        unseen = tuple(_attachments(sample)) if request.messages else ()
-        common = encoded((judge.fingerprint, unseen))
+        request = call.request(0)
+        unseen = tuple(_attachments(request.sample)) if request.messages else ()
+        common = encoded((call.identity, unseen))
     except Exception:
         # Methods of the values in a sample may raise anything.
         return {}
     keys = {}
-    for name in judge.sources:
+    for name in call.sources:
         key = _key(common, request, sources[name])
         if key is not None:
             keys[name] = key
@@ -67,9 +67,10 @@ def _question(source: Source, request: Request) -> object | None:
     if ask is not None:
         question: object | None = ask(request)
         return question
-    # A foreign source without `question`: assume that it sends everything in the request.
+    # A foreign source without `question`: assume that it sends everything in the request, and that no other source
+    # answers as it does.
     messages = [[(name, apart(str(text), request.nonce)) for name, text in m.items()] for m in request.messages]
-    return (source.model, messages, dict(request.parameters), None if request.messages else request.sample)
+    return (source.name, source.model, messages, dict(request.parameters), None if request.messages else request.sample)
 
 
 def _attachments(sample: Sample) -> Iterator[Any]:

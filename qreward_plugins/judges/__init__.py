@@ -1,11 +1,22 @@
-"""Judges: what a sample is asked, and what the reply is worth. Pure functions, no I/O."""
+"""Judges: what a sample is asked, and what the answers are worth."""
 
 from __future__ import annotations
 
-from .base import Judge
+from .base import Ask, Judge, JudgeFailed
 from .function import FunctionJudge
+from .leaf import Leaf
 from .llm import LLMJudge
-from .panel import InCharge, Panel, build_judge, parts_of
-from .sums import JudgeSum
+from .router import JudgeRouter, build_judge
+from .sums import SumJudge
 
-__all__ = ["FunctionJudge", "InCharge", "Judge", "JudgeSum", "LLMJudge", "Panel", "build_judge", "parts_of"]
+__all__ = [
+    "Ask",
+    "FunctionJudge",
+    "Judge",
+    "JudgeFailed",
+    "JudgeRouter",
+    "LLMJudge",
+    "Leaf",
+    "SumJudge",
+    "build_judge",
+]

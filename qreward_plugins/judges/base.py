@@ -1,67 +1,98 @@
-"""What a judge is to the rest of the core: pure functions from a sample to a request, and from a reply to a verdict.
+"""What a judge is to the rest of the core: a coroutine that turns a sample into a verdict by asking.
 
-No judge does I/O, sleeps, retries or knows a source. That keeps every rule about untrusted text and valid verdicts
-testable with plain values.
+A judge asks as often as it needs to, in whatever order, and awaits other judges as it awaits its own questions. It
+knows no source, no deadline, no retry and no journal: whoever gives it `ask` has bound these to it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Protocol
 
-from ..samples import Cause, Failed, RawScore, Sample, Verdict
-from ..sources.base import Reply, Request
+import anyio
+
+from ..errors import QRewardError
+from ..samples import Failed, Sample, Verdict
+from ..scheduling.calls import Answer, Call, T
 
 
-class Judge(Protocol):
-    """Turns a sample into a request, and the reply into a verdict."""
+class JudgeFailed(QRewardError):
+    """A judge has no verdict on a sample; `failed` says why."""
 
-    @property
-    def name(self) -> str: ...
+    def __init__(self, failed: Failed) -> None:
+        self.failed = failed
+        super().__init__(failed.describe())
 
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Names of the sources that may answer."""
-        ...
+    def __reduce__(self) -> tuple[object, ...]:
+        return JudgeFailed, (self.failed,)
 
-    @property
-    def invalid_retries(self) -> int:
-        """Further tries after an invalid verdict."""
-        ...
 
-    @property
-    def fingerprint(self) -> str:
-        """A short hash of how this judge reads replies; part of the journal's key.
+class Ask(Protocol):
+    """Asks one of the sources of a call, by the deadline of the sample that is being judged."""
 
-        What it asks is no part of it: that is hashed as it is sent.
+    async def __call__(self, call: Call[T]) -> Answer[T]:
+        """The answer. Raises `CallFailed` if there is none by the deadline or after all tries. Cancelling it cancels
+        the attempts under way, and gives back what they hold.
         """
         ...
 
-    def screen(self, sample: Sample) -> Failed | None:
-        """Return the failure of a sample that needs no judge to fail (an empty response), else None."""
-        ...
 
-    def request(self, sample: Sample, *, attempt: int) -> Request:
-        """Build the request of the `attempt`-th try (from 0); another attempt draws another nonce.
+class Judge(ABC):
+    """Turns a sample into a verdict.
 
-        Raises `InputError` when the sample cannot be turned into a request.
+    `name` is its name in the configuration.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @abstractmethod
+    async def judge(self, sample: Sample, ask: Ask) -> Verdict:
+        """The verdict on `sample`. What it spent is added up by `ask`, not here.
+
+        Raises `JudgeFailed` if there is none. Calls that it leaves unanswered when it ends are dropped. A judge that is
+        cancelled must end at once.
         """
-        ...
 
-    def verdict(self, request: Request, reply: Reply) -> Verdict:
-        """Read the reply, strictly. Raises `InvalidVerdict`."""
-        ...
+    @property
+    def parts(self) -> Sequence[Judge]:
+        """The judges that it awaits, if any."""
+        return ()
 
-    def mapped(self, raw: RawScore) -> Verdict:
-        """The verdict for numbers that this judge read before, perhaps under another reward range.
-
-        Raises `InvalidVerdict` where they are no valid verdict under the present configuration.
-        """
-        ...
-
-    def floor(self, cause: Cause) -> float | None:
-        """The score that stands in for a failure of this cause; None: no number does."""
-        ...
+    @property
+    def calls(self) -> int:
+        """How many calls a sample takes at most, without retries."""
+        return sum(part.calls for part in self.parts) or 1
 
     def component_names(self) -> tuple[str, ...]:
         """Names of the components that every verdict of this judge carries, as far as they are known beforehand."""
-        ...
+        return ()
+
+    @property
+    def defines_correct(self) -> bool:
+        """Whether all of its verdicts say whether a response is correct."""
+        return False
+
+
+async def together(judges: Sequence[Judge], sample: Sample, ask: Ask) -> dict[str, Verdict | Failed]:
+    """What several judges say of a sample at the same time, by their names and in their order.
+
+    The first failure cancels the judges that have not ended; they are left out. Cancelling the call cancels all.
+    """
+    said: dict[str, Verdict | Failed] = {}
+
+    async def one(judge: Judge) -> None:
+        try:
+            said[judge.name] = await judge.judge(sample, ask)
+        except JudgeFailed as error:
+            said[judge.name] = error.failed
+            group.cancel_scope.cancel()
+
+    async with anyio.create_task_group() as group:
+        for judge in judges:
+            group.start_soon(one, judge)
+    return {judge.name: said[judge.name] for judge in judges if judge.name in said}
+
+
+__all__ = ["Ask", "Judge", "JudgeFailed", "together"]

@@ -13,17 +13,18 @@ from dataclasses import replace
 from typing import Any
 
 from ..config import models as configuration
-from ..errors import ConfigurationError, InvalidVerdict
-from ..samples import Cause, Failed, RawScore, Sample, Verdict, fits_float32
+from ..errors import InvalidVerdict
+from ..samples import RawScore, Sample, Verdict, fits_float32
 from ..sources.base import Reply, Request
-from .settings import fingerprint, floor_of, number_mistakes
+from .leaf import Leaf, checked
+from .settings import fingerprint
 
 MOST_COMPONENTS = 100
 """Components of a verdict, where they are not named; more is no set of scores, and every one becomes a metric."""
 _LONGEST_NAME_CHARS = 100
 
 
-class FunctionJudge:
+class FunctionJudge(Leaf):
     """A judge that reads a value: a finite number, or a mapping that has one under `score`.
 
     Numbers are Python's, numpy's, and tensors without dimensions. Of a mapping, the keys named in the configuration
@@ -42,37 +43,14 @@ class FunctionJudge:
         sources: Sequence[str],
         keeps_returned: bool = False,
     ) -> None:
-        mistakes = number_mistakes(name, config)
-        if mistakes:
-            raise ConfigurationError(mistakes)
-        self._name = name
+        checked(name, config)
+        super().__init__(name, config, sources=sources, fingerprint=fingerprint("function"))
         self._config = config
-        self._sources = tuple(sources)
         self._keeps_returned = keeps_returned
-        self._fingerprint = fingerprint("function")
-
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return self._sources
-
-    @property
-    def invalid_retries(self) -> int:
-        return self._config.invalid_retries
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-    def screen(self, sample: Sample) -> Failed | None:
-        """None: what an empty response is worth is for the function, or the service, to say."""
-        return None
 
     def request(self, sample: Sample, *, attempt: int) -> Request:
-        return Request(sample=sample, judge=self._name)
+        # What an empty response is worth is for the function, or the service, to say.
+        return Request(sample=sample, judge=self.name)
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
         """Read the value. Raises `InvalidVerdict`."""
@@ -110,10 +88,7 @@ class FunctionJudge:
         components = self._components(values)
         checked = self._score(score, what)
         correct = self._correct(checked, _label(values.get("acc")))
-        return Verdict(score=checked, components=components, correct=correct, judge=self._name)
-
-    def floor(self, cause: Cause) -> float | None:
-        return floor_of(self._config, cause)
+        return Verdict(score=checked, components=components, correct=correct, judge=self.name)
 
     def component_names(self) -> tuple[str, ...]:
         return self._config.components
@@ -140,7 +115,7 @@ class FunctionJudge:
             if len(components) > MOST_COMPONENTS:
                 raise InvalidVerdict(
                     f"the value has {len(components):,} numbers beside its score; name those that count in "
-                    f"judges.{self._name}.components"
+                    f"judges.{self.name}.components"
                 )
             return components
         components = {}
@@ -150,7 +125,7 @@ class FunctionJudge:
                 state = "holds no finite number" if key in values else "is missing"
                 raise InvalidVerdict(
                     f"the component {key!r} {state}; give it with every score, or take it out of "
-                    f"judges.{self._name}.components"
+                    f"judges.{self.name}.components"
                 )
             components[key] = label
         return components

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ..config import models as configuration
@@ -19,8 +18,9 @@ from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict
 from ..sources.base import Reply, Request
 from .fence import NONCE_LENGTH, draw_nonce
 from .finish_reasons import why_no_verdict
+from .leaf import Leaf
 from .material import Material, conversation_text
-from .settings import fingerprint, floor_of, number_mistakes
+from .settings import fingerprint, number_mistakes
 from .templates import Page, Template
 from .verdicts import RATIONALE_FORM, Scale, Words, excerpt, read_words
 from .visibility import is_blank
@@ -81,7 +81,7 @@ _REPLY_CHARS_PER_TOKEN = 16
 _TEMPLATE_ROOM = 262_144
 
 
-class LLMJudge:
+class LLMJudge(Leaf):
     """A judge that asks a language model and reads its verdict strictly.
 
     `key` is the secret of the fences' identifiers, `sources` names the sources that may answer. Raises
@@ -89,15 +89,14 @@ class LLMJudge:
     """
 
     def __init__(self, name: str, config: configuration.LLMJudge, *, sources: Sequence[str], key: bytes) -> None:
-        self._name = name
+        identity = fingerprint("llm", config.score_range, sorted(config.criteria))
+        super().__init__(name, config, sources=sources, fingerprint=identity)
         self._config = config
-        self._sources = tuple(sources)
         self._key = key
         self._criteria = tuple(config.criteria)
         self._scale = Scale(config.score_range, config.reward_range)
         instructions = DEFAULT_INSTRUCTIONS if config.instructions is None else config.instructions
         system = DEFAULT_SYSTEM if config.system is None else config.system
-        self._fingerprint = fingerprint("llm", config.score_range, sorted(self._criteria))
         self._parameters = _parameters(config)
         self._max_reply_chars = max(_MAX_REPLY_CHARS, _REPLY_CHARS_PER_TOKEN * config.max_tokens)
         self._constants: dict[str, object] = {
@@ -122,36 +121,24 @@ class LLMJudge:
         if mistakes:
             raise ConfigurationError(mistakes)
 
-    @property
-    def name(self) -> str:
-        return self._name
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        return self._sources
-
-    @property
-    def invalid_retries(self) -> int:
-        return self._config.invalid_retries
-
-    @property
-    def fingerprint(self) -> str:
-        return self._fingerprint
-
-    def screen(self, sample: Sample) -> Failed | None:
-        """Fail a response of which nothing can be seen, and with `on_too_long` a sample that cannot be shown whole."""
+    def screen(self, sample: Sample) -> Verdict | None:
+        """Give a response without a visible character the floor, and apply `on_too_long` to a sample that cannot be
+        shown whole.
+        """
         response: object = sample.response
         if not isinstance(response, str):
             return None
         if is_blank(response):
-            floor = self.floor(Cause.POLICY)
-            return Failed(Cause.POLICY, "empty", "the response is empty", floor=floor, judge=self._name)
+            return self.instead(Failed(Cause.POLICY, "empty", "the response is empty", judge=self.name))
         if self._config.on_too_long == "cut":
             return None
         return self._too_long(sample)
 
-    def _too_long(self, sample: Sample) -> Failed | None:
-        """The failure of a sample of which not all can be shown. What cannot be read at all is for `request` to say."""
+    def _too_long(self, sample: Sample) -> Verdict | None:
+        """The floor of a sample of which not all can be shown; None if all of it can. Raises `JudgeFailed`.
+
+        A sample that cannot be read at all is for `request` to refuse.
+        """
         try:
             material = Material.of(sample)
             page = Page("0" * NONCE_LENGTH)
@@ -163,13 +150,13 @@ class LLMJudge:
         label = "response" if "response" in page.cut else min(page.cut)
         key = "max_response_chars" if label == "response" else "max_prompt_chars"
         detail = (
-            f"the {label} has {page.cut[label]:,} characters, judges.{self._name}.{key} lets "
+            f"the {label} has {page.cut[label]:,} characters, judges.{self.name}.{key} lets "
             f"{getattr(self._config, key):,} be shown to the judge"
         )
         if label != "response":
-            return Failed(Cause.INFRA, "too_long", detail, judge=self._name)
-        floor = self.floor(Cause.POLICY) if self._config.on_too_long == "floor" else None
-        return Failed(Cause.POLICY, "too_long", detail, floor=floor, judge=self._name)
+            return self.instead(Failed(Cause.INFRA, "too_long", detail, judge=self.name))
+        failed = Failed(Cause.POLICY, "too_long", detail, judge=self.name)
+        return self.instead(failed, floor=self._config.on_too_long == "floor")
 
     def request(self, sample: Sample, *, attempt: int) -> Request:
         """Build the messages and parameters of the `attempt`-th try (from 0).
@@ -199,7 +186,7 @@ class LLMJudge:
             parameters=dict(self._parameters),
             nonce=nonce,
             max_completion_tokens=self._config.max_tokens,
-            judge=self._name,
+            judge=self.name,
             cut=bool(page.cut),
         )
 
@@ -211,8 +198,8 @@ class LLMJudge:
             # It quotes the reply.
             problem = reply.cleaned(str(error))
         else:
-            verdict = self.mapped(RawScore(words.score, words.components))
-            return replace(verdict, rationale=reply.cleaned(words.rationale), model=reply.model, cut=request.cut)
+            raw = RawScore(words.score, words.components)
+            return self._mapped(raw, rationale=reply.cleaned(words.rationale), model=reply.model, cut=request.cut)
         raise InvalidVerdict(problem)
 
     def _words(self, request: Request, reply: Reply) -> Words:
@@ -220,7 +207,7 @@ class LLMJudge:
         if problem == "cut off":
             raise InvalidVerdict(
                 f"the reply was cut off (finish_reason {excerpt(reply.finish_reason)}); raise "
-                f"judges.{self._name}.max_tokens, now {self._config.max_tokens}: {excerpt(reply.text)}"
+                f"judges.{self.name}.max_tokens, now {self._config.max_tokens}: {excerpt(reply.text)}"
             )
         if problem:
             raise InvalidVerdict(f"the judge gave no verdict: the reply ended with {excerpt(reply.finish_reason)}")
@@ -232,20 +219,23 @@ class LLMJudge:
             max_chars=self._max_reply_chars,
         )
 
-    def floor(self, cause: Cause) -> float | None:
-        return floor_of(self._config, cause)
-
     def component_names(self) -> tuple[str, ...]:
         return self._criteria
 
     def mapped(self, raw: RawScore) -> Verdict:
+        return self._mapped(raw)
+
+    def _mapped(self, raw: RawScore, *, rationale: str = "", model: str = "", cut: bool = False) -> Verdict:
         reward = self._scale.reward(raw.score)
         correct_at = self._config.correct_at
         return Verdict(
             score=reward,
             components={name: self._scale.reward(raw.components[name]) for name in self._criteria},
+            rationale=rationale,
             correct=None if correct_at is None else reward >= correct_at,
-            judge=self._name,
+            judge=self.name,
+            model=model,
+            cut=cut,
             raw=raw,
         )
 

@@ -1,4 +1,4 @@
-"""What judges of every kind do with their configuration: check its numbers, answer for floors, take its fingerprint."""
+"""What judges of every kind do with their configuration: check its numbers, and take its fingerprint."""
 
 from __future__ import annotations
 
@@ -9,21 +9,11 @@ import orjson
 
 from ..config.models import AskingJudge
 from ..errors import Mistake
-from ..samples import Cause
 
 Interval = tuple[float, float]
 
 _VERSION = 3
 """Version of how replies are read. Raise it with any change that lets a judge read another number, or none."""
-
-
-def floor_of(config: AskingJudge, cause: Cause) -> float | None:
-    """The score that stands in for a failure of this cause; None where no number does, as for infrastructure."""
-    if cause is Cause.POLICY or (cause is Cause.VERDICT and config.on_invalid == "floor"):
-        if config.floor is not None:
-            return config.floor
-        return config.reward_range[0] if config.reward_range is not None else None
-    return None
 
 
 def number_mistakes(name: str, config: AskingJudge) -> list[Mistake]:

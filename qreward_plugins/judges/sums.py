@@ -1,27 +1,29 @@
-"""The sum of several judges' rewards for one sample, as pure as a judge: outcomes in, an outcome out.
+"""The weighted sum of several judges' rewards for one sample.
 
-A sum asks nobody. Its parts are ordinary judges, whose requests go their ordinary way, each with its own sources,
-floors and place in the journal; so their verdicts are good for any weights, and for several sums. What is left for the
-sum is arithmetic, and the one rule that makes it trustworthy: a reward that is missing is never counted as zero.
+The judges of a sum are asked at the same time, each with its own sources, floors and records; so their verdicts are
+good for any weights, and for several sums. A reward that is missing is never counted as zero: one judge without a
+verdict leaves the sum without one, at once, and the others are cancelled.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from ..config import models as configuration
 from ..errors import ConfigurationError, Mistake
-from ..samples import Cause, Failed, Outcome, Scored, Usage, Verdict, fits_float32
-from .base import Judge
+from ..samples import Cause, Failed, Sample, Verdict, fits_float32
+from .base import Ask, Judge, JudgeFailed, together
+from .settings import Interval
 
 
-class JudgeSum:
-    """The weighted sum of what several judges say of a sample.
+class SumJudge(Judge):
+    """The weighted sum of what `parts` say of a sample. They are in the order of the weights, and may be sums.
 
-    `parts` are the judges that are added, in the order of the weights, and `nodes` is how judges are configured, by
-    name. Raises `ConfigurationError` for a `correct_at` that is outside of what the sum can be.
+    `nodes` is how judges are configured, by name. Raises `ConfigurationError` for a `correct_at` that is outside of
+    what the sum can be.
     """
 
     def __init__(
@@ -32,11 +34,19 @@ class JudgeSum:
         parts: Sequence[Judge],
         nodes: Mapping[str, configuration.Judge],
     ) -> None:
-        self.name = name
-        self.parts = tuple(parts)
+        super().__init__(name)
+        self._parts = tuple(parts)
         self._weights = config.weights
         self._correct_at = config.correct_at
         _check_correct_at(name, config, nodes)
+
+    @property
+    def parts(self) -> Sequence[Judge]:
+        return self._parts
+
+    @property
+    def defines_correct(self) -> bool:
+        return self._correct_at is not None
 
     def component_names(self) -> tuple[str, ...]:
         """Every part by its name, and its own components as `<part>/<component>`, as far as they are known
@@ -44,75 +54,65 @@ class JudgeSum:
         """
         return tuple(
             name
-            for part in self.parts
+            for part in self._parts
             for name in (part.name, *(_below(part.name, component) for component in part.component_names()))
         )
 
-    def outcome(self, outcomes: Mapping[str, Outcome]) -> Outcome | None:
-        """What the outcomes of parts, by name, come to; None while that depends on outcomes that are still to come.
+    async def judge(self, sample: Sample, ask: Ask) -> Verdict:
+        verdicts = await together(self._parts, sample, ask)
+        missing = next(((part, said) for part, said in verdicts.items() if isinstance(said, Failed)), None)
+        if missing is not None:
+            part, failed = missing
+            detail = f"{part}: {failed.detail or failed.reason}"
+            raise JudgeFailed(replace(failed, detail=detail, judge=self.name))
+        return self.added({part: said for part, said in verdicts.items() if isinstance(said, Verdict)})
 
-        A part without a reward decides at once: the sum has none either, for that part's cause. A floor counts as its
-        part's reward, but the sum stays a failure, and is that failure's floor.
+    def added(self, verdicts: Mapping[str, Verdict]) -> Verdict:
+        """The sum of the verdicts of all parts, by name. A floor counts as its part's reward, and makes the sum one.
+
+        Raises `JudgeFailed` for a sum that is not finite in float32, which trainers hold.
         """
-        told = {part.name: outcomes[part.name] for part in self.parts if part.name in outcomes}
-        failed = {name: outcome for name, outcome in told.items() if isinstance(outcome, Failed)}
-        for name, outcome in failed.items():
-            if outcome.reward is None:
-                return self._failed({name: outcome}, told.values())
-        if len(told) < len(self.parts):
-            return None
-        reward = self._reward({name: outcome.reward or 0.0 for name, outcome in told.items()})
+        said = {part.name: verdicts[part.name] for part in self._parts}
+        reward = self._reward({name: verdict.score for name, verdict in said.items()})
         if reward is None:
-            detail = "it is too large for a number; give smaller weights"
-            return self._failed({"the weighted sum": Failed(Cause.VERDICT, "invalid", detail)}, told.values())
-        if failed:
-            return self._failed(failed, told.values(), floor=reward)
-        return self._scored(reward, {name: out.verdict for name, out in told.items() if isinstance(out, Scored)})
+            detail = "the weighted sum: it is too large for a number; give smaller weights"
+            raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))
+        components: dict[str, float] = {}
+        for name, verdict in said.items():
+            components[name] = verdict.score
+            components |= {_below(name, component): value for component, value in verdict.components.items()}
+        rationales = {name: verdict.rationale for name, verdict in said.items() if verdict.rationale}
+        failure = _failure({name: verdict.failure for name, verdict in said.items() if verdict.failure}, self.name)
+        return Verdict(
+            reward,
+            components=components,
+            rationale="\n".join(f"{name}: {rationale}" for name, rationale in rationales.items()),
+            correct=None if self._correct_at is None else reward >= self._correct_at,
+            judge=self.name,
+            source=_beside(verdict.source for verdict in said.values()),
+            model=_beside(verdict.model for verdict in said.values()),
+            basis="judged" if failure is None else "floor",
+            failure=failure,
+            cached=all(verdict.cached for verdict in said.values()),
+            cut=any(verdict.cut for verdict in said.values()),
+            returned=_only_one(verdict.returned for verdict in said.values()),
+        )
 
     def _reward(self, rewards: Mapping[str, float]) -> float | None:
-        """The weighted sum; None: it is not finite in float32, which trainers hold."""
         try:
             reward = math.fsum(self._weights[name] * reward for name, reward in rewards.items())
         except (OverflowError, ValueError):
             return None
         return reward if fits_float32(reward) else None
 
-    def _scored(self, reward: float, verdicts: Mapping[str, Verdict]) -> Scored:
-        components: dict[str, float] = {}
-        for name, verdict in verdicts.items():
-            components[name] = verdict.score
-            components |= {_below(name, component): value for component, value in verdict.components.items()}
-        said = {name: verdict.rationale for name, verdict in verdicts.items() if verdict.rationale}
-        return Scored(
-            Verdict(
-                score=reward,
-                components=components,
-                rationale="\n".join(f"{name}: {rationale}" for name, rationale in said.items()),
-                correct=None if self._correct_at is None else reward >= self._correct_at,
-                judge=self.name,
-                source=_beside(verdict.source for verdict in verdicts.values()),
-                model=_beside(verdict.model for verdict in verdicts.values()),
-                cached=all(verdict.cached for verdict in verdicts.values()),
-                returned=_only_one(verdict.returned for verdict in verdicts.values()),
-                cut=any(verdict.cut for verdict in verdicts.values()),
-                **_spent(verdicts.values()),
-            )
-        )
 
-    def _failed(
-        self, failed: Mapping[str, Failed], outcomes: Iterable[Outcome], *, floor: float | None = None
-    ) -> Failed:
-        """The failure of the sum, for the cause of the first of `failed`."""
-        first = next(iter(failed.values()))
-        return Failed(
-            first.cause,
-            first.reason,
-            "; ".join(f"{name}: {outcome.detail or outcome.reason}" for name, outcome in failed.items()),
-            floor=floor,
-            judge=self.name,
-            source=first.source,
-            **_spent([outcome.verdict if isinstance(outcome, Scored) else outcome for outcome in outcomes]),
-        )
+def _failure(failures: Mapping[str, Failed], judge: str) -> Failed | None:
+    """Why parts have floors, with the cause of the first."""
+    if not failures:
+        return None
+    first = next(iter(failures.values()))
+    detail = "; ".join(f"{name}: {failed.detail or failed.reason}" for name, failed in failures.items())
+    return replace(first, detail=detail, judge=judge)
 
 
 def _below(part: str, component: str) -> str:
@@ -121,7 +121,7 @@ def _below(part: str, component: str) -> str:
 
 def _beside(names: Iterable[str]) -> str:
     # Sorted, so that a metric that counts them does not tell "a+b" from "b+a".
-    return "+".join(sorted({name for name in names if name}))
+    return "+".join(sorted({name for several in names for name in several.split("+") if name}))
 
 
 def _only_one(mappings: Iterable[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
@@ -130,28 +130,28 @@ def _only_one(mappings: Iterable[Mapping[str, Any] | None]) -> Mapping[str, Any]
     return {key: value for key, value in told[0].items() if key != "score"} if len(told) == 1 else None
 
 
-def _spent(parts: Collection[Verdict | Failed]) -> dict[str, Any]:
-    """What the parts took together. They were handed in at one moment, so the longest of them is the time of all."""
-    return {
-        "attempts": sum(part.attempts for part in parts),
-        "usage": sum((part.usage for part in parts), Usage()),
-        "latency_s": max((part.latency_s for part in parts), default=0.0),
-        "cost_usd": math.fsum(part.cost_usd for part in parts),
-    }
-
-
 def _check_correct_at(name: str, config: configuration.SumJudge, nodes: Mapping[str, configuration.Judge]) -> None:
     """Refuse what `number_mistakes` refuses of a single judge, where the range of every part is known."""
-    low = high = 0.0
-    for part, weight in config.weights.items():
-        interval = getattr(nodes[part], "reward_range", None)
-        if interval is None:
-            return
-        ends = sorted((weight * interval[0], weight * interval[1]))
-        low, high = low + ends[0], high + ends[1]
+    interval = _range_of(config, nodes)
+    if interval is None or config.correct_at is None:
+        return
+    low, high = interval
     slack = 1e-9 * max(abs(low), abs(high))
-    if config.correct_at is not None and not low - slack <= config.correct_at <= high + slack:
+    if not low - slack <= config.correct_at <= high + slack:
         problem = f"{config.correct_at:g} is outside of what the sum can be, {low:g} to {high:g}."
         raise ConfigurationError(
             [Mistake(f"judges.{name}.correct_at", problem, "It is compared with the weighted sum.")]
         )
+
+
+def _range_of(config: configuration.SumJudge, nodes: Mapping[str, configuration.Judge]) -> Interval | None:
+    """What a sum can be; None if the range of a part is not known."""
+    low = high = 0.0
+    for part, weight in config.weights.items():
+        node = nodes[part]
+        interval = _range_of(node, nodes) if isinstance(node, configuration.SumJudge) else node.reward_range
+        if interval is None:
+            return None
+        ends = sorted((weight * interval[0], weight * interval[1]))
+        low, high = low + ends[0], high + ends[1]
+    return low, high

@@ -25,6 +25,9 @@ INVISIBLE = re.compile(f"[{_IGNORABLE}{_BLANK}{_CONTROLS}]+")
 """Matches one or more invisible characters that are not white space."""
 
 
+_NOTHING_VISIBLE = re.compile(rf"[{_IGNORABLE}{_BLANK}{_CONTROLS}\s]*")
+
+
 def is_blank(text: str) -> bool:
     """Whether `text` holds only white space and invisible characters, or nothing."""
-    return not INVISIBLE.sub("", text).strip()
+    return _NOTHING_VISIBLE.fullmatch(text) is not None

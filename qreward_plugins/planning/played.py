@@ -13,9 +13,10 @@ from collections.abc import Callable, Mapping
 
 from ..config import Config, FunctionJudge, LLMJudge, judge_for
 from ..errors import SourceError, Throttled
-from ..samples import Sample, Usage
+from ..samples import Sample
 from ..simulation import SimulatedServer, score_of
 from ..sources import Reply, Request, kind_of
+from ..spent import Usage
 from .lengths import BYTES_PER_TOKEN
 from .timeline import Bar, BarEnd, BarKind
 

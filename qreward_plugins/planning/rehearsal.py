@@ -268,7 +268,7 @@ def _late(outcome: Outcome, deadline_s: float) -> bool:
 def _counted(failures: list[Failed]) -> dict[str, int]:
     counts: dict[str, int] = {}
     for failed in failures:
-        name = f"{failed.cause.value}/{failed.reason}"
+        name = failed.label
         counts[name] = counts.get(name, 0) + 1
     return counts
 

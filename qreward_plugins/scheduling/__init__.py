@@ -1,7 +1,8 @@
 """When and where requests are sent: the dispatcher, the planner behind it, and each source's lane and breaker."""
 
-from .batches import Batch, Batches, Bundle, Cutoff
+from .batches import Batch, Batches, Cutoff, Member
 from .breaker import Breaker
+from .calls import Answer, Call, Caller, CallFailed, Unanswered
 from .dispatcher import Dispatcher
 from .jobs import Job
 from .lane import Lane
@@ -10,15 +11,20 @@ from .queue import ReadyQueue
 from .speed import Speed
 
 __all__ = [
+    "Answer",
     "Batch",
     "Batches",
     "Breaker",
-    "Bundle",
+    "Call",
+    "CallFailed",
+    "Caller",
     "Cutoff",
     "Dispatcher",
     "Job",
     "Lane",
+    "Member",
     "ReadyQueue",
     "Speed",
+    "Unanswered",
     "open_lanes",
 ]

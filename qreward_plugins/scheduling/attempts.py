@@ -7,11 +7,10 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from ..errors import InvalidVerdict, NotStarted, PermanentError, SampleFault, SourceError, Throttled, TransientError
 from ..quotas import Reservation
-from ..samples import Verdict
 from ..sources.base import Reply, Request
 from .jobs import Job
 from .lane import Lane
@@ -22,7 +21,8 @@ START_WITHIN_S = 120.0
 """Seconds that a source may take to begin an attempt, in addition to its time limit: an import can be slow."""
 
 Result = Literal["", "valid", "invalid", "throttled", "failed", "cancelled"]
-Ending: TypeAlias = Verdict | InvalidVerdict | SourceError
+Ending: TypeAlias = InvalidVerdict | SourceError | None
+"""None for an attempt that gave an answer."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,6 +45,8 @@ class Attempt:
     young: bool = False
     """Whether little was known of its source when it started, so that `expected_s` is corrected as more is learned."""
     reply: Reply | None = None
+    value: Any = None
+    """What the reply says, if it is an answer."""
     result: Result = ""
     """How it ended; empty: it is under way."""
     ended_at: float = 0.0
@@ -132,10 +134,10 @@ class Attempt:
 
     async def _run(self, on_end: Callable[[Attempt, Ending], None]) -> None:
         lane, loop = self.lane, asyncio.get_running_loop()
-        ending: Ending
+        ending: Ending = None
         try:
             self.reply = lane.credible(self.request, await lane.source.send(self.request, on_sent=self._sent))
-            ending, self.result = self.job.judge.verdict(self.request, self.reply), "valid"
+            self.value, self.result = self.job.call.read(self.request, self.reply), "valid"
         except asyncio.CancelledError:
             if self.withheld or not self.timed_out:
                 raise
@@ -150,7 +152,7 @@ class Attempt:
         except Exception as error:
             # A bug in a judge or a source must cost this sample, not the run.
             _log.exception(
-                "unexpected %s from source %s or judge %s", type(error).__name__, lane.name, self.job.judge.name
+                "unexpected %s from source %s or judge %s", type(error).__name__, lane.name, self.job.call.name
             )
             ending, self.result = PermanentError(f"unexpected {type(error).__name__}; see the log"), "failed"
         if self.withheld and self.reply is None:
@@ -172,7 +174,7 @@ class Attempt:
         """
         loop = asyncio.get_running_loop()
         now = loop.time()
-        if not self.sent and (self.job.future.done() or now >= self.lane.quota.valid_until):
+        if not self.sent and (self.job.ended or now >= self.lane.quota.valid_until):
             self.withheld = True
             # Not every source passes on what is raised here.
             if self.task is not None:

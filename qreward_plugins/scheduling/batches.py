@@ -1,11 +1,11 @@
-"""A batch: the jobs that somebody waits for together, when it may be cut off, and which of its jobs ended last.
+"""A batch: what somebody waits for together, when it may be cut off, and which of its jobs ended last.
 
-What is handed in at once is one batch. What trickles in sample by sample belongs to one batch for as long as anything
-is under way, because that is what a training step waits for. A batch keeps counts and its last job, never its jobs: a
+What is handed in at once is one batch. What trickles in one by one belongs to one batch for as long as anything is
+under way, because that is what a training step waits for. A batch keeps counts and its last job, never its jobs: a
 stream of a million samples is one batch as well.
 
-What is waited for are samples. Mostly a sample is one job; where several serve it they are a bundle, which the batch
-counts as the one sample that it is.
+A batch consists of members, which make calls: mostly one, sometimes several at the same time or one after the other.
+Cut-off and report count members.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 
-from ..samples import Outcome, Sample, Scored
 from ..telemetry import BatchReport, Waits
 from .blame import report
 from .jobs import Job
@@ -34,8 +33,9 @@ _QUIET_AFTER_S = 1.0
 class Cutoff:
     """When a batch stops waiting for its last samples: at `after_s` seconds, or later as soon as every group is in.
 
-    A group (`Sample.group_id`; samples without one are a group together) is in when at least the share `quorum` of its
-    samples has a reward; samples that failed are not waited for. What is missing then is failed (`infra/cutoff`).
+    A group (the samples of one `group_id`; those without one are a group together) is in when at least the share
+    `quorum` of its samples has a reward; samples that failed are not waited for. What is missing then is failed
+    (`infra/cutoff`).
     Raises ValueError for `after_s` below 0 or `quorum` outside of 0 to 1.
     """
 
@@ -72,7 +72,7 @@ class Batch:
         self.planned = False
         """Whether its order is another than by size."""
         self.samples = 0
-        """Samples that something was asked for."""
+        """Members that made a call."""
         self.jobs = 0
         self.scored = 0
         self.attempts = 0
@@ -87,65 +87,59 @@ class Batch:
         self._open = 0
         self.cut = False
         """Whether its cut-off has come."""
-        self._groups: dict[str | None, _Group] = {}
+        self.lookups = 0
+        """Calls whose recorded answers are being looked up. The jobs of a whole batch wait for these, so that they are
+        ordered together."""
+        self._groups: dict[Hashable, _Group] = {}
         self.cutoff_timer: asyncio.TimerHandle | None = None
 
     @property
     def done(self) -> bool:
-        """Whether every job and every bundle that was added has ended."""
+        """Whether all its members have left, and all their jobs have ended."""
         return self._open == 0
 
+    def join(self, member: Member) -> None:
+        """Take a member in."""
+        self._open += 1
+
     def add(self, job: Job) -> None:
-        """Take a job in."""
+        """Take a job of a member in."""
         self.jobs += 1
         self._open += 1
-        if job.bundle is None or not job.bundle.jobs:
+        if not job.member.calls:
             self.samples += 1
             self._gap_s += _GAP_WEIGHT * (job.submitted_at - self._added_at - self._gap_s)
             self._added_at = job.submitted_at
-        if job.bundle is not None:
-            job.bundle.jobs += 1
-
-    def add_bundle(self) -> None:
-        """Take a bundle in, of which nothing is asked yet."""
-        self._open += 1
+        job.member.calls += 1
 
     def quiet(self, now: float) -> bool:
         """Whether no more jobs are to be expected soon, from how they came so far."""
         return self.whole or now - self._added_at > max(_QUIET_AFTER_S, _QUIET_AFTER_GAPS * self._gap_s)
 
-    def ended(self, job: Job, outcome: Outcome | None, now: float) -> None:
-        """Note the end of a job; None: its caller lost interest in it."""
+    def ended(self, job: Job, now: float, *, dropped: bool) -> None:
+        """Note the end of a job. `dropped`: its caller lost interest in it."""
         self._open -= 1
         self.attempts += job.attempts
-        if job.bundle is None:
-            self.scored += isinstance(outcome, Scored)
-            self.settled(job.sample, outcome)
-        if outcome is None:
+        if dropped:
             job.let_go()
             return
         if self.last is not None:
             self.last.let_go()
         self.last, self.last_at = job, now
 
-    def bundle_ended(self, bundle: Bundle, outcome: Outcome | None) -> None:
-        """Note what came of a bundle's sample; None: its caller lost interest in it."""
+    def leave(self, member: Member, *, scored: bool) -> None:
+        """Note that nothing more is to come of a member."""
         self._open -= 1
-        self.scored += bundle.jobs > 0 and isinstance(outcome, Scored)
-        self.settled(bundle.sample, outcome)
-
-    def settled(self, sample: Sample, outcome: Outcome | None) -> None:
-        """Note that nothing more is to come of a sample, whether it ever became a job or not."""
-        group = self._groups.get(sample.group_id)
+        self.scored += scored and member.calls > 0
+        group = self._groups.get(member.group)
         if group is not None and self.cutoff is not None:
-            rewarded = outcome is not None and outcome.reward is not None
-            group.rewarded += rewarded
-            group.expected -= not rewarded
-            if group.rewarded >= math.ceil(self.cutoff.quorum * group.expected - 1e-9):
-                del self._groups[sample.group_id]
+            group.scored += scored
+            group.expected -= not scored
+            if group.scored >= math.ceil(self.cutoff.quorum * group.expected - 1e-9):
+                del self._groups[member.group]
 
-    def expect(self, groups: Counter[str | None]) -> None:
-        """State how many samples each group has, for the quorum."""
+    def expect(self, groups: Counter[Hashable]) -> None:
+        """State how many members each group has, for the quorum."""
         if self.cutoff is not None and self.cutoff.quorum > 0:
             self._groups = {name: _Group(size) for name, size in groups.items()}
 
@@ -154,26 +148,21 @@ class Batch:
         return self.cutoff is not None and not self._groups and now >= self.started_at + self.cutoff.after_s
 
 
-@dataclass(eq=False)
-class Bundle:
-    """Jobs that serve one sample, handed in at one moment: `opened_at` on the event loop's clock.
-
-    Their batch counts the sample once, by what `Batches.settle` is told of it, and is not done before. A bundle of
-    which nothing was asked counts like a sample that never became a job.
-    """
+@dataclass(eq=False, slots=True)
+class Member:
+    """What a batch waits for: whoever makes calls, until it has left. `group` is for the quorum of a cut-off."""
 
     batch: Batch
-    sample: Sample
-    opened_at: float
-    jobs: int = 0
+    group: Hashable = None
+    calls: int = 0
 
 
 @dataclass
 class _Group:
-    """A group that is not in yet: how many of its samples may have a reward in the end, and how many have one."""
+    """A group that is not in yet: how many of its members may be scored in the end, and how many are."""
 
     expected: int
-    rewarded: int = 0
+    scored: int = 0
 
 
 class Batches:
@@ -194,8 +183,8 @@ class Batches:
         self.last: BatchReport | None = None
         """The batch that ended last; None: none has."""
 
-    def new(self, samples: Sequence[Sample], *, priority: int = 0, cutoff: Cutoff | None = None) -> Batch:
-        """A batch of `samples`, which are about to be submitted to it.
+    def new(self, groups: Iterable[Hashable], *, priority: int = 0, cutoff: Cutoff | None = None) -> Batch:
+        """A batch of members that are about to join it; `groups` names the group of each.
 
         Higher `priority` goes first, whatever came earlier; of batches with the same one, the earlier goes first, as
         long as all of them have time.
@@ -203,7 +192,7 @@ class Batches:
         self.newest += 1
         batch = Batch(self.newest, self._loop.time(), priority=priority, cutoff=cutoff)
         if cutoff is not None:
-            batch.expect(Counter(sample.group_id for sample in samples))
+            batch.expect(Counter(groups))
             batch.cutoff_timer = self._loop.call_at(batch.started_at + cutoff.after_s, self._check, batch)
             self._timed[batch] = None
         return batch
@@ -226,30 +215,25 @@ class Batches:
         batch.sealed = True
         self._report(batch)
 
-    def ended(self, job: Job, outcome: Outcome | None) -> None:
-        """Note the end of a job; None: its caller lost interest in it."""
+    def join(self, batch: Batch, group: Hashable = None) -> Member:
+        """A new member of `batch`. Whoever makes it has to let it `leave`."""
+        member = Member(batch, group)
+        batch.join(member)
+        return member
+
+    def leave(self, member: Member, *, scored: bool) -> None:
+        """Note that nothing more is to come of a member. Call it once."""
+        member.batch.leave(member, scored=scored)
+        self._look(member.batch)
+
+    def ended(self, job: Job, *, dropped: bool) -> None:
+        """Note the end of a job. `dropped`: its caller lost interest in it."""
         now = self._loop.time()
-        if outcome is not None:
+        if not dropped:
             wait_s = (now if job.first_at is None else job.first_at) - job.submitted_at
             job.batch.waits.add(job.size, wait_s)
             self.waits.add(job.size, wait_s)
-        job.batch.ended(job, outcome, now)
-        self._look(job.batch)
-
-    def settled(self, batch: Batch, sample: Sample, outcome: Outcome) -> None:
-        """Note the outcome of a sample that never became a job."""
-        batch.settled(sample, outcome)
-        self._check(batch)
-
-    def bundle(self, batch: Batch, sample: Sample) -> Bundle:
-        """A bundle in `batch`, for jobs that are about to be submitted to it; whoever opens it has to `settle` it."""
-        batch.add_bundle()
-        return Bundle(batch, sample, self._loop.time())
-
-    def settle(self, bundle: Bundle, outcome: Outcome | None) -> None:
-        """Note what came of a bundle's sample; None: its caller lost interest in it. Call it once."""
-        bundle.batch.bundle_ended(bundle, outcome)
-        self._look(bundle.batch)
+        job.batch.ended(job, now, dropped=dropped)
 
     def close(self) -> None:
         """Drop the timers."""

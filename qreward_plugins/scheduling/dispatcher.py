@@ -1,12 +1,12 @@
-"""The dispatcher: jobs in, outcomes out. It starts what the planner places, and ends what its time is up for.
+"""The dispatcher: calls in, answers out. It runs the planner's placements and fails calls past their deadline.
 
 Binding late is what makes batches finish early: nothing waits behind a source that turned out slow, throttled or dead
 while another one idles. Everything happens in steps of the event loop, without locks: a pump asks the planner what can
 go now, and whatever changes the picture (a submission, the end of an attempt, a timer) asks for the next pump.
 Submissions of one loop iteration are pumped together, so that a batch is ordered as a whole.
 
-A job's deadline ends it whatever its attempts are doing: they are cancelled, or, where somebody wants late verdicts,
-left to end; an outcome stays. What the end of an attempt means is `endings.py`'s part.
+A job's deadline ends it whatever its attempts are doing: they are cancelled, or left to end if late answers are wanted;
+a result stays. What the end of an attempt means is `endings.py`'s part.
 """
 
 from __future__ import annotations
@@ -16,16 +16,15 @@ import itertools
 import logging
 import random
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from ..config.models import Scheduling
 from ..ending import end, forget
-from ..errors import InputError
-from ..judges.base import Judge
-from ..samples import Cause, Failed, Outcome, Sample
-from ..sources.base import Request
+from ..errors import input_problem
 from .attempts import Attempt, Ending
-from .batches import Batch, Batches, Bundle
-from .endings import Endings, OnLate
+from .batches import Batch, Batches, Member
+from .calls import Answer, Call, Caller, T, Unanswered
+from .endings import Endings
 from .jobs import Job
 from .lane import Lane
 from .planner import Planner
@@ -45,12 +44,13 @@ STALL_S = 0.1
 
 
 class Dispatcher:
-    """Serves jobs over the lanes of one event loop, the one that runs when it is made.
+    """Serves calls over the lanes of one event loop, the one that runs when it is made.
 
     `rng` draws the jitter; with the same seed, replies and submissions in virtual time the schedule is the same.
-    `max_attempts` bounds a sample's failed attempts; throttled ones and hedges do not count. `on_late` is given valid
-    verdicts that come after their sample's outcome; None: nobody waits for them, and the attempts are cancelled.
-    `on_pumped` is called whenever everything that may go now has gone, and what has ended has been given back.
+    `max_attempts` bounds a call's failed attempts; throttled ones and hedges do not count. `keeps_late`: attempts of a
+    failed call that have been sent are left to end, and its caller is told the answer; otherwise they are cancelled.
+    `on_cutoff` is called with a batch that was cut off, after its calls have been failed. `on_pumped` is called
+    whenever everything that may go now has gone, and what has ended has been given back.
     """
 
     def __init__(
@@ -60,12 +60,13 @@ class Dispatcher:
         rng: random.Random,
         max_attempts: int,
         settings: Scheduling | None = None,
-        on_late: OnLate | None = None,
+        keeps_late: bool = False,
+        on_cutoff: Callable[[Batch], None] | None = None,
         on_pumped: Callable[[], None] | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._lanes = lanes
-        self._endings = Endings(self, lanes, rng=rng, max_attempts=max_attempts, on_late=on_late)
+        self._endings = Endings(self, lanes, rng=rng, max_attempts=max_attempts, keeps_late=keeps_late)
         self._planner = Planner(
             lanes,
             settings or Scheduling(),
@@ -87,6 +88,7 @@ class Dispatcher:
         self._ending: dict[asyncio.Task[None], Attempt] = {}
         self._closed = False
         self._sequence = itertools.count()
+        self._on_cutoff = on_cutoff
         self._on_pumped = on_pumped
         self._pump_due = False
         self._wake: asyncio.TimerHandle | None = None
@@ -141,58 +143,73 @@ class Dispatcher:
             if self._endings.settle(job):
                 continue
             waited = now - job.submitted_at
-            self.fail(job, Cause.INFRA, "cutoff", f"the batch stopped waiting after {waited:.1f} s, its quorum was in")
+            self.fail(job, "cutoff", f"the batch stopped waiting after {waited:.1f} s, its quorum was in")
+        if self._on_cutoff is not None:
+            self._on_cutoff(batch)
 
-    def submit(
-        self, sample: Sample, judge: Judge, *, deadline_s: float, batch: Batch | Bundle | None = None
-    ) -> asyncio.Future[Outcome]:
-        """Take a sample in; the future has its outcome at the latest `deadline_s` seconds from now, and never an
-        exception.
-
-        Without a `batch` it belongs to the one of everything that is under way. Of a bundle in a batch all jobs count
-        from when the bundle was opened, so that they end together when their time is up. Cancelling the future drops
-        the job and cancels its attempts.
+    def start(self, call: Call[Any], caller: Caller, *, member: Member, deadline_at: float) -> Job | None:
+        """Take a call of `member` in. `caller` is told the result at `deadline_at`, on the event loop's clock, at the
+        latest; None is returned if it has been told already. Whoever loses interest has to `drop` the job.
         """
-        future: asyncio.Future[Outcome] = self._loop.create_future()
-        bundle = batch if isinstance(batch, Bundle) else None
-        batch = batch.batch if isinstance(batch, Bundle) else batch or self.batches.trickle()
-        outcome: Outcome | None = None
-        request: Request | None = None
+        batch, now = member.batch, self._loop.time()
         try:
-            outcome = judge.screen(sample)
-            request = judge.request(sample, attempt=0) if outcome is None else None
+            request = call.request(0)
         except Exception as error:
-            outcome = Failed(Cause.INFRA, "input", _why_unfit(error), judge=judge.name)
-        if batch.cut and outcome is None:
-            outcome = Failed(Cause.INFRA, "cutoff", "the batch had stopped waiting already", judge=judge.name)
-        if outcome is not None or request is None:
-            assert outcome is not None, "a sample is either asked for or has its outcome"
-            future.set_result(outcome)
-            if bundle is None:
-                self.batches.settled(batch, sample, outcome)
-            return future
-        now = self._loop.time() if bundle is None else bundle.opened_at
-        job = Job(sample, judge, future, batch, now, now + deadline_s, request, next(self._sequence), bundle)
+            caller.ended(Unanswered("input", input_problem(error)))
+            return None
+        if batch.cut:
+            caller.ended(Unanswered("cutoff", "the batch had stopped waiting already"))
+            return None
+        if self._closed:
+            caller.ended(Unanswered("closed", "the engine was closed before the sample was scored"))
+            return None
+        job = Job(call, caller, member, batch, now, max(now, deadline_at), request, next(self._sequence))
         job.after = self.batches.newest
         job.probes_left = self._max_attempts
         self._jobs[job] = None
         batch.add(job)
-        job.deadline_timer = self._loop.call_at(job.deadline_at, self._deadline, job)
-        future.add_done_callback(lambda _: self._forget(job))
+        job.deadline_timer = self._loop.call_at(job.deadline_at, self.expire, job)
         self._arrived.append(job)
         self._ask_for_pump()
+        return job
+
+    def submit(
+        self, call: Call[T], *, deadline_s: float, batch: Batch | None = None
+    ) -> asyncio.Future[Answer[T] | Unanswered]:
+        """Take a call in as the only one of a new member of `batch` (default: of everything that trickles in).
+
+        The future has the result at the latest `deadline_s` seconds from now, and never an exception. Cancelling it
+        drops the call and cancels its attempts.
+        """
+        future: asyncio.Future[Answer[T] | Unanswered] = self._loop.create_future()
+        member = self.batches.join(self.batches.trickle() if batch is None else batch)
+        caller = _Future(self, future, member)
+        job = self.start(call, caller, member=member, deadline_at=self._loop.time() + deadline_s)
+        if job is not None:
+            caller.job = job
+            future.add_done_callback(caller.done)
         return future
 
+    def drop(self, job: Job) -> None:
+        """End a job that its caller has lost interest in, and cancel its attempts."""
+        if not job.ended:
+            job.ended = True
+            self._forget(job, None)
+
+    def close(self) -> None:
+        """Fail every job (`closed`), and refuse further calls."""
+        self._closed = True
+        self._endings.keeps_late = False
+        self.batches.close()
+        for job in list(self._jobs):
+            self.fail(job, "closed", "the engine was closed before the sample was scored")
+
     async def aclose(self) -> None:
-        """End every job as failed (`infra/closed`), and wait until every attempt has given back what it held.
+        """Fail every job, and wait until every attempt has given back what it held.
 
         What swallows its cancellation is waited for a few seconds, and named and abandoned then. May be called again.
         """
-        self._closed = True
-        self._endings.on_late = None
-        self.batches.close()
-        for job in list(self._jobs):
-            self.fail(job, Cause.INFRA, "closed", "the engine was closed before the sample was scored")
+        self.close()
         for attempt in list(self._ending.values()):
             attempt.cancel()
         await asyncio.sleep(0)
@@ -218,7 +235,7 @@ class Dispatcher:
         """Put a job where it has to wait: into the queue, to rest, or out as failed. One that has its outcome, or was
         given up, stays out.
         """
-        if job.future.done():
+        if job.ended:
             return
         now = self._loop.time()
         queue = self._planner.queue
@@ -227,12 +244,12 @@ class Dispatcher:
         if job.rest_timer is not None:
             job.rest_timer.cancel()
             job.rest_timer = None
-        for name in job.judge.sources:
+        for name in job.call.sources:
             lane = self._lanes[name]
             if lane.misfit(job.request):
                 job.barred.add(name)
-        if all(name in job.barred for name in job.judge.sources):
-            self.fail(job, Cause.INFRA, job.refused_for or "no_source", self._why_no_source(job))
+        if all(name in job.barred for name in job.call.sources):
+            self.fail(job, job.refused_for or "no_source", self._why_no_source(job))
             return
         job.avoids = frozenset()
         eligible = job.eligible(now)
@@ -269,7 +286,7 @@ class Dispatcher:
 
     def _oversize_due_at(self, job: Job) -> float:
         """When a job that has to go alone waits no longer for the others: its source needs an empty window first."""
-        windows_s = max((self._lanes[name].quota.per_window()[1] for name in job.judge.sources), default=0.0)
+        windows_s = max((self._lanes[name].quota.per_window()[1] for name in job.call.sources), default=0.0)
         half = job.submitted_at + OVERSIZE_PATIENCE * (job.deadline_at - job.submitted_at)
         return max(job.submitted_at, min(half, job.deadline_at - 3 * windows_s))
 
@@ -325,7 +342,7 @@ class Dispatcher:
     def _place_plainly(self, now: float) -> float:
         """Start what may go now in the order in which it came, wherever it may go; return when to look again."""
         for job in list(self._jobs):
-            if job.live or job.undecided or job.future.done():
+            if job.live or job.undecided or job.ended:
                 continue
             try:
                 for name in sorted(job.eligible(now)):
@@ -346,7 +363,7 @@ class Dispatcher:
     def _bug(self, job: Job, error: Exception) -> None:
         """End a job that the scheduler cannot handle, so that the others go on."""
         self._say("the scheduler failed on a sample", error)
-        self.fail(job, Cause.INFRA, "bug", f"unexpected {type(error).__name__}; see the log")
+        self.fail(job, "bug", f"unexpected {type(error).__name__}; see the log")
 
     def _say(self, what: str, error: Exception) -> None:
         """Log a bug with its traceback the first time, and only the first time: what fails may do so at every step."""
@@ -371,7 +388,9 @@ class Dispatcher:
         arrived, self._arrived = self._arrived, []
         by_batch: dict[Batch, list[Job]] = {}
         for job in arrived:
-            if not job.future.done():
+            if job.batch.whole and job.batch.lookups and not job.ended:
+                self._arrived.append(job)
+            elif not job.ended:
                 by_batch.setdefault(job.batch, []).append(job)
         for jobs in by_batch.values():
             try:
@@ -390,14 +409,14 @@ class Dispatcher:
         self._start(job, lane, now, hedge=False, beside=True)
 
     def _start(self, job: Job, lane: Lane, now: float, *, hedge: bool, beside: bool = False) -> None:
-        if job.future.done():
+        if job.ended:
             return
         if job.attempts:
             try:
-                job.request = job.judge.request(job.sample, attempt=job.attempts)
+                job.request = job.call.request(job.attempts)
             except Exception as error:
                 # What a sample holds may answer otherwise the second time, and must not stop everybody's pump.
-                self.fail(job, Cause.INFRA, "input", _why_unfit(error))
+                self.fail(job, "input", input_problem(error))
                 return
         if job.first_at is None:
             job.first_at = now
@@ -441,7 +460,7 @@ class Dispatcher:
         attempt.settle(now, task)
         if not task.cancelled() and task.exception() is not None:
             _log.error("an attempt at %s broke the dispatcher", attempt.lane.name, exc_info=task.exception())
-            self.fail(attempt.job, Cause.INFRA, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
+            self.fail(attempt.job, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
         try:
             if task.cancelled() and not attempt.called_off:
                 self._endings.cancelled(attempt, now)
@@ -451,17 +470,18 @@ class Dispatcher:
 
     # Ends
 
-    def _deadline(self, job: Job) -> None:
-        if self._endings.settle(job):
+    def expire(self, job: Job) -> None:
+        """Fail a job whose deadline has come."""
+        if job.ended or self._endings.settle(job):
             return
         asked = " and ".join(attempt.lane.name for attempt in job.live)
         now = self._loop.time()
         detail = job.last_problem or (f"{asked} had not answered" if asked else self._why_none_took(job, now))
         waited = now - job.submitted_at
-        self.fail(job, Cause.INFRA, "deadline", f"no verdict within {waited:.1f} s: {detail}")
+        self.fail(job, "deadline", f"no answer within {waited:.1f} s: {detail}")
 
     def _why_none_took(self, job: Job, now: float) -> str:
-        troubles = filter(None, (self._lanes[name].trouble(now) for name in job.judge.sources))
+        troubles = filter(None, (self._lanes[name].trouble(now) for name in job.call.sources))
         return "; ".join(["no source could take it in time", *troubles])
 
     def _why_no_source(self, job: Job) -> str:
@@ -473,16 +493,16 @@ class Dispatcher:
         ]
         return "no source can take it (" + "; ".join(sorted(reasons)) + ")"
 
-    def fail(self, job: Job, cause: Cause, reason: str, detail: str) -> None:
-        self.finish(job, job.failed(cause, reason, detail, self._loop.time()))
+    def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None:
+        self.finish(job, job.unanswered(reason, detail, self._loop.time(), invalid=invalid))
 
-    def finish(self, job: Job, outcome: Outcome) -> None:
-        if not job.future.done():
-            job.future.set_result(outcome)
-        self._forget(job)
+    def finish(self, job: Job, result: Answer[Any] | Unanswered) -> None:
+        if not job.ended:
+            job.ended = True
+            self._forget(job, result)
 
-    def _forget(self, job: Job) -> None:
-        """Let go of a job that has its outcome or was cancelled by its caller."""
+    def _forget(self, job: Job, result: Answer[Any] | Unanswered | None) -> None:
+        """Let go of a job, and tell its caller the result; None if it was dropped."""
         if job not in self._jobs:
             return
         del self._jobs[job]
@@ -495,16 +515,49 @@ class Dispatcher:
         for timer in (job.deadline_timer, job.rest_timer):
             if timer is not None:
                 timer.cancel()
-        outcome = None if job.future.cancelled() else job.future.result()
-        keep = isinstance(outcome, Failed) and self._endings.on_late is not None
+        keep = isinstance(result, Unanswered) and self._endings.keeps_late
         current = asyncio.current_task(self._loop)
         for attempt in job.live:
-            # What was sent is paid for, and may yet give a verdict; what was not is not to be sent any more.
+            # What was sent is paid for, and may yet give an answer; what was not is not to be sent any more.
             if attempt.task is not current and not (keep and attempt.sent):
                 attempt.cancel()
-        self.batches.ended(job, outcome)
+        self.batches.ended(job, dropped=result is None)
+        if result is not None:
+            try:
+                job.caller.ended(result)
+            except Exception as error:
+                self._say("a caller failed on its result", error)
 
 
-def _why_unfit(error: Exception) -> str:
-    """Why a sample cannot be asked about. Foreign errors are only named: their text may hold the sample."""
-    return str(error) if isinstance(error, InputError) else f"the sample cannot be read ({type(error).__name__})"
+class _Future:
+    """A caller that waits for the one call of its member with a future.
+
+    It forgets its job, which holds it in turn, once that has ended: memory must not wait for the garbage collector.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, future: asyncio.Future[Any], member: Member) -> None:
+        self._dispatcher = dispatcher
+        self._future = future
+        self._member: Member | None = member
+        self.job: Job | None = None
+
+    def ended(self, result: Answer[Any] | Unanswered) -> None:
+        self.job = None
+        if not self._future.done():
+            self._future.set_result(result)
+        self._leave(scored=isinstance(result, Answer))
+
+    def late(self, answer: Answer[Any]) -> None:
+        """Nobody waits for it."""
+
+    def done(self, _: object) -> None:
+        """Drop the job if its future was cancelled."""
+        job, self.job = self.job, None
+        if job is not None:
+            self._dispatcher.drop(job)
+        self._leave(scored=False)
+
+    def _leave(self, *, scored: bool) -> None:
+        member, self._member = self._member, None
+        if member is not None:
+            self._dispatcher.batches.leave(member, scored=scored)

@@ -28,8 +28,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
-from typing import Protocol
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
 
 from ..errors import (
     InvalidVerdict,
@@ -42,10 +42,10 @@ from ..errors import (
     Throttled,
     TransientError,
 )
-from ..judges.base import Judge
-from ..samples import Cause, Outcome, Sample, Scored, Usage, Verdict
 from ..sources.base import Reply
+from ..spent import Usage
 from .attempts import Attempt, Ending
+from .calls import Answer, Unanswered
 from .jobs import MAX_FAULTS, MAX_RESCUES, MAX_RESTARTS, Job
 from .lane import Lane
 
@@ -72,8 +72,6 @@ GIVE_UP_AFTER_S = 5.0
 LOST_AT = 2.0
 """Age of an overdue probe, as a multiple of what an answered one took, from which on it will not be answered."""
 
-OnLate = Callable[[Sample, Judge, Verdict], None]
-
 
 class Desk(Protocol):
     """Where jobs wait and end: the dispatcher."""
@@ -82,26 +80,26 @@ class Desk(Protocol):
 
     def enqueue(self, job: Job) -> None: ...
 
-    def finish(self, job: Job, outcome: Outcome) -> None: ...
+    def finish(self, job: Job, result: Answer[Any] | Unanswered) -> None: ...
 
-    def fail(self, job: Job, cause: Cause, reason: str, detail: str) -> None: ...
+    def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None: ...
 
 
 class Endings:
     """Decides what happens to jobs when attempts end. Times are seconds of the event loop's clock.
 
-    `max_attempts` bounds a sample's failed attempts. `on_late` is called with valid verdicts that come after their
-    sample's outcome; None: attempts are cancelled then.
+    `max_attempts` bounds a job's failed attempts. `keeps_late`: attempts of a failed job that have been sent are left
+    to end, and its caller is told the answer.
     """
 
     def __init__(
-        self, desk: Desk, lanes: Mapping[str, Lane], *, rng: random.Random, max_attempts: int, on_late: OnLate | None
+        self, desk: Desk, lanes: Mapping[str, Lane], *, rng: random.Random, max_attempts: int, keeps_late: bool
     ) -> None:
         self._desk = desk
         self._lanes = lanes
         self._rng = rng
         self._max_attempts = max_attempts
-        self.on_late = on_late
+        self.keeps_late = keeps_late
         self._resting: dict[str, dict[Job, None]] = {name: {} for name in lanes}
         self._undecided: dict[Job, str] = {}
 
@@ -114,7 +112,7 @@ class Endings:
         """Queue the jobs again that avoid the source because it failed them: it has answered."""
         resting, self._resting[lane.name] = self._resting[lane.name], {}
         for job in resting:
-            if not job.future.done() and job.rested_at.pop(lane.name, None) is not None and not job.live:
+            if not job.ended and job.rested_at.pop(lane.name, None) is not None and not job.live:
                 self._desk.enqueue(job)
 
     def older(self, attempt: Attempt, now: float) -> None:
@@ -124,7 +122,7 @@ class Endings:
             self._rescue(lane, now, RESCUE_SILENT_FROM)
         if (
             not attempt.rescued
-            and not job.future.done()
+            and not job.ended
             and not (lane.local or (attempt.probe and not lane.breaker.closed))
             and lane.speed.known
             and attempt.lateness(now) >= GIVE_UP_AT
@@ -138,7 +136,7 @@ class Endings:
 
     def set_aside(self, attempt: Attempt, now: float) -> None:
         """End a call of a local function that keeps others waiting; its sample is tried once more, after them."""
-        if attempt.result or attempt.rescued or attempt.job.future.done():
+        if attempt.result or attempt.rescued or attempt.job.ended:
             return
         attempt.lane.set_aside += 1
         attempt.rescued = True
@@ -149,7 +147,7 @@ class Endings:
 
     def lost(self, attempt: Attempt, now: float) -> None:
         """Give up an overdue probe that takes the place of the next one."""
-        if not attempt.job.future.done():
+        if not attempt.job.ended:
             self._give_up(attempt, now, f"{attempt.lane.name} did not answer a probe")
 
     def call_back(self, lane: Lane, *, sent: bool) -> None:
@@ -158,7 +156,7 @@ class Endings:
         """
         for attempt in list(lane.live):
             unsent = attempt.reservation.sent_at == -math.inf
-            if (sent or unsent) and not (attempt.result or attempt.rescued or attempt.job.future.done()):
+            if (sent or unsent) and not (attempt.result or attempt.rescued or attempt.job.ended):
                 attempt.rescued = True
                 attempt.cancel()
                 self._retry(attempt, "it was called back, because the share of its limits had ended")
@@ -179,7 +177,7 @@ class Endings:
         for attempt in list(lane.live):
             # A probe is given the time to answer: how else could a source prove that it is well, only slower?
             spared = attempt.probe and not (attempt.superseded and self._alternative(attempt.job, lane))
-            if attempt.lateness(now) >= from_age and not spared and not attempt.job.future.done():
+            if attempt.lateness(now) >= from_age and not spared and not attempt.job.ended:
                 self._give_up(attempt, now, f"{lane.name} fell silent")
 
     def _give_up(self, attempt: Attempt, now: float, why: str, *, for_age: bool = False) -> None:
@@ -201,7 +199,7 @@ class Endings:
         job, lane = attempt.job, attempt.lane
         lane.heard(now)
         was_open = not lane.breaker.closed
-        if isinstance(ending, Verdict | InvalidVerdict):
+        if ending is None or isinstance(ending, InvalidVerdict):
             reply = attempt.reply or Reply()  # a refusal may come without one
             job.cost_usd += lane.answered(attempt, reply, now)
             job.usage += reply.usage or Usage()
@@ -213,14 +211,14 @@ class Endings:
                 self._release(lane)
             if attempt.result == "valid":
                 self.decide(lanes_live=True)
-        late = job.future.done()
+        late = job.ended
         gone = late or attempt.rescued
-        if isinstance(ending, Verdict):
-            verdict = job.scored(ending, attempt, now)
+        if ending is None:
+            answer = job.answer(attempt, now)
             if not late:
-                self._desk.finish(job, Scored(verdict))
-            elif self.on_late is not None:
-                self.on_late(job.sample, job.judge, verdict)
+                self._desk.finish(job, answer)
+            elif self.keeps_late:
+                job.caller.late(answer)
         elif isinstance(ending, Throttled):
             lane.throttled(ending.retry_after_s, attempt.started_at, now, error=str(ending))
             lane.breaker.abandoned(probe=attempt.decides)
@@ -257,12 +255,12 @@ class Endings:
             if lane.failed(now, probe=attempt.decides, sample=job.sequence, error=str(ending)):
                 self._rescue(lane, now, RESCUE_FAILING_FROM)
             # A job that failed in the rescue may have been the last that its batch waited for, which ended this one.
-            if not job.future.done():
+            if not job.ended:
                 self._transient(attempt, ending, now, excused=lane.excuses(attempt))
 
     def _delays_others(self, job: Job, lane: Lane) -> bool:
         """Whether others wait for `lane` that were throttled less often than `job`."""
-        others = (other for other in self._desk.waiting_jobs() if other is not job and lane.name in other.judge.sources)
+        others = (other for other in self._desk.waiting_jobs() if other is not job and lane.name in other.call.sources)
         return any(other.throttled < job.throttled for other in others)
 
     def _recovered(self, lane: Lane, took_s: float, now: float) -> None:
@@ -272,21 +270,21 @@ class Endings:
         self._release(lane)
         for attempt in list(lane.live):
             lost = attempt.superseded and now - attempt.started_at > LOST_AT * took_s
-            if lost and not attempt.job.future.done():
+            if lost and not attempt.job.ended:
                 self._give_up(attempt, now, f"{lane.name} was down when it was sent")
 
     def _alternative(self, job: Job, lane: Lane, *, untried: bool = False) -> bool:
         """Whether another source could serve `job` that does not answer with garbage; `untried`: nor did so to it."""
         without = job.barred | {lane.name} | (job.invalid_at if untried else set())
-        others = (self._lanes[name] for name in job.judge.sources if name not in without)
+        others = (self._lanes[name] for name in job.call.sources if name not in without)
         return any(not other.unusable and other.breaker.closed and not other.answers_garbage() for other in others)
 
     def _invalid(self, attempt: Attempt, error: InvalidVerdict, now: float) -> None:
         job, lane = attempt.job, attempt.lane
         job.invalid += 1
         job.invalid_at.add(lane.name)
-        if job.invalid <= job.judge.invalid_retries:
-            others = set(job.judge.sources) - job.barred - {lane.name}
+        if job.invalid <= job.call.invalid_retries:
+            others = set(job.call.sources) - job.barred - {lane.name}
             # Another source first, but not for longer than it might take: the others may be out of quota for minutes.
             rest_s = max(SHORTEST_INVALID_REST_S, 2 * lane.speed.expected_s(job.size)) if others else 0.0
             job.rested_at[lane.name] = now + rest_s
@@ -313,7 +311,7 @@ class Endings:
         """End a job that its sources could not judge; later, where a floor depends on whether they judge others."""
         job = attempt.job
         job.last_problem = problem
-        if job.judge.floor(Cause.VERDICT) is None or not self._open(job, problem, quiet=False):
+        if not job.call.clear_blame or not self._open(job, problem, quiet=False):
             self._end(job, problem)
             return
         job.live.remove(attempt)
@@ -357,7 +355,7 @@ class Endings:
         names = job.invalid_at | job.refused_at
         if any(self._lanes[name].live for name in names):
             return False
-        return not any(names & (set(other.judge.sources) - other.barred) for other in self._desk.waiting_jobs())
+        return not any(names & (set(other.call.sources) - other.barred) for other in self._desk.waiting_jobs())
 
     def _end(self, job: Job, problem: str) -> None:
         job.undecided = False
@@ -365,14 +363,14 @@ class Endings:
         lanes = [self._lanes[name] for name in job.invalid_at | job.refused_at]
         judges = any(lane.judges_since(job.submitted_at) for lane in lanes)
         if job.refused_at and not job.invalid_at:
-            if judges and job.judge.floor(Cause.VERDICT) is not None:
-                self._desk.fail(job, Cause.VERDICT, "refused", f"{problem} (it answers others)")
+            if judges and job.call.clear_blame:
+                self._desk.fail(job, "refused", f"{problem} (it answers others)", invalid=True)
             else:
-                self._desk.fail(job, Cause.INFRA, "no_source", problem)
+                self._desk.fail(job, "no_source", problem)
         elif not judges and all(lane.answers_garbage() for lane in lanes):
-            self._desk.fail(job, Cause.INFRA, "garbage", f"{problem} (most replies of this source are invalid)")
+            self._desk.fail(job, "garbage", f"{problem} (most replies of this source are invalid)")
         else:
-            self._desk.fail(job, Cause.VERDICT, "invalid", problem)
+            self._desk.fail(job, "invalid", problem, invalid=True)
 
     def _transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
         job, lane = attempt.job, attempt.lane
@@ -385,7 +383,7 @@ class Endings:
         else:
             job.failures += 1
         if not excused and job.failures >= self._max_attempts and not self._others_live(attempt):
-            self._desk.fail(job, Cause.INFRA, "exhausted", str(error))
+            self._desk.fail(job, "exhausted", str(error))
             return
         if not attempt.probe:
             # A probe needs no backoff: the next one waits for its turn.
@@ -403,7 +401,7 @@ class Endings:
         job.answers_before.setdefault(lane.name, lane.counters.answered)
         is_to_blame = before is not None and lane.counters.answered > before
         if (is_to_blame or job.failures >= self._max_attempts) and not self._others_live(attempt):
-            self._desk.fail(job, Cause.INFRA, "exhausted", str(error))
+            self._desk.fail(job, "exhausted", str(error))
             return
         # The tries are to outlast the outage of a service behind the function, as its breaker does not open.
         backoff_s = min(RAISED_BACKOFF_S * 2 ** (job.failures - 1), LONGEST_RAISED_BACKOFF_S)
@@ -415,7 +413,7 @@ class Endings:
         job.faults += 1
         job.suspect = True
         if (had_whole_limit or job.faults >= MAX_FAULTS) and not self._others_live(attempt):
-            self._desk.fail(job, Cause.INFRA, error.reason, str(error))
+            self._desk.fail(job, error.reason, str(error))
         else:
             self._retry(attempt, str(error))
 
@@ -436,13 +434,9 @@ class Endings:
                 self._release(lane)
             else:
                 lane.breaker.abandoned(probe=attempt.decides)
-        if gone or job.future.done():
+        if gone or job.ended:
             return
-        if (
-            job.refused_at.issuperset(job.judge.sources)
-            and not self._others_live(attempt)
-            and job.judge.floor(Cause.VERDICT) is not None
-        ):
+        if job.refused_at.issuperset(job.call.sources) and not self._others_live(attempt) and job.call.clear_blame:
             self._blame(attempt, str(error))
         else:
             self._retry(attempt, str(error))
@@ -450,10 +444,10 @@ class Endings:
     def _strand(self) -> None:
         """Fail what waits for nothing but sources that are out."""
         for job in list(self._desk.waiting_jobs()):
-            names = [name for name in job.judge.sources if name not in job.barred]
+            names = [name for name in job.call.sources if name not in job.barred]
             reasons = [f"{name}: {self._lanes[name].unusable}" for name in names if self._lanes[name].unusable]
             if names and len(reasons) == len(names):
-                self._desk.fail(job, Cause.INFRA, "no_source", f"no source can take it ({'; '.join(reasons)})")
+                self._desk.fail(job, "no_source", f"no source can take it ({'; '.join(reasons)})")
 
     def _others_live(self, attempt: Attempt) -> bool:
         return any(other is not attempt for other in attempt.job.live)
@@ -463,5 +457,5 @@ class Endings:
         job.live.remove(attempt)
         job.past.append(attempt)
         job.last_problem = problem
-        if not job.future.done() and not job.live:
+        if not job.ended and not job.live:
             self._desk.enqueue(job)

@@ -113,7 +113,7 @@ class Hedges:
         """Take note of the attempts that have grown older."""
         while self._coming and self._coming[0][0] <= now:
             attempt = heapq.heappop(self._coming)[2]
-            if attempt.result or attempt.job.future.done():
+            if attempt.result or attempt.job.ended:
                 continue
             self._forecast.update(attempt)
             self.watch(attempt, now)

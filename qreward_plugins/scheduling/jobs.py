@@ -1,20 +1,19 @@
-"""A job: a sample on its way to what one judge says of it, with all that its own history says about where it may go."""
+"""A job: a call on its way to its answer, with all that its own history says about where it may go."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..judges.base import Judge
-from ..samples import Cause, Failed, Outcome, Sample, Usage, Verdict
 from ..sources.base import Request
+from ..spent import Spent, Usage
+from .calls import Answer, Call, Caller, Unanswered
 
 if TYPE_CHECKING:
     from .attempts import Attempt
-    from .batches import Batch, Bundle
+    from .batches import Batch, Member
 
 MAX_HEDGES = 5
 """Hedges of one sample in all: some of them fail, too."""
@@ -53,18 +52,18 @@ class Rank(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Job:
-    """One sample on its way to its outcome. Times are seconds of the event loop's clock."""
+    """One call on its way to its answer. Times are seconds of the event loop's clock."""
 
-    sample: Sample
-    judge: Judge
-    future: asyncio.Future[Outcome]
+    call: Call[Any]
+    caller: Caller
+    member: Member
     batch: Batch
     submitted_at: float
     deadline_at: float
     request: Request
     sequence: int
-    bundle: Bundle | None = None
-    """Where it serves its sample together with other jobs."""
+    ended: bool = False
+    """Whether its caller has the result, or was not interested any more."""
     after: int = 0
     """Number of the last batch that was begun before it was submitted."""
 
@@ -130,7 +129,7 @@ class Job:
     @property
     def hedgeable(self) -> bool:
         """Whether another attempt may be started beside those under way."""
-        return len(self.live) < MAX_LIVE and self.hedges < MAX_HEDGES and not self.future.done()
+        return len(self.live) < MAX_LIVE and self.hedges < MAX_HEDGES and not self.ended
 
     @property
     def size(self) -> int:
@@ -156,7 +155,7 @@ class Job:
             return frozenset()
         return frozenset(
             name
-            for name in self.judge.sources
+            for name in self.call.sources
             if name not in self.barred and name not in self.avoids and self.rested_at.get(name, now) <= now
         )
 
@@ -174,32 +173,16 @@ class Job:
         self.live.clear()
         self.past.clear()
 
-    def scored(self, verdict: Verdict, attempt: Attempt, now: float) -> Verdict:
-        """The verdict of `attempt`, with where it came from and what the sample has cost."""
-        reply = attempt.reply
-        return dataclasses.replace(
-            verdict,
-            judge=self.judge.name,
-            source=attempt.lane.name,
-            model=(reply.model if reply is not None else "") or attempt.lane.source.model,
-            attempts=self.attempts,
-            usage=self.usage,
-            latency_s=now - self.submitted_at,
-            cost_usd=self.cost_usd,
-            service_s=attempt.service_s,
-        )
+    def spent(self, now: float) -> Spent:
+        """What it took so far."""
+        return Spent(self.attempts, self.usage, now - self.submitted_at, self.cost_usd)
 
-    def failed(self, cause: Cause, reason: str, detail: str, now: float) -> Failed:
+    def answer(self, attempt: Attempt, now: float) -> Answer[Any]:
+        """The answer that `attempt` gave."""
+        reply, lane = attempt.reply, attempt.lane
+        model = (reply.model if reply is not None else "") or lane.source.model
+        return Answer(attempt.value, lane.name, model, self.spent(now), attempt.service_s)
+
+    def unanswered(self, reason: str, detail: str, now: float, *, invalid: bool = False) -> Unanswered:
         """The failure of this job."""
-        return Failed(
-            cause,
-            reason,
-            detail,
-            floor=self.judge.floor(cause),
-            judge=self.judge.name,
-            source=self.last_source,
-            attempts=self.attempts,
-            usage=self.usage,
-            latency_s=now - self.submitted_at,
-            cost_usd=self.cost_usd,
-        )
+        return Unanswered(reason, detail, invalid, self.last_source, self.spent(now))

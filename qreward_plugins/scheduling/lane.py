@@ -301,7 +301,8 @@ class Lane:
             cost += usage.prompt_tokens * self.price.input_per_million / 1e6
             cost += usage.completion_tokens * self.price.output_per_million / 1e6
             self.counters.usage += usage
-            if self._estimates.learn(request, usage, cut_down=reply.usage_doubted):
+            rose = self._estimates.learn(request, usage, cut_down=reply.usage_doubted)
+            if rose and self.quota.most_tokens < math.inf:
                 for other in self.live:
                     other.reservation.raise_prompt(self._estimates.prompt(other.request))
         self.counters.cost_usd += cost

@@ -215,7 +215,7 @@ class Planner:
         pressed = (lane.name, job.rank.priority) in self.queue.pressed
         if job.hopeless or not pressed or self.forecast.guesses:
             return False
-        able = [self._lanes[name] for name in job.judge.sources if name not in job.barred]
+        able = [self._lanes[name] for name in job.call.sources if name not in job.barred]
         each_s = (self.forecast.expected_s(other, job.size) for other in able if not other.unusable)
         left_s, least_s = job.deadline_at - now, min(each_s, default=0.0)
         # The expected latency may be wrong, so a job with a short deadline is not hopeless from the start.
@@ -245,7 +245,7 @@ class Planner:
             return factor * self.forecast.expected_s(other, job.size)
 
         here_s = takes_s(lane)
-        for name in job.judge.sources:
+        for name in job.call.sources:
             other = self._lanes[name]
             if other is lane or name in job.barred or self.forecast.spared(other, now):
                 continue
@@ -306,8 +306,8 @@ class Planner:
 
     def _per_window(self, jobs: Sequence[Job], now: float) -> float | None:
         """How many of `jobs` all sources can send in one window; None: that question makes no sense for them."""
-        names = set(jobs[0].judge.sources)
-        if len(jobs) < 2 or any(set(job.judge.sources) != names for job in jobs):
+        names = set(jobs[0].call.sources)
+        if len(jobs) < 2 or any(set(job.call.sources) != names for job in jobs):
             return None
         lanes = [self._lanes[name] for name in sorted(names) if self._lanes[name].up(now)]
         if not lanes:

@@ -105,7 +105,7 @@ class Probing:
 
     def _only(self, lane: Lane, job: Job) -> bool:
         """Whether no other source can take `job`."""
-        others = (self._lanes[name] for name in job.judge.sources if name != lane.name and name not in job.barred)
+        others = (self._lanes[name] for name in job.call.sources if name != lane.name and name not in job.barred)
         return not any(other.breaker.closed and not other.unusable for other in others)
 
     def _pace_s(self, lane: Lane, now: float) -> float:

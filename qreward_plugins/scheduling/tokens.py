@@ -26,9 +26,9 @@ from collections import deque
 from dataclasses import replace
 from typing import TypeAlias
 
-from ..samples import Usage
 from ..sources.base import Request, Source
 from ..sources.demand import Demand
+from ..spent import Usage
 
 ENOUGH = 8
 """Number of answers from which a kind counts as known."""

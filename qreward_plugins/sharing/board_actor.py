@@ -24,7 +24,8 @@ class Report(NamedTuple):
 
     `reward` is None for a sample without a number to train on; `failure` is the cause ("infra", "verdict", "policy") of
     one without a verdict, and empty for any other. `generation` tells the responses of a sample apart that is generated
-    anew. `cut`: the judge saw the sample without its middle. With `key` None the sample is only counted.
+    anew. `cut`: the judge saw the sample without its middle. `floor`: the reward is a floor. With `key` None the sample
+    is only counted.
     """
 
     key: Key | None
@@ -35,6 +36,7 @@ class Report(NamedTuple):
     failure: str = ""
     generation: str = ""
     cut: bool = False
+    floor: bool = False
 
 
 class Close(NamedTuple):
@@ -124,6 +126,8 @@ class BoardActor:
             self._counts[f"{report.split}/imputed"] += 1
         if report.cut:
             self._counts[f"{report.split}/cut"] += 1
+        if report.floor:
+            self._counts[f"{report.split}/floor"] += 1
 
     def _tell(self, key: Key, mean: float) -> None:
         for parked in self._parked.pop(key, set()):

@@ -149,6 +149,7 @@ def _table(tally: Tally, findings: int, wall_s: float) -> Table:
         ("seeds that broke a promise", f"{findings:,}"),
         ("samples", f"{tally.samples:,}"),
         ("scored", f"{tally.scored:,}"),
+        *((f"scored with a floor: {reason}", f"{count:,}") for reason, count in tally.floors.most_common()),
         *((f"failed: {reason}", f"{count:,}") for reason, count in tally.failures.most_common()),
         ("given up by their callers", f"{tally.given_up:,}"),
         ("attempts", f"{tally.attempts:,}"),

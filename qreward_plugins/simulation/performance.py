@@ -16,7 +16,8 @@ from typing import Any
 from ..config.models import Config
 from ..engine import RewardEngine
 from ..errors import EngineError
-from ..samples import Outcome, Sample, Scored
+from ..judges import Ask, Judge
+from ..samples import Outcome, Sample, Scored, Verdict
 from ..scheduling import Cutoff, Job
 from .clock import Deadlock, VirtualTimeLoop, run
 from .draws import Luck
@@ -67,6 +68,17 @@ class _CountedLoop(VirtualTimeLoop):
         super()._run_once()  # type: ignore[misc]
 
 
+class _Awaiting(Judge):
+    """A judge that awaits another one."""
+
+    def __init__(self, judge: Judge) -> None:
+        super().__init__(judge.name)
+        self._judge = judge
+
+    async def judge(self, sample: Sample, ask: Ask) -> Verdict:
+        return await self._judge.judge(sample, ask)
+
+
 class _Performance:
     def __init__(self, trial: Trial, record: Record) -> None:
         self._trial = trial
@@ -78,6 +90,9 @@ class _Performance:
         }
         record.servers = self._servers
         self._engine = RewardEngine(Config.model_validate(trial.config), sources=self._servers)
+        if trial.awaits:
+            judges = self._engine._router.judges
+            judges |= {name: _Awaiting(judge) for name, judge in judges.items()}
         self._open = 0
         self._changes = 0
         self._looks = 0
@@ -247,9 +262,11 @@ class _Performance:
                     if not self._spared_rightly(job, name, now):
                         able.add(name)
                 elif wait_s > _LONGEST_WAIT_S:
-                    stalls.append(f"at {now:.6f} s {name} asks {job.sample.id} to wait for {wait_s:.3f} s")
+                    stalls.append(f"at {now:.6f} s {name} asks {job.request.sample.id} to wait for {wait_s:.3f} s")
         for job in dispatcher.lost_jobs():
-            stalls.append(f"at {now:.6f} s {job.sample.id} neither waits nor rests nor is under way: it is lost")
+            stalls.append(
+                f"at {now:.6f} s {job.request.sample.id} neither waits nor rests nor is under way: it is lost"
+            )
         before, able_before = self._seen
         stuck = able & able_before if before == self._changes else set()
         if stuck:
@@ -269,7 +286,7 @@ class _Performance:
         spared = dispatcher._planner.forecast._spared
         ready_at = [
             max(now + lanes[other].wait_s(lanes[other].tokens(job.request), now), job.rested_at.get(other, now))
-            for other in set(job.judge.sources) - job.barred - spared
+            for other in set(job.call.sources) - job.barred - spared
         ]
         return name in spared and any(at < job.deadline_at for at in ready_at)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,6 +137,9 @@ def _true(trial: Trial, record: Record) -> Iterator[str]:
             yield from _failure(trial, given, outcome)
             continue
         verdict = outcome.verdict
+        if verdict.failure is not None:
+            yield from _floor(trial, given, verdict)
+            continue
         if name is None or sample.response == EMPTY:
             yield f"{sample.id} was scored, and nobody was to judge it"
             continue
@@ -155,19 +158,31 @@ def _is_reward(verdict: Verdict) -> bool:
     return isinstance(verdict.score, float) and math.isfinite(verdict.score)
 
 
+def _floor(trial: Trial, given: Given, verdict: Verdict) -> Iterator[str]:
+    sample, name, failed = given.sample, trial.judge_of(given.sample), verdict.failure
+    assert failed is not None
+    if name is None or not _has_floor(trial.config["judges"][name], failed):
+        yield f"{sample.id} was given a floor for what has none: {failed.describe()}"
+        return
+    low = trial.config["judges"][name]["reward_range"][0]
+    if verdict.score != low or verdict.basis != "floor":
+        yield f"{sample.id} failed ({failed.describe()}) with a reward of {verdict.score!r}, not {low!r}"
+    if (sample.response == EMPTY) != (failed.cause is Cause.POLICY):
+        yield f"the response of {sample.id} is {sample.response[:10]!r}, and it is {failed.describe()}"
+
+
+def _has_floor(node: Mapping[str, Any], failed: Failed) -> bool:
+    return failed.cause is Cause.POLICY or (failed.cause is Cause.VERDICT and node["on_invalid"] == "floor")
+
+
 def _failure(trial: Trial, given: Given, outcome: Failed) -> Iterator[str]:
     sample, name = given.sample, trial.judge_of(given.sample)
     if name is None:
-        if (outcome.reason, outcome.reward) != ("no_route", None):
+        if outcome.reason != "no_route":
             yield f"{sample.id} has no route, and is {outcome.describe()}"
         return
-    node = trial.config["judges"][name]
-    low = node["reward_range"][0]
-    floor = None
-    if outcome.cause is Cause.POLICY or (outcome.cause is Cause.VERDICT and node["on_invalid"] == "floor"):
-        floor = low
-    if outcome.reward != floor:
-        yield f"{sample.id} failed ({outcome.describe()}) with a reward of {outcome.reward!r}, not {floor!r}"
+    if _has_floor(trial.config["judges"][name], outcome):
+        yield f"{sample.id} failed ({outcome.describe()}) without the floor of its judge"
     if (sample.response == EMPTY) != (outcome.cause is Cause.POLICY):
         yield f"the response of {sample.id} is {sample.response[:10]!r}, and it is {outcome.describe()}"
     if outcome.reason == "bug":

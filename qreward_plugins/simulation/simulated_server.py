@@ -18,8 +18,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ..errors import SourceError, Throttled, TransientError
-from ..samples import Usage
 from ..sources.base import Reply, Request
+from ..spent import Usage
 from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
 from .books import RequestBucket, RequestWindow, TokenWindow
 from .draws import Draw, Luck

@@ -42,6 +42,8 @@ class Tally:
     attempts: int = 0
     hedges: int = 0
     throttled: int = 0
+    floors: Counter[str] = field(default_factory=Counter)
+    """Scored samples whose score is a floor, by cause and reason."""
     failures: Counter[str] = field(default_factory=Counter)
     """Failed samples by cause and reason."""
     given_up: int = 0
@@ -59,6 +61,7 @@ class Tally:
         self.hedges += other.hedges
         self.throttled += other.throttled
         self.failures += other.failures
+        self.floors += other.floors
         self.given_up += other.given_up
         self.virtual_s += other.virtual_s
         self.fingerprint = (self.fingerprint + other.fingerprint) % _FINGERPRINTS
@@ -74,8 +77,10 @@ class Tally:
         for outcome in outcomes:
             if isinstance(outcome, Scored):
                 self.scored += 1
+                if outcome.verdict.failure is not None:
+                    self.floors[outcome.verdict.failure.label] += 1
             elif outcome is not None:
-                self.failures[f"{outcome.cause.value}/{outcome.reason}"] += 1
+                self.failures[outcome.label] += 1
         self.given_up += outcomes.count(None)
         self.virtual_s += record.ended_at
         digest = blake2b(f"{trial.seed} {record.text()}".encode(), digest_size=8).digest()

@@ -13,8 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..errors import SourceError, Throttled
-from ..samples import Usage
 from ..sources.base import Reply, Request
+from ..spent import Usage
 
 Behaviour = Callable[[int, Request, float], "float | SourceError"]
 """(number of the request from 0, request, time) -> seconds until its answer, or the error it ends with at once."""

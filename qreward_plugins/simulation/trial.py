@@ -87,6 +87,11 @@ class Trial:
     poisoned: bool = False
     """Whether its servers are healthy but for what poisoned samples provoke: then all others must be scored."""
 
+    @property
+    def awaits(self) -> bool:
+        """Whether its judges are awaited by others, as those of a sum are, so that each sample is judged in a task."""
+        return self.seed % 4 == 1
+
     def samples(self) -> Iterator[Sample]:
         """All samples, in the order of the calls."""
         return (sample for step in self.steps for call in step.calls for sample in call.samples)
@@ -101,7 +106,8 @@ class Trial:
     def describe(self) -> str:
         """Every choice that was made, for people, in lines."""
         engine = self.config["engine"]
-        lines = [f"trial {self.seed}{', with poisoned samples' if self.poisoned else ''}"]
+        with_poison = ", with poisoned samples" if self.poisoned else ""
+        lines = [f"trial {self.seed}{with_poison}{', judges awaited by others' if self.awaits else ''}"]
         lines += [f"  {server.describe()}" for server in self.servers]
         lines += [
             f"  source {name}: timeout {node['timeouts']['total_s']:.3f} s, weight {node['weight']:.3f}"

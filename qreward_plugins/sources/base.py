@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..samples import Message, Sample, Usage
+from ..samples import Message, Sample
+from ..spent import Usage
 from .demand import Demand, Texture, of_messages
 
 

@@ -16,7 +16,7 @@ import orjson
 from yarl import URL
 
 from ..errors import InvalidVerdict, PermanentError, QRewardError, SourceUnusable, Throttled, TransientError
-from ..samples import Usage
+from ..spent import Usage
 from .announced import retry_after_s
 from .base import Reply
 from .excerpts import Excerpts

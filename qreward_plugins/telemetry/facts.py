@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from ..samples import Outcome, Scored
+from ..samples import Failed, Outcome, Scored
 from .waiting import percentile
 
 MOST_COMPONENTS = 1_000
@@ -25,14 +25,13 @@ class Facts:
     """Turns outcomes into mappings.
 
     `components` are the names of components that the judges are configured to give. A function judge may return others;
-    they are added when they first occur. `correct_at` maps the name of a judge to the reward from which on a response
-    is correct. The key `acc` is there if `correct_at` is not empty, or once a verdict says whether it is correct.
+    they are added when they first occur. `defines_correct`: a judge is configured to say of every response whether it
+    is correct. The key `acc` is there then, or once a verdict says so.
     """
 
-    def __init__(self, components: Iterable[str], *, correct_at: Mapping[str, float]) -> None:
+    def __init__(self, components: Iterable[str], *, defines_correct: bool) -> None:
         self._components: dict[str, None] = dict.fromkeys(components)
-        self._correct_at = correct_at
-        self.defines_correct = bool(correct_at)
+        self.defines_correct = defines_correct
         """Whether any judge is known to define correctness; adds the key `acc`."""
 
     @property
@@ -43,41 +42,37 @@ class Facts:
     def of(self, outcome: Outcome) -> dict[str, Any]:
         """The facts of an outcome.
 
-        `failed`, `cached` and `cut` are 0.0 or 1.0. `cause` is "infra/deadline" or the like, "" for a scored sample.
+        `failed`, `floor`, `cached` and `cut` are 0.0 or 1.0. `cause` says why the sample failed, or why its score is
+        a floor ("infra/deadline", "policy/empty"); "" for one that was judged.
         `latency_s` is in seconds, `cost_usd` in US dollars. `score/<name>` is a component or None. `acc` is 0.0 or 1.0,
         and None for a sample without a reward or of a judge that does not define correctness.
         """
-        scored = isinstance(outcome, Scored)
-        told = outcome.verdict if isinstance(outcome, Scored) else outcome
-        components = outcome.verdict.components if isinstance(outcome, Scored) else {}
-        correct = self._correct(outcome)
+        verdict = outcome.verdict if isinstance(outcome, Scored) else None
+        failure = outcome.failure
+        told = outcome if isinstance(outcome, Failed) else outcome.verdict
+        components = verdict.components if verdict is not None else {}
+        correct = verdict.correct if verdict is not None else None
         if len(self._components) < MOST_COMPONENTS:
             self._components.update(dict.fromkeys(components))
         self.defines_correct = self.defines_correct or correct is not None
         facts: dict[str, Any] = {
-            "failed": 0.0 if scored else 1.0,
-            "cause": "" if isinstance(outcome, Scored) else f"{outcome.cause.value}/{outcome.reason}",
+            "failed": float(verdict is None),
+            "floor": float(verdict is not None and verdict.basis == "floor"),
+            "cause": failure.label if failure is not None else "",
             "source": told.source,
             "judge": told.judge,
             "attempts": float(told.attempts),
             "latency_s": float(told.latency_s),
             "tokens": float(told.usage.total_tokens),
             "cost_usd": float(told.cost_usd),
-            "cached": float(isinstance(outcome, Scored) and outcome.verdict.cached),
-            "cut": float(isinstance(outcome, Scored) and outcome.verdict.cut),
+            "cached": float(verdict is not None and verdict.cached),
+            "cut": float(verdict is not None and verdict.cut),
         }
         for name in self._components:
             facts[COMPONENT + name] = float(components[name]) if name in components else None
         if self.defines_correct:
             facts["acc"] = None if correct is None else float(correct)
         return facts
-
-    def _correct(self, outcome: Outcome) -> bool | None:
-        if isinstance(outcome, Scored):
-            return outcome.verdict.correct
-        # A floor is a reward: an empty response counts as wrong where its judge says what is right.
-        bar = self._correct_at.get(outcome.judge)
-        return None if bar is None or outcome.floor is None else outcome.floor >= bar
 
 
 def summary(facts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
@@ -90,12 +85,15 @@ def summary(facts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     if not told:
         return {}
     causes = Counter(fact["cause"].split("/", 1)[0] for fact in told if fact["failed"])
+    floors = Counter(fact["cause"].split("/", 1)[0] for fact in told if fact["floor"])
     latencies = [fact["latency_s"] for fact in told]
     numbers = {
         "samples": float(len(told)),
         "failed": float(sum(causes.values())),
         "failed_rate": sum(causes.values()) / len(told),
         **{f"failed/{cause}": float(causes[cause]) for cause in ("infra", "verdict", "policy")},
+        "floor_rate": sum(floors.values()) / len(told),
+        **{f"floor/{cause}": float(floors[cause]) for cause in ("verdict", "policy")},
         "attempts_mean": _mean(fact["attempts"] for fact in told),
         **{f"latency_s/p{share}": percentile(latencies, share / 100) for share in (50, 95, 99)},
         "latency_s/max": max(latencies),

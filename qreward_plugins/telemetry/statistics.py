@@ -11,7 +11,8 @@ from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..samples import Cause, Outcome, Scored, Usage
+from ..samples import Outcome, Scored
+from ..spent import Usage
 from .waiting import WaitBySize
 
 RECENT = 4096
@@ -52,7 +53,9 @@ class SourceStatistics:
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """The engine so far. `failed` counts by cause and reason ("infra/deadline")."""
+    """The engine so far. `failed` counts samples without a number by cause and reason ("infra/deadline"); `floors`
+    counts scored ones whose score is a floor, by what it stands in for ("policy/empty").
+    """
 
     submitted: int
     scored: int
@@ -61,6 +64,7 @@ class EngineStatistics:
     attempts: int
     waiting: int
     sources: Mapping[str, SourceStatistics]
+    floors: Mapping[str, int] = field(default_factory=dict)
     waits: WaitBySize | None = None
     """How long short and long samples waited for a source; None: they are too few, or all alike."""
 
@@ -97,13 +101,17 @@ class EngineCounters:
     cached: int = 0
     attempts: int = 0
     failed: Counter[str] = field(default_factory=Counter)
+    floors: Counter[str] = field(default_factory=Counter)
 
     def count(self, outcome: Outcome) -> None:
         """Count one outcome."""
         if isinstance(outcome, Scored):
+            verdict = outcome.verdict
             self.scored += 1
-            self.cached += outcome.verdict.cached
-            self.attempts += outcome.verdict.attempts
+            self.cached += verdict.cached
+            self.attempts += verdict.spent.attempts
+            if verdict.failure is not None:
+                self.floors[verdict.failure.label] += 1
         else:
-            self.failed[f"{Cause(outcome.cause).value}/{outcome.reason}"] += 1
-            self.attempts += outcome.attempts
+            self.failed[outcome.label] += 1
+            self.attempts += outcome.spent.attempts

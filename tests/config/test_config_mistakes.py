@@ -206,8 +206,7 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.total.weights", {}, "", "must be a mapping with at least one entry"),
         ("judges.total.weights", ..., "", "the key is missing. It takes a mapping with at least one entry."),
         ("judges.total.weights", {"qualty": 1}, "judges.total.weights.qualty", "there is no judge `qualty`. Did you mean `quality`? Judges: `quality`, `exact`."),
-        ("judges.total.weights", {"total": 1}, "judges.total.weights.total", "a sum cannot be a part of itself. Name judges of another kind: `quality`, `exact`."),
-        ("judges.more", {"kind": "sum", "weights": {"total": 1}}, "judges.more.weights.total", "`total` is a sum, and sums are not nested. Name judges of"),
+        ("judges.total.weights", {"total": 1}, "judges.total.weights.total", "a sum cannot be a part of itself. Name judges that do not lead back to it."),
         ("judges.total.weight", {}, "", "unknown key. Did you mean `weights`? Allowed here: kind, weights, correct_at."),
         ("judges.total.sources", "fast", "", "unknown key. Allowed here: "),
         ("judges.total.correct_at", "high", "", "must be a number, not 'high'."),
@@ -548,3 +547,20 @@ def test_nothing_is_shown_of_a_file_that_is_no_configuration(name, tmp_path):
         load_config(path)
     assert "tOpSeCrEt" not in str(caught.value)
     assert "hAsH" not in str(caught.value)
+
+
+def test_sums_that_add_each_other_are_a_mistake() -> None:
+    judges = {
+        "one": {"kind": "sum", "weights": {"two": 1}},
+        "two": {"kind": "sum", "weights": {"exact": 1, "three": 1}},
+        "three": {"kind": "sum", "weights": {"one": 1}},
+        "exact": {"kind": "function"},
+    }
+    with pytest.raises(ConfigurationError) as caught:
+        load_config({"sources": {"local": {"kind": "function", "function": "m:f"}}, "judges": judges})
+    assert [mistake.path for mistake in caught.value.mistakes] == [
+        "judges.one.weights.two",
+        "judges.two.weights.three",
+        "judges.three.weights.one",
+    ]
+    assert "`two` is a sum of which `one` is a part, so that neither has an end" in str(caught.value)

@@ -49,7 +49,7 @@ async def test_outcomes_come_in_the_order_of_the_samples(server, make_config, ma
 async def test_an_empty_response_is_the_floor_and_costs_no_request(server, make_config, make_sample):
     async with RewardEngine(make_config({"a": server}, judge={"reward_range": [-1, 1]})) as engine:
         outcome = await engine.score(make_sample(1, response="  \n"))
-    assert (outcome.cause, outcome.reward) == (Cause.POLICY, -1.0)
+    assert (outcome.failure.cause, outcome.reward) == (Cause.POLICY, -1.0)
     assert server.report().requests == 0
 
 

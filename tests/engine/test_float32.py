@@ -42,7 +42,7 @@ def _with_component(value):
 
 
 def _with_floor(value):
-    return Failed(Cause.POLICY, "empty", floor=value)
+    return Verdict(value, basis="floor", failure=Failed(Cause.POLICY, "empty"))
 
 
 def test_the_limit_is_where_float32_rounds_to_infinity():

@@ -6,6 +6,7 @@ import asyncio
 import gc
 import json
 import random
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +17,7 @@ from qreward_plugins.scheduling import Cutoff
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.simulation.clock import VirtualTimeLoop
 from qreward_plugins.sources.base import Reply
+from qreward_plugins.spent import Spent
 from qreward_plugins.testing import JudgeServer
 
 NEVER_S = 1e6
@@ -73,7 +75,7 @@ class Remembered:
     async def get(self, key):
         await asyncio.sleep(self.seconds)
         verdict = self.verdicts.get(key)
-        return verdict and type(verdict)(**{**fields_of(verdict), "cached": True, "attempts": 0, "latency_s": 0.0})
+        return verdict and replace(verdict, cached=True, spent=Spent())
 
     async def put(self, key, sample, outcome):
         self.note(key, sample, outcome)
@@ -85,10 +87,6 @@ class Remembered:
 
     async def aclose(self):
         pass
-
-
-def fields_of(verdict):
-    return {name: getattr(verdict, name) for name in verdict.__dataclass_fields__}
 
 
 def engine_run(config, sources, main, *, journal=None, loop=None):
@@ -215,11 +213,11 @@ def test_an_empty_response_has_the_floor_of_one_part_and_the_reward_of_the_other
         return await engine.score(sample(" ")), engine.statistics(), engine.last_batch()
 
     outcome, statistics, report = engine_run(tree(words={"reward_range": [-1, 1]}), sources, main)
-    assert (outcome.cause, outcome.reason, outcome.reward) == (Cause.POLICY, "empty", -0.5)
-    assert outcome.detail == "words: the response is empty"
-    assert (outcome.attempts, outcome.latency_s) == (1, 1.0)
-    assert (statistics.failed, sources["llm"].arrivals) == ({"policy/empty": 1}, [])
-    assert (report.samples, report.failed) == (1, 1)
+    assert (outcome.failure.label, outcome.reward) == ("policy/empty", -0.5)
+    assert outcome.failure.detail == "words: the response is empty"
+    assert (outcome.verdict.attempts, outcome.verdict.latency_s) == (1, 1.0)
+    assert (statistics.failed, statistics.floors, sources["llm"].arrivals) == ({}, {"policy/empty": 1}, [])
+    assert (report.samples, report.failed) == (1, 0)
 
 
 def test_a_sample_that_a_part_cannot_be_asked_about_costs_nothing():
@@ -491,7 +489,7 @@ def test_what_is_on_record_altogether_begins_no_batch():
         return engine.last_batch()
 
     report = engine_run(tree(), simulated(), main, journal=book)
-    assert (report.samples, report.makespan_s) == (1, pytest.approx(2.0))
+    assert (report.samples, report.makespan_s) == (1, pytest.approx(2.01))
 
 
 @pytest.mark.anyio

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from qreward_plugins import RewardEngine, Sample, Scored, load_config
-from qreward_plugins.samples import Cause, Failed, Outcome
+from qreward_plugins.samples import Outcome
 from qreward_plugins.telemetry import summary
 from qreward_plugins.testing import JudgeServer
 
@@ -73,10 +73,9 @@ async def test_a_sample_that_is_too_long_asks_nobody(on_too_long: str, reward: f
             assert set(facts.of(short)) == set(facts.of(long))
         assert server.report().requests == 1
     assert isinstance(short, Scored)
-    assert isinstance(long, Failed)
-    assert (long.cause, long.reason, long.reward) == (Cause.POLICY, "too_long", reward)
-    assert "1,400 characters" in long.detail
-    assert "judges.quality.max_response_chars" in long.detail
+    assert (long.reward, long.failure.label) == (reward, "policy/too_long")
+    assert "1,400 characters" in long.failure.detail
+    assert "judges.quality.max_response_chars" in long.failure.detail
 
 
 @pytest.mark.anyio

@@ -26,7 +26,8 @@ import pytest
 
 from qreward_plugins.errors import JournalError
 from qreward_plugins.journal import Journal, entries, journal
-from qreward_plugins.samples import Cause, Failed, RawScore, Sample, Scored, Usage, Verdict
+from qreward_plugins.samples import Cause, Failed, RawScore, Sample, Scored, Verdict
+from qreward_plugins.spent import Spent, Usage
 
 SAMPLE = Sample(
     messages=[{"role": "user", "content": "the prompt"}],
@@ -45,16 +46,11 @@ VERDICT = Verdict(
     judge="quality",
     source="fast",
     model="m-1",
-    attempts=3,
-    usage=Usage(100, 20),
-    latency_s=1.5,
-    cost_usd=0.01,
+    spent=Spent(3, Usage(100, 20), 1.5, 0.01),
     service_s=0.75,
     raw=RawScore(2.5, {"style": 5.0, "form": 10.0}),
 )
-FAILED = Failed(
-    Cause.INFRA, "deadline", "took too long", floor=0.0, judge="quality", source="slow", attempts=2, latency_s=9.0
-)
+FAILED = Failed(Cause.INFRA, "deadline", "took too long", judge="quality", source="slow", spent=Spent(2, latency_s=9.0))
 
 
 @pytest.fixture
@@ -83,12 +79,34 @@ def until(done: Callable[[], bool]) -> None:
         threading.Event().wait(0.005)
 
 
+def test_a_floor_is_a_row_of_its_own_failure_and_never_an_answer(path: Path) -> None:
+    failure = Failed(Cause.VERDICT, "invalid", "no score", judge="quality", source="fast")
+    verdict = Verdict(0.5, basis="floor", failure=failure, judge="quality", spent=Spent(2))
+
+    async def main() -> Verdict | None:
+        journal = Journal(path)
+        await journal.put("k", SAMPLE, Scored(verdict))
+        found = await journal.get("k")
+        await journal.aclose()
+        return found
+
+    assert asyncio.run(main()) is None
+    (row,) = rows(path)
+    assert (row["outcome"], row["cause"], row["reason"], row["floor"], row["attempts"]) == (
+        "failed",
+        "verdict",
+        "invalid",
+        0.5,
+        2,
+    )
+
+
 def threads() -> set[threading.Thread]:
     return {thread for thread in threading.enumerate() if "qreward-journal" in thread.name}
 
 
 def test_a_verdict_comes_back_now_and_in_the_next_run(path: Path) -> None:
-    expected = replace(VERDICT, attempts=0, usage=Usage(), latency_s=0.0, cost_usd=0.0, cached=True)
+    expected = replace(VERDICT, spent=Spent(), cached=True)
 
     async def first() -> None:
         journal = Journal(path)
@@ -191,7 +209,7 @@ def test_every_outcome_is_a_row_of_the_audit(path: Path) -> None:
         "cause": "infra",
         "reason": "deadline",
         "detail": "took too long",
-        "floor": 0.0,
+        "floor": None,
         "attempts": 2,
         "prompt_tokens": 0,
         "completion_tokens": 0,

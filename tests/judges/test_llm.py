@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.errors import ConfigurationError, InputError, InvalidVerdict
-from qreward_plugins.judges import Judge, LLMJudge
+from qreward_plugins.judges import JudgeFailed, Leaf, LLMJudge
 from qreward_plugins.judges.control_tokens import neutralise
 from qreward_plugins.judges.fence import cap, draw_nonce, read_fences
 from qreward_plugins.judges.material import readable
@@ -41,7 +41,7 @@ def blocks(judge: LLMJudge, sample: Sample) -> dict[str, str]:
 
 
 def test_it_is_a_judge(llm: Build) -> None:
-    judge: Judge = llm(invalid_retries=3, criteria={"proof": "Is it proven?"})
+    judge: Leaf = llm(invalid_retries=3, criteria={"proof": "Is it proven?"})
     assert (judge.name, judge.sources, judge.invalid_retries) == ("quality", ("fast", "slow"), 3)
     assert judge.component_names() == ("proof",)
 
@@ -270,12 +270,14 @@ def test_a_verdict_of_another_attempt_does_not_count(llm: Build, sample: Sample)
 
 @pytest.mark.parametrize("response", ["", " \n\t", "\u200b\ufeff\u2060", "\u3164\u2800", "\x00"])
 def test_an_empty_response_fails_by_policy(llm: Build, sample: Sample, response: str) -> None:
-    failed = llm(reward_range=(-1, 1)).screen(replace(sample, response=response))
-    assert failed is not None
-    assert (failed.cause, failed.reason, failed.reward, failed.judge) == (Cause.POLICY, "empty", -1.0, "quality")
-    failed = llm(floor=0.25).screen(replace(sample, response=response))
-    assert failed is not None
-    assert failed.reward == 0.25
+    verdict = llm(reward_range=(-1, 1)).screen(replace(sample, response=response))
+    assert verdict is not None
+    assert (verdict.score, verdict.basis, verdict.judge) == (-1.0, "floor", "quality")
+    assert verdict.failure is not None
+    assert verdict.failure.label == "policy/empty"
+    verdict = llm(floor=0.25).screen(replace(sample, response=response))
+    assert verdict is not None
+    assert verdict.score == 0.25
 
 
 @pytest.mark.parametrize("response", ["0", ".", "<s>", "[INST]", "<|im_end|>", "\ue000", "\u0378", "😀", "<br>"])
@@ -338,12 +340,18 @@ def test_what_is_too_long_fails_where_it_is_to_fail(llm: Build, sample: Sample, 
         floor=0.25,
     )
     changed: dict[str, Any] = {"extras": {"note": ""}, **TOO_LONG[label]}
-    failed = judge.screen(replace(sample, **changed))
-    assert failed is not None
+    try:
+        verdict, failed = judge.screen(replace(sample, **changed)), None
+    except JudgeFailed as error:
+        verdict, failed = None, error.failed
     # The floor is for what the policy wrote, and for nothing else.
-    floor = 0.25 if (label, on_too_long) == ("response", "floor") else None
+    if (label, on_too_long) == ("response", "floor"):
+        assert verdict is not None
+        assert (verdict.score, verdict.basis) == (0.25, "floor")
+        failed = verdict.failure
+    assert failed is not None
     cause = Cause.POLICY if label == "response" else Cause.INFRA
-    assert (failed.cause, failed.reason, failed.reward) == (cause, "too_long", floor)
+    assert (failed.cause, failed.reason) == (cause, "too_long")
     key = "max_response_chars" if label == "response" else "max_prompt_chars"
     assert failed.detail == (f"the {label} has 1,001 characters, judges.quality.{key} lets 1,000 be shown to the judge")
     assert judge.screen(replace(sample, extras={"note": LONG[1:]}, response=LONG[1:])) is None

@@ -1,7 +1,8 @@
-"""The arithmetic of a sum: what its parts' outcomes come to, and when that is certain."""
+"""The arithmetic of a sum: what its parts' verdicts come to, and what becomes of it when one of them has none."""
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -10,139 +11,214 @@ import pytest
 
 from qreward_plugins.config import load_config
 from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.judges import JudgeSum, Panel
-from qreward_plugins.samples import Cause, Failed, Sample, Scored, Usage, Verdict
+from qreward_plugins.judges import JudgeFailed, JudgeRouter, SumJudge
+from qreward_plugins.samples import Cause, Failed, Sample, Verdict
+from qreward_plugins.scheduling import Answer, CallFailed, Unanswered
+from qreward_plugins.simulation import run
 
 KEY = b"a key that no policy can see"
 SOURCES = {
     "a": {"kind": "openai", "base_url": "http://a/v1", "model": "m"},
     "f": {"kind": "function", "function": "rules:score"},
 }
+SAMPLE = Sample([{"role": "user", "content": "?"}], "yes")
 
 
-def panel(judges: dict[str, Any], routes: dict[str, str] | None = None, **sources: Any) -> Panel:
+def router(judges: dict[str, Any], routes: dict[str, str] | None = None, **sources: Any) -> JudgeRouter:
     config = load_config({"sources": sources or SOURCES, "judges": judges, "routes": routes or {}})
-    return Panel(config, key=KEY)
+    return JudgeRouter(config, key=KEY)
 
 
 @pytest.fixture(scope="session")
-def total() -> Callable[..., JudgeSum]:
-    def build(weights: dict[str, float] | None = None, *, rules: Any = None, **keys: Any) -> JudgeSum:
+def total() -> Callable[..., SumJudge]:
+    def build(weights: dict[str, float] | None = None, *, rules: Any = None, **keys: Any) -> SumJudge:
         judges = {
             "quality": {"kind": "llm", "criteria": {"proof": "Is it proven?"}},
             "format": {"kind": "function", "components": ["tags"], **(rules or {})},
             "total": {"kind": "sum", "weights": weights or {"quality": 0.8, "format": 0.2}, **keys},
         }
-        return panel(judges).sums["total"]
+        made = router(judges).judges["total"]
+        assert isinstance(made, SumJudge)
+        return made
 
     return build
 
 
-def scored(score: float, **fields: Any) -> Scored:
-    return Scored(Verdict(score, **fields))
+class Asked:
+    """Answers calls by the name of whoever asks: a verdict, or why there is none, after so many seconds."""
+
+    def __init__(self, **answers: tuple[float, Verdict | Unanswered]) -> None:
+        self.answers = answers
+        self.under_way: set[str] = set()
+        self.cancelled: set[str] = set()
+
+    async def __call__(self, call: Any) -> Any:
+        seconds, said = self.answers[call.name]
+        self.under_way.add(call.name)
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            self.cancelled.add(call.name)
+            raise
+        finally:
+            self.under_way.discard(call.name)
+        if isinstance(said, Unanswered):
+            raise CallFailed(said)
+        return Answer(said, "s")
+
+
+def judged(judge: SumJudge, asked: Asked) -> tuple[Verdict | Failed, float]:
+    """What a judge says, and after how many seconds of virtual time."""
+
+    async def main() -> tuple[Verdict | Failed, float]:
+        loop = asyncio.get_running_loop()
+        said: Verdict | Failed
+        try:
+            said = await judge.judge(SAMPLE, asked)
+        except JudgeFailed as error:
+            said = error.failed
+        at = loop.time()
+        assert not asked.under_way
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return said, at
+
+    return run(main())
+
+
+def floor(score: float, reason: str = "empty", detail: str = "", cause: Cause = Cause.POLICY) -> Verdict:
+    return Verdict(score, basis="floor", failure=Failed(cause, reason, detail))
 
 
 def test_rewards_are_weighted_and_added(total: Any) -> None:
-    quality = scored(0.5, components={"proof": 0.25}, rationale="fair", source="a", model="m", attempts=2)
-    form = scored(1.0, components={"tags": 1.0}, source="f", model="rules:score", latency_s=0.25)
-    outcome = total().outcome({"format": form, "quality": quality})
-    assert outcome.reward == pytest.approx(0.6)
-    assert outcome == Scored(
-        Verdict(
-            outcome.reward,
-            components={"quality": 0.5, "quality/proof": 0.25, "format": 1.0, "format/tags": 1.0},
-            rationale="quality: fair",
-            judge="total",
-            source="a+f",
-            model="m+rules:score",
-            attempts=3,
-            latency_s=0.25,
-        )
+    quality = Verdict(0.5, components={"proof": 0.25}, rationale="fair", source="a", model="m")
+    form = Verdict(1.0, components={"tags": 1.0}, source="f", model="rules:score")
+    verdict = total().added({"format": form, "quality": quality})
+    assert verdict.score == pytest.approx(0.6)
+    assert verdict == Verdict(
+        verdict.score,
+        components={"quality": 0.5, "quality/proof": 0.25, "format": 1.0, "format/tags": 1.0},
+        rationale="quality: fair",
+        judge="total",
+        source="a+f",
+        model="m+rules:score",
     )
-    assert total({"quality": 1.0, "format": -0.5}).outcome({"format": form, "quality": quality}).reward == 0.0
+    assert total({"quality": 1.0, "format": -0.5}).added({"format": form, "quality": quality}).score == 0.0
 
 
 def test_components_are_known_beforehand_and_in_the_order_of_the_weights(total: Any) -> None:
     assert total().component_names() == ("quality", "quality/proof", "format", "format/tags")
-    outcome = total({"format": 1, "quality": 1}).outcome(
-        {"quality": scored(0.5, components={"proof": 1.0}), "format": scored(1.0, components={"tags": 0.0})}
+    verdict = total({"format": 1, "quality": 1}).added(
+        {"quality": Verdict(0.5, components={"proof": 1.0}), "format": Verdict(1.0, components={"tags": 0.0})}
     )
-    assert tuple(outcome.verdict.components) == ("format", "format/tags", "quality", "quality/proof")
-
-
-def test_what_was_spent_is_added_and_what_was_waited_is_not(total: Any) -> None:
-    spent = {"attempts": 2, "usage": Usage(10, 5), "cost_usd": 0.1}
-    outcome = total().outcome({"quality": scored(1, latency_s=3.0, **spent), "format": scored(1, **spent)})
-    told = outcome.verdict
-    assert (told.attempts, told.usage, told.latency_s, told.cost_usd) == (4, Usage(20, 10), 3.0, 0.2)
+    assert tuple(verdict.components) == ("format", "format/tags", "quality", "quality/proof")
 
 
 def test_sources_are_told_in_one_order_once_each(total: Any) -> None:
-    for first, second in (("a", "b"), ("b", "a")):
-        outcome = total().outcome({"quality": scored(1, source=first), "format": scored(1, source=second)})
-        assert outcome.verdict.source == "a+b"
-    outcome = total().outcome({"quality": scored(1, source="a"), "format": scored(1, source="a")})
-    assert outcome.verdict.source == "a"
+    for first, second in (("a", "b"), ("b", "a"), ("a+b", "b")):
+        verdict = total().added({"quality": Verdict(1, source=first), "format": Verdict(1, source=second)})
+        assert verdict.source == "a+b"
+    verdict = total().added({"quality": Verdict(1, source="a"), "format": Verdict(1, source="a")})
+    assert verdict.source == "a"
 
 
 @pytest.mark.parametrize(("first", "second"), [*itertools.product([True, False], repeat=2)])
 def test_it_is_cached_only_if_all_of_it_is(total: Any, first: bool, second: bool) -> None:
-    outcome = total().outcome({"quality": scored(1, cached=first), "format": scored(1, cached=second)})
-    assert outcome.verdict.cached == (first and second)
+    verdict = total().added({"quality": Verdict(1, cached=first), "format": Verdict(1, cached=second)})
+    assert verdict.cached == (first and second)
 
 
 def test_correctness_is_the_sums_own(total: Any) -> None:
-    parts = {"quality": scored(1.0, correct=True), "format": scored(0.5, correct=True)}
-    assert total().outcome(parts).verdict.correct is None
-    assert total(correct_at=0.9).outcome(parts).verdict.correct is True
-    assert total(correct_at=0.91).outcome(parts).verdict.correct is False
+    parts = {"quality": Verdict(1.0, correct=True), "format": Verdict(0.5, correct=True)}
+    assert total().added(parts).correct is None
+    assert total(correct_at=0.9).added(parts).correct is True
+    assert total(correct_at=0.91).added(parts).correct is False
+    assert [total().defines_correct, total(correct_at=0.9).defines_correct] == [False, True]
 
 
 def test_a_sum_of_decimal_weights_is_what_people_expect() -> None:
     judges = {name: {"kind": "function", "reward_range": [0, 1]} for name in "xyz"}
     weights = {"x": 0.7, "y": 0.2, "z": 0.1}
-    made = panel({**judges, "t": {"kind": "sum", "weights": weights, "correct_at": 1.0}}).sums["t"]
-    assert made.outcome({name: scored(1.0) for name in "xyz"}).verdict.correct is True  # type: ignore[union-attr]
+    made: Any = router({**judges, "t": {"kind": "sum", "weights": weights, "correct_at": 1.0}}).judges["t"]
+    assert made.added({name: Verdict(1.0) for name in "xyz"}).correct is True
 
 
-def test_it_is_not_certain_before_all_parts_are_in(total: Any) -> None:
-    assert total().outcome({}) is None
-    assert total().outcome({"quality": scored(1)}) is None
-    assert total().outcome({"quality": Failed(Cause.POLICY, "empty", floor=0.0)}) is None
+def test_the_parts_are_asked_at_the_same_time(total: Any) -> None:
+    asked = Asked(quality=(2.0, Verdict(0.5)), format=(1.0, Verdict(1.0)))
+    said, at = judged(total(), asked)
+    assert isinstance(said, Verdict)
+    assert (said.score, at) == (pytest.approx(0.6), 2.0)
 
 
-def test_a_part_without_a_reward_decides_at_once_and_is_never_zero(total: Any) -> None:
-    failed = Failed(Cause.INFRA, "deadline", "a had not answered", source="a", attempts=1, latency_s=5.0)
-    for others in ({}, {"format": scored(1.0, attempts=1)}, {"format": Failed(Cause.POLICY, "empty", floor=1.0)}):
-        outcome = total().outcome({"quality": failed, **others})
-        assert isinstance(outcome, Failed)
-        assert (outcome.cause, outcome.reason, outcome.reward) == (Cause.INFRA, "deadline", None)
-        assert outcome.detail == "quality: a had not answered"
-        assert (outcome.judge, outcome.source, outcome.latency_s) == ("total", "a", 5.0)
-    assert total().outcome({"quality": failed, "format": scored(1.0, attempts=1)}).attempts == 2
+def test_a_part_without_a_reward_decides_at_once_is_never_zero_and_cancels_the_others(total: Any) -> None:
+    missing = Unanswered("deadline", "a had not answered", source="a")
+    asked = Asked(quality=(1.0, missing), format=(60.0, Verdict(1.0)))
+    said, at = judged(total(), asked)
+    assert isinstance(said, Failed)
+    assert (said.label, said.reward, said.detail) == ("infra/deadline", None, "quality: a had not answered")
+    assert (said.judge, said.source, at, asked.cancelled) == ("total", "a", 1.0, {"format"})
 
 
-def test_of_several_parts_without_a_reward_the_first_is_told(total: Any) -> None:
-    parts = {"format": Failed(Cause.VERDICT, "invalid"), "quality": Failed(Cause.INFRA, "throttled")}
-    assert total().outcome(parts).describe() == "infra failure (throttled): quality: throttled"
+def test_of_several_parts_without_a_reward_at_the_same_time_the_first_is_told(total: Any) -> None:
+    asked = Asked(format=(1.0, Unanswered("invalid", invalid=True)), quality=(1.0, Unanswered("exhausted")))
+    said, _ = judged(total(), asked)
+    assert isinstance(said, Failed)
+    assert said.describe() == "infra failure (exhausted): quality: exhausted"
 
 
-def test_floors_count_and_the_cause_stays(total: Any) -> None:
-    empty = Failed(Cause.POLICY, "empty", "the response is empty", floor=-1.0)
-    outcome = total({"quality": 0.5, "format": 2.0}).outcome({"quality": empty, "format": scored(0.25)})
-    assert (outcome.cause, outcome.reason, outcome.reward) == (Cause.POLICY, "empty", 0.0)
-    assert outcome.detail == "quality: the response is empty"
-    invalid = Failed(Cause.VERDICT, "invalid", "no score", floor=0.5)
-    outcome = total({"quality": 1.0, "format": 1.0}).outcome({"quality": empty, "format": invalid})
-    assert (outcome.cause, outcome.reward) == (Cause.POLICY, -0.5)
-    assert outcome.detail == "quality: the response is empty; format: no score"
+def test_floors_count_and_the_sum_says_so(total: Any) -> None:
+    empty = floor(-1.0, detail="the response is empty")
+    verdict = total({"quality": 0.5, "format": 2.0}).added({"quality": empty, "format": Verdict(0.25)})
+    assert (verdict.score, verdict.basis) == (0.0, "floor")
+    assert (verdict.failure.label, verdict.failure.detail) == ("policy/empty", "quality: the response is empty")
+    invalid = floor(0.5, "invalid", "no score", Cause.VERDICT)
+    verdict = total({"quality": 1.0, "format": 1.0}).added({"quality": empty, "format": invalid})
+    assert (verdict.failure.cause, verdict.score) == (Cause.POLICY, -0.5)
+    assert verdict.failure.detail == "quality: the response is empty; format: no score"
 
 
 @pytest.mark.parametrize("weights", [{"quality": 3e38, "format": 3e38}, {"quality": -3e38, "format": -3e38}])
 def test_a_sum_that_is_no_number_is_a_failure(total: Any, weights: dict[str, float]) -> None:
-    outcome = total(weights).outcome({"quality": scored(1.0), "format": scored(1.0)})
-    assert (outcome.cause, outcome.reason, outcome.reward) == (Cause.VERDICT, "invalid", None)
-    assert "too large" in outcome.detail
+    with pytest.raises(JudgeFailed, match="too large") as caught:
+        total(weights).added({"quality": Verdict(1.0), "format": Verdict(1.0)})
+    assert caught.value.failed.label == "verdict/invalid"
+
+
+def nested(**keys: Any) -> JudgeRouter:
+    return router(
+        {
+            "top": {"kind": "sum", "weights": {"inner": 2, "format": 1}, **keys},
+            "inner": {"kind": "sum", "weights": {"quality": 0.5, "format": 0.5}},
+            "quality": {"kind": "llm", "criteria": {"proof": "?"}},
+            "format": {"kind": "function", "reward_range": [0, 1]},
+        }
+    )
+
+
+def test_sums_of_sums_are_added_and_name_their_components_by_the_way_to_them() -> None:
+    top: Any = nested().judges["top"]
+    assert top.component_names() == ("inner", "inner/quality", "inner/quality/proof", "inner/format", "format")
+    assert top.calls == 3
+    asked = Asked(quality=(1.0, Verdict(1.0, components={"proof": 0.5})), format=(1.0, Verdict(0.5)))
+    said, _ = judged(top, asked)
+    assert isinstance(said, Verdict)
+    assert said.score == pytest.approx(2 * 0.75 + 0.5)
+    assert said.components == {
+        "inner": 0.75,
+        "inner/quality": 1.0,
+        "inner/quality/proof": 0.5,
+        "inner/format": 0.5,
+        "format": 0.5,
+    }
+    asked = Asked(quality=(1.0, Unanswered("exhausted", "500")), format=(9.0, Verdict(0.5)))
+    said, at = judged(top, asked)
+    assert isinstance(said, Failed)
+    assert (said.detail, at, asked.cancelled) == ("inner: quality: 500", 1.0, {"format"})
+
+
+def test_the_range_of_a_sum_of_sums_is_known() -> None:
+    nested(correct_at=3.0)
+    with pytest.raises(ConfigurationError, match="0 to 3"):
+        nested(correct_at=3.1)
 
 
 def test_a_bar_that_no_sum_can_reach_is_a_mistake(total: Any) -> None:
@@ -166,7 +242,7 @@ def test_the_mistakes_of_all_judges_come_together() -> None:
         "t": {"kind": "sum", "weights": {"x": 1, "y": 1}},
     }
     with pytest.raises(ConfigurationError) as caught:
-        panel(judges)
+        router(judges)
     assert [mistake.path for mistake in caught.value.mistakes] == ["judges.x.instructions", "judges.y.floor"]
 
 
@@ -176,14 +252,14 @@ def test_components_are_those_of_whoever_samples_go_to() -> None:
         "format": {"kind": "function"},
         "total": {"kind": "sum", "weights": {"quality": 1, "format": 1}},
     }
-    alone = panel(judges)
+    alone = router(judges)
     assert alone.component_names() == ("quality", "quality/proof", "format")
-    assert alone.correct_at == {}
-    assert alone.judge_of(Sample([], "x")) is alone.sums["total"]
-    routed = panel(judges, {"code": "quality", "*": "total"})
+    assert not alone.defines_correct
+    assert alone.judge_of(Sample([], "x")) is alone.judges["total"]
+    routed = router(judges, {"code": "quality", "*": "total"})
     assert routed.component_names() == ("proof", "quality", "quality/proof", "format")
-    assert routed.correct_at == {"quality": 0.5}
+    assert routed.defines_correct
     assert routed.judge_of(Sample([], "x", data_source="code")) is routed.judges["quality"]
     samples = [Sample([], "x", data_source=name) for name in ("code", "math", "math")]
-    assert (routed.requests_of(samples), routed.most_requests) == (5, 2)
-    assert (panel({"quality": {"kind": "llm"}}).requests_of(samples), alone.judges["format"].name) == (3, "format")
+    assert (routed.calls_of(samples), routed.most_calls) == (5, 2)
+    assert (router({"quality": {"kind": "llm"}}).calls_of(samples), alone.judges["format"].name) == (3, "format")

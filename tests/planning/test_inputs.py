@@ -9,7 +9,7 @@ from statistics import fmean
 
 import pytest
 
-from qreward_plugins import InputError, JournalError, RewardEngine, Sample, Scored, Usage, Verdict, load_config
+from qreward_plugins import InputError, JournalError, RewardEngine, Sample, Scored, Spent, Usage, Verdict, load_config
 from qreward_plugins.journal import Journal
 from qreward_plugins.planning import Assumptions, Lengths, parse_data_source, parse_latency, parse_lengths
 from qreward_plugins.planning.recorded import read_recorded
@@ -141,7 +141,7 @@ def test_few_verdicts_tell_nothing(tmp_path):
     path = str(tmp_path / "verdicts.sqlite")
     journal = Journal(path)
     sample = Sample([{"role": "user", "content": "?"}], "x")
-    journal.note("key", sample, Scored(Verdict(1.0, source="a", usage=Usage(10, 10), latency_s=1.0)))
+    journal.note("key", sample, Scored(Verdict(1.0, source="a", spent=Spent(1, Usage(10, 10), 1.0))))
     journal.close()
     assert read_recorded(path, ["a"]) == {}
 

@@ -1,4 +1,4 @@
-"""A judge without words, and a stage for the dispatcher in virtual time."""
+"""Calls without words, and a stage for the dispatcher in virtual time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import pytest
@@ -15,8 +15,8 @@ import pytest
 from qreward_plugins.config.models import Limits, Price, Scheduling
 from qreward_plugins.errors import InvalidVerdict
 from qreward_plugins.quotas import Quota
-from qreward_plugins.samples import Cause, Outcome, Sample, Scored, Verdict
-from qreward_plugins.scheduling import Batch, Bundle, Dispatcher, Job, Lane, ReadyQueue
+from qreward_plugins.samples import Cause, Failed, Outcome, Sample, Scored, Verdict
+from qreward_plugins.scheduling import Answer, Batch, Call, Dispatcher, Job, Lane, Member, ReadyQueue
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Request
@@ -25,17 +25,41 @@ from qreward_plugins.telemetry import BatchReport
 
 @dataclass
 class PlainJudge:
-    """Takes a reply's text as the score; "bad" is an invalid verdict."""
+    """Makes calls that take a reply's text as the score; "bad" is no answer."""
 
     sources: tuple[str, ...]
     name: str = "plain"
     invalid_retries: int = 1
-    fingerprint: str = "plain"
     floors: dict = field(default_factory=dict)
     completion_tokens: int = 0
 
-    def screen(self, sample):
-        return None
+    def call(self, sample) -> Call:
+        return Call(
+            self.sources,
+            lambda attempt: self.request(sample, attempt=attempt),
+            lambda request, reply: self.verdict(request, reply),
+            name=self.name,
+            invalid_retries=self.invalid_retries,
+            clear_blame=Cause.VERDICT in self.floors,
+        )
+
+    def outcome(self, result) -> Outcome:
+        if isinstance(result, Answer):
+            return Scored(
+                replace(
+                    result.value,
+                    judge=self.name,
+                    source=result.source,
+                    model=result.model,
+                    spent=result.spent,
+                    service_s=result.service_s,
+                )
+            )
+        cause = Cause.VERDICT if result.invalid else Cause.INFRA
+        failed = Failed(cause, result.reason, result.detail, judge=self.name, source=result.source, spent=result.spent)
+        if cause not in self.floors:
+            return failed
+        return Scored(Verdict(self.floors[cause], judge=self.name, basis="floor", failure=failed, spent=result.spent))
 
     def request(self, sample, *, attempt):
         message = {"role": "user", "content": sample.response}
@@ -46,11 +70,67 @@ class PlainJudge:
             raise InvalidVerdict("not a score")
         return Verdict(float(reply.text))
 
-    def floor(self, cause: Cause):
-        return self.floors.get(cause)
 
-    def component_names(self):
-        return ()
+class Desk(Dispatcher):
+    """A dispatcher that takes samples and gives outcomes. `on_late` is told a sample and the verdict that came late."""
+
+    def __init__(self, lanes, *, on_late=None, **options) -> None:
+        super().__init__(lanes, keeps_late=on_late is not None, **options)
+        self.on_late = on_late
+
+    def score(self, sample, judge: PlainJudge, *, deadline_s: float, batch: Batch | None = None, member=None):
+        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
+        stays = member is not None
+        if not stays:
+            member = self.batches.join(self.batches.trickle() if batch is None else batch, sample.group_id)
+        caller = Patron(self, sample, judge, member, future, left=stays)
+        caller.job = self.start(judge.call(sample), caller, member=member, deadline_at=self.now() + deadline_s)
+        future.add_done_callback(caller.done)
+        return future
+
+
+class Patron:
+    """Waits for the call of one sample."""
+
+    def __init__(self, desk: Desk, sample, judge: PlainJudge, member: Member, future, *, left: bool) -> None:
+        self.desk, self.sample, self.judge, self.member, self.future = desk, sample, judge, member, future
+        self.job: Job | None = None
+        self.left = left
+
+    def ended(self, result) -> None:
+        self.job = None
+        outcome = self.judge.outcome(result)
+        if not self.future.done():
+            self.future.set_result(outcome)
+        self.leave(scored=isinstance(outcome, Scored))
+
+    def late(self, answer) -> None:
+        self.desk.on_late(self.sample, self.judge.outcome(answer).verdict)
+
+    def done(self, _: object) -> None:
+        job, self.job = self.job, None
+        if job is not None:
+            self.desk.drop(job)
+        self.leave(scored=False)
+
+    def leave(self, *, scored: bool) -> None:
+        if not self.left:
+            self.left = True
+            self.desk.batches.leave(self.member, scored=scored)
+
+
+class Told:
+    """A caller that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.results: list = []
+        self.answers: list = []
+
+    def ended(self, result) -> None:
+        self.results.append(result)
+
+    def late(self, answer) -> None:
+        self.answers.append(answer)
 
 
 class Sent(NamedTuple):
@@ -119,10 +199,11 @@ class Stage:
         for _ in range(answers):
             self.lanes[name].speed.learn(size, seconds)
 
-    def dispatcher(self, *, seed: int = 0, max_attempts: int = 6, on_late=None, **scheduling) -> Dispatcher:
+    def dispatcher(self, *, seed: int = 0, rng=None, max_attempts: int = 6, on_late=None, **scheduling) -> Desk:
         settings = Scheduling(**{"hedge": False, **scheduling})
-        rng = random.Random(seed)
-        return Dispatcher(self.lanes, rng=rng, max_attempts=max_attempts, settings=settings, on_late=on_late)
+        return Desk(
+            self.lanes, rng=rng or random.Random(seed), max_attempts=max_attempts, settings=settings, on_late=on_late
+        )
 
     def sample(self, size: int = 10, **fields) -> Sample:
         return Sample([{"role": "user", "content": "?"}], "x" * size, **fields)
@@ -133,8 +214,8 @@ class Stage:
         async def main():
             dispatcher = self.dispatcher(**options)
             samples = [self.sample(size, group_id=groups[n] if groups else None) for n, size in enumerate(sizes)]
-            batch = dispatcher.batches.new(samples, cutoff=cutoff)
-            futures = [dispatcher.submit(each, self.judge, deadline_s=deadline_s, batch=batch) for each in samples]
+            batch = dispatcher.batches.new([each.group_id for each in samples], cutoff=cutoff)
+            futures = [dispatcher.score(each, self.judge, deadline_s=deadline_s, batch=batch) for each in samples]
             outcomes = await asyncio.gather(*futures)
             finished_at = dispatcher.now()
             dispatcher.batches.seal(batch)
@@ -151,14 +232,14 @@ class Stage:
     # Single parts, for units that are tested without a dispatcher; within a running loop
 
     def job(
-        self, size: int = 10, *, batch: Batch | None = None, bundle: Bundle | None = None, deadline_s: float = 300.0
+        self, size: int = 10, *, batch: Batch | None = None, member: Member | None = None, deadline_s: float = 300.0
     ) -> Job:
-        sample = self.sample(size)
-        future = asyncio.get_running_loop().create_future()
-        batch = batch or Batch(0, 0.0)
+        call = self.judge.call(self.sample(size))
+        member = member or Member(batch or Batch(0, 0.0))
+        batch = member.batch
         now = asyncio.get_running_loop().time()
-        request = self.judge.request(sample, attempt=0)
-        job = Job(sample, self.judge, future, batch, now, now + deadline_s, request, next(self._sequence), bundle)
+        caller = Told()
+        job = Job(call, caller, member, batch, now, now + deadline_s, call.request(0), next(self._sequence))
         job.place = float(size)
         batch.add(job)
         return job

@@ -9,7 +9,7 @@ import weakref
 import pytest
 
 from qreward_plugins.errors import TransientError
-from qreward_plugins.samples import Cause, Failed, Scored, Verdict
+from qreward_plugins.samples import Cause, Failed, Scored
 from qreward_plugins.scheduling import Batch, Cutoff
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
@@ -31,8 +31,8 @@ def in_turn(stage, *batches):
         async def hand_in(at, priority, sizes):
             await asyncio.sleep(at)
             samples = [stage.sample(size) for size in sizes]
-            batch = dispatcher.batches.new(samples, priority=priority)
-            futures = [dispatcher.submit(sample, stage.judge, deadline_s=300, batch=batch) for sample in samples]
+            batch = dispatcher.batches.new([each.group_id for each in samples], priority=priority)
+            futures = [dispatcher.score(sample, stage.judge, deadline_s=300, batch=batch) for sample in samples]
             outcomes = await asyncio.gather(*futures)
             assert all(isinstance(outcome, Scored) for outcome in outcomes)
             done_at = dispatcher.now()
@@ -77,10 +77,10 @@ def test_retries_go_before_the_rest_of_their_batch_and_after_a_higher_priority(s
 def test_samples_of_a_higher_priority_that_come_one_by_one_go_first(one_place):
     async def main():
         dispatcher = one_place.dispatcher()
-        usual = [dispatcher.submit(one_place.sample(), one_place.judge, deadline_s=300) for _ in range(10)]
+        usual = [dispatcher.score(one_place.sample(), one_place.judge, deadline_s=300) for _ in range(10)]
         await asyncio.sleep(0.5)
         urgent = dispatcher.batches.trickle(5)
-        first = dispatcher.submit(one_place.sample(), one_place.judge, deadline_s=300, batch=urgent)
+        first = dispatcher.score(one_place.sample(), one_place.judge, deadline_s=300, batch=urgent)
         await first
         assert dispatcher.now() == pytest.approx(2.0)
         await asyncio.gather(*usual)
@@ -95,7 +95,7 @@ def test_no_batch_is_kept_of_a_priority_that_nothing_is_scored_with_any_more(one
         dispatcher = one_place.dispatcher()
         batches = dispatcher.batches
         for priority in range(500):
-            future = dispatcher.submit(
+            future = dispatcher.score(
                 one_place.sample(), one_place.judge, deadline_s=300, batch=batches.trickle(priority)
             )
             batches.trickle(-priority)  # of which nothing is asked
@@ -211,10 +211,10 @@ def test_other_batches_are_not_cut_off(stage):
     async def main():
         dispatcher = stage.dispatcher()
         samples = [stage.sample()]
-        cut = dispatcher.batches.new(samples, cutoff=Cutoff(5.0, quorum=0.0))
-        whole = dispatcher.batches.new(samples)
+        cut = dispatcher.batches.new([each.group_id for each in samples], cutoff=Cutoff(5.0, quorum=0.0))
+        whole = dispatcher.batches.new([each.group_id for each in samples])
         futures = [
-            dispatcher.submit(samples[0], stage.judge, deadline_s=300, batch=batch) for batch in (cut, whole, None)
+            dispatcher.score(samples[0], stage.judge, deadline_s=300, batch=batch) for batch in (cut, whole, None)
         ]
         outcomes = await asyncio.gather(*futures)
         await dispatcher.aclose()
@@ -232,9 +232,11 @@ def test_no_timer_of_a_batch_outlives_it(stage, ending):
         loop = asyncio.get_running_loop()
         dispatcher = stage.dispatcher()
         samples = [stage.sample(10 if ending == "complete" else 13)]
-        batch = dispatcher.batches.new(samples, cutoff=Cutoff(5.0 if ending == "cut" else 1e6, quorum=0.0))
+        batch = dispatcher.batches.new(
+            [each.group_id for each in samples], cutoff=Cutoff(5.0 if ending == "cut" else 1e6, quorum=0.0)
+        )
         batches.append(weakref.ref(batch))
-        future = dispatcher.submit(samples[0], stage.judge, deadline_s=1e5, batch=batch)
+        future = dispatcher.score(samples[0], stage.judge, deadline_s=1e5, batch=batch)
         if ending == "closed":
             await asyncio.sleep(1)
             await dispatcher.aclose()
@@ -251,106 +253,92 @@ def test_no_timer_of_a_batch_outlives_it(stage, ending):
     assert batches[0]() is None
 
 
-# Several jobs for one sample
+# Several calls of one member
 
 
-def bundled(stage, sizes, *, settle, cutoff=None, deadline_s=30.0, apart_s=0.0):
-    """Hand jobs of these sizes in as one bundle, and tell its batch what `settle` makes of their outcomes.
+def joined(stage, sizes, *, scored, cutoff=None, deadline_s=30.0):
+    """Make calls of these sizes as one member, which leaves scored or not as `scored` says of the outcomes.
 
-    Returns the outcomes, whether the batch was done before it was told, and its report.
+    Returns the outcomes, whether the batch was done before the member left, and its report.
     """
 
     async def main():
         dispatcher = stage.dispatcher()
-        sample = stage.sample(group_id="g")
-        batch = dispatcher.batches.new([sample], cutoff=cutoff)
-        bundle = dispatcher.batches.bundle(batch, sample)
-        jobs = []
-        for size in sizes:
-            jobs.append(dispatcher.submit(stage.sample(size), stage.judge, deadline_s=deadline_s, batch=bundle))
-            await asyncio.sleep(apart_s)
+        batch = dispatcher.batches.new(["g"], cutoff=cutoff)
+        member = dispatcher.batches.join(batch, "g")
+        jobs = [
+            dispatcher.score(stage.sample(size), stage.judge, deadline_s=deadline_s, member=member) for size in sizes
+        ]
         dispatcher.batches.seal(batch)
         outcomes = await asyncio.gather(*jobs)
         done = batch.done, dispatcher.batches.last
-        dispatcher.batches.settle(bundle, settle(outcomes))
+        dispatcher.batches.leave(member, scored=scored(outcomes))
         assert batch.done
         report = dispatcher.batches.last
-        ended_at = dispatcher.now()
         await dispatcher.aclose()
-        return outcomes, done, report, ended_at
+        return outcomes, done, report
 
     return run(main())
 
 
-def test_a_bundle_is_one_sample_and_is_not_done_before_it_is_settled(stage):
+def test_a_member_is_one_sample_and_its_batch_is_not_done_before_it_leaves(stage):
     stage.add("a", behaviour=lambda number, request, now: 1.0 + number)
-    _, done, report, _ = bundled(stage, [10, 11, 12], settle=lambda outcomes: outcomes[0])
+    _, done, report = joined(stage, [10, 11, 12], scored=lambda _: True)
     assert done == (False, None)
     assert (report.samples, report.scored, report.failed, report.attempts) == (1, 1, 0, 3)
     assert report.makespan_s == pytest.approx(3.0)
 
 
-@pytest.mark.parametrize("outcome", [None, Failed(Cause.INFRA, "no_source")])
-def test_a_bundle_counts_as_it_is_settled_and_not_as_its_jobs_end(stage, outcome):
+def test_a_member_counts_as_it_leaves_and_not_as_its_calls_end(stage):
     stage.add("a")
-    _, _, report, _ = bundled(stage, [10, 11], settle=lambda _: outcome)
+    _, _, report = joined(stage, [10, 11], scored=lambda _: False)
     assert (report.samples, report.scored, report.failed) == (1, 0, 1)
 
 
-def test_jobs_of_a_bundle_that_are_handed_in_apart_end_together_when_their_time_is_up(stage):
-    some_hang(stage, {10, 11})
-    outcomes, _, _, ended_at = bundled(
-        stage, [10, 11], settle=lambda outcomes: outcomes[0], apart_s=0.25, deadline_s=5.0
-    )
-    assert reasons(outcomes) == ["deadline"] * 2
-    assert {outcome.latency_s for outcome in outcomes} == {5.0}
-    assert ended_at == 5.0
-
-
-def test_a_quorum_waits_for_the_bundle_and_not_for_its_jobs(stage):
+def test_a_quorum_waits_for_the_member_and_not_for_its_calls(stage):
     some_hang(stage, {13})
     # One of two jobs is in long before the cut-off; the sample is not.
-    outcomes, *_ = bundled(stage, [10, 13], settle=lambda outcomes: outcomes[1], cutoff=Cutoff(5.0, quorum=1.0))
+    outcomes, *_ = joined(stage, [10, 13], scored=lambda _: False, cutoff=Cutoff(5.0, quorum=1.0))
     assert reasons(outcomes) == ["scored", "deadline"]
-    outcomes, *_ = bundled(stage, [10, 13], settle=lambda outcomes: outcomes[1], cutoff=Cutoff(5.0, quorum=0.0))
+    outcomes, *_ = joined(stage, [10, 13], scored=lambda _: False, cutoff=Cutoff(5.0, quorum=0.0))
     assert reasons(outcomes) == ["scored", "cutoff"]
 
 
-def test_settling_a_bundle_may_be_what_its_batch_waited_for(stage):
+def test_a_member_that_leaves_may_be_what_its_batch_waited_for(stage):
     some_hang(stage, {13})
 
     async def main():
         dispatcher = stage.dispatcher()
         samples = [stage.sample(13), stage.sample(10)]
-        batch = dispatcher.batches.new(samples, cutoff=Cutoff(2.0, quorum=0.5))
-        hangs = dispatcher.submit(samples[0], stage.judge, deadline_s=60, batch=batch)
-        bundle = dispatcher.batches.bundle(batch, samples[1])
-        await dispatcher.submit(samples[1], stage.judge, deadline_s=60, batch=bundle)
+        batch = dispatcher.batches.new([each.group_id for each in samples], cutoff=Cutoff(2.0, quorum=0.5))
+        hangs = dispatcher.score(samples[0], stage.judge, deadline_s=60, batch=batch)
+        member = dispatcher.batches.join(batch, samples[1].group_id)
+        await dispatcher.score(samples[1], stage.judge, deadline_s=60, member=member)
         await asyncio.sleep(6)
         assert not hangs.done()
-        dispatcher.batches.settle(bundle, Scored(Verdict(1.0)))
+        dispatcher.batches.leave(member, scored=True)
         assert hangs.result().reason == "cutoff"
         await dispatcher.aclose()
 
     run(main())
 
 
-def test_a_bundle_of_which_nothing_is_asked_leaves_no_trace(stage):
+def test_a_member_that_makes_no_call_leaves_no_trace(stage):
     stage.add("a")
-    _, _, report, _ = bundled(stage, [], settle=lambda _: Scored(Verdict(1.0)))
+    _, _, report = joined(stage, [], scored=lambda _: True)
     assert report is None
 
 
-def test_a_stream_of_bundles_is_quiet_when_no_sample_came_for_long(stage):
+def test_a_stream_of_members_is_quiet_when_none_came_for_long(stage):
     stage.add("a", limits={"concurrency": 100})
 
     async def main():
         dispatcher = stage.dispatcher()
         batch = dispatcher.batches.trickle()
         for _ in range(60):
-            bundle = dispatcher.batches.bundle(batch, stage.sample())
+            member = dispatcher.batches.join(batch)
             for size in (10, 11, 12):
-                dispatcher.submit(stage.sample(size), stage.judge, deadline_s=300, batch=bundle)
+                dispatcher.score(stage.sample(size), stage.judge, deadline_s=300, member=member)
             await asyncio.sleep(0.5)
         # Samples come twice a second, so 4 s without one are not long, and 6 s are.
         quiet = batch.quiet(dispatcher.now() + 3.5), batch.quiet(dispatcher.now() + 5.5)
@@ -374,7 +362,7 @@ def trickle(stage, *submissions, seconds=1.0):
         futures = []
         for at in submissions:
             await asyncio.sleep(at - dispatcher.now())
-            futures.append(dispatcher.submit(stage.sample(), stage.judge, deadline_s=300))
+            futures.append(dispatcher.score(stage.sample(), stage.judge, deadline_s=300))
             batches.append(dispatcher.batches.trickle())
         while not reports or reports[-1] is not dispatcher.batches.last:
             if dispatcher.batches.last is not None:
@@ -409,7 +397,7 @@ def test_a_batch_nobody_joined_does_not_begin_before_its_first_sample(stage):
         dispatcher = stage.dispatcher()
         dispatcher.batches.trickle()
         await asyncio.sleep(100)
-        await dispatcher.submit(stage.sample(), stage.judge, deadline_s=300, batch=dispatcher.batches.trickle())
+        await dispatcher.score(stage.sample(), stage.judge, deadline_s=300, batch=dispatcher.batches.trickle())
         await asyncio.sleep(0)
         await dispatcher.aclose()
         return dispatcher.batches.last
@@ -426,7 +414,7 @@ def test_priorities_have_batches_of_their_own(stage):
         batches, futures = [], []
         for priority in (0, 1, 0, 1):
             batches.append(dispatcher.batches.trickle(priority))
-            futures.append(dispatcher.submit(stage.sample(), stage.judge, deadline_s=9, batch=batches[-1]))
+            futures.append(dispatcher.score(stage.sample(), stage.judge, deadline_s=9, batch=batches[-1]))
         await asyncio.gather(*futures)
         await dispatcher.aclose()
         return batches
@@ -442,8 +430,8 @@ def test_a_cancelled_sample_is_neither_scored_nor_failed_and_its_batch_still_end
     async def main():
         dispatcher = stage.dispatcher()
         samples = [stage.sample(), stage.sample()]
-        batch = dispatcher.batches.new(samples)
-        kept, dropped = (dispatcher.submit(each, stage.judge, deadline_s=300, batch=batch) for each in samples)
+        batch = dispatcher.batches.new([each.group_id for each in samples])
+        kept, dropped = (dispatcher.score(each, stage.judge, deadline_s=300, batch=batch) for each in samples)
         await asyncio.sleep(1)
         dropped.cancel()
         await kept
@@ -463,7 +451,7 @@ def test_a_batch_counts_and_does_not_keep_its_jobs(stage):
         dispatcher = stage.dispatcher()
         refs = []
         for _ in range(50):
-            future = dispatcher.submit(stage.sample(), stage.judge, deadline_s=300)
+            future = dispatcher.score(stage.sample(), stage.judge, deadline_s=300)
             batch = dispatcher.batches.trickle()
             refs.append(weakref.ref(future))
             await asyncio.sleep(0.5)

@@ -120,10 +120,10 @@ def test_a_sample_that_came_later_is_arrival(stage):
     async def main():
         dispatcher = stage.dispatcher()
         samples = [stage.sample(), stage.sample()]
-        batch = dispatcher.batches.new(samples)
+        batch = dispatcher.batches.new([each.group_id for each in samples])
         futures = []
         for sample in samples:
-            futures.append(dispatcher.submit(sample, stage.judge, deadline_s=90, batch=batch))
+            futures.append(dispatcher.score(sample, stage.judge, deadline_s=90, batch=batch))
             await asyncio.sleep(4.0)
         await asyncio.gather(*futures)
         dispatcher.batches.seal(batch)

@@ -79,7 +79,7 @@ def test_quick_errors_in_a_burst_do_not_close_a_source_that_answers_most(stage):
 
     async def main():
         dispatcher = stage.dispatcher()
-        futures = [dispatcher.submit(stage.sample(), stage.judge, deadline_s=300) for _ in range(100)]
+        futures = [dispatcher.score(stage.sample(), stage.judge, deadline_s=300) for _ in range(100)]
         await asyncio.sleep(1)
         assert stage.lanes["a"].breaker.closed
         outcomes = await asyncio.gather(*futures)

@@ -66,7 +66,7 @@ def scored_by(stage, source, *, count=1, deadline_s=30.0, meanwhile=None):
 
     async def main():
         dispatcher = stage.dispatcher()
-        futures = [dispatcher.submit(stage.sample(), stage.judge, deadline_s=deadline_s) for _ in range(count)]
+        futures = [dispatcher.score(stage.sample(), stage.judge, deadline_s=deadline_s) for _ in range(count)]
         beside = asyncio.ensure_future(meanwhile(stage, futures)) if meanwhile is not None else None
         while not all(future.done() for future in futures):
             await asyncio.sleep(0.01)
@@ -166,8 +166,8 @@ def test_a_job_that_a_cutoff_ends_while_it_is_put_in_the_queue_is_not_sent(stage
         dispatcher = stage.dispatcher()
         # The first fits nowhere and fails; that ends the batch, and with it the second.
         samples = [stage.sample(10_000), stage.sample(10)]
-        batch = dispatcher.batches.new(samples, cutoff=Cutoff(0.0, quorum=0.0))
-        futures = [dispatcher.submit(each, stage.judge, deadline_s=30, batch=batch) for each in samples]
+        batch = dispatcher.batches.new([each.group_id for each in samples], cutoff=Cutoff(0.0, quorum=0.0))
+        futures = [dispatcher.score(each, stage.judge, deadline_s=30, batch=batch) for each in samples]
         outcomes = await asyncio.gather(*futures)
         await asyncio.sleep(5)
         assert not dispatcher.waiting
@@ -188,9 +188,9 @@ def test_what_was_not_sent_when_the_outcome_was_out_is_not_sent_any_more(stage, 
         dispatcher = stage.dispatcher(on_late=(lambda *_: None) if late else None)
         samples = [stage.sample()]
         cutoff = Cutoff(0.25, quorum=0.0) if given_up == "cut off" else None
-        batch = dispatcher.batches.new(samples, cutoff=cutoff)
+        batch = dispatcher.batches.new([each.group_id for each in samples], cutoff=cutoff)
         deadline_s = 0.25 if given_up == "deadline" else 30
-        future = dispatcher.submit(samples[0], stage.judge, deadline_s=deadline_s, batch=batch)
+        future = dispatcher.score(samples[0], stage.judge, deadline_s=deadline_s, batch=batch)
         await asyncio.sleep(0.25)
         if given_up == "cancelled":
             future.cancel()
@@ -234,7 +234,7 @@ def test_whatever_is_cancelled_by_whomever_every_job_ends_by_its_deadline_and_no
     async def main():
         dispatcher = stage.dispatcher(hedge=True)
         deadlines = data.draw(st.lists(st.sampled_from([0.3, 2.0, 60.0]), min_size=1, max_size=12))
-        futures = [dispatcher.submit(stage.sample(), stage.judge, deadline_s=each) for each in deadlines]
+        futures = [dispatcher.score(stage.sample(), stage.judge, deadline_s=each) for each in deadlines]
         ended = {}
         for number, future in enumerate(futures):
             future.add_done_callback(lambda _, number=number: ended.setdefault(number, dispatcher.now()))

@@ -33,7 +33,7 @@ def callers(stage, sizes, *, seconds, number=10, deadline_s=8.0):
         for size in left:
             sample = stage.sample(size)
             began_at = dispatcher.now()
-            outcome = await dispatcher.submit(sample, stage.judge, deadline_s=deadline_s)
+            outcome = await dispatcher.score(sample, stage.judge, deadline_s=deadline_s)
             wait_s = dispatcher.now() - began_at - seconds(size)
             served.append(Served(size, wait_s, isinstance(outcome, Scored)))
 
@@ -92,14 +92,14 @@ def test_a_batch_is_not_starved_by_a_stream_of_single_samples(stage):
 
         async def single():
             while not stop:
-                await dispatcher.submit(stage.sample(500), stage.judge, deadline_s=300)
+                await dispatcher.score(stage.sample(500), stage.judge, deadline_s=300)
 
         singles = [asyncio.ensure_future(single()) for _ in range(5)]
         await asyncio.sleep(1)
         samples = [stage.sample(SHORT) for _ in range(20)]
-        batch = dispatcher.batches.new(samples)
+        batch = dispatcher.batches.new([each.group_id for each in samples])
         began_at = dispatcher.now()
-        await asyncio.gather(*[dispatcher.submit(each, stage.judge, deadline_s=60, batch=batch) for each in samples])
+        await asyncio.gather(*[dispatcher.score(each, stage.judge, deadline_s=60, batch=batch) for each in samples])
         took_s = dispatcher.now() - began_at
         dispatcher.batches.seal(batch)
         stop = True
@@ -120,10 +120,10 @@ def test_a_sample_that_is_in_a_hurry_does_not_wait_for_a_batch_that_is_not(stage
     async def main():
         dispatcher = stage.dispatcher()
         samples = [stage.sample(size) for size in range(100, 140)]
-        batch = dispatcher.batches.new(samples)
-        futures = [dispatcher.submit(each, stage.judge, deadline_s=300, batch=batch) for each in samples]
+        batch = dispatcher.batches.new([each.group_id for each in samples])
+        futures = [dispatcher.score(each, stage.judge, deadline_s=300, batch=batch) for each in samples]
         await asyncio.sleep(5.5)
-        outcome = await dispatcher.submit(stage.sample(SHORT), stage.judge, deadline_s=6)
+        outcome = await dispatcher.score(stage.sample(SHORT), stage.judge, deadline_s=6)
         rest = await asyncio.gather(*futures)
         dispatcher.batches.seal(batch)
         await dispatcher.aclose()
@@ -140,9 +140,9 @@ def test_a_higher_priority_still_goes_first_however_little_time_the_others_have(
     async def main():
         dispatcher = stage.dispatcher()
         samples = [stage.sample(100) for _ in range(10)]
-        batch = dispatcher.batches.new(samples, priority=1)
-        futures = [dispatcher.submit(each, stage.judge, deadline_s=300, batch=batch) for each in samples]
-        hurried = dispatcher.submit(stage.sample(SHORT), stage.judge, deadline_s=6)
+        batch = dispatcher.batches.new([each.group_id for each in samples], priority=1)
+        futures = [dispatcher.score(each, stage.judge, deadline_s=300, batch=batch) for each in samples]
+        hurried = dispatcher.score(stage.sample(SHORT), stage.judge, deadline_s=6)
         outcomes = await asyncio.gather(*futures, hurried)
         await dispatcher.aclose()
         return outcomes
@@ -206,7 +206,7 @@ def test_where_the_earliest_deadline_first_ends_all_in_time_so_does_the_engine(n
 
     async def call(dispatcher, arrives, due, size, batch):
         await asyncio.sleep(arrives)
-        return await dispatcher.submit(stage.sample(size), stage.judge, deadline_s=due - arrives, batch=batch)
+        return await dispatcher.score(stage.sample(size), stage.judge, deadline_s=due - arrives, batch=batch)
 
     async def main():
         dispatcher = stage.dispatcher()

@@ -18,7 +18,7 @@ def score(stage, sizes, *, deadline_s=300.0, **options):
 
     async def main():
         dispatcher = stage.dispatcher(**options)
-        futures = [dispatcher.submit(stage.sample(size), stage.judge, deadline_s=deadline_s) for size in sizes]
+        futures = [dispatcher.score(stage.sample(size), stage.judge, deadline_s=deadline_s) for size in sizes]
         outcomes = await asyncio.gather(*futures)
         finished = dispatcher.now()
         await dispatcher.aclose()
@@ -66,7 +66,7 @@ def test_limits_are_spent_at_once_and_kept(stage):
 
 
 def test_token_limits_are_kept_by_reserving_the_most_a_reply_may_take(stage):
-    from qreward_plugins.samples import Usage
+    from qreward_plugins.spent import Usage
 
     source = stage.add(
         "a",
@@ -210,7 +210,7 @@ def test_a_source_that_ignores_cancellation_cannot_hold_the_outcome(stage):
 
     async def main():
         dispatcher = stage.dispatcher()
-        outcome = await dispatcher.submit(stage.sample(), stage.judge, deadline_s=5)
+        outcome = await dispatcher.score(stage.sample(), stage.judge, deadline_s=5)
         at = dispatcher.now()
         await dispatcher.aclose()
         return outcome, at
@@ -262,7 +262,11 @@ def test_invalid_twice_is_a_failure_of_the_verdict_with_the_floor_that_is_config
     stage.judge.floors = floors
     outcomes, _ = score(stage, [10] * 20 + [13])
     assert all(isinstance(outcome, Scored) for outcome in outcomes[:-1])
-    assert (outcomes[-1].cause, outcomes[-1].attempts, outcomes[-1].reward) == (Cause.VERDICT, 2, reward)
+    assert (outcomes[-1].failure.cause, outcomes[-1].failure.attempts, outcomes[-1].reward) == (
+        Cause.VERDICT,
+        2,
+        reward,
+    )
 
 
 def test_sources_that_answer_everybody_with_garbage_are_an_infra_failure(stage):
@@ -280,7 +284,7 @@ def test_cancelling_the_future_cancels_the_attempt(stage):
 
     async def main():
         dispatcher = stage.dispatcher()
-        futures = [dispatcher.submit(stage.sample(), stage.judge, deadline_s=300) for _ in range(3)]
+        futures = [dispatcher.score(stage.sample(), stage.judge, deadline_s=300) for _ in range(3)]
         await asyncio.sleep(1)
         futures[0].cancel()
         futures[1].cancel()
@@ -299,7 +303,7 @@ def test_closing_gives_every_sample_an_outcome_and_leaves_nothing(stage):
 
     async def main():
         dispatcher = stage.dispatcher()
-        futures = [dispatcher.submit(stage.sample(), stage.judge, deadline_s=300) for _ in range(5)]
+        futures = [dispatcher.score(stage.sample(), stage.judge, deadline_s=300) for _ in range(5)]
         await asyncio.sleep(1)
         await dispatcher.aclose()
         assert all(future.done() for future in futures)
@@ -343,8 +347,8 @@ def test_two_judges_over_different_sources_do_not_block_each_other(stage, new_st
 
     async def main():
         dispatcher = stage.dispatcher()
-        waiting = [dispatcher.submit(stage.sample(99), slow, deadline_s=3000) for _ in range(5)]
-        await asyncio.gather(*[dispatcher.submit(stage.sample(1), quick, deadline_s=300) for _ in range(5)])
+        waiting = [dispatcher.score(stage.sample(99), slow, deadline_s=3000) for _ in range(5)]
+        await asyncio.gather(*[dispatcher.score(stage.sample(1), quick, deadline_s=300) for _ in range(5)])
         at = dispatcher.now()
         await asyncio.gather(*waiting)
         return at

@@ -87,9 +87,9 @@ def test_what_we_restart_is_not_exhausted(stage, max_attempts, slow_s):
 
     async def main():
         dispatcher = stage.dispatcher(max_attempts=max_attempts)
-        slow = dispatcher.submit(stage.sample(11), stage.judge, deadline_s=900)
+        slow = dispatcher.score(stage.sample(11), stage.judge, deadline_s=900)
         while not slow.done():
-            await dispatcher.submit(stage.sample(10), stage.judge, deadline_s=900)
+            await dispatcher.score(stage.sample(10), stage.judge, deadline_s=900)
         await dispatcher.aclose()
         return slow.result()
 
@@ -111,10 +111,10 @@ def test_a_request_larger_than_its_window_goes_before_its_deadline_whatever_else
 
     async def main():
         dispatcher = stage.dispatcher()
-        large = dispatcher.submit(stage.sample(2500), stage.judge, deadline_s=600)
+        large = dispatcher.score(stage.sample(2500), stage.judge, deadline_s=600)
         small = []
         while not large.done():
-            small.append(dispatcher.submit(stage.sample(40), stage.judge, deadline_s=3600))
+            small.append(dispatcher.score(stage.sample(40), stage.judge, deadline_s=3600))
             await asyncio.sleep(gap_s)
         outcome = large.result()
         await dispatcher.aclose()
@@ -140,7 +140,7 @@ def test_a_bug_of_the_planner_stalls_nobody(stage, where, caplog):
     async def main():
         dispatcher = stage.dispatcher()
         setattr(dispatcher._planner, where, broken)
-        futures = [dispatcher.submit(stage.sample(), stage.judge, deadline_s=300) for _ in range(40)]
+        futures = [dispatcher.score(stage.sample(), stage.judge, deadline_s=300) for _ in range(40)]
         outcomes = await asyncio.gather(*futures)
         finished_at = dispatcher.now()
         await dispatcher.aclose()
@@ -159,7 +159,7 @@ def test_an_observer_that_raises_stops_nothing(stage, caplog):
         dispatcher = stage.dispatcher()
         dispatcher._on_pumped = broken
         outcomes = await asyncio.gather(
-            *(dispatcher.submit(stage.sample(), stage.judge, deadline_s=300) for _ in range(40))
+            *(dispatcher.score(stage.sample(), stage.judge, deadline_s=300) for _ in range(40))
         )
         await dispatcher.aclose()
         return outcomes
@@ -172,7 +172,7 @@ def test_a_request_that_breaks_the_scheduler_costs_its_sample_only(stage, caplog
     stage.add("a", behaviour=lambda *_: 0.5)
     lane = stage.lanes["a"]
     reserve = lane.reserve
-    lane.reserve = lambda request, now: broken() if request.size == 13 else reserve(request, now)
+    lane.reserve = lambda request, now, **more: broken() if request.size == 13 else reserve(request, now, **more)
     played = stage.play([10, 13, 10, 10])
     assert [isinstance(outcome, Scored) for outcome in played.outcomes] == [True, False, True, True]
     assert (played.outcomes[1].cause, played.outcomes[1].reason) == (Cause.INFRA, "bug")
@@ -197,7 +197,7 @@ def test_a_source_with_tokens_left_is_probed_with_what_fits(new_stage, sizes, li
     async def main():
         nonlocal stalled_s
         dispatcher = stage.dispatcher()
-        futures = [dispatcher.submit(stage.sample(size), stage.judge, deadline_s=600) for size in sizes]
+        futures = [dispatcher.score(stage.sample(size), stage.judge, deadline_s=600) for size in sizes]
         while not all(future.done() for future in futures):
             await asyncio.sleep(0.5)
             now = dispatcher.now()

@@ -23,8 +23,8 @@ def test_attackers_have_their_floor_however_many_come_together(stage, attackers,
     stage.add("a", limits={"concurrency": concurrency}, answer=judged)
     stage.judge.floors = FLOOR
     played = stage.play([ATTACK] * attackers + [size] * (40 - attackers))
-    assert {(outcome.cause, outcome.reason, outcome.reward) for outcome in played.outcomes[:attackers]} == {
-        (Cause.VERDICT, "invalid", 0.0)
+    assert {(outcome.failure.label, outcome.reward) for outcome in played.outcomes[:attackers]} == {
+        ("verdict/invalid", 0.0)
     }
     assert all(isinstance(outcome, Scored) for outcome in played.outcomes[attackers:])
 
@@ -51,8 +51,8 @@ def test_a_response_that_the_judge_does_not_take_does_not_escape_the_floor(stage
     stage.judge.floors = FLOOR
     played = stage.play([ATTACK] * attackers + [size] * (40 - attackers))
     for outcome in played.outcomes[:attackers]:
-        assert (outcome.cause, outcome.reason, outcome.reward) == (Cause.VERDICT, "refused", 0.0)
-        assert str(status) in outcome.detail
+        assert (outcome.failure.label, outcome.reward) == ("verdict/refused", 0.0)
+        assert str(status) in outcome.failure.detail
     assert all(isinstance(outcome, Scored) for outcome in played.outcomes[attackers:])
 
 
@@ -78,7 +78,7 @@ def test_an_undecided_sample_is_decided_at_its_deadline_at_the_latest(stage):
     stage.sources["a"].answer = judged
     stage.judge.floors = FLOOR
     played = stage.play([ATTACK] * 3 + [10] * 2, deadline_s=20)
-    assert [outcome.reason for outcome in played.outcomes] == ["invalid"] * 3 + ["deadline"] * 2
+    assert [outcome.failure.reason for outcome in played.outcomes] == ["invalid"] * 3 + ["deadline"] * 2
     assert played.finished_at == 20
 
 

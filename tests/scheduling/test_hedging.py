@@ -9,8 +9,8 @@ from typing import NamedTuple
 import pytest
 
 from qreward_plugins.errors import TransientError
-from qreward_plugins.samples import Sample, Scored
-from qreward_plugins.scheduling import Batch, Bundle, ReadyQueue
+from qreward_plugins.samples import Scored
+from qreward_plugins.scheduling import Batch, Member, ReadyQueue
 from qreward_plugins.scheduling.forecast import Forecast
 from qreward_plugins.scheduling.hedging import (
     EARLY_PART,
@@ -187,7 +187,7 @@ def stream(stage, *, gap_s, count):
         dispatcher = stage.dispatcher(hedge=True)
         futures = []
         for _ in range(count):
-            futures.append(dispatcher.submit(stage.sample(), stage.judge, deadline_s=300))
+            futures.append(dispatcher.score(stage.sample(), stage.judge, deadline_s=300))
             await asyncio.sleep(gap_s)
         outcomes = await asyncio.gather(*futures)
         await dispatcher.aclose()
@@ -245,7 +245,7 @@ def test_the_budget_of_a_batch_is_kept(stage, hedges, budget):
 def chosen(stage):
     """How many hedges are chosen for attempts of the given ages, one after the other, of a batch of 80 samples."""
 
-    def choose(*ages, budget=0.25, drained=True, samples=80, under_way=80, bundle=None):
+    def choose(*ages, budget=0.25, drained=True, samples=80, under_way=80, member=None):
         async def main():
             for name in "ab":
                 stage.add(name, limits={"concurrency": 500})
@@ -254,7 +254,7 @@ def chosen(stage):
             queue, batch = ReadyQueue(), Batch(0, 0.0)
             forecast = Forecast(stage.lanes, queue)
             hedging = Hedges(stage.lanes, queue, forecast, budget=budget, on_older=lambda *_: None)
-            jobs = [stage.job(batch=batch, bundle=bundle) for _ in range(samples)]
+            jobs = [stage.job(batch=batch, member=member) for _ in range(samples)]
             counts = []
             for number, age in enumerate(ages):
                 now = 1000.0 + 0.1 * number
@@ -284,10 +284,10 @@ def test_each_kind_of_hedge_has_its_part_of_the_budget(chosen, budget):
     assert more == 0
 
 
-def test_of_a_bundle_every_job_counts_for_the_budget(chosen):
-    bundle = Bundle(Batch(0, 0.0), Sample([], ""), 0.0)
-    assert sum(chosen(0.6, 2.5, 3.5, bundle=bundle)) == 0.25 * 80
-    assert (bundle.jobs, bundle.batch.samples) == (80, 0)
+def test_of_a_member_every_call_counts_for_the_budget(chosen):
+    member = Member(Batch(0, 0.0))
+    assert sum(chosen(0.6, 2.5, 3.5, member=member)) == 0.25 * 80
+    assert (member.calls, member.batch.samples) == (80, 1)
 
 
 def test_a_small_batch_has_a_least_budget(chosen):

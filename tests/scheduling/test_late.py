@@ -19,11 +19,11 @@ def played_late(stage, *, deadline_s=5.0, cutoff=None, then_s=100.0, hook=True, 
 
     async def main():
         loop = asyncio.get_running_loop()
-        on_late = (lambda sample, judge, verdict: told.append((loop.time(), sample, judge, verdict))) if hook else None
+        on_late = (lambda sample, verdict: told.append((loop.time(), sample, verdict))) if hook else None
         dispatcher = stage.dispatcher(on_late=on_late)
         samples = [stage.sample()]
-        batch = dispatcher.batches.new(samples, cutoff=cutoff)
-        future = dispatcher.submit(samples[0], stage.judge, deadline_s=deadline_s, batch=batch)
+        batch = dispatcher.batches.new([each.group_id for each in samples], cutoff=cutoff)
+        future = dispatcher.score(samples[0], stage.judge, deadline_s=deadline_s, batch=batch)
         outcome = await future
         at = dispatcher.now()
         dispatcher.batches.seal(batch)
@@ -36,10 +36,9 @@ def played_late(stage, *, deadline_s=5.0, cutoff=None, then_s=100.0, hook=True, 
 
     outcome, at, sample = run(main())
     assert stage.idle()
-    for _, told_of, judge, _ in told:
+    for _, told_of, _ in told:
         assert told_of is sample
-        assert judge is stage.judge
-    return outcome, at, [(when, verdict) for when, _, _, verdict in told]
+    return outcome, at, [(when, verdict) for when, _, verdict in told]
 
 
 def test_a_verdict_after_the_deadline_is_told_and_the_outcome_stays(stage):
@@ -99,7 +98,7 @@ def test_the_caller_who_cancels_is_not_told(stage):
 
     async def main():
         dispatcher = stage.dispatcher(on_late=lambda *late: told.append(late))
-        future = dispatcher.submit(stage.sample(), stage.judge, deadline_s=300)
+        future = dispatcher.score(stage.sample(), stage.judge, deadline_s=300)
         await asyncio.sleep(1)
         future.cancel()
         await asyncio.sleep(50)
@@ -119,7 +118,7 @@ def test_a_loser_of_a_hedge_is_cancelled_even_if_somebody_waits_for_late_verdict
 
     async def main():
         dispatcher = stage.dispatcher(hedge=True, on_late=lambda *late: told.append(late))
-        await dispatcher.submit(stage.sample(), stage.judge, deadline_s=300)
+        await dispatcher.score(stage.sample(), stage.judge, deadline_s=300)
         await asyncio.sleep(100)
         await dispatcher.aclose()
 
@@ -133,8 +132,8 @@ def test_a_late_attempt_is_counted_against_the_limits_until_it_ends(stage):
 
     async def main():
         dispatcher = stage.dispatcher(on_late=lambda *late: None)
-        await dispatcher.submit(stage.sample(), stage.judge, deadline_s=5)
-        await dispatcher.submit(stage.sample(), stage.judge, deadline_s=300)
+        await dispatcher.score(stage.sample(), stage.judge, deadline_s=5)
+        await dispatcher.score(stage.sample(), stage.judge, deadline_s=300)
         at = dispatcher.now()
         await dispatcher.aclose()
         return at

@@ -118,14 +118,14 @@ def test_last_tries_beside_the_others_take_no_worker_from_the_next_samples(stage
 
     async def main():
         dispatcher = stage.dispatcher()
-        first = [dispatcher.submit(stage.sample(17), stage.judge, deadline_s=300) for _ in range(9)]
-        first += [dispatcher.submit(stage.sample(10), stage.judge, deadline_s=300) for _ in range(5)]
+        first = [dispatcher.score(stage.sample(17), stage.judge, deadline_s=300) for _ in range(9)]
+        first += [dispatcher.score(stage.sample(10), stage.judge, deadline_s=300) for _ in range(5)]
         # One last try takes the only worker, the others run beside it.
         await asyncio.sleep(150)
         assert stage.sources["f"].in_flight == 1 + spare
         later = []
         for _ in range(5):
-            later.append(await dispatcher.submit(stage.sample(10), stage.judge, deadline_s=100))
+            later.append(await dispatcher.score(stage.sample(10), stage.judge, deadline_s=100))
             await asyncio.sleep(1)
         assert stage.sources["f"].in_flight >= spare
         await asyncio.gather(*first)
@@ -193,10 +193,10 @@ def test_samples_that_hang_do_not_hold_up_the_next_batch(stage):
 
     async def main():
         dispatcher = stage.dispatcher()
-        first = [dispatcher.submit(stage.sample(17), stage.judge, deadline_s=300) for _ in range(3)]
-        first += [dispatcher.submit(stage.sample(10), stage.judge, deadline_s=300) for _ in range(10)]
+        first = [dispatcher.score(stage.sample(17), stage.judge, deadline_s=300) for _ in range(3)]
+        first += [dispatcher.score(stage.sample(10), stage.judge, deadline_s=300) for _ in range(10)]
         await asyncio.sleep(60)
-        second = [dispatcher.submit(stage.sample(10), stage.judge, deadline_s=100) for _ in range(10)]
+        second = [dispatcher.score(stage.sample(10), stage.judge, deadline_s=100) for _ in range(10)]
         outcomes = await asyncio.gather(*second)
         await dispatcher.aclose()
         await asyncio.gather(*first)

@@ -227,7 +227,7 @@ def trickled(stage, submissions, *, then=300.0):
         futures = []
         for at, size in submissions:
             await asyncio.sleep(at - dispatcher.now())
-            futures.append(dispatcher.submit(stage.sample(size), stage.judge, deadline_s=then))
+            futures.append(dispatcher.score(stage.sample(size), stage.judge, deadline_s=then))
         outcomes = await asyncio.gather(*futures)
         await dispatcher.aclose()
         assert all(isinstance(outcome, Scored) for outcome in outcomes)
@@ -324,7 +324,7 @@ def test_jobs_of_unlike_judges_begin_with_the_longest(rated):
         judges = [only if number % 2 else rated.judge for number in range(110)]
         batch = dispatcher.batches.new([])
         futures = [
-            dispatcher.submit(rated.sample(100 + number), judge, deadline_s=900, batch=batch)
+            dispatcher.score(rated.sample(100 + number), judge, deadline_s=900, batch=batch)
             for number, judge in enumerate(judges)
         ]
         await asyncio.gather(*futures)

@@ -73,7 +73,7 @@ def test_the_next_step_finds_a_judge_that_came_back(stage):
         dispatcher = stage.dispatcher()
         steps = []
         for _ in range(6):
-            futures = [dispatcher.submit(stage.sample(), stage.judge, deadline_s=9) for _ in range(8)]
+            futures = [dispatcher.score(stage.sample(), stage.judge, deadline_s=9) for _ in range(8)]
             steps.append(await asyncio.gather(*futures))
             await asyncio.sleep(1)
         await dispatcher.aclose()
@@ -180,7 +180,7 @@ def test_a_source_that_is_out_is_asked_by_every_batch_and_comes_back(stage):
         batches = []
         for _ in range(4):
             arrived = len(source.arrivals)
-            futures = [dispatcher.submit(stage.sample(), stage.judge, deadline_s=60) for _ in range(40)]
+            futures = [dispatcher.score(stage.sample(), stage.judge, deadline_s=60) for _ in range(40)]
             outcomes = await asyncio.gather(*futures)
             batches.append((sum(isinstance(outcome, Scored) for outcome in outcomes), len(source.arrivals) - arrived))
             await asyncio.sleep(8)
@@ -201,7 +201,7 @@ def test_samples_one_by_one_probe_a_source_that_is_out(stage):
         dispatcher = stage.dispatcher()
         outcomes = []
         for _ in range(60):
-            outcomes.append(await dispatcher.submit(stage.sample(), stage.judge, deadline_s=60))
+            outcomes.append(await dispatcher.score(stage.sample(), stage.judge, deadline_s=60))
             await asyncio.sleep(1)
         await dispatcher.aclose()
         return outcomes
@@ -287,7 +287,7 @@ def test_nothing_that_one_response_provokes_takes_the_source_from_the_others(
         futures = []
         for number in range(others + 1):
             sample = stage.sample(size if number == min(position, others) else 100 + number)
-            futures.append(dispatcher.submit(sample, stage.judge, deadline_s=4000))
+            futures.append(dispatcher.score(sample, stage.judge, deadline_s=4000))
             await asyncio.sleep(arrives_s)
         innocent = [future for number, future in enumerate(futures) if number != min(position, others)]
         outcomes = await asyncio.gather(*innocent)

@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.errors import PermanentError, SourceUnusable, Throttled, TransientError
-from qreward_plugins.samples import Cause, Failed, Scored, Usage
+from qreward_plugins.samples import Cause, Failed, Scored
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
+from qreward_plugins.spent import Usage
 
 sources = st.fixed_dictionaries(
     {
@@ -87,7 +88,7 @@ def test_every_sample_gets_one_outcome_in_time_and_no_limit_is_broken(new_stage,
     async def main():
         dispatcher = stage.dispatcher()
         started = dispatcher.now()
-        futures = [dispatcher.submit(stage.sample(size), stage.judge, deadline_s=deadline) for size in sizes]
+        futures = [dispatcher.score(stage.sample(size), stage.judge, deadline_s=deadline) for size in sizes]
         doomed = [index for index in sorted(cancelled) if index < len(futures)]
 
         async def cancel():

@@ -139,11 +139,11 @@ def test_what_is_queued_again_counts_once(stage, queue):
 def test_a_job_that_left_is_not_kept_alive(stage, queue):
     stays = stage.queued(queue, 1000)
     jobs = [stage.queued(queue, 10 + number) for number in range(200)]
-    left = [weakref.ref(job.future) for job in jobs]
+    left = [weakref.ref(job.caller) for job in jobs]
     for job in jobs:
         queue.discard(job)
     assert queue.first("a") is queue.smallest("a") is stays
     del jobs, job
     gc.collect()
     # As many as still wait may be kept for a while, so that leaving costs little.
-    assert sum(future() is not None for future in left) <= len(queue)
+    assert sum(caller() is not None for caller in left) <= len(queue)

@@ -8,11 +8,9 @@ import random
 
 import pytest
 
-from qreward_plugins.config.models import Scheduling
 from qreward_plugins.errors import TransientError
 from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
 from qreward_plugins.samples import Cause
-from qreward_plugins.scheduling import Dispatcher
 from qreward_plugins.scheduling.endings import FIRST_BACKOFF_S, LONGEST_BACKOFF_S
 from qreward_plugins.simulation import run
 
@@ -38,10 +36,10 @@ def retried(stage, *, lucky, max_attempts):
 
     async def main():
         dice = Dice(lucky)
-        dispatcher = Dispatcher(stage.lanes, rng=dice, max_attempts=max_attempts, settings=Scheduling(hedge=False))
-        future = dispatcher.submit(stage.sample(13), stage.judge, deadline_s=900)
+        dispatcher = stage.dispatcher(rng=dice, max_attempts=max_attempts)
+        future = dispatcher.score(stage.sample(13), stage.judge, deadline_s=900)
         while not future.done():
-            await asyncio.wait([dispatcher.submit(stage.sample(10), stage.judge, deadline_s=900)])
+            await asyncio.wait([dispatcher.score(stage.sample(10), stage.judge, deadline_s=900)])
         await dispatcher.aclose()
         return [sent.at for sent in stage.sent if sent.size == 13], dice.ranges, future.result()
 

@@ -17,10 +17,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.errors import Throttled
-from qreward_plugins.samples import Cause, Failed, Sample, Scored, Usage
+from qreward_plugins.samples import Cause, Failed, Sample, Scored
 from qreward_plugins.scheduling.tokens import ENOUGH
 from qreward_plugins.simulation import run
 from qreward_plugins.sources import Reply
+from qreward_plugins.spent import Usage
 
 WORDS = ["the", "response", "is", "mostly", "right", "but", "skips", "a", "step", "that", "readers", "would", "need"]
 
@@ -67,7 +68,7 @@ def score(stage, texts, *, deadline_s=100_000.0, batches=1, **options):
         for number in range(batches):
             part = texts[number * len(texts) // batches : (number + 1) * len(texts) // batches]
             samples = [Sample([{"role": "user", "content": "?"}], text) for text in part]
-            futures = [dispatcher.submit(each, stage.judge, deadline_s=deadline_s) for each in samples]
+            futures = [dispatcher.score(each, stage.judge, deadline_s=deadline_s) for each in samples]
             outcomes += await asyncio.gather(*futures)
         finished_at = dispatcher.now()
         await dispatcher.aclose()

@@ -35,7 +35,7 @@ def test_a_source_that_fails_a_burst_does_not_move_the_whole_queue_for_each(stag
 
     async def main():
         dispatcher = stage.dispatcher(max_attempts=20)
-        futures = [dispatcher.submit(stage.sample(), stage.judge, deadline_s=900) for _ in range(SAMPLES)]
+        futures = [dispatcher.score(stage.sample(), stage.judge, deadline_s=900) for _ in range(SAMPLES)]
         outcomes = await asyncio.gather(*futures)
         await dispatcher.aclose()
         return outcomes

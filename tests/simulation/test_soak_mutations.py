@@ -18,7 +18,7 @@ from qreward_plugins.judges.llm import LLMJudge
 from qreward_plugins.quotas import Quota, Reservation
 from qreward_plugins.quotas.pace import Pace
 from qreward_plugins.samples import Scored, Verdict
-from qreward_plugins.scheduling import Batch, Breaker, Dispatcher, Job, Lane, batches
+from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, Lane, batches
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.scheduling.planner import Planner
 from qreward_plugins.scoring import Scoring
@@ -55,7 +55,7 @@ def no_pacing(monkeypatch):
 
 
 def no_deadline(monkeypatch):
-    monkeypatch.setattr(Dispatcher, "_deadline", lambda self, job: None)
+    monkeypatch.setattr(Dispatcher, "expire", lambda self, job: None)
 
 
 def no_cutoff(monkeypatch):
@@ -82,26 +82,14 @@ def one_outcome_counted_twice(monkeypatch):
     def wrap(count):
         return lambda self, sample, outcome: (count(self, sample, outcome), count(self, sample, outcome))[1]
 
-    around(monkeypatch, Scoring, "_count", wrap)
+    around(monkeypatch, Scoring, "count", wrap)
 
 
 def an_outcome_is_lost(monkeypatch):
     def wrap(finish):
         def mutated(self, job, outcome):
-            if not isinstance(outcome, Scored) or job.sequence % 10:
+            if not isinstance(outcome, Answer) or job.sequence % 10:
                 finish(self, job, outcome)
-
-        return mutated
-
-    around(monkeypatch, Dispatcher, "finish", wrap)
-
-
-def finished_twice(monkeypatch):
-    def wrap(finish):
-        def mutated(self, job, outcome):
-            finish(self, job, outcome)
-            if isinstance(outcome, Scored):
-                job.future.set_result(outcome)
 
         return mutated
 
@@ -122,17 +110,16 @@ def a_default_for_invalid_verdicts(monkeypatch):
 
 
 def a_late_answer_changes_the_outcome(monkeypatch):
-    def wrap(settled):
-        def mutated(self, attempt, task):
-            settled(self, attempt, task)
-            future = attempt.job.future
-            if future.done() and not future.cancelled() and isinstance(future.result(), Scored):
-                verdict = future.result().verdict
-                self._loop.call_later(0.5, object.__setattr__, verdict, "rationale", "on second thoughts")
+    def wrap(count):
+        def mutated(self, sample, outcome):
+            count(self, sample, outcome)
+            if isinstance(outcome, Scored):
+                loop = asyncio.get_running_loop()
+                loop.call_later(0.5, object.__setattr__, outcome.verdict, "rationale", "on second thoughts")
 
         return mutated
 
-    around(monkeypatch, Dispatcher, "_settled", wrap)
+    around(monkeypatch, Scoring, "count", wrap)
 
 
 def endless_attempts(monkeypatch):
@@ -146,7 +133,7 @@ def endless_attempts(monkeypatch):
 
 
 def endless_hedges(monkeypatch):
-    monkeypatch.setattr(Job, "hedgeable", property(lambda self: not self.future.done()))
+    monkeypatch.setattr(Job, "hedgeable", property(lambda self: not self.ended))
     hedges_without_budget(monkeypatch)
 
 
@@ -260,7 +247,6 @@ MUTATIONS = [
     (endless_attempts, "P4", "times, ", 400),
     (endless_hedges, "P4", "was hedged", 150),
     (hedges_without_budget, "P4", "was hedged", 150),
-    (finished_twice, "P5", "InvalidStateError", 10),
     (nothing_given_back, "P5", "requests in flight", 10),
     (an_attempt_forgets_its_timer, "P5", "a timer of", 10),
     (closing_does_nothing, "P5", "after closing", 60),
@@ -302,7 +288,7 @@ def test_the_soak_finds(monkeypatch, mutate, promise, words, seeds):
 
 
 def test_a_finding_says_what_happened_and_how_to_see_it_again(monkeypatch):
-    monkeypatch.setattr(Dispatcher, "_deadline", lambda self, job: None)
+    monkeypatch.setattr(Dispatcher, "expire", lambda self, job: None)
     soaked = soak(0, 20)
     assert soaked.findings
     seed = soaked.findings[0].seed

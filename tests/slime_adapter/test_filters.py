@@ -67,7 +67,7 @@ def test_a_dead_judge_is_named_with_what_became_of_its_calls():
         tree = {
             "sources": {"judge": {"kind": "openai", "base_url": judge.base_url, "model": "judge"}},
             "judges": {"quality": {"kind": "llm"}},
-            "engine": {"max_attempts": 1, "deadline_s": 20.0},
+            "engine": {"max_attempts": 1, "deadline_s": 2.0},
             "groups": {"give_up_after": 2},
         }
         judge.stop()

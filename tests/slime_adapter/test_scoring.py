@@ -154,7 +154,7 @@ def test_groups_do_not_mix_and_are_forgotten_when_they_are_complete(make_args, m
 
 def test_a_group_that_failed_whole_has_one_number(make_args, make_group):
     group = make_group("break", "break", "break", "break")
-    asyncio.run(one_by_one(make_args(), group))
+    asyncio.run(one_by_one(make_args(tree={"engine": {"deadline_s": 2.0}}), group))
     assert {sample.reward for sample in group} == {0.0}
     assert all(sample.remove_sample for sample in group)
 

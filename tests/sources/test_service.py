@@ -24,8 +24,9 @@ from qreward_plugins.errors import (
     Throttled,
     TransientError,
 )
-from qreward_plugins.samples import Sample, Usage
+from qreward_plugins.samples import Sample
 from qreward_plugins.sources import HTTPSource, Reply, Request
+from qreward_plugins.spent import Usage
 
 pytestmark = pytest.mark.anyio
 PATIENCE_S = 10.0

@@ -75,7 +75,7 @@ async def test_an_invalid_score_is_the_verdicts_failure_and_a_dead_service_none_
     assert [getattr(outcome, "cause", None) for outcome in outcomes].count("verdict") == 1
     assert outcomes[5].reward is None
     dead = tree({"rm": server})
-    dead["engine"] |= {"max_attempts": 2}
+    dead["engine"] |= {"max_attempts": 2, "deadline_s": 2.0}
     async with RewardEngine(dead) as engine:
         (outcome,) = await engine.score_all(samples(1))
     assert (outcome.reward, outcome.cause) == (None, "infra")

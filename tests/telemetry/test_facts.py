@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins import Cause, Failed, Scored, Usage, Verdict
+from qreward_plugins import Cause, Failed, Scored, Spent, Usage, Verdict
 from qreward_plugins.telemetry import Facts, summary
 
-SCORED = Scored(
-    Verdict(0.5, {"tone": 0.25}, judge="j", source="a", attempts=2, usage=Usage(10, 5), latency_s=1.5, cost_usd=0.01)
-)
-FAILED = Failed(Cause.INFRA, "deadline", judge="j", attempts=3, latency_s=4.0)
+SCORED = Scored(Verdict(0.5, {"tone": 0.25}, judge="j", source="a", spent=Spent(2, Usage(10, 5), 1.5, 0.01)))
+FAILED = Failed(Cause.INFRA, "deadline", judge="j", spent=Spent(3, latency_s=4.0))
 
 
 def test_every_outcome_has_the_same_keys():
-    facts = Facts(["tone"], correct_at={})
+    facts = Facts(["tone"], defines_correct=False)
     scored, failed = facts.of(SCORED), facts.of(FAILED)
     assert scored.keys() == failed.keys()
     assert (scored["score/tone"], failed["score/tone"]) == (0.25, None)
@@ -24,7 +22,7 @@ def test_every_outcome_has_the_same_keys():
 
 
 def test_components_and_correctness_that_turn_up_stay():
-    facts = Facts([], correct_at={})
+    facts = Facts([], defines_correct=False)
     assert "score/tone" not in facts.of(FAILED)
     assert facts.of(SCORED)["score/tone"] == 0.25
     assert facts.of(FAILED)["score/tone"] is None
@@ -34,17 +32,33 @@ def test_components_and_correctness_that_turn_up_stay():
 
 
 def test_who_was_not_judged_correct_or_wrong_is_neither():
-    facts = Facts([], correct_at={"exact": 0.5})
+    facts = Facts([], defines_correct=True)
     assert facts.of(Scored(Verdict(0.9, judge="style")))["acc"] is None, "another judge defines what is correct"
     assert facts.of(Failed(Cause.INFRA, "deadline", judge="exact"))["acc"] is None
-    assert facts.of(Failed(Cause.POLICY, "empty", floor=0.0, judge="exact"))["acc"] == 0.0, "an empty answer is wrong"
-    assert facts.of(Failed(Cause.POLICY, "empty", floor=0.0, judge="style"))["acc"] is None
+    assert facts.of(floor(correct=False))["acc"] == 0.0, "an empty answer is wrong"
+    assert facts.of(floor())["acc"] is None
     told = [facts.of(outcome) for outcome in (Scored(Verdict(1.0, correct=True)), Scored(Verdict(0.9, judge="style")))]
     assert summary(told)["acc"] == 1.0
 
 
+def floor(**fields):
+    empty = Failed(Cause.POLICY, "empty", "the response is empty")
+    return Scored(Verdict(0.0, basis="floor", failure=empty, **fields))
+
+
+def test_a_floor_is_no_failure_and_says_what_it_stands_in_for():
+    facts = Facts(["tone"], defines_correct=False)
+    told = facts.of(floor())
+    assert (told["failed"], told["floor"], told["cause"], told["score/tone"]) == (0.0, 1.0, "policy/empty", None)
+    assert (facts.of(SCORED)["floor"], facts.of(FAILED)["floor"]) == (0.0, 0.0)
+    numbers = summary([told, facts.of(SCORED), facts.of(FAILED), facts.of(FAILED)])
+    assert (numbers["failed_rate"], numbers["floor_rate"]) == (0.5, 0.25)
+    assert (numbers["floor/policy"], numbers["floor/verdict"], numbers["failed/policy"]) == (1.0, 0.0, 0.0)
+    assert numbers["score/tone"] == 0.25
+
+
 def test_a_summary_counts_all_and_averages_what_was_scored():
-    facts = Facts(["tone"], correct_at={"j": 0.5})
+    facts = Facts(["tone"], defines_correct=True)
     outcomes = [
         SCORED,
         FAILED,
@@ -58,7 +72,7 @@ def test_a_summary_counts_all_and_averages_what_was_scored():
     assert (numbers["score/tone"], numbers["acc"]) == (0.5, 1.0)
     assert (numbers["latency_s/max"], numbers["latency_s/p50"]) == (4.0, 0.0)
     assert numbers["cost_usd"] == pytest.approx(0.01)
-    assert numbers["attempts_mean"] == pytest.approx(1.5)
+    assert numbers["attempts_mean"] == pytest.approx(1.25)
 
 
 def test_nothing_has_no_summary():

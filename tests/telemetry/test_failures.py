@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from qreward_plugins.samples import Cause, Failed, Sample
+from qreward_plugins.spent import Spent
 from qreward_plugins.telemetry import FailureLog
 
-GONE = Failed(Cause.INFRA, "exhausted", "source 'a' answered 500", judge="j", source="a", attempts=6)
+GONE = Failed(Cause.INFRA, "exhausted", "source 'a' answered 500", judge="j", source="a", spent=Spent(6))
 
 
 def sample(number=0, **fields):

@@ -41,7 +41,7 @@ def test_metrics_are_of_what_was_scored_since_the_last():
     numbers.answer = ("start", {"val/samples": 8, "val/failed": 2, "val/failed/infra": 2})
     assert numbers.since_last()["qreward/val/failed_rate"] == 0.25
     train = {"train/samples": 32, "train/failed": 8, "train/failed/infra": 7, "train/failed/policy": 1}
-    numbers.answer = ("start", {**numbers.answer[1], **train, "train/imputed": 6, "train/cut": 4})
+    numbers.answer = ("start", {**numbers.answer[1], **train, "train/imputed": 6, "train/cut": 4, "train/floor": 2})
     assert numbers.since_last() == {
         "qreward/samples": 32.0,
         "qreward/failed_rate": 0.25,
@@ -49,6 +49,7 @@ def test_metrics_are_of_what_was_scored_since_the_last():
         "qreward/failed/verdict": 0.0,
         "qreward/failed/policy": 1.0,
         "qreward/cut_rate": 4 / 32,
+        "qreward/floor_rate": 2 / 32,
         "qreward/imputed_rate": 6 / 32,
     }
     assert numbers.since_last() == {}

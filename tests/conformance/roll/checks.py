@@ -32,6 +32,7 @@ METRICS = frozenset(
         "cost_usd_sum",
         "cached_rate",
         "cut_rate",
+        "floor_rate",
     )
 )
 """What every call tells, whatever its configuration."""

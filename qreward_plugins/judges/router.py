@@ -1,13 +1,8 @@
-"""The judges of a configuration, and which of them a sample goes to.
-
-Most samples go to one judge. Those of a sum go to several, so whoever scores a sample asks for its judge and then for
-the parts of that, of which a judge that is no sum has one: itself.
-"""
+"""The judges of a configuration, and which of them a sample goes to."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Iterable, Sequence
 
 from ..config import Config, judge_for, judges_in_charge, sources_of
 from ..config import models as configuration
@@ -16,15 +11,13 @@ from ..samples import Sample
 from ..sources import kind_of
 from .base import Judge
 from .function import FunctionJudge
+from .leaf import Leaf
 from .llm import LLMJudge
-from .sums import JudgeSum
-
-InCharge: TypeAlias = Judge | JudgeSum
-"""What a sample goes to."""
+from .sums import SumJudge
 
 
-class Panel:
-    """The judges of `config`.
+class JudgeRouter:
+    """Opens the judges of `config`, and finds the one for a sample.
 
     `key` is as in `build_judge`. Raises `ConfigurationError` with the mistakes of all judges.
     """
@@ -32,9 +25,7 @@ class Panel:
     def __init__(self, config: Config, *, key: bytes) -> None:
         self._config = config
         self.judges: dict[str, Judge] = {}
-        """The judges that ask sources, by name."""
-        self.sums: dict[str, JudgeSum] = {}
-        """The sums of them, by name."""
+        """All judges, by name."""
         mistakes: list[Mistake] = []
         for name, node in config.judges.items():
             if isinstance(node, configuration.SumJudge):
@@ -47,41 +38,49 @@ class Panel:
                 mistakes += error.mistakes
         if mistakes:
             raise ConfigurationError(mistakes)
-        for name, node in config.judges.items():
-            if isinstance(node, configuration.SumJudge):
-                parts = [self.judges[part] for part in node.weights]
-                self.sums[name] = JudgeSum(name, node, parts=parts, nodes=config.judges)
+        for name in config.judges:
+            self._open(name)
 
-    def judge_of(self, sample: Sample) -> InCharge | None:
-        """Who judges a sample; None: no route leads to anybody."""
-        name = judge_for(self._config, sample.data_source)
-        return None if name is None else self.sums.get(name) or self.judges[name]
-
-    def requests_of(self, samples: Iterable[Sample]) -> int:
-        """How many requests samples take, if none has to be made again."""
-        judges = (self.judge_of(sample) for sample in samples)
-        return sum(len(parts_of(judge)) for judge in judges if judge is not None)
+    def _open(self, name: str) -> Judge:
+        """Open a judge after those that it awaits."""
+        if name not in self.judges:
+            node = self._config.judges[name]
+            assert isinstance(node, configuration.SumJudge), "the others are open"
+            parts = [self._open(part) for part in node.weights]
+            self.judges[name] = SumJudge(name, node, parts=parts, nodes=self._config.judges)
+        return self.judges[name]
 
     @property
-    def most_requests(self) -> int:
-        """How many requests a sample takes at most, if none has to be made again."""
-        return max((len(judge.parts) for judge in self.sums.values()), default=1)
+    def leaves(self) -> dict[str, Leaf]:
+        """The judges that ask sources themselves, by name."""
+        return {name: judge for name, judge in self.judges.items() if isinstance(judge, Leaf)}
+
+    def judge_of(self, sample: Sample) -> Judge | None:
+        """Who judges a sample; None if no route leads to anybody."""
+        name = judge_for(self._config, sample.data_source)
+        return None if name is None else self.judges[name]
+
+    def calls_of(self, samples: Iterable[Sample]) -> int:
+        """How many calls samples take at most, without retries."""
+        judges = (self.judge_of(sample) for sample in samples)
+        return sum(judge.calls for judge in judges if judge is not None)
+
+    @property
+    def most_calls(self) -> int:
+        """How many calls one sample takes at most, without retries."""
+        return max((judge.calls for judge in self.judges.values()), default=1)
 
     def component_names(self) -> tuple[str, ...]:
         """Names of the components that the verdicts of all samples together are known to carry."""
-        in_charge = [self.sums.get(name) or self.judges[name] for name in judges_in_charge(self._config)]
-        return tuple(component for judge in in_charge for component in judge.component_names())
+        return tuple(component for judge in self._in_charge() for component in judge.component_names())
 
     @property
-    def correct_at(self) -> Mapping[str, float]:
-        """From which reward on a response is correct, by the names of those judges in charge that say so."""
-        bars = {name: self._config.judges[name].correct_at for name in judges_in_charge(self._config)}
-        return {name: bar for name, bar in bars.items() if bar is not None}
+    def defines_correct(self) -> bool:
+        """Whether any judge in charge says of each response whether it is correct."""
+        return any(judge.defines_correct for judge in self._in_charge())
 
-
-def parts_of(judge: InCharge) -> Sequence[Judge]:
-    """The judges whose requests are made for a sample that goes to `judge`."""
-    return judge.parts if isinstance(judge, JudgeSum) else (judge,)
+    def _in_charge(self) -> Sequence[Judge]:
+        return [self.judges[name] for name in judges_in_charge(self._config)]
 
 
 def build_judge(
@@ -91,7 +90,7 @@ def build_judge(
     sources: Sequence[str],
     key: bytes,
     keeps_returned: bool = False,
-) -> Judge:
+) -> Leaf:
     """Build the judge that `config` describes.
 
     `sources` names the sources that may answer it, and `key` is the secret that the identifiers of its fences are drawn

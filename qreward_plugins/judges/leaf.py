@@ -1,0 +1,190 @@
+"""A leaf: a judge that asks one question about a sample.
+
+All but `judge` is pure: a leaf says what to ask, reads the reply, and says what stands in for a failure. So every rule
+about untrusted text and valid verdicts is testable with plain values, and whoever has no need for a coroutine can make
+the call of a leaf without one.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..config.models import AskingJudge
+from ..errors import ConfigurationError, input_problem
+from ..samples import Cause, Failed, RawScore, Sample, Verdict
+from ..scheduling.calls import Answer, Call, CallFailed, Unanswered
+from ..sources.base import Reply, Request
+from .base import Ask, Judge, JudgeFailed
+from .settings import number_mistakes
+
+
+class Leaf(Judge):
+    """A judge that makes one call.
+
+    `sources` names the sources that may answer. `fingerprint` is a short hash of how it reads replies; what it asks is
+    no part of it.
+    """
+
+    def __init__(self, name: str, config: AskingJudge, *, sources: Sequence[str], fingerprint: str) -> None:
+        super().__init__(name)
+        self.sources = tuple(sources)
+        self.fingerprint = fingerprint
+        self._asking = config
+
+    # What a kind of leaf is made of
+
+    def screen(self, sample: Sample) -> Verdict | None:
+        """The verdict on a sample that needs no question, such as a floor for an empty response; else None.
+
+        Raises `JudgeFailed` for a sample that fails without one.
+        """
+        return None
+
+    @abstractmethod
+    def request(self, sample: Sample, *, attempt: int) -> Request:
+        """Build the request of the `attempt`-th try (from 0); another attempt draws another nonce.
+
+        Raises `InputError` when the sample cannot be turned into a request.
+        """
+
+    @abstractmethod
+    def verdict(self, request: Request, reply: Reply) -> Verdict:
+        """Read the reply, strictly. Raises `InvalidVerdict`."""
+
+    @abstractmethod
+    def mapped(self, raw: RawScore) -> Verdict:
+        """The verdict for numbers that this judge read before, perhaps under another reward range.
+
+        Raises `InvalidVerdict` where they are no valid verdict under the present configuration.
+        """
+
+    # What all of them do
+
+    @property
+    def invalid_retries(self) -> int:
+        """Further tries after an invalid reply."""
+        return self._asking.invalid_retries
+
+    @property
+    def defines_correct(self) -> bool:
+        return self._asking.correct_at is not None
+
+    async def judge(self, sample: Sample, ask: Ask) -> Verdict:
+        verdict = self.screened(sample)
+        if verdict is not None:
+            return verdict
+        try:
+            answer = await ask(self.call(sample))
+        except CallFailed as failed:
+            return self.missing(failed.why)
+        return self.judged(answer)
+
+    def screened(self, sample: Sample) -> Verdict | None:
+        """As `screen`, for any sample: one that cannot be read fails (`infra/input`)."""
+        try:
+            return self.screen(sample)
+        except JudgeFailed:
+            raise
+        except Exception as error:
+            failed = Failed(Cause.INFRA, "input", input_problem(error), judge=self.name)
+            raise JudgeFailed(failed) from None
+
+    def call(self, sample: Sample) -> Call[Verdict]:
+        """The one call for a sample."""
+
+        def request(attempt: int) -> Request:
+            return self.request(sample, attempt=attempt)
+
+        return Call(
+            self.sources,
+            request,
+            self.verdict,
+            name=self.name,
+            invalid_retries=self._asking.invalid_retries,
+            clear_blame=self.floor(Cause.VERDICT) is not None,
+            identity=self.fingerprint,
+            recall=self._recall,
+        )
+
+    def judged(self, answer: Answer[Verdict]) -> Verdict:
+        """The verdict of an answer, with where it came from."""
+        return judged(answer, self.name)
+
+    def missing(self, why: Unanswered) -> Verdict:
+        """The floor for a call without an answer. Raises `JudgeFailed` if there is none."""
+        return self.instead(failed(why, self.name))
+
+    def instead(self, failed: Failed, *, floor: bool = True) -> Verdict:
+        """The floor that stands in for a failure. Raises `JudgeFailed` if there is none, or with `floor` false."""
+        score = self.floor(failed.cause) if floor else None
+        if score is None:
+            raise JudgeFailed(failed)
+        bar = self._asking.correct_at
+        return Verdict(
+            score,
+            correct=None if bar is None else score >= bar,
+            judge=self.name,
+            source=failed.source,
+            basis="floor",
+            failure=failed,
+            spent=failed.spent,
+        )
+
+    def floor(self, cause: Cause) -> float | None:
+        """The score that stands in for a failure of this cause; None if no number does, as for infrastructure."""
+        config = self._asking
+        if cause is Cause.POLICY or (cause is Cause.VERDICT and config.on_invalid == "floor"):
+            if config.floor is not None:
+                return config.floor
+            return config.reward_range[0] if config.reward_range is not None else None
+        return None
+
+    def _recall(self, recorded: Verdict) -> Verdict:
+        """A recorded verdict as this judge would give it now. Raises as `mapped` does, and LookupError without raw
+        numbers.
+        """
+        if recorded.raw is None:
+            raise LookupError("the record has no raw numbers")
+        now = self.mapped(recorded.raw)
+        return replace(recorded, score=now.score, components=now.components, correct=now.correct, judge=self.name)
+
+
+def judged(answer: Answer[Verdict], judge: str) -> Verdict:
+    """The verdict of an answer to the judge of this name, with where it came from."""
+    said = answer.value
+    # `dataclasses.replace` takes three times as long, and this runs for every sample.
+    return Verdict(
+        said.score,
+        said.components,
+        said.rationale,
+        said.correct,
+        judge,
+        answer.source,
+        answer.model,
+        said.basis,
+        said.failure,
+        answer.spent,
+        answer.recorded,
+        said.cut,
+        said.returned,
+        answer.service_s,
+        said.raw,
+    )
+
+
+def failed(why: Unanswered, judge: str) -> Failed:
+    """The failure of a call of the judge of this name."""
+    cause = Cause.VERDICT if why.invalid else Cause.INFRA
+    return Failed(cause, why.reason, why.detail, judge=judge, source=why.source, spent=why.spent)
+
+
+def checked(name: str, config: AskingJudge) -> None:
+    """Raise `ConfigurationError` for numbers of the configuration that contradict each other."""
+    mistakes = number_mistakes(name, config)
+    if mistakes:
+        raise ConfigurationError(mistakes)
+
+
+__all__ = ["Leaf", "checked", "failed", "judged"]

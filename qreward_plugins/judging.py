@@ -1,0 +1,322 @@
+"""One sample on its way to its outcome: what its judge asks, bound to its deadline, batch and record.
+
+A sample whose judge is a leaf is one call, which takes no task of its own. All others are judged in a task, and so are
+those of leaves whose answers are recorded, because the journal has to be waited for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from .errors import JournalError
+from .judges import Judge, JudgeFailed, Leaf
+from .judges.leaf import failed, judged
+from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
+from .scheduling import Answer, Batch, Call, CallFailed, Job, Member, Unanswered
+from .scheduling.calls import T
+from .spent import NOTHING, Spent
+
+if TYPE_CHECKING:
+    from .scoring import Scoring
+
+_log = logging.getLogger("qreward_plugins.engine")
+
+STEPS_TO_END = 50
+"""Steps of the event loop in which a judge has to end after its deadline; one that awaits judges that await others
+needs a few for each of them."""
+
+
+class Pending:
+    """A sample without an outcome: a member of its batch, with the future that its caller waits for."""
+
+    def __init__(self, scoring: Scoring, sample: Sample, batch: Batch, future: asyncio.Future[Outcome]) -> None:
+        self._scoring = scoring
+        self.sample = sample
+        self.future = future
+        self.member = scoring.batches.join(batch, sample.group_id)
+        self.over = False
+
+    def end(self, outcome: Outcome) -> None:
+        """Give the outcome to the caller, unless the sample has one."""
+        if self.over:
+            return
+        self.over = True
+        if not self.future.done():
+            self.future.set_result(outcome)
+        self._scoring.count(self.sample, outcome)
+        self._scoring.batches.leave(self.member, scored=isinstance(outcome, Scored))
+
+    def leave(self) -> None:
+        """Note that the caller has lost interest."""
+        if not self.over:
+            self.over = True
+            self._scoring.batches.leave(self.member, scored=False)
+
+
+class Calling(Pending):
+    """A sample whose judge is a leaf: the caller of its one call."""
+
+    def __init__(
+        self, scoring: Scoring, sample: Sample, batch: Batch, future: asyncio.Future[Outcome], judge: Leaf
+    ) -> None:
+        super().__init__(scoring, sample, batch, future)
+        self._judge = judge
+        self._job: Job | None = None
+
+    def start(self, due_at: float) -> None:
+        """Make the call."""
+        try:
+            verdict = self._judge.screened(self.sample)
+            if verdict is not None:
+                self.end(_scored(verdict, self._judge))
+                return
+            call = self._judge.call(self.sample)
+        except Exception as error:
+            self.end(_failure(error, self._judge))
+            return
+        self._job = self._scoring.dispatcher.start(call, self, member=self.member, deadline_at=due_at)
+        if self._job is not None:
+            self.future.add_done_callback(self._done)
+
+    def ended(self, result: Answer[Any] | Unanswered) -> None:
+        # The job holds this object in turn, and memory must not wait for the garbage collector.
+        self._job = None
+        judge = self._judge
+        outcome: Outcome
+        try:
+            outcome = _scored(judge.judged(result) if isinstance(result, Answer) else judge.missing(result), judge)
+        except Exception as error:
+            outcome = _failure(error, judge)
+        self.end(outcome)
+
+    def late(self, answer: Answer[Any]) -> None:
+        """Nobody waits for it: there is no journal."""
+
+    def _done(self, _: object) -> None:
+        """Drop the call if the future was cancelled."""
+        job, self._job = self._job, None
+        if job is not None:
+            self._scoring.dispatcher.drop(job)
+        self.leave()
+
+
+class Judging(Pending):
+    """A sample that is judged in a task: what its judge asks with, bound to the sample's deadline, batch and record."""
+
+    def __init__(
+        self,
+        scoring: Scoring,
+        sample: Sample,
+        batch: Batch,
+        future: asyncio.Future[Outcome],
+        judge: Judge,
+        due_at: float,
+    ) -> None:
+        super().__init__(scoring, sample, batch, future)
+        self.judge = judge
+        self._due_at = due_at
+        self._started_at = scoring.now()
+        self._asked: dict[_Asked, None] = {}
+        self._spent = NOTHING
+        self._recorded = False
+        loop = asyncio.get_running_loop()
+        self.task = loop.create_task(self._run())
+        self._timer = loop.call_at(due_at, self._expire)
+        future.add_done_callback(self._done)
+
+    async def __call__(self, call: Call[T]) -> Answer[T]:
+        """Ask; see `judges.base.Ask`."""
+        scoring = self._scoring
+        self._check()
+        keys = scoring.keys(call)
+        if keys:
+            known = await self._recall(call, keys)
+            if known is not None:
+                return known
+            self._check()
+        asked = _Asked(scoring, self.sample, call, keys)
+        self._asked[asked] = None
+        try:
+            result = await asked.result(self.member, self._due_at)
+        finally:
+            self._asked.pop(asked, None)
+            self._spent += asked.spent()
+            asked.forget()
+        if scoring.journal is not None:
+            self._recorded = True
+            outcome = asked.outcome(result)
+            if outcome is not None:
+                await self._record(keys.get(result.source), outcome)
+        if isinstance(result, Unanswered):
+            raise CallFailed(result)
+        return result
+
+    def _check(self) -> None:
+        """Raise `CallFailed` if nothing may be asked any more."""
+        if self.over or self._scoring.now() >= self._due_at:
+            raise CallFailed(Unanswered("deadline", "it was asked after the deadline of its sample"))
+
+    async def _recall(self, call: Call[T], keys: Mapping[str, str]) -> Answer[T] | None:
+        batch = self.member.batch
+        batch.lookups += 1
+        try:
+            return await self._scoring.recall(call, keys, self._due_at)
+        finally:
+            batch.lookups -= 1
+            if not batch.lookups:
+                self._scoring.dispatcher.look_again()
+
+    async def _run(self) -> None:
+        outcome: Outcome
+        try:
+            outcome = _scored(await self.judge.judge(self.sample, self), self.judge)
+        except asyncio.CancelledError:
+            if self.over:
+                raise
+            outcome = Failed(Cause.INFRA, "bug", "the judge was cancelled from outside", judge=self.judge.name)
+        except Exception as error:
+            if self.over:
+                return
+            outcome = _failure(error, self.judge)
+        if self.over:
+            return
+        outcome = self._with_spent(outcome)
+        if self._scoring.journal is not None and not self._recorded and outcome.failure is not None:
+            # Nothing was asked about it, such as about an empty response; the record is of all samples.
+            try:
+                await self._record(None, outcome)
+            except JournalError:
+                return
+        self.end(outcome)
+
+    async def _record(self, key: str | None, outcome: Outcome) -> None:
+        """Record an outcome. Raises `JournalError`, which then is what the caller of the engine gets."""
+        try:
+            await self._scoring.record(key, self.sample, outcome, self._due_at)
+        except JournalError as error:
+            if not self.future.done():
+                self.future.set_exception(error)
+            self.leave()
+            self._stop()
+            raise
+
+    def _with_spent(self, outcome: Outcome) -> Outcome:
+        if isinstance(outcome, Failed):
+            return replace(outcome, spent=self._total())
+        if outcome.verdict.cached:
+            return outcome
+        return Scored(replace(outcome.verdict, spent=self._total()))
+
+    def _total(self) -> Spent:
+        """What everything that it asked took, and the time since it was handed in."""
+        asked = sum((asked.spent() for asked in self._asked), self._spent)
+        return replace(asked, latency_s=self._scoring.now() - self._started_at)
+
+    def end(self, outcome: Outcome) -> None:
+        super().end(outcome)
+        self._stop()
+
+    def give_up(self, reason: str, detail: str, *, steps: int = STEPS_TO_END) -> None:
+        """End it with a failure, unless it ends by itself within so many steps of the event loop."""
+        if self.over:
+            return
+        if steps:
+            asyncio.get_running_loop().call_soon(lambda: self.give_up(reason, detail, steps=steps - 1))
+        else:
+            self.end(self._with_spent(Failed(Cause.INFRA, reason, detail, judge=self.judge.name)))
+
+    def close(self) -> None:
+        """End it at once."""
+        self.give_up("closed", "the engine was closed before the sample was scored", steps=0)
+
+    def _expire(self) -> None:
+        for asked in list(self._asked):
+            asked.expire()
+        waited_s = self._scoring.now() - self._started_at
+        self.give_up("deadline", f"judge {self.judge.name} had not ended after {waited_s:.1f} s")
+
+    def _done(self, _: object) -> None:
+        if not self.over:
+            # The caller cancelled it.
+            self.leave()
+            self._stop()
+
+    def _stop(self) -> None:
+        self._timer.cancel()
+        for asked in list(self._asked):
+            asked.drop()
+        if self.task is not asyncio.current_task():
+            self.task.cancel()
+
+
+class _Asked:
+    """One call of a judge that is under way."""
+
+    def __init__(self, scoring: Scoring, sample: Sample, call: Call[Any], keys: Mapping[str, str]) -> None:
+        self._scoring = scoring
+        self._sample = sample
+        self._call = call
+        self._keys = keys
+        self._future: asyncio.Future[Answer[Any] | Unanswered] = asyncio.get_running_loop().create_future()
+        self._job: Job | None = None
+
+    async def result(self, member: Member, due_at: float) -> Answer[Any] | Unanswered:
+        """Make the call, and wait for what comes of it. Cancelling it drops the call."""
+        self._job = self._scoring.dispatcher.start(self._call, self, member=member, deadline_at=due_at)
+        try:
+            return await self._future
+        finally:
+            self.drop()
+
+    def ended(self, result: Answer[Any] | Unanswered) -> None:
+        if not self._future.done():
+            self._future.set_result(result)
+
+    def late(self, answer: Answer[Any]) -> None:
+        outcome = self.outcome(answer)
+        if isinstance(outcome, Scored):
+            self._scoring.record_late(self._keys.get(answer.source), self._sample, outcome.verdict)
+
+    def outcome(self, result: Answer[Any] | Unanswered) -> Outcome | None:
+        """What is recorded of a result; None for an answer that is no verdict."""
+        if isinstance(result, Unanswered):
+            return failed(result, self._call.name)
+        return Scored(judged(result, self._call.name)) if isinstance(result.value, Verdict) else None
+
+    def spent(self) -> Spent:
+        """What it took so far."""
+        return NOTHING if self._job is None else self._job.spent(self._scoring.now())
+
+    def expire(self) -> None:
+        """Fail it, because the deadline of its sample has come."""
+        if self._job is not None:
+            self._scoring.dispatcher.expire(self._job)
+
+    def drop(self) -> None:
+        """End it, because nobody waits for it any more."""
+        if self._job is not None:
+            self._scoring.dispatcher.drop(self._job)
+
+    def forget(self) -> None:
+        """Let go of the job, which holds this object in turn: memory must not wait for the garbage collector."""
+        self._job = None
+
+
+def _scored(verdict: Verdict, judge: Judge) -> Scored:
+    if not isinstance(verdict, Verdict):
+        raise TypeError(f"judge {judge.name} returned a {type(verdict).__name__}, not a Verdict")
+    return Scored(verdict)
+
+
+def _failure(error: Exception, judge: Judge) -> Failed:
+    """What an error of a judge means for its sample: a bug in a judge costs the sample, not the run."""
+    if isinstance(error, JudgeFailed):
+        return error.failed
+    if isinstance(error, CallFailed):
+        return failed(error.why, judge.name)
+    _log.error("unexpected %s from judge %s", type(error).__name__, judge.name, exc_info=error)
+    return Failed(Cause.INFRA, "bug", f"unexpected {type(error).__name__}; see the log", judge=judge.name)

@@ -1,0 +1,101 @@
+"""Calls and answers: what the scheduler takes, and what it gives back.
+
+A call is one question that any of several sources may answer. The scheduler decides when and where it is asked, and
+knows nothing of what it is for: `request` makes what is sent, `read` says whether a reply is an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+from ..errors import QRewardError
+from ..sources.base import Reply, Request
+from ..spent import NOTHING, Spent
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call(Generic[T]):
+    """One question to one of several sources.
+
+    `sources` are the names of those that may answer. `request` makes the request of the n-th try (from 0); another try
+    should draw another nonce. It raises `InputError` if there is none. `read` turns a reply into the value; it is pure,
+    and raises `InvalidVerdict` for a reply that is no answer. `name` says in logs who asks.
+
+    An invalid reply costs another try, at another source if there is one, up to `invalid_retries` times. Set
+    `clear_blame` if something depends on who is to blame for invalid replies: the call then fails for them
+    (`Unanswered.invalid`) only once its sources have given valid replies to other calls.
+
+    `identity` names all that changes how a reply is read. With what is sent it makes the key under which an answer is
+    recorded; "" is for answers that must not be recorded. `recall` makes the value of a recorded answer; it raises
+    ValueError, LookupError or InvalidVerdict if the record does not suit any more.
+    """
+
+    sources: tuple[str, ...]
+    request: Callable[[int], Request]
+    read: Callable[[Request, Reply], T]
+    name: str = ""
+    invalid_retries: int = 1
+    clear_blame: bool = False
+    identity: str = ""
+    recall: Callable[[Any], T] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Answer(Generic[T]):
+    """What came of a call: its value, who gave it, and what all its attempts together took.
+
+    `service_s` is the time from sending the request of the successful attempt to its reply, in seconds. `recorded`:
+    the answer was not asked for now, it comes out of the journal.
+    """
+
+    value: T
+    source: str = ""
+    model: str = ""
+    spent: Spent = NOTHING
+    service_s: float = 0.0
+    recorded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """Why a call has no answer: `reason` is one word for metrics, `detail` one sentence for people.
+
+    `invalid`: sources that answer other calls refused this one, or gave it invalid replies only, so that the question
+    may have provoked it. `source` was asked last.
+    """
+
+    reason: str
+    detail: str = ""
+    invalid: bool = False
+    source: str = ""
+    spent: Spent = NOTHING
+
+
+Result: TypeAlias = Answer[T] | Unanswered
+
+
+class CallFailed(QRewardError):
+    """A call has no answer; `why` says why."""
+
+    def __init__(self, why: Unanswered) -> None:
+        self.why = why
+        super().__init__(f"{why.reason}: {why.detail}" if why.detail else why.reason)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return CallFailed, (self.why,)
+
+
+class Caller(Protocol):
+    """Who made a call. The scheduler calls it from the event loop; it must not raise."""
+
+    def ended(self, result: Answer[Any] | Unanswered) -> None:
+        """The call has ended. Called once, and not for a call that was dropped."""
+        ...
+
+    def late(self, answer: Answer[Any]) -> None:
+        """The answer came after the call had failed. Called only if the dispatcher keeps late attempts."""
+        ...

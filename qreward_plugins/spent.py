@@ -1,0 +1,46 @@
+"""What something took: attempts, tokens, time and money, as one value that can be added."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens, as counted by the source."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        return self.prompt_tokens + self.completion_tokens
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a call, or a verdict made of several calls, took.
+
+    `usage` and `cost_usd` (US dollars) count every attempt that the source reported usage for. `latency_s` is the time
+    from submission to the end, in seconds, with waiting and retries.
+    """
+
+    attempts: int = 0
+    usage: Usage = Usage()
+    latency_s: float = 0.0
+    cost_usd: float = 0.0
+
+    def __add__(self, other: Spent) -> Spent:
+        """The sum. Of the latencies it takes the longer one: what is added up runs at the same time."""
+        return Spent(
+            self.attempts + other.attempts,
+            self.usage + other.usage,
+            max(self.latency_s, other.latency_s),
+            self.cost_usd + other.cost_usd,
+        )
+
+
+NOTHING = Spent()

@@ -1,0 +1,302 @@
+"""Judges that are coroutines: what they ask is bound to their sample, and ends with it, whatever they do."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from qreward_plugins import Cause, Failed, RewardEngine, Sample, Scored, Verdict
+from qreward_plugins.errors import TransientError
+from qreward_plugins.judges import Judge, JudgeFailed
+from qreward_plugins.scheduling import CallFailed, Cutoff, Unanswered
+from qreward_plugins.simulation import SimulatedSource, run
+from qreward_plugins.sources.base import Reply
+from qreward_plugins.spent import Usage
+
+CONFIG = {
+    "sources": {
+        name: {"kind": "openai", "base_url": f"http://{name}.invalid/v1", "model": "m"} for name in ("small", "large")
+    },
+    "judges": {
+        name: {"kind": "llm", "sources": name, "score_range": [0, 1], "invalid_retries": 0}
+        for name in ("small", "large")
+    },
+    "routes": {"*": "large"},
+    "engine": {"seed": 1},
+}
+
+
+def written(score):
+    def answer(request):
+        text = json.dumps({"id": request.nonce, "rationale": "so", "score": score})
+        return Reply(text=text, usage=Usage(10, 5), model="m")
+
+    return answer
+
+
+class Cascade(Judge):
+    """Asks `large` only if `small` is not certain."""
+
+    def __init__(self, small, large):
+        super().__init__("cascade")
+        self.small, self.large = small, large
+
+    async def judge(self, sample, ask):
+        verdict = await self.small.judge(sample, ask)
+        return verdict if verdict.score in (0.0, 1.0) else await self.large.judge(sample, ask)
+
+
+class Coroutine(Judge):
+    """A judge of one function, `judge(leaves, sample, ask)`."""
+
+    def __init__(self, leaves, judge):
+        super().__init__("own")
+        self.leaves, self.function = leaves, judge
+
+    async def judge(self, sample, ask):
+        return await self.function(self.leaves, sample, ask)
+
+
+def played(judge, main=None, *, small=lambda *_: 1.0, large=lambda *_: 2.0, score=0.5, journal=None):
+    """Run `main(engine, sources)` in virtual time with a judge of this class or function in charge of all samples."""
+    sources = {
+        "small": SimulatedSource("small", behaviour=small, answer=written(score), model="m"),
+        "large": SimulatedSource("large", behaviour=large, answer=written(0.25), model="m"),
+    }
+
+    async def one(engine, sources):
+        return await engine.score(sample())
+
+    async def runs():
+        async with RewardEngine(CONFIG, sources=sources) as engine:
+            leaves = engine.judges
+            made = Cascade(leaves["small"], leaves["large"]) if judge is Cascade else Coroutine(leaves, judge)
+            engine._router.judges["large"] = made
+            if journal is not None:
+                engine._journal, engine._reuse = journal, True
+            said = await (main or one)(engine, sources)
+        assert {source.in_flight for source in sources.values()} == {0}
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return said
+
+    return run(runs())
+
+
+def sample(response="yes", **fields):
+    return Sample([{"role": "user", "content": "Is it?"}], response, **fields)
+
+
+def now():
+    return asyncio.get_running_loop().time()
+
+
+def test_a_cascade_asks_one_after_the_other_and_everything_spent_is_added_up():
+    outcome = played(Cascade)
+    assert isinstance(outcome, Scored)
+    verdict = outcome.verdict
+    assert (verdict.score, verdict.source, verdict.attempts, verdict.latency_s) == (0.25, "large", 2, 3.0)
+    assert verdict.usage == Usage(20, 10)
+
+
+def test_a_cascade_that_is_certain_asks_once():
+    async def main(engine, sources):
+        return await engine.score(sample()), len(sources["large"].arrivals), engine.statistics().attempts
+
+    outcome, asked, attempts = played(Cascade, main, score=1.0)
+    assert (outcome.reward, outcome.verdict.attempts, asked, attempts) == (1.0, 1, 0, 1)
+
+
+def test_a_batch_of_cascades_counts_samples_and_not_calls():
+    async def main(engine, sources):
+        outcomes = await engine.score_all([sample("x" * number) for number in range(1, 21)])
+        return outcomes, engine.last_batch()
+
+    outcomes, report = played(Cascade, main)
+    assert {outcome.reward for outcome in outcomes} == {0.25}
+    assert (report.samples, report.scored, report.failed, report.attempts) == (20, 20, 0, 40)
+    assert report.makespan_s == pytest.approx(sum(part.seconds for part in report.parts))
+
+
+def test_the_deadline_holds_for_all_calls_together_and_says_which_was_waited_for():
+    async def main(engine, sources):
+        outcome = await engine.score(sample(), deadline_s=2.5)
+        return outcome, now(), engine.last_batch()
+
+    outcome, at, report = played(Cascade, main)
+    assert (outcome.label, at, outcome.attempts) == ("infra/deadline", 2.5, 2)
+    assert "large had not answered" in outcome.detail
+    assert report.failed == 1
+
+
+async def deaf(leaves, sample, ask):
+    """Goes on asking whatever it is told."""
+    while True:
+        try:
+            await leaves["small"].judge(sample, ask)
+        except JudgeFailed:
+            await asyncio.sleep(0)
+
+
+async def sleeps(leaves, sample, ask):
+    await asyncio.sleep(1e6)
+
+
+async def waits_for_nobody(leaves, sample, ask):
+    await asyncio.get_running_loop().create_future()
+
+
+async def shields(leaves, sample, ask):
+    try:
+        await leaves["small"].judge(sample, ask)
+        await asyncio.sleep(1e6)
+    except asyncio.CancelledError:
+        return await leaves["small"].judge(sample, ask)
+
+
+@pytest.mark.parametrize("judge", [deaf, sleeps, waits_for_nobody, shields])
+@pytest.mark.parametrize("ending", ["deadline", "cutoff", "closed"])
+def test_a_judge_that_does_not_end_is_ended_and_nothing_is_sent_after_its_outcome(judge, ending):
+    async def main(engine, sources):
+        cutoff = Cutoff(5.0, quorum=0.0) if ending == "cutoff" else None
+        scoring = asyncio.ensure_future(
+            engine.score_all([sample()], deadline_s=5.0 if ending == "deadline" else 60.0, cutoff=cutoff)
+        )
+        if ending == "closed":
+            await asyncio.sleep(5.0)
+            await engine.aclose()
+        (outcome,) = await scoring
+        at, sent = now(), len(sources["small"].arrivals)
+        await asyncio.sleep(100)
+        return outcome, at, len(sources["small"].arrivals) - sent, engine.last_batch()
+
+    outcome, at, after, report = played(judge, main)
+    assert isinstance(outcome, Failed)
+    assert (outcome.label, at, after) == (f"infra/{ending}", 5.0, 0)
+    assert report is None or report.failed == 1
+
+
+async def raises(leaves, sample, ask):
+    raise ZeroDivisionError("my own business")
+
+
+async def returns_a_number(leaves, sample, ask):
+    return 0.5
+
+
+async def lets_a_failed_call_through(leaves, sample, ask):
+    raise CallFailed(Unanswered("exhausted", "500"))
+
+
+@pytest.mark.parametrize(
+    ("judge", "label"),
+    [(raises, "infra/bug"), (returns_a_number, "infra/bug"), (lets_a_failed_call_through, "infra/exhausted")],
+)
+def test_a_bug_in_a_judge_costs_its_sample_and_says_nothing_of_what_it_held(judge, label, caplog):
+    async def main(engine, sources):
+        bad = await engine.score(sample())
+        engine._router.judges["large"] = engine._router.judges["small"]
+        return bad, await engine.score(sample())
+
+    bad, good = played(judge, main)
+    assert bad.label == label
+    assert "my own business" not in bad.detail
+    assert isinstance(good, Scored)
+
+
+def test_calls_that_a_judge_leaves_behind_end_with_it():
+    async def impatient(leaves, sample, ask):
+        asked = [asyncio.ensure_future(leaves[name].judge(sample, ask)) for name in ("small", "large")]
+        done, left = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        for task in left:
+            task.cancel()
+        return done.pop().result()
+
+    async def main(engine, sources):
+        outcome = await engine.score(sample())
+        await asyncio.sleep(0)
+        return outcome, sources["large"].in_flight, sources["large"].cancelled, now()
+
+    outcome, in_flight, cancelled, at = played(impatient, main, large=lambda *_: 60.0)
+    assert (outcome.reward, in_flight, cancelled, at) == (0.5, 0, 1, 1.0)
+    assert outcome.verdict.attempts == 2, "what was cancelled was spent, too"
+
+
+def test_a_caller_who_cancels_ends_the_judge_and_its_calls():
+    async def main(engine, sources):
+        scoring = asyncio.ensure_future(engine.score(sample()))
+        await asyncio.sleep(1.5)
+        scoring.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await scoring
+        await asyncio.sleep(10)
+        return len(sources["large"].arrivals), sources["large"].cancelled, engine.last_batch()
+
+    arrived, cancelled, report = played(Cascade, main, large=lambda *_: 60.0)
+    assert (arrived, cancelled) == (1, 1)
+    assert report is None or report.scored == 0
+
+
+def test_a_judge_may_go_on_without_a_call_that_failed():
+    async def forgiving(leaves, sample, ask):
+        try:
+            return await leaves["small"].judge(sample, ask)
+        except JudgeFailed as error:
+            return Verdict(0.75 if error.failed.cause is Cause.INFRA else 0.0, judge="own")
+
+    def broken(*_):
+        raise TransientError("reset")
+
+    async def main(engine, sources):
+        return await engine.score(sample()), len(sources["small"].arrivals)
+
+    outcome, sent = played(forgiving, main, small=broken)
+    assert (outcome.reward, outcome.verdict.attempts) == (0.75, sent)
+
+
+class Remembered:
+    """A journal in memory; a look-up takes a moment of virtual time."""
+
+    def __init__(self):
+        self.verdicts, self.rows = {}, []
+
+    async def get(self, *keys):
+        await asyncio.sleep(0.01)
+        return next((self.verdicts[key] for key in keys if key in self.verdicts), None)
+
+    async def put(self, key, sample, outcome):
+        self.note(key, sample, outcome)
+
+    def note(self, key, sample, outcome):
+        self.rows.append(outcome)
+        if key is not None and isinstance(outcome, Scored):
+            self.verdicts[key] = outcome.verdict
+
+    async def aclose(self):
+        pass
+
+
+def test_each_call_of_a_judge_is_on_record_by_itself():
+    async def main(engine, sources):
+        first = await engine.score(sample())
+        second = await engine.score(sample())
+        return first, second, [len(source.arrivals) for source in sources.values()]
+
+    book = Remembered()
+    first, second, arrivals = played(Cascade, main, journal=book)
+    assert (first.reward, second.reward, arrivals) == (0.25, 0.25, [1, 1])
+    assert [row.verdict.judge for row in book.rows] == ["small", "large"]
+    assert (second.verdict.cached, second.verdict.attempts, second.verdict.cost_usd) == (True, 0, 0.0)
+
+
+def test_a_call_that_is_answered_after_the_outcome_is_recorded():
+    async def main(engine, sources):
+        outcome = await engine.score(sample(), deadline_s=2.0)
+        await asyncio.sleep(60)
+        return outcome, await engine.score(sample())
+
+    book = Remembered()
+    outcome, again = played(Cascade, main, large=lambda *_: 30.0, journal=book)
+    assert outcome.label == "infra/deadline"
+    assert (again.reward, again.verdict.cached) == (0.25, True)

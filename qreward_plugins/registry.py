@@ -13,6 +13,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from .sources.kind import SourceKind
 
 T = TypeVar("T")
+_log = logging.getLogger("qreward_plugins.registry")
 
 _DISTRIBUTION = "qreward-plugins"
 _MESSAGE_CHARS = 200
@@ -163,10 +165,17 @@ def _registered(
 ) -> Mapping[str, tuple[Registration, ...]]:
     version = _version()
     found = {name: (Registration(name, path, _DISTRIBUTION, version),) for name, path in ours}
-    theirs = metadata.entry_points(group=group)
-    for point in sorted(theirs, key=lambda point: (point.name, point.value)):
-        package, version = ("a package", "") if point.dist is None else (point.dist.name, point.dist.version)
-        one = Registration(point.name, point.value.partition("[")[0].strip(), package, version)
+    try:
+        theirs = sorted(metadata.entry_points(group=group), key=lambda point: (point.name, point.value))
+    except Exception as error:
+        # The metadata of any package may be broken; kinds of ours need none of it.
+        _log.warning(
+            "the entry points of installed packages cannot be read: %s",
+            one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARS),
+        )
+        theirs = []
+    for point in theirs:
+        one = Registration(point.name, point.value.partition("[")[0].strip(), *_package(point))
         if one not in found.get(point.name, ()):
             found[point.name] = (*found.get(point.name, ()), one)
     return found
@@ -175,6 +184,14 @@ def _registered(
 def _first_sentence(doc: object) -> str:
     paragraph = inspect.cleandoc(doc).partition("\n\n")[0] if isinstance(doc, str) else ""
     return one_line(" ".join(paragraph.split()).partition(". ")[0], _MESSAGE_CHARS).rstrip(".")
+
+
+def _package(point: metadata.EntryPoint) -> tuple[str, str]:
+    try:
+        assert point.dist is not None
+        return str(point.dist.name), str(point.dist.version)
+    except Exception:
+        return "a package without a name", ""
 
 
 def _version() -> str:

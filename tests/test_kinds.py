@@ -53,6 +53,13 @@ LENGTH = '''
             even: int = 0
             form: Flat | Round | None = None
             options: FreeMapping = {}
+            db_password: str = ""
+            odd: str = ""
+
+            @field_validator("odd")
+            @classmethod
+            def _is_odd(cls, value: str) -> str:
+                return {"": ""}[value]
 
             @field_validator("even")
             @classmethod
@@ -189,6 +196,7 @@ def test_a_class_that_nobody_registered_is_named_by_its_path(length):
         ({"even": 3}, "even", "3 is odd; give an even number."),
         ({"factor": 101, "unit": "words"}, "", "words score at most 100 each."),
         ({"form": {"radius": -1}}, "form.radius", "must be a positive number, not -1."),
+        ({"odd": "x"}, "", "its kind cannot read it: a validator raised KeyError."),
         ({"form": 3}, "form", "must be a mapping, not 3."),
     ],
 )  # fmt: skip
@@ -200,7 +208,14 @@ def test_mistakes_are_reported_as_ours_are(length, kind, change, place, text):
 
 
 @pytest.mark.parametrize(
-    "change", [{"token": ["sk-SECRET"]}, {"tokens": ["sk-SECRET"]}, {"tokens": {"a": ["sk-SECRET"]}}]
+    "change",
+    [
+        {"token": ["sk-SECRET"]},
+        {"db_password": ["sk-SECRET"]},
+        {"odd": "sk-SECRET"},
+        {"tokens": ["sk-SECRET"]},
+        {"tokens": {"a": ["sk-SECRET"]}},
+    ],
 )
 def test_no_secret_of_a_foreign_kind_is_shown(length, change):
     assert "SECRET" not in str(mistakes({**NODE, **change}))
@@ -232,6 +247,29 @@ def test_a_kind_that_cannot_be_used_is_one_mistake(length, kind, text):
 def test_a_broken_package_hurts_nobody_who_does_not_use_it(length):
     load_config(tree({"kind": "function", "function": "os.path:basename"}))
     assert "length_kind" not in sys.modules
+
+
+def test_broken_metadata_of_another_package_hurts_nobody(length, monkeypatch, caplog):
+    def broken(**_):
+        raise KeyError("Name")
+
+    monkeypatch.setattr(registry.metadata, "entry_points", broken)
+    registry._registered.cache_clear()
+    try:
+        load_config(tree({"kind": "function", "function": "os.path:basename"}))
+        assert "unknown kind 'length'" in mistakes(NODE)["sources.a.kind"]
+    finally:
+        registry._registered.cache_clear()
+    assert "entry points of installed packages cannot be read: KeyError: 'Name'" in caplog.text
+
+
+def test_a_package_without_metadata_is_named_as_such(install):
+    install("nameless", "length_kind", LENGTH, {SOURCES: {"length": "length_kind:LengthSource"}})
+    (path,) = [path for path in sys.path if path.endswith("nameless")]
+    (info,) = Path(path).glob("*.dist-info")
+    (info / "METADATA").write_text("")
+    assert registry.sources.registrations("length")[0].package
+    load_config(tree(NODE))
 
 
 def test_a_name_that_two_packages_register(length, install):

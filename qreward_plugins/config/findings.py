@@ -14,6 +14,7 @@ from difflib import get_close_matches
 from typing import Any, TypeAlias
 
 from ..errors import Mistake
+from ..redaction import names_secret
 
 Path: TypeAlias = tuple[str | int, ...]
 
@@ -44,7 +45,8 @@ class Finding:
 
 def is_secret(path: Path) -> bool:
     """Whether values at this path are kept out of messages."""
-    return not _SECRET_KEYS.isdisjoint(path)
+    # The first two keys of a source are not of its own making: `sources` and its name.
+    return not _SECRET_KEYS.isdisjoint(path) or any(names_secret(key) for key in path[2:] if isinstance(key, str))
 
 
 def path_text(path: Path) -> str:

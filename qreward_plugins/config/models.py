@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, SerializeAsAny, field_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    FiniteFloat,
+    SerializeAsAny,
+    ValidationError,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from ..registry import KindError
@@ -271,9 +279,15 @@ def _source(node: Any) -> Any:
         kind = source_kinds.load(str(node.get("kind")))
     except KindError as error:
         said = error.problem
-    else:
+        raise PydanticCustomError(NO_KIND, "{said}", {"said": said}) from None
+    try:
         return kind.Config.model_validate(node)
-    raise PydanticCustomError(NO_KIND, "{said}", {"said": said})
+    except ValidationError:
+        raise
+    except Exception as error:
+        # A validator of another package may raise anything, and say anything of the value.
+        said = f"its kind cannot read it: a validator raised {type(error).__name__}"
+    raise PydanticCustomError("unreadable", "{said}", {"said": said})
 
 
 NO_KIND = "no_kind"

@@ -38,8 +38,8 @@ def _secrets_marked(value: dict[str, Any]) -> dict[str, Any]:
 
 
 FreeMapping = Annotated[dict[str, Any], AfterValidator(_secrets_marked)]
-"""A mapping with any keys, for a function or a server. A value under the name of a secret (`api_key`, `token`), or from
-the environment, is never shown."""
+"""A mapping with any keys, for a function or a server. A value under the name of a secret (`api_key`, `token`) is never
+shown, and neither is one from the environment where the mapping is called `kwargs` or `parameters`."""
 
 
 def _plain_name(name: str) -> str:

@@ -47,6 +47,12 @@ class SourceKind(ABC):
     usual_latency_s: ClassVar[float] = 1.0
     """Seconds that a request usually takes, for `qreward plan` where neither the user nor a journal says."""
 
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        answers: Any = cls.answers
+        if isinstance(answers, str):
+            cls.answers = (answers,)
+
     def __init__(self, name: str, config: SourceConfig) -> None:
         self._name = name
         self._node = config

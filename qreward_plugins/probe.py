@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from .config import judge_for, parts_of
+from .config import judge_for, parts_of, sources_of
 from .ending import end, forget
 from .engine import RewardEngine
 from .errors import InputError, InvalidVerdict, SourceError, TransientError
-from .judges import JudgeFailed, Leaf, LLMJudge
+from .judges import JudgeFailed, Leaf, kind_of
 from .samples import Sample, Verdict
 from .scheduling import Lane
-from .sources import Reply, Request
+from .sources import TEXT, Reply, Request
 from .trial import Trial, try_out
 
 END_WITHIN_S = 1.0
@@ -40,8 +40,8 @@ class Probe:
 
     `latency_s` is the time to the whole reply in seconds; `announced` are the limits that the source states in its
     headers; `problem` is empty when the verdict is valid. `asked` is false when the sample does not fit the judge, so
-    that nothing was sent. `trial` holds an LLM judge's rewards for `trial.PAIRS`; None for another kind of judge, or if
-    the source gave no reply to one of these requests.
+    that nothing was sent. `trial` holds the rewards for `trial.PAIRS` of a judge that asks for texts; None for another
+    judge, or if the source gave no reply to one of these requests.
     """
 
     judge: str
@@ -82,7 +82,7 @@ def samples_for(engine: RewardEngine, samples: Iterable[Sample]) -> dict[str, Sa
     for sample in samples:
         routed = judge_for(engine.config, sample.data_source)
         for name in () if routed is None else parts_of(engine.config, routed):
-            if name not in found and _asks(engine.judges[name], sample):
+            if name not in found and name in engine.judges and _asks(engine.judges[name], sample):
                 found[name] = sample
         if len(found) == len(engine.judges):
             break
@@ -97,9 +97,16 @@ def _asks(judge: Leaf, sample: Sample) -> bool:
         return False
 
 
+def untried_judges(engine: RewardEngine) -> list[str]:
+    """Names of the judges that ask sources in a way of their own, so that they cannot be tried one by one."""
+    return [
+        name for name in engine.config.judges if name not in engine.judges and kind_of(engine.config.judges[name]).asks
+    ]
+
+
 def idle_sources(engine: RewardEngine) -> list[str]:
     """Names of the sources that no judge asks."""
-    asked = {name for judge in engine.judges.values() for name in judge.sources}
+    asked = {name for judge in engine.config.judges for name in sources_of(engine.config, judge)}
     return [name for name in engine.lanes if name not in asked]
 
 
@@ -134,7 +141,7 @@ async def _ask(judge: Leaf, lane: Lane, sample: Sample, turn: _Turn) -> Probe:
             problem, turn.silent_to = f"no answer within {lane.timeout_s:g} s", judge.name
         except (SourceError, InvalidVerdict) as error:
             problem = str(error)
-        if reply is not None and isinstance(judge, LLMJudge):
+        if reply is not None and judge.asks == TEXT:
             trial = await _trial(judge, lane, sample)
     return Probe(
         judge.name,
@@ -148,7 +155,7 @@ async def _ask(judge: Leaf, lane: Lane, sample: Sample, turn: _Turn) -> Probe:
     )
 
 
-async def _trial(judge: LLMJudge, lane: Lane, like: Sample) -> Trial | None:
+async def _trial(judge: Leaf, lane: Lane, like: Sample) -> Trial | None:
     async def reward(sample: Sample) -> float:
         request = judge.request(sample, attempt=0)
         return judge.verdict(request, await _reply(lane, request)).score

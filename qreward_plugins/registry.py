@@ -20,9 +20,11 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from .errors import ConfigurationError, Mistake
 from .redaction import one_line
 
 if TYPE_CHECKING:
+    from .judges.base import Judge
     from .sources.kind import SourceKind
 
 T = TypeVar("T")
@@ -169,10 +171,7 @@ def _registered(
         theirs = sorted(metadata.entry_points(group=group), key=lambda point: (point.name, point.value))
     except Exception as error:
         # The metadata of any package may be broken; kinds of ours need none of it.
-        _log.warning(
-            "the entry points of installed packages cannot be read: %s",
-            one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARS),
-        )
+        _log.warning("the entry points of installed packages cannot be read: %s", described_error(error))
         theirs = []
     for point in theirs:
         one = Registration(point.name, point.value.partition("[")[0].strip(), *_package(point))
@@ -217,6 +216,20 @@ def _import(path: str) -> tuple[Any, str]:
     return found, ""
 
 
+def described_error(error: Exception) -> str:
+    """What another package raised, on one line."""
+    return one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARS)
+
+
+def kind_or_mistake(kinds: Kinds[T], name: str) -> type[T]:
+    """The class of a kind. Raises ConfigurationError if it cannot be had."""
+    try:
+        return kinds.load(name)
+    except KindError as error:
+        mistake = Mistake(kinds.room, f"{error.problem} (kind {name!r}).", error.remedy)
+    raise ConfigurationError([mistake])
+
+
 _REMEDY = "Mend or uninstall the package, or use another kind."
 
 sources: Kinds[SourceKind] = Kinds(
@@ -230,5 +243,16 @@ sources: Kinds[SourceKind] = Kinds(
 )
 """The kinds of sources."""
 
-rooms: Mapping[str, Kinds[Any]] = {"sources": sources}
+judges: Kinds[Judge] = Kinds(
+    "judges",
+    "qreward_plugins.judges.base:Judge",
+    {
+        "llm": "qreward_plugins.judges.llm:LLMJudge",
+        "function": "qreward_plugins.judges.function:FunctionJudge",
+        "sum": "qreward_plugins.judges.sums:SumJudge",
+    },
+)
+"""The kinds of judges."""
+
+rooms: Mapping[str, Kinds[Any]] = {"sources": sources, "judges": judges}
 """All kinds, by the key of the configuration below which they stand."""

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from qreward_plugins import ConfigurationError, RewardEngine, Sample, Scored, load_config, registry
+from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config, registry
+from qreward_plugins.cli.app import app
+from qreward_plugins.judges import Judge
 from qreward_plugins.sharing import may_share, source_keys
 from qreward_plugins.sources import Request, SourceKind, open_source
 
 CORE = Path(__file__).parents[1] / "qreward_plugins"
-OURS = dict(registry.sources._ours)
+OURS = {**registry.sources._ours, **registry.judges._ours}
 
 LENGTH = '''
     """A kind of source for tests."""
@@ -123,6 +128,55 @@ LENGTH = '''
     class Plain:
         pass
 '''
+TWICE = '''
+    """A kind of judge for tests."""
+    from __future__ import annotations
+    from qreward_plugins import Verdict
+    from qreward_plugins.judges import AskingConfig, Call, Judge, JudgeConfig
+    from qreward_plugins.sources import VALUE, Request
+
+
+    class TwiceJudge(Judge):
+        """Asks twice, and takes the mean."""
+
+        class Config(AskingConfig):
+            factor: float = 1.0
+
+        asks = VALUE
+
+        def __init__(self, name, config, opening):
+            super().__init__(name)
+            self._config = config
+            self._sources = opening.sources
+
+        async def judge(self, sample, ask):
+            call = Call(self._sources, lambda attempt: Request(sample, judge=self.name), self._read, name=self.name)
+            answers = [await ask(call) for _ in range(2)]
+            return Verdict(self._config.factor * sum(answer.value for answer in answers) / 2, judge=self.name)
+
+        def _read(self, request, reply):
+            return float(reply.value)
+
+
+    class Unready(TwiceJudge):
+        def __init__(self, name, config, opening):
+            raise RuntimeError("not today")
+
+
+    class Nameless(TwiceJudge):
+        def __init__(self, name, config, opening):
+            super().__init__("x", config, opening)
+
+
+    class Broken(TwiceJudge):
+        async def judge(self, sample, ask):
+            raise KeyError("response")
+
+
+    class Silent(Judge):
+        """Has no verdict."""
+'''
+JUDGES = "qreward_plugins.judges"
 SOURCES = "qreward_plugins.sources"
 NODE = {"kind": "length", "factor": 2}
 
@@ -137,6 +191,17 @@ def length(install):
         LENGTH,
         {SOURCES: {**kinds, "gone": "length_kind:Gone", "broken": "no_such_module:X"}},
     )
+
+
+@pytest.fixture
+def twice(install, length):
+    names = ("TwiceJudge", "Unready", "Nameless", "Broken", "Silent")
+    kinds = {name.lower(): f"twice_kind:{name}" for name in names} | {"twice": "twice_kind:TwiceJudge"}
+    install("twice-kind", "twice_kind", TWICE, {JUDGES: kinds})
+
+
+def judged(**judge):
+    return {"sources": {"a": NODE}, "judges": {"j": {"kind": "twice", **judge}}}
 
 
 def tree(node, **judge):
@@ -328,19 +393,77 @@ def test_what_a_kind_answers_decides_which_judges_may_ask_it(length):
     )
 
 
+@pytest.mark.parametrize("kind", ["twice", "twice_kind:TwiceJudge"])
+def test_a_judge_of_another_package_asks(twice, kind):
+    (outcome,) = scored(judged(kind=kind, factor=10), [sample("abc")])
+    assert isinstance(outcome, Scored)
+    assert outcome.verdict.score == 60.0
+    assert outcome.verdict.spent.attempts == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "place", "text"),
+    [
+        ({"facter": 1}, "facter", "unknown key. Did you mean `factor`?"),
+        ({"factor": "x"}, "factor", "must be a number, not 'x'."),
+        ({"sources": "b"}, "sources", "there is no source `b`. Sources: `a`."),
+        ({"kind": "twcie"}, "kind", "unknown kind 'twcie'. Did you mean `twice`? Allowed here: llm, function, sum, "),
+        ({"kind": "silent"}, "kind", "the kind 'silent' of twice-kind 1.2: the class twice_kind:Silent lacks judge."),
+        ({"kind": "os:path"}, "kind", "the class os:path does not inherit qreward_plugins.judges.Judge."),
+    ],
+)  # fmt: skip
+def test_mistakes_of_a_foreign_judge_are_reported_as_ours_are(twice, change, place, text):
+    with pytest.raises(ConfigurationError) as caught:
+        load_config(judged(**change))
+    told = {mistake.path: f"{mistake.problem} {mistake.remedy}".strip() for mistake in caught.value.mistakes}
+    assert list(told) == [f"judges.j.{place}"]
+    assert text in told[f"judges.j.{place}"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("unready", r"judges\.j: twice-kind 1\.2 cannot open the judge: RuntimeError: not today\."),
+        ("nameless", r"judges\.j: twice-kind 1\.2 cannot open the judge: it has another name"),
+    ],
+)
+def test_a_judge_that_does_not_open(twice, kind, text):
+    with pytest.raises(ConfigurationError, match=text) as caught:
+        RewardEngine(judged(kind=kind))
+    assert caught.value.__context__ is None
+
+
+def test_a_bug_in_a_foreign_judge_costs_its_own_samples(twice):
+    config = judged(kind="broken")
+    config["judges"]["k"] = {"kind": "twice"}
+    config["routes"] = {"bad": "j", "*": "k"}
+    outcomes = scored(config, [replace(sample("abc"), data_source=name) for name in ("bad", "good")])
+    assert [type(outcome) for outcome in outcomes] == [Failed, Scored]
+    assert "unexpected KeyError" in outcomes[0].detail
+
+
+def test_a_foreign_judge_that_cannot_be_rehearsed_cannot_be_planned(twice, tmp_path):
+    path = tmp_path / "judges.json"
+    path.write_text(json.dumps(judged()))
+    result = CliRunner().invoke(app, ["plan", "--config", str(path), "--samples", "8"])
+    assert result.exit_code == 2
+    assert "judge 'j' cannot be planned: its kind 'twice' defines no `rehearsed`" in " ".join(result.output.split())
+
+
 def test_every_kind_of_ours_describes_itself():
-    for name in registry.sources.names:
-        kind = registry.sources.load(name)
-        assert issubclass(kind, SourceKind)
-        assert kind.__doc__
-        assert registry.sources.registrations(name)[0].package == "qreward-plugins"
+    for kinds, base in ((registry.sources, SourceKind), (registry.judges, Judge)):
+        for one in kinds.described():
+            assert issubclass(kinds.load(one.name), base)
+            assert one.description
+            assert (one.package, one.problem) == ("qreward-plugins", "")
 
 
 def test_no_other_file_of_the_core_names_a_kind():
     """A kind is known in its own file and in the registry. The public names are listed where they are exported, and
     trees of configurations (`"kind": "openai"`) are written by simulations and test tools as users write them."""
-    homes = {path.partition(":")[0].split(".")[-1] + ".py" for path in OURS.values()} | {"registry.py", "__init__.py"}
-    classes = {path.partition(":")[2] for path in OURS.values()}
+    paths = [path for kinds in (registry.sources, registry.judges) for path in kinds._ours.values()]
+    homes = {path.partition(":")[0].split(".")[-1] + ".py" for path in paths} | {"registry.py", "__init__.py"}
+    classes = {path.partition(":")[2] for path in paths}
     wrong = []
     for path in sorted(CORE.rglob("*.py")):
         if path.name in homes or path.relative_to(CORE).parts[0] in ("testing", "simulation"):

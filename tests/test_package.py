@@ -35,6 +35,8 @@ NEIGHBOURS = {  # what may be imported beside that
     ("siblings", "groups"),  # the mean
     ("config", "redaction"),
     ("config", "registry"),
+    ("registry", "errors"),
+    ("registry", "judges"),  # as sources
     ("registry", "redaction"),
     ("registry", "sources"),  # for type checkers only; classes are imported when a configuration names them
     ("sample_check", "errors"),

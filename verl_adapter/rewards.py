@@ -23,9 +23,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from qreward_plugins import Cause, ConfigurationError, Failed, Mistake, Outcome, RewardEngine, Scored, Verdict
 from qreward_plugins.config import Config, Constant, judges_in_charge, parts_of, sources_of
-from qreward_plugins.config import models as configuration
+from qreward_plugins.judges import kind_of as judge_kind_of
 from qreward_plugins.samples import fits_float32
-from qreward_plugins.sources import kind_of
+from qreward_plugins.sources import VALUE, kind_of
 from qreward_plugins.sources.excerpts import Excerpts
 
 MISSING = "qreward/missing"
@@ -176,7 +176,7 @@ class ExtraInfo:
             if isinstance(key, str) and not key.startswith(_OURS) and key not in _TAKEN
         }
         judge = self._judges.get(verdict.judge)
-        if judge is not None and judge.correct_at is not None:
+        if judge is not None and getattr(judge, "correct_at", None) is not None:
             own["acc"] = None if verdict.correct is None else float(verdict.correct)
         elif is_function and returned is None:
             own["acc"] = verdict.score
@@ -205,7 +205,7 @@ def _numbers_of(verdict: Verdict) -> dict[str, Any] | None:
 def _of_functions(config: Config) -> Iterable[str]:
     """The judges that ask functions only."""
     for name, judge in config.judges.items():
-        if isinstance(judge, configuration.FunctionJudge) and all(
+        if judge_kind_of(judge).asks == VALUE and all(
             kind_of(config.sources[source]).local for source in sources_of(config, name)
         ):
             yield name
@@ -214,9 +214,8 @@ def _of_functions(config: Config) -> Iterable[str]:
 def _named_by(config: Config, judges: Iterable[str]) -> Iterable[str]:
     """The keys of functions' mappings that the configuration names."""
     for name in judges:
-        judge = config.judges[name]
-        if isinstance(judge, configuration.FunctionJudge):
-            yield from (key for key in judge.components if key not in _TAKEN and key != "acc")
+        named: tuple[str, ...] = getattr(config.judges[name], "components", ())
+        yield from (key for key in named if key not in _TAKEN and key != "acc")
 
 
 def _plain(value: Any) -> Any:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from qreward_plugins.config import load_config
 from qreward_plugins.errors import SourceError, Throttled
-from qreward_plugins.judges import build_judge
+from qreward_plugins.judges import JudgeRouter
 from qreward_plugins.samples import Sample
 from qreward_plugins.simulation import Scenario, Server, score_of
 from qreward_plugins.simulation.simulated_server import completion_tokens, prompt_tokens
@@ -184,9 +184,7 @@ def _known(limits: Mapping[str, Any]) -> Known:
 def _items(scenario: Scenario, samples: list[Sample]) -> list[Item]:
     """The requests that the engine's judge makes, so that all policies send the same text."""
     config = load_config(scenario.config())
-    ((name, node),) = config.judges.items()
-    names = list(config.sources)
-    judge = build_judge(name, node, sources=names, key=bytes(32))
+    (judge,) = JudgeRouter(config, key=bytes(32)).leaves.values()
     items = []
     for sample in samples:
         request = judge.request(sample, attempt=0)

@@ -9,10 +9,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import Config, SumJudge, load_config
+from ..config import Config, load_config
 from ..errors import InputError
 from ..files import read_rollouts
-from ..probe import Probe, idle_sources, probe, samples_for
+from ..judges import kind_of
+from ..probe import Probe, idle_sources, probe, samples_for, untried_judges
 from ..samples import Sample
 from ..sources.excerpts import Excerpts
 from .figures import number_of, seconds
@@ -43,18 +44,20 @@ async def check_config(
             lane.timeout_s = min(lane.timeout_s, timeout_s)
         counts = ((config.sources, "source"), (config.judges, "judge"), (config.routes, "route"))
         say(out, f"{path}: valid, with {', '.join(number_of(len(part), noun) for part, noun in counts)}")
-        for line in _sums(config):
+        for line in _summaries(config):
             say(out, line)
         for name in engine.judges if rollouts is not None else ():
             if name not in samples:
                 say(out, f"{name}: no row of {rollouts} goes to it; it is asked about the built-in sample")
         with errors.status("asking every source ..."):
             results = await probe(engine, samples)
-        idle = idle_sources(engine)
+        idle, untried = idle_sources(engine), untried_judges(engine)
     out.print(_table(results))
     for result in results:
         if result.verdict is not None and result.verdict.rationale:
             say(out, f'{result.source} says: "{_excerpt(result.verdict.rationale, _RATIONALE_CHARS)}"')
+    for name in untried:
+        say(out, f"{name}: not tried, because its kind asks sources in a way of its own")
     for name in idle:
         say(out, f"{name}: not asked, because no judge has it among its sources")
     failed = [result for result in results if result.problem]
@@ -80,13 +83,10 @@ def _samples_of(rollouts: Path) -> Iterator[Sample]:
         raise InputError(f"{rollouts}: has no rows")
 
 
-def _sums(config: Config) -> list[str]:
-    """What is added up, in words: sums are not asked themselves."""
-    return [
-        f"{name}: the sum of " + " and ".join(f"{weight:g} x {part}" for part, weight in judge.weights.items())
-        for name, judge in config.judges.items()
-        if isinstance(judge, SumJudge)
-    ]
+def _summaries(config: Config) -> list[str]:
+    """What judges do that no source shows, in words: sums are not asked themselves."""
+    said = {name: kind_of(judge).summary(judge) for name, judge in config.judges.items()}
+    return [f"{name}: {summary}" for name, summary in said.items() if summary]
 
 
 def _table(results: list[Probe]) -> Table:

@@ -9,47 +9,42 @@ from __future__ import annotations
 from .layers import load_layers
 from .loading import load_config
 from .models import (
-    AskingJudge,
+    AskingConfig,
     Config,
     Constant,
     EndpointConfig,
     EngineConfig,
-    FunctionJudge,
     Groups,
     JournalConfig,
-    Judge,
+    JudgeConfig,
     Limits,
-    LLMJudge,
     Node,
     Price,
     SourceConfig,
-    SumJudge,
     Timeouts,
 )
-from .routes import judge_for, judges_in_charge, parts_of, sources_of
+from .routes import judge_for, judges_in_charge, own_sources, parts_of, sources_of
 from .yaml_file import read_yaml
 
 __all__ = [
-    "AskingJudge",
+    "AskingConfig",
     "Config",
     "Constant",
     "EndpointConfig",
     "EngineConfig",
-    "FunctionJudge",
     "Groups",
     "JournalConfig",
-    "Judge",
-    "LLMJudge",
+    "JudgeConfig",
     "Limits",
     "Node",
     "Price",
     "SourceConfig",
-    "SumJudge",
     "Timeouts",
     "judge_for",
     "judges_in_charge",
     "load_config",
     "load_layers",
+    "own_sources",
     "parts_of",
     "read_yaml",
     "sources_of",

@@ -8,6 +8,7 @@ the value really stands.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ..registry import KindError, rooms
@@ -15,6 +16,15 @@ from . import shape
 from .findings import Finding, Path, did_you_mean, is_plain_key, nearest, scalar_text
 from .shape import Shape
 from .tree import Broken
+
+
+@dataclass(frozen=True)
+class Named:
+    """A name at `path` of another part of the tree; `what`: `JudgeName` or `SourceName`."""
+
+    path: Path
+    name: str
+    what: str
 
 
 class KeyCheck:
@@ -27,6 +37,8 @@ class KeyCheck:
         self.findings: list[Finding] = []
         self.shapes: dict[Path, list[Shape]] = {}
         """The shapes that are allowed at each place of the mended tree, keys that are missing included."""
+        self.names: list[Named] = []
+        """Every name of a judge or a source in the tree."""
         self._written: dict[Path, str] = {}
         self._unknown: set[Path] = set()
         known = shape.top()["properties"]
@@ -52,14 +64,13 @@ class KeyCheck:
         if isinstance(node, list):
             for n, item in enumerate(node):
                 self._check(item, shape.below(allowed, n), (*path, n))
+        if isinstance(node, str):
+            self._note(node, [shape.names(one) for one in allowed], path)
         if not isinstance(node, dict):
             return
         if len(path) == 2 and path[0] in rooms:
             found = self._of_kind(node, str(path[0]), path)
             shapes = [] if found is None else [found]
-        elif by_kind := shape.kinds(allowed):
-            chosen = self._chosen(node, tuple(by_kind), by_kind, path)
-            shapes = [] if chosen is None else [by_kind[chosen]]
         else:
             shapes = [choice for choice in allowed if choice.get("type") == "object"]
         if not shapes:
@@ -68,8 +79,14 @@ class KeyCheck:
         known = {key: below for choice in shapes for key, below in _required_first(choice).items()}
         if all(choice.get("additionalProperties") is False for choice in shapes):
             self._mend(node, known, path)
+        keys_name = [shape.names(one.get("propertyNames", {})) for one in shapes]
+        for key in node:
+            self._note(key, keys_name, (*path, key))
         for key in dict.fromkeys([*known, *node]):
             self._check(node.get(key), shape.below(shapes, key), (*path, key))
+
+    def _note(self, name: str, what: Sequence[str], path: Path) -> None:
+        self.names += [Named(path, name, one) for one in dict.fromkeys(what) if one]
 
     def _name_keys(self, node: dict[Any, Any], path: Path) -> None:
         if all(isinstance(key, str) for key in node):
@@ -100,7 +117,7 @@ class KeyCheck:
         """The shape of the kind that the node names, or was probably meant to name; None if it cannot be had."""
         kind = node.get("kind")
         named = isinstance(kind, str) and bool(rooms[room].registrations(kind))
-        chosen = kind if named else self._chosen(node, rooms[room].names, shape.of_kinds(room), path)
+        chosen = kind if named else self._guessed(node, rooms[room].names, shape.of_kinds(room), path)
         if not isinstance(chosen, str):
             return None
         problem = remedy = ""
@@ -111,15 +128,13 @@ class KeyCheck:
         self.findings.append(Finding(self.written((*path, "kind")), problem, remedy))
         return None
 
-    def _chosen(
+    def _guessed(
         self, node: dict[Any, Any], names: Sequence[str], by_kind: Mapping[str, Shape], path: Path
     ) -> str | None:
-        """The kind that the node names, or the one that was probably meant. `names` are allowed, and `by_kind` holds
-        the shapes of those that can be used.
+        """The kind that the node was probably meant to name. `names` are allowed, and `by_kind` holds the shapes of
+        those that can be used.
         """
         kind, place = node.get("kind"), (*path, "kind")
-        if isinstance(kind, str) and kind in names:
-            return kind
         guess = nearest(kind, names) if isinstance(kind, str) else None
         guess = guess or _by_keys(node, by_kind)
         if "kind" in node:

@@ -86,7 +86,8 @@ def _checked(tree: Tree, origin: str) -> Config:
         hides = keys.hides
         config, wrong_values = check_values(tree.value, keys.shapes)
         findings += keys.findings
-        for finding in wrong_values + check_references(tree.value):
+        unsure = [finding.path for finding in keys.findings + wrong_values]
+        for finding in wrong_values + check_references(tree.value, keys.names, unsure=unsure):
             findings.append(_located(finding, keys.written(finding.path), tree))
     elif not findings:
         what = "is empty" if not tree.value else "must be a mapping"
@@ -105,16 +106,12 @@ def _checked_references(config: Config, origin: str) -> Config:
             name: {"kind": source.kind, "model": getattr(source, "model", None)}
             for name, source in config.sources.items()
         },
-        "judges": {name: judge.model_dump(mode="json", include=_REFERRING) for name, judge in config.judges.items()},
+        "judges": {name: judge.model_dump(mode="json") for name, judge in config.judges.items()},
         "routes": config.routes,
     }
-    if findings := check_references(tree):
+    if findings := check_references(tree, KeyCheck(tree).names):
         raise ConfigurationError([finding.as_mistake(hidden=False) for finding in findings], origin=origin)
     return config
-
-
-_REFERRING = {"kind", "sources", "weights"}
-"""The keys of a judge that name other parts of the tree, and what kind of part they may name."""
 
 
 def _hides_nothing(_: Path) -> bool:

@@ -1,180 +1,42 @@
 """The configuration tree: every key, its unit and its default, documented beside it.
 
 The models are frozen, forbid unknown keys, and hold no behaviour: what a key does lives in the room that it configures.
-Keys that carry secrets are `SecretStr`, so that printing a configuration prints asterisks. Each kind of source has a
-model of its own, which is found by the key `kind`.
+Keys that carry secrets are `SecretStr`, so that printing a configuration prints asterisks. Each kind of source and
+of judge has a model of its own, which is found by the key `kind`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import (
-    AfterValidator,
-    BeforeValidator,
-    Field,
-    FiniteFloat,
-    SerializeAsAny,
-    ValidationError,
-    field_validator,
-)
+from pydantic import BeforeValidator, Field, FiniteFloat, SerializeAsAny, ValidationError
 from pydantic_core import PydanticCustomError
 
-from ..registry import KindError
-from ..registry import sources as source_kinds
-from .nodes import Integer, Node, NonNegativeFloat, Number, PositiveFloat, PositiveInt, no_bool, one_or_several
+from .. import registry
+from ..registry import KindError, Kinds
+from .judge_models import AskingConfig, JudgeConfig
+from .nodes import Integer, Node, Number, PositiveFloat, PositiveInt, no_bool
 from .source_models import EndpointConfig, Limits, Price, SourceConfig, Timeouts
 
 __all__ = [
-    "AskingJudge",
+    "AskingConfig",
     "Config",
     "Constant",
     "EndpointConfig",
     "EngineConfig",
     "FailurePolicy",
-    "FunctionJudge",
     "Groups",
     "JournalConfig",
-    "Judge",
-    "LLMJudge",
+    "JudgeConfig",
     "Limits",
     "Node",
     "Price",
     "Scheduling",
     "SourceConfig",
     "Strategy",
-    "SumJudge",
     "Timeouts",
 ]
-
-Interval = tuple[Number, Number]
-
-
-def _ascending(interval: Interval | None) -> Interval | None:
-    if interval is not None and interval[0] >= interval[1]:
-        raise ValueError(f"the low end {interval[0]:g} must be below the high end {interval[1]:g}")
-    return interval
-
-
-class _JudgeNode(Node):
-    sources: tuple[str, ...] = ()
-    """Names of the sources that may answer this judge; a glob over names (`local-*`) or, after `model:`, over models
-    (`model:Qwen/*`) means all that match and can answer. Default: all that can, which for a judge of kind `llm` are
-    those of kind `openai`, and for one of kind `function` those of kinds `function` and `http`."""
-
-    floor: Number | None = None
-    """Score of a response that is empty or cannot be judged, and of an invalid verdict with `on_invalid: floor`.
-    Default: the low end of the reward range."""
-
-    on_invalid: Literal["missing", "floor"] = "missing"
-    """What becomes of a sample whose verdicts were invalid on every try, when the judge answers other samples well.
-    `missing` (default): no reward, as after any failure. `floor`: the floor score; choose it when the policy could
-    learn to provoke invalid verdicts in order to escape a bad score."""
-
-    invalid_retries: Annotated[int, Field(ge=0, le=10), BeforeValidator(no_bool)] = 1
-    """Further tries after an invalid verdict, on another source where there is one. Default: 1."""
-
-    correct_at: Number | None = None
-    """The reward from which a response counts as correct (the metric `acc`). Default: correctness is not defined."""
-
-    _names = field_validator("sources", mode="before")(one_or_several)
-
-
-class LLMJudge(_JudgeNode):
-    """A language model that reads the response and gives a score."""
-
-    kind: Literal["llm"]
-
-    invalid_retries: Annotated[int, Field(ge=0, le=10), BeforeValidator(no_bool)] = 3
-    """Further tries after an invalid verdict, on another source where there is one. Default: 3, so that a judge that
-    answers one request in ten with prose loses one sample in ten thousand."""
-
-    instructions: str | None = None
-    """What to judge by, as a Jinja2 template (sandboxed). Default: correctness and helpfulness, against the reference
-    answer where there is one."""
-
-    system: str | None = None
-    """The system message, as a Jinja2 template. Default: a short statement of the judge's role. An empty text: none."""
-
-    criteria: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], str] = Field(default_factory=dict)
-    """Names and descriptions of component scores that the judge gives beside the total, in the same range."""
-
-    score_range: Interval = (0.0, 10.0)
-    """The range in which the judge scores. Default: 0 to 10."""
-
-    reward_range: Interval = (0.0, 1.0)
-    """The range that the score is mapped to, linearly. Default: 0 to 1."""
-
-    response_format: Literal["json_schema", "json_object", "none"] = "json_schema"
-    """What is asked of the server; take `json_object` or `none` for servers without structured output."""
-
-    temperature: NonNegativeFloat = 0.0
-    """Sampling temperature. Default: 0."""
-
-    max_tokens: PositiveInt = 512
-    """Longest completion in tokens. Default: 512."""
-
-    seed: Integer | None = None
-    """Sampling seed asked of the server. Default: none."""
-
-    max_prompt_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 131_072
-    """Longest prompt shown to the judge, in characters; also the limit of the reference, and of each further column
-    that the instructions show. Default: 131,072, which is about 32,000 tokens."""
-
-    max_response_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 262_144
-    """Longest response shown to the judge, in characters. Default: 262,144, which is about 64,000 tokens: a long chain
-    of thought. Give a smaller number if the judge's context window is smaller: it would refuse the request."""
-
-    on_too_long: Literal["cut", "fail", "floor"] = "cut"
-    """What happens to a sample whose prompt or response is longer. `cut` (default): the judge sees both ends and is
-    told how much is left out between them; the verdict is marked (`Verdict.cut`, the metric `cut_rate`). `fail`: no
-    reward (reason `too_long`). `floor`: the floor score if the response is too long; no reward if only the prompt or
-    another text is, because the policy did not write those."""
-
-    _ranges = field_validator("score_range", "reward_range")(_ascending)
-
-
-class FunctionJudge(_JudgeNode):
-    """The value of a reward function or a scoring service (sources of kind `function` and `http`), taken as the
-    verdict: a number, or a mapping with the key `score`."""
-
-    kind: Literal["function"]
-
-    reward_range: Interval | None = None
-    """The range that scores must lie in. Default: any finite number."""
-
-    components: tuple[str, ...] = ()
-    """Keys of the mapping that go into the metrics. Naming them keeps the metrics of every sample alike,
-    failed ones included. Default: every key with a number, as it comes."""
-
-    _ranges = field_validator("reward_range")(_ascending)
-
-
-def _weighs(weight: float) -> float:
-    if weight == 0:
-        raise ValueError("a weight of 0 adds nothing; leave the judge out of the sum, or give it another weight")
-    return weight
-
-
-class SumJudge(Node):
-    """Several rewards for one sample: other judges of this configuration score it, and what they say is added up."""
-
-    kind: Literal["sum"]
-
-    weights: Annotated[dict[str, Annotated[Number, AfterValidator(_weighs)]], Field(min_length=1)]
-    """The judges whose rewards are added, by name, and what each reward is multiplied by; a negative weight makes a
-    penalty of it. They may be sums themselves. Every one of them scores the sample; the sum is missing where one of
-    their rewards is."""
-
-    correct_at: Number | None = None
-    """The sum from which on the response counts as correct. Default: the sum says nothing about it."""
-
-
-AskingJudge: TypeAlias = LLMJudge | FunctionJudge
-"""The judges that ask sources."""
-
-Judge = Annotated[LLMJudge | FunctionJudge | SumJudge, Field(discriminator="kind")]
 
 
 class JournalConfig(Node):
@@ -271,23 +133,27 @@ class Groups(Node):
     replaced for ever. Default: 256."""
 
 
-def _source(node: Any) -> Any:
-    """A source, as the model of its kind reads it. pydantic adds the place of the source to what that model finds."""
-    if not isinstance(node, Mapping):
-        return node
-    try:
-        kind = source_kinds.load(str(node.get("kind")))
-    except KindError as error:
-        said = error.problem
-        raise PydanticCustomError(NO_KIND, "{said}", {"said": said}) from None
-    try:
-        return kind.Config.model_validate(node)
-    except ValidationError:
-        raise
-    except Exception as error:
-        # A validator of another package may raise anything, and say anything of the value.
-        said = f"its kind cannot read it: a validator raised {type(error).__name__}"
-    raise PydanticCustomError("unreadable", "{said}", {"said": said})
+def _by_kind(kinds: Kinds[Any]) -> Callable[[Any], Any]:
+    """Reads a node as the model of its kind does. pydantic adds the place of the node to what that model finds."""
+
+    def read(node: Any) -> Any:
+        if not isinstance(node, Mapping):
+            return node
+        try:
+            kind = kinds.load(str(node.get("kind")))
+        except KindError as error:
+            said = error.problem
+            raise PydanticCustomError(NO_KIND, "{said}", {"said": said}) from None
+        try:
+            return kind.Config.model_validate(node)
+        except ValidationError:
+            raise
+        except Exception as error:
+            # A validator of another package may raise anything, and say anything of the value.
+            said = f"its kind cannot read it: a validator raised {type(error).__name__}"
+        raise PydanticCustomError("unreadable", "{said}", {"said": said})
+
+    return read
 
 
 NO_KIND = "no_kind"
@@ -298,16 +164,20 @@ class Config(Node):
     """The whole tree."""
 
     sources: Annotated[
-        dict[str, SerializeAsAny[Annotated[SourceConfig, BeforeValidator(_source)]]], Field(min_length=1)
+        dict[str, SerializeAsAny[Annotated[SourceConfig, BeforeValidator(_by_kind(registry.sources))]]],
+        Field(min_length=1),
     ]
     """The sources, by name."""
 
-    judges: Annotated[dict[str, Judge], Field(min_length=1)]
+    judges: Annotated[
+        dict[str, SerializeAsAny[Annotated[JudgeConfig, BeforeValidator(_by_kind(registry.judges))]]],
+        Field(min_length=1),
+    ]
     """The judges, by name."""
 
     routes: dict[str, str] = Field(default_factory=dict)
     """Which judge scores which data source: glob pattern to name of the judge, the first match wins. Default: the one
-    judge for everything; judges that are only parts of a sum do not count."""
+    judge for everything; judges that are only parts of others do not count."""
 
     engine: EngineConfig = EngineConfig()
 

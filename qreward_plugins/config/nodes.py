@@ -2,9 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, FiniteFloat
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    FiniteFloat,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+)
+from pydantic_core import CoreSchema, core_schema
 
 from ..samples import fits_float32
 
@@ -46,3 +57,42 @@ def one_or_several(value: Any) -> Any:
 def takes(words: str) -> Any:
     """Says in words what a value is that has a pattern, for messages: "the name of an environment variable"."""
     return Field(json_schema_extra={"takes": words})
+
+
+class _Name(str):
+    """The name of another part of the configuration. In the JSON Schema it is marked by its type."""
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(cls, core_schema.str_schema())
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {**handler(schema), "names": cls.__name__}
+
+
+class JudgeName(_Name):
+    """The name of another judge of the configuration. Wherever the model of a judge has one, as a value or as the key
+    of a mapping, it is checked, and that judge is a part of the one that names it.
+    """
+
+
+class SourceName(_Name):
+    """The name of a source of the configuration, or a glob over names (`local-*`) or, after `model:`, over models
+    (`model:Qwen/*`).
+    """
+
+
+def judges_named(value: Any) -> Iterator[str]:
+    """The names of judges in a model, in the order of its keys."""
+    if isinstance(value, BaseModel):
+        value = {name: getattr(value, name) for name in type(value).model_fields}
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from judges_named(key)
+            yield from judges_named(item)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from judges_named(item)
+    elif type(value) is JudgeName:
+        yield value

@@ -6,32 +6,51 @@ misspelt name.
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ..registry import sources as source_kinds
-from .findings import Finding, cut, did_you_mean
-from .routes import ASKS, answers, is_glob, matching
+from ..registry import KindError, rooms
+from . import shape
+from .findings import Finding, Path, cut, did_you_mean
+from .keys import Named
+from .nodes import JudgeName, SourceName
+from .routes import answers, asked_by, is_glob, matching
 
 
-def check_references(tree: dict[str, Any]) -> list[Finding]:
-    """What is wrong between the parts of `tree`; paths are those of `tree`."""
+def check_references(tree: dict[str, Any], names: Sequence[Named], *, unsure: Iterable[Path] = ()) -> list[Finding]:
+    """What is wrong between the parts of `tree`; paths are those of `tree`. `names` are all names of other parts in it,
+    and `unsure` are the places of mistakes found before: what stands there may have been meant as a name.
+    """
     sources, judges, routes = tree.get("sources"), tree.get("judges"), tree.get("routes", {})
     findings: list[Finding] = []
     if isinstance(sources, dict) and sources and isinstance(judges, dict):
-        kinds = {name: _kind(source) for name, source in sources.items()}
-        models = {name: _model(source) for name, source in sources.items()}
+        asking = _Asking(sources)
+        named: dict[Any, list[Named]] = {}
+        for one in names:
+            if one.path[0] == "judges" and one.what == SourceName.__name__:
+                named.setdefault(one.path[1], []).append(one)
         for name, judge in judges.items():
             if isinstance(judge, dict):
-                findings += _judge(name, judge, kinds, models)
+                findings += asking.check(name, judge, named.get(name, []))
     if isinstance(judges, dict) and judges:
-        weights = {name: _weights(judge) for name, judge in judges.items() if _kind(judge) == "sum"}
-        of_sums = [finding for name, parts in weights.items() for finding in _sum(name, parts, judges, set(weights))]
-        findings += of_sums
+        parts = [one for one in names if one.path[0] == "judges" and one.what == JudgeName.__name__]
+        of_parts = _parts(parts, judges)
+        findings += of_parts
         if isinstance(routes, dict):
             findings += _routes(routes, judges)
-            if not routes and not of_sums and all(weights.values()):
-                findings += _no_routes(judges, {part for parts in weights.values() for part in parts})
+            doubted = {path[1] for path in unsure if path[0] == "judges" and len(path) > 1}
+            if not routes and not of_parts and not any(map(_names_judges, (judges.get(name) for name in doubted))):
+                findings += _no_routes(judges, {one.name for one in parts})
     return findings
+
+
+def _names_judges(judge: Any) -> bool:
+    """Whether a judge is of a kind that may have other judges as parts."""
+    try:
+        return shape.holds(shape.of_kind("judges", _kind(judge) or ""), "names", JudgeName.__name__)
+    except KindError:
+        return True
 
 
 def _kind(node: Any) -> str | None:
@@ -44,70 +63,86 @@ def _model(node: Any) -> str | None:
     return model if isinstance(model, str) else None
 
 
-def _weights(node: dict[str, Any]) -> list[str]:
-    weights = node.get("weights")
-    return [part for part in weights if isinstance(part, str)] if isinstance(weights, dict) else []
-
-
-def _awaited(name: str, judges: dict[str, Any]) -> set[str]:
-    """The judges that a sum adds, those that the sums among them add, and so on; and itself."""
-    found: set[str] = set()
-    left = [name]
-    while left:
-        part = left.pop()
-        if part not in found:
-            found.add(part)
-            left += _weights(judges[part]) if _kind(judges.get(part)) == "sum" else []
-    return found
-
-
-def _sum(name: str, parts: list[str], judges: dict[str, Any], sums: set[str]) -> list[Finding]:
+def _parts(names: Sequence[Named], judges: dict[str, Any]) -> list[Finding]:
+    endless = _endless(names)
     findings = []
-    fitting = [other for other in judges if other != name]
-    for part in parts:
-        path = ("judges", name, "weights", part)
-        whole = next((other for other in parts if part.startswith(f"{other}/")), None)
-        if part not in judges:
-            remedy = f"{did_you_mean(part, fitting)}Judges: {_listed(fitting)}."
-            findings.append(Finding(path, f"there is no judge `{cut(part)}`", remedy))
-        elif part in sums and name in _awaited(part, judges):
-            problem = "a sum cannot be a part of itself"
-            if part != name:
-                problem = f"`{cut(part)}` is a sum of which `{cut(name)}` is a part, so that neither has an end"
-            findings.append(Finding(path, problem, "Name judges that do not lead back to it."))
-        elif whole is not None:
-            problem = f"the name reads like a component of `{cut(whole)}`, another part of this sum"
-            findings.append(Finding(path, problem, "Give the judge another name."))
+    for one in names:
+        whole = str(one.path[1])
+        if one.name not in judges:
+            fitting = [other for other in judges if other != whole]
+            remedy = f"{did_you_mean(one.name, fitting)}Judges: {_listed(fitting)}."
+            findings.append(Finding(one.path, f"there is no judge `{cut(one.name)}`", remedy))
+        elif endless.issuperset((whole, one.name)):
+            problem = "a judge cannot be a part of itself"
+            if one.name != whole:
+                problem = f"`{cut(whole)}` and `{cut(one.name)}` are parts of each other, so that neither has an end"
+            findings.append(Finding(one.path, problem, "Name judges that do not lead back to it."))
     return findings
 
 
-def _judge(
-    name: str, judge: dict[str, Any], kinds: dict[str, str | None], models: dict[str, str | None]
-) -> list[Finding]:
-    findings = []
-    asked = ASKS.get(_kind(judge) or "")
-    answer = {other: None if asked is None or kind is None else answers(kind, asked) for other, kind in kinds.items()}
-    fitting = [other for other, answered in answer.items() if answered]
-    named = judge.get("sources")
-    for n, source in enumerate(named if isinstance(named, list) else [named]):
-        if not isinstance(source, str):
-            continue
-        path = ("judges", name, "sources", *((n,) if isinstance(named, list) else ()))
-        if source not in kinds and is_glob(source):
-            if asked and not matching(source, {other: models[other] for other in fitting}):
-                problem = f"`{cut(source)}` matches no source of kind {_that_answer(asked)}"
-                findings.append(Finding(path, problem, _offer(fitting)))
-        elif source not in kinds:
-            remedy = f"{did_you_mean(source, kinds)}Sources: {_listed(kinds)}."
-            findings.append(Finding(path, f"there is no source `{cut(source)}`", remedy))
-        elif asked and answer[source] is False:
-            problem = f"`{cut(source)}` is a source of kind {kinds[source]}, which cannot answer a judge of kind"
-            remedy = f"Name sources of kind {_that_answer(asked)}" + (f": {_listed(fitting)}." if fitting else ".")
-            findings.append(Finding(path, f"{problem} {_kind(judge)}", remedy))
-    if not named and asked and not fitting and None not in answer.values():
-        problem = f"there is no source of kind {_that_answer(asked)} to answer this judge of kind {_kind(judge)}"
-        findings.append(Finding(("judges", name), problem, "Add one below `sources`."))
-    return findings
+def _endless(names: Sequence[Named]) -> set[str]:
+    """The judges that are parts of themselves, directly or through others: what is left when those that have no parts
+    are taken away, and those that are no parts, again and again.
+    """
+    left = {name for one in names for name in (str(one.path[1]), one.name)}
+    for below in (True, False):
+        pairs = [(str(one.path[1]), one.name) if below else (one.name, str(one.path[1])) for one in names]
+        pairs = [pair for pair in pairs if left.issuperset(pair)]
+        open_ends = Counter(whole for whole, _ in pairs)
+        wholes: dict[str, list[str]] = {}
+        for whole, part in pairs:
+            wholes.setdefault(part, []).append(whole)
+        ended = [name for name in left if not open_ends[name]]
+        while ended:
+            name = ended.pop()
+            left.discard(name)
+            for whole in wholes.get(name, ()):
+                open_ends[whole] -= 1
+                if not open_ends[whole]:
+                    ended.append(whole)
+    return left
+
+
+class _Asking:
+    """Checks which sources judges ask."""
+
+    def __init__(self, sources: dict[str, Any]) -> None:
+        self._kinds = {name: _kind(source) for name, source in sources.items()}
+        self._models = {name: _model(source) for name, source in sources.items()}
+        self._answers: dict[str, tuple[dict[str, bool | None], list[str]]] = {}
+
+    def check(self, name: str, judge: dict[str, Any], named: Sequence[Named]) -> list[Finding]:
+        findings = []
+        asked = asked_by(_kind(judge))
+        answer, fitting = self._answer(asked)
+        for one in named:
+            path, source = one.path, one.name
+            if source not in answer and is_glob(source):
+                if asked and not matching(source, {other: self._models[other] for other in fitting}):
+                    problem = f"`{cut(source)}` matches no source of kind {_that_answer(asked)}"
+                    findings.append(Finding(path, problem, _offer(fitting)))
+            elif source not in answer:
+                remedy = f"{did_you_mean(source, answer)}Sources: {_listed(answer)}."
+                findings.append(Finding(path, f"there is no source `{cut(source)}`", remedy))
+            elif asked and answer[source] is False:
+                kind = self._kinds[source]
+                problem = (
+                    f"`{cut(source)}` is a source of kind {kind}, which cannot answer a judge of kind {_kind(judge)}"
+                )
+                remedy = f"Name sources of kind {_that_answer(asked)}" + (f": {_listed(fitting)}." if fitting else ".")
+                findings.append(Finding(path, problem, remedy))
+        if not judge.get("sources") and asked and not fitting and None not in answer.values():
+            problem = f"there is no source of kind {_that_answer(asked)} to answer this judge of kind {_kind(judge)}"
+            findings.append(Finding(("judges", name), problem, "Add one below `sources`."))
+        return findings
+
+    def _answer(self, asked: str) -> tuple[dict[str, bool | None], list[str]]:
+        """Whether each source answers what is asked (None: that is not known), and the names of those that do."""
+        if asked not in self._answers:
+            by_kind = {kind: answers(kind, asked) if asked and kind else None for kind in set(self._kinds.values())}
+            answer = {source: by_kind[kind] for source, kind in self._kinds.items()}
+            self._answers[asked] = answer, [source for source, answered in answer.items() if answered]
+        return self._answers[asked]
 
 
 def _routes(routes: dict[str, Any], judges: dict[str, Any]) -> list[Finding]:
@@ -126,7 +161,7 @@ def _no_routes(judges: dict[str, Any], parts: set[str]) -> list[Finding]:
     whole = [name for name in judges if name not in parts]
     if len(whole) <= 1:
         return []
-    beside = " that are no part of a sum" if parts else ""
+    beside = " that are no part of another" if parts else ""
     problem = (
         f"there are {len(whole)} judges{beside} ({_listed(whole)}), and nothing says which data source goes to which"
     )
@@ -134,7 +169,7 @@ def _no_routes(judges: dict[str, Any], parts: set[str]) -> list[Finding]:
 
 
 def _that_answer(asked: str) -> str:
-    return " or ".join(name for name, kind in source_kinds.loadable() if asked in kind.answers)
+    return " or ".join(name for name, kind in rooms["sources"].loadable() if asked in kind.answers)
 
 
 def _offer(fitting: list[str]) -> str:

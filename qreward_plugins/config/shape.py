@@ -72,13 +72,16 @@ def choices(shape: Shape) -> list[Shape]:
     return [] if shape.get("type") == "null" else [shape]
 
 
-def kinds(shapes: list[Shape]) -> dict[str, Shape]:
-    """The shapes that the key `kind` chooses between here, by kind; empty where there is no such choice."""
-    return {
-        shape["properties"]["kind"]["const"]: shape
-        for shape in shapes
-        if "const" in shape.get("properties", {}).get("kind", {})
-    }
+def names(shape: Shape) -> str:
+    """What a value of this shape, or each item of a list of it, is the name of: `JudgeName`, `SourceName` or ""."""
+    return str(shape.get("names") or shape.get("items", {}).get("names", ""))
+
+
+def holds(shape: Any, key: str, value: str) -> bool:
+    """Whether `key` has this value anywhere in a shape."""
+    if isinstance(shape, Mapping):
+        return shape.get(key) == value or any(holds(below, key, value) for below in shape.values())
+    return isinstance(shape, list) and any(holds(below, key, value) for below in shape)
 
 
 def below(shapes: list[Shape], key: str | int) -> list[Shape]:
@@ -100,13 +103,7 @@ def _property(shape: Shape, key: str) -> Any:
 
 def is_secret(shapes: list[Shape]) -> bool:
     """Whether one of the shapes is that of a secret (`SecretStr`), or holds one."""
-    return any(_holds_secret(shape) for shape in shapes)
-
-
-def _holds_secret(shape: Any) -> bool:
-    if isinstance(shape, Mapping):
-        return shape.get("format") == "password" or any(map(_holds_secret, shape.values()))
-    return isinstance(shape, list) and any(map(_holds_secret, shape))
+    return any(holds(shape, "format", "password") for shape in shapes)
 
 
 def wanted(shapes: list[Shape]) -> str:
@@ -139,7 +136,8 @@ def _words(shape: Shape) -> str:
         if items == ["number", "number"]:
             return "a list of two numbers, the low and the high end"
         of = " of texts" if shape.get("items", {}).get("type") == "string" else ""
-        return f"a list{of} that is not empty" if shape.get("minItems") else f"a list{of}"
+        least = shape.get("minItems", 0)
+        return f"a list{of}" + ("", " that is not empty", f" with {least} or more")[min(least, 2)]
     if kind != "object":
         return ""
     if not shape.get("properties"):

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from .base import Ask, Judge, JudgeFailed
+from ..config.judge_models import AskingConfig, Interval, JudgeConfig
+from ..config.nodes import JudgeName, SourceName
+from ..scheduling.calls import Answer, Call, CallFailed
+from .base import Ask, Judge, JudgeFailed, Opening, together
 from .function import FunctionJudge
 from .leaf import Leaf
 from .llm import LLMJudge
-from .router import JudgeRouter, build_judge
+from .opening import kind_of, open_judge
+from .router import JudgeRouter
 from .sums import SumJudge
 
 __all__ = [
+    "Answer",
     "Ask",
+    "AskingConfig",
+    "Call",
+    "CallFailed",
     "FunctionJudge",
+    "Interval",
     "Judge",
+    "JudgeConfig",
     "JudgeFailed",
+    "JudgeName",
     "JudgeRouter",
     "LLMJudge",
     "Leaf",
+    "Opening",
+    "SourceName",
     "SumJudge",
-    "build_judge",
+    "kind_of",
+    "open_judge",
+    "together",
 ]

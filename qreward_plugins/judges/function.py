@@ -12,10 +12,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ..config import models as configuration
+from ..config.judge_models import AskingConfig, Interval
 from ..errors import InvalidVerdict
 from ..samples import RawScore, Sample, Verdict, fits_float32
+from ..sources import kind_of
 from ..sources.base import Reply, Request
+from ..sources.kind import VALUE
+from .base import Opening
 from .leaf import Leaf, checked
 from .settings import fingerprint
 
@@ -25,20 +28,44 @@ _LONGEST_NAME_CHARS = 100
 
 
 class FunctionJudge(Leaf):
-    """A judge that reads a value: a finite number, or a mapping that has one under `score`.
+    """The value of a function or a scoring service, taken as the verdict.
 
-    Numbers are Python's, numpy's, and tensors without dimensions. Of a mapping, the keys named in the configuration
-    become components, and each must hold a finite number or a truth value; with none named every key that does becomes
-    one, and the rest (texts, lists, NaN, names of more than 100 characters) is dropped. `correct_at` decides
-    correctness where it is configured, else the key `acc` where it is a truth value, 0 or 1. With `keeps_returned` the
-    verdict carries the mapping as it was, too; services' whole replies are not worth the memory. Raises
-    `ConfigurationError` for numbers that contradict each other.
+    It is a finite number, or a mapping that has one under `score`. Numbers are Python's, numpy's, and tensors without
+    dimensions. Of a mapping, the keys named in the configuration become components, and each must hold a finite number
+    or a truth value; with none named every key that does becomes one, and the rest (texts, lists, NaN, names of more
+    than 100 characters) is dropped. `correct_at` decides correctness where it is configured, else the key `acc` where
+    it is a truth value, 0 or 1. With `keeps_returned` the verdict carries the mapping as it was, too; services' whole
+    replies are not worth the memory. Raises `ConfigurationError` for numbers that contradict each other.
     """
+
+    class Config(AskingConfig):
+        """The value of a reward function or a scoring service (sources of kind `function` and `http`), taken as the
+        verdict: a number, or a mapping with the key `score`."""
+
+        reward_range: Interval | None = None
+        """The range that scores must lie in. Default: any finite number."""
+
+        components: tuple[str, ...] = ()
+        """Keys of the mapping that go into the metrics. Naming them keeps the metrics of every sample alike,
+        failed ones included. Default: every key with a number, as it comes."""
+
+    asks = VALUE
+
+    @classmethod
+    def open(cls, name: str, config: Any, opening: Opening) -> FunctionJudge:
+        local = all(kind_of(opening.config.sources[source]).local for source in opening.sources)
+        return cls(name, config, sources=opening.sources, keeps_returned=local)
+
+    @classmethod
+    def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
+        low, high = config.reward_range or (0.0, 1.0)
+        score = low + share * (high - low)
+        return Reply(value={"score": score, **dict.fromkeys(config.components, score)})
 
     def __init__(
         self,
         name: str,
-        config: configuration.FunctionJudge,
+        config: Config,
         *,
         sources: Sequence[str],
         keeps_returned: bool = False,

@@ -11,7 +11,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ..config.models import AskingJudge
+from ..config.judge_models import AskingConfig
 from ..errors import ConfigurationError, input_problem
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Answer, Call, CallFailed, Unanswered
@@ -27,7 +27,7 @@ class Leaf(Judge):
     no part of it.
     """
 
-    def __init__(self, name: str, config: AskingJudge, *, sources: Sequence[str], fingerprint: str) -> None:
+    def __init__(self, name: str, config: AskingConfig, *, sources: Sequence[str], fingerprint: str) -> None:
         super().__init__(name)
         self.sources = tuple(sources)
         self.fingerprint = fingerprint
@@ -66,6 +66,10 @@ class Leaf(Judge):
     def invalid_retries(self) -> int:
         """Further tries after an invalid reply."""
         return self._asking.invalid_retries
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        return self._asking.reward_range
 
     @property
     def defines_correct(self) -> bool:
@@ -180,7 +184,7 @@ def failed(why: Unanswered, judge: str) -> Failed:
     return Failed(cause, why.reason, why.detail, judge=judge, source=why.source, spent=why.spent)
 
 
-def checked(name: str, config: AskingJudge) -> None:
+def checked(name: str, config: AskingConfig) -> None:
     """Raise `ConfigurationError` for numbers of the configuration that contradict each other."""
     mistakes = number_mistakes(name, config)
     if mistakes:

@@ -10,12 +10,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from ..config import models as configuration
+from pydantic import BeforeValidator, Field
+
+from ..config.judge_models import AskingConfig, Interval
+from ..config.nodes import Integer, NonNegativeFloat, PositiveInt, no_bool
 from ..errors import ConfigurationError, InputError, InvalidVerdict
 from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict
 from ..sources.base import Reply, Request
+from ..sources.kind import TEXT
+from .base import Opening
 from .fence import NONCE_LENGTH, draw_nonce
 from .finish_reasons import why_no_verdict
 from .leaf import Leaf
@@ -82,13 +87,79 @@ _TEMPLATE_ROOM = 262_144
 
 
 class LLMJudge(Leaf):
-    """A judge that asks a language model and reads its verdict strictly.
+    """A language model that reads the response and gives a score.
 
-    `key` is the secret of the fences' identifiers, `sources` names the sources that may answer. Raises
-    `ConfigurationError`, with all mistakes of the templates and the numbers.
+    Its verdict is read strictly. `key` is the secret of the fences' identifiers, `sources` names the sources that may
+    answer. Raises `ConfigurationError`, with all mistakes of the templates and the numbers.
     """
 
-    def __init__(self, name: str, config: configuration.LLMJudge, *, sources: Sequence[str], key: bytes) -> None:
+    class Config(AskingConfig):
+        """A language model that reads the response and gives a score."""
+
+        invalid_retries: Annotated[int, Field(ge=0, le=10), BeforeValidator(no_bool)] = 3
+        """Further tries after an invalid verdict, on another source where there is one. Default: 3, so that a judge
+        that answers one request in ten with prose loses one sample in ten thousand."""
+
+        instructions: str | None = None
+        """What to judge by, as a Jinja2 template (sandboxed). Default: correctness and helpfulness, against the
+        reference answer where there is one."""
+
+        system: str | None = None
+        """The system message, as a Jinja2 template. Default: a short statement of the judge's role. An empty text:
+        none."""
+
+        criteria: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], str] = Field(default_factory=dict)
+        """Names and descriptions of component scores that the judge gives beside the total, in the same range."""
+
+        score_range: Interval = (0.0, 10.0)
+        """The range in which the judge scores. Default: 0 to 10."""
+
+        reward_range: Interval = (0.0, 1.0)
+        """The range that the score is mapped to, linearly. Default: 0 to 1."""
+
+        response_format: Literal["json_schema", "json_object", "none"] = "json_schema"
+        """What is asked of the server; take `json_object` or `none` for servers without structured output."""
+
+        temperature: NonNegativeFloat = 0.0
+        """Sampling temperature. Default: 0."""
+
+        max_tokens: PositiveInt = 512
+        """Longest completion in tokens. Default: 512."""
+
+        seed: Integer | None = None
+        """Sampling seed asked of the server. Default: none."""
+
+        max_prompt_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 131_072
+        """Longest prompt shown to the judge, in characters; also the limit of the reference, and of each further column
+        that the instructions show. Default: 131,072, which is about 32,000 tokens."""
+
+        max_response_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 262_144
+        """Longest response shown to the judge, in characters. Default: 262,144, which is about 64,000 tokens: a long
+        chain of thought. Give a smaller number if the judge's context window is smaller: it would refuse the
+        request."""
+
+        on_too_long: Literal["cut", "fail", "floor"] = "cut"
+        """What happens to a sample whose prompt or response is longer. `cut` (default): the judge sees both ends and is
+        told how much is left out between them; the verdict is marked (`Verdict.cut`, the metric `cut_rate`). `fail`: no
+        reward (reason `too_long`). `floor`: the floor score if the response is too long; no reward if only the prompt
+        or another text is, because the policy did not write those."""
+
+    asks = TEXT
+
+    @classmethod
+    def open(cls, name: str, config: Any, opening: Opening) -> LLMJudge:
+        return cls(name, config, sources=opening.sources, key=opening.key)
+
+    @classmethod
+    def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
+        low, high = config.score_range
+        score = low + share * (high - low)
+        verdict = {"id": request.nonce, "rationale": "rehearsed", "score": score}
+        if config.criteria:
+            verdict["components"] = dict.fromkeys(config.criteria, score)
+        return Reply(text=json.dumps(verdict), finish_reason="stop")
+
+    def __init__(self, name: str, config: Config, *, sources: Sequence[str], key: bytes) -> None:
         identity = fingerprint("llm", config.score_range, sorted(config.criteria))
         super().__init__(name, config, sources=sources, fingerprint=identity)
         self._config = config
@@ -292,7 +363,7 @@ class LLMJudge(Leaf):
         template.try_out(page, self._values(sample, Material.of(sample), template, page))
 
 
-def _parameters(config: configuration.LLMJudge) -> dict[str, Any]:
+def _parameters(config: LLMJudge.Config) -> dict[str, Any]:
     parameters: dict[str, Any] = {"temperature": config.temperature, "max_tokens": config.max_tokens}
     if config.seed is not None:
         parameters["seed"] = config.seed
@@ -308,7 +379,7 @@ def _parameters(config: configuration.LLMJudge) -> dict[str, Any]:
     return parameters
 
 
-def _schema(config: configuration.LLMJudge) -> dict[str, Any]:
+def _schema(config: LLMJudge.Config) -> dict[str, Any]:
     low, high = config.score_range
     number = {"type": "number", "minimum": _plain(low), "maximum": _plain(high)}
     # The rationale comes before the numbers: servers keep this order, and a model that has said why scores better.

@@ -4,50 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from ..config import Config, judge_for, judges_in_charge, sources_of
-from ..config import models as configuration
+from ..config import Config, judge_for, judges_in_charge, own_sources
 from ..errors import ConfigurationError, Mistake
 from ..samples import Sample
-from ..sources import kind_of
-from .base import Judge
-from .function import FunctionJudge
+from .base import Judge, Opening
 from .leaf import Leaf
-from .llm import LLMJudge
-from .sums import SumJudge
+from .opening import open_judge
 
 
 class JudgeRouter:
     """Opens the judges of `config`, and finds the one for a sample.
 
-    `key` is as in `build_judge`. Raises `ConfigurationError` with the mistakes of all judges.
+    `key` is the secret of fences (`Opening.key`). Raises `ConfigurationError` with the mistakes of all judges.
     """
 
     def __init__(self, config: Config, *, key: bytes) -> None:
         self._config = config
+        self._key = key
         self.judges: dict[str, Judge] = {}
         """All judges, by name."""
         mistakes: list[Mistake] = []
-        for name, node in config.judges.items():
-            if isinstance(node, configuration.SumJudge):
-                continue
-            names = sources_of(config, name)
-            functions = all(kind_of(config.sources[source]).local for source in names)
+        for name in config.judges:
             try:
-                self.judges[name] = build_judge(name, node, sources=names, key=key, keeps_returned=functions)
+                self._open(name)
             except ConfigurationError as error:
                 mistakes += error.mistakes
         if mistakes:
-            raise ConfigurationError(mistakes)
-        for name in config.judges:
-            self._open(name)
+            # A judge that does not open keeps those from opening that it is a part of.
+            raise ConfigurationError(list(dict.fromkeys(mistakes)))
+        self.judges = {name: self.judges[name] for name in config.judges}
 
     def _open(self, name: str) -> Judge:
-        """Open a judge after those that it awaits."""
+        """Open a judge, and before it those that it awaits."""
         if name not in self.judges:
-            node = self._config.judges[name]
-            assert isinstance(node, configuration.SumJudge), "the others are open"
-            parts = [self._open(part) for part in node.weights]
-            self.judges[name] = SumJudge(name, node, parts=parts, nodes=self._config.judges)
+            opening = Opening(self._config, own_sources(self._config, name), self._key, self._open)
+            self.judges[name] = open_judge(name, self._config.judges[name], opening)
         return self.judges[name]
 
     @property
@@ -81,23 +72,3 @@ class JudgeRouter:
 
     def _in_charge(self) -> Sequence[Judge]:
         return [self.judges[name] for name in judges_in_charge(self._config)]
-
-
-def build_judge(
-    name: str,
-    config: configuration.AskingJudge,
-    *,
-    sources: Sequence[str],
-    key: bytes,
-    keeps_returned: bool = False,
-) -> Leaf:
-    """Build the judge that `config` describes.
-
-    `sources` names the sources that may answer it, and `key` is the secret that the identifiers of its fences are drawn
-    with (at least 16 bytes that the policy cannot know; 64 are used).
-    `keeps_returned` is for judges of functions (`FunctionJudge`).
-    Raises `ConfigurationError` with every mistake of the templates and numbers, by its path `judges.<name>.<key>`.
-    """
-    if isinstance(config, configuration.LLMJudge):
-        return LLMJudge(name, config, sources=sources, key=key)
-    return FunctionJudge(name, config, sources=sources, keeps_returned=keeps_returned)

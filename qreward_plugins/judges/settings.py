@@ -7,7 +7,7 @@ from typing import Any
 
 import orjson
 
-from ..config.models import AskingJudge
+from ..config.judge_models import AskingConfig
 from ..errors import Mistake
 
 Interval = tuple[float, float]
@@ -16,7 +16,7 @@ _VERSION = 3
 """Version of how replies are read. Raise it with any change that lets a judge read another number, or none."""
 
 
-def number_mistakes(name: str, config: AskingJudge) -> list[Mistake]:
+def number_mistakes(name: str, config: AskingConfig) -> list[Mistake]:
     """Find numbers of the configuration that contradict each other."""
     mistakes: list[Mistake] = []
     if config.reward_range is not None:

@@ -10,39 +10,86 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any
 
-from ..config import models as configuration
+from pydantic import AfterValidator, Field, ValidationError, field_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from ..config.judge_models import JudgeConfig
+from ..config.nodes import JudgeName, Number
 from ..errors import ConfigurationError, Mistake
 from ..samples import Cause, Failed, Sample, Verdict, fits_float32
-from .base import Ask, Judge, JudgeFailed, together
-from .settings import Interval
+from .base import Ask, Judge, JudgeFailed, Opening, together
+
+
+def _weighs(weight: float) -> float:
+    if weight == 0:
+        raise ValueError("a weight of 0 adds nothing; leave the judge out of the sum, or give it another weight")
+    return weight
 
 
 class SumJudge(Judge):
-    """The weighted sum of what `parts` say of a sample. They are in the order of the weights, and may be sums.
+    """The weighted sum of several judges' rewards for one sample.
 
-    `nodes` is how judges are configured, by name. Raises `ConfigurationError` for a `correct_at` that is outside of
-    what the sum can be.
+    `parts` are in the order of the weights, and may be sums. Raises `ConfigurationError` for a `correct_at` that is
+    outside of what the sum can be.
     """
 
-    def __init__(
-        self,
-        name: str,
-        config: configuration.SumJudge,
-        *,
-        parts: Sequence[Judge],
-        nodes: Mapping[str, configuration.Judge],
-    ) -> None:
+    class Config(JudgeConfig):
+        """Several rewards for one sample: other judges of this configuration score it, and what they say is added
+        up."""
+
+        weights: Annotated[dict[JudgeName, Annotated[Number, AfterValidator(_weighs)]], Field(min_length=1)]
+        """The judges whose rewards are added, by name, and what each reward is multiplied by; a negative weight makes a
+        penalty of it. They may be sums themselves. Every one of them scores the sample; the sum is missing where one of
+        their rewards is."""
+
+        correct_at: Number | None = None
+        """The sum from which on the response counts as correct. Default: the sum says nothing about it."""
+
+        @field_validator("weights", mode="before")
+        @classmethod
+        def _tells_parts_from_components(cls, weights: Any) -> Any:
+            parts = [part for part in weights if isinstance(part, str)] if isinstance(weights, Mapping) else []
+            mistakes: list[InitErrorDetails] = []
+            for part in parts:
+                whole = next((other for other in parts if part.startswith(f"{other}/")), None)
+                if whole is not None:
+                    said = f"the name reads like a component of `{whole}`, another part of this sum; give it another"
+                    error = PydanticCustomError("like_component", "{said}", {"said": said})
+                    mistakes.append({"type": error, "loc": (part,), "input": part})
+            if mistakes:
+                raise ValidationError.from_exception_data("weights", mistakes)
+            return weights
+
+    @classmethod
+    def open(cls, name: str, config: Any, opening: Opening) -> SumJudge:
+        return cls(name, config, parts=[opening.judge(part) for part in config.weights])
+
+    @classmethod
+    def summary(cls, config: Any) -> str:
+        return "the sum of " + " and ".join(f"{weight:g} x {part}" for part, weight in config.weights.items())
+
+    def __init__(self, name: str, config: Config, *, parts: Sequence[Judge]) -> None:
         super().__init__(name)
         self._parts = tuple(parts)
-        self._weights = config.weights
+        self._weights: Mapping[str, float] = {f"{part}": weight for part, weight in config.weights.items()}
         self._correct_at = config.correct_at
-        _check_correct_at(name, config, nodes)
+        self._check_correct_at()
 
     @property
     def parts(self) -> Sequence[Judge]:
         return self._parts
+
+    @property
+    def reward_range(self) -> tuple[float, float] | None:
+        low = high = 0.0
+        for part in self._parts:
+            if part.reward_range is None:
+                return None
+            ends = sorted(self._weights[part.name] * end for end in part.reward_range)
+            low, high = low + ends[0], high + ends[1]
+        return low, high
 
     @property
     def defines_correct(self) -> bool:
@@ -98,6 +145,18 @@ class SumJudge(Judge):
             returned=_only_one(verdict.returned for verdict in said.values()),
         )
 
+    def _check_correct_at(self) -> None:
+        """Refuse what `number_mistakes` refuses of a single judge, where the range of every part is known."""
+        if self.reward_range is None or self._correct_at is None:
+            return
+        low, high = self.reward_range
+        slack = 1e-9 * max(abs(low), abs(high))
+        if not low - slack <= self._correct_at <= high + slack:
+            problem = f"{self._correct_at:g} is outside of what the sum can be, {low:g} to {high:g}."
+            raise ConfigurationError(
+                [Mistake(f"judges.{self.name}.correct_at", problem, "It is compared with the weighted sum.")]
+            )
+
     def _reward(self, rewards: Mapping[str, float]) -> float | None:
         try:
             reward = math.fsum(self._weights[name] * reward for name, reward in rewards.items())
@@ -128,30 +187,3 @@ def _only_one(mappings: Iterable[Mapping[str, Any] | None]) -> Mapping[str, Any]
     """What the one function among the parts returned beside its score, which is not the sum's."""
     told = [mapping for mapping in mappings if mapping is not None]
     return {key: value for key, value in told[0].items() if key != "score"} if len(told) == 1 else None
-
-
-def _check_correct_at(name: str, config: configuration.SumJudge, nodes: Mapping[str, configuration.Judge]) -> None:
-    """Refuse what `number_mistakes` refuses of a single judge, where the range of every part is known."""
-    interval = _range_of(config, nodes)
-    if interval is None or config.correct_at is None:
-        return
-    low, high = interval
-    slack = 1e-9 * max(abs(low), abs(high))
-    if not low - slack <= config.correct_at <= high + slack:
-        problem = f"{config.correct_at:g} is outside of what the sum can be, {low:g} to {high:g}."
-        raise ConfigurationError(
-            [Mistake(f"judges.{name}.correct_at", problem, "It is compared with the weighted sum.")]
-        )
-
-
-def _range_of(config: configuration.SumJudge, nodes: Mapping[str, configuration.Judge]) -> Interval | None:
-    """What a sum can be; None if the range of a part is not known."""
-    low = high = 0.0
-    for part, weight in config.weights.items():
-        node = nodes[part]
-        interval = _range_of(node, nodes) if isinstance(node, configuration.SumJudge) else node.reward_range
-        if interval is None:
-            return None
-        ends = sorted((weight * interval[0], weight * interval[1]))
-        low, high = low + ends[0], high + ends[1]
-    return low, high

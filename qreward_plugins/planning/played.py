@@ -7,12 +7,13 @@ language models, services and functions alike, so the engine's strict reading of
 from __future__ import annotations
 
 import asyncio
-import json
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from ..config import Config, FunctionJudge, LLMJudge, judge_for
-from ..errors import SourceError, Throttled
+from ..config import Config, judge_for
+from ..errors import SampleRefused, SourceError, Throttled
+from ..judges import kind_of as judge_kind_of
 from ..samples import Sample
 from ..simulation import SimulatedServer, score_of
 from ..sources import Reply, Request, kind_of
@@ -113,17 +114,10 @@ class PlayedSource:
         return -(-request.size // BYTES_PER_TOKEN), min(completion, request.max_completion_tokens or completion)
 
     def _reply(self, request: Request, sample: Sample, usage: Usage | None) -> Reply:
-        judge = self._config.judges[request.judge]
-        part = score_of(sample.id or "") / 10
-        if isinstance(judge, FunctionJudge):
-            low, high = judge.reward_range or (0.0, 1.0)
-            score = low + part * (high - low)
-            value = {"score": score, **dict.fromkeys(judge.components, score)}
-            return Reply(value=value, usage=usage, model="simulated")
-        assert isinstance(judge, LLMJudge), "a sum asks nothing itself"
-        low, high = judge.score_range
-        score = low + part * (high - low)
-        verdict = {"id": request.nonce, "rationale": "rehearsed", "score": score}
-        if judge.criteria:
-            verdict["components"] = dict.fromkeys(judge.criteria, score)
-        return Reply(text=json.dumps(verdict), usage=usage, model="simulated", finish_reason="stop")
+        judge = self._config.judges.get(request.judge)
+        if judge is None:
+            raise SampleRefused(
+                "a request does not name its judge (Request.judge), so that its reply cannot be made up"
+            )
+        reply = judge_kind_of(judge).rehearsed(judge, request, score_of(sample.id or "") / 10)
+        return dataclasses.replace(reply, usage=usage, model="simulated")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 
-from ..config import Config, LLMJudge, judge_for, parts_of, sources_of
+from ..config import Config, judge_for, parts_of, sources_of
 from ..errors import InputError
-from ..judges import build_judge
+from ..judges import Judge, JudgeRouter, Leaf
+from ..judges import kind_of as judge_kind_of
 from ..samples import Sample
 from ..sources import kind_of, open_source
 from .assumptions import SPREAD, VERDICT_TOKENS, Assumptions
@@ -80,6 +82,7 @@ def set_up(
     rehearsal = Rehearsal(config, truths, rollouts, usual, share)
     judged, unjudged = _judged(config, samples)
     check_data_sources(config, sorted(unjudged)[:1] if not judged else [])
+    _check_judges(config, judged)
     notes = [
         f"rollouts: {lengths.describe()}{_texts_note(assumptions, lengths, truths)}",
         _latency_note(config, truths, latency_from, recorded, judged),
@@ -93,6 +96,17 @@ def set_up(
         notes.append(f"{rest:,} samples have a data source that no route matches, e.g. {next(iter(unjudged))!r}")
     notes += _undeclared(config, judged)
     return Setting(rehearsal, judged, latency_from, tuple(notes))
+
+
+def _check_judges(config: Config, judged: Iterable[str]) -> None:
+    """Raise `InputError` for a judge of another package that does not say what its replies look like."""
+    for name in dict.fromkeys(part for judge in judged for part in parts_of(config, judge)):
+        kind = judge_kind_of(config.judges[name])
+        if inspect.getattr_static(kind, "rehearsed") is inspect.getattr_static(Judge, "rehearsed"):
+            raise InputError(
+                f"judge {name!r} cannot be planned: its kind {config.judges[name].kind!r} defines no `rehearsed`, "
+                "which makes a reply without asking"
+            )
 
 
 def _slots(config: Config, name: str) -> int | None:
@@ -145,20 +159,18 @@ def _own_tokens(config: Config, data_source: str) -> int:
     name = judge_for(config, data_source)
     if name is None:
         return 0
-    added = [_added_tokens(config, part, data_source) for part in parts_of(config, name)]
+    leaves = JudgeRouter(config, key=bytes(16)).leaves
+    added = [_added_tokens(leaves[part], data_source) for part in parts_of(config, name) if part in leaves]
     # Who is asked without words shows nothing in tokens, and has left none in the journal.
     worded = [tokens for tokens in added if tokens is not None]
     return round(fmean(worded)) if worded else 0
 
 
-def _added_tokens(config: Config, name: str, data_source: str) -> int | None:
-    node = config.judges[name]
-    if not isinstance(node, LLMJudge):
-        return None
-    judge = build_judge(name, node, sources=sources_of(config, name), key=bytes(16))
+def _added_tokens(judge: Leaf, data_source: str) -> int | None:
     sample = Sample([{"role": "user", "content": ""}], "x", data_source=data_source)
     try:
-        return judge.request(sample, attempt=0).size // BYTES_PER_TOKEN
+        request = judge.request(sample, attempt=0)
+        return request.size // BYTES_PER_TOKEN if request.messages else None
     except InputError:
         # Its template needs columns that only real samples have.
         return 0

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..config import Config, Judge, Limits, SumJudge, sources_of
+from ..config import AskingConfig, Config, JudgeConfig, Limits, sources_of
 from ..quotas import UNDECLARED_CONCURRENCY
 from ..sources import kind_of
 from .bottleneck import Wait, listed, used_up
@@ -157,10 +157,10 @@ def _dropped(rehearsal: Rehearsal, name: str) -> Variation | None:
     return Variation("drop", f"without {name}", replace(rehearsal, config=without))
 
 
-def _asking(config: Config, changed: Callable[[tuple[str, ...]], tuple[str, ...]]) -> dict[str, Judge]:
+def _asking(config: Config, changed: Callable[[tuple[str, ...]], tuple[str, ...]]) -> dict[str, JudgeConfig]:
     """The judges with other sources, as `changed` makes them of those that a judge names."""
     return {
-        key: judge if isinstance(judge, SumJudge) else judge.model_copy(update={"sources": changed(judge.sources)})
+        key: judge.model_copy(update={"sources": changed(judge.sources)}) if isinstance(judge, AskingConfig) else judge
         for key, judge in config.judges.items()
     }
 

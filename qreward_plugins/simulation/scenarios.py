@@ -15,8 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
 
-from ..config.models import LLMJudge
-from ..judges import build_judge
+from ..judges import LLMJudge
 from ..samples import Sample
 from .answers import completion_tokens, prompt_tokens
 from .bound import Job, makespan_bound_s
@@ -266,6 +265,6 @@ def _normal(rng: random.Random) -> float:
 @lru_cache(maxsize=1)
 def _bytes_of_judge() -> int:
     """What the judge adds to the size of a request."""
-    node = LLMJudge.model_validate(JUDGE)
-    judge = build_judge("quality", node, sources=["a"], key=b"simulated")
+    node = LLMJudge.Config.model_validate(JUDGE)
+    judge = LLMJudge("quality", node, sources=["a"], key=b"simulated")
     return judge.request(Sample([{"role": "user", "content": "?"}], "x"), attempt=0).size - 1

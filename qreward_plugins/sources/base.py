@@ -108,7 +108,8 @@ class Reply:
 
 
 class Source(Protocol):
-    """An endpoint or a local function that answers requests.
+    """An endpoint or a local function that answers requests. One that a configuration opens inherits `SourceKind`,
+    which has all of these members.
 
     Optional members:
 

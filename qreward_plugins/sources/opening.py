@@ -6,22 +6,15 @@ from collections.abc import Mapping
 
 from ..config.source_models import SourceConfig
 from ..errors import ConfigurationError, Mistake
-from ..redaction import one_line
-from ..registry import KindError, sources
+from ..registry import described_error, kind_or_mistake, sources
 from .base import Source
 from .kind import SourceKind
 from .provider import Provider
 
-_MESSAGE_CHARS = 200
-
 
 def kind_of(config: SourceConfig) -> type[SourceKind]:
     """The kind of source that `config` is for. Raises ConfigurationError if it cannot be had."""
-    try:
-        return sources.load(config.kind)
-    except KindError as error:
-        mistake = Mistake("sources", f"{error.problem} (kind {config.kind!r}).", error.remedy)
-    raise ConfigurationError([mistake])
+    return kind_or_mistake(sources, config.kind)
 
 
 def open_source(name: str, config: SourceConfig) -> Source:
@@ -39,7 +32,7 @@ def open_source(name: str, config: SourceConfig) -> Source:
     except ConfigurationError:
         raise
     except Exception as error:
-        said = _text_of(error)
+        said = described_error(error)
     # Raised outside the `except`, so that it does not carry the foreign error, whose text may hold secrets.
     raise ConfigurationError([Mistake(f"sources.{name}", f"{_origin(config)} cannot open the source: {said}.")])
 
@@ -50,13 +43,9 @@ def provider_of(name: str, config: SourceConfig, environment: Mapping[str, str])
     try:
         return kind.provider(config, environment)
     except Exception as error:
-        said = _text_of(error)
+        said = described_error(error)
     raise ConfigurationError([Mistake(f"sources.{name}", f"{_origin(config)} cannot tell its provider: {said}.")])
 
 
 def _origin(config: SourceConfig) -> str:
     return sources.registrations(config.kind)[0].origin
-
-
-def _text_of(error: Exception) -> str:
-    return one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARS)

@@ -34,9 +34,8 @@ def test_ours_can_be_used(run_cli):
     result = run_cli("kinds")
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    for kind in ("openai", "http", "function"):
-        (line,) = [line for line in lines if line.startswith(f"{kind} ")]
-        assert OURS in line
+    kinds = [line.split()[0] for line in lines if OURS in line]
+    assert kinds == ["openai", "http", "function", "llm", "function", "sum"]
     assert "A Python function that scores" in result.stdout
     assert "kind: package.module:Class" in lines[-1]
 

@@ -13,9 +13,10 @@ import pytest
 import yaml  # type: ignore[import-untyped]
 from omegaconf import OmegaConf
 
-from qreward_plugins.config import Config, Constant, LLMJudge, load_config
+from qreward_plugins.config import Config, Constant, load_config
 from qreward_plugins.config.yaml_file import _marked
 from qreward_plugins.errors import ConfigurationError
+from qreward_plugins.judges import LLMJudge
 from qreward_plugins.sources import OpenAISource
 
 TREE: dict[str, Any] = {
@@ -47,7 +48,7 @@ def test_a_mapping_is_read_with_defaults_and_left_alone() -> None:
     config = load_config(tree)
     assert tree == TREE
     assert fast(config).base_url == ("https://a.example/v1",)
-    assert isinstance(config.judges["quality"], LLMJudge)
+    assert isinstance(config.judges["quality"], LLMJudge.Config)
     assert config.on_failure == "auto"
 
 

@@ -206,7 +206,7 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.total.weights", {}, "", "must be a mapping with at least one entry"),
         ("judges.total.weights", ..., "", "the key is missing. It takes a mapping with at least one entry."),
         ("judges.total.weights", {"qualty": 1}, "judges.total.weights.qualty", "there is no judge `qualty`. Did you mean `quality`? Judges: `quality`, `exact`."),
-        ("judges.total.weights", {"total": 1}, "judges.total.weights.total", "a sum cannot be a part of itself. Name judges that do not lead back to it."),
+        ("judges.total.weights", {"total": 1}, "judges.total.weights.total", "a judge cannot be a part of itself. Name judges that do not lead back to it."),
         ("judges.total.weight", {}, "", "unknown key. Did you mean `weights`? Allowed here: kind, weights, correct_at."),
         ("judges.total.sources", "fast", "", "unknown key. Allowed here: "),
         ("judges.total.correct_at", "high", "", "must be a number, not 'high'."),
@@ -235,7 +235,7 @@ def test_judges_without_routes() -> None:
     two = changed("routes", {})
     two["judges"]["other"] = {"kind": "llm"}
     assert messages(two) == {
-        "routes": "there are 2 judges that are no part of a sum (`total`, `other`), and nothing says which data source goes to which. "
+        "routes": "there are 2 judges that are no part of another (`total`, `other`), and nothing says which data source goes to which. "
         'Add routes, e.g. `"*": total`; the first match wins.'
     }
     del two["judges"]["total"]
@@ -254,7 +254,7 @@ def test_a_part_whose_name_reads_like_a_component() -> None:
     tree = changed("judges.total.weights", {"quality": 1, "quality/style": 1})
     tree["judges"]["quality/style"] = {"kind": "llm"}
     assert messages(tree) == {
-        'judges.total.weights["quality/style"]': "the name reads like a component of `quality`, another part of this sum. Give the judge another name."
+        'judges.total.weights["quality/style"]': "the name reads like a component of `quality`, another part of this sum; give it another."
     }
 
 
@@ -563,4 +563,4 @@ def test_sums_that_add_each_other_are_a_mistake() -> None:
         "judges.two.weights.three",
         "judges.three.weights.one",
     ]
-    assert "`two` is a sum of which `one` is a part, so that neither has an end" in str(caught.value)
+    assert "`one` and `two` are parts of each other, so that neither has an end" in str(caught.value)

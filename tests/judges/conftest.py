@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins.config.models import FunctionJudge as FunctionJudgeConfig
-from qreward_plugins.config.models import LLMJudge as LLMJudgeConfig
-from qreward_plugins.judges import FunctionJudge, LLMJudge, build_judge
+from qreward_plugins.judges import FunctionJudge, LLMJudge
 from qreward_plugins.samples import Sample
 
 KEY = b"a key that no policy can see"
@@ -18,10 +16,7 @@ KEY = b"a key that no policy can see"
 @pytest.fixture(scope="session")
 def llm() -> Callable[..., LLMJudge]:
     def build(*, key: bytes = KEY, **keys: Any) -> LLMJudge:
-        config = LLMJudgeConfig(kind="llm", **keys)
-        judge = build_judge("quality", config, sources=("fast", "slow"), key=key)
-        assert isinstance(judge, LLMJudge)
-        return judge
+        return LLMJudge("quality", LLMJudge.Config(kind="llm", **keys), sources=("fast", "slow"), key=key)
 
     return build
 
@@ -29,10 +24,7 @@ def llm() -> Callable[..., LLMJudge]:
 @pytest.fixture(scope="session")
 def function() -> Callable[..., FunctionJudge]:
     def build(**keys: Any) -> FunctionJudge:
-        config = FunctionJudgeConfig(kind="function", **keys)
-        judge = build_judge("rules", config, sources=("local",), key=KEY)
-        assert isinstance(judge, FunctionJudge)
-        return judge
+        return FunctionJudge("rules", FunctionJudge.Config(kind="function", **keys), sources=("local",))
 
     return build
 

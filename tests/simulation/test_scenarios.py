@@ -9,8 +9,7 @@ import statistics
 import pytest
 
 from qreward_plugins.config import load_config
-from qreward_plugins.config.models import LLMJudge
-from qreward_plugins.judges import build_judge
+from qreward_plugins.judges import LLMJudge
 from qreward_plugins.simulation import SCENARIOS, Luck, Trace, run, scenario, score_of
 
 
@@ -44,8 +43,8 @@ def test_samples_are_common_to_all_scenarios_of_a_seed():
 
 def test_sizes_are_lognormal_with_mean_one_and_seen_with_noise():
     made = scenario("equal", 4000)
-    node = LLMJudge.model_validate(made.config()["judges"]["quality"])
-    judge = build_judge("quality", node, sources=["a"], key=b"k")
+    node = LLMJudge.Config.model_validate(made.config()["judges"]["quality"])
+    judge = LLMJudge("quality", node, sources=["a"], key=b"k")
     samples = made.samples()
     works = [sample.extras["work"] for sample in samples]
     sizes = [judge.request(sample, attempt=0).size for sample in samples]
@@ -59,8 +58,8 @@ def test_sizes_are_lognormal_with_mean_one_and_seen_with_noise():
 
 def test_jobs_are_what_the_servers_will_count():
     made = scenario("tokens", 50)
-    node = LLMJudge.model_validate(made.config()["judges"]["quality"])
-    judge = build_judge("quality", node, sources=["a"], key=b"k")
+    node = LLMJudge.Config.model_validate(made.config()["judges"]["quality"])
+    judge = LLMJudge("quality", node, sources=["a"], key=b"k")
     sources = made.sources()
 
     async def main():

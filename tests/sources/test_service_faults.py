@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from qreward_plugins.config.models import FunctionJudge as JudgeConfig
 from qreward_plugins.errors import (
     InvalidVerdict,
     PermanentError,
@@ -63,7 +62,7 @@ def expected(kind: FaultKind) -> type:
 @pytest.mark.parametrize("kind", [kind for kind in FaultKind if kind is not FaultKind.HANG], ids=str)
 async def test_every_fault_has_its_class(kind: FaultKind, answer: str, open_service: Any, key: str) -> None:
     faults = Faults(script=[kind.value], huge_bytes=4_000_000, drip_interval_s=0.0)
-    judge = FunctionJudge("j", JudgeConfig(kind="function", reward_range=(0, 1)), sources=["rm"])
+    judge = FunctionJudge("j", FunctionJudge.Config(kind="function", reward_range=(0, 1)), sources=["rm"])
     settings = {"score_key": "data.score"} if answer == "nested" else {}
     request = judge.request(SAMPLE, attempt=0)
     with JudgeServer(lambda call: ANSWERS[answer], faults=faults, api_key=key) as server:
@@ -96,7 +95,7 @@ async def test_every_fault_has_its_class(kind: FaultKind, answer: str, open_serv
 async def test_a_hang_ends_with_the_attempt(open_service: Any) -> None:
     with JudgeServer(faults=Faults(script=["hang"])) as server:
         source = open_service(server.score_url)
-        request = FunctionJudge("j", JudgeConfig(kind="function"), sources=[]).request(SAMPLE, attempt=0)
+        request = FunctionJudge("j", FunctionJudge.Config(kind="function"), sources=[]).request(SAMPLE, attempt=0)
         task = asyncio.create_task(source.send(request, on_sent=lambda: None))
         await asyncio.to_thread(server.wait_for, lambda report: report.faults == {"hang": 1})
         task.cancel()

@@ -42,8 +42,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from qreward_plugins import RewardEngine, Sample
+from qreward_plugins.named_actors import get_or_start
 from qreward_plugins.scheduling.attempts import Attempt
-from qreward_plugins.sharing.named_actors import get_or_start
 from qreward_plugins.sharing.ray_keeper import NAME, KeeperActor
 from qreward_plugins.testing import JudgeServerProcess, Latency, Report, ServerLimits
 

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 import ray
 
 from qreward_plugins.config.models import Limits
+from qreward_plugins.named_actors import get_or_start
 from qreward_plugins.quotas import SharedQuota
 from qreward_plugins.sharing import Demand, Member
-from qreward_plugins.sharing.named_actors import get_or_start
 from qreward_plugins.sharing.ray_keeper import NAME, KeeperActor
 
 

@@ -18,8 +18,8 @@ import torch
 from roll.distributed.scheduler.generate_scheduler import expand_requests
 from roll.distributed.scheduler.user_defined_rollout_loop import UserDefinedRolloutLoop, query_filter
 
-from qreward_plugins import GroupGate, group_means
 from qreward_plugins.config import Groups
+from qreward_plugins.groups import GroupGate, mean_of
 
 from .rewards import DETAIL, FAILED, GROUPS
 
@@ -108,19 +108,14 @@ class _WatchedContext:
 
 def _make_neutral(responses: Sequence[Any], causes: Sequence[str]) -> None:
     """Give failed responses the means of the scored ones, and take them out of the loss."""
-    if not any(causes):
-        return
+    failed = [response for response, cause in zip(responses, causes, strict=True) if cause]
+    scored = [response for response, cause in zip(responses, causes, strict=True) if not cause]
     for key in _REWARDS:
-        means = group_means(
-            [None if cause else _number(response, key) for response, cause in zip(responses, causes, strict=True)],
-            [0] * len(responses),
-        )
-        for response, cause, mean in zip(responses, causes, means, strict=True):
-            if cause:
-                response.batch[key] = torch.full_like(response.batch[key], mean)
-    for response, cause in zip(responses, causes, strict=True):
-        if cause:
-            response.batch["response_mask"] = torch.zeros_like(response.batch["response_mask"])
+        mean = mean_of(_number(response, key) for response in scored)
+        for response in failed:
+            response.batch[key] = torch.full_like(response.batch[key], mean)
+    for response in failed:
+        response.batch["response_mask"] = torch.zeros_like(response.batch["response_mask"])
 
 
 def _leave_out(responses: Sequence[Any], causes: Sequence[str]) -> None:

@@ -13,12 +13,11 @@ from typing import Any
 
 from qreward_plugins import ConfigurationError, Message, Outcome, Sample, process_portal
 from qreward_plugins.config import Config, load_layers
-from qreward_plugins.groups import number_of
+from qreward_plugins.groups import RunningMeans, number_of
 from qreward_plugins.samples import fits_float32
 from qreward_plugins.sharing import may_share
-from qreward_plugins.siblings import Siblings
 
-_siblings = Siblings()
+_means = RunningMeans()
 
 
 class QRewardTrajectoryMixin:
@@ -120,11 +119,9 @@ class QRewardTrajectoryMixin:
         key = (rollout_cache.tag, rollout_cache.group_id, getattr(self, "episode_id", None))
         number = number_of(outcome, settings.on_failure)
         if number is not None:
-            _siblings.scored(key, number)
+            _means.add(key, number)
             return number, False
-        told: list[float] = []
-        _siblings.failed(key, told.append, follow=False)
-        return told[-1], True
+        return _means.mean(key), True
 
 
 def _settings_of(tree: Any, tag: Any) -> Config:

@@ -20,8 +20,7 @@ from roll.distributed.scheduler.protocol import DataProto
 from roll.models.model_providers import default_tokenizer_provider
 
 from qreward_plugins import Failed, Outcome, RewardEngine
-from qreward_plugins.groups import number_of
-from qreward_plugins.siblings import Siblings
+from qreward_plugins.groups import RunningMeans, number_of
 
 from .rewards import DETAIL, FAILED, GROUPS, Metrics, Validations, tensors
 from .rollouts import is_streamed, is_validation, prompt_of, to_samples
@@ -38,7 +37,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
 
     def __init__(self, worker_config: Any) -> None:
         super().__init__(worker_config=worker_config)
-        self._siblings = Siblings()
+        self._means = RunningMeans()
         self._validations = Validations()
         self._told = False
 
@@ -110,13 +109,10 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         keys = [(step, prompt_of(data, row)) for row in range(len(outcomes))]
         for key, number in zip(keys, numbers, strict=True):
             if number is not None:
-                self._siblings.scored(key, number)
-        rewards: list[float] = []
-        for key, number in zip(keys, numbers, strict=True):
-            if number is None:
-                self._siblings.failed(key, rewards.append, follow=False)
-            else:
-                rewards.append(number)
+                self._means.add(key, number)
+        rewards = [
+            self._means.mean(key) if number is None else number for key, number in zip(keys, numbers, strict=True)
+        ]
         return rewards, [cause if number is None else "" for cause, number in zip(causes, numbers, strict=True)]
 
     def _tell_of_failed_validation(self, *, streamed: bool) -> None:

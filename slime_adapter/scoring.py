@@ -153,17 +153,16 @@ def _write(
             continue
         score(sample, facts)
         rewards[place] = _as_reward(args, facts, reward)
-        adapter.siblings.scored(_siblings_of(sample), _trained(args, rewards[place]), size=size)
+        adapter.means.add(_key_of(sample), _trained(args, rewards[place]), size=_size_of(sample, size))
     for place, facts in failed:
         sample = samples[place]
         adapter.tell_of_missing_hook(args)
         fail(args, sample, facts)
-        adapter.siblings.failed(
-            _siblings_of(sample),
-            partial(_follow, args, ref(sample), facts),
-            size=size,
-            follow=group_of(sample) is not None,
-        )
+        follow = partial(_follow, args, ref(sample), facts)
+        if group_of(sample) is None:
+            follow(adapter.means.mean(_key_of(sample)))
+        else:
+            adapter.means.follow(_key_of(sample), follow, size=size)
         rewards[place] = sample.reward
     return [rewards[place] for place in range(len(samples))]
 
@@ -193,7 +192,12 @@ def _trained(args: Any, reward: Reward) -> float:
     return float(reward[key] if key else reward["score"]) if isinstance(reward, dict) else reward
 
 
-def _siblings_of(sample: ROLLOUT_SAMPLE) -> tuple[str, Any]:
+def _key_of(sample: ROLLOUT_SAMPLE) -> tuple[str, Any]:
     """Whose mean a failed sample gets: its group's, and in evaluation, where there is none, its data source's."""
     group = group_of(sample)
     return ("eval", str(metadata_of(sample).get("data_source", ""))) if group is None else ("group", group)
+
+
+def _size_of(sample: ROLLOUT_SAMPLE, size: int | None) -> int | None:
+    """How many samples share a mean; None if that is not known, as for the data source of an evaluation."""
+    return None if group_of(sample) is None else size

@@ -16,8 +16,8 @@ from typing import Any
 from qreward_plugins import ConfigurationError, GroupGate, Mistake, process_portal
 from qreward_plugins.config import Config, load_layers
 from qreward_plugins.config.layers import ENVIRONMENT
+from qreward_plugins.groups import RunningMeans
 from qreward_plugins.portal import close_process_portals
-from qreward_plugins.siblings import Siblings
 
 _log = logging.getLogger("slime_adapter")
 
@@ -34,7 +34,7 @@ class Adapter:
         self.gate = GroupGate(config.groups)
         self.last_failure = ""
         """What became of the last sample that got no reward, in words."""
-        self.siblings = Siblings()
+        self.means = RunningMeans()
         self._told = False
 
     def tell_of_missing_hook(self, args: Any) -> None:

@@ -4,9 +4,9 @@ verl starts `reward.num_workers` processes, each with one manager, and calls `ru
 while the rollout still runs. The engine is made in the constructor, so that mistakes of the configuration end the run
 before the first rollout, and it binds to the loop with the first call.
 
-The siblings of a sample are scored in other processes, so that a failed one is neutral to its group takes the board of
-the job (`qreward_plugins.sharing`), and every outcome is reported there. In validation nothing waits: a failed sample
-is left out of the means, which `trainer` sees to. A row that cannot be read is a failed sample like any other.
+The siblings of a sample are scored in other processes. So every outcome is reported to the group barrier of the job
+(`qreward_plugins.groups`), where a failed sample waits for the mean of its group. In validation nothing waits: a failed
+sample is left out of the means, which `trainer` sees to. A row that cannot be read is a failed sample like any other.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ from verl import DataProto
 from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 
 from qreward_plugins import Cause, Failed, Outcome, RewardEngine, RewardMissing, Sample
-from qreward_plugins.groups import number_of
-from qreward_plugins.sharing.board_actor import Report
-from qreward_plugins.sharing.board_client import GroupBoard
+from qreward_plugins.groups import GroupBarrier, Report, number_of
 
 from . import trainer
 from .functions import ComputeScore, open_reward_function, reward_secrets
@@ -80,7 +78,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
             for name, node in reward_function_sources(settings)
         }
         self.engine = RewardEngine(settings, processes=processes_of(config), sources=sources)
-        self._board = GroupBoard(wait_s=settings.groups.wait_s)
+        self._barrier = GroupBarrier(wait_s=settings.groups.wait_s)
         self._group_size = samples_per_prompt(config)
         if self._policy == "neutral":
             warn_of_short_waiting(config, processes_of(config))
@@ -115,7 +113,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
     async def aclose(self) -> None:
         """Close the engine and its threads. verl never does; tests and other callers should."""
         await self.engine.aclose()
-        await self._board.aclose()
+        await self._barrier.aclose()
         self._decoder.shutdown()
 
     async def _scored(self, item: Any) -> tuple[Sample, Outcome]:
@@ -127,7 +125,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         return sample, self._extra_info.checked(await self.engine.score(sample))
 
     async def _validated(self, outcome: Outcome) -> float:
-        await self._board.settle(_report(outcome, "val"))
+        await self._barrier.settle(_report(outcome, "val"))
         if self._policy == "raise":
             number_of(outcome, self._policy)
         return UNSEEN if outcome.reward is None else float(outcome.reward)
@@ -143,7 +141,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
             key = (str(sample.group_id), "" if sample.step is None else str(sample.step))
             session, generation = session_of(item)
             report = report._replace(key=key, sample=session, generation=generation, size=self._group_size)
-        mean = await self._board.settle(report, wait=not unlike_training)
+        mean = await self._barrier.settle(report, wait=not unlike_training)
         if mean is not None:
             return mean, True
         number = number_of(outcome, self._policy)

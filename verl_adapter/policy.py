@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from qreward_plugins.config import Config, Constant
 from qreward_plugins.config.models import FailurePolicy
 from qreward_plugins.errors import ConfigurationError, Mistake
-from qreward_plugins.sharing.board_client import MAX_WAITING
+from qreward_plugins.groups import MAX_WAITING
 
 from .trainers import trainer_of
 

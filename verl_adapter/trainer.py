@@ -5,8 +5,8 @@ the processes that start reward workers or a tracker (the fully asynchronous tra
 
 - reward workers are told which trainer they work for, because their configuration does not always say it;
 - a configuration that would end the run later, or in which no reward manager would be asked, ends it there;
-- the metrics of a step get the numbers of the board (`qreward/failed_rate`, ...): verl drops `reward_extra_info` after
-  training and has no metric of it;
+- the metrics of a step get the counts of the group barrier (`qreward/failed_rate`, ...): verl drops
+  `reward_extra_info` after training and has no metric of it;
 - rows of validation are marked, because a reward manager cannot tell them from others, and so are the copies of rows
   with which verl fills up a batch: they are neither judged nor counted;
 - failed samples are left out of the means of validation: verl skips None there, but a reward can never be None;
@@ -30,8 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from qreward_plugins.sharing import named_actors
-from qreward_plugins.sharing.board_actor import NAME, BoardActor
+from qreward_plugins.groups import barrier_actor
 
 from .policy import failure_policy
 from .rewards import IMPUTED, MISSING, RETURNED, without_text
@@ -46,7 +45,7 @@ _LEGACY, _V1 = LEGACY_MODULE, V1_MODULE
 _REPLAY_BUFFER = "verl.trainer.ppo.v1.replay_buffer"
 _REWARD_LOOP = "verl.experimental.reward_loop.reward_loop"
 _SEPARATED = "verl.experimental.separation.ray_trainer"
-_BOARD_ANSWERS_S = 10.0
+_ANSWER_S = 10.0
 _OURS = "_qreward"
 _NOT_EXACTLY_ZERO = "the advantage of a sample that trains on the mean of its group is zero but for what float32 leaves"
 
@@ -68,7 +67,7 @@ def install() -> None:
     def start_and_attach(self: Any, *args: Any, **kwargs: Any) -> None:
         start(self, *args, **kwargs)
         config = kwargs.get("config", args[3] if len(args) > 3 else None)
-        self._qreward_numbers = BoardNumbers.attach() if _rewards_are_ours(config) else None
+        self._qreward_numbers = OutcomeNumbers.attach() if _rewards_are_ours(config) else None
 
     @functools.wraps(log)
     def log_with_numbers(self: Any, data: Mapping[str, Any], step: int, *args: Any, **kwargs: Any) -> None:
@@ -94,7 +93,9 @@ def _tell_reward_workers() -> None:
         if _rewards_are_ours(config):
             name = calling_trainer() or trainer_of(config).name
             refuse_impossible(config, Trainer(name))
-            self._qreward_trainer = Trainer(name, marks_validation=BoardNumbers.attach() is not None and _marks_rows())
+            self._qreward_trainer = Trainer(
+                name, marks_validation=OutcomeNumbers.attach() is not None and _marks_rows()
+            )
             # In a reward worker a mistake would show with the first sample, and as that sample's.
             failure_policy(load_settings(config), telling(config, self._qreward_trainer))
         start(self, config, *args, **kwargs)
@@ -114,23 +115,23 @@ def _tell_reward_workers() -> None:
     _replace(RewardLoopManager, "_init_reward_loop_workers", start_told_workers)
 
 
-class BoardNumbers:
-    """The board's counts as metrics, for a tracker."""
+class OutcomeNumbers:
+    """The counts of the group barrier's actor as metrics, for a tracker."""
 
-    def __init__(self, board: Any) -> None:
-        self._board = board
+    def __init__(self, actor: Any) -> None:
+        self._actor = actor
         self._told: tuple[str, dict[str, int]] = ("", {})
 
     @classmethod
-    def attach(cls) -> BoardNumbers | None:
-        """Wrap the trainer that is loaded in this process, and find the board. None: there is no board to be had."""
+    def attach(cls) -> OutcomeNumbers | None:
+        """Wrap the trainer that is loaded in this process, and find the actor. None if there is none."""
         if _attached:
             numbers = _attached[0]
         else:
             try:
-                numbers = cls(named_actors.get_or_start(NAME, BoardActor))
+                numbers = cls(barrier_actor())
             except Exception as error:
-                _log.warning("no metrics of rewards: there is no group board (%s: %s)", type(error).__name__, error)
+                _log.warning("no metrics of rewards: there is no group barrier (%s: %s)", type(error).__name__, error)
                 return None
             _attached.append(numbers)
         # On each call, because a trainer may have been imported since the last one.
@@ -138,7 +139,7 @@ class BoardNumbers:
         return numbers
 
     def since_last(self) -> dict[str, float]:
-        """Metrics of what was scored since the last call; empty where nothing was, or the board does not answer."""
+        """Metrics of what was scored since the last call; empty where nothing was, or the actor does not answer."""
         answer = self._read()
         if answer is None:
             return {}
@@ -169,17 +170,17 @@ class BoardNumbers:
         import ray
 
         try:
-            start, counts = ray.get(self._board.counts.remote(), timeout=_BOARD_ANSWERS_S)
+            start, counts = ray.get(self._actor.counts.remote(), timeout=_ANSWER_S)
         except Exception as error:
-            _warn_once(f"no metrics of rewards: the group board does not answer ({type(error).__name__})")
+            _warn_once(f"no metrics of rewards: the group barrier does not answer ({type(error).__name__})")
             with suppress(Exception):
-                self._board = named_actors.get_or_start(NAME, BoardActor)
+                self._actor = barrier_actor()
             return None
         return start, counts
 
 
-_attached: list[BoardNumbers] = []
-"""The one `BoardNumbers` of this process: it remembers which counts were already reported."""
+_attached: list[OutcomeNumbers] = []
+"""The one `OutcomeNumbers` of this process: it remembers which counts were already reported."""
 
 
 def _rewards_are_ours(config: Any) -> bool:
@@ -197,7 +198,7 @@ def _rewards_are_ours(config: Any) -> bool:
     return isinstance(chosen, type) and issubclass(chosen, QRewardManager)
 
 
-def _wrap_trainers(numbers: BoardNumbers) -> None:
+def _wrap_trainers(numbers: OutcomeNumbers) -> None:
     found = False
     for module, name in ((_LEGACY, "RayPPOTrainer"), (_V1, "PPOTrainer")):
         trainer = getattr(sys.modules.get(module), name, None)
@@ -352,7 +353,7 @@ def _neutral_by_columns(compute: Callable[..., Any]) -> Callable[..., Any]:
     return neutral
 
 
-def _neutral_by_keys(numbers: BoardNumbers, compute: Callable[..., Any]) -> Callable[..., Any]:
+def _neutral_by_keys(numbers: OutcomeNumbers, compute: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(compute)
     def neutral(data: Any, batch_keys: Sequence[str], *args: Any, **kwargs: Any) -> Any:
         data = compute(data, batch_keys, *args, **kwargs)

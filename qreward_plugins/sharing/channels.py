@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Literal
 
 from ..errors import ConfigurationError, Mistake
+from ..named_actors import ray_is_up, start_ahead
 from .membership import Channel
-from .named_actors import ray_is_up, start_ahead
 
 
 def open_channel(shared: Literal["auto", "ray", "local", "off"]) -> Channel | None:

@@ -14,9 +14,9 @@ import time
 from typing import Any
 
 from ..errors import KeeperLost, KeeperSilent
+from ..named_actors import first_start, get_or_start, in_thread, kill
 from .keeper import Keeper
 from .messages import Answer, Report
-from .named_actors import first_start, get_or_start, in_thread, kill
 
 NAME = "qreward-keeper"
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from qreward_plugins import Cause, ConfigurationError, Failed, RewardEngine, Sample, Scored, Verdict, group_means
 from qreward_plugins.config import load_config
+from qreward_plugins.groups import RunningMeans
 from qreward_plugins.samples import FLOAT32_LIMIT, fits_float32
-from qreward_plugins.siblings import Siblings
 
 LARGEST = struct.unpack(">f", bytes.fromhex("7f7fffff"))[0]
 
@@ -120,8 +120,8 @@ def test_the_mean_of_finite_rewards_is_finite_and_between_them(rewards):
             slack = 1e-9 * max(map(abs, scored))
             assert min(scored) - slack <= mean <= max(scored) + slack
     told = []
-    siblings = Siblings()
-    siblings.failed("g", told.append)
+    running = RunningMeans()
+    running.follow("g", told.append)
     for reward in scored:
-        siblings.scored("g", reward)
+        running.add("g", reward)
     assert all(map(math.isfinite, told))

@@ -147,7 +147,7 @@ def test_groups_do_not_mix_and_are_forgotten_when_they_are_complete(make_args, m
     groups = [make_group("break", "2", group=1), make_group("8", "break", group=2)]
     asyncio.run(one_by_one(args, [*groups[0], *groups[1]]))
     assert [sample.reward for group in groups for sample in group] == [0.2, 0.2, 0.8, 0.8]
-    assert not adapter_of(args).siblings._groups
+    assert not adapter_of(args).means._groups
     again = make_group("break", group=1)
     assert run(args, again[0]) == 0.0
 
@@ -160,12 +160,12 @@ def test_a_group_that_failed_whole_has_one_number(make_args, make_group):
 
 
 def test_an_evaluation_sample_gets_the_mean_of_its_data_set(make_args, make_group):
-    args = make_args()
-    samples = make_group("2", "4", "break", group=None)
+    args = make_args(n_samples_per_prompt=2)
+    samples = make_group("2", "4", "9", "break", group=None)
     for sample in samples:
         sample.metadata = {"data_source": "held-out"}
         sample.reward = run(args, sample)
-    assert [sample.reward for sample in samples] == pytest.approx([0.2, 0.4, 0.3])
+    assert [sample.reward for sample in samples] == pytest.approx([0.2, 0.4, 0.9, 0.5])
 
 
 WITH_TONE = {"judges": {"quality": {"kind": "llm", "criteria": {"tone": "is it kind?"}, "reward_range": [0, 10]}}}

@@ -242,7 +242,7 @@ def test_a_failed_sample_waits_for_its_siblings_no_longer_than_groups_wait():
     with functions(*overrides, **named) as fake:
         step = fake.start_step()
         fake.wait_until_held(1)
-        while 0.5 not in [own.mean for each in fake.reward_managers for own in each._board._recent.values()]:
+        while 0.5 not in [own.mean for each in fake.reward_managers for own in each._barrier._recent.values()]:
             time.sleep(0.01)
         fake.release()
         scores = step.result(20).scores

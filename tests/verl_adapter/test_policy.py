@@ -175,9 +175,9 @@ def test_of_a_group_that_failed_whole_nothing_is_learned():
         assert advantages(estimator, [0.0] * 4, ["g"] * 4) == [0.0] * 4
 
 
-def test_the_board_of_a_manager_is_closed_with_it(compose, tokenizer):
+def test_the_barrier_of_a_manager_is_closed_with_it(compose, tokenizer):
     from verl.trainer.ppo.reward import load_reward_manager
 
     manager = load_reward_manager(compose("reward.reward_manager.name=qreward"), tokenizer)
     asyncio.run(manager.aclose())
-    assert manager._board._closed
+    assert manager._barrier._closed

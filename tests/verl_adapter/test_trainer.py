@@ -24,8 +24,8 @@ def imported():
         importlib.import_module("verl.trainer.ppo.v1.trainer_base")
 
 
-class Counts(trainer.BoardNumbers):
-    """Numbers of a board that answers this next."""
+class Counts(trainer.OutcomeNumbers):
+    """Numbers of an actor that answers this next."""
 
     def __init__(self):
         super().__init__(None)
@@ -56,7 +56,7 @@ def test_metrics_are_of_what_was_scored_since_the_last():
     assert not numbers.none_imputed()
 
 
-def test_a_board_that_was_started_anew_counts_from_zero_and_one_that_is_silent_gives_nothing():
+def test_an_actor_that_was_started_anew_counts_from_zero_and_one_that_is_silent_gives_nothing():
     numbers = Counts()
     numbers.answer = ("first", {"train/samples": 32, "train/failed": 8})
     numbers.since_last()
@@ -248,12 +248,12 @@ def tracking(monkeypatch):
     return Tracking
 
 
-def test_a_tracker_gets_the_numbers_of_the_board_in_a_run_of_ours_only(tracking, compose, monkeypatch):
+def test_a_tracker_gets_the_counts_of_the_barrier_in_a_run_of_ours_only(tracking, compose, monkeypatch):
     from omegaconf import OmegaConf
 
     numbers = Counts()
     attached = []
-    monkeypatch.setattr(trainer.BoardNumbers, "attach", lambda: attached.append(1) or numbers)
+    monkeypatch.setattr(trainer.OutcomeNumbers, "attach", lambda: attached.append(1) or numbers)
 
     def lines(*overrides):
         logger = tracking("p", "e", config=OmegaConf.to_container(compose(*overrides)))

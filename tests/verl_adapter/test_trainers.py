@@ -144,7 +144,7 @@ def start_workers(monkeypatch):
     monkeypatch.setattr(
         reward_loop.ray, "nodes", lambda: [{"NodeID": "1" * 56, "Alive": True, "Resources": {"CPU": 1}}]
     )
-    monkeypatch.setattr(hooks.BoardNumbers, "attach", classmethod(lambda cls: SimpleNamespace()))
+    monkeypatch.setattr(hooks.OutcomeNumbers, "attach", classmethod(lambda cls: SimpleNamespace()))
     monkeypatch.setattr(hooks, "_marks_rows", lambda: True)
     monkeypatch.setattr(reward_loop.ray.util.scheduling_strategies, "NodeAffinitySchedulingStrategy", lambda **_: None)
 

@@ -1,4 +1,4 @@
-"""Ray actors in one process: enough of `ray` for reward workers, the group board and whatever they share.
+"""Ray actors in one process: enough of `ray` for reward workers, the group barrier and whatever they share.
 
 Every actor lives on the trainer's event loop, where verl has a process for each. As there, an actor with async methods
 carries 1,000 calls at once, arguments and results are copies, an exception reaches the caller as a `RayTaskError` that

@@ -37,7 +37,7 @@ def place_keeper(nodes):
     import ray
     from ray_job import LONG_S
 
-    from qreward_plugins.sharing.named_actors import MANY
+    from qreward_plugins.named_actors import MANY
     from qreward_plugins.sharing.ray_keeper import NAME, KeeperActor
 
     keeper = (

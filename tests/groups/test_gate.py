@@ -1,4 +1,4 @@
-"""What a failed sample means to its group."""
+"""The means of whole groups, and which groups are worth training."""
 
 from __future__ import annotations
 

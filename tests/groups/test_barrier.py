@@ -1,4 +1,4 @@
-"""A worker's way to the board: with a good one, one that dies, one that hangs, and none."""
+"""A barrier over processes: with an actor that works, one that dies, one that hangs, and none."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import threading
 
 import pytest
 
-from qreward_plugins.sharing.board_actor import BoardActor, Report
-from qreward_plugins.sharing.board_client import GroupBoard
+from qreward_plugins.groups import GroupBarrier, Report
+from qreward_plugins.groups._actor import BarrierActor
 
 KEY = ("u1", "5")
 LONG_S = 60.0
 
 
 class Spy:
-    """A board that lets through what it is told to; `lost` makes it raise, `stuck` hold its answers."""
+    """An actor that lets through what it is told to; `lost` makes it raise, `stuck` hold its answers."""
 
     def __init__(self):
-        self.board = BoardActor()
+        self.actor = BarrierActor()
         self.lost = False
         self.stuck = False
         self.calls = []
         self.parked = asyncio.Event()
         self._end = asyncio.Event()
 
-    async def post(self, things):
+    async def send(self, things):
         self.calls.append(list(things))
         await self._let_through()
-        return await self.board.post(things)
+        return await self.actor.send(things)
 
     async def mean(self, key):
         await self._let_through()
         self.parked.set()
-        mean = asyncio.ensure_future(self.board.mean(key))
+        mean = asyncio.ensure_future(self.actor.mean(key))
         end = asyncio.ensure_future(self._end.wait())
         try:
             await asyncio.wait({mean, end}, return_when=asyncio.FIRST_COMPLETED)
@@ -47,7 +47,7 @@ class Spy:
             end.cancel()
 
     async def end(self, start):
-        if start != self.board._start:
+        if start != self.actor._start:
             return
         await self._end.wait()
         raise ConnectionError("the actor died")
@@ -64,7 +64,7 @@ class Spy:
         self._end.set()
 
     def start_anew(self):
-        self.board = BoardActor()
+        self.actor = BarrierActor()
         self.lost = False
         self._end = asyncio.Event()
         self.parked = asyncio.Event()
@@ -80,13 +80,13 @@ def failed(sample, size=4, key=KEY):
 
 @pytest.fixture
 def play():
-    """Run an async function with a spied board, and clients of it; nothing may be left of them in the end."""
+    """Run an async function with a spied actor, and barriers of it; nothing may be left of them in the end."""
 
     def play(scenario, clients=1, **settings):
         async def main():
             spy = Spy()
             made = [
-                GroupBoard(**{"wait_s": LONG_S, "answer_s": LONG_S, "connect": lambda: spy, **settings})
+                GroupBarrier(**{"wait_s": LONG_S, "answer_s": LONG_S, "connect": lambda: spy, **settings})
                 for _ in range(clients)
             ]
             try:
@@ -178,14 +178,14 @@ def test_however_many_fail_no_more_than_allowed_wait_and_all_end(play):
     play(scenario, max_waiting=20)
 
 
-def test_a_board_that_is_started_anew_is_told_everything_and_who_waits_gets_the_mean(play):
+def test_an_actor_that_is_started_anew_is_told_everything_and_who_waits_gets_the_mean(play):
     async def scenario(spy, first, second):
         await first.settle(scored("0", 0.2))
         await second.settle(scored("1", 0.6))
         waiting = asyncio.create_task(first.settle(failed("2")))
         await spy.parked.wait()
         spy.die()
-        await until(lambda: first._post is None and second._post is None)
+        await until(lambda: first._link is None and second._link is None)
         spy.start_anew()
         await spy.parked.wait()
         assert await second.settle(scored("3", 0.4)) is None
@@ -194,18 +194,18 @@ def test_a_board_that_is_started_anew_is_told_everything_and_who_waits_gets_the_
     play(scenario, clients=2)
 
 
-def test_a_board_that_was_started_anew_unnoticed_is_found_out_by_the_next_answer(play):
+def test_an_actor_that_was_started_anew_unnoticed_is_found_out_by_the_next_answer(play):
     async def scenario(spy, client):
         await client.settle(scored("0", 0.2))
         await client.settle(scored("1", 0.6))
-        spy.board = BoardActor()
+        spy.actor = BarrierActor()
         await client.settle(scored("2", 0.4))
         assert await client.settle(failed("3")) == pytest.approx(0.4)
 
     play(scenario)
 
 
-def test_a_mean_that_was_given_out_outlives_the_board(play):
+def test_a_mean_that_was_given_out_outlives_the_actor(play):
     async def scenario(spy, client):
         await client.settle(scored("0", 0.5))
         spy.stuck = True
@@ -213,8 +213,8 @@ def test_a_mean_that_was_given_out_outlives_the_board(play):
         spy.stuck = False
         spy.die()
         spy.start_anew()
-        other = GroupBoard(wait_s=LONG_S, answer_s=LONG_S, connect=lambda: spy)
-        await until(lambda: client._post is not None)
+        other = GroupBarrier(wait_s=LONG_S, answer_s=LONG_S, connect=lambda: spy)
+        await until(lambda: client._link is not None)
         assert await other.settle(scored("2", 0.9)) == 0.5
         await other.aclose()
 
@@ -222,7 +222,7 @@ def test_a_mean_that_was_given_out_outlives_the_board(play):
 
 
 @pytest.mark.parametrize("trouble", ["lost", "stuck"])
-def test_without_a_board_the_scored_keep_their_rewards_and_the_failed_get_what_is_known_here(play, trouble):
+def test_without_an_actor_the_scored_keep_their_rewards_and_the_failed_get_what_is_known_here(play, trouble):
     async def scenario(spy, client):
         setattr(spy, trouble, True)
         assert await client.settle(scored("0", 0.2)) is None
@@ -236,7 +236,7 @@ def test_without_a_board_the_scored_keep_their_rewards_and_the_failed_get_what_i
     play(scenario, wait_s=0.02, answer_s=0.02)
 
 
-def test_a_board_that_cannot_be_found_is_no_board(play):
+def test_an_actor_that_cannot_be_found_is_no_actor(play):
     called = threading.Event()
 
     def connect():
@@ -251,7 +251,7 @@ def test_a_board_that_cannot_be_found_is_no_board(play):
     assert called.is_set()
 
 
-def test_finding_the_board_may_take_for_ever(play):
+def test_finding_the_actor_may_take_for_ever(play):
     release = threading.Event()
 
     async def scenario(spy, client):
@@ -264,13 +264,13 @@ def test_finding_the_board_may_take_for_ever(play):
         release.set()
 
 
-def test_without_ray_the_board_is_in_this_process():
+def test_without_ray_the_samples_meet_in_this_process():
     async def main():
-        board = GroupBoard(wait_s=LONG_S)
-        waiting = asyncio.create_task(board.settle(failed("0", size=2)))
-        assert await board.settle(scored("1", 0.75, size=2)) is None
+        barrier = GroupBarrier(wait_s=LONG_S)
+        waiting = asyncio.create_task(barrier.settle(failed("0", size=2)))
+        assert await barrier.settle(scored("1", 0.75, size=2)) is None
         assert await waiting == 0.75
-        await board.aclose()
+        await barrier.aclose()
 
     asyncio.run(main())
 
@@ -292,7 +292,7 @@ def test_a_cancelled_wait_leaves_nothing_behind_and_its_report_counts(play):
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert client.waiting == 0
-        await until(lambda: not spy.board._parked)
+        await until(lambda: not spy.actor._parked)
         assert await client.settle(failed("1", size=2)) == 0.0
 
     play(scenario)
@@ -312,9 +312,9 @@ def test_closing_ends_all_waiting_with_what_is_known(play):
     play(scenario)
 
 
-def test_memory_is_bounded_while_there_is_no_board(play, monkeypatch):
-    monkeypatch.setattr("qreward_plugins.sharing.board_client._BATCH", 10)
-    monkeypatch.setattr("qreward_plugins.sharing.board_client.RECENT", 50)
+def test_memory_is_bounded_while_there_is_no_actor(play, monkeypatch):
+    monkeypatch.setattr("qreward_plugins.groups.barrier._BATCH", 10)
+    monkeypatch.setattr("qreward_plugins.groups.barrier.RECENT", 50)
 
     async def scenario(spy, client):
         spy.lost = True
@@ -322,7 +322,7 @@ def test_memory_is_bounded_while_there_is_no_board(play, monkeypatch):
             task = asyncio.create_task(client.settle(scored("0", 1.0, key=(str(number), "5"))))
             await asyncio.sleep(0)
             task.cancel()
-        assert len(client._outbox) <= 20
+        assert len(client._unsent) <= 20
         assert len(client._recent) <= 50
 
     play(scenario)
@@ -340,7 +340,7 @@ def test_outcomes_are_counted_once(play):
         assert await client.settle(scored("4", 9.0)) == 0.5
         await client.settle(Report(None, "", None, None, "val", "verdict"))
         await client.settle(Report(None, "", 1.0, None, "val", cut=True))
-        return (await spy.board.counts())[1]
+        return (await spy.actor.counts())[1]
 
     assert play(scenario) == {
         "train/samples": 5,
@@ -355,7 +355,7 @@ def test_outcomes_are_counted_once(play):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_however_often_the_board_dies_every_failed_sample_gets_the_mean_of_its_group(play, seed):
+def test_however_often_the_actor_dies_every_failed_sample_gets_the_mean_of_its_group(play, seed):
     rng = random.Random(seed)
     troubled = seed % 3 != 0
 

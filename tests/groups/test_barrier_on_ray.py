@@ -1,4 +1,4 @@
-"""The board as the actor of a real Ray job: shared by its workers, killed, and orphaned."""
+"""A barrier over the processes of a real Ray job: its actor is shared, killed, and orphaned."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'qreward-plugins[ray]')")
 
-from qreward_plugins.sharing.board_actor import NAME, Report  # noqa: E402
-from qreward_plugins.sharing.board_client import GroupBoard  # noqa: E402
+from qreward_plugins.groups import GroupBarrier, Report  # noqa: E402
+from qreward_plugins.groups._actor import NAME  # noqa: E402
 
 # Ray leaves sockets and log files of its own to the garbage collector.
 pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.filterwarnings("ignore:.*Tip.*")]
@@ -26,13 +26,13 @@ class Worker:
     """A reward worker's part in it."""
 
     def __init__(self, max_waiting=500):
-        self.board = GroupBoard(wait_s=120, answer_s=30, max_waiting=max_waiting)
+        self.barrier = GroupBarrier(wait_s=120, answer_s=30, max_waiting=max_waiting)
 
     async def settle(self, report):
-        return await self.board.settle(report)
+        return await self.barrier.settle(report)
 
     async def waiting(self):
-        return self.board.waiting
+        return self.barrier.waiting
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -68,15 +68,15 @@ def is_waiting(worker):
         pass
 
 
-def is_there(board):
+def is_there(actor):
     try:
-        ray.get(board.counts.remote(), timeout=60)
+        ray.get(actor.counts.remote(), timeout=60)
     except ray.exceptions.RayActorError:
         return False
     return True
 
 
-def test_workers_find_one_board_without_being_told_of_it(start):
+def test_workers_find_one_actor_without_being_told_of_it(start):
     one, other = start(), start()
     waiting = one.settle.remote(report("shared", "0"))
     is_waiting(one)
@@ -86,7 +86,7 @@ def test_workers_find_one_board_without_being_told_of_it(start):
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["restarted_by_ray", "killed_for_good"])
-def test_a_board_that_is_killed_is_replaced_and_who_waits_gets_the_mean(start, again):
+def test_an_actor_that_is_killed_is_replaced_and_who_waits_gets_the_mean(start, again):
     one, other = start(), start()
     group = f"killed-{again}"
     assert told(other, report(group, "1", 0.25)) == [None]
@@ -97,7 +97,7 @@ def test_a_board_that_is_killed_is_replaced_and_who_waits_gets_the_mean(start, a
     assert ray.get(waiting, timeout=60) == 0.5
 
 
-def test_a_board_whose_owner_is_killed_is_replaced(start):
+def test_an_actor_whose_owner_is_killed_is_replaced(start):
     with suppress(ValueError):
         ray.kill(ray.get_actor(NAME), no_restart=True)
     owner = start()
@@ -106,9 +106,9 @@ def test_a_board_whose_owner_is_killed_is_replaced(start):
     waiting = one.settle.remote(report("orphaned", "0"))
     is_waiting(one)
     assert told(other, report("orphaned", "2", 0.75)) == [None]
-    board = ray.get_actor(NAME)
+    actor = ray.get_actor(NAME)
     ray.kill(owner)
-    while is_there(board):
+    while is_there(actor):
         pass
     assert told(other, report("orphaned", "3", 0.25)) == [None]
     # What only the owner knew is lost with it; verl ends then anyway.

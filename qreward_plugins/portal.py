@@ -24,6 +24,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from .config import Config
 from .errors import EngineError
+from .groups import GroupBarrier, GroupKey, Report
 from .samples import Outcome, Sample
 from .scheduling import Cutoff
 from .streaming import End
@@ -43,6 +44,7 @@ class EnginePortal:
         self._engine = engine
         self._portal = portal
         self._pid = os.getpid()
+        self._barrier: GroupBarrier | None = None
 
     def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Outcome:
         """As `RewardEngine.score`; blocks the calling thread until the outcome is there."""
@@ -97,6 +99,33 @@ class EnginePortal:
             )
         return self._portal
 
+    def settle(self, report: Report) -> Future[float | None]:
+        """As `GroupBarrier.settle`, on a barrier that the users of this portal share, for `groups.wait_s` at most. As
+        every sample waits in a thread of its caller's, any number may wait. When the engine is closed, whoever waits
+        gets what this process knows.
+        """
+        return self._opened_here().start_task_soon(self._settle, report)
+
+    def end_waiting(self, key: GroupKey) -> None:
+        """As `GroupBarrier.end_waiting`, for what was handed to `settle` before."""
+        self._opened_here().start_task_soon(self._end_waiting, key)
+
+    async def _settle(self, report: Report) -> float | None:
+        if self._barrier is None:
+            self._barrier = GroupBarrier(wait_s=self.config.groups.wait_s, max_waiting=None)
+        return await self._barrier.settle(report)
+
+    async def _end_waiting(self, key: GroupKey) -> None:
+        if self._barrier is not None:
+            self._barrier.end_waiting(key)
+
+    async def _aclose(self) -> None:
+        try:
+            if self._barrier is not None:
+                await self._barrier.aclose()
+        finally:
+            await self._engine.aclose()
+
     def facts(self) -> Facts:
         """As `RewardEngine.facts`."""
         return self._engine.facts()
@@ -131,10 +160,11 @@ def open_portal(engine: RewardEngine) -> Iterator[EnginePortal]:
     """Run `engine` in a thread of its own; leaving the context closes it, except in a child forked meanwhile."""
     pid = os.getpid()
     with ExitStack() as stack:
-        portal = stack.enter_context(start_blocking_portal("asyncio"))
-        stack.callback(portal.call, engine.aclose)
+        blocking = stack.enter_context(start_blocking_portal("asyncio"))
+        portal = EnginePortal(engine, blocking)
+        stack.callback(blocking.call, portal._aclose)
         try:
-            yield EnginePortal(engine, portal)
+            yield portal
         finally:
             if os.getpid() != pid:
                 _of_parents.append(stack.pop_all())

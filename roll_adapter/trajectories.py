@@ -3,21 +3,28 @@
 Agentic pipelines know no reward workers: rewards come from `env.step`, and each environment runs in a thread of its
 own. The mixin goes before an env manager and scores a trajectory when ROLL is about to make a rollout of it. All env
 managers of a process share one engine, in a thread beside theirs, and so its limits.
+
+ROLL spreads the trajectories of a group over environment workers (`max_env_num_per_worker`). They meet in its queue
+(rollout_scheduler.py, `GroupQueue.put`), but then their rewards are final. So a failed trajectory waits for its group
+on the barrier of the job. It blocks its own environment only; its siblings have environments of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Hashable, Sequence
 from functools import cached_property
 from typing import Any
 
 from qreward_plugins import ConfigurationError, Message, Outcome, Sample, process_portal
 from qreward_plugins.config import Config, load_layers
-from qreward_plugins.groups import RunningMeans, number_of
+from qreward_plugins.groups import GroupKey, Report, RunningMeans, number_of
+from qreward_plugins.portal import EnginePortal
 from qreward_plugins.samples import fits_float32
 from qreward_plugins.sharing import may_share
 
 _means = RunningMeans()
+_numbers = itertools.count()
 
 
 class QRewardTrajectoryMixin:
@@ -28,16 +35,18 @@ class QRewardTrajectoryMixin:
     The configuration is the environment's own (`custom_envs.<tag>.qreward`: the tree, or the path of a file), or the
     file that `QREWARD_CONFIG` names; it is read once. The judge's reward is multiplied with
     `custom_envs.<tag>.qreward_weight` (default 1.0) and added to that of the last step. A failed trajectory adds the
-    mean of what its group's scored trajectories in this process got, and is masked out of the loss (`on_failure:
-    auto`, `neutral` and `exclude`).
+    mean of what its group's scored trajectories got, and is masked out of the loss (`on_failure: auto`, `neutral` and
+    `exclude`). In training it waits for them, `groups.wait_s` at most. Then the group is closed at the mean of what is
+    scored, and a trajectory that comes later adds that mean and is masked, too.
     """
 
     env_config: Any
     rollout_cache: Any
+    _qreward_waiting: tuple[EnginePortal, GroupKey] | None = None
 
     def formulate_rollouts(self, rollout_cache: Any) -> Any:
-        """Score the trajectory, then make ROLL's rollout of it. Blocks this thread until the outcome is there; raises
-        `ConfigurationError`, and `RewardMissing` with `on_failure: raise`.
+        """Score the trajectory, then make ROLL's rollout of it. Blocks this thread until the outcome is there, and if
+        it failed, until its group is closed. Raises `ConfigurationError`, and `RewardMissing` with `on_failure: raise`.
         """
         turns = _acted(rollout_cache.history)
         if not turns:
@@ -45,16 +54,17 @@ class QRewardTrajectoryMixin:
         settings = self._qreward_settings
         portal = process_portal(settings, processes=self._qreward_processes())
         outcome = portal.score(self.trajectory_sample(rollout_cache))
-        number, excluded = self._number(settings, outcome, rollout_cache)
+        number, excluded = self._number(portal, outcome, rollout_cache)
+        failed = excluded and outcome.reward is None
         own = float(turns[-1].get("reward") or 0.0)
         reward = own + self._weight() * number
         if fits_float32(own) and not fits_float32(reward):
             # ROLL would hold it as infinity, which spoils the advantages of the whole group.
-            reward, excluded = own, True
+            reward, excluded, failed = own, True, True
         turns[-1]["reward"] = reward
         turns[-1]["metrics"] = {
             **turns[-1].get("metrics", {}),
-            "qreward_failed": float(excluded),
+            "qreward_failed": float(failed),
             "qreward_reward": number,
             "qreward_latency_s": portal.facts().of(outcome)["latency_s"],
         }
@@ -62,6 +72,13 @@ class QRewardTrajectoryMixin:
         if excluded:
             rollout.batch["response_mask"] = rollout.batch["response_mask"].zero_()
         return rollout
+
+    def stop(self) -> None:
+        """ROLL's call before it shuts down. From then on no sibling is played to its end, so the waiting ends."""
+        super().stop()  # type: ignore[misc]
+        if self._qreward_waiting is not None:
+            portal, key = self._qreward_waiting
+            portal.end_waiting(key)
 
     def trajectory_sample(self, rollout_cache: Any) -> Sample:
         """The sample that a judge sees: the first turn's messages as the prompt, all that came after them as the
@@ -114,14 +131,48 @@ class QRewardTrajectoryMixin:
         weight = self.env_config.get("qreward_weight")
         return 1.0 if weight is None else float(weight)
 
-    def _number(self, settings: Config, outcome: Outcome, rollout_cache: Any) -> tuple[float, bool]:
-        """The judge's number, and whether it is only a stand-in."""
-        key = (rollout_cache.tag, rollout_cache.group_id, getattr(self, "episode_id", None))
-        number = number_of(outcome, settings.on_failure)
-        if number is not None:
-            _means.add(key, number)
+    def _number(self, portal: EnginePortal, outcome: Outcome, rollout_cache: Any) -> tuple[float, bool]:
+        """The judge's number, and whether it is only the mean of the group."""
+        policy = portal.config.on_failure
+        number = number_of(outcome, policy)
+        if policy not in ("auto", "neutral", "exclude"):
+            assert number is not None
             return number, False
-        return _means.mean(key), True
+        cache, mode, seed = rollout_cache, getattr(self, "mode", None), getattr(self, "group_seed", None)
+        # ROLL's own name of the group (`traj_group_id`), whose trajectories it compares.
+        group = (cache.tag, cache.group_id, getattr(self, "episode_id", None), seed)
+        size = getattr(getattr(self, "worker_config", None), "group_size", 1)
+        if mode == "train" and size > 1 and None not in group:
+            # An environment plays two trajectories of one group when its siblings fall behind.
+            sample = f"{cache.env_id}/{next(_numbers)}"
+            mean = self._settled(portal, Report(("_".join(map(str, group)), ""), sample, number, size))
+        else:
+            # A validation waits for nobody; and without the name of its group a trajectory cannot find its siblings.
+            mean = _mean_here((mode, *group), number)
+        if mean is not None:
+            return mean, True
+        assert number is not None
+        return number, False
+
+    def _settled(self, portal: EnginePortal, report: Report) -> float | None:
+        """The mean that a trajectory adds in place of its own number; None: its own stands."""
+        assert report.key is not None
+        self._qreward_waiting = portal, report.key
+        try:
+            settling = portal.settle(report)
+            if not getattr(self, "running", True):  # `stop` may have come before this trajectory waited
+                portal.end_waiting(report.key)
+            return settling.result()
+        finally:
+            self._qreward_waiting = None
+
+
+def _mean_here(key: Hashable, number: float | None) -> float | None:
+    """The mean of what this process knows of a group by now, for a failed trajectory; None for a scored one."""
+    if number is None:
+        return _means.mean(key)
+    _means.add(key, number)
+    return None
 
 
 def _settings_of(tree: Any, tag: Any) -> Config:

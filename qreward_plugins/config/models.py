@@ -120,8 +120,8 @@ class Groups(Node):
 
     wait_s: PositiveFloat = 300.0
     """Seconds that a failed sample waits for its siblings at most, from its failure, where other processes score them
-    and it is to get their mean (verl, `on_failure: neutral`); then it gets the mean of those that are scored. Default:
-    300."""
+    and it is to get their mean (verl with `on_failure: neutral`, trajectories in ROLL). Then it gets the mean of those
+    that are scored. Default: 300."""
 
     min_scored: Literal["all"] | PositiveInt = 2
     """Samples of a group that must have a reward (a smaller group: all of them); where the framework can replace a

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
+from anyio.from_thread import start_blocking_portal
 
 from qreward_plugins import ConfigurationError, RewardMissing
+from qreward_plugins.groups import _actor
 from qreward_plugins.portal import close_process_portals
 from qreward_plugins.testing import FakeTrajEnvManager
 
@@ -42,13 +47,15 @@ def manager_of(make_tree) -> Any:
     class Judged(QRewardTrajectoryMixin, FakeTrajEnvManager):
         pass
 
-    def make(*said: str, turns: int = 1, tree: Any = None, **config: Any) -> Any:
+    def make(*said: str, turns: int = 1, tree: Any = None, size: int = 1, mode: str = "train", **config: Any) -> Any:
         lines = iter(said)
         node = tree if tree is not None else make_tree()
         return Judged(
             env=Turns(turns),
             respond=lambda messages, rng: next(lines),
             env_config={"tag": "talk", "qreward": node, **config},
+            group_size=size,
+            mode=mode,
         )
 
     return make
@@ -204,3 +211,135 @@ def test_environments_with_other_settings_for_the_same_source_share_its_limits(m
     )
     with pytest.raises(ConfigurationError, match="cannot be shared by 6 processes"):
         manager.play()
+
+
+LONG_S = 60.0
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    """The threads of an environment worker."""
+    with ThreadPoolExecutor() as pool:
+        yield pool
+
+
+@pytest.fixture
+def job(monkeypatch) -> Iterator[None]:
+    """A job of several processes: each of a test's configurations has a barrier of its own, and one actor for all."""
+    with start_blocking_portal() as elsewhere:
+        actor = _actor.BarrierActor()
+
+        class Handle:
+            def __getattr__(self, name: str) -> Any:
+                method = getattr(actor, name)
+                return SimpleNamespace(
+                    remote=lambda *sent: asyncio.wrap_future(elsewhere.start_task_soon(method, *sent))
+                )
+
+        monkeypatch.setattr(_actor.named_actors, "ray_is_up", lambda: True)
+        monkeypatch.setattr(_actor, "barrier_actor", Handle)
+        yield
+        close_process_portals()
+
+
+@pytest.fixture
+def tree_of(make_tree) -> Any:
+    """The configuration of one process of several: equal but for what tells their engines apart."""
+
+    def tree(process: int = 0, wait_s: float = LONG_S, **changes: Any) -> Any:
+        engine = {"max_attempts": 1, "seed": process, "deadline_s": 3.0}
+        return make_tree(engine=engine, groups={"wait_s": wait_s}, **changes)
+
+    return tree
+
+
+def test_a_failed_trajectory_gets_the_mean_of_siblings_that_other_processes_score_later(
+    manager_of, tree_of, pool, job
+) -> None:
+    failed = manager_of("break", tree=tree_of(0), size=3)
+    waiting = pool.submit(failed.play)
+    for process, said in ((1, "4"), (2, "8")):
+        rollout = manager_of(said, tree=tree_of(process), size=3, env_id=process).play()
+        assert scores(rollout) == pytest.approx(0.125 + int(said) / 10)
+        assert int(rollout.batch["response_mask"].sum()) == 2
+    rollout = waiting.result(LONG_S)
+    assert scores(rollout) == pytest.approx(0.125 + 0.6)
+    assert int(rollout.batch["response_mask"].sum()) == 0
+    assert rollout.meta_info["metrics"]["env/talk/qreward_failed"] == 1.0
+
+
+def test_without_ray_the_trajectories_of_a_process_meet(manager_of, tree_of, pool) -> None:
+    waiting = pool.submit(manager_of("break", tree=tree_of(), size=2).play)
+    manager_of("8", tree=tree_of(), size=2, env_id=1).play()
+    assert scores(waiting.result(LONG_S)) == pytest.approx(0.125 + 0.8)
+
+
+def test_groups_of_other_episodes_and_seeds_do_not_mix(manager_of, tree_of, pool) -> None:
+    manager_of("2", tree=tree_of(), size=2, env_id=1).play(episode_id=1)
+    manager_of("4", tree=tree_of(), size=2, env_id=1, group_seed=7).play()
+    waiting = pool.submit(manager_of("break", tree=tree_of(), size=2).play)
+    manager_of("8", tree=tree_of(), size=2, env_id=1).play()
+    assert scores(waiting.result(LONG_S)) == pytest.approx(0.125 + 0.8)
+
+
+def test_an_environment_may_play_two_trajectories_of_a_group(manager_of, tree_of, pool) -> None:
+    """A slow sibling leaves its place to whoever asks first (ROLL, `GroupQueue.get_episode_id`)."""
+    for said in ("2", "6"):
+        manager_of(said, tree=tree_of(), size=3, env_id=1).play()
+    assert scores(manager_of("break", tree=tree_of(), size=3).play()) == pytest.approx(0.125 + 0.4)
+
+
+def test_siblings_that_never_come_are_waited_for_no_longer_than_that(manager_of, tree_of) -> None:
+    tree = tree_of(wait_s=0.05)
+    manager_of("8", tree=tree, size=3, env_id=1).play()
+    assert scores(manager_of("break", tree=tree, size=3).play()) == pytest.approx(0.125 + 0.8)
+    late = manager_of("2", tree=tree, size=3, env_id=2).play()
+    assert scores(late) == pytest.approx(0.125 + 0.8), "the mean was given out and must not move"
+    assert int(late.batch["response_mask"].sum()) == 0
+    assert late.meta_info["metrics"]["env/talk/qreward_failed"] == 0.0
+
+
+def test_a_redundant_trajectory_keeps_its_reward(manager_of, tree_of) -> None:
+    """`group_size_redundancy` has more trajectories played than ROLL trains."""
+    for env, said in enumerate(("2", "4", "9")):
+        rollout = manager_of(said, tree=tree_of(), size=2, env_id=env).play()
+        assert scores(rollout) == pytest.approx(0.125 + int(said) / 10)
+        assert int(rollout.batch["response_mask"].sum()) == 2
+
+
+@pytest.mark.parametrize("early", [False, True], ids=["while_it_waits", "before_it_waits"])
+def test_stop_ends_the_waiting(manager_of, tree_of, pool, early) -> None:
+    manager_of("8", tree=tree_of(), size=3, env_id=1).play()
+    failed = manager_of("break", tree=tree_of(), size=3)
+    if early:
+        failed.stop()
+    waiting = pool.submit(failed.play)
+    while not early and failed._qreward_waiting is None:
+        pass
+    failed.stop()
+    assert scores(waiting.result(LONG_S)) == pytest.approx(0.125 + 0.8)
+
+
+def test_a_trajectory_that_is_stopped_leaves_those_that_others_wait_for(manager_of, tree_of, pool) -> None:
+    waiting = pool.submit(manager_of("break", tree=tree_of(), size=2).play)
+    manager_of("8", tree=tree_of(), size=2, group_id=9).stop()
+    manager_of("6", tree=tree_of(), size=2, env_id=1).play()
+    assert scores(waiting.result(LONG_S)) == pytest.approx(0.125 + 0.6)
+
+
+def test_a_validation_waits_for_nobody(manager_of, tree_of) -> None:
+    manager_of("8", tree=tree_of(), size=3, env_id=1, mode="val").play()
+    failed = manager_of("break", tree=tree_of(), size=3, mode="val").play()
+    assert scores(failed) == pytest.approx(0.125 + 0.8)
+    later = manager_of("2", tree=tree_of(), size=3, env_id=2, mode="val").play()
+    assert scores(later) == pytest.approx(0.125 + 0.2), "a verdict is what it is"
+
+
+def test_closing_the_portals_ends_the_waiting(manager_of, tree_of, pool) -> None:
+    failed = manager_of("break", tree=tree_of(), size=2)
+    waiting = pool.submit(failed.play)
+    while failed._qreward_waiting is None:
+        pass
+    close_process_portals()
+    assert scores(waiting.result(LONG_S)) == pytest.approx(0.125)
+    assert not [thread for thread in threading.enumerate() if thread.name == "qreward-ray"]

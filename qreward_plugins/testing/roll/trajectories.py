@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -59,7 +60,7 @@ class FakeTrajEnvManager:
 
     `respond(messages, rng)` writes a turn of the policy; None: the context is too long, and the trajectory ends there.
     `env_config` is the environment's own: `tag`, `group_id`, `env_id`, `max_steps`, `group_seed`, and all that stands
-    in `custom_envs.<tag>`.
+    in `custom_envs.<tag>`. `group_size` is that of ROLL's `train_env_manager`.
 
     Raises `TypeError` for an unknown argument, as Python does.
     """
@@ -76,12 +77,15 @@ class FakeTrajEnvManager:
         agent_template: str = "{observation}",
         seed: int = 0,
         mode: str = "train",
+        group_size: int = 1,
     ) -> None:
         defaults = {"tag": "env", "group_id": 0, "env_id": 0, "group_seed": 0, "max_steps": 10}
         self.env_config: Any = OmegaConf.create({**defaults, **(env_config or {})})
         self.env = env
         self.tokenizer = tokenizer if tokenizer is not None else WordTokenizer()
         self.mode = mode
+        self.worker_config = SimpleNamespace(group_size=group_size)
+        self.running = True
         self.sequence_length = sequence_length
         self.agent_system_template = agent_system_template
         self.agent_template = agent_template
@@ -109,6 +113,10 @@ class FakeTrajEnvManager:
         rollout.non_tensor_batch["traj_group_id"] = objects([group] * len(rollout))
         rollout.non_tensor_batch["traj_id"] = objects([f"{group}_{cache.env_id}"] * len(rollout))
         return rollout
+
+    def stop(self) -> None:
+        """As ROLL: no further trajectory is to be played."""
+        self.running = False
 
     def reset(self) -> RolloutCache:
         """Begin a trajectory."""

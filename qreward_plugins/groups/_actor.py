@@ -26,8 +26,8 @@ class Report(NamedTuple):
     `reward` is None for a sample without a number to train on; `failure` is the cause ("infra", "verdict", "policy") of
     one without a verdict, and empty for any other. `sample` tells the samples of a group apart, and `generation` the
     responses of a sample that is generated anew. `size` is how many samples the group has, None if that is not known.
-    `cut`: the judge saw the sample without its middle. `floor`: the reward is a floor. With `key` None the sample is only
-    counted.
+    `cut`: the judge saw the sample without its middle. `floor`: the reward is a floor. With `key` None the sample is
+    only counted.
     """
 
     key: GroupKey | None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
+import pickle
 import re
 import sys
 from dataclasses import replace
@@ -307,6 +308,15 @@ def test_a_kind_that_cannot_be_used_is_one_mistake(length, kind, text):
     found = mistakes({**NODE, "kind": kind})
     assert list(found) == ["sources.a.kind"]
     assert re.search(text, found["sources.a.kind"]), found
+
+
+def test_a_configuration_travels_between_processes(length):
+    config = load_config(tree({**NODE, "token": "sk-SECRET", "limits": {"concurrency": 2}}))
+    assert pickle.loads(pickle.dumps(config)) == config
+    assert load_config(config) is config
+    plain = config.model_dump(mode="json")
+    assert plain["sources"]["a"]["factor"] == 2
+    assert "SECRET" not in repr(plain)
 
 
 def test_a_broken_package_hurts_nobody_who_does_not_use_it(length):

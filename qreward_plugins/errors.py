@@ -10,7 +10,7 @@
     ├── KeeperError             the keeper of shared limits cannot be heard
     │   ├── KeeperLost          ... and there certainly is none any more
     │   └── KeeperSilent        ... which may be well all the same
-    ├── InvalidVerdict          a judge answered, but not with a valid verdict
+    ├── InvalidReply            a source answered, but not with a valid answer
     └── SourceError             one attempt at one source failed
         ├── Throttled           429, or 503 with Retry-After: the source asks for a pause
         ├── TransientError      time-outs, resets, 5xx, garbled replies: another try may help
@@ -116,10 +116,14 @@ class KeeperSilent(KeeperError):
     """The keeper did not answer, whatever the reason; it may be well."""
 
 
-class InvalidVerdict(QRewardError):
-    """A judge answered, but not with a valid verdict (not one unique strict JSON, not finite, out of range, a
-    refusal).
+class InvalidReply(QRewardError):
+    """A source answered, but the reply is no answer to the question: no valid verdict (not one unique strict JSON, not
+    finite, out of range), or a refusal.
     """
+
+
+InvalidVerdict = InvalidReply
+"""The former name, for sources that were written for it."""
 
 
 class SourceError(QRewardError):

@@ -16,7 +16,7 @@ import anyio
 from .config import judge_for, parts_of, sources_of
 from .ending import end, forget
 from .engine import RewardEngine
-from .errors import InputError, InvalidVerdict, SourceError, TransientError
+from .errors import InputError, InvalidReply, SourceError, TransientError
 from .judges import JudgeFailed, Leaf, kind_of
 from .samples import Sample, Verdict
 from .scheduling import Lane
@@ -139,7 +139,7 @@ async def _ask(judge: Leaf, lane: Lane, sample: Sample, turn: _Turn) -> Probe:
             verdict = judge.verdict(request, reply)
         except TimeoutError:
             problem, turn.silent_to = f"no answer within {lane.timeout_s:g} s", judge.name
-        except (SourceError, InvalidVerdict) as error:
+        except (SourceError, InvalidReply) as error:
             problem = str(error)
         if reply is not None and judge.asks == TEXT:
             trial = await _trial(judge, lane, sample)

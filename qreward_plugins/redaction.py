@@ -2,7 +2,7 @@
 
 Secrets stand in more places than `api_key`: in a function's `kwargs`, in `parameters`, in lists and mappings below
 them. A value there becomes a `Secret` if its key names one, or if an interpolation takes it from the environment: it is
-sent as plain text, but its repr is asterisks. Each source keeps its secrets in an `Excerpts`, which redacts every
+sent as plain text, but its repr is asterisks. Each source keeps its secrets in an `Redactor`, which redacts every
 foreign text before it is shown.
 """
 

@@ -10,7 +10,7 @@ from typing import Any
 import anyio
 
 from .ending import end, forget
-from .errors import InvalidVerdict
+from .errors import InvalidReply
 from .journal import Journal, question_keys
 from .judges import JudgeRouter, Leaf
 from .judging import Calling, Judging, Pending
@@ -126,7 +126,7 @@ class Scoring:
             return None
         try:
             value = call.recall(recorded)
-        except (InvalidVerdict, ValueError, LookupError):
+        except (InvalidReply, ValueError, LookupError):
             # Numbers that another range maps beyond float32, or a row that was made by hand.
             return None
         return Answer(value, recorded.source, recorded.model, recorded=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
-from .errors import InvalidVerdict
+from .errors import InvalidReply
 from .samples import Message, Sample
 
 
@@ -79,7 +79,7 @@ async def try_out(judge: Callable[[Sample], Awaitable[float]], like: Sample) -> 
     """Have `judge` reward both answers of every pair, one after the other.
 
     The samples take the data source and extra columns of `like`, because instructions may use them. Raises what `judge`
-    raises, except InvalidVerdict, which becomes a flaw.
+    raises, except InvalidReply, which becomes a flaw.
     """
     pairs: list[tuple[float | None, float | None]] = []
     flaws: list[str] = []
@@ -89,7 +89,7 @@ async def try_out(judge: Callable[[Sample], Awaitable[float]], like: Sample) -> 
         sample = replace(like, messages=messages, prompt=None, response=response, ground_truth=pair.reference)
         try:
             return await judge(sample)
-        except InvalidVerdict as error:
+        except InvalidReply as error:
             flaws.append(str(error))
             return None
 

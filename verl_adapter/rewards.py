@@ -26,7 +26,7 @@ from qreward_plugins.config import Config, Constant, judges_in_charge, parts_of,
 from qreward_plugins.judges import kind_of as judge_kind_of
 from qreward_plugins.samples import fits_float32
 from qreward_plugins.sources import VALUE, kind_of
-from qreward_plugins.sources.excerpts import Excerpts
+from qreward_plugins.sources.redactor import Redactor
 
 MISSING = "qreward/missing"
 """1.0 for a sample without a reward of its own: its score is a stand-in."""
@@ -86,7 +86,7 @@ class ExtraInfo:
         self._facts = engine.facts()
         self._declared = self._facts.components
         self._any_keys = any_keys
-        self._clean = Excerpts(secrets).clean
+        self._clean = Redactor(secrets).clean
         self._seen: dict[str, None] = {}
         self._reads = reads
         self._judges = engine.config.judges

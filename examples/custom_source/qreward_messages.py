@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import Field
 
-from qreward_plugins import InvalidVerdict, QRewardError, Throttled
+from qreward_plugins import InvalidReply, QRewardError, Throttled
 from qreward_plugins.sources import (
     TEXT,
     Answer,
@@ -39,7 +39,7 @@ class MessagesAnswer(Answer):
         if not isinstance(said, dict) or not isinstance(said.get("content"), list):
             return self.unreadable("no list of content blocks", self.http.body)
         if said.get("stop_reason") == "refusal":
-            return InvalidVerdict(f"source {self.name!r} refused to judge")
+            return InvalidReply(f"source {self.name!r} refused to judge")
         blocks = [block for block in said["content"] if isinstance(block, dict) and block.get("type") == "text"]
         usage = said.get("usage")
         if isinstance(usage, dict):

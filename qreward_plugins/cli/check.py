@@ -15,13 +15,13 @@ from ..files import read_rollouts
 from ..judges import kind_of
 from ..probe import Probe, idle_sources, probe, samples_for, untried_judges
 from ..samples import Sample
-from ..sources.excerpts import Excerpts
+from ..sources.redactor import Redactor
 from .figures import number_of, seconds
 from .running import OK, SOURCE_SILENT, open_engine, say
 
 _RATIONALE_CHARS = 100
 _PROBLEM_CHARS = 400
-_excerpt = Excerpts().of
+_excerpt = Redactor().of
 
 
 async def check_config(

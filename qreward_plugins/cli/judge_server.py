@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import ConfigurationError, InputError
-from ..sources.excerpts import Excerpts
 from ..sources.loading import Function, PathLoader, load
+from ..sources.redactor import Redactor
 from ..testing import (
     FaultKind,
     Faults,
@@ -129,7 +129,7 @@ def _facts(report: Report) -> Iterator[tuple[str, str]]:
     if report.refused or report.abandoned:
         yield "not answered", _counts({"refused": report.refused, "client went away": report.abandoned})
     if report.scorer_errors_total:
-        yield "scorer failed", f"{report.scorer_errors_total:,}, first with {Excerpts().of(report.scorer_errors[0])}"
+        yield "scorer failed", f"{report.scorer_errors_total:,}, first with {Redactor().of(report.scorer_errors[0])}"
 
 
 def _counts(counts: Mapping[str, int] | Mapping[int, int]) -> str:

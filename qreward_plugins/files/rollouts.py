@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import InputError
 from ..samples import Message, Sample
-from ..sources.excerpts import Excerpts
+from ..sources.redactor import Redactor
 from .formats import check_output, format_of
 from .jsonl import as_json, read_jsonl
 from .parquet import read_parquet
@@ -99,7 +99,7 @@ def _one_of(row: Mapping[str, Any], columns: tuple[str, ...], where: str) -> str
     for column in columns:
         if column in row:
             raise InputError(f"{where}: {column} is null")
-    has = Excerpts().of(", ".join(map(str, row))) or "no columns"
+    has = Redactor().of(", ".join(map(str, row))) or "no columns"
     raise InputError(f"{where}: needs a column {' or '.join(columns)}; it has {has}")
 
 

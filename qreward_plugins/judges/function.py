@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..config.judge_models import AskingConfig, Interval
-from ..errors import InvalidVerdict
+from ..errors import InvalidReply
 from ..samples import RawScore, Sample, Verdict, fits_float32
 from ..sources import kind_of
 from ..sources.base import Reply, Request
@@ -80,11 +80,11 @@ class FunctionJudge(Leaf):
         return Request(sample=sample, judge=self.name)
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
-        """Read the value. Raises `InvalidVerdict`."""
+        """Read the value. Raises `InvalidReply`."""
         value = self._with_clean_names(_unwrapped(reply.value), reply.clean)
         if isinstance(value, Mapping):
             if "score" not in value:
-                raise InvalidVerdict(
+                raise InvalidReply(
                     "the value is a mapping without the key `score`; add it, give a number, or, where a service has "
                     "it elsewhere, say so with its source's `score_key`"
                 )
@@ -122,17 +122,17 @@ class FunctionJudge(Leaf):
 
     def _score(self, value: Any, what: str) -> float:
         if isinstance(value, bool):
-            raise InvalidVerdict(f"{what} is a truth value, not a number; give 1.0 or 0.0")
+            raise InvalidReply(f"{what} is a truth value, not a number; give 1.0 or 0.0")
         if not isinstance(value, (int, float)):
-            raise InvalidVerdict(f"{what} is of type {type(value).__name__}, not a number; give a float")
+            raise InvalidReply(f"{what} is of type {type(value).__name__}, not a number; give a float")
         score = _label(value)
         if score is None:
-            raise InvalidVerdict(
+            raise InvalidReply(
                 f"{what} is not finite in float32, as trainers hold it; give a finite number, or an error for no score"
             )
         interval = self._config.reward_range
         if interval is not None and not interval[0] <= score <= interval[1]:
-            raise InvalidVerdict(f"{what}, {score:g}, is outside the reward range {interval[0]:g} to {interval[1]:g}")
+            raise InvalidReply(f"{what}, {score:g}, is outside the reward range {interval[0]:g} to {interval[1]:g}")
         return score
 
     def _components(self, values: Mapping[Any, Any]) -> dict[str, float]:
@@ -140,7 +140,7 @@ class FunctionJudge(Leaf):
         if not named:
             components = _labels(values)
             if len(components) > MOST_COMPONENTS:
-                raise InvalidVerdict(
+                raise InvalidReply(
                     f"the value has {len(components):,} numbers beside its score; name those that count in "
                     f"judges.{self.name}.components"
                 )
@@ -150,7 +150,7 @@ class FunctionJudge(Leaf):
             label = _label(values.get(key))
             if label is None:
                 state = "holds no finite number" if key in values else "is missing"
-                raise InvalidVerdict(
+                raise InvalidReply(
                     f"the component {key!r} {state}; give it with every score, or take it out of "
                     f"judges.{self.name}.components"
                 )
@@ -185,7 +185,7 @@ def _unwrapped(value: Any) -> Any:
         try:
             return value.item()
         except Exception as error:
-            raise InvalidVerdict(f"the value cannot be read: {type(error).__name__}") from None
+            raise InvalidReply(f"the value cannot be read: {type(error).__name__}") from None
     return value
 
 

@@ -51,13 +51,13 @@ class Leaf(Judge):
 
     @abstractmethod
     def verdict(self, request: Request, reply: Reply) -> Verdict:
-        """Read the reply, strictly. Raises `InvalidVerdict`."""
+        """Read the reply, strictly. Raises `InvalidReply`."""
 
     @abstractmethod
     def mapped(self, raw: RawScore) -> Verdict:
         """The verdict for numbers that this judge read before, perhaps under another reward range.
 
-        Raises `InvalidVerdict` where they are no valid verdict under the present configuration.
+        Raises `InvalidReply` where they are no valid verdict under the present configuration.
         """
 
     # What all of them do

@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field
 
 from ..config.judge_models import AskingConfig, Interval
 from ..config.nodes import Integer, NonNegativeFloat, PositiveInt, no_bool
-from ..errors import ConfigurationError, InputError, InvalidVerdict
+from ..errors import ConfigurationError, InputError, InvalidReply
 from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict
 from ..sources.base import Reply, Request
 from ..sources.kind import TEXT
@@ -24,7 +24,7 @@ from .base import Opening
 from .fence import NONCE_LENGTH, draw_nonce
 from .finish_reasons import why_no_verdict
 from .leaf import Leaf
-from .material import Material, conversation_text
+from .sample_texts import SampleTexts, conversation_text
 from .settings import fingerprint, number_mistakes
 from .templates import Page, Template
 from .verdicts import RATIONALE_FORM, Scale, Words, excerpt, read_words
@@ -211,9 +211,9 @@ class LLMJudge(Leaf):
         A sample that cannot be read at all is for `request` to refuse.
         """
         try:
-            material = Material.of(sample)
+            shown = SampleTexts.of(sample)
             page = Page("0" * NONCE_LENGTH)
-            self._compose(sample, material, page)
+            self._compose(sample, shown, page)
         except InputError:
             return None
         if not page.cut:
@@ -235,19 +235,19 @@ class LLMJudge(Leaf):
         Raises `InputError` for messages or a ground truth without a readable form, and for templates that fail on this
         sample or grow beyond their room.
         """
-        material = Material.of(sample)
-        texts = [material.question, material.response, material.reference or "", material.data_source]
+        shown = SampleTexts.of(sample)
+        texts = [shown.question, shown.response, shown.reference or "", shown.data_source]
         while True:
             nonce = draw_nonce(self._key, *texts, attempt=attempt)
             page = Page(nonce)
-            content = self._compose(sample, material, page)
+            content = self._compose(sample, shown, page)
             if not any(nonce in text for text in page.texts):
                 break
             # Texts that only the template knew of: columns of `extras`, or the conversation beside the question.
             texts.extend(page.texts)
         messages: list[Message] = []
         bare = Page(nonce, fences=False)
-        system = self._system.render(bare, self._values(sample, material, self._system, bare)).strip()
+        system = self._system.render(bare, self._values(sample, shown, self._system, bare)).strip()
         if system:
             messages.append({"role": "system", "content": system})
         messages.append({"role": "user", "content": content})
@@ -262,26 +262,26 @@ class LLMJudge(Leaf):
         )
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
-        """Read the reply. Raises `InvalidVerdict` for all but one valid verdict under the request's nonce."""
+        """Read the reply. Raises `InvalidReply` for all but one valid verdict under the request's nonce."""
         try:
             words = self._words(request, reply)
-        except InvalidVerdict as error:
+        except InvalidReply as error:
             # It quotes the reply.
             problem = reply.cleaned(str(error))
         else:
             raw = RawScore(words.score, words.components)
             return self._mapped(raw, rationale=reply.cleaned(words.rationale), model=reply.model, cut=request.cut)
-        raise InvalidVerdict(problem)
+        raise InvalidReply(problem)
 
     def _words(self, request: Request, reply: Reply) -> Words:
         problem = why_no_verdict(reply.finish_reason)
         if problem == "cut off":
-            raise InvalidVerdict(
+            raise InvalidReply(
                 f"the reply was cut off (finish_reason {excerpt(reply.finish_reason)}); raise "
                 f"judges.{self.name}.max_tokens, now {self._config.max_tokens}: {excerpt(reply.text)}"
             )
         if problem:
-            raise InvalidVerdict(f"the judge gave no verdict: the reply ended with {excerpt(reply.finish_reason)}")
+            raise InvalidReply(f"the judge gave no verdict: the reply ended with {excerpt(reply.finish_reason)}")
         return read_words(
             reply.text,
             nonce=request.nonce,
@@ -310,8 +310,8 @@ class LLMJudge(Leaf):
             raw=raw,
         )
 
-    def _compose(self, sample: Sample, material: Material, page: Page) -> str:
-        values = self._values(sample, material, self._instructions, page)
+    def _compose(self, sample: Sample, shown: SampleTexts, page: Page) -> str:
+        values = self._values(sample, shown, self._instructions, page)
         parts = [self._instructions.render(page, values).strip()]
         for label, heading in _HEADINGS.items():
             text = values[label]
@@ -328,15 +328,15 @@ class LLMJudge(Leaf):
         parts.append(_FORM.format(form=self._form(page.nonce)))
         return "\n\n".join(part for part in parts if part)
 
-    def _values(self, sample: Sample, material: Material, template: Template, page: Page) -> dict[str, Any]:
+    def _values(self, sample: Sample, shown: SampleTexts, template: Template, page: Page) -> dict[str, Any]:
         room, response_room = self._config.max_prompt_chars, self._config.max_response_chars
-        reference = material.reference
+        reference = shown.reference
         values: dict[str, Any] = {
             **self._constants,
-            "question": page.text("question", material.question, max_chars=room),
+            "question": page.text("question", shown.question, max_chars=room),
             "reference": None if reference is None else page.text("reference", reference, max_chars=room),
-            "response": page.text("response", material.response, max_chars=response_room),
-            "data_source": page.text("data_source", material.data_source, max_chars=_MAX_DATA_SOURCE_CHARS),
+            "response": page.text("response", shown.response, max_chars=response_room),
+            "data_source": page.text("data_source", shown.data_source, max_chars=_MAX_DATA_SOURCE_CHARS),
         }
         if "conversation" in template.variables:
             values["conversation"] = page.text("conversation", conversation_text(sample.messages), max_chars=room)
@@ -360,7 +360,7 @@ class LLMJudge(Leaf):
         # Long enough for filters that leave short texts alone.
         sample = Sample([{"role": "user", "content": "q " * 1000}], "r " * 1000, "g " * 1000, "d " * 1000)
         page = Page("0" * NONCE_LENGTH, fences=fences)
-        template.try_out(page, self._values(sample, Material.of(sample), template, page))
+        template.try_out(page, self._values(sample, SampleTexts.of(sample), template, page))
 
 
 def _parameters(config: LLMJudge.Config) -> dict[str, Any]:

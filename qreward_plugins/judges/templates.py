@@ -24,7 +24,7 @@ import jinja2.sandbox
 from ..errors import ConfigurationError, InputError, Mistake
 from .control_tokens import neutralise
 from .fence import cap, fence
-from .material import readable
+from .sample_texts import readable
 
 MAX_STEPS = 10_000
 """Loop steps that one rendering may take, all loops together."""

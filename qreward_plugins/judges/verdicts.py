@@ -3,7 +3,7 @@
 This is the trust boundary of the package: the reply may quote the response, the response may hold forged verdicts, and
 a model that follows the response may write anything. So a verdict is one JSON object that carries the identifier drawn
 for this call, the identifier is claimed exactly once in the answer, and nothing is repaired, clipped or guessed: every
-doubt is an `InvalidVerdict`, which costs another try and never trains anything. The answer is what comes after the last
+doubt is an `InvalidReply`, which costs another try and never trains anything. The answer is what comes after the last
 end of the model's thinking; a verdict in the thinking is a draft.
 
 The work is bounded by the length of the reply, whatever it holds: no nesting deeper than `MAX_NESTING`, no number
@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from ..errors import InvalidVerdict
+from ..errors import InvalidReply
 from ..sources.strict_json import MAX_NESTING, strict_decoder, too_deep
-from .material import readable
+from .sample_texts import readable
 from .thinking import Mark, hides_marks, marks_in, thinking_spans
 
 MAX_RATIONALE_CHARS = 2_000
@@ -85,17 +85,17 @@ def read_words(
     """Read the verdict out of `text`, the reply of a judge that was told to answer under `nonce`.
 
     Thinking is not part of the answer. Prose and code fences around the object are ignored, so are keys that were not
-    asked for, and objects that do not carry the nonce. Raises `InvalidVerdict` for everything else: an object inside an
+    asked for, and objects that do not carry the nonce. Raises `InvalidReply` for everything else: an object inside an
     array or another object, and a rationale that is the form's own words, too.
     """
     if not text.strip():
-        raise InvalidVerdict("the reply is empty")
+        raise InvalidReply("the reply is empty")
     if len(text) > max_chars:
-        raise InvalidVerdict(f"the reply has {len(text):,} characters, {max_chars:,} are read: {excerpt(text)}")
+        raise InvalidReply(f"the reply has {len(text):,} characters, {max_chars:,} are read: {excerpt(text)}")
     answer, verdict = _verdict(text.strip().lstrip("\ufeff"), nonce)
     rationale = _rationale(verdict)
     if _is_form(rationale):
-        raise InvalidVerdict(f"the rationale is copied from the form, so nothing was judged: {excerpt(answer)}")
+        raise InvalidReply(f"the rationale is copied from the form, so nothing was judged: {excerpt(answer)}")
     return Words(
         score=_number("score", verdict, score_range, answer),
         components=_components(verdict, criteria, score_range, answer),
@@ -118,7 +118,7 @@ def _verdict(text: str, nonce: str) -> tuple[str, Mapping[str, Any]]:
     for begin in (*ends[: -_MAX_QUOTED_ENDS - 1 : -1], 0):
         try:
             verdict, start, end = _verdict_after(begin, text, nonce, marks, claims)
-        except InvalidVerdict as error:
+        except InvalidReply as error:
             problem = problem or str(error)
         else:
             if hides_marks(f"{text[:start]}{{}}{text[end:]}"):
@@ -126,7 +126,7 @@ def _verdict(text: str, nonce: str) -> tuple[str, Mapping[str, Any]]:
             return text[begin:], verdict
     if hides_marks(text):
         problem = f"the reply disguises where its reasoning ends: {excerpt(text)}"
-    raise InvalidVerdict(problem)
+    raise InvalidReply(problem)
 
 
 def _verdict_after(
@@ -145,16 +145,16 @@ def _verdict_after(
         count = "no verdict" if not claims else f"{len(claims)} verdicts, not one,"
         last = max((mark.end for mark in marks if not mark.opens), default=0)
         found = excerpt(text[begin if claims else last :])
-        raise InvalidVerdict(f"the reply holds {count} with this call's id: {found}")
+        raise InvalidReply(f"the reply holds {count} with this call's id: {found}")
     answer = text[begin:]
     verdict, start, end = _object_with(answer, nonce, claims[0] - begin)
     outside = [mark for mark in marks if begin <= mark.start and not start < mark.start - begin < end]
     if any(not mark.opens for mark in outside):
-        raise InvalidVerdict(f"the reply holds no verdict after its reasoning, only in it: {excerpt(answer)}")
+        raise InvalidReply(f"the reply holds no verdict after its reasoning, only in it: {excerpt(answer)}")
     if outside:
-        raise InvalidVerdict(f"the reply ends inside its reasoning: {excerpt(answer)}")
+        raise InvalidReply(f"the reply ends inside its reasoning: {excerpt(answer)}")
     if _enclosed(answer[:start], answer[end:]):
-        raise InvalidVerdict(f"the verdict stands inside an array or another object: {excerpt(answer)}")
+        raise InvalidReply(f"the verdict stands inside an array or another object: {excerpt(answer)}")
     return verdict, begin + start, begin + end
 
 
@@ -185,7 +185,7 @@ def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], 
     claim itself. Returns the object, and where it starts and ends.
     """
     if too_deep(text):
-        raise InvalidVerdict(f"the reply is nested more than {MAX_NESTING} deep: {excerpt(text)}")
+        raise InvalidReply(f"the reply is nested more than {MAX_NESTING} deep: {excerpt(text)}")
     flaws: list[str] = []
     decoder = strict_decoder(flaws)
     budget = 8 * len(text)
@@ -193,7 +193,7 @@ def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], 
     for _ in range(_MAX_CANDIDATES):
         candidate = _CANDIDATE.search(text, position)
         if candidate is None or candidate.start() > claim:
-            raise InvalidVerdict(f"the verdict is not a JSON object: {excerpt(text[max(0, claim - 1) :])}")
+            raise InvalidReply(f"the verdict is not a JSON object: {excerpt(text[max(0, claim - 1) :])}")
         start = candidate.start()
         flaws.clear()
         try:
@@ -202,7 +202,7 @@ def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], 
             budget -= error.pos - start
             position = start + 1
         except (RecursionError, ValueError) as error:
-            raise InvalidVerdict(f"the reply cannot be read ({type(error).__name__}): {excerpt(text)}") from None
+            raise InvalidReply(f"the reply cannot be read ({type(error).__name__}): {excerpt(text)}") from None
         else:
             budget -= end - start
             position = end
@@ -210,27 +210,27 @@ def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], 
                 return _claimant(value, nonce, flaws, text[start:end]), start, end
         if budget < 0:
             break
-    raise InvalidVerdict(f"the reply holds too many pieces that look like JSON: {excerpt(text)}")
+    raise InvalidReply(f"the reply holds too many pieces that look like JSON: {excerpt(text)}")
 
 
 def _claimant(value: Any, nonce: str, flaws: Sequence[str], source: str) -> Mapping[str, Any]:
     if flaws:
-        raise InvalidVerdict(f"the verdict {flaws[0]}: {excerpt(source)}")
+        raise InvalidReply(f"the verdict {flaws[0]}: {excerpt(source)}")
     if not isinstance(value, dict) or value.get("id") != nonce:
-        raise InvalidVerdict(f"the verdict stands inside an array or another object: {excerpt(source)}")
+        raise InvalidReply(f"the verdict stands inside an array or another object: {excerpt(source)}")
     return value
 
 
 def _number(name: str, values: Mapping[str, Any], interval: tuple[float, float], source: str) -> float:
     if name not in values:
-        raise InvalidVerdict(f"the verdict has no {name}: {excerpt(source)}")
+        raise InvalidReply(f"the verdict has no {name}: {excerpt(source)}")
     value = values[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         kind = "null" if value is None else type(value).__name__
-        raise InvalidVerdict(f"{name} must be a number, not {kind}: {excerpt(source)}")
+        raise InvalidReply(f"{name} must be a number, not {kind}: {excerpt(source)}")
     # Compared before it is converted: a float can round an integer into the range. NaN is in no range.
     if not interval[0] <= value <= interval[1]:
-        raise InvalidVerdict(f"{name} is outside {interval[0]:g} to {interval[1]:g}: {excerpt(source)}")
+        raise InvalidReply(f"{name} is outside {interval[0]:g} to {interval[1]:g}: {excerpt(source)}")
     return float(value)
 
 
@@ -241,7 +241,7 @@ def _components(
         return {}
     values = verdict.get("components")
     if not isinstance(values, dict):
-        raise InvalidVerdict(f"the verdict has no components, {', '.join(criteria)} were asked for: {excerpt(source)}")
+        raise InvalidReply(f"the verdict has no components, {', '.join(criteria)} were asked for: {excerpt(source)}")
     return {name: _number(name, values, interval, source) for name in criteria}
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from ..errors import InvalidVerdict, NotStarted, PermanentError, SampleFault, SourceError, Throttled, TransientError
+from ..errors import InvalidReply, NotStarted, PermanentError, SampleFault, SourceError, Throttled, TransientError
 from ..quotas import Reservation
 from ..sources.base import Reply, Request
 from .jobs import Job
@@ -21,7 +21,7 @@ START_WITHIN_S = 120.0
 """Seconds that a source may take to begin an attempt, in addition to its time limit: an import can be slow."""
 
 Result = Literal["", "valid", "invalid", "throttled", "failed", "cancelled"]
-Ending: TypeAlias = InvalidVerdict | SourceError | None
+Ending: TypeAlias = InvalidReply | SourceError | None
 """None for an attempt that gave an answer."""
 
 
@@ -143,7 +143,7 @@ class Attempt:
                 raise
             lane.counters.timeouts += 1
             ending, self.result = self._no_answer(), "failed"
-        except InvalidVerdict as error:
+        except InvalidReply as error:
             ending, self.result = error, "invalid"
         except Throttled as error:
             ending, self.result = error, "throttled"

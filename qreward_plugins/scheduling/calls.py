@@ -23,7 +23,7 @@ class Call(Generic[T]):
 
     `sources` are the names of those that may answer. `request` makes the request of the n-th try (from 0); another try
     should draw another nonce. It raises `InputError` if there is none. `read` turns a reply into the value; it is pure,
-    and raises `InvalidVerdict` for a reply that is no answer. `name` says in logs who asks.
+    and raises `InvalidReply` for a reply that is no answer. `name` says in logs who asks.
 
     An invalid reply costs another try, at another source if there is one, up to `invalid_retries` times. Set
     `clear_blame` if something depends on who is to blame for invalid replies: the call then fails for them
@@ -31,7 +31,7 @@ class Call(Generic[T]):
 
     `identity` names all that changes how a reply is read. With what is sent it makes the key under which an answer is
     recorded; "" is for answers that must not be recorded. `recall` makes the value of a recorded answer; it raises
-    ValueError, LookupError or InvalidVerdict if the record does not suit any more.
+    ValueError, LookupError or InvalidReply if the record does not suit any more.
     """
 
     sources: tuple[str, ...]

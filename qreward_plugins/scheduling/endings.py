@@ -32,7 +32,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 from ..errors import (
-    InvalidVerdict,
+    InvalidReply,
     NotStarted,
     PermanentError,
     SampleFault,
@@ -199,7 +199,7 @@ class Endings:
         job, lane = attempt.job, attempt.lane
         lane.heard(now)
         was_open = not lane.breaker.closed
-        if ending is None or isinstance(ending, InvalidVerdict):
+        if ending is None or isinstance(ending, InvalidReply):
             reply = attempt.reply or Reply()  # a refusal may come without one
             job.cost_usd += lane.answered(attempt, reply, now)
             job.usage += reply.usage or Usage()
@@ -239,7 +239,7 @@ class Endings:
         elif gone:
             lane.counters.transient += isinstance(ending, TransientError)
             lane.breaker.abandoned(probe=attempt.decides)
-        elif isinstance(ending, InvalidVerdict):
+        elif isinstance(ending, InvalidReply):
             self._invalid(attempt, ending, now)
         elif isinstance(ending, SampleFault):
             lane.counters.transient += 1
@@ -279,7 +279,7 @@ class Endings:
         others = (self._lanes[name] for name in job.call.sources if name not in without)
         return any(not other.unusable and other.breaker.closed and not other.answers_garbage() for other in others)
 
-    def _invalid(self, attempt: Attempt, error: InvalidVerdict, now: float) -> None:
+    def _invalid(self, attempt: Attempt, error: InvalidReply, now: float) -> None:
         job, lane = attempt.job, attempt.lane
         job.invalid += 1
         job.invalid_at.add(lane.name)

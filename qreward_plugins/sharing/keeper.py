@@ -189,7 +189,7 @@ class Keeper:
             if pool is None:
                 pool = shared.pools[resource] = Pool(limit, window_s)
                 if not self._first:
-                    pool.haunt(self._started_at + window_s + 2 * self._ttl_s + MARGIN_S)
+                    pool.hold(self._started_at + window_s + 2 * self._ttl_s + MARGIN_S)
             pool.report(worker, said.parts[resource], now, limit=limit, window_s=window_s)
             pool.welcome(worker, now)
             if pool.share(worker) > said.parts[resource].share:

@@ -18,8 +18,8 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from .books import Books
-from .holding import ROUNDING, Holding
 from .messages import Grant, Part
+from .worker_state import ROUNDING, WorkerState
 
 TURN_S = 1.0
 """Seconds for which what was granted is not asked back."""
@@ -60,7 +60,7 @@ class Pool(Books):
 
     def report(self, worker: str, part: Part, now: float, *, limit: float, window_s: float) -> None:
         super().report(worker, part, now, limit=limit, window_s=window_s)
-        if part.more > self._holdings[worker].room(now) + ROUNDING:
+        if part.more > self._states[worker].room(now) + ROUNDING:
             self._waiting[worker] = None
         else:
             self._waiting.pop(worker, None)
@@ -77,19 +77,19 @@ class Pool(Books):
 
     def lacks(self, worker: str, now: float) -> bool:
         """Whether a worker could use more, and has not even enough for the next thing that it wants to do."""
-        return worker in self._waiting and self._least(self._holdings[worker], now) > ROUNDING
+        return worker in self._waiting and self._least(self._states[worker], now) > ROUNDING
 
     def target(self, worker: str, now: float) -> float:
         """The fair share of a worker, in whole units."""
         self._share_out(now)
-        holding = self._holdings[worker]
-        fair = min(holding.spent(now) + holding.more, self._level) + self._extra
-        return holding.in_units(fair)
+        state = self._states[worker]
+        fair = min(state.spent(now) + state.more, self._level) + self._extra
+        return state.in_units(fair)
 
     def grant(self, worker: str, now: float) -> Grant:
         """What to tell a worker."""
         scarce = len(self._waiting) > (worker in self._waiting)
-        return Grant(self._holdings[worker].share, self.target(worker, now), scarce=scarce)
+        return Grant(self._states[worker].share, self.target(worker, now), scarce=scarce)
 
     def welcome(self, worker: str, now: float) -> None:
         """Raise the share of a worker that just reported to what is fair, as far as it is free, whether it wants it now
@@ -97,10 +97,10 @@ class Pool(Books):
         """
         if len(self._waiting) > (worker in self._waiting):
             return
-        holding = self._holdings[worker]
-        base = holding.base(now)
-        amount = holding.in_units(min(self.target(worker, now) - base, self.free(now)))
-        if amount >= max(holding.unit, WORTH_A_WORD * holding.share) - ROUNDING:
+        state = self._states[worker]
+        base = state.base(now)
+        amount = state.in_units(min(self.target(worker, now) - base, self.free(now)))
+        if amount >= max(state.unit, WORTH_A_WORD * state.share) - ROUNDING:
             self._raise(worker, base + amount, now)
 
     def raise_shares(self, now: float, line: Line) -> list[str]:
@@ -115,18 +115,18 @@ class Pool(Books):
         for worker in [*(one for one in line.order if one in waiting), *waiting]:
             if worker not in waiting:
                 continue
-            holding = self._holdings[worker]
-            least, base = self._least(holding, now), holding.base(now)
+            state = self._states[worker]
+            least, base = self._least(state, now), state.base(now)
             if worker not in line.listening:
                 # Nobody overtakes whoever is back in a moment.
                 free -= least if least > 0 and worker in line.expected else 0.0
             else:
                 wanted = min(self.target(worker, now) - base, free)
-                if least <= ROUNDING and wanted < self._worth_a_word(holding, now) - ROUNDING:
+                if least <= ROUNDING and wanted < self._worth_a_word(state, now) - ROUNDING:
                     continue
                 if least > free + ROUNDING:
                     return raised  # nor whoever needs much, or large requests would wait for ever
-                amount = max(least, holding.in_units(wanted))
+                amount = max(least, state.in_units(wanted))
                 self._raise(worker, base + amount, now)
                 raised.append(worker)
                 free -= amount
@@ -143,10 +143,10 @@ class Pool(Books):
         or it would go unit by unit, and late.
         """
         for worker in raised:
-            holding = self._holdings[worker]
-            rest = holding.in_units(min(free, holding.more - holding.room(now)))
+            state = self._states[worker]
+            rest = state.in_units(min(free, state.more - state.room(now)))
             if rest > 0:
-                self._raise(worker, holding.base(now) + rest, now)
+                self._raise(worker, state.base(now) + rest, now)
                 free -= rest
 
     def _give_little(self, free: float, line: Line, now: float) -> list[str]:
@@ -154,29 +154,29 @@ class Pool(Books):
         listening = [worker for worker in self._waiting if worker in line.listening]
         if not listening:
             return []
-        worker = max(listening, key=lambda one: self.target(one, now) - self._holdings[one].base(now))
-        holding = self._holdings[worker]
-        amount = holding.in_units(min(free, holding.more - holding.room(now)))
+        worker = max(listening, key=lambda one: self.target(one, now) - self._states[one].base(now))
+        state = self._states[worker]
+        amount = state.in_units(min(free, state.more - state.room(now)))
         if amount <= 0:
             return []
         self._little_at = now
-        self._raise(worker, holding.base(now) + amount, now)
+        self._raise(worker, state.base(now) + amount, now)
         return [worker]
 
     def _owed(self, now: float) -> float:
         """What those who want more are short of their fair shares."""
         return math.fsum(
             [
-                max(0.0, self.target(worker, now) - holding.base(now))
-                for worker, holding in self._holdings.items()
-                if holding.more > 0
+                max(0.0, self.target(worker, now) - state.base(now))
+                for worker, state in self._states.items()
+                if state.more > 0
             ]
         )
 
     def begin_turn(self, worker: str, now: float) -> None:
         """Ask a worker for nothing for a turn."""
-        if worker in self._holdings:
-            self._holdings[worker].granted_at = now
+        if worker in self._states:
+            self._states[worker].granted_at = now
 
     def recalls(self, now: float, line: Line) -> dict[str, Grant]:
         """What to tell those who listen and hold what others wait for: what they have no use for, what is more than
@@ -188,35 +188,35 @@ class Pool(Books):
         for worker in line.order:
             if self.lacks(worker, now) and (worker in line.listening or worker in line.expected):
                 first = first or worker
-                wanted += self._least(self._holdings[worker], now)
+                wanted += self._least(self._states[worker], now)
             elif not first:
                 ahead.add(worker)
         missed = self._missed(now) or self.free(now) < -ROUNDING
         useful = self._useful(now)
         told: dict[str, Grant] = {}
-        for worker, holding in sorted(self._holdings.items(), key=lambda item: item[1].granted_at):
-            if now - holding.granted_at < TURN_S and holding.more > 0:
+        for worker, state in sorted(self._states.items(), key=lambda item: item[1].granted_at):
+            if now - state.granted_at < TURN_S and state.more > 0:
                 continue
-            if worker not in line.listening or worker == first or holding.share <= ROUNDING:
+            if worker not in line.listening or worker == first or state.share <= ROUNDING:
                 continue
             target = self.target(worker, now)
-            if holding.more <= 0:
-                if useful > ROUNDING and holding.room(now) >= min(holding.unit, holding.share) - ROUNDING:
-                    told[worker] = Grant(holding.share, target, recall=True)
-                    wanted -= holding.room(now)
-                    useful -= holding.room(now)
+            if state.more <= 0:
+                if useful > ROUNDING and state.room(now) >= min(state.unit, state.share) - ROUNDING:
+                    told[worker] = Grant(state.share, target, recall=True)
+                    wanted -= state.room(now)
+                    useful -= state.room(now)
                 continue
             if worker in ahead:
-                target = max(target, min(holding.share, holding.unit))
-            surplus = holding.share - target
-            least = min(holding.unit, holding.share)
+                target = max(target, min(state.share, state.unit))
+            surplus = state.share - target
+            least = min(state.unit, state.share)
             if (wanted > ROUNDING and surplus >= least - ROUNDING) or (
-                missed and surplus >= max(least, WORTH_A_WORD * holding.share) - ROUNDING
+                missed and surplus >= max(least, WORTH_A_WORD * state.share) - ROUNDING
             ):
-                told[worker] = Grant(holding.share, target, recall=True)
+                told[worker] = Grant(state.share, target, recall=True)
                 wanted -= surplus
         if first:
-            missing = self._least(self._holdings[first], now) - self.free(now)
+            missing = self._least(self._states[first], now) - self.free(now)
             missing -= math.fsum([grant.share - grant.target for grant in told.values()])
             self._recall_all(first, ahead, missing, told, line, now)
         return told
@@ -225,36 +225,36 @@ class Pool(Books):
         self, first: str, ahead: set[str], missing: float, told: dict[str, Grant], line: Line, now: float
     ) -> None:
         """Ask for what is fair as well, until what is missing for the first in line is there."""
-        for worker, holding in self._holdings.items():
+        for worker, state in self._states.items():
             if missing <= ROUNDING:
                 return
-            fair = told[worker].target if worker in told else holding.share
+            fair = told[worker].target if worker in told else state.share
             if worker == first or worker in ahead or worker not in line.listening or fair <= ROUNDING:
                 continue
-            if now - holding.granted_at >= TURN_S:
-                told[worker] = Grant(holding.share, 0.0, recall=True)
+            if now - state.granted_at >= TURN_S:
+                told[worker] = Grant(state.share, 0.0, recall=True)
                 missing -= fair
 
     def _useful(self, now: float) -> float:
         """What those who wait could use beyond what is free."""
-        holdings = [self._holdings[worker] for worker in self._waiting]
-        return math.fsum([holding.more - holding.room(now) for holding in holdings]) - self.free(now)
+        holdings = [self._states[worker] for worker in self._waiting]
+        return math.fsum([state.more - state.room(now) for state in holdings]) - self.free(now)
 
     def _missed(self, now: float) -> bool:
         """Whether somebody has clearly less than is fair."""
         for worker in self._waiting:
-            holding, target = self._holdings[worker], self.target(worker, now)
-            if target - holding.base(now) >= max(holding.unit, WORTH_A_WORD * target) - ROUNDING:
+            state, target = self._states[worker], self.target(worker, now)
+            if target - state.base(now) >= max(state.unit, WORTH_A_WORD * target) - ROUNDING:
                 return True
         return False
 
-    def _least(self, holding: Holding, now: float) -> float:
+    def _least(self, state: WorkerState, now: float) -> float:
         """What is missing for the next thing that it wants to do."""
-        return min(holding.unit, self.limit) - holding.room(now)
+        return min(state.unit, self.limit) - state.room(now)
 
-    def _worth_a_word(self, holding: Holding, now: float) -> float:
+    def _worth_a_word(self, state: WorkerState, now: float) -> float:
         """The least that a worker is told of which has something in hand: a part of its share, or all that it wants."""
-        return max(holding.unit, min(WORTH_A_WORD * holding.share, holding.more - holding.room(now)))
+        return max(state.unit, min(WORTH_A_WORD * state.share, state.more - state.room(now)))
 
     def _raise(self, worker: str, share: float, now: float) -> None:
         super()._raise(worker, share, now)
@@ -263,13 +263,13 @@ class Pool(Books):
     def _share_out(self, now: float) -> None:
         """Find the level up to which everybody gets what he wants."""
         age_s = now - self._fair_at
-        if age_s < FAIR_FOR_S and (self._fair or len(self._holdings) > FEW):
+        if age_s < FAIR_FOR_S and (self._fair or len(self._states) > FEW):
             return
         if self._fair and age_s < TURN_S:
             return
         self._fair, self._fair_at = True, now
         self._count_anew()
-        wanted = sorted([holding.spent(now) + holding.more for holding in self._holdings.values()])
+        wanted = sorted([state.spent(now) + state.more for state in self._states.values()])
         left, count = self.limit, len(wanted)
         self._level, self._extra = math.inf, 0.0
         for position, amount in enumerate(wanted):

@@ -77,7 +77,7 @@ class ClusterSoaked:
 def time_allowed_s(plan: Plan) -> float:
     """How long a cluster may take for all its work, once no more comes and nothing goes wrong."""
     rests = [_rest_s(source) for source in plan.sources]
-    # Whoever fell silent is a ghost for a window; the heir of a keeper waits for more than that.
+    # Whoever fell silent counts as spent for a window; the heir of a keeper waits for more than that.
     recovery_s = SILENCE_S + 2 * TTL_S + MARGIN_S + 2 * max(rests)
     messages_s = 20 * sum(plan.message_s) / (1 - plan.lost) ** 2
     return recovery_s + messages_s + SLACK * max(_work_s(plan, source) for source in plan.sources)

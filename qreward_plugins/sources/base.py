@@ -135,7 +135,7 @@ class Source(Protocol):
         ...
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
-        """Ask once, and return the reply or raise exactly one error: a `SourceError`, or `InvalidVerdict` where there
+        """Ask once, and return the reply or raise exactly one error: a `SourceError`, or `InvalidReply` where there
         is an answer that can be no verdict: the model or a content filter refused, or a service's value is not JSON.
 
         `on_sent` is called when the request is written to the wire, which is what a server's limits count; a source

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ..errors import InvalidVerdict, QRewardError
+from ..errors import InvalidReply, QRewardError
 from .announced import announced_limits
 from .base import Reply
 from .replies import Answer, Problem, json_of, name_of, usage_of
@@ -50,7 +50,7 @@ class CompletionAnswer(Answer):
             return self.unreadable("a content of the wrong type", self.http.body)
         refusal = refusal or name_of(message.get("refusal"))
         if refusal and not text:
-            return InvalidVerdict(f"source {self.name!r} refused to judge: {self.excerpts.of(refusal)}")
+            return InvalidReply(f"source {self.name!r} refused to judge: {self.redactor.of(refusal)}")
         unanswered = not text.strip() and (message.get("content") is None or _reasons(message))
         if unanswered and ended.lower() not in _FILTERED:
             hint = "; it spent all its tokens, raise max_tokens" if ended == "length" else ""

@@ -93,7 +93,7 @@ class Endpoint(SourceKind):
 
         Cancelling closes the connection, so that the server can stop working on the answer.
 
-        Raises a SourceError, or InvalidVerdict where there is an answer that can be no verdict.
+        Raises a SourceError, or InvalidReply where there is an answer that can be no verdict.
         """
         loop = asyncio.get_running_loop()
         body = self._encode(request)
@@ -114,7 +114,7 @@ class Endpoint(SourceKind):
         """A reply that says how it may be shown: what a server echoes would get into rationales and names of
         components.
         """
-        clean = self._http.excerpts.clean
+        clean = self._http.redactor.clean
         if clean is None:
             return reply
         return replace(reply, model=clean(reply.model), finish_reason=clean(reply.finish_reason), clean=clean)
@@ -165,7 +165,7 @@ class Endpoint(SourceKind):
 
     def answer(self, url: URL, http: HTTPReply) -> Answer:
         """What `url` answered, to be read."""
-        return self.ANSWER(self._name, url, self.model, self._url_key, http, self._http.excerpts)
+        return self.ANSWER(self._name, url, self.model, self._url_key, http, self._http.redactor)
 
     def demand(self, request: Request) -> Demand | None:
         """The most tokens that the body of `request` takes, prompt and completion; None if it cannot be written, so
@@ -202,7 +202,7 @@ class Endpoint(SourceKind):
         except Exception as error:
             # Its message may hold secrets.
             reason = f"the body cannot be written: {type(error).__name__}"
-        raise SampleRefused(f"source {self._name!r}: {self._http.excerpts.of(reason)}")
+        raise SampleRefused(f"source {self._name!r}: {self._http.redactor.of(reason)}")
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, {', '.join(self._urls)})"

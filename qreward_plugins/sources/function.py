@@ -25,7 +25,7 @@ from ..config.nodes import PositiveInt, takes
 from ..config.source_models import FreeMapping, SourceConfig
 from ..errors import (
     ConfigurationError,
-    InvalidVerdict,
+    InvalidReply,
     Mistake,
     NotStarted,
     SampleFault,
@@ -38,11 +38,11 @@ from ..redaction import secrets_in, without_secrets
 from ..samples import Sample
 from . import worker_program as program
 from .base import Reply, Request
-from .excerpts import Excerpts
 from .kind import VALUE, SourceKind
 from .loading import Function, Loader, PathLoader, load, origin_of
 from .provider import Provider
 from .raised import describe, is_transient
+from .redactor import Redactor
 from .threads import FunctionRaised, ThreadSlots, TooManyAbandoned
 from .worker import CallOverdue, CannotLoad, ValueTooLarge, WorkerDied
 from .worker_pool import CannotStart, PoolClosed, WorkerPool
@@ -107,8 +107,8 @@ class FunctionSource(SourceKind):
         super().__init__(name, config)
         self._config = config
         self._kwargs: dict[str, Any] = without_secrets(config.kwargs)
-        self._excerpts = Excerpts([*secrets_in(config.kwargs), *secrets])
-        self._excerpt = self._excerpts.of
+        self._redactor = Redactor([*secrets_in(config.kwargs), *secrets])
+        self._excerpt = self._redactor.of
         key = f"sources.{name}.function"
         loader = self._loader = loader or PathLoader(config.function)
         self._function = load(loader, key=key, excerpt=self._excerpt)
@@ -262,7 +262,7 @@ class FunctionSource(SourceKind):
         raise self._raised(carried, transient=kind == program.TRANSIENT)
 
     def _failure(self, error: BaseException) -> Exception:
-        if isinstance(error, (SourceError, InvalidVerdict)):
+        if isinstance(error, (SourceError, InvalidReply)):
             return self._ours(error)
         if isinstance(error, RuntimeError) and "can't start new thread" in str(error):
             return NotStarted(f"{self._where}: no thread can be started")
@@ -294,7 +294,7 @@ class FunctionSource(SourceKind):
         return error
 
     def _reply(self, value: Any) -> Reply:
-        return Reply(value=value, clean=self._excerpts.clean)
+        return Reply(value=value, clean=self._redactor.clean)
 
     @property
     def _where(self) -> str:

@@ -25,7 +25,7 @@ from aiohttp.abc import AbstractStreamWriter
 from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
-from .excerpts import Excerpts
+from .redactor import Redactor
 
 # Less than the 5 s after which uvicorn, hence vLLM and SGLang, closes an idle connection: the side that closes first
 # never writes a request into a connection that is going away.
@@ -81,7 +81,7 @@ class HTTPClient:
         self._proxies = {url: proxy_for(url) for url in urls}
         passwords = [proxy.password for proxy in self._proxies.values() if proxy and proxy.password]
         sent = [value for key, value in headers.items() if key.lower() not in _NO_SECRETS]
-        self.excerpts = Excerpts([*sent, *passwords, *secrets])
+        self.redactor = Redactor([*sent, *passwords, *secrets])
         self._sessions: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator[None, None]]] = {}
         self._closed = False
 
@@ -175,7 +175,7 @@ class HTTPClient:
             cause = getattr(error, "certificate_error", error)
             reason = getattr(cause, "verify_message", "") or str(cause)
             return SourceUnusable(
-                f"{where}: the server's certificate does not verify ({self.excerpts.of(reason)}); mend it, "
+                f"{where}: the server's certificate does not verify ({self.redactor.of(reason)}); mend it, "
                 "or point SSL_CERT_FILE to the authority that signed it (verify_tls is on)"
             )
         if isinstance(error, aiohttp.ClientHttpProxyError):
@@ -184,11 +184,11 @@ class HTTPClient:
         if isinstance(error, aiohttp.ConnectionTimeoutError):
             return TransientError(f"{where}: could not connect within {self._connect_s:g} s")
         if isinstance(error, aiohttp.ClientConnectorDNSError):
-            return TransientError(f"{where}: the name {self.excerpts.of(error.host)!r} could not be resolved")
+            return TransientError(f"{where}: the name {self.redactor.of(error.host)!r} could not be resolved")
         if isinstance(error, aiohttp.ClientProxyConnectionError):
             return TransientError(f"{where}: could not connect to the proxy{_errno(error)}")
         if isinstance(error, aiohttp.ClientConnectorSSLError):
-            return TransientError(f"{where}: the TLS handshake failed ({self.excerpts.of(_ssl_reason(error))})")
+            return TransientError(f"{where}: the TLS handshake failed ({self.redactor.of(_ssl_reason(error))})")
         if isinstance(error, aiohttp.ClientConnectorError):
             return TransientError(f"{where}: could not connect{_errno(error)}")
         if isinstance(error, aiohttp.ServerDisconnectedError):
@@ -196,7 +196,7 @@ class HTTPClient:
         if isinstance(error, aiohttp.ClientPayloadError):
             return TransientError(f"{where}: the body of the reply broke off or could not be decoded")
         if isinstance(error, aiohttp.ClientResponseError):
-            return TransientError(f"{where}: the reply is not valid HTTP ({self.excerpts.of(error.message)})")
+            return TransientError(f"{where}: the reply is not valid HTTP ({self.redactor.of(error.message)})")
         if isinstance(error, OSError):
             return TransientError(f"{where}: the connection failed{_errno(error)}")
         if isinstance(error, aiohttp.ClientConnectionError):

@@ -15,12 +15,12 @@ from typing import Any
 import orjson
 from yarl import URL
 
-from ..errors import InvalidVerdict, PermanentError, QRewardError, SourceUnusable, Throttled, TransientError
+from ..errors import InvalidReply, PermanentError, QRewardError, SourceUnusable, Throttled, TransientError
 from ..spent import Usage
 from .announced import retry_after_s
 from .base import Reply
-from .excerpts import Excerpts
 from .http import HTTPReply
+from .redactor import Redactor
 
 _UNUSABLE = {
     401: "the key was refused",
@@ -51,12 +51,12 @@ class Answer(ABC):
     model: str
     url_key: str
     http: HTTPReply
-    excerpts: Excerpts
+    redactor: Redactor
 
     def reply(self) -> Reply:
         """Return what was answered.
 
-        Raises InvalidVerdict for an answer that can be no verdict (a refusal), Throttled, SourceUnusable or
+        Raises InvalidReply for an answer that can be no verdict (a refusal), Throttled, SourceUnusable or
         PermanentError for what the status or an error object says, TransientError for anything that cannot be read.
         """
         outcome = self._understand()
@@ -98,8 +98,8 @@ class Answer(ABC):
         if status == 429 or (status in _BUSY and pause_s is not None):
             return Throttled(self._says(f"answered {status}", problem), status=status, retry_after_s=pause_s)
         if problem.has(_REFUSED) and status < 500:
-            detail = problem.message and f": {self.excerpts.of(problem.message)}"
-            return InvalidVerdict(f"source {self.name!r} refused the prompt (content filter){detail}")
+            detail = problem.message and f": {self.redactor.of(problem.message)}"
+            return InvalidReply(f"source {self.name!r} refused the prompt (content filter){detail}")
         if status == 404 and problem.has(("model_not_found",)):
             said = f"answered 404: it does not know the model {self.model!r}"
             return SourceUnusable(self._says(said, problem), status=status)
@@ -122,21 +122,21 @@ class Answer(ABC):
 
     def _target(self) -> str:
         try:
-            return f" to {self.excerpts.of(str(URL(self.http.headers.get('Location', '')).origin()))}"
+            return f" to {self.redactor.of(str(URL(self.http.headers.get('Location', '')).origin()))}"
         except ValueError:
             return ""
 
     def _says(self, said: str, problem: Problem) -> str:
-        detail = self.excerpts.of(problem.message or self.http.body)
+        detail = self.redactor.of(problem.message or self.http.body)
         return f"source {self.name!r} ({self.url}) {said}" + (f" ({detail})" if detail else "")
 
     def _content_type(self) -> str:
         kind = self.http.headers.get("Content-Type", "").partition(";")[0].strip() or "no content type"
-        return self.excerpts.of(kind, 80)
+        return self.redactor.of(kind, 80)
 
     def unreadable(self, what: str, body: bytes = b"") -> TransientError:
         """The error for a reply that cannot be read: it says `what` was answered, and how `body` begins."""
-        detail = self.excerpts.of(body)
+        detail = self.redactor.of(body)
         said = f"source {self.name!r} ({self.url}) answered {self.http.status} with {what}"
         return TransientError(said + (f": {detail}" if detail else ""), status=self.http.status)
 

@@ -114,7 +114,7 @@ class HTTPSource(Endpoint):
 
     def answer(self, url: URL, http: HTTPReply) -> ValueAnswer:
         return ValueAnswer(
-            self._name, url, self._model, self._url_key, http, self._http.excerpts, score_key=self._score_key
+            self._name, url, self._model, self._url_key, http, self._http.redactor, score_key=self._score_key
         )
 
 

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..errors import InvalidVerdict, QRewardError
+from ..errors import InvalidReply, QRewardError
 from .announced import announced_limits
 from .base import Reply
 from .replies import Answer, Problem, name_of, usage_of
@@ -40,13 +40,13 @@ class ValueAnswer(Answer):
         except (json.JSONDecodeError, RecursionError):
             return self.unreadable(f"{self._content_type()} that is not JSON", self.http.body)
         if flaws:
-            return InvalidVerdict(f"source {self.name!r} gave no valid value: its reply {flaws[0]}")
+            return InvalidReply(f"source {self.name!r} gave no valid value: its reply {flaws[0]}")
         value = said if self.score_key is None else _at(said, self.score_key)
         if not _is_there(value):
             if isinstance(said, Mapping) and _is_error(said.get("error")):
                 return self.error_of(Problem.of(said))
             if value is _NOTHING:
-                return InvalidVerdict(f"source {self.name!r} gave no value: its reply has no {self.score_key!r}")
+                return InvalidReply(f"source {self.name!r} gave no value: its reply has no {self.score_key!r}")
         return Reply(
             value=value,
             usage=usage_of(said.get("usage")) if isinstance(said, Mapping) else None,

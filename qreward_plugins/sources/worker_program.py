@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from ..errors import InvalidVerdict, SourceError
+from ..errors import InvalidReply, SourceError
 from .raised import describe, is_transient
 
 FAREWELL_S = 2.0
@@ -93,7 +93,7 @@ def _answer(function: Callable[..., Any], message: bytes) -> tuple[bytes, bytes]
 
 
 def _of_exception(error: BaseException) -> tuple[bytes, bytes]:
-    if isinstance(error, (SourceError, InvalidVerdict)):
+    if isinstance(error, (SourceError, InvalidReply)):
         return OURS, pickle.dumps(error)
     return TRANSIENT if is_transient(error) else RAISED, pickle.dumps(describe(error))
 

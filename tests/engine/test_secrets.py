@@ -20,7 +20,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from qreward_plugins import ConfigurationError, InvalidVerdict, RewardEngine, Sample, TransientError, load_config
+from qreward_plugins import ConfigurationError, InvalidReply, RewardEngine, Sample, TransientError, load_config
 from qreward_plugins.redaction import Secret, names_secret
 from qreward_plugins.sources import FunctionSource
 from qreward_plugins.sources.http import HTTPClient, HTTPReply
@@ -110,7 +110,7 @@ def echoing(secrets, status, form):
         known = sent("kwarg", "kwarg_list", "kwarg_environment")
         if status == 200:
             return {"score": 0.5, **dict.fromkeys(known, 1)}
-        raise {400: ValueError, 401: InvalidVerdict, 500: TransientError}.get(status, KeyError)(" ".join(known))
+        raise {400: ValueError, 401: InvalidReply, 500: TransientError}.get(status, KeyError)(" ".join(known))
 
     return post, score
 

@@ -10,7 +10,7 @@ import pytest
 from aiohttp import web
 
 from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config, registry
-from qreward_plugins.errors import InvalidVerdict, SourceUnusable, Throttled, TransientError
+from qreward_plugins.errors import InvalidReply, SourceUnusable, Throttled, TransientError
 from qreward_plugins.sources import Request, open_source
 from qreward_plugins.testing import JudgeCall
 
@@ -124,7 +124,7 @@ def test_it_waits_as_long_as_the_server_asks_for():
         (401, problem("authentication_error"), {}, SourceUnusable),
         (500, problem("api_error"), {}, TransientError),
         (200, {"type": "message"}, {}, TransientError),
-        (200, said("", stop_reason="refusal"), {}, InvalidVerdict),
+        (200, said("", stop_reason="refusal"), {}, InvalidReply),
     ],
 )
 def test_every_failure_has_its_class(status, body, headers, error):

@@ -1,4 +1,4 @@
-"""The judge over reward functions: numbers and mappings in, verdicts or `InvalidVerdict` out."""
+"""The judge over reward functions: numbers and mappings in, verdicts or `InvalidReply` out."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qreward_plugins.errors import ConfigurationError, InvalidVerdict
+from qreward_plugins.errors import ConfigurationError, InvalidReply
 from qreward_plugins.judges import FunctionJudge, Judge
 from qreward_plugins.samples import Cause, RawScore, Sample, Verdict
 from qreward_plugins.sources.base import Reply
@@ -88,19 +88,19 @@ def test_numbers_of_all_kinds_are_scores(function: Build, value: Any) -> None:
 )
 def test_what_is_no_finite_number_is_invalid(function: Build, value: Any, said: str) -> None:
     for given_value in (value, {"score": value, "acc": True}):
-        with pytest.raises(InvalidVerdict, match=said):
+        with pytest.raises(InvalidReply, match=said):
             read(function(), given_value)
 
 
 def test_a_mapping_needs_a_score(function: Build) -> None:
     for value in ({}, {"acc": True}, {"Score": 1.0}):
-        with pytest.raises(InvalidVerdict, match="without the key `score`"):
+        with pytest.raises(InvalidReply, match="without the key `score`"):
             read(function(), value)
 
 
 def test_messages_never_quote_the_value(function: Build) -> None:
     for value in ("SECRET", ["SECRET"], {"score": "SECRET"}, {"SECRET": 1}):
-        with pytest.raises(InvalidVerdict) as caught:
+        with pytest.raises(InvalidReply) as caught:
             read(function(), value)
         assert "SECRET" not in str(caught.value)
 
@@ -127,20 +127,20 @@ def test_every_number_becomes_a_component_unless_they_are_named(function: Build)
         ("nan", "holds no finite number"),
         ("missing", "is missing"),
     ):
-        with pytest.raises(InvalidVerdict, match=said):
+        with pytest.raises(InvalidReply, match=said):
             read(function(components=(name,)), value)
 
 
 def test_there_is_an_end_to_components_that_nobody_named(function: Build) -> None:
     value = {"score": 0.5, "x" * 200: 1.0, **{f"c{number}": 1.0 for number in range(100)}}
     assert len(read(function(), value).components) == 100
-    with pytest.raises(InvalidVerdict, match=r"101 numbers beside its score; name those .* judges\.rules\.components"):
+    with pytest.raises(InvalidReply, match=r"101 numbers beside its score; name those .* judges\.rules\.components"):
         read(function(), {**value, "more": 1})
     assert read(function(components=("c7",)), {**value, "more": 1}).components == {"c7": 1.0}
 
 
 def test_a_number_alone_has_no_named_components(function: Build) -> None:
-    with pytest.raises(InvalidVerdict, match="component 'acc' is missing"):
+    with pytest.raises(InvalidReply, match="component 'acc' is missing"):
         read(function(components=("acc",)), 1.0)
 
 
@@ -175,7 +175,7 @@ def test_scores_outside_the_reward_range_are_invalid(function: Build) -> None:
     judge = function(reward_range=(-1, 1))
     assert [read(judge, value).score for value in (-1, 0, 1)] == [-1.0, 0.0, 1.0]
     for value in (-1.001, 1.001, {"score": 2, "acc": True}):
-        with pytest.raises(InvalidVerdict, match="outside the reward range -1 to 1"):
+        with pytest.raises(InvalidReply, match="outside the reward range -1 to 1"):
             read(judge, value)
 
 
@@ -207,7 +207,7 @@ def test_numbers_on_record_are_mapped_as_those_of_a_reply(function: Build) -> No
         judge = function(**keys)
         assert replace(judge.mapped(raw), model="module:reward") == read(judge, value)
     for keys in ({"components": ("form",)}, {"reward_range": (0, 1)}):
-        with pytest.raises(InvalidVerdict):
+        with pytest.raises(InvalidReply):
             function(**keys).mapped(raw)
     many = {"score": 1, **{f"{n}": n for n in range(101)}}
     assert read(function(components=("7",)), many).raw is None
@@ -240,7 +240,7 @@ def test_any_value_is_a_verdict_or_invalid(
     judge = function(reward_range=(0, 1) if ranged else None, components=components)
     try:
         verdict = read(judge, value)
-    except InvalidVerdict:
+    except InvalidReply:
         return
     assert math.isfinite(verdict.score)
     assert not ranged or 0 <= verdict.score <= 1

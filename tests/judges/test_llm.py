@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qreward_plugins.errors import ConfigurationError, InputError, InvalidVerdict
+from qreward_plugins.errors import ConfigurationError, InputError, InvalidReply
 from qreward_plugins.judges import JudgeFailed, Leaf, LLMJudge
 from qreward_plugins.judges.control_tokens import neutralise
 from qreward_plugins.judges.fence import cap, draw_nonce, read_fences
-from qreward_plugins.judges.material import readable
+from qreward_plugins.judges.sample_texts import readable
 from qreward_plugins.samples import Cause, RawScore, Sample
 from qreward_plugins.sources.base import Reply, Request
 
@@ -228,7 +228,7 @@ def test_a_reply_that_did_not_end_by_itself_is_invalid_even_with_a_verdict(
     llm: Build, sample: Sample, finish_reason: str
 ) -> None:
     request = llm().request(sample, attempt=0)
-    with pytest.raises(InvalidVerdict, match=f"ended with '{finish_reason}'"):
+    with pytest.raises(InvalidReply, match=f"ended with '{finish_reason}'"):
         llm().verdict(request, replace(answer(request, 7), finish_reason=finish_reason))
 
 
@@ -246,9 +246,9 @@ def test_a_cut_off_reply_names_the_limit_even_with_a_verdict(llm: Build, sample:
     request = judge.request(sample, attempt=0)
     whole = replace(answer(request, 7), finish_reason=finish_reason)
     for reply in (whole, replace(whole, text=whole.text[:-5]), replace(whole, text="")):
-        with pytest.raises(InvalidVerdict, match=r"judges.quality.max_tokens, now 64"):
+        with pytest.raises(InvalidReply, match=r"judges.quality.max_tokens, now 64"):
             judge.verdict(request, reply)
-    with pytest.raises(InvalidVerdict) as caught:
+    with pytest.raises(InvalidReply) as caught:
         judge.verdict(request, replace(whole, text=whole.text[:-5], finish_reason="stop"))
     assert "max_tokens" not in str(caught.value)
 
@@ -256,7 +256,7 @@ def test_a_cut_off_reply_names_the_limit_even_with_a_verdict(llm: Build, sample:
 def test_long_replies_are_read_where_max_tokens_allows_them(llm: Build, sample: Sample) -> None:
     request = llm().request(sample, attempt=0)
     reply = replace(answer(request, 7), text=f"<think>{'hm ' * 30_000}</think>{answer(request, 7).text}")
-    with pytest.raises(InvalidVerdict, match="are read"):
+    with pytest.raises(InvalidReply, match="are read"):
         llm().verdict(request, reply)
     assert llm(max_tokens=8192).verdict(request, reply).score == 0.7
 
@@ -264,7 +264,7 @@ def test_long_replies_are_read_where_max_tokens_allows_them(llm: Build, sample: 
 def test_a_verdict_of_another_attempt_does_not_count(llm: Build, sample: Sample) -> None:
     judge = llm()
     first, second = (judge.request(sample, attempt=attempt) for attempt in (0, 1))
-    with pytest.raises(InvalidVerdict):
+    with pytest.raises(InvalidReply):
         judge.verdict(second, answer(first, 10))
 
 
@@ -501,11 +501,11 @@ def test_a_forged_verdict_that_the_judge_quotes_never_counts(llm: Build, respons
     request = judge.request(Sample([{"role": "user", "content": "What is 2 + 2?"}], response, "4"), attempt=0)
     try:
         verdict = judge.verdict(request, Reply(text=f"The response reads: {response}\n{answer(request, score).text}"))
-    except InvalidVerdict:
+    except InvalidReply:
         pass
     else:
         assert verdict == judge.verdict(request, answer(request, score))
-    with pytest.raises(InvalidVerdict):
+    with pytest.raises(InvalidReply):
         judge.verdict(request, Reply(text=response))
 
 

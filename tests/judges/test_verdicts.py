@@ -1,4 +1,4 @@
-"""The parser is the trust boundary: whatever a judge says is one valid verdict or an `InvalidVerdict`."""
+"""The parser is the trust boundary: whatever a judge says is one valid verdict or an `InvalidReply`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from qreward_plugins.errors import InvalidVerdict
+from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges.verdicts import MAX_EXCERPT_CHARS, MAX_NESTING, Scale, Words, excerpt, read_words
 
 NONCE = "0123456789ab"
@@ -104,7 +104,7 @@ def test_one_verdict_under_the_nonce_is_read(text: str) -> None:
     ],
 )
 def test_every_doubt_is_an_invalid_verdict(text: str, said: str) -> None:
-    with pytest.raises(InvalidVerdict, match=said) as caught:
+    with pytest.raises(InvalidReply, match=said) as caught:
         read(text)
     assert len(str(caught.value)) < MAX_EXCERPT_CHARS + 120
 
@@ -131,7 +131,7 @@ def test_every_doubt_is_an_invalid_verdict(text: str, said: str) -> None:
     ],
 )
 def test_a_verdict_inside_an_array_or_another_object_is_none(text: str) -> None:
-    with pytest.raises(InvalidVerdict):
+    with pytest.raises(InvalidReply):
         read(text)
 
 
@@ -191,7 +191,7 @@ def test_a_draft_in_the_thinking_is_no_verdict(opens: str, ends: str, before: st
     assert read(f"{draft}{ends}\n{verdict()}").score == 7.0
     assert read(f"{before}{opens} Hm. {ends}\n{verdict()}").score == 7.0
     for text in (f"{draft}{ends}", f"{draft}{ends} I'd rather not say.", draft, f"{draft}{ends} {verdict()[:-1]}"):
-        with pytest.raises(InvalidVerdict):
+        with pytest.raises(InvalidReply):
             read(text)
 
 
@@ -199,7 +199,7 @@ def test_a_draft_in_the_thinking_is_no_verdict(opens: str, ends: str, before: st
 def test_thinking_that_the_template_opened_has_only_its_end_in_the_reply(end: str) -> None:
     assert read(f"Perhaps {verdict(1)}? No.\n{end}\n{verdict()}").score == 7.0
     for text in (f"Perhaps {verdict(1)}\n{end}", f"Perhaps {verdict(1)}\n{end} I'd rather not say."):
-        with pytest.raises(InvalidVerdict, match="no verdict"):
+        with pytest.raises(InvalidReply, match="no verdict"):
             read(text)
 
 
@@ -214,7 +214,7 @@ def test_thinking_that_the_template_opened_has_only_its_end_in_the_reply(end: st
     ],
 )
 def test_thinking_again_does_not_hide_a_second_verdict(text: str, said: str) -> None:
-    with pytest.raises(InvalidVerdict, match=said):
+    with pytest.raises(InvalidReply, match=said):
         read(text)
 
 
@@ -233,7 +233,7 @@ def test_a_quoted_end_before_the_id_ends_nothing(mark: str) -> None:
     for text in (said, f"<think>Hm {verdict(1)}</think>{said}", f"Perhaps {verdict(1)}.</think>{said}"):
         assert read(text).score == 7.0
     for text in (f"<think>{said}", f"<think>{said}</think>", f"{said}</think> So it is.", f"{verdict(1)} {said}"):
-        with pytest.raises(InvalidVerdict):
+        with pytest.raises(InvalidReply):
             read(text)
 
 
@@ -242,7 +242,7 @@ def test_a_verdict_may_quote_a_disguised_mark(mark: str) -> None:
     said = json.dumps({"id": NONCE, "rationale": f"It has {mark}.", "score": 7}, ensure_ascii=False)
     assert read(said).score == 7.0
     for text in (f"{mark}{verdict()}", f"{verdict()}{mark}", f"{verdict(1)} {mark} {said}"):
-        with pytest.raises(InvalidVerdict, match="disguises"):
+        with pytest.raises(InvalidReply, match="disguises"):
             read(text)
 
 
@@ -251,7 +251,7 @@ def test_prose_may_quote_a_mark(quoted: str) -> None:
     assert read(f"The response has {quoted} in it.\n{verdict()}").score == 7.0
     assert read(f"<think>It has {quoted}. Perhaps {verdict(1)}?</think>{verdict()}").score == 7.0
     for text in (f"<think>It has {quoted}. {verdict(1)}", f"<think>It has {quoted}. {verdict(1)}</think>"):
-        with pytest.raises(InvalidVerdict):
+        with pytest.raises(InvalidReply):
             read(text)
 
 
@@ -268,7 +268,7 @@ def test_a_block_of_code_quotes_nothing(text: str) -> None:
     ],
 )
 def test_a_rationale_that_is_the_form_s_own_is_no_judgement(rationale: str) -> None:
-    with pytest.raises(InvalidVerdict, match="copied from the form"):
+    with pytest.raises(InvalidReply, match="copied from the form"):
         read(verdict(rationale=rationale))
 
 
@@ -281,7 +281,7 @@ def test_the_ends_of_the_range_are_inside_it() -> None:
     assert read(verdict(0)).score == 0.0
     assert read(verdict(10)).score == 10.0
     # 2**53 + 1 as a float is 2**53: compared after conversion it would be let in.
-    with pytest.raises(InvalidVerdict, match="outside"):
+    with pytest.raises(InvalidReply, match="outside"):
         read(verdict(2**53 + 1), score_range=(0.0, float(2**53)))
 
 
@@ -290,21 +290,21 @@ def test_components_are_checked_like_the_score() -> None:
     assert read(text, criteria=("clarity", "proof")).components == {"clarity": 3.0, "proof": 10.0}
     assert read(text).components == {}
     for criteria, said in ((("clarity", "depth"), "no depth"), (("style",), "style must be a number, not str")):
-        with pytest.raises(InvalidVerdict, match=said):
+        with pytest.raises(InvalidReply, match=said):
             read(text, criteria=criteria)
 
 
 @pytest.mark.parametrize("value", [True, None, "3", 10.5, -1, [], {}])
 def test_a_component_that_is_no_number_in_range_is_invalid(value: object) -> None:
-    with pytest.raises(InvalidVerdict, match="clarity"):
+    with pytest.raises(InvalidReply, match="clarity"):
         read(verdict(components={"clarity": value}), criteria=("clarity",))
 
 
 @pytest.mark.parametrize("components", [None, [3], 3, "clarity"])
 def test_components_that_are_no_object_are_invalid(components: object) -> None:
-    with pytest.raises(InvalidVerdict, match="components"):
+    with pytest.raises(InvalidReply, match="components"):
         read(verdict(components=components), criteria=("clarity",))
-    with pytest.raises(InvalidVerdict, match="components"):
+    with pytest.raises(InvalidReply, match="components"):
         read(verdict(), criteria=("clarity",))
 
 
@@ -377,7 +377,7 @@ def test_the_work_on_bombs_is_linear(index: int, monkeypatch: pytest.MonkeyPatch
         return value, end
 
     monkeypatch.setattr(json.JSONDecoder, "raw_decode", counting)
-    with contextlib.suppress(InvalidVerdict):
+    with contextlib.suppress(InvalidReply):
         read(text, max_chars=10**6)
     # Tens of thousands of objects start in these texts. Without a budget the attempts at them add up to gigabytes.
     assert len(consumed) <= 256
@@ -389,7 +389,7 @@ def test_attempts_that_read_far_share_a_budget() -> None:
         return '{"a": ' * depth + '"' + "x" * 10_000 + '" !' + "}" * depth
 
     assert read(broken(3) + verdict()).score == 7.0
-    with pytest.raises(InvalidVerdict, match="too many pieces"):
+    with pytest.raises(InvalidReply, match="too many pieces"):
         read(broken(MAX_NESTING - 2) + verdict())
 
 
@@ -398,12 +398,12 @@ def test_nesting_is_capped_whatever_the_stack_allows() -> None:
         return verdict(deep=json.loads("[" * depth + "]" * depth))
 
     assert read(nested(MAX_NESTING - 1)).score == 7.0
-    with pytest.raises(InvalidVerdict, match="nested more than"):
+    with pytest.raises(InvalidReply, match="nested more than"):
         read(nested(MAX_NESTING))
     limit = sys.getrecursionlimit()
     sys.setrecursionlimit(10**6)
     try:
-        with pytest.raises(InvalidVerdict, match="nested more than"):
+        with pytest.raises(InvalidReply, match="nested more than"):
             read('{"a":' * 12_000 + verdict())
     finally:
         sys.setrecursionlimit(limit)
@@ -414,7 +414,7 @@ def test_a_full_stack_is_an_invalid_verdict(monkeypatch: pytest.MonkeyPatch) -> 
         raise RecursionError
 
     monkeypatch.setattr(json.JSONDecoder, "raw_decode", overflowing)
-    with pytest.raises(InvalidVerdict, match="RecursionError"):
+    with pytest.raises(InvalidReply, match="RecursionError"):
         read(verdict())
 
 
@@ -456,7 +456,7 @@ PIECES = st.lists(
 def test_any_reply_is_a_verdict_in_range_or_invalid(text: str, criteria: tuple[str, ...]) -> None:
     try:
         words = read(text, criteria=criteria)
-    except InvalidVerdict as error:
+    except InvalidReply as error:
         str(error).encode()
         return
     assert text.count(NONCE) >= 1
@@ -473,7 +473,7 @@ def test_a_quoted_forgery_never_counts(before: str, after: str, score: float, fo
     quoted = f"{before}{json.dumps({'id': OTHER, 'score': forged})}{json.dumps({'score': forged})}{after}"
     try:
         words = read(f"{quoted}\n{verdict(score)}")
-    except InvalidVerdict:
+    except InvalidReply:
         return
     assert words.score == score
 

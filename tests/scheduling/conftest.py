@@ -13,7 +13,7 @@ from typing import NamedTuple
 import pytest
 
 from qreward_plugins.config.models import Limits, Price, Scheduling
-from qreward_plugins.errors import InvalidVerdict
+from qreward_plugins.errors import InvalidReply
 from qreward_plugins.quotas import Quota
 from qreward_plugins.samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from qreward_plugins.scheduling import Answer, Batch, Call, Dispatcher, Job, Lane, Member, ReadyQueue
@@ -67,7 +67,7 @@ class PlainJudge:
 
     def verdict(self, request, reply):
         if reply.text == "bad":
-            raise InvalidVerdict("not a score")
+            raise InvalidReply("not a score")
         return Verdict(float(reply.text))
 
 

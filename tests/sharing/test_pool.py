@@ -79,8 +79,8 @@ def test_who_leaves_leaves_behind_what_he_spent_until_it_leaves_the_window(pool)
     assert pool.free(5.0 + WINDOW_S) == 99.0
 
 
-def test_the_phantom_is_the_whole_limit_less_what_workers_turn_out_to_hold(pool):
-    pool.haunt(90.0)
+def test_the_unknown_is_the_whole_limit_less_what_workers_turn_out_to_hold(pool):
+    pool.hold(90.0)
     assert pool.free(0.0) == 0.0
     report(pool, "a", 0.0, share=30.0, spent=[(10.0, 20.0)])
     assert pool.free(0.0) == 0.0
@@ -92,8 +92,8 @@ def test_the_phantom_is_the_whole_limit_less_what_workers_turn_out_to_hold(pool)
     assert pool.free(90.0) == 65.0
 
 
-def test_no_worker_lessens_the_phantom_twice(pool):
-    pool.haunt(90.0)
+def test_no_worker_lessens_the_unknown_twice(pool):
+    pool.hold(90.0)
     report(pool, "a", 0.0, share=30.0)
     pool.drop("a", 11.0, silent=True)
     report(pool, "a", 12.0, share=0.0, spent=[(50.0, 30.0)])
@@ -291,5 +291,5 @@ def test_it_knows_when_more_becomes_free_by_itself(pool):
     assert pool.next_change(0.0) == 30.0
     pool.drop("a", 1.0, silent=True)
     assert pool.next_change(30.0) == 1.0 + WINDOW_S
-    pool.haunt(40.0)
+    pool.hold(40.0)
     assert pool.next_change(30.0) == 40.0

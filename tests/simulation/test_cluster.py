@@ -7,11 +7,11 @@ import math
 import pytest
 
 from qreward_plugins.sharing import keeper
-from qreward_plugins.sharing.ghosts import Ghosts
-from qreward_plugins.sharing.holding import Holding
 from qreward_plugins.sharing.keeper import Keeper
+from qreward_plugins.sharing.lost_workers import LostWorkers
 from qreward_plugins.sharing.member import Member
 from qreward_plugins.sharing.pool import Pool
+from qreward_plugins.sharing.worker_state import WorkerState
 from qreward_plugins.simulation.__main__ import main
 from qreward_plugins.simulation.cluster import Cluster
 from qreward_plugins.simulation.cluster_plan import Plan, SharedSource, Trouble, Work, Worker, random_plan
@@ -156,19 +156,19 @@ def hears_old_reports(monkeypatch):
     around(monkeypatch, Keeper, "report", report)
 
 
-def no_ghosts(monkeypatch):
-    monkeypatch.setattr(Ghosts, "haunt", lambda self, name, until, amount: None)
+def no_lost_workers(monkeypatch):
+    monkeypatch.setattr(LostWorkers, "hold", lambda self, name, until, amount: None)
 
 
-def no_phantom(monkeypatch):
-    monkeypatch.setattr(Ghosts, "haunt_all", lambda self, limit, until: None)
+def no_unknown(monkeypatch):
+    monkeypatch.setattr(LostWorkers, "hold_all", lambda self, limit, until: None)
 
 
-def short_phantom(monkeypatch):
-    def haunt(original):
+def short_unknown(monkeypatch):
+    def hold(original):
         return lambda self, until: original(self, until - keeper.TTL_S)
 
-    around(monkeypatch, Pool, "haunt", haunt)
+    around(monkeypatch, Pool, "hold", hold)
 
 
 def owes_nothing_of_a_bucket(monkeypatch):
@@ -187,7 +187,7 @@ def owes_only_what_it_gave_up_last(monkeypatch):
 
 
 def charges_shares_alone(monkeypatch):
-    monkeypatch.setattr(Holding, "spent", lambda self, now: 0.0)
+    monkeypatch.setattr(WorkerState, "spent", lambda self, now: 0.0)
 
 
 def gives_up_workers_too_early(monkeypatch):
@@ -243,8 +243,8 @@ def calls_nothing_back(monkeypatch):
         (reports_before_it_lowers, 7),
         (heeds_any_answer, 7),
         (hears_old_reports, 36),
-        (no_ghosts, 28),
-        (no_phantom, 29),
+        (no_lost_workers, 28),
+        (no_unknown, 29),
         (owes_nothing_of_a_bucket, 19),
         (owes_only_what_it_gave_up_last, 23),
         (charges_shares_alone, 3),
@@ -303,7 +303,7 @@ def long_answers(seed):
     ("troubled", "mutate"),
     [
         (stopped_while_the_keeper_dies, keeps_shares_of_a_dead_keeper),
-        (stopped_while_the_keeper_dies, short_phantom),
+        (stopped_while_the_keeper_dies, short_unknown),
         (answers_that_take_long, valid_from_receiving),
         (answers_that_take_long, never_ends),
         (long_answers, calls_nothing_back),

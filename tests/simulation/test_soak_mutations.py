@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from qreward_plugins.engine import RewardEngine
-from qreward_plugins.errors import InvalidVerdict
+from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges.llm import LLMJudge
 from qreward_plugins.quotas import Quota, Reservation
 from qreward_plugins.quotas.pace import Pace
@@ -101,7 +101,7 @@ def a_default_for_invalid_verdicts(monkeypatch):
         def mutated(self, request, reply):
             try:
                 return verdict(self, request, reply)
-            except InvalidVerdict:
+            except InvalidReply:
                 return Verdict(0.5)
 
         return mutated

@@ -10,14 +10,14 @@ from yarl import URL
 
 from qreward_plugins.errors import TransientError
 from qreward_plugins.sources.completions import CompletionAnswer
-from qreward_plugins.sources.excerpts import Excerpts
 from qreward_plugins.sources.http import HTTPReply
+from qreward_plugins.sources.redactor import Redactor
 
 
 def answer(message: dict[str, Any], finish_reason: Any = "stop") -> CompletionAnswer:
     body = {"choices": [{"message": message, "finish_reason": finish_reason}]}
     http = HTTPReply(200, {"Content-Type": "application/json"}, json.dumps(body).encode())
-    return CompletionAnswer("judge", URL("http://judge.example/v1"), "model", "base_url", http, Excerpts())
+    return CompletionAnswer("judge", URL("http://judge.example/v1"), "model", "base_url", http, Redactor())
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qreward_plugins.errors import (
-    InvalidVerdict,
+    InvalidReply,
     PermanentError,
     QRewardError,
     SourceUnusable,
@@ -34,7 +34,7 @@ CLASSES: dict[type, set[str]] = {
         "error_429_reset",
         "error_503_seconds",
     },
-    InvalidVerdict: {"refusal"},
+    InvalidReply: {"refusal"},
     # What is left of the "verdict" stage is a proper reply; its text is the judge's to refuse.
     Reply: {"close_after", "wrong_model", "slow_headers", "slow_body"}
     | {kind.value for kind in FaultKind if kind.stage == "verdict" and kind.value not in ("refusal", "null_content")},

@@ -18,7 +18,7 @@ import pytest
 
 from qreward_plugins.errors import (
     ConfigurationError,
-    InvalidVerdict,
+    InvalidReply,
     PermanentError,
     SampleFault,
     SampleRefused,
@@ -161,7 +161,7 @@ async def test_a_partial_of_an_async_function_is_awaited() -> None:
         ("lost", TransientError, "raised ConnectionResetError: lost"),
         ("coroutine", SampleRefused, "returned a coroutine"),
         ("throttled", Throttled, "wait"),
-        ("invalid", InvalidVerdict, "no"),
+        ("invalid", InvalidReply, "no"),
     ],
 )
 async def test_what_a_function_raises(mode: str, response: str, kind: type, says: str, opened: Any) -> None:

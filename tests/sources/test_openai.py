@@ -15,7 +15,7 @@ import pytest
 
 from qreward_plugins.errors import (
     ConfigurationError,
-    InvalidVerdict,
+    InvalidReply,
     PermanentError,
     SampleRefused,
     SourceError,
@@ -527,7 +527,7 @@ async def test_a_refusal_passes_through(serve: Any, open_source: Any, request_of
 
     async with serve(script) as server:
         source = open_source(server.base_url)
-        with pytest.raises(InvalidVerdict, match="flagged"):
+        with pytest.raises(InvalidReply, match="flagged"):
             await source.send(request_of(), on_sent=unheard)
         await source.aclose()
 

@@ -8,7 +8,7 @@ from multidict import CIMultiDict
 from yarl import URL
 
 from qreward_plugins.errors import (
-    InvalidVerdict,
+    InvalidReply,
     PermanentError,
     QRewardError,
     SourceError,
@@ -18,8 +18,8 @@ from qreward_plugins.errors import (
 )
 from qreward_plugins.sources import Reply
 from qreward_plugins.sources.completions import CompletionAnswer
-from qreward_plugins.sources.excerpts import Excerpts
 from qreward_plugins.sources.http import HTTPReply
+from qreward_plugins.sources.redactor import Redactor
 from qreward_plugins.spent import Usage
 
 KEY = "sk-test-0123456789abcdefghij"
@@ -29,7 +29,7 @@ def answer(body: Any, status: int = 200, headers: dict[str, str] | None = None) 
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
     http = HTTPReply(status, CIMultiDict({"Content-Type": "application/json", **(headers or {})}), data)
     url = URL("http://h/v1/chat/completions")
-    return CompletionAnswer("fast", url, "judge", "base_url", http, Excerpts([KEY])).reply()
+    return CompletionAnswer("fast", url, "judge", "base_url", http, Redactor([KEY])).reply()
 
 
 def completion(message: Any, **choice: Any) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def test_contents_of_every_known_type(content: Any, text: str) -> None:
     [{"content": None, "refusal": "I cannot"}, {"content": [{"type": "refusal", "refusal": "I cannot"}]}],
 )
 def test_a_refusal_is_an_invalid_verdict(message: Any) -> None:
-    with pytest.raises(InvalidVerdict, match="refused to judge: I cannot"):
+    with pytest.raises(InvalidReply, match="refused to judge: I cannot"):
         answer(completion(message))
 
 
@@ -181,16 +181,16 @@ def test_every_status_has_its_class(status: int, headers: dict[str, str], kind: 
     [
         (429, {"code": "insufficient_quota", "message": "You exceeded"}, SourceUnusable, "out of credit"),
         (429, {"type": "insufficient_quota"}, SourceUnusable, "out of credit"),
-        (400, {"code": "content_filter"}, InvalidVerdict, "content filter"),
-        (400, {"code": "x", "innererror": {"code": "ResponsibleAIPolicyViolation"}}, InvalidVerdict, "content filter"),
-        (403, {"type": "content_policy_violation"}, InvalidVerdict, "content filter"),
+        (400, {"code": "content_filter"}, InvalidReply, "content filter"),
+        (400, {"code": "x", "innererror": {"code": "ResponsibleAIPolicyViolation"}}, InvalidReply, "content filter"),
+        (403, {"type": "content_policy_violation"}, InvalidReply, "content filter"),
         (500, {"code": "content_filter"}, TransientError, "500"),
         (404, {"code": "model_not_found"}, SourceUnusable, "does not know the model 'judge'"),
         (200, {"code": 429}, Throttled, "429"),
         (200, {"code": "429"}, Throttled, "429"),
         (200, {"code": "rate_limit_exceeded"}, Throttled, "429"),
         (200, {"code": 401}, SourceUnusable, "401"),
-        (200, {"code": "content_filter"}, InvalidVerdict, "content filter"),
+        (200, {"code": "content_filter"}, InvalidReply, "content filter"),
         (200, {"code": "insufficient_quota"}, SourceUnusable, "out of credit"),
         (200, {"code": 400}, PermanentError, "400"),
         (200, {"code": [1], "type": {}}, TransientError, "an error"),
@@ -221,7 +221,7 @@ def test_an_echoed_key_is_struck_out(status: int) -> None:
 @pytest.mark.parametrize(("path", "hinted"), [("/chat/completions", True), ("/v1/chat/completions", False)])
 def test_a_404_hints_at_the_version_that_a_base_url_ends_in(path: str, hinted: bool) -> None:
     reply = HTTPReply(404, {}, b'{"detail": "Not Found"}')
-    answer = CompletionAnswer("a", URL(f"http://host{path}"), "m", "base_url", reply, Excerpts())
+    answer = CompletionAnswer("a", URL(f"http://host{path}"), "m", "base_url", reply, Redactor())
     with pytest.raises(SourceUnusable) as caught:
         answer.reply()
     assert ("ends in /v1" in str(caught.value)) is hinted

@@ -16,7 +16,7 @@ import pytest
 
 from qreward_plugins.errors import (
     ConfigurationError,
-    InvalidVerdict,
+    InvalidReply,
     PermanentError,
     QRewardError,
     SampleRefused,
@@ -216,7 +216,7 @@ async def test_a_score_key_leads_to_the_value(ask: Any, score_key: str, value: A
 )
 async def test_a_score_that_is_not_there_is_an_invalid_verdict(ask: Any, score_key: str) -> None:
     error, _ = await ask({"score": 1, "data": {"scores": [1, 2]}}, score_key=score_key)
-    assert type(error) is InvalidVerdict
+    assert type(error) is InvalidReply
     assert repr(score_key) in str(error)
 
 
@@ -232,7 +232,7 @@ async def test_a_score_that_is_not_there_is_an_invalid_verdict(ask: Any, score_k
 )
 async def test_what_python_would_let_pass_is_an_invalid_verdict(ask: Any, answer: str, says: str) -> None:
     error, _ = await ask(answer)
-    assert type(error) is InvalidVerdict
+    assert type(error) is InvalidReply
     assert says in str(error)
     assert "'rm'" in str(error)
 
@@ -266,7 +266,7 @@ async def test_what_cannot_be_read_is_transient(ask: Any, answer: Any, says: str
         ({"error": {"code": 429}}, None, Throttled),
         ({"error": {"code": "rate_limit_exceeded"}}, "data.score", Throttled),
         ({"error": {"code": 401}}, None, SourceUnusable),
-        ({"error": {"code": "content_filter"}}, None, InvalidVerdict),
+        ({"error": {"code": "content_filter"}}, None, InvalidReply),
         ({"error": {"code": 400}, "score": 1}, "data.score", PermanentError),
     ],
 )

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qreward_plugins.errors import (
-    InvalidVerdict,
+    InvalidReply,
     PermanentError,
     QRewardError,
     SourceUnusable,
@@ -37,7 +37,7 @@ CLASSES: dict[type, set[str]] = {
         "error_503_seconds",
     },
     # JSON that stops in the middle, a sentence, and two values are no JSON: that is the server's trouble.
-    InvalidVerdict: {"no_choices", "wrong_json_type"}
+    InvalidReply: {"no_choices", "wrong_json_type"}
     | {
         kind.value
         for kind in FaultKind

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qreward_plugins.errors import InvalidVerdict, Throttled
+from qreward_plugins.errors import InvalidReply, Throttled
 
 
 def fields(data_source: str, solution_str: str, ground_truth: Any, extra_info: Any, bonus: float = 0.0) -> Any:
@@ -83,7 +83,7 @@ def misbehave(solution_str: str, extra_info: Any, **given: Any) -> Any:
     if solution_str == "throttled":
         raise Throttled("wait", status=429, retry_after_s=2.0)
     if solution_str == "invalid":
-        raise InvalidVerdict("no")
+        raise InvalidReply("no")
     if solution_str == "stop":
         raise StopIteration
     if solution_str == "hang":

@@ -1,4 +1,4 @@
-"""What one worker holds of one limit, as the keeper was told."""
+"""What the keeper knows of one worker and one limit."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from .messages import Part
 ROUNDING = 1e-6
 
 
-class Holding:
-    """What one worker holds, wants, and has spent, as far as it was told."""
+class WorkerState:
+    """What a worker holds, wants and has spent, by what it told last."""
 
     __slots__ = ("_entries", "_spent", "charge", "granted_at", "more", "share", "told", "unit", "version")
 

@@ -23,7 +23,7 @@ _MOST_BITS = 4096
 
 
 @dataclass(frozen=True, slots=True)
-class Material:
+class SampleTexts:
     """The texts of one sample, readable and uncapped. `reference` is None where there is no ground truth."""
 
     question: str
@@ -32,7 +32,7 @@ class Material:
     data_source: str
 
     @classmethod
-    def of(cls, sample: Sample) -> Material:
+    def of(cls, sample: Sample) -> SampleTexts:
         """Raises `InputError` for what has no readable form."""
         if not isinstance(sample.response, str):
             raise InputError(f"response is of type {kind_of(sample.response)}; write a text")

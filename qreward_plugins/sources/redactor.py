@@ -26,7 +26,7 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _NUMBER = re.compile(r"[+-]?[0-9.]{1,5}|true|false|null|none", re.IGNORECASE)
 
 
-class Excerpts:
+class Redactor:
     """Makes excerpts that hold none of `secrets`.
 
     A secret of 8 characters or more is struck out wherever its first 8 or its last 8 characters occur, together with
@@ -75,7 +75,7 @@ class Excerpts:
         return _struck(text, spans) if spans else text
 
     def __repr__(self) -> str:
-        return "Excerpts()"
+        return "Redactor()"
 
 
 def _parts(value: str) -> Iterator[str]:

@@ -1,12 +1,15 @@
 """ROLL's own trajectory env manager with our mixin, on a tiny environment: a conversation of a few turns.
 
-One thread plays an environment, as ROLL's environment workers have it, and hands its rollouts to a queue actor.
+One thread plays an environment, as ROLL's environment workers have it, and hands its rollouts to a queue actor. Where
+the configuration spreads the environments over several workers, each has a process.
 """
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import gem
@@ -91,16 +94,31 @@ class Queue:
         return self._rollouts
 
 
+_runs = itertools.count()
+
+
 def play(config: Any, episodes: int) -> list[dict[str, Any]]:
     """Play episodes in every environment of one group, each in a thread. Describes the rollouts by episode and
     environment. Raises what a thread raised.
     """
+    workers = list(config.train_env_manager.env_configs.values())
+    queue = Queue.remote(episodes)
+    seed = ITEMS * next(_runs)  # the same items in each run, and other names for their groups
+    if len(workers) == 1:
+        _play_worker(config, workers[0], queue, episodes, seed)
+    else:
+        in_process = ray.remote(num_cpus=0)(_play_worker)
+        ray.get([in_process.remote(config, environments, queue, episodes, seed) for environments in workers])
+    rollouts = sorted(ray.get(queue.rollouts.remote()), key=lambda each: each[:2])
+    ray.kill(queue)
+    return [_describe(*each) for each in rollouts]
+
+
+def _play_worker(config: Any, environments: Mapping[int, Any], queue: Any, episodes: int, seed: int) -> None:
     if ENV not in ENV_REGISTRY:
         gem.register(ENV, entry_point=f"{__name__}:ItemEnv")
     worker = config.train_env_manager
     tokenizer = default_tokenizer_provider(worker.model_args)
-    queue = Queue.remote(episodes)
-    (env_configs,) = worker.env_configs.values()
     managers = [
         JudgedEnvManager(
             worker_config=worker,
@@ -111,7 +129,7 @@ def play(config: Any, episodes: int) -> list[dict[str, Any]]:
             output_queue=queue,
             thread_lock=threading.Lock(),
         )
-        for env_config in env_configs.values()
+        for env_config in environments.values()
     ]
     raised: list[BaseException] = []
 
@@ -119,7 +137,7 @@ def play(config: Any, episodes: int) -> list[dict[str, Any]]:
         manager.episodes = episodes
         manager.update_step(0, {})
         try:
-            manager.run_rollout_loop(DataProto(meta_info={"seed": 0}))
+            manager.run_rollout_loop(DataProto(meta_info={"seed": seed}))
         except BaseException as error:
             raised.append(error)
 
@@ -128,11 +146,8 @@ def play(config: Any, episodes: int) -> list[dict[str, Any]]:
         thread.start()
     for thread in threads:
         thread.join()
-    rollouts = sorted(ray.get(queue.rollouts.remote()), key=lambda each: each[:2])
-    ray.kill(queue)
     if raised:
         raise raised[0]
-    return [_describe(*each) for each in rollouts]
 
 
 def _describe(episode: int, env: int, rollout: DataProto) -> dict[str, Any]:

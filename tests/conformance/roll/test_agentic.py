@@ -21,7 +21,7 @@ ENV_REWARD = 0.125
 def trajectories(player):
     """Play a group of environments over a judge. Returns the rollouts, or the error's name."""
 
-    def play(score, *, episodes=1, turns=1, listens=True, env=None, **tree):
+    def play(score, *, episodes=1, turns=1, listens=True, env=None, per_worker=0, **tree):
         scenario = Scenario("agentic", Judge(), "any", engine={"deadline_s": 5.0, "max_attempts": 20})
         with JudgeServer(score) as judge:
             if not listens:
@@ -31,7 +31,8 @@ def trajectories(player):
                 "env_config": {"turns": turns},
                 **(env or {}),
             }
-            reply = player.ask("trajectories", keys={"custom_envs": {"items": items}}, episodes=episodes)
+            keys = {"custom_envs": {"items": items}, "train_env_manager": {"max_env_num_per_worker": per_worker}}
+            reply = player.ask("trajectories", keys=keys, episodes=episodes, timeout_s=TIMEOUT_S)
         assert not reply.complaints, "\n".join(reply.complaints)
         return reply.result if reply.error is None else f"{reply.error}: {reply.text}"
 
@@ -48,6 +49,15 @@ def unless_uneven(call):
 
 def draft_of(rollout):
     return read_response(rollout["text"][rollout["text"].rindex("item") :])
+
+
+def assert_failed_have_the_mean(rollouts):
+    """Each failed trajectory of each group adds the mean of all scored ones."""
+    for episode in {rollout["episode"] for rollout in rollouts}:
+        group = [rollout for rollout in rollouts if rollout["episode"] == episode]
+        scored = [rollout["episode_score"] for rollout in group if rollout["mask"]]
+        for rollout in group:
+            assert rollout["mask"] or close(rollout["episode_score"], sum(scored) / len(scored))
 
 
 def test_a_finished_trajectory_gets_the_judges_reward(trajectories):
@@ -68,10 +78,20 @@ def test_a_failed_trajectory_is_finite_and_masked(trajectories):
     failed = [rollout for rollout in rollouts if not rollout["mask"]]
     assert failed == [rollout for rollout in rollouts if uneven(draft_of(rollout))]
     assert failed
-    for rollout in failed:
-        # The mean of the scored ones that were there before it, of its group or else of all.
-        assert ENV_REWARD <= rollout["episode_score"] <= ENV_REWARD + 1.0
+    assert_failed_have_the_mean(rollouts)
     assert {frozenset(rollout["metrics"]) for rollout in rollouts} == {frozenset(rollouts[0]["metrics"])}
+
+
+def test_the_trajectories_of_a_group_meet_though_workers_are_processes(trajectories):
+    """The first worker's both fail, and what the other one's get is all there is to be told."""
+
+    def score(call):
+        return math.nan if read_response(call.blocks["response"]).draft < 2 else quality(call)
+
+    rollouts = trajectories(score, episodes=3, per_worker=2)
+    assert len(rollouts) == 3 * GROUP_SIZE
+    assert [rollout["env"] for rollout in rollouts if not rollout["mask"]] == [0, 1] * 3
+    assert_failed_have_the_mean(rollouts)
 
 
 def test_a_dead_judge_masks_everything(trajectories):
@@ -79,8 +99,7 @@ def test_a_dead_judge_masks_everything(trajectories):
     assert len(rollouts) == GROUP_SIZE
     for rollout in rollouts:
         assert rollout["mask"] == 0
-        # The mean of what else was scored in this process, and nothing where there is none.
-        assert ENV_REWARD <= rollout["episode_score"] <= ENV_REWARD + 1.0
+        assert close(rollout["episode_score"], ENV_REWARD)
 
 
 def test_a_bad_minute_costs_no_innocent_trajectory(player):

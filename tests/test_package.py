@@ -118,6 +118,17 @@ def test_the_core_knows_no_framework():
     assert wrong == []
 
 
+@pytest.mark.parametrize("folder", ["verl_adapter", "slime_adapter", "roll_adapter", "hydra_plugins", "recipes"])
+def test_adapters_and_recipes_import_nothing_private(folder):
+    wrong = []
+    for path in sorted((ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qreward_plugins"):
+                names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+                wrong += [f"{path.relative_to(ROOT)}: {name}" for name in names if name.startswith("_")]
+    assert wrong == []
+
+
 @pytest.mark.parametrize("name", qreward_plugins.__all__)
 def test_every_public_name_is_there_and_knows_its_home(name):
     home = getattr(getattr(qreward_plugins, name), "__module__", "qreward_plugins")

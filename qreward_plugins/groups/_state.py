@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from .means import mean_of
+from ._means import mean_of
 
 GroupKey: TypeAlias = "tuple[str, str]"
 """What names a group: its uid, and the step."""

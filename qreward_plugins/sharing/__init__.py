@@ -1,4 +1,4 @@
-"""What the processes of one job share: the sources' limits, and the rewards of a group."""
+"""One limit of a source over the processes of a job."""
 
 from .channels import open_channel
 from .keeper import Keeper

@@ -313,8 +313,8 @@ def test_closing_ends_all_waiting_with_what_is_known(play):
 
 
 def test_memory_is_bounded_while_there_is_no_actor(play, monkeypatch):
-    monkeypatch.setattr("qreward_plugins.groups.barrier._BATCH", 10)
-    monkeypatch.setattr("qreward_plugins.groups.barrier.RECENT", 50)
+    monkeypatch.setattr("qreward_plugins.groups._barrier._BATCH", 10)
+    monkeypatch.setattr("qreward_plugins.groups._barrier.RECENT", 50)
 
     async def scenario(spy, client):
         spy.lost = True

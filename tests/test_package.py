@@ -85,6 +85,55 @@ def test_imports_go_down_only():
     assert wrong == []
 
 
+def imports_at_start(path):
+    """The files of this package that a module imports when it is imported itself, without those for type checkers."""
+    package = ROOT / "qreward_plugins"
+    parts = path.relative_to(package.parent).with_suffix("").parts
+    home = parts[:-1]
+
+    def files(name):
+        module = package.parent.joinpath(*name)
+        if module.with_suffix(".py").is_file():
+            return [module.with_suffix(".py")]
+        return [module / "__init__.py"] if (module / "__init__.py").is_file() else []
+
+    def walk(nodes):
+        for node in nodes:
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+                yield from walk(node.orelse)
+                continue
+            if isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").startswith("qreward_plugins")):
+                base = home[: len(home) - node.level + 1] if node.level else ()
+                name = (*base, *(node.module or "").split(".")) if node.module else base
+                for alias in node.names:
+                    yield from files((*name, alias.name)) or files(name)
+            if isinstance(node, ast.stmt | ast.ExceptHandler):
+                yield from walk(ast.iter_child_nodes(node))
+
+    return set(walk(ast.parse(path.read_text()).body)) - {path}
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    """Imports for type checkers do not count."""
+    graph = {path: imports_at_start(path) for path in (ROOT / "qreward_plugins").rglob("*.py")}
+    assert sum(map(len, graph.values())) > len(graph)
+    done, circles = set(), []
+
+    def visit(path, way):
+        if path in way:
+            circles.append(" -> ".join(str(each.relative_to(ROOT)) for each in (*way[way.index(path) :], path)))
+        elif path not in done:
+            for other in sorted(graph[path]):
+                visit(other, [*way, path])
+            done.add(path)
+
+    for path in sorted(graph):
+        visit(path, [])
+    assert circles == []
+
+
 def test_scheduling_knows_neither_samples_nor_judges():
     """The scheduler moves calls; what they are for is the business of those who make them."""
     known = {room for importer, room, _ in imports() if importer == "scheduling"}

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
@@ -102,8 +103,11 @@ class GroupBarrier:
 
         A failed sample of a group always gets a number; it waits for its siblings, `wait_s` and the time of one answer
         at most, and without `wait` not at all. Whatever else there is takes `answer_s` at most, and no time while it is
-        known that the actor cannot be reached. Raises nothing; may be cancelled, and the report counts all the same.
+        known that the actor cannot be reached. May be cancelled, and the report counts all the same. Raises ValueError
+        for a reward that is not finite, and nothing else.
         """
+        if report.reward is not None and not math.isfinite(report.reward):
+            raise ValueError(f"a reward must be finite, not {report.reward}")
         if report.key is None:
             return await self._ask(report)
         own = self._own(report.key, report.size)

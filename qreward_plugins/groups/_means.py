@@ -7,6 +7,7 @@ sample's own advantage is zero. This holds in every framework, so it is computed
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
@@ -44,7 +45,9 @@ class Mean:
             self.add(reward)
 
     def add(self, reward: float) -> None:
-        """Take in the reward of one more sample. Raises ValueError or OverflowError if it is not finite."""
+        """Take in the reward of one more sample. Raises ValueError if it is not finite."""
+        if not math.isfinite(reward):
+            raise ValueError(f"a reward must be finite, not {reward}")
         numerator, denominator = float(reward).as_integer_ratio()
         self._total += numerator << (_BITS + 1 - denominator.bit_length())
         self.scored += 1
@@ -56,7 +59,9 @@ class Mean:
 
 
 def mean_of(rewards: Iterable[float | None]) -> float:
-    """The mean of `rewards`, without the None of failed samples; `UNSCORED` if all failed."""
+    """The mean of `rewards`, without the None of failed samples; `UNSCORED` if all failed. Raises ValueError for a
+    reward that is not finite.
+    """
     return Mean(reward for reward in rewards if reward is not None).value
 
 
@@ -65,6 +70,7 @@ def group_means(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> 
 
     `rewards[i]` belongs to the group `groups[i]`; None: that sample failed. A group without any reward has the mean of
     all scored samples, and 0.0 where there are none at all: any one number is neutral to a group that failed whole.
+    Raises ValueError for a reward that is not finite: it would be the mean of its whole group.
     """
     scored: dict[Hashable, list[float]] = {}
     for reward, group in zip(rewards, groups, strict=True):

@@ -354,6 +354,17 @@ def test_outcomes_are_counted_once(play):
     }
 
 
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+def test_a_reward_that_is_not_finite_is_refused_and_spoils_no_group(play, reward):
+    async def scenario(spy, client):
+        with pytest.raises(ValueError, match="finite"):
+            await client.settle(scored("0", reward))
+        await client.settle(scored("1", 0.5, size=2))
+        assert await client.settle(failed("2", size=2)) == 0.5
+
+    play(scenario)
+
+
 @pytest.mark.parametrize("seed", range(12))
 def test_however_often_the_actor_dies_every_failed_sample_gets_the_mean_of_its_group(play, seed):
     rng = random.Random(seed)

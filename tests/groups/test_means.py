@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import tracemalloc
 from fractions import Fraction
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -76,3 +78,18 @@ def test_the_mean_of_a_group_can_be_asked_for_at_any_time():
     assert running.mean("group") == 0.5
     running.add("group", 1.0, size=3)
     assert running.mean("group") == UNSCORED, "a group that is complete is forgotten"
+
+
+@pytest.mark.parametrize("reward", [math.nan, math.inf, -math.inf])
+def test_a_reward_that_is_not_finite_has_no_mean(reward):
+    """NaN would become the mean of a whole group."""
+    running = RunningMeans()
+    running.add("group", 0.5)
+    for take in (
+        lambda: mean_of([0.5, reward]),
+        lambda: group_means([reward], ["a"]),
+        lambda: running.add("group", reward),
+    ):
+        with pytest.raises(ValueError, match="finite"):
+            take()
+    assert running.mean("group") == 0.5

@@ -10,9 +10,10 @@ import asyncio
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from types import NoneType
+from typing import TYPE_CHECKING, Any, TypeGuard
 
-from .errors import JournalError
+from .errors import EngineError, JournalError
 from .judges import Judge, JudgeFailed, Leaf
 from .judges.leaf import failed, judged
 from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
@@ -122,20 +123,36 @@ class Judging(Pending):
         self._started_at = scoring.now()
         self._asked: dict[_Asked, None] = {}
         self._spent = NOTHING
+        self._recalled = False
         self._recorded = False
-        loop = asyncio.get_running_loop()
-        self.task = loop.create_task(self._run())
-        self._timer = loop.call_at(due_at, self._expire)
+        self._loop = asyncio.get_running_loop()
+        self.task = self._loop.create_task(self._run())
+        self._timer = self._loop.call_at(due_at, self._expire)
+        self.task.add_done_callback(self._ended)
         future.add_done_callback(self._done)
 
     async def __call__(self, call: Call[T]) -> Answer[T]:
-        """Ask; see `judges.base.Ask`."""
+        """Ask; see `judges.base.Ask`. Raises `EngineError` in any other event loop than the engine's."""
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineError("a judge asks in the engine's event loop only, not in a loop or thread of its own")
+        try:
+            return await self._ask(call)
+        except CallFailed:
+            # A refused call has not waited for anything. A judge that asks until it gets an answer would keep everybody
+            # else, and its own deadline, from running.
+            await asyncio.sleep(0)
+            raise
+
+    async def _ask(self, call: Call[T]) -> Answer[T]:
         scoring = self._scoring
         self._check()
         keys = scoring.keys(call)
         if keys:
             known = await self._recall(call, keys)
             if known is not None:
+                self._recalled = True
+                # As after a failure: what was recorded a moment ago is known without waiting.
+                await asyncio.sleep(0)
                 return known
             self._check()
         asked = _Asked(scoring, self.sample, call, keys)
@@ -175,10 +192,13 @@ class Judging(Pending):
         try:
             outcome = _scored(await self.judge.judge(self.sample, self), self.judge)
         except asyncio.CancelledError:
-            if self.over:
-                raise
-            outcome = Failed(Cause.INFRA, "bug", "the judge was cancelled from outside", judge=self.judge.name)
-        except Exception as error:
+            # Whoever cancels all tasks, as the end of `asyncio.run` does, cancels the caller a few steps later.
+            self.give_up("bug", "the judge was cancelled from outside")
+            raise
+        except (KeyboardInterrupt, GeneratorExit):
+            # The latter is how a coroutine ends whose event loop was closed.
+            raise
+        except BaseException as error:
             if self.over:
                 return
             outcome = _failure(error, self.judge)
@@ -205,11 +225,12 @@ class Judging(Pending):
             raise
 
     def _with_spent(self, outcome: Outcome) -> Outcome:
+        spent = self._total()
         if isinstance(outcome, Failed):
-            return replace(outcome, spent=self._total())
-        if outcome.verdict.cached:
-            return outcome
-        return Scored(replace(outcome.verdict, spent=self._total()))
+            return replace(outcome, spent=spent)
+        # What was paid for is counted, wherever the last answer came from.
+        cached = outcome.verdict.cached and self._recalled and not spent.attempts
+        return Scored(replace(outcome.verdict, cached=cached, spent=NOTHING if cached else spent))
 
     def _total(self) -> Spent:
         """What everything that it asked took, and the time since it was handed in."""
@@ -225,13 +246,22 @@ class Judging(Pending):
         if self.over:
             return
         if steps:
-            asyncio.get_running_loop().call_soon(lambda: self.give_up(reason, detail, steps=steps - 1))
+            self._loop.call_soon(lambda: self.give_up(reason, detail, steps=steps - 1))
         else:
-            self.end(self._with_spent(Failed(Cause.INFRA, reason, detail, judge=self.judge.name)))
+            outcome = self._with_spent(Failed(Cause.INFRA, reason, detail, judge=self.judge.name))
+            if not self._recorded:
+                self._scoring.note(self.sample, outcome)
+            self.end(outcome)
 
     def close(self) -> None:
         """End it at once."""
         self.give_up("closed", "the engine was closed before the sample was scored", steps=0)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """Make sure that there is an outcome, whatever ended the task."""
+        if not (self.over or task.cancelled()):
+            error = task.exception()
+            self.give_up("bug", f"the judge was ended by a {type(error).__name__}", steps=0)
 
     def _expire(self) -> None:
         for asked in list(self._asked):
@@ -248,7 +278,7 @@ class Judging(Pending):
     def _stop(self) -> None:
         self._timer.cancel()
         for asked in list(self._asked):
-            asked.drop()
+            asked.cancel()
         if self.task is not asyncio.current_task():
             self.task.cancel()
 
@@ -283,9 +313,14 @@ class _Asked:
 
     def outcome(self, result: Answer[Any] | Unanswered) -> Outcome | None:
         """What is recorded of a result; None for an answer that is no verdict."""
-        if isinstance(result, Unanswered):
-            return failed(result, self._call.name)
-        return Scored(judged(result, self._call.name)) if isinstance(result.value, Verdict) else None
+        name = self._call.name
+        if isinstance(result, Answer):
+            return Scored(judged(result, name)) if isinstance(result.value, Verdict) else None
+        try:
+            instead = None if self._call.instead is None else self._call.instead(result)
+        except Exception:
+            instead = None
+        return Scored(instead) if isinstance(instead, Verdict) else failed(result, name)
 
     def spent(self) -> Spent:
         """What it took so far."""
@@ -301,22 +336,61 @@ class _Asked:
         if self._job is not None:
             self._scoring.dispatcher.drop(self._job)
 
+    def cancel(self) -> None:
+        """End it, and whatever still waits for it, because its sample has its outcome."""
+        self.drop()
+        self._future.cancel()
+
     def forget(self) -> None:
         """Let go of the job, which holds this object in turn: memory must not wait for the garbage collector."""
         self._job = None
 
 
 def _scored(verdict: Verdict, judge: Judge) -> Scored:
+    """The outcome of a verdict. Raises TypeError for one that whoever reads outcomes would stumble over."""
     if not isinstance(verdict, Verdict):
         raise TypeError(f"judge {judge.name} returned a {type(verdict).__name__}, not a Verdict")
+    wrong = _wrong_fields(verdict)
+    if wrong:
+        raise TypeError(f"judge {judge.name} returned a Verdict with a wrong {wrong}")
     return Scored(verdict)
 
 
-def _failure(error: Exception, judge: Judge) -> Failed:
+_TEXTS = ("rationale", "judge", "source", "model")
+
+
+def _wrong_fields(verdict: Any) -> str:
+    """The fields of a verdict that are not what `Verdict` says; "" if there are none."""
+    failure = verdict.failure
+    if failure is not None and not _is_failed(failure):
+        return "failure"
+    if (verdict.basis == "floor") != (failure is not None):
+        return "basis: it is a floor where `failure` says what it stands in for, and only there"
+    wrong = [name for name in _TEXTS if not isinstance(getattr(verdict, name), str)]
+    if not isinstance(verdict.correct, (bool, NoneType)):
+        wrong.append("correct")
+    if not all(isinstance(name, str) for name in verdict.components):
+        wrong.append("name of a component")
+    return ", ".join(wrong)
+
+
+def _is_failed(failed: object) -> TypeGuard[Failed]:
+    return (
+        isinstance(failed, Failed)
+        and isinstance(failed.cause, Cause)
+        and all(isinstance(text, str) for text in (failed.reason, failed.detail, failed.judge, failed.source))
+    )
+
+
+def _failure(error: BaseException, judge: Judge) -> Failed:
     """What an error of a judge means for its sample: a bug in a judge costs the sample, not the run."""
     if isinstance(error, JudgeFailed):
-        return error.failed
-    if isinstance(error, CallFailed):
-        return failed(error.why, judge.name)
+        said = getattr(error, "failed", None)
+        if _is_failed(said):
+            return said
+    elif isinstance(error, CallFailed):
+        why = getattr(error, "why", None)
+        if isinstance(why, Unanswered):
+            return failed(why, judge.name)
     _log.error("unexpected %s from judge %s", type(error).__name__, judge.name, exc_info=error)
     return Failed(Cause.INFRA, "bug", f"unexpected {type(error).__name__}; see the log", judge=judge.name)

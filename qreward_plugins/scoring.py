@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import anyio
 
 from .ending import end, forget
-from .errors import InvalidReply
+from .errors import InvalidReply, JournalError
 from .journal import Journal, question_keys
 from .judges import JudgeRouter, Leaf
 from .judging import Calling, Judging, Pending
@@ -140,6 +141,12 @@ class Scoring:
         if self.journal is not None:
             with anyio.move_on_after(max(0.0, due_at - self.now())):
                 await self.journal.put(key, sample, outcome)
+
+    def note(self, sample: Sample, outcome: Outcome) -> None:
+        """Record an outcome that nothing was recorded for, without waiting: its sample's time is up."""
+        if self.journal is not None:
+            with contextlib.suppress(JournalError):
+                self.journal.note(None, sample, outcome)
 
     def record_late(self, key: str | None, sample: Sample, verdict: Verdict) -> None:
         """Record a verdict that came after its sample's outcome: it is paid for, and may be asked for again."""

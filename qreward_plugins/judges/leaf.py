@@ -110,6 +110,7 @@ class Leaf(Judge):
             clear_blame=self.floor(Cause.VERDICT) is not None,
             identity=self.fingerprint,
             recall=self._recall,
+            instead=self.missing,
         )
 
     def judged(self, answer: Answer[Verdict]) -> Verdict:

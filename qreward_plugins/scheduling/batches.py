@@ -88,8 +88,10 @@ class Batch:
         self.cut = False
         """Whether its cut-off has come."""
         self.lookups = 0
-        """Calls whose recorded answers are being looked up. The jobs of a whole batch wait for these, so that they are
-        ordered together."""
+        """Calls whose recorded answers are being looked up. The first jobs of a whole batch wait for them, so that
+        they are ordered together."""
+        self.arranged = False
+        """Whether jobs were put in order. Later ones do not wait: some judge may always be looking something up."""
         self._groups: dict[Hashable, _Group] = {}
         self.cutoff_timer: asyncio.TimerHandle | None = None
 

@@ -31,7 +31,8 @@ class Call(Generic[T]):
 
     `identity` names all that changes how a reply is read. With what is sent it makes the key under which an answer is
     recorded; "" is for answers that must not be recorded. `recall` makes the value of a recorded answer; it raises
-    ValueError, LookupError or InvalidReply if the record does not suit any more.
+    ValueError, LookupError or InvalidReply if the record does not suit any more. `instead` makes the value that its
+    caller puts in the place of a missing answer, for the record; it raises if there is none.
     """
 
     sources: tuple[str, ...]
@@ -42,6 +43,7 @@ class Call(Generic[T]):
     clear_blame: bool = False
     identity: str = ""
     recall: Callable[[Any], T] | None = None
+    instead: Callable[[Unanswered], T] | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,13 +157,16 @@ class Dispatcher:
         except Exception as error:
             caller.ended(Unanswered("input", input_problem(error)))
             return None
+        if deadline_at <= now:
+            caller.ended(Unanswered("deadline", "its deadline had come before it was asked"))
+            return None
         if batch.cut:
             caller.ended(Unanswered("cutoff", "the batch had stopped waiting already"))
             return None
         if self._closed:
             caller.ended(Unanswered("closed", "the engine was closed before the sample was scored"))
             return None
-        job = Job(call, caller, member, batch, now, max(now, deadline_at), request, next(self._sequence))
+        job = Job(call, caller, member, batch, now, deadline_at, request, next(self._sequence))
         job.after = self.batches.newest
         job.probes_left = self._max_attempts
         self._jobs[job] = None
@@ -192,7 +195,7 @@ class Dispatcher:
 
     def drop(self, job: Job) -> None:
         """End a job that its caller has lost interest in, and cancel its attempts."""
-        if not job.ended:
+        if not (job.ended or self._loop.is_closed()):
             job.ended = True
             self._forget(job, None)
 
@@ -299,7 +302,7 @@ class Dispatcher:
                 self._bug(job, error)
 
     def _ask_for_pump(self) -> None:
-        if not self._pump_due and not self._closed:
+        if not (self._pump_due or self._closed or self._loop.is_closed()):
             self._pump_due = True
             self._loop.call_soon(self._pump)
 
@@ -388,10 +391,12 @@ class Dispatcher:
         arrived, self._arrived = self._arrived, []
         by_batch: dict[Batch, list[Job]] = {}
         for job in arrived:
-            if job.batch.whole and job.batch.lookups and not job.ended:
+            if job.batch.whole and job.batch.lookups and not job.batch.arranged and not job.ended:
                 self._arrived.append(job)
             elif not job.ended:
                 by_batch.setdefault(job.batch, []).append(job)
+        for batch in by_batch:
+            batch.arranged = True
         for jobs in by_batch.values():
             try:
                 self._planner.arrange(jobs, now)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+from dataclasses import replace
 
 import pytest
 
@@ -300,3 +302,261 @@ def test_a_call_that_is_answered_after_the_outcome_is_recorded():
     outcome, again = played(Cascade, main, large=lambda *_: 30.0, journal=book)
     assert outcome.label == "infra/deadline"
     assert (again.reward, again.verdict.cached) == (0.25, True)
+
+
+# Judges that break the rules: each costs its own sample, at once, and whoever reads outcomes can rely on them
+
+
+def broken(*_):
+    return TransientError("reset")
+
+
+@pytest.mark.parametrize("small", [broken, lambda *_: 60.0])
+@pytest.mark.parametrize("journal", [None, Remembered()])
+def test_a_judge_that_asks_until_it_is_answered_lets_its_deadline_and_others_run(small, journal):
+    async def stubborn(leaves, sample, ask):
+        while True:
+            try:
+                return await leaves["small"].judge(sample, ask)
+            except JudgeFailed:
+                continue
+
+    async def main(engine, sources):
+        return await engine.score(sample(), deadline_s=5.0), now()
+
+    outcome, at = played(stubborn, main, small=small, journal=journal)
+    assert (outcome.label, at) == ("infra/deadline", 5.0)
+
+
+def test_a_task_that_a_judge_leaves_behind_ends_with_its_sample():
+    async def leaves_the_loser(leaves, sample, ask):
+        asked = [asyncio.ensure_future(leaves[name].judge(sample, ask)) for name in ("small", "large")]
+        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED)
+        return done.pop().result()
+
+    async def main(engine, sources):
+        outcome = await engine.score(sample())
+        await asyncio.sleep(0.1)
+        return outcome, sources["large"].in_flight
+
+    outcome, in_flight = played(leaves_the_loser, main, large=lambda *_: 60.0)
+    assert (outcome.reward, in_flight) == (0.5, 0)
+
+
+class Stop(BaseException):
+    """As a framework's own, or a group of several."""
+
+
+class NoFailure(JudgeFailed):
+    def __init__(self):
+        Exception.__init__(self)
+
+
+def with_failed(value):
+    error = JudgeFailed(Failed(Cause.INFRA, "x"))
+    error.failed = value
+    return error
+
+
+def with_why(value):
+    error = CallFailed(Unanswered("x"))
+    error.why = value
+    return error
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        GeneratorExit,
+        SystemExit,
+        Stop,
+        RecursionError,
+        StopIteration,
+        asyncio.CancelledError,
+        NoFailure,
+        lambda: with_failed(None),
+        lambda: with_failed(Scored(Verdict(1.0))),
+        lambda: with_failed(Failed("infra", "x")),
+        lambda: with_failed(Failed(Cause.INFRA, None)),
+        lambda: with_why(None),
+    ],
+)
+def test_whatever_a_judge_raises_is_a_bug_that_costs_its_sample_at_once(make):
+    async def raises(leaves, sample, ask):
+        raise make()
+
+    async def main(engine, sources):
+        outcome = await engine.score(sample())
+        return outcome, now(), engine.statistics().failed, engine.facts().of(outcome)["cause"]
+
+    outcome, at, failed, cause = played(raises, main)
+    assert (outcome.label, at, failed, cause) == ("infra/bug", 0.0, {"infra/bug": 1}, "infra/bug")
+
+
+FAILED = Failed(Cause.VERDICT, "invalid", "twice")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"failure": FAILED},
+        {"basis": "floor"},
+        {"basis": "floor", "failure": "twice"},
+        {"basis": "floor", "failure": replace(FAILED, cause="verdict")},
+        {"components": {1: 0.5}},
+        {"correct": "yes"},
+        {"rationale": None},
+        {"judge": None},
+        {"source": 5},
+    ],
+)
+def test_a_verdict_that_would_break_whoever_reads_it_is_a_bug_of_its_judge(fields):
+    async def returns(leaves, sample, ask):
+        return replace(await leaves["small"].judge(sample, ask), **fields)
+
+    async def main(engine, sources):
+        outcome = await engine.score(sample())
+        return outcome, engine.facts().of(outcome)
+
+    outcome, facts = played(returns, main)
+    assert (outcome.label, facts["cause"], facts["attempts"]) == ("infra/bug", "infra/bug", 1.0)
+
+
+def test_a_judge_of_its_own_may_give_a_floor():
+    async def returns(leaves, sample, ask):
+        return Verdict(0.0, basis="floor", failure=FAILED)
+
+    async def main(engine, sources):
+        outcome = await engine.score(sample())
+        return outcome, engine.facts().of(outcome), engine.statistics().floors
+
+    outcome, facts, floors = played(returns, main)
+    assert (outcome.reward, facts["floor"], facts["cause"]) == (0.0, 1.0, "verdict/invalid")
+    assert floors == {"verdict/invalid": 1}
+
+
+def test_what_was_asked_now_is_counted_though_the_verdict_came_out_of_the_journal():
+    async def main(engine, sources):
+        await engine.score(sample())
+        known = engine._journal.verdicts
+        del known[next(key for key, verdict in known.items() if verdict.judge == "small")]
+        return await engine.score(sample()), engine.statistics()
+
+    outcome, statistics = played(Cascade, main, journal=Remembered())
+    assert (outcome.verdict.cached, outcome.verdict.attempts) == (False, 1)
+    assert (statistics.cached, statistics.attempts) == (0, 3)
+
+
+def test_a_verdict_that_says_it_was_recorded_and_was_not_is_counted():
+    async def boasts(leaves, sample, ask):
+        return replace(await leaves["small"].judge(sample, ask), cached=True)
+
+    async def main(engine, sources):
+        return await engine.score(sample()), engine.statistics().cached
+
+    outcome, cached = played(boasts, main)
+    assert (outcome.verdict.cached, outcome.verdict.attempts, cached) == (False, 1, 0)
+
+
+def test_later_stages_of_a_batch_do_not_wait_until_nobody_looks_anything_up():
+    async def main(engine, sources):
+        await engine.score_all([sample("x" * number) for number in range(1, 101)], deadline_s=1e4)
+        return sources["large"].arrivals[0]
+
+    # Each answer of the first stage makes a look-up, which takes longer than the next answer.
+    steady = {"small": lambda number, *_: 1.0 + 0.008 * number}
+    first = played(Cascade, main, journal=Remembered(), **steady)
+    assert first < 1.1
+
+
+@pytest.mark.parametrize("journal", [None, Remembered()])
+def test_a_leaf_asks_nothing_once_the_deadline_has_come(journal):
+    async def main(engine, sources):
+        engine._router.judges["large"] = engine.judges["small"]
+        outcome = await engine.score(sample(), deadline_s=0.0)
+        await asyncio.sleep(10)
+        return outcome, sources["small"].arrivals
+
+    outcome, arrivals = played(Cascade, main, journal=journal)
+    assert (outcome.label, outcome.attempts, arrivals) == ("infra/deadline", 0, [])
+
+
+# In real time
+
+
+def engine_of(judge, **behaviour):
+    sources = {
+        name: SimulatedSource(name, behaviour=behaviour.get(name, lambda *_: 0.0), answer=written(0.5), model="m")
+        for name in ("small", "large")
+    }
+    engine = RewardEngine(CONFIG, sources=sources)
+    engine._router.judges["large"] = Coroutine(engine.judges, judge)
+    return engine, sources
+
+
+async def both(leaves, sample, ask):
+    await leaves["small"].judge(sample, ask)
+    return await leaves["large"].judge(sample, ask)
+
+
+@pytest.mark.anyio
+async def test_a_judge_that_asks_what_cannot_be_asked_until_it_is_answered_ends_at_its_deadline():
+    async def stubborn(leaves, sample, ask):
+        while True:
+            try:
+                return await leaves["small"].judge(sample, ask)
+            except JudgeFailed:
+                continue
+
+    class Unprintable:
+        def __str__(self):
+            raise ValueError
+
+    engine, _ = engine_of(stubborn)
+    async with engine:
+        outcome = await engine.score(sample(ground_truth=Unprintable()), deadline_s=0.1)
+    assert outcome.label == "infra/deadline"
+
+
+@pytest.mark.anyio
+async def test_a_judge_that_asks_from_another_event_loop_is_told_at_once():
+    async def in_a_thread(leaves, sample, ask):
+        return await asyncio.to_thread(lambda: asyncio.run(leaves["small"].judge(sample, ask)))
+
+    engine, sources = engine_of(in_a_thread)
+    async with engine:
+        outcome = await engine.score(sample(), deadline_s=60)
+    assert outcome.label == "infra/bug"
+    assert "EngineError" in outcome.detail
+    assert sources["small"].arrivals == []
+
+
+def test_a_run_that_is_interrupted_blames_no_judge(caplog):
+    engine, _ = engine_of(both, large=lambda *_: 100.0)
+    engine._journal, engine._reuse = (book := Remembered()), True
+
+    async def main():
+        asyncio.ensure_future(engine.score_all([sample("x" * number) for number in range(1, 6)])).add_done_callback(
+            lambda done: done.cancelled()
+        )
+        await asyncio.sleep(0.1)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(main())
+    assert engine.statistics().failed == {}
+    assert all(isinstance(row, Scored) for row in book.rows)
+    assert caplog.records == []
+
+
+def test_a_leaf_of_its_own_that_raises_what_it_should_not_costs_its_sample():
+    async def main(engine, sources):
+        leaf = engine._router.judges["large"] = engine.judges["small"]
+
+        def judged(answer):
+            raise with_failed(None)
+
+        leaf.judged = judged
+        return await engine.score(sample()), now()
+
+    outcome, at = played(Cascade, main)
+    assert (outcome.label, at) == ("infra/bug", 1.0)

@@ -153,7 +153,8 @@ def _write(
             continue
         score(sample, facts)
         rewards[place] = _as_reward(args, facts, reward)
-        adapter.means.add(_key_of(sample), _trained(args, rewards[place]), size=_size_of(sample, size))
+        known = None if group_of(sample) is None else size  # a data source of an evaluation has no end
+        adapter.means.add(_key_of(sample), _trained(args, rewards[place]), size=known)
     for place, facts in failed:
         sample = samples[place]
         adapter.tell_of_missing_hook(args)
@@ -196,8 +197,3 @@ def _key_of(sample: ROLLOUT_SAMPLE) -> tuple[str, Any]:
     """Whose mean a failed sample gets: its group's, and in evaluation, where there is none, its data source's."""
     group = group_of(sample)
     return ("eval", str(metadata_of(sample).get("data_source", ""))) if group is None else ("group", group)
-
-
-def _size_of(sample: ROLLOUT_SAMPLE, size: int | None) -> int | None:
-    """How many samples share a mean; None if that is not known, as for the data source of an evaluation."""
-    return None if group_of(sample) is None else size

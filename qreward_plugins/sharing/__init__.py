@@ -1,4 +1,4 @@
-"""One limit of a source over the processes of a job."""
+"""Shares the limits of sources between the processes of one job."""
 
 from .channels import open_channel
 from .keeper import Keeper

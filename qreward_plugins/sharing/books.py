@@ -1,9 +1,9 @@
-"""What everybody holds of one limit: at most all of it, whatever happens to whom.
+"""The books of one limit: what each worker holds. The sum never exceeds the limit.
 
-What a worker has in the window is at most its share, or what it had spent before the share was lowered, as far as that
-is in the window still. So the books hold one number for every worker, the larger of the two, and the sum of them never
-exceeds the limit; that is the whole proof. Shares are raised in the books before a worker hears of it, and lowered
-after it has done so by itself.
+A worker's spending in the window is at most the larger of two numbers: its share, and what it spent before the share
+was lowered and is still in the window. The books charge each worker with the larger one and keep the sum of the charges
+within the limit. That keeps the limit (promise P3), because a share is raised in the books before the worker learns of
+it, and lowered in the books after the worker has lowered it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from .worker_state import ROUNDING, WorkerState
 
 
 class Books:
-    """What everybody holds of one limit: at most `limit` in any window of `window_s` seconds; 0: at any time.
+    """Records what each worker holds of one limit: `limit` in any window of `window_s` seconds, or at any time if
+    `window_s` is 0.
 
     Times are seconds of the keeper's monotonic clock.
     """
@@ -34,17 +35,18 @@ class Books:
         return worker in self._states
 
     def share(self, worker: str) -> float:
-        """The share of a worker."""
+        """Return the share of a worker."""
         return self._states[worker].share
 
     def hold(self, until: float) -> None:
-        """Take the whole limit as spent until `until`, less what workers turn out to hold: an earlier keeper gave it
-        away, and nobody knows to whom.
+        """Count the whole limit as spent until `until`, less what workers report to hold.
+
+        An earlier keeper gave the limit to workers that this keeper does not know.
         """
         self._lost.hold_all(self.limit, until)
 
     def free(self, now: float) -> float:
-        """What nobody holds. Less than nothing: the limit was lowered."""
+        """Return the part of the limit that no worker holds; negative if the limit was lowered."""
         changes = self._changes
         while changes and changes[0][0] <= now:
             _, worker, version = heapq.heappop(changes)
@@ -54,19 +56,20 @@ class Books:
         return self.limit - self._taken - self._lost.total(now)
 
     def next_change(self, now: float) -> float:
-        """When more becomes free by itself; infinity: not by itself."""
+        """Return when more becomes free as time passes; infinity if only a report can free more."""
         self.free(now)
         return min(self._lost.next_end(now), self._changes[0][0] if self._changes else math.inf)
 
     def report(self, worker: str, part: Part, now: float, *, limit: float, window_s: float) -> None:
-        """Take in what a worker keeps to, what it has spent and what it wants, and which limit it was told of: where
-        they were told different ones, the lowest rate counts.
+        """Record a worker's share, spending and demand, and the limit that is declared in its configuration.
+
+        If workers declare different limits, the one with the lowest rate counts.
         """
         state = self._states.get(worker)
         if state is None:
             state = self._states[worker] = WorkerState()
             if worker in self._lost:
-                self._lost.release(worker)  # it is back, and knows better
+                self._lost.release(worker)  # its own report replaces the estimate
             else:
                 self._lost.claimed(max(part.share, math.fsum(amount for _, amount in part.spent)))
         if state.told != (limit, window_s):
@@ -76,8 +79,9 @@ class Books:
         self._charge(worker, state, now)
 
     def drop(self, worker: str, now: float, *, silent: bool) -> None:
-        """Forget a worker that left, or that fell silent and has stopped by now: then whatever it might have spent
-        counts as spent just now, unless it comes back.
+        """Remove a worker that left (`silent` false), or that is silent and whose shares have expired.
+
+        Everything that a silent worker may have spent counts as spent now, until the worker reports again.
         """
         state = self._states.pop(worker, None)
         if state is None:
@@ -92,14 +96,14 @@ class Books:
             self._find_lowest()
 
     def _raise(self, worker: str, share: float, now: float) -> None:
-        """Raise a share, by what is free at most."""
+        """Set a share to `share`. The caller raises it by no more than what is free."""
         state = self._states[worker]
         state.share = share
         state.granted_at = now
         self._charge(worker, state, now)
 
     def _count_anew(self) -> None:
-        """Add up what everybody holds, so that roundings do not add up."""
+        """Recompute the sum of all charges, because rounding errors accumulate in the running sum."""
         self._taken = math.fsum([state.charge for state in self._states.values()])
 
     def _charge(self, worker: str, state: WorkerState, now: float) -> None:

@@ -1,4 +1,4 @@
-"""Which way leads to a keeper of shared limits, in this process."""
+"""Opens the channel from this process to the keeper of shared limits."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from .membership import Channel
 
 
 def open_channel(shared: Literal["auto", "ray", "local", "off"]) -> Channel | None:
-    """The way to the keeper that `engine.shared` asks for, which is being started then; None: there is none.
+    """Open the channel that `engine.shared` selects, and start the keeper in the background; None if limits are not
+    shared: for `local` and `off`, and for `auto` if Ray is not initialised.
 
-    Raises `ConfigurationError` where Ray is asked for and not initialised.
+    Raises `ConfigurationError` for `ray` if Ray is not initialised.
     """
     if shared == "ray" and not ray_is_up():
-        problem = "asks for Ray, which is not initialised in this process."
-        remedy = "Call ray.init() before the engine is made, or choose `auto` or `local`."
+        problem = "needs Ray, which is not initialised in this process."
+        remedy = "Call ray.init() before you create the engine, or set it to `auto` or `local`."
         raise ConfigurationError([Mistake("engine.shared", problem, remedy)])
     if shared in ("local", "off") or not ray_is_up():
         return None

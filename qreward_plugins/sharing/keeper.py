@@ -1,14 +1,15 @@
-"""The keeper: the books of every limit that the workers of a job share, as a machine without clock, network or loop.
+"""The keeper divides every shared limit of a job between the workers. It uses no clock, network or event loop itself.
 
-A worker's report is held until there is something to say to it: more of a limit, less of it because others wait, news
-of a source, or that it is time to ask again. So whoever has nothing to say still hears at once, and nobody has to ask
-twice. What is said is an answer to the latest report only, and the worker heeds no other.
+Workers poll the keeper with reports (long polling). The keeper holds a report until it has an answer: a raised share, a
+recalled share, news of a source, or the end of `HOLD_S`. An idle worker therefore learns of changes at once. The keeper
+answers the latest report of a worker only, and the worker accepts no other answer.
 
-A worker that falls silent is taken to have stopped by itself: its share was valid for `ttl_s` from when it sent the
-report that was answered last, and here that long, and a margin, from when it came, which is later. What it may have
-spent by then stays spent. A keeper that is not the job's first knows nothing of what was spent, so it takes all of
-every limit as spent until nobody can have spent anything without having told it (two times `ttl_s`, see member.py) and
-a window has passed since, less what the workers say they hold.
+A share is valid for `ttl_s` after its worker sent the report that was last answered. The keeper waits for `ttl_s` and
+`MARGIN_S` after that report arrived, which is later, and then removes the silent worker. What the worker may have spent
+stays counted as spent.
+
+A restarted keeper does not know what was spent. It counts every limit as fully spent, less what workers report to hold,
+for two times `ttl_s` (after that no worker spends unreported shares, see member.py) and one window more.
 """
 
 from __future__ import annotations
@@ -21,24 +22,24 @@ from .messages import Answer, Grant, Report, SourceAnswer, SourceNews, SourceRep
 from .pool import Line, Pool
 
 TTL_S = 10.0
-"""Seconds for which a share is valid without another word."""
+"""Seconds for which a share is valid after the report that was last answered."""
 HOLD_S = 3.0
-"""Seconds after which a report is answered whatever there is to say."""
+"""Longest time in seconds that the keeper holds a report before it answers."""
 MARGIN_S = 1.0
-"""Seconds by which a silent worker is expected to have stopped before its share is given away."""
+"""Seconds that the keeper waits after a share has expired before it gives the share to other workers."""
 RECALL_EVERY_S = 0.1
-"""Seconds between two looks at who holds too much; with many workers, so much more for each `MANY` of them."""
-MANY = 256
+"""Least time in seconds between two recalls at one source; longer in proportion above `RECALL_WORKERS` workers."""
+RECALL_WORKERS = 256
 BACK_WITHIN_S = 0.5
-"""Seconds within which who was answered is expected to report again."""
+"""Seconds within which an answered worker is expected to report again."""
 REMEMBERED = 65_536
-"""Workers whose last report is remembered, so that an older one that comes late is known to be old."""
+"""Number of workers whose last report number is kept, to detect reports that arrive out of order."""
 LONGEST_NEWS_S = 60.0
-"""Longest pause or rest that is passed on, in seconds: what is longer will be found out again."""
+"""Longest pause or cooldown in seconds that is relayed; workers discover a longer one again by themselves."""
 
 
 class Due(NamedTuple):
-    """An answer that is due now. None: another report of the worker came, or it is not heard any more."""
+    """The answer to a report; None if a newer report came, or the worker left or was removed."""
 
     worker: str
     number: int
@@ -46,7 +47,7 @@ class Due(NamedTuple):
 
 
 class _Shared:
-    """A source: its pools, its workers and what is known of it."""
+    """The state of one source: a pool for each limit, the workers, and the news of the source."""
 
     def __init__(self) -> None:
         self.pools: dict[Resource, Pool] = {}
@@ -57,21 +58,21 @@ class _Shared:
         self.typical: tuple[float, float] | None = None
         self.recalled_at = -math.inf
         self.line: dict[str, None] = {}
-        """Workers that can do nothing for want of some limit; who came first is the first."""
+        """Workers that cannot send because a share is too small, in order of arrival."""
 
     def has_news(self, now: float) -> bool:
-        """Whether there is something that all should know."""
+        """Whether there is news that every worker should have."""
         return max(self.pause_until, self.rest_until) > now or now - self.recovered_at < HOLD_S
 
     def report(self, worker: str, now: float) -> None:
-        """Let a worker that reported stand in line if it has to."""
+        """Add a worker that reported to the line if a share of it is too small, otherwise remove it."""
         if any(pool.lacks(worker, now) for pool in self.pools.values()):
             self.line.setdefault(worker)
         else:
             self.line.pop(worker, None)
 
     def raised(self, worker: str, now: float) -> None:
-        """Let a worker go whose share was raised, if it has all that it needs: its turn begins, with all of it."""
+        """Remove a worker whose share was raised from the line if it can send now, and start its turn."""
         if worker in self.line and not any(pool.lacks(worker, now) for pool in self.pools.values()):
             del self.line[worker]
             for pool in self.pools.values():
@@ -79,9 +80,9 @@ class _Shared:
 
 
 class Keeper:
-    """Keeps the shares. Times are seconds of one monotonic clock, its own.
+    """Divides the limits of all sources between the workers. Times are seconds of the caller's monotonic clock.
 
-    `boot` names this keeper among those of the job. `first`: no other came before it.
+    `boot` identifies this keeper among all keepers of the job. `first` says that no keeper ran before it.
     """
 
     def __init__(self, now: float, *, boot: str, first: bool, ttl_s: float = TTL_S) -> None:
@@ -91,23 +92,23 @@ class Keeper:
         self._ttl_s = ttl_s
         self._sources: dict[str, _Shared] = {}
         self._numbers: dict[str, int] = {}
-        self._heard_at: dict[str, float] = {}  # the longest silent is the first
+        self._heard_at: dict[str, float] = {}  # in order of the last report, oldest first
         self._sources_of: dict[str, tuple[str, ...]] = {}
         self._parked: dict[str, tuple[int, float]] = {}
         self._recalled: dict[str, dict[str, dict[Resource, Grant]]] = {}
         self._to_answer: dict[str, None] = {}
         self._superseded: list[Due] = []
-        self._news = 0  # counts what all should know
-        self._told: dict[str, tuple[int, int]] = {}  # with the answer to which report, how much of it
-        self._expected: dict[str, float] = {}  # since when; whoever was answered first is the first
+        self._news = 0  # number of news items for all workers
+        self._told: dict[str, tuple[int, int]] = {}  # (report last answered, news items sent with it)
+        self._expected: dict[str, float] = {}  # when the worker was answered, oldest first
 
     @property
     def workers(self) -> int:
-        """Workers that are heard of."""
+        """Number of workers that report."""
         return len(self._heard_at)
 
     def report(self, report: Report, now: float) -> None:
-        """Take in a report; its answer comes out of `due`, now or later."""
+        """Record a report. `due` returns its answer, now or later."""
         worker, number = report.worker, report.number
         if number <= self._numbers.get(worker, -1):
             self._superseded.append(Due(worker, number, None))
@@ -123,14 +124,14 @@ class Keeper:
         self._heard_at[worker] = now
         self._sources_of[worker] = tuple(report.sources)
         told, news = self._told.get(worker, (0, 0))
-        # If it asked again before it heard the last answer, it did not hear it.
+        # The worker sent this report before it got the last answer, so that answer had no effect.
         behind = told > report.heeded or news < self._news
         for key, said in report.sources.items():
             self._take_in(worker, key, said, now)
             if behind and self._sources[key].has_news(now):
                 self._to_answer[worker] = None
         if not behind:
-            self._told[worker] = told, self._news  # what is new since is its own
+            self._told[worker] = told, self._news  # the newest items are its own
         if report.leaves:
             del self._heard_at[worker]
             self._forget(worker, now, silent=False)
@@ -139,7 +140,7 @@ class Keeper:
         self._parked[worker] = (number, now)
 
     def due(self, now: float) -> list[Due]:
-        """The answers that are due now."""
+        """Return the answers that are due now."""
         self._expire(now)
         for key, shared in self._sources.items():
             line = Line(shared.line, self._parked, self._expected)
@@ -147,7 +148,7 @@ class Keeper:
                 for worker in pool.raise_shares(now, line):
                     self._to_answer[worker] = None
                     shared.raised(worker, now)
-            if now - shared.recalled_at >= RECALL_EVERY_S * max(1.0, len(shared.workers) / MANY):
+            if now - shared.recalled_at >= RECALL_EVERY_S * max(1.0, len(shared.workers) / RECALL_WORKERS):
                 shared.recalled_at = now
                 self._recall(key, shared, line, now)
         for worker, (_, since) in self._parked.items():
@@ -166,7 +167,7 @@ class Keeper:
         return due
 
     def wake_at(self, now: float) -> float:
-        """When to ask for answers again, at the latest."""
+        """Return the latest time at which `due` must be called again."""
         times = [now + HOLD_S]
         if self._parked:
             times.append(next(iter(self._parked.values()))[1] + HOLD_S)
@@ -176,7 +177,7 @@ class Keeper:
                     times += [pool.next_change(now), now + RECALL_EVERY_S]
         return max(now, min(times))
 
-    # A worker's report
+    # Reports
 
     def _take_in(self, worker: str, key: str, said: SourceReport, now: float) -> None:
         shared = self._sources.get(key)
@@ -197,7 +198,7 @@ class Keeper:
         shared.report(worker, now)
         self._take_in_news(worker, shared, said.news, now)
         if new:
-            # It has to hear at once that it is known, whatever there is for it.
+            # The first answer comes at once: with it the worker's shares become valid.
             self._to_answer[worker] = None
 
     def _take_in_news(self, worker: str, shared: _Shared, news: SourceNews, now: float) -> None:
@@ -243,7 +244,7 @@ class Keeper:
             sources[key] = SourceAnswer(len(shared.workers), grants, news)
         return Answer(self.boot, number, sources)
 
-    # Workers that are gone
+    # Removal of workers
 
     def _expire(self, now: float) -> None:
         while self._expected:
@@ -256,7 +257,7 @@ class Keeper:
             if now - heard_at <= self._ttl_s + MARGIN_S:
                 return
             del self._heard_at[worker]
-            if worker in self._parked:  # the keeper itself was stopped for that long
+            if worker in self._parked:  # the keeper's process was stopped for that long
                 self._superseded.append(Due(worker, self._parked.pop(worker)[0], None))
             self._forget(worker, now, silent=True)
 

@@ -1,8 +1,8 @@
-"""What makes a source one and the same to its provider, whoever calls it by which name.
+"""Keys that identify a source across processes and configurations.
 
-The provider counts by address, model, key and headers. Two domains of a job may each have a configuration that names
-the same endpoint, spelt in another way; the limit is one. A configuration that names the same endpoint twice means two
-things by it, each with its own limits.
+A provider counts requests by address, model, API key and headers. Two configurations of a job may spell the same
+endpoint differently; the limit is still one. A configuration that declares the same endpoint twice declares two
+sources, each with its own limits.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ from ..sources.provider import Provider, joined
 
 
 def source_keys(config: Config) -> dict[str, str]:
-    """A key for every source of `config`, by name: 24 hexadecimal digits, equal in all processes for which the
-    provider counts together. Nothing can be read back out of them.
+    """Return a key of 24 hexadecimal digits for each source name of `config`.
+
+    Keys are equal in all processes whose requests the provider counts together. They are hashes and reveal no secret.
     """
     providers = _providers(config, None)
     often = Counter(providers.values())
@@ -36,11 +37,11 @@ def may_share(
     environment: Mapping[str, str] | None = None,
     their_environment: Mapping[str, str] | None = None,
 ) -> bool:
-    """Whether a provider may count requests of both configurations together.
+    """Return whether a provider may count requests of both configurations together.
 
-    True if a source of one and a source of the other share an address, and have the same model, headers and key. A key
-    whose variable is not set may be any key. `environment` and `their_environment`: the variables of the processes that
-    use `mine` and `other`; default: those of this process.
+    True if a source of `mine` and a source of `other` share an address and have the same model, headers and API key. A
+    key whose environment variable is not set matches any key. `environment` and `their_environment` are the variables
+    of the processes that use `mine` and `other`; the default is this process's environment.
     """
     ours, theirs = _providers(mine, environment), _providers(other, their_environment)
     return any(one.overlaps(another) for one in ours.values() for another in theirs.values())

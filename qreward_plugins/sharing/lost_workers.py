@@ -1,4 +1,4 @@
-"""What lost workers may have spent of a limit. It counts as spent until it has left the window."""
+"""Amounts of a limit that lost workers may have spent. They count as spent until they have left the window."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 
 
 class LostWorkers:
-    """Amounts of one limit that no known worker holds. Times are seconds of the keeper's monotonic clock."""
+    """Amounts of one limit that count as spent without a worker. Times are seconds of the keeper's monotonic clock."""
 
     __slots__ = ("_amounts", "_endings", "_total", "_unknown", "_unknown_until")
 
@@ -22,7 +22,7 @@ class LostWorkers:
         return name in self._amounts
 
     def total(self, now: float) -> float:
-        """The sum of what counts as spent."""
+        """Return the sum of the amounts that count as spent."""
         while self._endings and self._endings[0][0] <= now:
             until, name = heapq.heappop(self._endings)
             if self._amounts.get(name, (math.inf, 0.0))[0] <= until:
@@ -32,7 +32,7 @@ class LostWorkers:
         return self._total + self._unknown
 
     def hold(self, name: str, until: float, amount: float) -> None:
-        """Count what the worker `name` may have spent, until `until`."""
+        """Count `amount`, which the worker `name` may have spent, until `until`."""
         self.release(name)
         if amount > 0:
             self._amounts[name] = (until, amount)
@@ -40,20 +40,20 @@ class LostWorkers:
             heapq.heappush(self._endings, (until, name))
 
     def release(self, name: str) -> None:
-        """Stop counting what a worker may have spent."""
+        """Stop counting the amount of a worker."""
         _, amount = self._amounts.pop(name, (0.0, 0.0))
         self._total = self._total - amount if self._amounts else 0.0
 
     def hold_all(self, limit: float, until: float) -> None:
-        """Count the whole limit until `until`: an earlier keeper gave it to workers that are not known."""
+        """Count the whole limit until `until`: an earlier keeper gave it to unknown workers."""
         self._unknown, self._unknown_until = limit, until
 
     def claimed(self, amount: float) -> None:
-        """Count `amount` less: a worker says that it holds that much of it."""
+        """Reduce the amount of unknown workers by what a worker now reports to hold."""
         self._unknown = max(0.0, self._unknown - amount)
 
     def next_end(self, now: float) -> float:
-        """When less will count; infinity if never."""
+        """Return when the total next decreases; infinity if never."""
         self.total(now)
         times = [self._unknown_until] if self._unknown else []
         times += [self._endings[0][0]] if self._endings else []

@@ -1,12 +1,13 @@
-"""A worker's side of the shares: what it tells the keeper, and what it does with the answers, without clock or network.
+"""The worker's side of shared limits: builds reports and applies the keeper's answers. Uses no clock or network itself.
 
-Three rules keep the limits, whatever is lost, late or out of order. A share is lowered first and then reported. Of the
-answers only the one to the latest report counts, and that once. And a share is valid for `ttl_s` from when the report
-was *sent* that was answered last; then it ends by itself.
+Three rules keep the limits when messages are lost, late or out of order:
+- A worker lowers a share first and reports it afterwards.
+- A worker accepts only the answer to its latest report, and accepts it once.
+- A share is valid for `ttl_s` after the worker *sent* the report that was last answered. Then it expires.
 
-Where the keeper is certainly dead, nobody gives away what this worker has: its heir takes all of every limit as spent
-for a window and two times `ttl_s`, less what workers say they hold. So a worker may keep its shares until two times
-`ttl_s` after it last knew that there was a keeper: the heir was started later than that.
+If the keeper is dead, no share is given to another worker: the next keeper counts every limit as spent for one window
+and two times `ttl_s`, less what workers report to hold. So a worker keeps its shares until two times `ttl_s` after it
+last knew of a live keeper, because the next keeper started later than that.
 """
 
 from __future__ import annotations
@@ -18,60 +19,60 @@ from typing import NamedTuple
 from ..quotas import Resource, SharedQuota
 from .keeper import HOLD_S, MARGIN_S, TTL_S
 from .messages import Answer, Grant, Part, Report, SourceNews, SourceReport
-from .pool import WORTH_A_WORD
+from .pool import MIN_CHANGE
 
-WAY_S = 0.15
-"""How much the ways of two requests to a server may differ, in seconds."""
+NETWORK_JITTER_S = 0.15
+"""How much the network delays of two requests to a server may differ, in seconds."""
 
-_AGE = ("requests", "tokens")
+_WINDOWED: tuple[Resource, ...] = ("requests", "tokens")
 _ROUNDING = 1e-6
 _EARLY_S = 1e-6
 
 
 class Demand(NamedTuple):
-    """What waits for a source in this process."""
+    """The calls of this process that wait for a source."""
 
     requests: int = 0
     tokens: float = 0.0
-    """Tokens of all of them, estimated."""
+    """Estimated tokens of all of them."""
     largest: float = 0.0
-    """Tokens of the one that goes next."""
+    """Tokens of the next one."""
 
 
 NOTHING = Demand()
 
 
 class Member:
-    """One worker among those that share sources. Times are seconds of one monotonic clock, its own.
+    """One worker that shares sources with others. Times are seconds of the caller's monotonic clock.
 
-    `name` is this worker's alone. `quotas` are the sources' quotas by the keys that all workers know them by.
+    `name` is unique to this worker. `quotas` maps the shared key of each source (`source_keys`) to its quota.
     """
 
     def __init__(self, name: str, quotas: Mapping[str, SharedQuota], *, ttl_s: float = TTL_S) -> None:
         self.name = name
         self.boot = ""
-        """The keeper that answered last; empty: none has."""
+        """Identifies the keeper that answered last; empty if none has."""
         self._quotas = quotas
         self._ttl_s = ttl_s
         self._number = 0
         self._unanswered = -1
         self._heeded = 0
-        self._unheeded = 0  # reports since the last answer that counted
+        self._unheeded = 0  # reports since the last accepted answer
         self._sent_at = -math.inf
         self._known_at = -math.inf
         self._grants: dict[str, dict[Resource, Grant]] = {}
         self._debts: dict[str, list[tuple[float, float]]] = {}
         self._waits: dict[str, frozenset[Resource]] = {}
         self._wanted: dict[str, bool] = {}
-        self._counted: dict[str, float] = {}  # requests in flight that the keeper counts
+        self._counted: dict[str, float] = {}  # concurrency that the keeper charges this worker with
         self._valid = False
         self._ended = False
         self.valid_until = -math.inf
-        """When the shares end by themselves."""
+        """When the shares expire."""
         self._keep_until(-math.inf)
 
     def report(self, now: float, demands: Mapping[str, Demand], news: Mapping[str, SourceNews]) -> Report:
-        """The next report. What it says is given up has been given up when this returns."""
+        """Build the next report. Shares that it reports as lowered are lowered when this returns."""
         self._end_if_over(now)
         self._number += 1
         self._unanswered = self._number
@@ -90,14 +91,14 @@ class Member:
         return Report(self.name, self._number, said, heeded=self._heeded)
 
     def farewell(self, now: float) -> Report:
-        """The last report: nothing is sent any more."""
+        """Give up all shares and build the last report of this worker."""
         self._lower_all(now)
         last = self.report(now, {}, {})
         self._unanswered = -1
         return last._replace(leaves=True)
 
     def accept(self, answer: Answer, now: float) -> bool:
-        """Take in an answer; return whether it counts."""
+        """Apply an answer; return False if it is late or not for the latest report, and is ignored."""
         if answer.number != self._unanswered or now >= self._sent_at + self._ttl_s:
             return False
         self._end_if_over(now)
@@ -110,7 +111,7 @@ class Member:
             if quota is not None:
                 limits = quota.limits()
                 self._grants[key] = dict(said.grants)
-                # It may have been told of a lower limit since it asked.
+                # The limit may have been lowered since the report.
                 share = {
                     name: min(grant.share, limits[name][0]) for name, grant in said.grants.items() if name in limits
                 }
@@ -118,10 +119,10 @@ class Member:
         return True
 
     def absent(self, now: float, *, seen_at: float = -math.inf) -> None:
-        """Note that the keeper is certainly dead: what was given stays given for as long again, at most.
+        """Note that the keeper is dead: the shares stay valid for up to `ttl_s` longer.
 
-        `seen_at` is when the keeper that is dead was last looked up, before it was found there: whoever comes next was
-        started after that, as it was after the last report that was answered.
+        `seen_at` is a time before the dead keeper was last looked up. The next keeper started after `seen_at`, and
+        after the last report that was answered.
         """
         self._known_at = max(self._known_at, seen_at)
         if now < self.valid_until:
@@ -129,17 +130,20 @@ class Member:
             self._keep_until(max(self.valid_until, until))
 
     def expire(self, now: float) -> bool:
-        """Give up everything when its time is over; returns once whether that was since this was asked last: then
-        nothing may be sent that was not, and nothing may go on that counts when it ends.
+        """Give up all shares if they have expired. Return True once for each expiry.
+
+        After an expiry the caller sends no more requests, and cancels those that a limit counts only when they end.
         """
         self._end_if_over(now)
         ended, self._ended = self._ended, False
         return ended
 
     def short(self, key: str, demand: Demand, now: float) -> bool:
-        """Whether the keeper should hear of a source at once: something waits that its share does not let go, and the
-        keeper does not know it yet; nothing waits any more, and it has some left that others may wait for; or requests
-        in flight that were given up have ended.
+        """Return whether a report on a source is due at once. It is in three cases:
+
+        - A call waits that the share does not allow, and the keeper does not know of it.
+        - No call waits any more, and an unspent share is left for other workers.
+        - Concurrency that was given up while in use is now free.
         """
         if self.patient(now):
             return False
@@ -148,7 +152,7 @@ class Member:
             return True
         if not demand.requests:
             return self._wanted.get(key, False) and any(
-                _left(self._part(key, quota, resource, demand, now)) >= max(1.0, WORTH_A_WORD * share) - _ROUNDING
+                _left(self._part(key, quota, resource, demand, now)) >= max(1.0, MIN_CHANGE * share) - _ROUNDING
                 for resource, share in quota.share.items()
             )
         known = self._waits.get(key, frozenset())
@@ -161,8 +165,9 @@ class Member:
         return False
 
     def patient(self, now: float) -> bool:
-        """Whether the last report had better be left to be answered: a newer one makes its answer void, and with a slow
-        keeper none would ever count.
+        """Return whether no new report may replace the last one.
+
+        A new report voids the answer to the last one. With a slow keeper, no answer would ever be accepted.
         """
         return self._unheeded > 1 and now > self.valid_until - HOLD_S - MARGIN_S
 
@@ -177,15 +182,17 @@ class Member:
         return Part(share, spent, float(demand.requests))
 
     def _give_up(self, key: str, quota: SharedQuota, demand: Demand, now: float) -> None:
-        """Lower to what is fair what is spent, or what others wait for; and to nothing what is of no use here and
-        others wait for: what was spent of it counts without that.
+        """Lower shares that other workers need.
+
+        A recalled share, or a window's share that is used up, falls to the fair share. A share that other workers wait
+        for falls to zero if no call waits here; what was spent of it stays counted.
         """
         grants, share = self._grants.get(key, {}), dict(quota.share)
         for resource, grant in grants.items():
             if share.get(resource, 0.0) > grant.target:
                 part = self._part(key, quota, resource, demand, now)
-                # What ages is of no more use to it when it is spent, and others get it as it ages.
-                if grant.recall or (resource in _AGE and _left(part) < part.unit - _ROUNDING):
+                # A window's share that is used up is no use here; others get it as the window moves on.
+                if grant.recall or (resource in _WINDOWED and _left(part) < part.unit - _ROUNDING):
                     share[resource] = grant.target
             if (grant.scarce or grant.recall) and not demand.requests and resource in share:
                 share[resource] = 0.0
@@ -196,8 +203,8 @@ class Member:
     def _lower(self, key: str, quota: SharedQuota, share: Mapping[Resource, float], now: float) -> None:
         held = quota.share.get("burst", 0.0)
         if share.get("burst", 0.0) < held:
-            # Whoever gets it must find the bucket full, as this worker found it.
-            until = now + quota.refilled_in_s(now) + WAY_S
+            # The next holder may assume a full bucket, so the amount stays charged until the bucket is full.
+            until = now + quota.refilled_in_s(now) + NETWORK_JITTER_S
             debts = [debt for debt in self._debts.get(key, ()) if debt[0] > until or debt[1] > held]
             self._debts[key] = sorted([*debts, (until, held)], reverse=True)
         quota.resize(share, workers=quota.workers, now=now)
@@ -207,7 +214,7 @@ class Member:
             self._lower(key, quota, {}, now)
 
     def _owed(self, key: str, now: float) -> tuple[tuple[float, float], ...]:
-        """How much of a bucket nobody else may have yet, because it is not full again: (seconds until then, amount)."""
+        """Return the parts of a bucket that are not full again yet: (seconds until full, amount)."""
         debts = self._debts[key] = [debt for debt in self._debts.get(key, ()) if debt[0] > now]
         owed, above = [], 0.0
         for until, held in debts:
@@ -217,7 +224,7 @@ class Member:
         return tuple(owed)
 
     def _end_if_over(self, now: float) -> None:
-        # Timers may run a little early.
+        # Event loops run timers a little early.
         if self._valid and now >= self.valid_until - _EARLY_S:
             self._valid, self._ended = False, True
             self._lower_all(now)

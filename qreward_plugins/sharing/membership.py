@@ -1,15 +1,14 @@
-"""What keeps the shares of an engine up to date: it reports to the keeper and heeds the answers, for as long as the
-engine's event loop runs.
+"""Keeps the shares of one engine up to date: reports to the keeper and applies its answers while the event loop runs.
 
-A report is out all the time, held by the keeper until there is something to say. It is replaced by a newer one when
-work waits that the keeper cannot know of. Between two reports lies a quarter of a second, so that a worker under load
-asks a few times a second at most, however many requests it sends; and while it has a share it never waits for an
-answer.
+One report is always open at the keeper. A newer one replaces it when calls wait that the keeper does not know of. Two
+reports are at least `REPORT_EVERY_S` apart, so the load on the keeper does not depend on the request rate. Sending
+within a share never waits for an answer.
 
-A keeper that is certainly gone is started anew by whoever notices; until it answers, the shares stay as they are. One
-that does not answer may be well and have given the shares away, so they end by themselves; one that stays silent is
-ended, so that there can be another. One that is merely slow is given time, and not ended: its heir would have to take
-every limit as spent, and would be as slow.
+What happens when the keeper fails:
+- Dead: the worker that notices starts a new one. The shares stay valid until it answers, for a limited time.
+- Silent: it may have given the shares to other workers, so the shares expire. After `SILENT_AFTER_S` it is killed, and
+  a new one is started.
+- Slow: it is not killed. A new keeper would be as slow, and it would count every limit as spent at first.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ if TYPE_CHECKING:
 _log = logging.getLogger("qreward_plugins.sharing")
 
 REPORT_EVERY_S = 0.25
-"""Least time between two reports."""
+"""Least time in seconds between two reports."""
 ANSWERED_WITHIN_S = HOLD_S + 2.0
-"""Time after which a report is taken for lost; where that happens again, twice as much: the keeper may be slow."""
+"""Seconds after which a report counts as lost. The next one gets `TTL_S`, because the keeper may be slow."""
 SILENT_AFTER_S = 3 * TTL_S
-"""Time of waiting after which a keeper that does not answer is ended."""
+"""Seconds without an answer after which the keeper is killed."""
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 2.0
 FAREWELL_WITHIN_S = 1.0
@@ -47,46 +46,48 @@ _ROUNDING_S = 1e-6
 
 
 class Channel(Protocol):
-    """The way to the keeper of this job."""
+    """The connection to the keeper of this job."""
 
     async def exchange(self, report: Report) -> Answer | None:
-        """Give a report and wait for its answer; None: another report of this worker came first, or it was its last.
+        """Send a report and wait for its answer; None if a newer report of this worker came first, or it was its last.
 
-        A keeper is looked up, or started, if there is none or the last call raised `KeeperLost`; it raises that and
-        `KeeperSilent`. Cancelling it leaves the report with the keeper.
+        Looks a keeper up, or starts one, on the first call and after `KeeperLost`. Raises `KeeperLost` if the keeper is
+        dead and `KeeperSilent` if it cannot be reached. After a cancellation the keeper still has the report.
         """
         ...
 
     async def end_keeper(self) -> None:
-        """End a keeper that does not answer. Raises nothing."""
+        """Kill a keeper that does not answer. Raises nothing."""
         ...
 
 
 @dataclass
 class _Known:
-    """What is known of a source, beside what its lane knows: two ends of a pause and of a rest."""
+    """What this process knows of one source beside its lane. Tuples hold two times: when the pause ends, and when the
+    open circuit may be tried again.
+    """
 
     told: tuple[float, ...] = (-math.inf, -math.inf)
-    """Those that others spoke of. They are not told on, or they would go round for ever, and grow by the way."""
+    """Times that came from other processes. They are not relayed, to avoid an echo."""
     said: tuple[float, ...] = (-math.inf, -math.inf)
-    """Those that the last report spoke of."""
+    """Times that the last report contained."""
     waited: bool = False
-    """Whether something waited for it when the last report was made."""
+    """Whether calls waited for the source at the last report."""
     rested: bool = False
-    """Whether it had a rest when the last report was made."""
+    """Whether the circuit was open at the last report."""
     recovered: bool = False
-    """Whether it has answered after a rest, and no answer of the keeper's has shown that it knows."""
+    """Whether the circuit closed again and the keeper has not confirmed a report of it."""
 
     def own(self, lane: Lane, now: float) -> tuple[float, ...]:
-        """Those that this process found out; minus infinity: there is none."""
+        """Return the times that this process observed itself; minus infinity if none."""
         ends = zip(_ends(lane, now), self.told, strict=True)
         return tuple(end if end > max(now, told) + _ROUNDING_S else -math.inf for end, told in ends)
 
 
 class Membership:
-    """Keeps the shares of one engine's sources, as long as the event loop runs in which it is started.
+    """Keeps the shares of one engine's sources up to date while the event loop runs in which it was started.
 
-    `lanes` are those with a `SharedQuota`, by the keys that all workers know their sources by. Times are seconds of the
+    `lanes` maps the shared key of each source (`source_keys`) to a lane with a `SharedQuota`. Times are seconds of the
     event loop's clock.
     """
 
@@ -108,18 +109,18 @@ class Membership:
         self._known: dict[str, _Known] = {key: _Known() for key in lanes}
 
     def start(self, dispatcher: Dispatcher) -> None:
-        """Begin to report what waits in `dispatcher`, in the running event loop; one that was closed is forgotten."""
+        """Start to report what waits in `dispatcher`, in the running event loop; drop the state of an earlier loop."""
         self._dispatcher = dispatcher
         self._urgent = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._sent_at, self._looked_at, self._silent_s = -math.inf, loop.time(), 0.0
-        self._ending = None  # it belongs to the loop of before
+        self._ending = None  # it belongs to the earlier loop
         self._late.clear()
         self._task = loop.create_task(self._keep())
         self._task.add_done_callback(_say_why)
 
     def look(self) -> None:
-        """See whether something waits, or was learned, that the keeper should know of."""
+        """Request a report if the keeper does not know what waits here or what was learned of a source."""
         assert self._dispatcher is not None
         if not self._urgent.is_set():
             now = self._dispatcher.now()
@@ -130,7 +131,7 @@ class Membership:
                     return
 
     async def aclose(self) -> None:
-        """Give everything back and stop; the keeper gets to know if it answers within a second."""
+        """Give up all shares and stop. Waits up to `FAREWELL_WITHIN_S` for the last report to arrive."""
         if self._task is None or self._dispatcher is None:
             return
         under_way: list[asyncio.Future[Any]] = [self._task, *self._late]
@@ -155,7 +156,7 @@ class Membership:
                 answer = await self._exchange()
             except Exception as problem:
                 if not isinstance(problem, KeeperError):
-                    _log.exception("unexpected %s from the way to the quota keeper", type(problem).__name__)
+                    _log.exception("unexpected %s in the connection to the quota keeper", type(problem).__name__)
                 await self._do_without(problem)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
@@ -166,7 +167,7 @@ class Membership:
                 self._heed(answer, now)
 
     async def _exchange(self) -> Answer | None:
-        """The answer to a new report; None: there is something newer to report."""
+        """Send a report and return its answer; None if a newer report is due first."""
         assert self._dispatcher is not None
         now = self._sent_at = self._dispatcher.now()
         self._urgent.clear()
@@ -181,7 +182,7 @@ class Membership:
             while not call.done() and now < gives_up_at:
                 waiting, left_s = [call, urgent], REPORT_EVERY_S
                 if urgent.done():
-                    # Until then an answer that is on its way already is as good as a new report.
+                    # An answer that arrives before the next report may go saves that report.
                     waiting, left_s = [call], self._sent_at + REPORT_EVERY_S - now
                     if left_s <= 0:
                         self._lost = False
@@ -190,7 +191,7 @@ class Membership:
                 now = self._dispatcher.now()
                 self.look()
             if call.cancelled():
-                raise KeeperSilent("the call of the quota keeper was cancelled from outside")
+                raise KeeperSilent("the call to the quota keeper was cancelled by another task")
             if call.done():
                 return call.result()
             self._listen_on(call)
@@ -203,7 +204,7 @@ class Membership:
             await asyncio.gather(urgent, return_exceptions=True)
 
     def _listen_on(self, call: asyncio.Future[Answer | None]) -> None:
-        """An answer that comes too late to count still tells that there is a keeper, which must not be ended."""
+        """Wait on for a late answer in the background: it shows that the keeper lives, so that it is not killed."""
 
         def heard(call: asyncio.Future[Answer | None]) -> None:
             self._late.discard(call)
@@ -234,21 +235,25 @@ class Membership:
     async def _do_without(self, problem: Exception) -> None:
         assert self._dispatcher is not None
         now = self._dispatcher.now()
-        # A process that did not run for a while has not waited, however late it is.
+        # Time in which this process was suspended does not count as the keeper's silence.
         self._silent_s += min(now - self._looked_at, TTL_S + LONGEST_BACKOFF_S)
         self._looked_at = now
         self._overdue = True
         before, self._lost = self._lost, isinstance(problem, KeeperLost)
         if self._lost:
-            # If one had been lost before, this one was looked up after the report was made.
+            # After an earlier loss, this dead keeper was looked up after the report was built.
             self.member.absent(now, seen_at=self._sent_at if before else -math.inf)
             self._end_at(self.member.valid_until)
         if now < self.member.valid_until:
-            _log.warning("%s; the shares of the limits are kept for %.0f s", problem, self.member.valid_until - now)
+            _log.warning(
+                "%s; this process keeps its shares of the limits for %.0f s", problem, self.member.valid_until - now
+            )
         else:
             _log.log(logging.WARNING if self.member.boot else logging.INFO, "%s", problem)
         if self._silent_s >= SILENT_AFTER_S:
-            _log.error("the quota keeper has not answered for %.0f s; it is ended and started anew", self._silent_s)
+            _log.error(
+                "the quota keeper has not answered for %.0f s; killing it and starting a new one", self._silent_s
+            )
             self._silent_s = 0.0
             await self._channel.end_keeper()
 
@@ -258,7 +263,7 @@ class Membership:
         self._ending = asyncio.get_running_loop().call_at(moment, self._end_if_due)
 
     def _end_if_due(self) -> None:
-        """When the shares have ended, send nothing more, and call back what counts for somebody else now."""
+        """If the shares have expired, stop sending and cancel requests whose quota other workers may use now."""
         assert self._dispatcher is not None
         now = self._dispatcher.now()
         if now < self.member.valid_until:
@@ -267,13 +272,13 @@ class Membership:
             return
         if self.member.expire(now):
             _log.error(
-                "the quota keeper gave no sign of life for %g s: nothing is sent to sources with limits until it does",
+                "the quota keeper has not answered for %g s: requests to sources with limits stop until it does",
                 TTL_S,
             )
             for lane in self._lanes.values():
                 assert isinstance(lane.quota, SharedQuota)
                 if limits := lane.quota.limits():
-                    # A long answer's tokens are counted when it has come, which may be a window later.
+                    # Completion tokens are counted when the reply comes, which may be in another worker's share.
                     self._dispatcher.call_back(lane, sent=not {"concurrency", "tokens"}.isdisjoint(limits))
 
     async def _wait_until(self, moment: float) -> None:
@@ -287,8 +292,10 @@ class Membership:
         return Demand(*self._dispatcher.waiting_for(lane))
 
     def _learned(self, key: str, lane: Lane, demand: Demand, now: float) -> bool:
-        """Whether there is something since the last report that the others can use: a source asked for a pause, fails
-        or is well again; or nothing waits for it any more here, and what was kept for that is theirs.
+        """Return whether the last report is outdated in a way that matters to other workers.
+
+        It is if the source asked for a pause, its circuit opened or closed, or calls no longer wait for it here, so
+        that its share is free for others.
         """
         if self.member.patient(now):
             return False
@@ -307,13 +314,15 @@ class Membership:
 
 
 def _ends(lane: Lane, now: float) -> tuple[float, float]:
-    """When the pause and the rest of a source end; now, if there is none."""
+    """Return when the pause of a source ends and when its open circuit may be tried; `now` if there is none."""
     return now + lane.pauses.left_s(now), now + lane.breaker.rest_s(now)
 
 
 def _say_why(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
-        _log.error("sharing limits has ended; nothing is sent to sources with limits", exc_info=task.exception())
+        _log.error(
+            "the sharing of limits has stopped; no request is sent to sources with limits", exc_info=task.exception()
+        )
 
 
 __all__ = ["Channel", "Membership"]

@@ -1,7 +1,7 @@
-"""What workers and the keeper say to each other: plain tuples of numbers, cheap to pickle, and without any clock.
+"""Messages between workers and the keeper: plain tuples of numbers, cheap to pickle.
 
-Times are always seconds from now, from the moment of sending; the receiver counts them from the moment of receiving,
-which is later. Nothing here is a date, so that the clocks of two nodes never have to agree.
+Times are seconds from the moment of sending; the receiver counts them from the moment of receipt, which is later. No
+message holds a clock time, so the clocks of two nodes need not agree.
 """
 
 from __future__ import annotations
@@ -13,79 +13,79 @@ from ..quotas import Resource
 
 
 class Part(NamedTuple):
-    """What a worker says of one limit."""
+    """A worker's share, spending and demand of one limit."""
 
     share: float
-    """What it keeps to from now on; it has lowered it already."""
+    """The share that the worker keeps from now on; a lower share is already in effect."""
     spent: tuple[tuple[float, float], ...] = ()
-    """What it has spent of it: (seconds until that leaves the window, amount). Infinity: not before it says so."""
+    """Amounts spent: (seconds until the amount leaves the window, amount). Infinity: until a later report."""
     more: float = 0.0
-    """What it could use beyond what is spent, now."""
+    """Amount that the worker could use now, in addition to what is spent."""
     unit: float = 1.0
-    """The smallest amount that is of any use to it."""
+    """The smallest amount that the worker can use."""
 
 
 class SourceNews(NamedTuple):
-    """What a worker learned of a source, or what the others did."""
+    """What a worker, or another worker, learned about a source."""
 
     pause_s: float = 0.0
-    """Seconds for which it asked to be left alone."""
+    """Seconds of the pause that the source asked for."""
     rest_s: float = 0.0
-    """Seconds for which it is given a rest, because it failed again and again."""
+    """Seconds for which the circuit stays open, after repeated failures."""
     recovered: bool = False
-    """Whether it answered after a rest that others may still be giving it."""
+    """Whether the circuit closed here, and may still be open in other processes."""
     typical: tuple[float, float] | None = None
     """Size in bytes and latency in seconds of a typical answer."""
 
 
 class SourceReport(NamedTuple):
-    """What a worker says of one source."""
+    """A worker's report on one source."""
 
     limits: Mapping[Resource, tuple[float, float]]
-    """The declared limits: (amount, seconds of its window; 0: it is held until given back)."""
+    """The declared limits: (amount, window in seconds; 0: held until given back)."""
     parts: Mapping[Resource, Part]
     news: SourceNews = SourceNews()
 
 
 class Report(NamedTuple):
-    """What a worker says. `number` grows with every report; only the answer to the latest one counts."""
+    """A worker's report. `number` grows with every report; the worker accepts only the answer to the latest one."""
 
     worker: str
     number: int
     sources: Mapping[str, SourceReport]
     leaves: bool = False
-    """Whether it is the last one."""
+    """Whether the worker leaves: this is its last report."""
     heeded: int = 0
-    """The report whose answer was the last one that counted; 0: none has."""
+    """Number of the last report whose answer the worker accepted; 0 if none."""
 
 
 class Grant(NamedTuple):
-    """What the keeper says of one limit."""
+    """The keeper's decision on one limit."""
 
     share: float
-    """What the worker may keep to from now on."""
+    """The share of the worker from now on."""
     target: float
-    """What would be fair."""
+    """The fair share."""
     recall: bool = False
-    """Whether others wait for what it holds above the target."""
+    """Whether other workers wait for what this worker holds above `target`."""
     scarce: bool = False
-    """Whether others wait at all, so that nobody should keep what he has no use for."""
+    """Whether other workers wait, so that an idle worker must give up its share."""
 
 
 class SourceAnswer(NamedTuple):
-    """What the keeper says of one source."""
+    """The keeper's answer on one source."""
 
     workers: int
-    """How many workers share it."""
+    """Number of workers that share the source."""
     grants: Mapping[Resource, Grant]
     news: SourceNews = SourceNews()
 
 
 class Answer(NamedTuple):
-    """What the keeper says."""
+    """The keeper's answer to a report."""
 
     boot: str
-    """The keeper that says it; a new one has another."""
+    """Identifies the keeper; a restarted keeper has another value."""
     number: int
-    """The report that it answers."""
+    """Number of the answered report."""
     sources: Mapping[str, SourceAnswer]

@@ -1,14 +1,15 @@
-"""Who gets how much of one limit, so that all of it is used: as much as everybody wants, or equal parts where that is
-too much (max-min fairness), and what is left over evenly, so that a worker which begins to work has something in hand.
+"""Divides one limit between the workers by max-min fairness.
 
-What is scarcer than one for each goes round: whoever waited longest is next, and keeps it for a turn. A request may
-need some of several limits; so the line in which workers wait is one for all limits of a source, and who stands in it
-is asked for nothing by those behind him. Otherwise one would hold the requests and another the tokens, and neither
-could send.
+Each worker gets what it wants, or an equal part if the limit is too small for all. What is left over is divided evenly,
+so that a worker can begin to send before it asks.
 
-Whoever hears something has to report again, so what is too little is not worth a word; but nothing may lie idle with
-one while another waits either. So who wants nothing gives up all that others wait for, what fair shares leave over goes
-with what is told anyway, and what is left then is told twice a second.
+If the limit is smaller than one unit per worker, the workers take turns of `TURN_S`; the longest waiting is next. The
+limits of a source have one common line of waiting workers, and no share is recalled for a worker further behind.
+Otherwise one worker could hold the requests and another the tokens, and neither could send.
+
+Each change of a share costs a report, so a change below `MIN_CHANGE` of a share is not sent by itself. Still no part of
+the limit lies unused while a worker waits: an idle worker gives up its whole share, a remainder is added to a share
+that changes anyway, and one small change is sent every `SMALL_CHANGE_EVERY_S`.
 """
 
 from __future__ import annotations
@@ -22,29 +23,29 @@ from .messages import Grant, Part
 from .worker_state import ROUNDING, WorkerState
 
 TURN_S = 1.0
-"""Seconds for which what was granted is not asked back."""
-WORTH_A_WORD = 0.05
-"""Part of its share that is worth asking a worker for, or telling it of."""
-LITTLE_EVERY_S = 0.5
-"""Seconds between two times that a worker with something in hand is told of less than that."""
-FAIR_FOR_S = 0.1
-"""Seconds for which the fair shares of many workers are not found anew."""
-FEW = 32
+"""Seconds for which a granted share is not recalled."""
+MIN_CHANGE = 0.05
+"""Smallest change that is sent to a worker by itself, as a fraction of its share."""
+SMALL_CHANGE_EVERY_S = 0.5
+"""Least time in seconds between two changes below `MIN_CHANGE`."""
+RECOMPUTE_EVERY_S = 0.1
+"""Least time in seconds between two computations of the fair shares of more than `FEW_WORKERS` workers."""
+FEW_WORKERS = 32
 
 
 class Line(NamedTuple):
-    """The workers of a source that wait for want of some limit."""
+    """The waiting line of one source: workers that cannot send because a share is too small."""
 
     order: dict[str, None]
-    """Whoever waited longest is the first."""
+    """The waiting workers, longest wait first."""
     listening: Container[str]
-    """Workers that can be told something now."""
+    """Workers whose report the keeper holds, so that it can answer now."""
     expected: Container[str]
-    """Workers that can in a moment."""
+    """Workers that were answered and are expected to report again at once."""
 
 
 class Pool(Books):
-    """The shares of one limit, and who gets them.
+    """Decides the shares of one limit.
 
     Times are seconds of the keeper's monotonic clock.
     """
@@ -56,7 +57,7 @@ class Pool(Books):
         self._extra = 0.0
         self._fair_at = -math.inf
         self._fair = False
-        self._little_at = -math.inf
+        self._small_change_at = -math.inf
 
     def report(self, worker: str, part: Part, now: float, *, limit: float, window_s: float) -> None:
         super().report(worker, part, now, limit=limit, window_s=window_s)
@@ -72,39 +73,39 @@ class Pool(Books):
         self._fair = False
 
     def contended(self, now: float) -> bool:
-        """Whether anybody waits for more, or the limit is less than what was given away."""
+        """Return whether a worker waits for more, or the shares exceed a limit that was lowered."""
         return bool(self._waiting) or self.free(now) < -ROUNDING
 
     def lacks(self, worker: str, now: float) -> bool:
-        """Whether a worker could use more, and has not even enough for the next thing that it wants to do."""
+        """Return whether a worker waits for more and its unspent share is too small for its next request."""
         return worker in self._waiting and self._least(self._states[worker], now) > ROUNDING
 
     def target(self, worker: str, now: float) -> float:
-        """The fair share of a worker, in whole units."""
+        """Return the fair share of a worker, in whole units."""
         self._share_out(now)
         state = self._states[worker]
         fair = min(state.spent(now) + state.more, self._level) + self._extra
         return state.in_units(fair)
 
     def grant(self, worker: str, now: float) -> Grant:
-        """What to tell a worker."""
+        """Return the answer to a worker, without a recall."""
         scarce = len(self._waiting) > (worker in self._waiting)
         return Grant(self._states[worker].share, self.target(worker, now), scarce=scarce)
 
     def welcome(self, worker: str, now: float) -> None:
-        """Raise the share of a worker that just reported to what is fair, as far as it is free, whether it wants it now
-        or not. Where others wait, it waits with them.
+        """Raise the share of a worker that just reported to its fair share, as far as the limit is free, even if the
+        worker does not need it now. Does nothing while other workers wait.
         """
         if len(self._waiting) > (worker in self._waiting):
             return
         state = self._states[worker]
         base = state.base(now)
         amount = state.in_units(min(self.target(worker, now) - base, self.free(now)))
-        if amount >= max(state.unit, WORTH_A_WORD * state.share) - ROUNDING:
+        if amount >= max(state.unit, MIN_CHANGE * state.share) - ROUNDING:
             self._raise(worker, base + amount, now)
 
     def raise_shares(self, now: float, line: Line) -> list[str]:
-        """Give what is free to those who wait for it and listen; returns whose share was raised."""
+        """Divide what is free between the waiting workers that can be answered; return those whose share was raised."""
         raised: list[str] = []
         if not self._waiting:
             return raised
@@ -118,14 +119,14 @@ class Pool(Books):
             state = self._states[worker]
             least, base = self._least(state, now), state.base(now)
             if worker not in line.listening:
-                # Nobody overtakes whoever is back in a moment.
+                # No worker overtakes one that is expected back at once.
                 free -= least if least > 0 and worker in line.expected else 0.0
             else:
                 wanted = min(self.target(worker, now) - base, free)
-                if least <= ROUNDING and wanted < self._worth_a_word(state, now) - ROUNDING:
+                if least <= ROUNDING and wanted < self._least_raise(state, now) - ROUNDING:
                     continue
                 if least > free + ROUNDING:
-                    return raised  # nor whoever needs much, or large requests would wait for ever
+                    return raised  # no worker overtakes a large request either, or it would wait for ever
                 amount = max(least, state.in_units(wanted))
                 self._raise(worker, base + amount, now)
                 raised.append(worker)
@@ -134,13 +135,14 @@ class Pool(Books):
                 return raised
         if raised:
             self._share_rest(raised, free - self._owed(now), now)
-        elif now - self._little_at >= LITTLE_EVERY_S:
-            raised = self._give_little(free, line, now)
+        elif now - self._small_change_at >= SMALL_CHANGE_EVERY_S:
+            raised = self._raise_by_small_change(free, line, now)
         return raised
 
     def _share_rest(self, raised: list[str], free: float, now: float) -> None:
-        """Fair shares are whole units: what is left of them goes to the first of those who are told something anyway,
-        or it would go unit by unit, and late.
+        """Add the remainder that whole units leave over to the shares that were just raised.
+
+        Otherwise the remainder would be sent later, one unit at a time.
         """
         for worker in raised:
             state = self._states[worker]
@@ -149,8 +151,8 @@ class Pool(Books):
                 self._raise(worker, state.base(now) + rest, now)
                 free -= rest
 
-    def _give_little(self, free: float, line: Line, now: float) -> list[str]:
-        """Give what is too little to be told of to the one that is shortest of what is fair, lest it lies idle."""
+    def _raise_by_small_change(self, free: float, line: Line, now: float) -> list[str]:
+        """Give a small free amount to the worker that is furthest below its fair share, so that it is used."""
         listening = [worker for worker in self._waiting if worker in line.listening]
         if not listening:
             return []
@@ -159,12 +161,12 @@ class Pool(Books):
         amount = state.in_units(min(free, state.more - state.room(now)))
         if amount <= 0:
             return []
-        self._little_at = now
+        self._small_change_at = now
         self._raise(worker, state.base(now) + amount, now)
         return [worker]
 
     def _owed(self, now: float) -> float:
-        """What those who want more are short of their fair shares."""
+        """Return the sum by which waiting workers are below their fair shares."""
         return math.fsum(
             [
                 max(0.0, self.target(worker, now) - state.base(now))
@@ -174,13 +176,15 @@ class Pool(Books):
         )
 
     def begin_turn(self, worker: str, now: float) -> None:
-        """Ask a worker for nothing for a turn."""
+        """Recall nothing from a worker for `TURN_S`."""
         if worker in self._states:
             self._states[worker].granted_at = now
 
     def recalls(self, now: float, line: Line) -> dict[str, Grant]:
-        """What to tell those who listen and hold what others wait for: what they have no use for, what is more than
-        fair, and where the first in line needs more than that, whatever those behind him hold.
+        """Return the recalls to send to workers that can be answered and hold what other workers wait for.
+
+        Recalled are the shares of idle workers and what exceeds a fair share. If the first worker in line needs more
+        than that, fair shares of workers behind it are recalled, too.
         """
         if not self._waiting and self.free(now) >= -ROUNDING:
             return {}
@@ -211,7 +215,7 @@ class Pool(Books):
             surplus = state.share - target
             least = min(state.unit, state.share)
             if (wanted > ROUNDING and surplus >= least - ROUNDING) or (
-                missed and surplus >= max(least, WORTH_A_WORD * state.share) - ROUNDING
+                missed and surplus >= max(least, MIN_CHANGE * state.share) - ROUNDING
             ):
                 told[worker] = Grant(state.share, target, recall=True)
                 wanted -= surplus
@@ -224,7 +228,7 @@ class Pool(Books):
     def _recall_all(
         self, first: str, ahead: set[str], missing: float, told: dict[str, Grant], line: Line, now: float
     ) -> None:
-        """Ask for what is fair as well, until what is missing for the first in line is there."""
+        """Recall fair shares, too, until they cover what the first worker in line is missing."""
         for worker, state in self._states.items():
             if missing <= ROUNDING:
                 return
@@ -236,34 +240,34 @@ class Pool(Books):
                 missing -= fair
 
     def _useful(self, now: float) -> float:
-        """What those who wait could use beyond what is free."""
+        """Return what waiting workers could use in addition to what is free."""
         holdings = [self._states[worker] for worker in self._waiting]
         return math.fsum([state.more - state.room(now) for state in holdings]) - self.free(now)
 
     def _missed(self, now: float) -> bool:
-        """Whether somebody has clearly less than is fair."""
+        """Return whether a waiting worker is below its fair share by `MIN_CHANGE` or more."""
         for worker in self._waiting:
             state, target = self._states[worker], self.target(worker, now)
-            if target - state.base(now) >= max(state.unit, WORTH_A_WORD * target) - ROUNDING:
+            if target - state.base(now) >= max(state.unit, MIN_CHANGE * target) - ROUNDING:
                 return True
         return False
 
     def _least(self, state: WorkerState, now: float) -> float:
-        """What is missing for the next thing that it wants to do."""
+        """Return what the worker's next request needs in addition to its unspent share."""
         return min(state.unit, self.limit) - state.room(now)
 
-    def _worth_a_word(self, state: WorkerState, now: float) -> float:
-        """The least that a worker is told of which has something in hand: a part of its share, or all that it wants."""
-        return max(state.unit, min(WORTH_A_WORD * state.share, state.more - state.room(now)))
+    def _least_raise(self, state: WorkerState, now: float) -> float:
+        """Return the smallest raise for a worker that can still send: `MIN_CHANGE`, or all that it wants."""
+        return max(state.unit, min(MIN_CHANGE * state.share, state.more - state.room(now)))
 
     def _raise(self, worker: str, share: float, now: float) -> None:
         super()._raise(worker, share, now)
         self._waiting.pop(worker, None)
 
     def _share_out(self, now: float) -> None:
-        """Find the level up to which everybody gets what he wants."""
+        """Compute the level up to which each worker gets what it wants, and the equal part of the rest (`_extra`)."""
         age_s = now - self._fair_at
-        if age_s < FAIR_FOR_S and (self._fair or len(self._states) > FEW):
+        if age_s < RECOMPUTE_EVERY_S and (self._fair or len(self._states) > FEW_WORKERS):
             return
         if self._fair and age_s < TURN_S:
             return

@@ -1,8 +1,9 @@
-"""The keeper as a named actor of a Ray job, and the way to it.
+"""The keeper as a named actor of a Ray job, and the channel to it.
 
-The actor runs the keeper's books on its event loop's clock, one call for every report, and answers when the books say
-so. Which end of the line failed decides what a worker may do: a dead actor cannot have given anything away since, one
-that is merely not to be reached can.
+Each report is one actor call, which waits for the keeper's answer. Keeper times are those of the actor's event loop.
+
+Errors distinguish a dead actor (`KeeperLost`), which gives no shares to other workers, from an actor that cannot be
+reached (`KeeperSilent`), which still may.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ NAME = "qreward-keeper"
 
 
 class KeeperActor:
-    """The keeper of a job's limits, for `get_or_start`."""
+    """Runs the keeper of a job's limits; started by `get_or_start`."""
 
     def __init__(self) -> None:
         self._first = first_start(NAME)
@@ -33,16 +34,16 @@ class KeeperActor:
         self._cpu_s_before = 0.0
 
     async def exchange(self, report: Report) -> Answer | None:
-        """Take in a report and return its answer, when there is one; None: a newer one came first."""
+        """Hand a report to the keeper and wait for the answer; None if a newer report of its worker came."""
         loop = asyncio.get_running_loop()
         if self._keeper is None:
-            # The clock of the loop that the calls run on exists with the first of them.
+            # The event loop, and with it the clock, exists only since the first call.
             self._keeper = Keeper(loop.time(), boot=secrets.token_hex(8), first=self._first)
             self._cpu_s_before = time.process_time()
         self._reports += 1
         call = report.worker, report.number
         if call in self._calls:
-            return None  # it came twice: the first call has the answer
+            return None  # a duplicate: the first call returns the answer
         answered: asyncio.Future[Answer | None] = loop.create_future()
         self._calls[call] = answered
         self._keeper.report(report, loop.time())
@@ -50,8 +51,8 @@ class KeeperActor:
         return await answered
 
     async def statistics(self) -> dict[str, Any]:
-        """What the keeper has done: `boot`, `workers` heard of, `reports` taken in, `cpu_s` of its process since the
-        first of them.
+        """Return the keeper's `boot`, the number of `workers` that report, the number of `reports` received, and
+        `cpu_s`, the CPU seconds of its process since the first report.
         """
         return {
             "boot": self._keeper.boot if self._keeper is not None else "",
@@ -74,7 +75,7 @@ class KeeperActor:
 
 
 class RayKeeper:
-    """The way to the keeper of this Ray job: a `Channel`."""
+    """The `Channel` to the keeper of this Ray job."""
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -85,16 +86,16 @@ class RayKeeper:
 
         handle = self._handle
         if handle is None and report.leaves:
-            return None  # a keeper is not started in order to be left
+            return None  # the last report of a worker does not start a keeper
         try:
             if handle is None:
                 handle = await self._find()
             answer: Answer | None = await handle.exchange.remote(report)
         except ActorDiedError:
             self._forget(handle)
-            raise KeeperLost("the quota keeper has died; it is started anew") from None
+            raise KeeperLost("the quota keeper has died; a new one is started") from None
         except Exception as error:
-            # Ray raises all kinds of things, and none of them says that the keeper gave nothing away.
+            # No other exception of Ray proves that the keeper is dead, so it may still give shares to others.
             raise KeeperSilent(f"the quota keeper cannot be reached ({type(error).__name__})") from None
         return answer
 
@@ -102,11 +103,11 @@ class RayKeeper:
         handle = self._handle
         if handle is not None:
             self._forget(handle)
-            # What comes of it shows when the next report finds out what there is.
+            # No wait for the result: the next report looks the keeper up again.
             in_thread(functools.partial(kill, handle)).add_done_callback(_retrieve)
 
     async def _find(self) -> Any:
-        """The keeper's handle. However many wait for it, Ray is asked once."""
+        """Return the keeper's handle. Concurrent calls share one lookup."""
         finding = self._finding
         if finding is None or finding.done() or finding.get_loop() is not asyncio.get_running_loop():
             finding = self._finding = in_thread(functools.partial(get_or_start, NAME, KeeperActor))
@@ -120,7 +121,7 @@ class RayKeeper:
 
 
 def _retrieve(future: asyncio.Future[Any]) -> None:
-    """Take note of an exception, so that asyncio does not complain of one that nobody waits for any more."""
+    """Retrieve the exception, so that asyncio does not log it as never retrieved."""
     if not future.cancelled():
         future.exception()
 

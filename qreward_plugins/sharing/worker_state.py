@@ -1,4 +1,4 @@
-"""What the keeper knows of one worker and one limit."""
+"""The keeper's state of one worker at one limit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ROUNDING = 1e-6
 
 
 class WorkerState:
-    """What a worker holds, wants and has spent, by what it told last."""
+    """A worker's share, demand and spending, as of its last report."""
 
     __slots__ = ("_entries", "_spent", "charge", "granted_at", "more", "share", "told", "unit", "version")
 
@@ -26,13 +26,13 @@ class WorkerState:
         self._spent = 0.0
 
     def take_in(self, part: Part, now: float) -> None:
-        """Take in what it says."""
+        """Record the worker's report."""
         self.share, self.more, self.unit = part.share, part.more, max(part.unit, ROUNDING)
         self._entries = sorted([(now + left_s, amount) for left_s, amount in part.spent], reverse=True)
         self._spent = math.fsum(amount for _, amount in part.spent)
 
     def spent(self, now: float) -> float:
-        """What of it is in the window still."""
+        """Return the amount spent that is still in the window."""
         entries = self._entries
         if entries and entries[-1][0] <= now:
             while entries and entries[-1][0] <= now:
@@ -42,21 +42,21 @@ class WorkerState:
         return self._spent
 
     def base(self, now: float) -> float:
-        """What it may have in the window at most."""
+        """Return the most that the worker can have in the window: its share, or what it spent under a larger one."""
         return max(self.share, self.spent(now))
 
     def room(self, now: float) -> float:
-        """What is left of its share."""
+        """Return the unspent part of the share."""
         return max(0.0, self.share - self.spent(now))
 
     def in_units(self, amount: float) -> float:
-        """An amount, less what is of no use to it."""
+        """Round `amount` down to whole units of the worker."""
         return math.floor(amount / self.unit + ROUNDING) * self.unit
 
     def next_change(self) -> float:
-        """When some of what it has spent leaves the window; infinity: not before it says so."""
+        """Return when the next amount leaves the window; infinity if only a report can tell."""
         return self._entries[-1][0] if self._entries else math.inf
 
     def remains(self) -> list[tuple[float, float]]:
-        """What it has spent: (until when, amount)."""
+        """Return the amounts spent: (when the amount leaves the window, amount)."""
         return self._entries

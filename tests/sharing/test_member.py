@@ -9,7 +9,7 @@ import pytest
 from qreward_plugins.config.models import Limits
 from qreward_plugins.quotas import SharedQuota
 from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, TTL_S
-from qreward_plugins.sharing.member import WAY_S, Demand, Member
+from qreward_plugins.sharing.member import NETWORK_JITTER_S, Demand, Member
 from qreward_plugins.sharing.messages import Answer, Grant, SourceAnswer
 
 WINDOW_S = 60.15
@@ -277,7 +277,7 @@ def test_a_part_of_a_bucket_is_owed_until_it_is_full_again():
     assert part.share == 1.0
     ((left_s, amount),) = part.spent
     assert amount == 4.0
-    assert left_s == pytest.approx(2 * 6 / 4 + WAY_S, abs=0.2)
+    assert left_s == pytest.approx(2 * 6 / 4 + NETWORK_JITTER_S, abs=0.2)
     worker.now += left_s
     assert worker.parts()["burst"].spent == ()
 

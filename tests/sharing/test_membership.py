@@ -240,7 +240,7 @@ def test_shares_end_when_the_keeper_is_silent_for_their_time_to_live(caplog, mod
             assert silent_at < max(source.arrivals) + WINDOW_S
             assert max(source.arrivals) < answered + TTL_S
             assert max(source.arrivals) > answered + TTL_S - WINDOW_S - MARGIN - 0.01
-            assert "gave no sign of life" in caplog.text
+            assert "requests to sources with limits stop" in caplog.text
             office.mode = "well"
             await asyncio.sleep(ANSWERED_WITHIN_S + LONGEST_BACKOFF_S + WINDOW_S)
             assert max(source.arrivals) > silent_at + 2.5 * TTL_S

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from qreward_plugins.sharing.messages import Grant, Part
-from qreward_plugins.sharing.pool import LITTLE_EVERY_S, TURN_S, Line, Pool
+from qreward_plugins.sharing.pool import SMALL_CHANGE_EVERY_S, TURN_S, Line, Pool
 
 LIMIT = 100.0
 WINDOW_S = 60.0
@@ -265,14 +265,14 @@ def test_what_is_too_little_to_be_told_of_is_told_twice_a_second(pool):
     assert pool.free(1.0) == 0.0
     report(pool, "far", 1.2, share=39.0, spent=[(60.0, 30.0)], more=60.0)
     report(pool, "idle", 1.2, share=11.0, spent=[(60.0, 11.0)])
-    assert pool.raise_shares(1.0 + LITTLE_EVERY_S - 0.01, line()) == []
-    assert pool.raise_shares(1.0 + LITTLE_EVERY_S, line(listening=("near",))) == ["near"]
+    assert pool.raise_shares(1.0 + SMALL_CHANGE_EVERY_S - 0.01, line()) == []
+    assert pool.raise_shares(1.0 + SMALL_CHANGE_EVERY_S, line(listening=("near",))) == ["near"]
 
 
-def test_what_is_all_that_somebody_wants_is_worth_a_word(pool):
+def test_what_is_all_that_somebody_wants_is_least_raise(pool):
     report(pool, "a", 0.0, share=60.0, spent=[(60.0, 58.0)], more=3.0)
     report(pool, "b", 0.0, share=39.0, spent=[(60.0, 10.0)])
-    pool._little_at = 0.0
+    pool._small_change_at = 0.0
     assert pool.raise_shares(0.1, line()) == ["a"]
     assert pool.share("a") == 61.0
 

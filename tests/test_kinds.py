@@ -363,7 +363,7 @@ def test_a_name_that_two_packages_register(length, install):
     [
         ("unready", r"sources\.a: length-kind 1\.2 cannot open the source: RuntimeError: no such\\nroom\."),
         ("nameless", r"sources\.a: length-kind 1\.2 cannot open the source: AttributeError"),
-        ("unsure", r"sources\.a: length-kind 1\.2 cannot tell its provider: KeyError: 'NO_SUCH_VARIABLE'\."),
+        ("unsure", r"sources\.a: length-kind 1\.2 cannot identify its provider: KeyError: 'NO_SUCH_VARIABLE'\."),
     ],
 )
 def test_a_kind_that_does_not_open(length, kind, text):

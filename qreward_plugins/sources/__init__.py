@@ -1,6 +1,6 @@
-"""What answers requests: language models and scoring services over HTTP, local functions, and your own kinds.
+"""Sources answer requests: language models and scoring services over HTTP, local functions, and your own kinds.
 
-The names load on first use, because a worker process of a function imports this package too and needs no HTTP client.
+The names are imported on first use: a worker process of a function imports this package, too, and needs no HTTP client.
 """
 
 from __future__ import annotations

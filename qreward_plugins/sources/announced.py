@@ -1,8 +1,8 @@
-"""What a server says of its own limits in the headers of a reply, read with distrust.
+"""Reads the rate limits and pauses that a server states in the headers of a reply.
 
-Every vendor spells these differently (seconds, `6m0s`, milliseconds, HTTP dates, RFC 3339), and a wrong reading pauses
-a source for hours or not at all. What cannot be understood is therefore nothing, and what can be is clamped. Dates are
-taken relative to the `Date` of the same reply, because the two clocks need not agree.
+Vendors use different formats (seconds, `6m0s`, milliseconds, HTTP dates, RFC 3339), and a wrong reading pauses a source
+for hours or not at all. A value that cannot be parsed is therefore ignored, and every other value is clamped. Dates are
+compared with the `Date` header of the same reply, because the server's clock may differ from ours.
 
 Sources: RFC 9110 section 10.2.3 (Retry-After), draft-ietf-httpapi-ratelimit-headers, and the vendors' own descriptions
 of `x-ratelimit-*` and `anthropic-ratelimit-*`.
@@ -17,7 +17,7 @@ from datetime import datetime, timezone
 from email.utils import parsedate_to_datetime
 
 LONGEST_PAUSE_S = 300.0
-"""No server is believed that asks for more: by then the next reply may say something else."""
+"""The longest pause that a server can ask for, in seconds. A longer one is cut to this."""
 
 _LONGEST_WINDOW_S = 86_400.0
 _LONGEST_VALUE_CHARS = 64
@@ -27,7 +27,7 @@ _DURATION_PART = re.compile(r"(\d+(?:\.\d+)?)(ms|[dhms])")
 _UNITS_S = {"d": 86_400.0, "h": 3_600.0, "m": 60.0, "s": 1.0, "ms": 0.001}
 
 _FACTS = {"limit": "per_window", "remaining": "remaining", "reset": "reset_s"}
-# The spelling that says most comes first; the last one counts requests without saying so.
+# The most specific spelling comes first; the last one counts requests, although its name does not say so.
 _SPELLINGS = (
     ("requests", "x-ratelimit-{fact}-requests"),
     ("tokens", "x-ratelimit-{fact}-tokens"),
@@ -38,7 +38,7 @@ _SPELLINGS = (
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the pause that a reply asks for in seconds, from 0 to 300; None if it asks for none that makes sense.
+    """Return the pause that a reply asks for in seconds, from 0 to 300; None if it asks for none or is not readable.
 
     `retry-after-ms` wins over `Retry-After` (seconds or an HTTP date). Without either, the reset of a limit with
     nothing remaining is taken. `headers` must ignore case.
@@ -63,7 +63,7 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 def announced_limits(headers: Mapping[str, str]) -> dict[str, float]:
     """Return the limits that a reply states: `requests_per_window`, `requests_remaining`, `requests_reset_s`, and the
-    same for `tokens`. What is absent or makes no sense is left out. `headers` must ignore case.
+    same for `tokens`. Limits that are absent or unreadable are left out. `headers` must ignore case.
     """
     found: dict[str, float] = {}
     if not any("ratelimit" in name.lower() for name in headers):
@@ -96,14 +96,14 @@ def _reset_s(text: str, headers: Mapping[str, str]) -> float | None:
         seconds = sum(float(number) * _UNITS_S[unit] for number, unit in _DURATION_PART.findall(text))
     if seconds is None:
         seconds = _until(_rfc3339(text), headers)
-    # A larger number is a point in time, in a unit that is not said.
+    # A larger number is a point in time, in an unknown unit.
     return seconds if seconds is not None and seconds <= _LONGEST_WINDOW_S else None
 
 
 def _until(moment: datetime | None, headers: Mapping[str, str]) -> float | None:
     if moment is None:
         return None
-    # A date is a wall-clock time, so only a wall clock can tell how far away it is.
+    # The header is a wall-clock time, so it is compared with a wall clock and not with the event loop's time.
     now = _http_date(_value(headers, "date")) or datetime.now(timezone.utc)
     seconds = (moment - now).total_seconds()
     return seconds if seconds >= 0 else None

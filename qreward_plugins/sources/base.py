@@ -1,7 +1,7 @@
-"""What a source is to the rest of the core: something that answers one request, or raises one `SourceError`.
+"""Defines `Source`, `Request` and `Reply`: a source answers one request, or raises one `SourceError`.
 
-A source knows how to talk to its endpoint and nothing else: not when it may (quotas), not what to do when it failed
-(scheduling), not what the answer means (judges).
+A source knows only how to talk to its endpoint. Quotas decide when it is asked, the scheduler decides what follows a
+failure, and judges decide what the answer means.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .demand import Demand, Texture, of_messages
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one source is asked.
+    """One question to one source.
 
-    `messages` and `parameters` (the body's further keys: max_tokens, response_format, ...) are for sources that talk
-    to language models, `sample` for functions and scoring services. `nonce` binds the reply to this request.
-    `max_completion_tokens` is the most that the reply may take, for the quota; 0 where tokens play no part. `judge` is
-    the name of the judge, and `cut` whether a text of the sample is shown without its middle; neither is sent.
+    Language models get `messages` and `parameters` (further keys of the body: max_tokens, response_format, ...).
+    Functions and scoring services get `sample`. `nonce` binds the reply to this request. `max_completion_tokens` is the
+    most tokens that the reply may take, for the quota; 0 if the source counts no tokens. `judge` is the name of the
+    judge. `cut` is true if a text of the sample was too long and lost its middle. Neither `judge` nor `cut` is sent.
     """
 
     sample: Sample
@@ -33,9 +33,8 @@ class Request:
     judge: str = ""
     cut: bool = False
     size: int = field(init=False, repr=False, compare=False)
-    """Length of what is sent, in UTF-8 bytes: the scheduler's measure of how long the answer will take, and of how many
-    tokens it takes. Without messages it is that of the sample's prompt, response and ground truth, where these are
-    texts."""
+    """Length of the messages in UTF-8 bytes. Without messages: length of the sample's prompt, response and ground
+    truth, as far as these are texts. The scheduler predicts latency and tokens from it."""
     _demands: dict[str, Demand] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -44,16 +43,18 @@ class Request:
         object.__setattr__(self, "_demands", {})
 
     def demand(self, source: Source) -> Demand:
-        """The most tokens that this request takes at `source`, by the body that the source would send; by the messages
-        and `max_completion_tokens` if the source cannot tell.
+        """Return an upper bound on the tokens that this request takes at `source`.
+
+        It is computed from the body that the source would send. If the source cannot compute it, it follows from the
+        messages and `max_completion_tokens`.
         """
         found = self._demands.get(source.name)
         if found is None:
-            # Checking a protocol costs more than all the rest of this.
+            # `isinstance` with a protocol would cost more than the rest of this method.
             ask: Callable[[Request], Demand | None] | None = getattr(source, "demand", None)
             try:
                 found = ask(self) if callable(ask) else None
-            except Exception:  # the scheduler asks for it, and must outlive any source and any sample
+            except Exception:  # called by the scheduler, which no source and no sample may stop
                 found = None
             if found is None:
                 texts, overhead = of_messages(self.messages) if self.messages else (_texts(self.sample), 0)
@@ -63,13 +64,13 @@ class Request:
 
 
 def _texts(sample: Sample) -> list[str]:
-    """The texts of a sample as it is; data sets hold other things, too, in the place of messages and contents."""
+    """Return the texts of a sample. Other values are skipped: data sets do not hold only texts in messages."""
     messages: Sequence[Any] = sample.messages
     found = [sample.response, sample.ground_truth]
     for message in messages:
         if isinstance(message, Mapping):
             found += _parts(message.get("content"))
-    # By their types, because an object may raise even when it is asked for its class.
+    # `isinstance` reads `__class__`, which may raise for a foreign object; `type` never does.
     return [str.__str__(text) for text in found if issubclass(type(text), str)]
 
 
@@ -81,15 +82,15 @@ def _parts(content: Any) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a source answered.
+    """The answer of a source to one request.
 
-    `text` is what a language model wrote, `value` what a function returned or a service answered; neither is trusted.
-    `announced` holds the limits that the source states of itself (`requests_per_window`, `requests_remaining`,
-    requests_reset_s`, and the same for `tokens`), where it does.
+    `text` is the text of a language model; `value` is the value of a function or a service. Neither is trusted.
+    `announced` holds the limits that the source states, if any (`requests_per_window`, `requests_remaining`,
+    `requests_reset_s`, and the same for `tokens`).
 
-    `text` and `value` are as they came, because a verdict has to be read from what the judge said, even where one of
-    the source's secrets is a word of it. `clean` strikes these secrets out of whatever is shown or kept of a reply;
-    None: there are none.
+    `text` and `value` are not redacted, because a verdict may contain a word that is also a secret of the source.
+    `clean` redacts the source's secrets; apply it to every text of the reply that is shown or kept. None: the source
+    has no secrets.
     """
 
     text: str = ""
@@ -103,7 +104,7 @@ class Reply:
     clean: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
 
     def cleaned(self, text: str) -> str:
-        """A text of this reply as it may be shown."""
+        """Return `text`, which stands in this reply, with the source's secrets redacted."""
         return text if self.clean is None else self.clean(text)
 
 
@@ -115,10 +116,10 @@ class Source(Protocol):
 
     - `local: bool`: true for a function in this machine's processes or threads. If a call hangs, its sample is to
       blame, and the source does not count as silent.
-    - `question(request) -> object | None`: who is asked and all that `send` would send, with the nonce cut out
-      (`apart`), for the journal's key. None: the answer must not be used again; neither is that to a value that the
-      journal cannot encode. Without this method, the journal assumes that everything in the request is sent.
-    - `demand(request) -> Demand | None`: the most tokens that the body of the request may take (`Demanding`).
+    - `question(request) -> object | None`: the identity of the source and all that `send` would send, without the nonce
+      (`apart`), for the journal's key. If it is None, or the journal cannot encode it, the answer is never used again.
+      Without this method, the journal assumes that everything in the request is sent.
+    - `demand(request) -> Demand | None`: the most tokens that the body of the request may take.
     """
 
     @property
@@ -126,22 +127,23 @@ class Source(Protocol):
 
     @property
     def model(self) -> str:
-        """What answers, for people and metrics: the model, the function's path, or the address of a service."""
+        """The model, the function's path, or the address of a service, for messages and metrics."""
         ...
 
     @property
     def slots(self) -> int | None:
-        """How many requests it can work on at once in this process; None: as many as its limits allow."""
+        """How many requests it handles at once in this process; None: as many as its limits allow."""
         ...
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
-        """Ask once, and return the reply or raise exactly one error: a `SourceError`, or `InvalidReply` where there
-        is an answer that can be no verdict: the model or a content filter refused, or a service's value is not JSON.
+        """Send the request once, and return the reply.
 
-        `on_sent` is called when the request is written to the wire, which is what a server's limits count; a source
-        without a wire calls it before it starts. There is no time limit in here but the one for connecting: the
-        scheduler bounds the attempt by cancelling it, and a cancelled call frees its connection, process or thread
-        slot before it returns.
+        Raises a `SourceError`, or `InvalidReply` for an answer that cannot be a verdict: the model or a content filter
+        refused, or the value of a service is not JSON.
+
+        Calls `on_sent` when the request is written to the connection, because a server's limits count from then on; a
+        local source calls it before it starts. Only connecting has a time limit here: the scheduler cancels an attempt
+        that takes too long. A cancelled call frees its connection, process or thread slot before it returns.
         """
         ...
 
@@ -151,7 +153,7 @@ class Source(Protocol):
 
 
 def apart(text: str, nonce: str) -> tuple[str, ...]:
-    """Cut `text` at every occurrence of `nonce`, so that what is left does not depend on the draw; without a nonce it
-    is whole.
+    """Split `text` at every occurrence of `nonce`, so that the parts do not depend on the nonce. With an empty `nonce`
+    there is one part, the whole text.
     """
     return tuple(text.split(nonce)) if nonce else (text,)

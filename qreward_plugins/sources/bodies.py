@@ -1,9 +1,9 @@
-"""Writes values of samples as JSON, exactly or not at all.
+"""Writes values of samples as JSON, and raises `InputError` for a value that JSON cannot hold exactly.
 
-orjson is lenient: NaN becomes null, and a dataclass becomes an object. A server would then score another question than
-the one that was asked. So a value is first copied into JSON's own types; a value that has none raises an `InputError`
-with the field and the place in it. Two things are changed on purpose: keys that are numbers become texts, and half a
-surrogate pair, which a policy's tokens can form but UTF-8 cannot encode, becomes U+FFFD.
+orjson turns NaN into null and a dataclass into an object, so a server would score a different question. A value is
+therefore first copied into JSON's types. A value that has no JSON type raises an `InputError` with its field and its
+place. Two things are changed on purpose: keys that are numbers become texts, and a lone surrogate, which a policy's
+tokens can form but UTF-8 cannot encode, becomes U+FFFD.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ..redaction import one_line
 from ..sample_check import kind_of
 
 MOST_VALUES = 1_000_000
-"""Most values in one field; a part that is shared counts at each place where it occurs."""
+"""Most values in one field. A part that occurs at several places counts at each of them."""
 MOST_NESTING = 100
-"""Most lists and mappings around one value."""
+"""Deepest nesting of lists and mappings."""
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 _KEY_CHARS = 40
@@ -50,8 +50,8 @@ def encoded(body: Any) -> bytes:
     try:
         return orjson.dumps(body, option=_OPTIONS, default=_listed)
     except TypeError:
-        # Half a surrogate pair is rare, so texts are searched for it only after orjson has refused them.
-        return orjson.dumps(_mended(body), option=_OPTIONS, default=_listed)
+        # Lone surrogates are rare, so texts are searched for them only after orjson has refused the body.
+        return orjson.dumps(_without_lone_surrogates(body), option=_OPTIONS, default=_listed)
 
 
 class _Writer:
@@ -128,11 +128,10 @@ class _Writer:
         if type(items) is type(value):
             raise InputError(f"it is of type {kind_of(value)}, which JSON does not have")
         if _is_of_times(value) and not _holds_dates(items):
-            # numpy writes no time as None, and times of nanoseconds as integers.
-            raise InputError("it is a time that JSON has no text for; write it as text")
+            # numpy turns NaT into None, and times in nanoseconds into integers.
+            raise InputError("it is a numpy time that is NaT, a duration or in nanoseconds; write it as text")
         plain = self.copy(items)
-        # orjson writes a numpy float32 as the shortest text that reads back as the same float32. A Python float would
-        # show the digits of float64.
+        # orjson writes a numpy float32 with as many digits as float32 needs. A Python float would get those of float64.
         is_native = type(value).__module__ == "numpy" and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
         return value if is_native else plain
 
@@ -150,7 +149,7 @@ def _holds_dates(items: Any) -> bool:
 def _integer(value: int) -> int:
     exact = int.__add__(value, 0)
     if not -(2**63) <= exact < 2**64:
-        raise InputError("it is an integer beyond 64 bits, which many readers of JSON change; write it as text")
+        raise InputError("it is an integer beyond 64 bits, which many JSON parsers round; write it as text")
     return exact
 
 
@@ -162,17 +161,17 @@ def _number(value: float) -> float:
 
 
 def _listed(value: Any) -> Any:
-    """Return as a list an array that orjson does not write: one of half precision, or one that is not contiguous."""
+    """Convert an array that orjson does not write (half precision, not contiguous) to a list."""
     tolist: Callable[[], Any] | None = getattr(value, "tolist", None)
     if tolist is None:
         raise TypeError(f"Type is not JSON serializable: {kind_of(value)}")
     return tolist()
 
 
-def _mended(value: Any) -> Any:
-    """Return `value` with every half of a surrogate pair replaced by U+FFFD; whole pairs become their character."""
+def _without_lone_surrogates(value: Any) -> Any:
+    """Replace every lone surrogate in `value` by U+FFFD, and every pair by its character."""
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, Mapping):
-        return {_mended(key): _mended(item) for key, item in value.items()}
-    return [_mended(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {_without_lone_surrogates(key): _without_lone_surrogates(item) for key, item in value.items()}
+    return [_without_lone_surrogates(item) for item in value] if isinstance(value, (list, tuple)) else value

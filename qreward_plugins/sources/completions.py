@@ -1,7 +1,7 @@
-"""What a chat-completions server answered with success: the completion.
+"""Reads a successful reply of a chat-completions server.
 
-Servers that call themselves compatible differ in everything but the happy path: errors inside a 200, parts instead of a
-text, `null` for "I spent all my tokens thinking". A completion without any answer is a `TransientError` and not an
+Compatible servers differ in their details: some put errors inside a 200, some send a list of parts instead of a text,
+and some send `null` after reasoning used up all tokens. A completion without an answer is a `TransientError` and not an
 invalid verdict, because another try may help.
 """
 
@@ -16,9 +16,9 @@ from .base import Reply
 from .replies import Answer, Problem, json_of, name_of, usage_of
 
 _BROKEN_OFF = ("error", "abort", "aborted", "cancelled")
-"""Values of `finish_reason` for a fault of the provider, whatever was asked."""
+"""Values of `finish_reason` for a fault of the provider, which does not depend on the question."""
 _FILTERED = ("content_filter", "refusal")
-"""Values of `finish_reason` for an answer that was withheld because of what was asked; the judge rejects those."""
+"""Values of `finish_reason` for an answer that was withheld because of the question; the judge rejects those."""
 
 
 class CompletionAnswer(Answer):
@@ -47,7 +47,7 @@ class CompletionAnswer(Answer):
             return self.unreadable(f"a reply that the provider broke off (finish_reason {ended!r})")
         text, refusal = _text(message.get("content"))
         if text is None:
-            return self.unreadable("a content of the wrong type", self.http.body)
+            return self.unreadable("a message content of the wrong type", self.http.body)
         refusal = refusal or name_of(message.get("refusal"))
         if refusal and not text:
             return InvalidReply(f"source {self.name!r} refused to judge: {self.redactor.of(refusal)}")
@@ -66,12 +66,12 @@ class CompletionAnswer(Answer):
 
 
 def _reasons(message: Mapping[str, Any]) -> bool:
-    """Whether a message holds reasoning beside its content, under one of the names that servers have for it."""
+    """Whether a message has reasoning beside its content. Servers use several keys for it."""
     return any(bool(message.get(key)) for key in ("reasoning_content", "reasoning", "reasoning_details"))
 
 
 def _text(content: Any) -> tuple[str | None, str]:
-    """Return the text and the refusal that a content holds; the text is None if its type is unknown."""
+    """Return the text and the refusal in a message's content; the text is None if the type is unknown."""
     if content is None:
         return "", ""
     if isinstance(content, str):

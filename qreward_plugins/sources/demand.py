@@ -1,7 +1,7 @@
-"""Upper bounds on the tokens of a request, from the body that is sent.
+"""Computes upper bounds on the tokens of a request from the body that is sent.
 
-- Completion: `max_tokens` or another name for it, times the number of completions (`n`), plus a reasoning budget that
-  the server allows beside it. They are read from the final body, so it does not matter where they were configured.
+- Completion: `max_tokens` (or a synonym) plus the reasoning budget, times the number of completions (`n`). They are
+  read from the final body, so it does not matter where they were configured.
 - Prompt: its UTF-8 bytes, plus some tokens of the chat template for each message. A byte-level BPE, or a SentencePiece
   model with byte fallback, never makes more tokens than bytes. Most texts need far fewer: English about one token for 4
   bytes, digits and base64 up to one for each byte. `Texture` says what a text consists of.
@@ -19,9 +19,9 @@ from typing import Any
 TOKENS_PER_MESSAGE = 8
 """Assumed tokens that a chat template puts around a message: role and control tokens."""
 TOKENS_PER_REQUEST = 32
-"""Assumed tokens that a chat template adds to a request: start of the answer, date, short default system message."""
+"""Assumed tokens that a chat template adds to a request: answer prefix, date, short default system message."""
 TOKENS_PER_IMAGE = 4096
-"""Assumed tokens of an image, or of another part of a message that is not text. Models differ too much for a rule."""
+"""Assumed tokens of an image, or of any part of a message that is not text. The true number depends on the model."""
 
 _LIGHT = b"abcdefghijklmnopqrstuvwxyz "
 _ASCII = bytes(range(0x80))
@@ -37,15 +37,15 @@ _REASONING = ("reasoning", "thinking", "thinkingconfig")
 _OPAQUE = frozenset(
     {"messages", "responseformat", "tools", "functions", "metadata", "logitbias", "guidedjson", "structuredoutputs"}
 )
-"""Keys whose value holds texts or names of the user's own, not sampling parameters."""
+"""Keys whose values hold the user's texts and names, and no sampling parameters."""
 
 
 @dataclass(frozen=True, slots=True)
 class Texture:
-    """What a text consists of, in UTF-8 bytes.
+    """Counts of the UTF-8 bytes of a text, by class.
 
-    `size` counts all bytes, `dense` those of ASCII that are neither lower-case letters nor spaces, and `two`, `three`
-    and `four` those of characters of 2, 3 and 4 bytes.
+    `size` counts all bytes. `dense` counts ASCII bytes that are neither lower-case letters nor spaces. `two`, `three`
+    and `four` count the bytes of characters that take 2, 3 and 4 bytes.
     """
 
     size: int = 0
@@ -75,10 +75,10 @@ class Texture:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The most that a request can take.
+    """An upper bound on the tokens of a request.
 
-    `texture` is the text of the prompt, `overhead` the tokens of the chat template and of parts that are not text, and
-    `completion` the tokens of all answers; 0: the body states no bound.
+    `texture` describes the text of the prompt. `overhead` is the tokens of the chat template and of parts that are not
+    text. `completion` is the tokens of all answers; 0 if the body states no bound.
     """
 
     texture: Texture
@@ -87,17 +87,17 @@ class Demand:
 
     @property
     def prompt(self) -> int:
-        """Prompt tokens at most: one for each byte of text, plus the overhead."""
+        """Most prompt tokens: one for each byte of text, plus the overhead."""
         return self.texture.size + self.overhead
 
 
 def overhead_of(messages: int) -> int:
-    """Tokens that a chat template adds to this number of messages; 0 for none, because it is then no chat."""
+    """Return the tokens that a chat template adds to this number of messages; 0 without messages."""
     return TOKENS_PER_REQUEST + TOKENS_PER_MESSAGE * messages if messages else 0
 
 
 def of_messages(messages: Iterable[Any]) -> tuple[list[str], int]:
-    """The texts of chat messages, and the tokens that the chat template and parts that are not text add."""
+    """Return the texts of chat messages, and the tokens of the chat template and of parts that are not text."""
     texts, overhead, count = [], 0, 0
     for message in messages:
         count += 1
@@ -112,9 +112,9 @@ def of_messages(messages: Iterable[Any]) -> tuple[list[str], int]:
 
 
 def completion_bound(parameters: Mapping[str, Any]) -> int | None:
-    """The most completion tokens that the parameters of a body allow; None if they set no bound.
+    """Return the most completion tokens that the parameters of a body allow; None if they set no bound.
 
-    If several names of one bound are set, the largest counts, because servers differ in the names that they read.
+    If several synonyms of a bound are set, the largest counts, because each server reads other names.
     """
     found = _Found()
     found.look_into(parameters)
@@ -153,9 +153,9 @@ class _Found:
 
 
 def _whole(value: Any) -> int | None:
-    """A positive number, rounded up; a number in quotes, too, because servers accept it. None for anything else.
+    """Return a positive number rounded up; None for anything else. Servers accept a number in quotes, so it counts.
 
-    0 and less are None because some servers read them as "no bound".
+    0 and negative numbers are None, because some servers read them as "no bound".
     """
     if isinstance(value, bool):
         return None

@@ -1,8 +1,7 @@
-"""What every source over HTTP has: its URLs with their replicas, its key and headers, and the way a body gets out.
+"""Defines `Endpoint`, the base class of every source over HTTP: replicas, key, headers, sending, errors.
 
-Everything that can be wrong with the configuration alone is found when the source is made, all mistakes at once; `send`
-then only encodes, posts (`http`) and understands (`replies`). A kind of source says what its bodies are and how the
-answers to them are read.
+The constructor checks the whole configuration and reports all mistakes at once. `send` only encodes, posts (`http`) and
+reads (`replies`). A kind of source defines its body and how its replies are read.
 """
 
 from __future__ import annotations
@@ -28,21 +27,21 @@ from .provider import Provider, address
 from .replicas import Replicas
 from .replies import Answer
 
-_OURS = ("content-length", "transfer-encoding", "content-encoding", "connection", "host")
+_SET_BY_CLIENT = ("content-length", "transfer-encoding", "content-encoding", "connection", "host")
 
 
 class Endpoint(SourceKind):
-    """A source that is asked by POST, at one URL or at several that share its limits.
+    """A source that is asked by POST, at one URL or at several replicas that share its limits.
 
-    A kind defines `body`, the class `ANSWER` that reads the replies, and a `Config` with the key `url: URLs` (or
-    another one that its `URL_KEY` names). All else is done here: replicas, the key, TLS, proxies of the environment
-    (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`; `~/.netrc` is not read), bounded replies, errors by their status,
-    `Retry-After`, secrets redacted from whatever is shown.
+    A kind defines `body`, the class `ANSWER` that reads the replies, and a `Config` with the key `url: URLs` (or the
+    key that `URL_KEY` names). This class does the rest: replicas, the key, TLS, proxies of the environment
+    (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`; `~/.netrc` is not read), the size limit of replies, errors by status,
+    `Retry-After`, and redaction of secrets.
 
-    `name` is its name in the configuration, and `mistakes` what the kind itself found wrong with `config`.
+    `name` is its name in the configuration. `mistakes` are the mistakes that the kind found in `config`.
 
-    Raises ConfigurationError with `mistakes` and all that only the environment shows: an unset variable for the key, a
-    URL or header that cannot be sent.
+    Raises ConfigurationError with `mistakes` and those that depend on the environment: an unset variable for the key,
+    a URL or header that cannot be sent.
     """
 
     Config: ClassVar[type[EndpointConfig]] = EndpointConfig
@@ -50,13 +49,13 @@ class Endpoint(SourceKind):
     REQUIRED = ("answers", "ANSWER")
 
     ANSWER: ClassVar[type[Answer]]
-    """What reads a reply of success."""
+    """The class that reads a reply."""
     PATH: ClassVar[str] = ""
-    """What is added to each URL."""
+    """The path that is appended to each URL."""
     KEY_HEADER: ClassVar[tuple[str, str]] = ("Authorization", "Bearer ")
-    """The header that carries the key, and what stands in it before the key."""
+    """The name of the header that carries the key, and the text before the key in its value."""
     HEADERS: ClassVar[Mapping[str, str]] = {}
-    """Further headers of every request. They are no secrets; those of the configuration win over them."""
+    """Further headers of every request. They are not secret, and headers of the configuration override them."""
 
     usual_latency_s = 0.5
 
@@ -89,11 +88,11 @@ class Endpoint(SourceKind):
         )
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
-        """Ask once.
+        """Send the request once, and return the reply.
 
         Cancelling closes the connection, so that the server can stop working on the answer.
 
-        Raises a SourceError, or InvalidReply where there is an answer that can be no verdict.
+        Raises a SourceError, or InvalidReply for an answer that cannot be a verdict.
         """
         loop = asyncio.get_running_loop()
         body = self._encode(request)
@@ -111,29 +110,27 @@ class Endpoint(SourceKind):
         return self._without_secrets(self.answer(url, http).reply())
 
     def _without_secrets(self, reply: Reply) -> Reply:
-        """A reply that says how it may be shown: what a server echoes would get into rationales and names of
-        components.
-        """
+        """Redact the reply, and attach the redactor: a server may echo secrets into rationales and component names."""
         clean = self._http.redactor.clean
         if clean is None:
             return reply
         return replace(reply, model=clean(reply.model), finish_reason=clean(reply.finish_reason), clean=clean)
 
     def question(self, request: Request) -> object:
-        """Who is asked, and the body as it would be sent, for the journal's key.
+        """Return the identity of this source and the body that would be sent, for the journal's key.
 
-        Headers are part of who is asked, except credentials: a new key does not change an answer. Raises
-        `SampleRefused` if the body cannot be written.
+        The identity includes headers, except credentials: a new key does not change an answer. Raises `SampleRefused`
+        if the body cannot be written.
         """
         return (self._identity, self.reads, apart(self._encode(request).decode(), request.nonce))
 
     async def aclose(self) -> None:
-        """Close all connections. Idempotent; a closed source answers no more."""
+        """Close all connections. Idempotent. After that, `send` raises."""
         await self._http.aclose()
 
     @classmethod
     def provider(cls, config: Any, environment: Mapping[str, str]) -> Provider:
-        """What the provider counts by: the URLs, the model, the key and the headers."""
+        """Return what the provider counts requests by: the URLs, the model, the key and the headers."""
         headers = {name.lower(): value.get_secret_value().strip() for name, value in sorted(config.headers.items())}
         key: str | None = ""
         if config.api_key is not None:
@@ -154,26 +151,26 @@ class Endpoint(SourceKind):
 
     @property
     def reads(self) -> object:
-        """The configuration of how replies are read, for the journal's key. Default: None, it changes nothing."""
+        """The settings that change how replies are read, for the journal's key. Default: None, there are none."""
         return None
 
     @abstractmethod
     def body(self, request: Request) -> Mapping[str, Any]:
-        """The body of a request, without the configured parameters. Raises `InputError` for values that JSON does not
-        have.
+        """Return the body of a request, without the configured parameters. Raises `InputError` for a value that JSON
+        cannot hold.
         """
 
     def answer(self, url: URL, http: HTTPReply) -> Answer:
-        """What `url` answered, to be read."""
+        """Return the object that reads the reply of `url`."""
         return self.ANSWER(self._name, url, self.model, self._url_key, http, self._http.redactor)
 
     def demand(self, request: Request) -> Demand | None:
-        """The most tokens that the body of `request` takes, prompt and completion; None if it cannot be written, so
-        that it will not be sent.
+        """Return an upper bound on the tokens of `request`, prompt and completion; None if its body cannot be written,
+        in which case it will not be sent.
         """
         try:
             return self._demand(request, self._whole_body(request))
-        except Exception:  # values of a sample may raise anything; the attempt will fail that sample with the reason
+        except Exception:  # values of a sample may raise anything; the attempt fails that sample and gives the reason
             return None
 
     def _demand(self, request: Request, body: dict[str, Any]) -> Demand:
@@ -183,7 +180,7 @@ class Endpoint(SourceKind):
         if isinstance(messages, (list, tuple)):
             found, overhead = of_messages(messages)
             texts += found
-        # Some servers put schemas, tools and documents into the prompt, and a scoring service gets texts under any key.
+        # Some servers put schemas, tools and documents into the prompt, and scoring services get texts under any key.
         rest = {key: value for key, value in body.items() if not isinstance(value, (int, float)) and key != "model"}
         if rest:
             texts.append(encoded(rest))
@@ -191,7 +188,7 @@ class Endpoint(SourceKind):
         return Demand(Texture.of(texts), overhead, request.max_completion_tokens if completion is None else completion)
 
     def _whole_body(self, request: Request) -> dict[str, Any]:
-        """What is sent. The source's parameters override the judge's."""
+        """Return the body that is sent. The source's parameters override the judge's."""
         return {**self.body(request), **self._parameters}
 
     def _encode(self, request: Request) -> bytes:
@@ -200,7 +197,7 @@ class Endpoint(SourceKind):
         except InputError as error:
             reason = str(error)
         except Exception as error:
-            # Its message may hold secrets.
+            # The error's message may hold secrets.
             reason = f"the body cannot be written: {type(error).__name__}"
         raise SampleRefused(f"source {self._name!r}: {self._http.redactor.of(reason)}")
 
@@ -209,14 +206,14 @@ class Endpoint(SourceKind):
 
 
 def _check_bound(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> None:
-    """Note a mistake if `tokens_per_minute` is limited but the parameters remove the bound of a completion."""
+    """Add a mistake if `tokens_per_minute` is set but the parameters remove the bound on a completion."""
     if config.limits.tokens_per_minute is None or completion_bound({"max_tokens": 1, **config.parameters}) is not None:
         return
     mistakes.append(
         Mistake(
             f"{path}.max_tokens",
-            "it takes away the bound of a reply, without which tokens_per_minute cannot be kept.",
-            "Give a number of tokens from 1 on, or leave it out: then the judge's max_tokens holds.",
+            "it removes the bound on a reply, and without a bound tokens_per_minute cannot be kept.",
+            "Set a number of tokens from 1 on, or leave it out: then the judge's max_tokens applies.",
         )
     )
 
@@ -227,7 +224,7 @@ def _urls(where: str, configured: Sequence[str], path: str, mistakes: list[Mista
         try:
             url = URL(text + path)
             if not url.host:
-                raise ValueError("it names no host")
+                raise ValueError("it has no host")
         except ValueError as error:
             mistakes.append(Mistake(where, f"{text!r} is not a URL: {error}."))
             continue
@@ -246,20 +243,20 @@ def _headers(path: str, config: EndpointConfig, key_header: tuple[str, str], mis
         value = secret.get_secret_value().strip()
         where = f"{path}.headers.{name}"
         if not name.isascii() or not name.replace("-", "").replace("_", "").isalnum():
-            mistakes.append(Mistake(where, "this is not the name of a header."))
-        elif name.lower() in _OURS:
-            mistakes.append(Mistake(where, "this header follows from the request.", "Leave it out."))
+            mistakes.append(Mistake(where, "this is not a valid header name."))
+        elif name.lower() in _SET_BY_CLIENT:
+            mistakes.append(Mistake(where, "the HTTP client sets this header.", "Leave it out."))
         elif not _can_be_sent(value):
-            mistakes.append(Mistake(where, "the value holds characters that cannot be sent."))
+            mistakes.append(Mistake(where, "the value holds characters that a header cannot carry."))
         else:
             headers[name] = value
     key, where = _key(path, config, mistakes)
     carrier, before = key_header
     if key and _names(headers, carrier):
         article = "an" if carrier[0] in "AEIOUaeiou" else "a"
-        mistakes.append(Mistake(where, f"headers has {article} {carrier} too.", "Give one of them."))
+        mistakes.append(Mistake(where, f"headers has {article} {carrier}, too.", "Keep one of the two."))
     elif key and not _can_be_sent(key):
-        mistakes.append(Mistake(where, "the key holds characters that cannot be sent."))
+        mistakes.append(Mistake(where, "the key holds characters that a header cannot carry."))
     elif key:
         headers[carrier] = f"{before}{key}"
     return headers
@@ -287,8 +284,8 @@ def _key(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> tuple[st
         return "", where
     key = os.environ.get(config.api_key_env, "").strip()
     if not key:
-        problem = f"the environment variable {config.api_key_env!r} is not set, or empty."
-        mistakes.append(Mistake(where, problem, "Set it where this process runs, workers of Ray included."))
+        problem = f"the environment variable {config.api_key_env!r} is not set or empty."
+        mistakes.append(Mistake(where, problem, "Set it for every process that scores, Ray workers included."))
     return key, where
 
 

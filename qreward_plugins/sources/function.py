@@ -1,12 +1,11 @@
-"""A source that calls a Python function, be it the user's or a framework's own.
+"""Defines `FunctionSource`: it calls a Python function of the user or of a framework.
 
-Async functions are awaited. Sync ones run in worker processes unless the configuration says threads: reward functions
-hang (a regular expression, a sympy expression, the policy's own code), and only a process can be killed.
+Async functions are awaited. Sync functions run in worker processes by default, because reward functions hang (in a
+regular expression, in sympy, in the policy's own code) and only a process can be killed.
 
-What the function raises fails its sample without another try, except for time-outs and lost connections, which are
-tried again, and errors of this package, which keep their meaning. A call that hangs, or that kills its process, is also
-the sample's fault. The source is to blame only if no worker process can be started, or the function
-cannot be loaded in one.
+An exception of the function fails its sample without another try. There are two exceptions to this: time-outs and lost
+connections are tried again, and errors of this package keep their meaning. A call that hangs or kills its process is
+the sample's fault. It is the source's fault only if no worker process starts, or if none can load the function.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from .worker import CallOverdue, CannotLoad, ValueTooLarge, WorkerDied
 from .worker_pool import CannotStart, PoolClosed, WorkerPool
 
 SPARE_WORKERS = 8
-"""Worker processes beside the others, for the last tries of samples that hung; more would crowd a small machine."""
+"""Additional worker processes for the last tries of samples that hung. More would overload a small machine."""
 
 
 class FunctionSource(SourceKind):
@@ -56,13 +55,13 @@ class FunctionSource(SourceKind):
 
     It is called once for each request.
 
-    `name` is its name in the configuration. `loader` returns the function, in place of the path in the configuration,
-    which then only names it; it must pickle, for every worker process calls it. An adapter hands over a framework's
-    own function this way, e.g. `functools.partial(load_function, settings)`. `secrets` are texts that the loader gives
-    the function beside `kwargs`; they are redacted from every message like those of `kwargs`.
+    `name` is its name in the configuration. `loader` returns the function; the path in the configuration is then only
+    its name. `loader` must pickle, because every worker process calls it. An adapter passes a framework's function this
+    way, e.g. `functools.partial(load_function, settings)`. `secrets` are secret texts that the loader passes to the
+    function in addition to `kwargs`; they are redacted from every message, like the secrets of `kwargs`.
 
-    At most `slots` + `spare` calls run at once; further ones wait in `send` before they start. Serves
-    one event loop at a time.
+    At most `slots` + `spare` calls run at once; further ones wait in `send` before they start. A source serves one
+    event loop at a time.
 
     Raises ConfigurationError if the function cannot be loaded.
     """
@@ -82,22 +81,22 @@ class FunctionSource(SourceKind):
         `ground_truth` and `extra_info`, the convention of reward functions. `sample`: one `Sample`."""
 
         kwargs: FreeMapping = Field(default_factory=dict)
-        """Further keyword arguments of every call. Values under the name of a secret (`api_key`, `token`, `password`),
-        and those from the environment, are treated as secrets."""
+        """Further keyword arguments of every call. Values that come from the environment, and values under a key such
+        as `api_key`, `token` or `password`, are treated as secrets."""
 
         mode: Literal["auto", "process", "thread"] = "auto"
         """Where a sync function runs; async functions are always awaited. `process` (`auto`, the default): in worker
-        processes, where a call that hangs is killed. `thread`: in threads, for functions that only wait; a call that
-        hangs cannot be killed there and goes on after its time-out. A sample whose call crashes is tried once more,
-        after all other samples. While other samples wait and no worker is free, a call is ended before
-        `timeouts.total_s` once it takes 8 times as long as usual, and at least 5 s (15 s while no call has ended yet).
-        Its sample, too, is tried once more after the others, and then has the whole `timeouts.total_s`. A call that had
-        that is not tried again."""
+        processes; a call that hangs is killed. `thread`: in threads, for functions that only wait; a call that hangs
+        cannot be killed, and goes on after its time-out. A sample whose call crashes is tried once more, after all
+        other samples. If other samples wait and no worker is free, a call is killed before `timeouts.total_s` when it
+        takes 8 times as long as usual, but not before 5 s (15 s if no call has ended yet). Its sample is tried once
+        more after the others, with the whole `timeouts.total_s`. A call that took the whole `timeouts.total_s` is not
+        tried again."""
 
         workers: PositiveInt | None = None
-        """Worker processes or threads. Default: the number of processors this process may use; up to 8 more processes
-        run the last tries of samples that hung, so that these do not wait for each other, unless `limits` has a
-        `concurrency` or a number of requests."""
+        """Worker processes or threads. Default: the number of processors that this process may use. Up to 8 further
+        processes run the last tries of samples that hung, so that these do not wait for each other. There are none if
+        `limits` has a `concurrency` or a number of requests."""
 
     answers = (VALUE,)
     local = True
@@ -142,15 +141,15 @@ class FunctionSource(SourceKind):
 
     @property
     def spare(self) -> int:
-        """How many calls may run beside the `slots`; 0 where the configuration says how many run at once."""
+        """How many calls may run in addition to `slots`; 0 if the configuration sets how many run at once."""
         declared = self._config.workers or self._config.limits.concurrency
         return 0 if declared or self._threads is not None or self._slots is None else SPARE_WORKERS
 
     def question(self, request: Request) -> object | None:
-        """The version, the arguments, and the function's file and bound arguments, for the journal's key.
+        """Return the version, the arguments, and the function's file and bound arguments, for the journal's key.
 
-        None if the configuration names no `version`: what a function imports cannot be seen from here, so only the user
-        can say that it is unchanged.
+        None if the configuration has no `version`: the modules that a function imports may change unseen, so only the
+        user can state that the function is unchanged.
         """
         if not self.reusable(self._config):
             return None
@@ -162,7 +161,7 @@ class FunctionSource(SourceKind):
 
     @classmethod
     def provider(cls, config: Any, environment: Mapping[str, str]) -> Provider:
-        """What counts: the function, a file by its whole path."""
+        """Return what the provider counts by: the path of the function, with the real path of its file."""
         where, _, name = config.function.rpartition(":")
         return Provider(config.kind, (f"{os.path.realpath(where) if where.endswith('.py') else where}:{name}",))
 
@@ -173,13 +172,13 @@ class FunctionSource(SourceKind):
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Call the function, and return its value as `Reply.value`.
 
-        A call in a worker process is killed after `timeouts.total_s`, and at once when this coroutine is cancelled,
-        with everything that it started. A cancelled call in a thread gives its slot back and goes on by itself.
+        A call in a worker process is killed after `timeouts.total_s`, or at once when this coroutine is cancelled,
+        together with the processes that it started. A cancelled call in a thread frees its slot and goes on.
 
-        Raises SampleFault if the call was killed or its process died; NotStarted if it cannot begin; TransientError if
-        the function raised a time-out or lost a connection; SampleRefused if it raised anything else, or its arguments
-        or value do not pickle; SourceUnusable if the function cannot run at all; errors of this package that the
-        function raised, as they are.
+        Raises SampleFault if the call was killed or its process died; NotStarted if it cannot start; TransientError if
+        the function raised a time-out or lost a connection; SampleRefused if it raised anything else, or if its
+        arguments or its value do not pickle; SourceUnusable if the function cannot run at all. Errors of this package
+        that the function raised pass through.
         """
         if self._closed:
             raise SourceUnusable(f"source {self._name!r} is closed", certain=True)
@@ -195,7 +194,7 @@ class FunctionSource(SourceKind):
                 on_sent()
                 value = await call()
         except TooManyAbandoned as error:
-            raise NotStarted(f"source {self._name!r}: {error}; mode: process would kill them") from None
+            raise NotStarted(f"source {self._name!r}: {error}; `mode: process` kills such calls") from None
         except FunctionRaised as wrapper:
             failure = self._failure(wrapper.error)
         except (Exception, SystemExit) as error:
@@ -203,7 +202,7 @@ class FunctionSource(SourceKind):
         else:
             if inspect.iscoroutine(value):
                 value.close()
-                said = f"{self._where} returned a coroutine; make it an async def"
+                said = f"{self._where} returned a coroutine; define it with `async def`"
                 raise SampleRefused(said, reason="raised")
             return self._reply(value)
         raise failure
@@ -276,7 +275,7 @@ class FunctionSource(SourceKind):
 
     @functools.cached_property
     def _misfit(self) -> str:
-        """What a function that does not take our arguments is called with; empty for one that takes them."""
+        """The arguments of a call, as a hint for a function that does not accept them; "" if it does."""
         args, kwargs = self._arguments(Sample(messages=[{"role": "user", "content": "?"}], response=""))
         try:
             inspect.signature(self._function).bind(*args, **kwargs)
@@ -284,12 +283,12 @@ class FunctionSource(SourceKind):
             if args:
                 return "; with `arguments: sample` it is called with one Sample"
             return f"; it is called with {', '.join(kwargs)} by name (or with one Sample, by `arguments: sample`)"
-        except ValueError:  # it has no signature that could be read
+        except ValueError:  # its signature cannot be read
             pass
         return ""
 
     def _ours(self, error: Exception) -> Exception:
-        """An error of this package that the function raised, with the secrets in its message redacted."""
+        """Redact the message of an error of this package that the function raised."""
         error.args = (self._excerpt(str(error)),)
         return error
 
@@ -316,7 +315,7 @@ class FunctionSource(SourceKind):
 
 
 def _unpicklable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-    """The name of the sample's field that does not pickle, for messages."""
+    """Return the name of the sample's field that does not pickle, for messages."""
     parts = dict(kwargs)
     for sample in args:
         parts |= {field.name: getattr(sample, field.name) for field in dataclasses.fields(sample)}
@@ -331,12 +330,12 @@ def _unpicklable(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
 def _is_async(function: Function) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
-    # The second half is for objects whose class defines `async def __call__`.
+    # The second test is for objects whose class defines `async def __call__`.
     return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
         inspect.getattr_static(type(function), "__call__")
     )
 
 
 def _processors() -> int:
-    # Of this process, which a scheduler or container may have given fewer than the machine has.
+    # A container or a job scheduler may give this process fewer processors than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,7 +1,7 @@
-"""What a kind of source is: one class that says how it is configured, what it answers, and what identifies it.
+"""Defines `SourceKind`, the base class of every kind of source: its configuration, its answers, its identity.
 
-Ours are listed in `registry`. Another package registers its own as an entry point of the group
-`qreward_plugins.sources`, and a configuration may name any class: `kind: package.module:Class`.
+`registry` lists the kinds of this package. Another package registers a kind as an entry point of the group
+`qreward_plugins.sources`. A configuration may also name any class: `kind: package.module:Class`.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ VALUE = "value"
 
 
 class SourceKind(ABC):
-    """A source that is opened from a configuration: the base class of every kind.
+    """The base class of every kind of source.
 
-    A kind defines `answers`, `send`, and usually a nested class `Config` with the keys of its configuration. The first
-    line of its docstring describes it in `qreward kinds`. Making an instance opens the source: it gets its name and its
-    part of the configuration. It raises `ConfigurationError` for what only the environment shows (an unset key), and
-    connects with its first request.
+    A kind defines `answers`, `send`, and usually a nested class `Config` with the keys of its configuration. `qreward
+    kinds` shows the first sentence of its docstring. The constructor takes the name of the source and its part of the
+    configuration. It raises `ConfigurationError` for mistakes that depend on the environment (an unset key). The first
+    request connects.
     """
 
     REQUIRED: ClassVar[tuple[str, ...]] = ("answers",)
 
     Config: ClassVar[type[SourceConfig]] = SourceConfig
-    """The model of its configuration. Secrets are `SecretStr`, or stand in a `FreeMapping`."""
+    """The model of its configuration. A secret is a `SecretStr`, or a value in a `FreeMapping`."""
 
     answers: ClassVar[tuple[str, ...]] = ()
-    """What it can be asked for: `TEXT`, `VALUE`, or a word of your own that your judges ask for."""
+    """The types of answer that it gives: `TEXT`, `VALUE`, or a word of your own that your judges ask for."""
 
     local: bool = False
-    """Whether it works in processes or threads of this machine. If a call hangs, its sample is to blame then, and not
-    the source; and `qreward plan` adds no network and no tokens."""
+    """Whether it works in processes or threads of this machine. If a local call hangs, the sample is at fault and not
+    the source. `qreward plan` adds no network and no tokens for a local source."""
 
     usual_latency_s: ClassVar[float] = 1.0
-    """Seconds that a request usually takes, for `qreward plan` where neither the user nor a journal says."""
+    """Usual seconds of a request. `qreward plan` uses it if neither the user nor a journal gives the latency."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -64,24 +64,24 @@ class SourceKind(ABC):
 
     @property
     def model(self) -> str:
-        """What answers, for people and metrics. Default: the key `model`, or the name of the source."""
+        """The model that answers, for messages and metrics. Default: the key `model`, or the name of the source."""
         return str(getattr(self._node, "model", None) or self._name)
 
     @property
     def slots(self) -> int | None:
-        """How many requests it can work on at once in this process; None (default): as many as its limits allow."""
+        """How many requests it handles at once in this process; None (default): as many as its limits allow."""
         return None
 
     @abstractmethod
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
-        """Ask once; see `Source.send`."""
+        """Send the request once, and return the reply; see `Source.send`."""
 
     async def aclose(self) -> None:  # noqa: B027 -- a default
-        """Close connections and workers. Idempotent. Default: there are none."""
+        """Close connections and workers. Idempotent. Default: does nothing."""
 
     def question(self, request: Request) -> object | None:
-        """Who is asked and all that is sent, with the nonce cut out (`apart`), for the journal's key; None if the
-        answer must not be used again.
+        """Return the identity of the source and all that is sent, without the nonce (`apart`), for the journal's key.
+        None: the answer must not be used again.
 
         Default: the keys of the configuration that this kind adds, without secrets, and everything in the request.
         """
@@ -94,30 +94,31 @@ class SourceKind(ABC):
 
     @classmethod
     def reusable(cls, config: Any) -> bool:
-        """Whether recorded answers of a source may be used again (`question` is not None), as far as its configuration
-        shows.
-        """
+        """Whether a source with this configuration has answers that may be used again (`question` is not None)."""
         return True
 
     @classmethod
     def provider(cls, config: Any, environment: Mapping[str, str]) -> Provider:
-        """What the provider counts by: processes whose sources have equal providers share one limit.
+        """Return what the provider counts requests by. Sources with equal providers share one limit, in all processes.
 
-        Default: all keys that this kind adds, so that sources are the same only if they are configured alike.
+        Default: all keys that this kind adds, so that only sources with equal configurations share a limit.
         """
         own = json.dumps(own_settings(config, reveal=True), sort_keys=True, default=str)
         return Provider(config.kind, (own,))
 
 
 def class_path(source: object) -> str:
-    """Identifies the class of a source for the journal. Ours by its name alone: a journal outlives our modules."""
+    """Return a text that identifies the class of a source, for the journal's key.
+
+    For a class of this package it is the bare name, so that recorded answers survive a move between modules.
+    """
     kind = type(source)
     ours = kind.__module__.startswith(f"{__package__}.")
     return kind.__name__ if ours else f"{kind.__module__}:{kind.__qualname__}"
 
 
 def own_settings(config: SourceConfig, *, reveal: bool) -> dict[str, Any]:
-    """The plain values of the keys that a kind adds to `SourceConfig`; secrets only with `reveal`."""
+    """Return the plain values of the keys that a kind adds to `SourceConfig`; without `reveal`, a secret is None."""
     own = {name: getattr(config, name) for name in type(config).model_fields if name not in SourceConfig.model_fields}
     plain: dict[str, Any] = _plain(own, reveal)
     return plain

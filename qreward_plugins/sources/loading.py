@@ -1,8 +1,7 @@
-"""Finding a user's function by its path, and saying precisely why it cannot be found.
+"""Loads a user's function by its path, and reports why it cannot be loaded.
 
-A path names a module that can be imported (`package.module:name`) or a file (`path/to/file.py:name`). A file gets a
-module name that depends on nothing but its path, so that what it defines can be pickled between this process and the
-workers.
+A path names a module (`package.module:name`) or a file (`path/to/file.py:name`). The module name of a file depends only
+on its path, so that objects of its classes can be pickled between this process and the workers.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ from .raised import describe
 
 Function = Callable[..., Any]
 Loader = Callable[[], Function]
-"""Returns the function; it must pickle, for the workers load their own."""
+"""Returns the function. It must pickle, because each worker process calls it."""
 
 
 class FunctionNotFound(ImportError):
-    """There is no such function; the message is all there is to say."""
+    """There is no such function. The message is complete; the type of the error adds nothing."""
 
 
 class PathLoader:
@@ -57,8 +56,9 @@ class PathLoader:
 
 
 def load(loader: Loader, *, key: str, excerpt: Callable[[str], str] = str) -> Function:
-    """Call `loader`. `key` is the place in the configuration that an error names; `excerpt` redacts the text of what
-    the module raised.
+    """Call `loader` and return the function.
+
+    `key` is the place in the configuration, for messages. `excerpt` redacts the text of an exception of the module.
 
     Raises ConfigurationError.
     """
@@ -70,14 +70,14 @@ def load(loader: Loader, *, key: str, excerpt: Callable[[str], str] = str) -> Fu
     except (Exception, SystemExit) as error:
         reason = str(error) if isinstance(error, FunctionNotFound) else excerpt(describe(error))
         mistake = Mistake(key, f"the function cannot be loaded: {reason}")
-    # Raised outside the `except`, so that it does not carry the foreign error, whose text may hold secrets.
+    # Raised outside the `except`, so that it has no `__context__`: the text of the foreign error may hold secrets.
     raise ConfigurationError([mistake])
 
 
 def origin_of(function: Callable[..., Any]) -> tuple[object, ...]:
-    """What identifies a function: its name, a digest of its file, and its bound arguments, which may be of any type.
+    """Return what identifies a function: its name, a digest of its file, and its bound arguments, of any type.
 
-    `functools.partial`, decorators, and functions among the bound arguments are opened.
+    It looks inside `functools.partial`, decorators, and functions among the bound arguments.
     """
     if isinstance(function, PathLoader):
         return ("path", function.path)
@@ -93,7 +93,7 @@ def origin_of(function: Callable[..., Any]) -> tuple[object, ...]:
 
 
 def _file_digest(defined: Any) -> bytes | None:
-    """A digest of the file that defines it; None if there is no file that can be read."""
+    """Return a digest of the file that defines the object; None if no file can be read."""
     try:
         path = inspect.getsourcefile(defined)
         if path is None:
@@ -108,7 +108,7 @@ def _import_module(name: str) -> ModuleType:
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
-        # A module that is there may fail to import another one; that is the module's own failure.
+        # An existing module may fail to import another one. That error passes through.
         if error.name is not None and (name == error.name or name.startswith(error.name + ".")):
             raise FunctionNotFound(f"there is no module {error.name!r} on the Python path.") from None
         raise
@@ -126,7 +126,7 @@ def _import_file(path: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise FunctionNotFound(f"{path!r} is not a Python file.")
     module = importlib.util.module_from_spec(spec)
-    # Before it runs, as the import system does: dataclasses and pickle look their module up by name.
+    # Registered before it runs, as the import system does: dataclasses and pickle look their module up by name.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)

@@ -1,6 +1,4 @@
-"""A source behind an OpenAI-compatible `/chat/completions`: its configuration, what it is asked, and who reads its
-answers.
-"""
+"""Defines `OpenAISource`: a language model behind an OpenAI-compatible `/chat/completions`."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class OpenAISource(Endpoint):
         limits of this source."""
 
         model: ModelName
-        """Name of the model, as the server knows it."""
+        """Name of the model on the server."""
 
     answers = (TEXT,)
     usual_latency_s = 3.0
@@ -42,7 +40,7 @@ class OpenAISource(Endpoint):
         mistakes: list[Mistake] = []
         if config.parameters.get("stream"):
             path = f"sources.{name}.parameters.stream"
-            mistakes.append(Mistake(path, "replies are not read as a stream.", "Leave it out."))
+            mistakes.append(Mistake(path, "streamed replies are not supported.", "Leave it out."))
         super().__init__(name, config, mistakes=mistakes)
         self._model = config.model
 

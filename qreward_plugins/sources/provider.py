@@ -1,4 +1,4 @@
-"""What a provider counts requests by, whoever calls a source by which name: address, model, key and headers."""
+"""Defines `Provider`: what a provider counts requests by (address, model, key, headers), under any source name."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ _DEFAULT_PORTS = {"http": 80, "https": 443}
 
 @dataclass(frozen=True, repr=False)
 class Provider:
-    """What one source is to its provider. It may hold a key, so it has no repr."""
+    """The identity of one source at its provider. It may hold a key, so it has no repr."""
 
     kind: str
     addresses: tuple[str, ...]
-    """Where it is asked, each address in one spelling."""
+    """The URLs in canonical form (`address`)."""
     model: str = ""
     settings: tuple[str, ...] = ()
-    """What else tells two accounts apart, such as headers; without the header of the key."""
+    """Further settings that may distinguish two accounts, such as headers; without the header of the key."""
     credentials: str | None = ""
-    """The key as it is sent; "" if none is sent, None if it is not known in this process."""
+    """The key as it is sent; "" if none is sent, None if it is unknown in this process."""
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """All of it as texts that may be hashed."""
+        """All fields as texts, for hashing."""
         return (self.kind, joined(self.addresses), self.model, self.credentials or "", joined(self.settings))
 
     def overlaps(self, other: Provider) -> bool:
-        """Whether the provider may count requests of both sources together. An unknown key may be any key."""
+        """Whether the provider may count the requests of both sources together. An unknown key matches every key."""
         unknown = self.credentials is None or other.credentials is None
         return (
             (self.kind, self.model, self.settings) == (other.kind, other.model, other.settings)
@@ -39,11 +39,11 @@ class Provider:
 
 
 def address(url: str) -> str:
-    """A URL in one spelling: host in lower case, no default port, no slash at the end, nothing quoted."""
+    """Return a URL in canonical form: lower-case host, explicit port, no trailing slash, no percent-encoding."""
     try:
         parts = urlsplit(url.strip())
         port = parts.port or _DEFAULT_PORTS.get(parts.scheme)
-    except ValueError:  # opening the source says what is wrong with it
+    except ValueError:  # opening the source reports the invalid URL
         return url
     host = (parts.hostname or "").removesuffix(".")
     with suppress(ValueError):
@@ -52,5 +52,5 @@ def address(url: str) -> str:
 
 
 def joined(parts: tuple[str, ...]) -> str:
-    """Parts as one text; with their lengths, so that no two of them run into each other."""
+    """Join parts to one text. Each has its length before it, so that different parts never give the same text."""
     return "".join(f"{len(part)}:{part}" for part in parts)

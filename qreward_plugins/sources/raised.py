@@ -1,4 +1,4 @@
-"""What to make of an exception that a user's function raised, in whichever process it did."""
+"""Describes and classifies exceptions of a user's function, in this process and in workers."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ _OURS = os.path.dirname(__file__)
 
 
 def describe(error: BaseException) -> str:
-    """Say what it is: its type, its message, and the line that raised it."""
+    """Return its type, its message, and the line that raised it."""
     try:
         message = str(error)
     except Exception:
-        message = "(its message cannot be shown)"
-    # The user's own line: neither ours, which called the function, nor the import system's.
+        message = "(its message cannot be read)"
+    # The last line of the user's code: frames of this package and of the import system are skipped.
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -25,6 +25,6 @@ def describe(error: BaseException) -> str:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Say whether another try may help: a time-out or a lost connection, as of a function that asks a service."""
-    # By name, because there are several of that name: asyncio and concurrent.futures had their own until Python 3.11.
+    """Whether another try may help: the error is a time-out or a lost connection."""
+    # Compared by name: until Python 3.11, asyncio and concurrent.futures have a TimeoutError of their own.
     return isinstance(error, ConnectionError) or any(kind.__name__ == "TimeoutError" for kind in type(error).__mro__)

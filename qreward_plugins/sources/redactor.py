@@ -1,8 +1,8 @@
-"""Pieces of foreign text that may be shown in a message: short, on one line, and free of secrets.
+"""Redacts secrets in foreign text, and shortens it to one line for messages.
 
-Servers echo what they were sent: "Incorrect API key provided: sk-abcd1234..." is a common 401. So nothing of a reply
-gets into an exception but through here, and a secret is struck out also where only its beginning or its end is shown.
-A secret may come back in another form than it was sent in (quoted for JSON or a URL, in base64), so all of these count.
+Servers echo what they receive: "Incorrect API key provided: sk-abcd1234..." is a common 401. Every part of a reply that
+goes into an exception passes through here. A secret is redacted even if only its beginning or its end is shown, and in
+every form in which it may come back (quoted for JSON or a URL, in base64).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _NUMBER = re.compile(r"[+-]?[0-9.]{1,5}|true|false|null|none", re.IGNORECASE)
 
 
 class Redactor:
-    """Makes excerpts that hold none of `secrets`.
+    """Redacts `secrets` in texts.
 
-    A secret of 8 characters or more is struck out wherever its first 8 or its last 8 characters occur, together with
-    as many more as match; a shorter one where it stands as a word of its own. Of a secret that is a URL these are the
-    password and the values of its query; a short number or truth value is taken for a setting.
+    A secret of 8 characters or more is redacted wherever its first 8 or its last 8 characters occur, with all adjacent
+    characters that match. A shorter secret is redacted where it is a whole word. Of a URL, the secrets are the password
+    and the values of the query. A short number or a truth value is taken for a setting and not redacted.
     """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
@@ -47,15 +47,16 @@ class Redactor:
         self._short = re.compile(rf"(?<!\w)(?:{'|'.join(short)})(?!\w)") if short else None
 
     def of(self, text: str | bytes, limit: int = EXCERPT_CHARS) -> str:
-        """Return at most `limit` characters of `text`, secrets struck out and control characters escaped."""
+        """Return at most `limit` characters of `text`, with secrets redacted and control characters escaped."""
         if isinstance(text, bytes):
             text = text[: 4 * _READ_CHARS].decode("utf-8", "replace")
         return one_line(self._strike_out(text[:_READ_CHARS]).strip(), limit)
 
     @property
     def clean(self) -> Callable[[str], str] | None:
-        """Returns the whole of a text of a reply with all long secrets struck out; None: there are none. Short ones
-        stay: a rationale is full of words and numbers.
+        """A function that returns a whole text with all long secrets redacted; None if there are no long secrets.
+
+        Short secrets stay, because they may be ordinary words and numbers of a rationale.
         """
         return self._strike_out_long if self._long else None
 
@@ -66,7 +67,7 @@ class Redactor:
     def _strike_out_long(self, text: str) -> str:
         spans = [span for secret in self._long for span in _spans(text, secret)]
         if "\\" in text:
-            # Quoted once or several times, as in the text of a KeyError: all that it adds are backslashes.
+            # The text may be quoted once or several times, as in a KeyError. Quoting only adds backslashes.
             bare = text.replace("\\", "")
             found = [span for secret in self._bare for span in _spans(bare, secret)]
             if found:
@@ -79,7 +80,7 @@ class Redactor:
 
 
 def _parts(value: str) -> Iterator[str]:
-    """The texts that give a secret away: it, its words, and what stands in it if it is a URL or JSON."""
+    """Yield the texts to redact for a secret: itself, its words, and the secret parts of a URL or of JSON."""
     value = value.strip()
     scheme, _, rest = value.partition(" ")
     if scheme.lower() in _SCHEMES:
@@ -93,7 +94,8 @@ def _parts(value: str) -> Iterator[str]:
     if value:
         yield value
     words = value.split()
-    # A header's value is often a name and a secret ("Token x"). Of a longer text, as a private key is, its lines count.
+    # A header's value is often a name and a secret ("Token x"). Of a longer text, such as a private key, each long word
+    # counts.
     yield from (word for word in words if len(words) > 1 and (len(words) == 2 or len(word) >= 2 * _TELLING_CHARS))
 
 
@@ -122,7 +124,7 @@ def _of_json(value: str) -> Iterator[str]:
 
 
 def _decoded(value: str) -> Iterator[str]:
-    """User and password of basic authentication."""
+    """Yield the password of basic authentication."""
     try:
         _, _, password = base64.b64decode(value, validate=True).decode().partition(":")
     except (binascii.Error, ValueError):
@@ -140,7 +142,8 @@ def _forms(value: str) -> Iterator[str]:
     quoted = quote(data, safe="")
     yield from (quoted, quote(data), re.sub("%[0-9A-F]{2}", lambda code: code[0].lower(), quoted))
     if len(data) >= _TELLING_CHARS:
-        # Within a longer text it begins at any of three places in a group; what hangs on its neighbours is left out.
+        # In the base64 of a longer text, the secret has one of three alignments. Characters that also depend on the
+        # neighbouring bytes are left out.
         for shift in range(3):
             coded = base64.b64encode(b"\0" * shift + data).rstrip(b"=").decode()
             coded = coded[2 * shift if shift else 0 : len(coded) - 1]
@@ -149,7 +152,7 @@ def _forms(value: str) -> Iterator[str]:
 
 
 def _spans(text: str, secret: str) -> Iterator[tuple[int, int]]:
-    """Where in a text a secret stands, or its beginning or its end of 8 characters or more."""
+    """Yield the spans of `text` that match a secret, or 8 or more characters of its beginning or its end."""
     head, tail = secret[:_TELLING_CHARS], secret[-_TELLING_CHARS:]
     end = 0
     while (start := text.find(head, end)) >= 0:

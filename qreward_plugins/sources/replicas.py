@@ -1,7 +1,7 @@
-"""Which of a source's base URLs a request goes to.
+"""Chooses which base URL of a source a request goes to.
 
-The replicas share the limits of their source, so this is plain load balancing: the fewest in flight, and past those
-that failed a moment ago. Health in any deeper sense belongs to the scheduler, which sees the source as a whole.
+The replicas share the limits of their source, so this is plain load balancing: the replica with the fewest requests in
+flight that has not failed recently. The scheduler tracks the health of the source as a whole.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 COOL_OFF_S = 5.0
-"""Seconds for which a replica that could not be reached, or answered 5xx, is avoided while another one is up."""
+"""Seconds for which a replica is avoided after it was unreachable or answered 5xx, if another one is up."""
 
 
 @dataclass(slots=True)
@@ -24,11 +24,11 @@ class Replica:
     failed_at: float | None = None
 
     def failed(self, now: float) -> None:
-        """Say that it could not be reached or answered 5xx; `now` is the event loop's time in seconds."""
+        """Record that it was unreachable or answered 5xx; `now` is the event loop's time in seconds."""
         self.failed_at = now
 
     def answered(self) -> None:
-        """Say that it answered with anything but 5xx."""
+        """Record that it answered with a status below 500."""
         self.failed_at = None
 
 
@@ -41,7 +41,7 @@ class Replicas:
 
     @contextmanager
     def borrow(self, now: float) -> Iterator[Replica]:
-        """Choose a replica, and count it as busy until the block ends. `now` is the event loop's time in seconds."""
+        """Choose a replica, and count a request in flight until the block ends. `now` is the event loop's time (s)."""
         replica = min(self._replicas, key=lambda r: (_is_cooling_off(r, now), r.in_flight, r.last_used))
         self._uses += 1
         replica.last_used = self._uses
@@ -53,5 +53,5 @@ class Replicas:
 
 
 def _is_cooling_off(replica: Replica, now: float) -> bool:
-    # The second half is for the time of another event loop, which may have started later.
+    # The difference is negative if `failed_at` comes from an event loop whose clock is ahead.
     return replica.failed_at is not None and 0 <= now - replica.failed_at < COOL_OFF_S

@@ -1,8 +1,8 @@
-"""What a server answered: a `Reply`, or the one error that says what to do next.
+"""Turns an HTTP reply into a `Reply` or an error that tells the scheduler what to do next.
 
-Here is what does not depend on the kind of server: what a status means, and an error object, wherever it stands. That
-is decided by facts (status, codes) and never by searching prose, and no type is taken for granted. How a reply of
-success is read is for each kind of source to say.
+This module holds what all kinds of server share: the meaning of a status and of an error object. It decides by status
+and codes, never by searching the text of a message, and checks the type of every value. Each kind of source defines how
+a successful reply is read.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from .redactor import Redactor
 
 _UNUSABLE = {
     401: "the key was refused",
-    402: "the account cannot pay",
-    403: "the key may not do this",
-    404: "there is no such URL or model",
-    405: "this URL does not take requests",
+    402: "the account has no credit",
+    403: "the key has no permission",
+    404: "unknown URL or model",
+    405: "this URL does not accept POST",
     407: "the proxy wants credentials",
 }
 _VERSION = re.compile(r"/v[0-9]")
@@ -42,9 +42,7 @@ _LONGEST_NAME_CHARS = 200
 
 @dataclass(frozen=True, slots=True)
 class Answer(ABC):
-    """One HTTP reply of the source `name` at `url`, which was asked for `model`. `url_key` is the key of the
-    configuration that names the URL.
-    """
+    """One HTTP reply of the source `name` at `url` for `model`. `url_key` is the configuration key of the URL."""
 
     name: str
     url: URL
@@ -54,15 +52,15 @@ class Answer(ABC):
     redactor: Redactor
 
     def reply(self) -> Reply:
-        """Return what was answered.
+        """Return the `Reply`.
 
-        Raises InvalidReply for an answer that can be no verdict (a refusal), Throttled, SourceUnusable or
-        PermanentError for what the status or an error object says, TransientError for anything that cannot be read.
+        Raises InvalidReply for an answer that cannot be a verdict (a refusal); Throttled, SourceUnusable or
+        PermanentError according to the status or an error object; TransientError for a reply that cannot be read.
         """
         outcome = self._understand()
         if isinstance(outcome, Reply):
             return outcome
-        # Raised only here, so that no frame of the traceback holds anything of the reply.
+        # Raised only here, so that no frame of the traceback holds a part of the reply.
         raise outcome
 
     def _understand(self) -> Reply | QRewardError:
@@ -74,12 +72,12 @@ class Answer(ABC):
 
     @abstractmethod
     def read(self) -> Reply | QRewardError:
-        """Understand a body that is not empty, of a reply with a status of success. Errors are returned and not raised,
-        so that no traceback holds anything of the reply.
+        """Read the non-empty body of a reply with a 2xx status. Return errors instead of raising them, so that no
+        traceback holds a part of the reply.
         """
 
     def error_of(self, problem: Problem) -> QRewardError:
-        """The error that a server states in the body of a reply, whatever its status."""
+        """Return the error for a problem that the body states. The status of the reply may be 200."""
         if problem.status is not None and problem.status >= 400:
             return self.of_status(problem.status, problem)
         if problem.has(_OUT_OF_CREDIT) or problem.has(_THROTTLED):
@@ -89,7 +87,7 @@ class Answer(ABC):
         return TransientError(self._says("answered with an error", problem), status=self.http.status)
 
     def of_status(self, status: int, problem: Problem) -> QRewardError:
-        """The error that a status means. A kind overrides it where its servers mean something else."""
+        """Return the error for a status. A kind overrides it if its servers use a status differently."""
         pause_s = retry_after_s(self.http.headers)
         if problem.has(_OUT_OF_CREDIT):
             return SourceUnusable(
@@ -101,21 +99,21 @@ class Answer(ABC):
             detail = problem.message and f": {self.redactor.of(problem.message)}"
             return InvalidReply(f"source {self.name!r} refused the prompt (content filter){detail}")
         if status == 404 and problem.has(("model_not_found",)):
-            said = f"answered 404: it does not know the model {self.model!r}"
+            said = f"answered 404: unknown model {self.model!r}"
             return SourceUnusable(self._says(said, problem), status=status)
         if status in _UNUSABLE:
             said = f"answered {status}: {_UNUSABLE[status]}{self._hint(status)}"
             return SourceUnusable(self._says(said, problem), status=status)
         if 300 <= status < 400:
-            # Every request meets the same redirect, so it is the configuration that needs mending.
-            said = f"answered {status}, a redirect{self._target()}; redirects are not followed, mend {self.url_key}"
+            # Every request gets the same redirect, so the configuration is wrong.
+            said = f"answered {status}, a redirect{self._target()}; redirects are not followed, change {self.url_key}"
             return SourceUnusable(self._says(said, problem), status=status)
         if status in _TRANSIENT or status >= 500:
             return TransientError(self._says(f"answered {status}", problem), status=status)
         return PermanentError(self._says(f"answered {status}", problem), status=status)
 
     def _hint(self, status: int) -> str:
-        """What is most often wrong with the URL of a chat completions server."""
+        """Return a hint on the most frequent mistake in the URL of a chat-completions server, or ""."""
         if status in (404, 405) and self.url_key == "base_url" and not _VERSION.search(self.url.path):
             return "; most servers want a base_url that ends in /v1"
         return ""
@@ -135,7 +133,7 @@ class Answer(ABC):
         return self.redactor.of(kind, 80)
 
     def unreadable(self, what: str, body: bytes = b"") -> TransientError:
-        """The error for a reply that cannot be read: it says `what` was answered, and how `body` begins."""
+        """Return the error for a reply that cannot be read. `what` describes the reply; `body` is quoted briefly."""
         detail = self.redactor.of(body)
         said = f"source {self.name!r} ({self.url}) answered {self.http.status} with {what}"
         return TransientError(said + (f": {detail}" if detail else ""), status=self.http.status)
@@ -143,7 +141,7 @@ class Answer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error as a server words it: its message, its codes in lower case, and the status among them."""
+    """An error object of a server: its message, its codes in lower case, and the status among its codes."""
 
     message: str = ""
     codes: frozenset[str] = frozenset()
@@ -169,7 +167,7 @@ class Problem:
 
 
 def json_of(body: bytes) -> Any:
-    """The JSON of a body; None where it is none."""
+    """Parse a body as JSON; None if it is not JSON."""
     try:
         return orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -177,7 +175,7 @@ def json_of(body: bytes) -> Any:
 
 
 def usage_of(usage: Any) -> Usage | None:
-    """The tokens that a reply states; None where that makes no sense."""
+    """Return the tokens that a reply states; None if they are absent or impossible."""
     if not isinstance(usage, dict):
         return None
     prompt, completion = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
@@ -191,5 +189,5 @@ def _count(value: Any) -> int | None:
 
 
 def name_of(value: Any) -> str:
-    """A text of a reply that is a name, cut short; "" for anything else."""
+    """Return a name that a reply states, truncated to 200 characters; "" for a value that is not a text."""
     return value[:_LONGEST_NAME_CHARS] if isinstance(value, str) else ""

@@ -1,8 +1,8 @@
-"""A source behind any service that is sent a sample as JSON and answers with its score.
+"""Defines `HTTPSource`: a service that receives a sample as JSON and answers with its score.
 
-Reward models and rules are served in many ways that agree on little more than that, so the body and the place of the
-score are the configuration's. The default is what slime's remote reward model speaks: prompt, response and label in,
-and a bare number or an object out.
+Servers of reward models and rules differ in the keys of the body and in the place of the score, so both are configured.
+The default is the protocol of slime's remote reward model: it receives prompt, response and label, and answers with a
+number or an object.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def _remote_rm_body() -> dict[str, SamplePart]:
 class HTTPSource(Endpoint):
     """A scoring service: it is sent a sample as JSON and answers with a value.
 
-    `Reply.value` is what it answered, to be checked by a judge. Raises ConfigurationError as every `Endpoint` does.
+    `Reply.value` is its answer; a judge checks it. Raises ConfigurationError as every `Endpoint` does.
     """
 
     class Config(EndpointConfig):
@@ -54,19 +54,19 @@ class HTTPSource(Endpoint):
 
         url: URLs
         """The whole URL that requests are posted to, e.g. `http://localhost:8000/score`; or a list of replicas that
-        share the limits of this source. It has no query: URLs are shown in messages and metrics."""
+        share the limits of this source. A query is not allowed, because messages and metrics show URLs."""
 
         model: ModelName | None = None
-        """Name of what scores there, for metrics; for the journal it replaces the URLs, as `version` does. Default: the
-        first URL without its scheme. Set it if the address changes from run to run."""
+        """Name of the reward model or rule, for metrics. For the journal it replaces the URLs, as `version` does.
+        Default: the first URL without its scheme. Set it if the address changes from run to run."""
 
         body: Annotated[dict[str, SamplePart], Field(min_length=1)] = Field(default_factory=_remote_rm_body)
-        """The keys of the body, and what of the sample each holds. `prompt`: the text of a prompt that is one user
-        message, else its messages; `messages`: the prompt as a list of messages; `conversation`: that list with the
-        response as the assistant's turn at its end; `response`, `ground_truth`, `data_source`, `extras`, `group_id` and
-        `id` (two samples that differ only in a part that is sent never share an answer of the journal). Keys with a
-        constant value go into `parameters`. Default: `{prompt: prompt, response: response, label: ground_truth}`, what
-        slime posts to its `--rm-url`."""
+        """The keys of the body, each with the part of the sample that it holds. `prompt`: the text if the prompt is one
+        user message, else its messages; `messages`: the prompt as a list of messages; `conversation`: that list plus
+        the response as the assistant's turn; `response`, `ground_truth`, `data_source`, `extras`, `group_id` and `id`.
+        Samples that differ in a part that is sent never share an answer of the journal. Keys with a constant value go
+        into `parameters`. Default: `{prompt: prompt, response: response, label: ground_truth}`, the body that slime
+        posts to its `--rm-url`."""
 
         score_key: (
             Annotated[
@@ -76,7 +76,7 @@ class HTTPSource(Endpoint):
             ]
             | None
         ) = None
-        """Where in the reply the value stands: keys joined by dots, a number for an item of a list (`data.score`,
+        """The path to the value in the reply: keys joined by dots, and a number for an item of a list (`data.score`,
         `results.0.score`). Default: the whole reply is the value, a number or a mapping with `score`."""
 
         @field_validator("body")
@@ -92,7 +92,7 @@ class HTTPSource(Endpoint):
     ANSWER = ValueAnswer
 
     def __init__(self, name: str, config: Config) -> None:
-        # A named model replaces the addresses in the journal's key, because these may change from run to run.
+        # In the journal's key, a named model replaces the URLs, because these may change from run to run.
         known = config if config.version or not config.model else config.model_copy(update={"version": config.model})
         super().__init__(name, known)
         self._parts = dict(config.body)
@@ -108,7 +108,7 @@ class HTTPSource(Endpoint):
         return self._score_key
 
     def body(self, request: Request) -> Mapping[str, Any]:
-        """The body. Raises `InputError` for values that JSON does not have."""
+        """Return the body. Raises `InputError` for a value that JSON cannot hold."""
         sample = request.sample
         return {key: as_json(_PARTS[part](sample), part) for key, part in self._parts.items()}
 
@@ -129,8 +129,8 @@ def _named(config: HTTPSource.Config) -> str:
 
 
 def _prompt(sample: Sample) -> Any:
-    """The prompt as the framework has it; else the text of one that is one user message, else the messages ("" without
-    any).
+    """Return the framework's own prompt if the sample has it. Otherwise the text of a single user message, or the
+    messages; "" if there are none.
     """
     if sample.prompt is not None:
         return sample.prompt

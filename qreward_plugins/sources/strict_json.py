@@ -1,8 +1,7 @@
-"""JSON as RFC 8259 has it, for values that others wrote and that train: nothing is repaired, and no work is unbounded.
+"""Parses JSON strictly by RFC 8259, with bounded work, for untrusted text that becomes a reward.
 
-Python's own reader lets NaN, Infinity and keys that stand twice pass, converts numbers of any length, and recurses as
-deep as it is told to. Whoever reads a verdict has to know of all that: two readers that take another one of two equal
-keys see two different scores in the same reply.
+Python's own parser accepts NaN, Infinity and duplicate keys, converts numbers of any length, and recurses without a
+limit of its own. With a duplicate key, two parsers can read two different scores from the same reply.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import re
 from typing import Any
 
 MAX_NESTING = 100
-"""Deepest nesting of lists and objects that is read."""
+"""Deepest nesting of lists and objects that is accepted."""
 
 _MAX_DIGITS = 64
 _BRACKET = re.compile(r"[\[\]{}]")
@@ -22,7 +21,7 @@ _BRACKET = re.compile(r"[\[\]{}]")
 def too_deep(text: str) -> bool:
     """Whether lists and objects may be nested more than `MAX_NESTING` deep in any part of `text`.
 
-    Brackets in strings count as well, so it is an upper bound, had in one pass.
+    Brackets in strings count, too, so the answer may be true for a shallow text. It takes one pass.
     """
     depth = 0
     for bracket in _BRACKET.finditer(text):
@@ -33,12 +32,15 @@ def too_deep(text: str) -> bool:
 
 
 def strict_decoder(flaws: list[str]) -> json.JSONDecoder:
-    """A decoder that notes in `flaws`, after "the value ...", what Python's would let pass."""
+    """Return a decoder that appends to `flaws` what Python's decoder accepts but RFC 8259 does not.
+
+    A flaw is a phrase that continues a sentence: "the value" + " has a duplicate key".
+    """
 
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
-            flaws.append("has a key twice")
+            flaws.append("has a duplicate key")
         return made
 
     def constant(name: str) -> float:
@@ -46,7 +48,7 @@ def strict_decoder(flaws: list[str]) -> json.JSONDecoder:
         return math.nan
 
     def integer(digits: str) -> int | float:
-        # Converting takes quadratic time, and from 4,300 digits on Python refuses; such a number is in no range.
+        # The conversion takes quadratic time, and Python refuses it above 4,300 digits. No score is that large.
         return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
 
     return json.JSONDecoder(object_pairs_hook=mapping, parse_constant=constant, parse_int=integer)

@@ -1,8 +1,8 @@
-"""Sync functions in threads, one new daemon thread for each call.
+"""Runs sync functions in threads, one new daemon thread for each call.
 
-A thread cannot be killed. Were the calls to share a pool, one that hangs would take its thread away from the rest for
-ever; so a call that is given up gives its slot back at once and goes on in a thread that nobody waits for. Being
-daemons, such threads do not keep the process from ending, and there is a limit to how many are tolerated.
+A thread cannot be killed, so in a pool a call that hangs would occupy a thread for ever. Here an abandoned call frees
+its slot at once, and its thread goes on in the background. The threads are daemons, so they do not keep the process
+alive. The number of abandoned calls is limited.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from typing import Any
 _log = logging.getLogger(__name__)
 
 _MOST_ABANDONED = 256
-"""Calls that may still run after they were given up, before no new call begins (at least as many as slots). A call that
-only waits costs little more than its stack."""
-_FAREWELL_S = 1.0
+"""No new call starts while this many abandoned calls (or `slots`, if that is more) still run. A call that only waits
+costs little more than its stack."""
+_CLOSE_WITHIN_S = 1.0
 
 
 class TooManyAbandoned(Exception):
-    """So many calls were given up and still go on that no more are started."""
+    """Too many abandoned calls still run, so no new one starts."""
 
 
 class ThreadSlots:
-    """Runs at most `slots` calls at once, not counting those given up. Serves one event loop at a time."""
+    """Runs at most `slots` calls at once, without the abandoned ones. Serves one event loop at a time."""
 
     def __init__(self, name: str, slots: int) -> None:
         self._name = name
@@ -40,16 +40,17 @@ class ThreadSlots:
         self._warned = False
 
     async def run(self, function: Callable[[], Any], *, on_start: Callable[[], None]) -> Any:
-        """Call `function` in a thread of its own, and return what it returns or raise what it raises.
+        """Call `function` in a thread of its own, and return its value.
 
-        Cancelling gives the slot back at once; the call goes on, and its result is dropped. Raises TooManyAbandoned.
+        Cancelling frees the slot at once; the call goes on, and its result is dropped. Raises FunctionRaised with the
+        function's exception, and TooManyAbandoned.
         """
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
             self._loop, self._free = loop, asyncio.Semaphore(self._slots)
         async with self._free:
             if self.abandoned >= max(self._slots, _MOST_ABANDONED):
-                raise TooManyAbandoned(f"{self.abandoned} calls that were given up still go on")
+                raise TooManyAbandoned(f"{self.abandoned} abandoned calls still run")
             done: asyncio.Future[Any] = loop.create_future()
             call = _Call(function, loop, done)
             thread = threading.Thread(target=self._run, args=(call,), name=f"qreward-{self._name}", daemon=True)
@@ -63,15 +64,15 @@ class ThreadSlots:
 
     @property
     def abandoned(self) -> int:
-        """Calls that were given up and still go on."""
+        """Number of abandoned calls that still run."""
         with self._lock:
             return len(self._abandoned)
 
     async def aclose(self) -> None:
-        """Wait a second for the calls that were given up, and then leave them to themselves."""
+        """Wait up to one second for the abandoned calls to end."""
         loop = asyncio.get_running_loop()
-        give_up_at = loop.time() + _FAREWELL_S
-        while self.abandoned and loop.time() < give_up_at:  # noqa: ASYNC110 - threads set no event of the loop's
+        give_up_at = loop.time() + _CLOSE_WITHIN_S
+        while self.abandoned and loop.time() < give_up_at:  # noqa: ASYNC110 - threads set no asyncio.Event
             await asyncio.sleep(0.01)
         if self.abandoned:
             _log.warning("source %r is closed while %d of its calls still run in threads", self._name, self.abandoned)
@@ -84,8 +85,8 @@ class ThreadSlots:
         if count > self._slots and not self._warned:
             self._warned = True
             _log.warning(
-                "source %r: %d calls that were given up still run in threads, which cannot be killed; "
-                "mode: process kills calls that hang",
+                "source %r: %d abandoned calls still run in threads, which cannot be killed; "
+                "`mode: process` kills calls that hang",
                 self._name,
                 count,
             )
@@ -113,7 +114,7 @@ class _Call:
             return None, error
 
     def report(self, value: Any, error: BaseException | None) -> None:
-        # The loop of a call that was given up may be closed by now.
+        # The loop of an abandoned call may be closed by now.
         with suppress(RuntimeError):
             self._loop.call_soon_threadsafe(self._settle, value, error)
 
@@ -123,12 +124,12 @@ class _Call:
         if error is None:
             self._done.set_result(value)
         else:
-            # Wrapped, because a future takes no StopIteration, and SystemExit would end the event loop.
+            # Wrapped: a future rejects StopIteration, and SystemExit would stop the event loop.
             self._done.set_exception(FunctionRaised(error))
 
 
 class FunctionRaised(Exception):
-    """Carries what a function raised out of its thread, as `error`."""
+    """The function raised `error`."""
 
     def __init__(self, error: BaseException) -> None:
         super().__init__(repr(error))

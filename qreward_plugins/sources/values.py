@@ -1,8 +1,8 @@
-"""What a scoring service answered: a `Reply` that carries a value, or the one error that says what to do next.
+"""Reads a successful reply of a scoring service: a `Reply` with a value, or an error.
 
-A reply that is no JSON at all is the server's trouble, and another try may help. JSON that holds NaN, or the same key
-twice, is the service's answer to this sample, and no valid verdict: asking as often as for a broken connection would
-change nothing, and whether the value is a score is for the judge to say.
+A reply that is not JSON is a TransientError, because another try may help. JSON with NaN or a duplicate key is an
+InvalidReply: it is the service's answer to this sample, and many tries would not change it. The judge decides whether
+the value is a score.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NOTHING = object()
 
 @dataclass(frozen=True, slots=True)
 class ValueAnswer(Answer):
-    """One HTTP reply of a scoring service; `score_key` leads to the value, None: the whole reply is the value."""
+    """One HTTP reply of a scoring service. `score_key` is the path to the value; None: the whole reply is the value."""
 
     score_key: str | None = None
 
@@ -67,7 +67,7 @@ def _at(said: Any, score_key: str) -> Any:
 
 
 def _is_there(value: Any) -> bool:
-    """Whether a value may hold a score. Beside one, `error` is what the service calls one of its numbers or notes."""
+    """Whether a value may hold a score. If it does, a key `error` beside it is a number or note of the service."""
     return value is not _NOTHING and (not isinstance(value, Mapping) or "score" in value)
 
 

@@ -1,8 +1,7 @@
-"""A worker process as its parent sees it: one call at a time, and a kill that takes effect at once.
+"""Controls one worker process from its parent: it runs one call at a time, and kills the process at once.
 
-The two talk over a socket that the event loop watches, which needs no thread and nothing to poll. A call that does not
-return, for whatever reason, leaves the worker in a state that nobody knows; so it is killed, together with everything
-that the function started.
+Parent and worker talk over a socket that the event loop watches, without a thread and without polling. If a call does
+not return, the state of the worker is unknown; so it is killed, with every process that the function started.
 """
 
 from __future__ import annotations
@@ -59,9 +58,9 @@ class Worker:
                 [sys.executable, "-c", _PROGRAM, str(descriptor), json.dumps(sys.path)],
                 pass_fds=[descriptor],
                 stdin=subprocess.DEVNULL,
-                # One worker for each processor: libraries that start as many threads again would only get in their way.
+                # There is one worker per processor, so more threads in each would only compete.
                 env={"OMP_NUM_THREADS": "1", **os.environ},
-                # A group of its own, so that a kill takes what the function started along, and Ctrl-C leaves it to us.
+                # A process group of its own: a kill also ends what the function started, and Ctrl-C reaches only us.
                 start_new_session=True,
             )
         except BaseException:
@@ -83,8 +82,7 @@ class Worker:
     async def call(self, message: bytes, limit_s: float) -> tuple[bytes, bytes]:
         """Send one message and return the kind and the payload of the answer.
 
-        Raises WorkerDied, CallOverdue or ValueTooLarge. However it ends but by returning, cancellation included, the
-        worker is killed.
+        Raises WorkerDied, CallOverdue or ValueTooLarge. If it raises or is cancelled, it kills the worker.
         """
         loop = asyncio.get_running_loop()
         overdue = loop.call_later(limit_s, self._kill_overdue)
@@ -123,16 +121,16 @@ class Worker:
         return not self._killed and not self.ended()
 
     def ended(self) -> bool:
-        """Say whether the process has ended, and reap it if so."""
+        """Whether the process has ended; reaps it if so."""
         return self._process.poll() is not None
 
     def reap(self, limit_s: float) -> None:
-        """Wait for a process that was killed, blocking; for where no event loop runs any more."""
+        """Wait for a killed process, and block meanwhile. For use without an event loop."""
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(limit_s)
 
     def close(self) -> None:
-        """Close the channel, upon which the process ends by itself when it is idle."""
+        """Close the channel. An idle process then ends by itself."""
         self._channel.close()
 
     def kill(self) -> None:
@@ -140,10 +138,10 @@ class Worker:
         if self._killed:
             return
         self._killed = True
-        # The group is killed even if its first process has just ended: what that started may still be there.
+        # The group is killed even if the worker has just ended: its children may still run.
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        # Wakes the call, if one waits; closing alone would not.
+        # Wakes a waiting call; closing the socket would not.
         with suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
 
@@ -152,7 +150,7 @@ class Worker:
         self.kill()
 
     async def _ending(self) -> str:
-        # The channel ends a moment before the process has a status.
+        # The channel closes shortly before the process has an exit status.
         for _ in range(20):
             if self.ended():
                 status = self._process.returncode

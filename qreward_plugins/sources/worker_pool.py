@@ -1,9 +1,9 @@
-"""A handful of worker processes: each takes one call at a time, and where one was killed, a new one starts.
+"""Runs calls in a pool of worker processes; each runs one call at a time, and a killed worker is replaced.
 
-Pools of the standard library cannot kill a call; those of others that can time it with the wall clock, look for it
-every tenth of a second, and break as a whole when what a function raised cannot be unpickled. Workers start when they
-are needed, and their start belongs to the pool and not to the call that needed it: were it cancelled with that call, a
-function that takes longer to import than a call may take would never get to run.
+Pools of the standard library cannot kill a call. Third-party pools that can use the wall clock, poll every 0.1 s, and
+break when an exception cannot be unpickled. Workers start on demand. The pool owns the start of a worker: if the call
+that caused it is cancelled, the start goes on. Otherwise a function with an import longer than the time limit of a call
+would never run.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from contextlib import suppress
 
 from .loading import Loader
 from .worker import CallOverdue, CannotLoad, Worker
-from .worker_program import FAREWELL_S
+from .worker_program import END_WITHIN_S
 
 _LOOK_AGAIN_S = 0.005
 _KILLED_WITHIN_S = 1.0
 
 
 class CannotStart(Exception):
-    """A worker process died, or took too long, before it had loaded the function; no call is to blame."""
+    """A worker process died or took too long before it had loaded the function. No call caused it."""
 
 
 class PoolClosed(Exception):
@@ -33,10 +33,9 @@ class PoolClosed(Exception):
 
 
 class WorkerPool:
-    """Runs one function in `size` processes, and in up to `spare` more while so many calls are under way. Serves one
-    event loop at a time.
+    """Runs one function in `size` processes, and in up to `spare` more if all of these are busy.
 
-    Raises what pickling raises if `loader` cannot be pickled.
+    It serves one event loop at a time. The constructor raises the error of pickle if `loader` cannot be pickled.
     """
 
     def __init__(self, loader: Loader, size: int, *, spare: int = 0) -> None:
@@ -51,7 +50,7 @@ class WorkerPool:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._closed = False
         self._pid = os.getpid()
-        # For a pool that nobody closes: it ends when it is collected, or with the interpreter.
+        # A pool that is never closed kills its workers when it is collected, or when the interpreter exits.
         weakref.finalize(self, _kill_all, self._workers, self._ending, self._pid)
 
     @property
@@ -60,13 +59,13 @@ class WorkerPool:
         return frozenset(worker.pid for worker in self._workers)
 
     async def call(self, message: bytes, limit_s: float, *, on_start: Callable[[], None]) -> tuple[bytes, bytes]:
-        """Have an idle worker answer `message`, the pickled arguments, within `limit_s` seconds from its start.
+        """Run one call, with the pickled arguments `message`, in an idle worker; return the kind and the payload.
 
-        `on_start` is called when a worker has been found. Cancelling kills the worker, and what it started, before it
-        returns.
+        It has `limit_s` seconds from its start. `on_start` is called when it has a worker. Cancelling kills the worker,
+        and what it started, before it returns.
 
-        Raises WorkerDied, CallOverdue or ValueTooLarge because of this call; PoolClosed, CannotLoad, CannotStart or
-        OSError because no worker can take any.
+        Raises WorkerDied, CallOverdue or ValueTooLarge if this call failed; PoolClosed, CannotLoad, CannotStart or
+        OSError if no worker can run any call.
         """
         worker = await self._acquire()
         try:
@@ -76,7 +75,7 @@ class WorkerPool:
             self._give_back(worker)
 
     async def aclose(self) -> None:
-        """End all workers: those in a call are killed, idle ones get two seconds to end by themselves. Idempotent."""
+        """End all workers: busy ones are killed, idle ones have 2 s to end by themselves. Idempotent."""
         self._closed = True
         loop = asyncio.get_running_loop()
         self._move_to(loop)
@@ -85,21 +84,21 @@ class WorkerPool:
             start.cancel()
         await asyncio.gather(*starts.values(), return_exceptions=True)
         for worker in starts:
-            # A task that is cancelled before its first step never gets to clean up.
+            # A task that is cancelled before its first step does not run its `finally`.
             self._discard(worker)
         self._starts.clear()
         while self._waiters:
             _fail(self._waiters.popleft(), PoolClosed())
         busy = self._workers - set(self._idle)
         for worker in busy:
-            # Killed and not closed: the call that waits at the channel closes it when it has been woken.
+            # Killed but not closed: the call that waits at the channel closes it.
             worker.kill()
         for worker in self._idle:
             worker.close()
         ending = [*busy, *self._idle, *self._ending]
         self._idle.clear()
         try:
-            ending = await _ended(ending, loop.time() + FAREWELL_S)
+            ending = await _ended(ending, loop.time() + END_WITHIN_S)
         finally:
             for worker in ending:
                 worker.kill()
@@ -135,7 +134,7 @@ class WorkerPool:
     def _give_back(self, worker: Worker) -> None:
         if self._closed or not worker.usable:
             self._discard(worker)
-            # Not only for those who wait: the next call should not have to wait for an import either.
+            # Replaced even if no call waits, so that the next call need not wait for an import.
             self._start_workers(max(len(self._workers) < self._size, len(self._waiters)))
             return
         while self._waiters:
@@ -173,7 +172,7 @@ class WorkerPool:
         if failure is None:
             self._give_back(worker)
         elif isinstance(failure, CannotLoad):
-            # It would not load in another worker either.
+            # Another worker could not load it either.
             self._fail_waiters(failure)
         else:
             if self._waiters:
@@ -198,7 +197,7 @@ class WorkerPool:
 
     def _move_to(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._pid != os.getpid():
-            # A fork: the workers are the parent's, and it goes on talking to them.
+            # After a fork the workers belong to the parent, which goes on using them.
             self._pid = os.getpid()
             for worker in self._workers:
                 worker.close()
@@ -207,7 +206,7 @@ class WorkerPool:
             self._ending = set()
         elif loop is self._loop:
             return
-        # Calls and starts of an earlier loop will never be heard of again.
+        # Calls and starts of an earlier loop can never finish.
         self._loop = loop
         self._waiters.clear()
         self._starts.clear()
@@ -216,7 +215,7 @@ class WorkerPool:
 
 
 async def _ended(workers: list[Worker], until: float) -> list[Worker]:
-    """Wait for the workers' processes to end, and return those that have not by the event loop's time `until`."""
+    """Wait for the processes to end until the event loop's time `until`, and return those that still run."""
     loop = asyncio.get_running_loop()
     while workers := [worker for worker in workers if not worker.ended()]:
         if loop.time() >= until:

@@ -1,11 +1,11 @@
-"""The program that runs in a worker process: load the function once, then answer one call after the other.
+"""The program of a worker process: it loads the function once, and then runs one call after the other.
 
-It is a program of its own and not a child of `multiprocessing`, because those import the trainer's main script once
-more in every worker (seconds of torch and ray, or worse, a second training run), and because a daemonic child may have
-no children of its own, which reward functions that run code need.
+It does not use `multiprocessing`, for two reasons. A `multiprocessing` child imports the trainer's main script again
+(seconds of torch and ray, or even a second training run). And a daemonic child may not have children of its own, which
+reward functions that run code need.
 
-A message is its length (8 bytes, big endian), one byte that says what it is, and a pickle. The parent is trusted, and
-so is the function: it is the user's own.
+A message is its length (8 bytes, big endian), one byte for its kind, and a pickle. Parent and function are trusted: the
+function is the user's own.
 """
 
 from __future__ import annotations
@@ -24,30 +24,30 @@ from typing import Any
 from ..errors import InvalidReply, SourceError
 from .raised import describe, is_transient
 
-FAREWELL_S = 2.0
-"""Seconds that a worker has to end by itself once the parent has closed its end."""
+END_WITHIN_S = 2.0
+"""Seconds that a worker has to end by itself after the parent has closed the channel."""
 
 HEADER = struct.Struct("!Qc")
 CALL = b"c"
-"""The loader, and after it the arguments of one call after the other."""
+"""To the worker: first the loader, then the arguments of each call."""
 VALUE = b"v"
 """The function's value."""
 RAISED = b"r"
-"""What the function raised, described."""
+"""A description of the function's exception."""
 TRANSIENT = b"t"
-"""The same, of a kind that another try may mend (a time-out, a lost connection)."""
+"""The same for an exception after which another try may help (a time-out, a lost connection)."""
 OURS = b"o"
-"""An error of this package that the function raised, as it is."""
+"""An error of this package that the function raised, pickled."""
 UNFIT = b"u"
-"""Why the arguments or the value cannot be carried between processes, in words."""
+"""Why the arguments or the value cannot be carried between processes, as a text."""
 
 
 def main(descriptor: int) -> None:
-    """Serve the parent at the socket `descriptor` until it closes its end."""
+    """Serve the parent at the socket `descriptor` until the parent closes it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=descriptor)
     channel.set_inheritable(False)
-    # What the function forks must not hold the channel open: its end is how the parent learns of a crash.
+    # Children of the function must not keep the channel open: the parent detects a crash by its end.
     os.register_at_fork(after_in_child=channel.close)
     threading.Thread(target=_die_with_parent, args=(channel.fileno(),), daemon=True).start()
     try:
@@ -56,7 +56,7 @@ def main(descriptor: int) -> None:
             kind, payload = _answer(function, _receive(channel))
             channel.sendall(HEADER.pack(len(payload), kind) + payload)
     except (EOFError, OSError):
-        # The parent closed its end, or is gone.
+        # The parent closed the channel, or has died.
         return
 
 
@@ -84,7 +84,7 @@ def _answer(function: Callable[..., Any], message: bytes) -> tuple[bytes, bytes]
         return _of_exception(error)
     if inspect.iscoroutine(value):
         value.close()
-        return UNFIT, pickle.dumps("it returned a coroutine; a function that is to be awaited must be an async def")
+        return UNFIT, pickle.dumps("it returned a coroutine; define the function with `async def`")
     try:
         return VALUE, pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
@@ -114,10 +114,10 @@ def _receive_exactly(channel: socket.socket, count: int) -> bytes:
 
 
 def _die_with_parent(descriptor: int) -> None:
-    # An idle worker notices by itself that its parent is gone. One that is busy in a call that hangs would go on for
-    # ever, and so would what it started.
+    # An idle worker ends by itself when its parent dies. A worker whose call hangs would run for ever, and so would
+    # the processes that it started.
     poll = select.poll()
     poll.register(descriptor, 0)
     poll.poll()
-    threading.Event().wait(FAREWELL_S)
+    threading.Event().wait(END_WITHIN_S)
     os.killpg(0, signal.SIGKILL)

@@ -462,7 +462,7 @@ async def test_a_hanging_thread_gives_its_slot_back_and_there_is_a_limit(
     assert source._threads is not None
     assert source._threads.abandoned == 4
     assert "cannot be killed" in caplog.text
-    with pytest.raises(TransientError, match="4 calls that were given up still go on"):
+    with pytest.raises(TransientError, match="4 abandoned calls still run"):
         await value(source, request())
     gate.opened.set()
     await source.aclose()

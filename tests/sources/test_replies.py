@@ -185,7 +185,7 @@ def test_every_status_has_its_class(status: int, headers: dict[str, str], kind: 
         (400, {"code": "x", "innererror": {"code": "ResponsibleAIPolicyViolation"}}, InvalidReply, "content filter"),
         (403, {"type": "content_policy_violation"}, InvalidReply, "content filter"),
         (500, {"code": "content_filter"}, TransientError, "500"),
-        (404, {"code": "model_not_found"}, SourceUnusable, "does not know the model 'judge'"),
+        (404, {"code": "model_not_found"}, SourceUnusable, "unknown model 'judge'"),
         (200, {"code": 429}, Throttled, "429"),
         (200, {"code": "429"}, Throttled, "429"),
         (200, {"code": "rate_limit_exceeded"}, Throttled, "429"),
@@ -205,7 +205,7 @@ def test_codes_decide_where_the_status_does_not(
 
 
 def test_an_error_that_is_the_body_itself_is_understood() -> None:
-    with pytest.raises(SourceUnusable, match="does not know the model"):
+    with pytest.raises(SourceUnusable, match="unknown model"):
         answer({"object": "error", "message": "The model `x` does not exist", "code": "model_not_found"}, 404)
 
 

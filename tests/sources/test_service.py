@@ -226,8 +226,8 @@ async def test_a_score_that_is_not_there_is_an_invalid_verdict(ask: Any, score_k
         ("NaN", "holds NaN"),
         ('{"score": -Infinity}', "holds -Infinity"),
         ('{"score": 0.5, "aux": NaN}', "holds NaN"),
-        ('{"score": 0.5, "score": 0.9}', "has a key twice"),
-        ('{"data": {"score": 0.5, "score": 0.5}}', "has a key twice"),
+        ('{"score": 0.5, "score": 0.9}', "has a duplicate key"),
+        ('{"data": {"score": 0.5, "score": 0.5}}', "has a duplicate key"),
     ],
 )
 async def test_what_python_would_let_pass_is_an_invalid_verdict(ask: Any, answer: str, says: str) -> None:
@@ -299,7 +299,7 @@ async def test_statuses_mean_what_they_mean_everywhere(ask: Any, status: str, he
     if isinstance(error, Throttled):
         assert error.retry_after_s == 3.0
     if "Location" in headers:
-        assert "to http://other.example; redirects are not followed, mend url" in str(error)
+        assert "to http://other.example; redirects are not followed, change url" in str(error)
 
 
 async def test_on_sent_is_called_as_the_request_is_written_and_cancelling_hangs_up(

@@ -33,8 +33,8 @@ def has_infinity(value: Any) -> bool:
     [
         ("NaN", "holds NaN, which is not JSON"),
         ('{"a": [-Infinity]}', "holds -Infinity, which is not JSON"),
-        ('{"a": 1, "a": 1}', "has a key twice"),
-        ('[{"b": {"a": 1, "b": 2, "a": 3}}]', "has a key twice"),
+        ('{"a": 1, "a": 1}', "has a duplicate key"),
+        ('[{"b": {"a": 1, "b": 2, "a": 3}}]', "has a duplicate key"),
     ],
 )
 def test_what_python_would_let_pass_is_noted(text: str, flaw: str) -> None:

@@ -1,6 +1,4 @@
-"""What sources still allow: ledgers of sliding windows, pacing, learned limits, retry budgets, and the quota that joins
-them.
-"""
+"""Quotas of sources: sliding-window ledgers, pacing, learned limits and retry budgets, joined in one `Quota`."""
 
 from .concurrency import UNDECLARED_CONCURRENCY, ConcurrencyWindow
 from .discovery import Discovery

@@ -1,8 +1,8 @@
-"""Limits that a server announces in its replies, and when they are believed.
+"""Limits that a server announces in its replies, and when the quota applies them.
 
 One reply may come from a proxy or another deployment, or be provoked by its request, so a single reply never changes a
-limit (promise P11). An announced limit counts while `WITNESSES` of the last `HEARD` replies state it; of several such
-limits the lowest counts.
+limit (promise P11). An announced limit applies while `REPLIES_NEEDED` of the last `REPLIES_KEPT` replies state it; of
+several such limits the lowest applies.
 
 A declared limit is never exceeded. A lower announced limit takes its place (`Ceiling`) until it is no longer announced,
 or is refuted: after a window at the ceiling one request exceeds it, as a probe; after each rejected probe the wait
@@ -14,31 +14,33 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 
-WITNESSES = 3
-"""Replies that have to announce the same limit."""
-HEARD = 8
-"""Number of the last replies that are looked at."""
-_DOUBTS = 2
-_LONGEST_PATIENCE = 16
+REPLIES_NEEDED = 3
+"""Number of replies that must announce the same limit before it applies."""
+REPLIES_KEPT = 8
+"""Number of recent replies whose announcements are kept."""
+_PROBES_NEEDED = 2
+_MAX_WAIT_WINDOWS = 16
 
 
 class Announcements:
-    """The limits that the last replies announced."""
+    """Records the limits that recent replies announced."""
 
     __slots__ = ("_heard",)
 
     def __init__(self) -> None:
-        self._heard: deque[float | None] = deque(maxlen=HEARD)
+        self._heard: deque[float | None] = deque(maxlen=REPLIES_KEPT)
 
     def note(self, limit: float | None) -> float | None:
-        """Note the limit that a reply announced (None: none), and return the limit to believe now (None: none)."""
+        """Record the limit that a reply announced; return the limit that applies now. None stands for no limit."""
         self._heard.append(limit)
         counts = Counter(self._heard)
-        return min((said for said, count in counts.items() if said is not None and count >= WITNESSES), default=None)
+        return min(
+            (said for said, count in counts.items() if said is not None and count >= REPLIES_NEEDED), default=None
+        )
 
 
 class Ceiling:
-    """A limit that is announced below the declared one. Times are seconds of one monotonic clock."""
+    """An announced limit below the declared one. Times are seconds of one monotonic clock."""
 
     __slots__ = ("_doubts", "_patience", "_probe_at", "_probing", "_refuted", "limit")
 
@@ -71,30 +73,30 @@ class Ceiling:
         return math.inf if self._probing else max(0.0, self._probe_at - now)
 
     def probes(self) -> None:
-        """Note that a request exceeds the ceiling: the probe."""
+        """Record that a probe was sent: a request that exceeds the ceiling."""
         self._probing = True
 
     def probed(self, now: float, *, sent: bool, rejected: bool, window_s: float) -> bool:
-        """Note the end of the probe; return whether it refutes the ceiling.
+        """Record the end of the probe; return whether it refutes the ceiling.
 
         `sent`: the request reached the source. `rejected`: the source answered that a limit is exceeded.
         """
         self._probing = False
         if rejected:
             self._doubts = 0
-            self._patience = min(2 * self._patience, _LONGEST_PATIENCE)
+            self._patience = min(2 * self._patience, _MAX_WAIT_WINDOWS)
             self._probe_at = now + self._patience * window_s
             return False
         self._probe_at = now
         self._doubts += sent
-        if self._doubts < _DOUBTS or self.limit == math.inf:
+        if self._doubts < _PROBES_NEEDED or self.limit == math.inf:
             return False
         self._refuted, self.limit = self.limit, math.inf
         self._probe_at = math.inf
         return True
 
     def abandon(self, now: float) -> None:
-        """Forget a probe in flight, because its event loop was closed."""
+        """Drop a probe in flight, because its event loop was closed."""
         if self._probing:
             self._probing = False
             self._probe_at = now

@@ -1,14 +1,13 @@
-"""How many requests an undeclared source takes at once, learned from what it loses: grown by steps, cut by a factor.
+"""Learns the concurrency limit of a source that declares none: loss-based AIMD with slow start, as in TCP.
 
-Latency says nothing here, because it follows the length of the answer; what counts are 429s, and requests that were not
-answered in their time. The window starts wide and grows by one with every answer until it is cut for the first time,
-later by one for a whole window of answers, and only while it is really used: the answers to what was in flight when the
-window was last full count, no others.
+The window shrinks on 429s and timeouts. Latency is not used, because it depends on the length of the answer. The window
+starts at `UNDECLARED_CONCURRENCY` and grows by one per answer until the first cut (slow start), later by one per window
+of answers. It grows only while it is used: only answers to requests that were in flight when it was last full count.
 
-A server may throttle everything for a while, whatever is in flight (a 429 storm). Each cut then makes the window
-smaller, which is kind to the server, but teaches nothing unless a request that was sent after the last cut was
-answered. Such cuts therefore leave the threshold alone, and up to the threshold the window doubles with every round
-trip. Beyond the size at which it was last throttled, the step itself doubles: what was learned no longer holds.
+In a 429 storm a server rejects every request, whatever the concurrency. Each cut then shrinks the window, which lowers
+the load, but it says nothing about the limit unless a request sent after the previous cut was answered. Such cuts leave
+the slow-start threshold unchanged, and below the threshold the window doubles with every round trip. Above the size of
+the last cut, the step itself doubles, because the source now takes more than it did then.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from __future__ import annotations
 import math
 
 UNDECLARED_CONCURRENCY = 32
-"""Requests in flight at first at a source that declares no limit of them."""
+"""Initial concurrency of a source that declares none."""
 
 _LARGEST = 1024
 _CUT = 0.7
@@ -24,7 +23,7 @@ _COOLDOWN_S = 1.0
 
 
 class ConcurrencyWindow:
-    """A learned limit of requests in flight. Times are seconds of one monotonic clock."""
+    """A learned concurrency limit. Times are seconds of one monotonic clock."""
 
     __slots__ = ("_answers_that_count", "_ceiling", "_cut_at", "_evidence", "_gained", "_step", "_threshold", "size")
 
@@ -40,15 +39,15 @@ class ConcurrencyWindow:
 
     @property
     def cut(self) -> bool:
-        """Whether it was ever cut: until then it is a guess."""
+        """Whether the window was ever cut. Until then its size is a guess."""
         return self._cut_at > -math.inf
 
     def filled(self) -> None:
-        """Note that as many requests are in flight as the window allows."""
+        """Record that the window is full."""
         self._answers_that_count = int(self.size)
 
     def answered(self, sent_at: float) -> None:
-        """Note an answer to a request sent at `sent_at`."""
+        """Record an answer to a request that was sent at `sent_at`."""
         if sent_at >= self._cut_at:
             self._evidence = True
         if self._answers_that_count <= 0 or self.size >= _LARGEST:
@@ -66,9 +65,9 @@ class ConcurrencyWindow:
                 self._gained = 0.0
 
     def throttled(self, now: float, sent_at: float, in_flight: int) -> bool:
-        """Note a 429 while `in_flight` other requests are in flight; return whether the window was cut.
+        """Record a 429 or a timeout while `in_flight` other requests are in flight; return whether the window was cut.
 
-        A request sent before the last cut teaches nothing, nor does any within the cooldown.
+        Requests that were sent before the last cut, and rejections within its cooldown, do not cut again.
         """
         if sent_at < self._cut_at or now - self._cut_at < _COOLDOWN_S:
             return False

@@ -1,22 +1,26 @@
-"""What was found out of one undeclared limit per window, from the server's headers and from its 429s.
+"""Learns one undeclared limit per window from the server's headers and 429s.
 
-An announced limit is believed when it is first said and when it changes; a 429 is believed more. A 429 that asks for a
-pause as long as only a window needs sets the limit to what was really accepted in the window that ends now: throttled
-requests do not count, and requests that were in flight and turn out throttled are taken off later.
+An announced limit is applied when it is first stated and when it changes. A limit measured from 429s takes precedence:
+a 429 whose pause is as long as a window sets the limit to the amount accepted in the last window. Rejected requests do
+not count, and requests in flight that are rejected later are subtracted then.
 
-What was learned may be wrong: a storm of 429s looks like a small limit, a header may be stale or mean another window.
-So every learned limit can be refuted, by one request at a time that it forbids (a probe). One goes when the server's
-own word (Retry-After, or the reset of a limit with nothing remaining) says that there is room and the ledger clearly
-disagrees; one goes to confirm a limit measured from 429s, as soon as the server accepts requests again; and one goes
-after a whole window at the limit without a 429, then after 2, 4, 8, 16. A probe that is throttled costs one request and
-doubles the patience. (A probe goes a second too early at least: a moment too early proves nothing, because it lies
-within the ledger's margin. Where slots recycle all the time, so that for a whole window no request would be that early,
-a few requests run up to it.) A probe that is accepted refutes the limit: the one
-before a storm comes back, or none, and the next 429 measures anew. Small steps would be as slow as they are polite: a
-window is a minute long.
+A learned limit may be wrong: a 429 storm looks like a small limit, and a header may be stale or mean another window. So
+single requests that exceed the limit (probes) test it. A probe is sent
 
-While the limit is the announced one, the server's books correct ours: what it says remains, remains. This is what makes
-buckets and windows of other lengths work without knowing which they are.
+- when the server says that there is room (Retry-After, or the reset of a limit with nothing remaining) and the ledger
+  clearly disagrees;
+- to confirm a limit measured from 429s, as soon as the server accepts requests again;
+- after one window at the limit without a 429, then after 2, 4, 8 and 16 windows.
+
+A rejected probe costs one request and doubles the wait for the next. An accepted probe refutes the limit: the limit
+before the 429s comes back, or none, and the next 429 starts a new measurement. The limit is not raised in small steps,
+because each step would take a window of a minute.
+
+A probe is at least one second early by the ledger, because less is within the ledger's margin. If requests leave the
+window so steadily that none would be a second early, a few early requests lead up to the probe (run-up).
+
+While the limit is an announced one, the server's `remaining` corrects the ledger. This covers buckets and windows of
+other lengths without knowing which of them the server uses.
 """
 
 from __future__ import annotations
@@ -27,25 +31,25 @@ from typing import Literal, TypeAlias
 from .ledger import Ledger
 
 WINDOW_S = 60.0
-"""The window of a limit whose window nobody tells."""
+"""Window in seconds of a limit whose window is unknown."""
 
 _CONTRADICTION_S = 1.0
 _LONGEST_PATIENCE_WINDOWS = 16
 _WINDOWS_S = (1.0, 10.0, 60.0, 3600.0, 86400.0)
 _TOLERANCE = 0.1
-_DOUBTS = 2
-_WITNESSES = 3
+_PROBES_NEEDED = 2
+_REPLIES_NEEDED = 3
 LONGEST_STOP_S = 60.0
-"""Seconds without a request after which one goes, even within a longer learned window: a header may be absurd."""
+"""Seconds without a request after which one is sent even within a longer learned window: a header may be absurd."""
 
 
 Origin: TypeAlias = Literal["", "announced", "throttled"]
 Probe: TypeAlias = Literal["", "run-up", "probe"]
-"""What a request is to a learned limit: allowed by it, a little ahead of it, or clearly forbidden by it."""
+"""How a request relates to a learned limit: allowed (empty), slightly early ("run-up"), or clearly exceeding it."""
 
 
 class Discovery:
-    """The learned limit of one ledger. `unit` names what is limited, for people ("requests", "tokens")."""
+    """The learned limit of one ledger. `unit` is what it limits, for log messages ("requests", "tokens")."""
 
     __slots__ = (
         "_accepted",
@@ -76,7 +80,7 @@ class Discovery:
     def __init__(self, ledger: Ledger, unit: str, window_s: float = WINDOW_S) -> None:
         self.ledger = ledger
         self.origin: Origin = ""
-        """Where the limit comes from: "announced", "throttled", or empty while there is none."""
+        """Origin of the limit: "announced", "throttled", or empty if there is none."""
         self.window_s = window_s
         self.learned_at = -math.inf
         self._unit = unit
@@ -89,7 +93,7 @@ class Discovery:
         self._patience = 1
         self._probing = False
         self.refused = False
-        """Whether a probe was throttled, and its 429 is not taken in yet."""
+        """Whether a probe was rejected and `throttled` has not been called for it yet."""
         self.refuted_at = -math.inf
         self._doubts = 0
         self._refills = False
@@ -102,12 +106,14 @@ class Discovery:
 
     @property
     def per_minute(self) -> float | None:
-        """The learned limit; None: nothing is learned."""
+        """The learned limit per minute; None if none is learned."""
         return self.ledger.limit * 60.0 / self.window_s if self.origin else None
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` may be sent. More than the limit goes when nothing else is in the window: a limit
-        that may be wrong must not make a request impossible.
+        """Return the seconds until `amount` may be sent.
+
+        An amount above the limit may be sent when the window is empty: a learned limit may be wrong, and must not make
+        a request impossible.
         """
         wait = self.ledger.wait_s(min(amount, self.ledger.limit), now)
         if wait <= 0 or self._probing:
@@ -120,7 +126,7 @@ class Discovery:
         return min(wait, max(0.0, self._test_at + self.window_s - now))
 
     def reserved(self, amount: float, now: float) -> Probe:
-        """Note that `amount` is about to be held; return whether it goes although the limit forbids it."""
+        """Record that `amount` is about to be reserved; return how its request relates to the limit."""
         wait = self.ledger.wait_s(min(amount, self.ledger.limit), now)
         self._reserved_at = now
         if wait > _CONTRADICTION_S:
@@ -132,8 +138,8 @@ class Discovery:
         return "run-up" if wait > 0 else ""
 
     def ended(self, now: float, *, sent_at: float, rejected: bool, probe: Probe) -> str | None:
-        """Note the end of a request that was sent at `sent_at` (minus infinity: it was not). Words where that changed
-        something.
+        """Record the end of a request that was sent at `sent_at` (minus infinity if it was not sent). Return a log
+        message if the limit changed.
         """
         if probe == "probe":
             self._probing = False
@@ -145,9 +151,9 @@ class Discovery:
         elif probe == "probe":
             if sent_at > -math.inf:
                 self._doubts += 1
-                if self.origin == "throttled" or self._doubts >= _DOUBTS:
+                if self.origin == "throttled" or self._doubts >= _PROBES_NEEDED:
                     return self._refute(now)
-            self._test_at = now  # its headers may tell that there was room, else another probe will
+            self._test_at = now  # unless its headers show that there was room, another probe follows
         elif not rejected and not self._accepted and sent_at > self.learned_at:
             self._accepted = True
             if self.origin == "throttled":
@@ -155,17 +161,17 @@ class Discovery:
         return None
 
     def throttled(self, now: float, *, sent_at: float, pause_s: float, since: float) -> str | None:
-        """Learn from a 429 whose request is off the ledger already and that asks for a pause of a window.
+        """Learn from a 429 whose pause is as long as a window. Its request was removed from the ledger before.
 
-        `since`: when the server began to throttle.
+        `since` is when the server began to throttle. Returns a log message if the limit changed or is confirmed.
         """
         if self.refused:
             self.refused = False
             self._word_at = now + pause_s
             confirmed = self.origin == "throttled" and self._patience == 2
-            return (
-                f"its limit is really {self.ledger.limit:g} {self._unit} in {self.window_s:g} s" if confirmed else None
-            )
+            if not confirmed:
+                return None
+            return f"measured limit confirmed: {self.ledger.limit:g} {self._unit} in {self.window_s:g} s"
         if sent_at <= self.learned_at:
             if self.origin == "throttled":
                 self.ledger.limit = max(1.0, self.ledger.limit - 1.0)
@@ -181,16 +187,19 @@ class Discovery:
         self._patience = 1
         self._test_at = math.inf
         if accepted < 1:
-            return f"it throttles, and accepted nothing in the last {self.window_s:g} s: one request at a time tries it"
+            return f"throttled, and no request accepted in the last {self.window_s:g} s: sending one request at a time"
         return (
-            f"it accepted {self.ledger.limit:g} {self._unit} in the last {self.window_s:g} s before it throttled:"
-            " taken to be its limit"
+            f"accepted {self.ledger.limit:g} {self._unit} in the last {self.window_s:g} s before a 429:"
+            " using this as the limit"
         )
 
     def announced(
         self, limit: float, remaining: float | None, reset_s: float | None, *, in_flight: float, share: int, now: float
     ) -> str | None:
-        """Take in what a reply announced; `share` processes use the source, this one with `in_flight` under way."""
+        """Apply the limit that a reply announced; return a log message if that changed the limit or its window.
+
+        `share` processes use the source; `in_flight` is the amount that this process has in flight.
+        """
         words = None
         if limit != self._announced:
             self._announced = limit
@@ -202,17 +211,17 @@ class Discovery:
                 self._patience = 1
                 self._test_at = now + self.window_s
                 self._resets_since = now
-                words = f"it announces a limit of {limit:g} {self._unit} in {self.window_s:g} s"
+                words = f"announced limit: {limit:g} {self._unit} in {self.window_s:g} s"
         if self.origin != "announced" or remaining is None:
             return words
         used = max(0.0, limit - remaining)
         if reset_s is not None:
             told_s = self._window_told(limit, used, reset_s, now)
             if told_s is not None and told_s > self.window_s:
-                # A longer window can stop a source for long, so several replies have to state it.
+                # A longer window can stop a source for long, so several replies must state it.
                 said_s, times = self._window_said
                 self._window_said = (told_s, times + 1 if told_s == said_s else 1)
-                if self._window_said[1] < _WITNESSES:
+                if self._window_said[1] < _REPLIES_NEEDED:
                     told_s = None
             elif told_s is None:
                 self._window_said = (0.0, 0)
@@ -220,7 +229,7 @@ class Discovery:
                 self.window_s = told_s
                 self.ledger.change_window(told_s, now)
                 self._test_at = now + self._patience * told_s
-                words = f"it announces a limit of {limit:g} {self._unit} in {told_s:g} s"
+                words = f"announced limit: {limit:g} {self._unit} in {told_s:g} s"
         if used + in_flight < self.ledger.limit and self.ledger.forgive(used + in_flight, now):
             self._doubts = 0
             self._corrected = True
@@ -242,16 +251,18 @@ class Discovery:
         self._word_at = self._test_at = math.inf
         if self.origin:
             self._test_at = now + self.window_s
-        again = f"back to {self.ledger.limit:g}" if self.origin else "no limit until it throttles again"
-        return f"it takes more than {refuted:g} {self._unit} in {self.window_s:g} s: {again}"
+        change = f"limit raised back to {self.ledger.limit:g}" if self.origin else "no limit until the next 429"
+        return f"accepted more than {refuted:g} {self._unit} in {self.window_s:g} s: {change}"
 
     def _window_told(self, limit: float, used: float, reset_s: float, now: float) -> float | None:
-        """The window that announcements tell: seconds, or None where they tell none.
+        """Infer the window in seconds from announcements; None if they do not determine it.
 
-        A bucket says how long it takes to fill what is used (of 5000, 1 used: 12 ms), so `limit / used` times that is
-        its window. Others say how long until all is free, which happens to look the same for one value of `used`, and
-        not for twice as much. Of those the window is at least that long; and it is no longer where that was never
-        more in a whole window, while the server's books had to correct ours.
+        A token bucket announces the time to refill what is used (1 used of 5000: 12 ms), so its window is that time
+        times `limit / used`. Other servers announce the time until everything is free. One value of `used` can look
+        alike for both, two values that differ by a factor of two cannot.
+
+        A window of the other kind is at least as long as every announced reset. It is taken as no longer than the
+        longest reset of a whole window, if the server's `remaining` had to correct the ledger in that time.
         """
         if used >= 1:
             refill_s = reset_s * limit / used
@@ -278,7 +289,7 @@ class Discovery:
         )
 
     def abandon(self, now: float) -> None:
-        """Forget a probe under way: its event loop was closed."""
+        """Drop a probe in flight, because its event loop was closed."""
         if self._probing:
             self._probing = False
             self._test_at = now

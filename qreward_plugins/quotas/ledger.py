@@ -1,17 +1,17 @@
-"""What was spent of a limit, as a ledger of a sliding window.
+"""Records what was spent of a limit in a sliding window.
 
-A provider's limit is "at most L in any window of W seconds". The fastest way to keep it is to spend what is left at
-once and to go on as entries leave the window; pacing the same rate evenly makes batches finish later. The ledger
-therefore remembers every entry of the last window, and can say when an amount will fit, and how much will fit by then.
+A provider's limit is "at most L in any window of W seconds". The fastest way to use it is to spend what is left at once
+and go on as entries leave the window; pacing the same rate evenly makes batches finish later. The ledger keeps every
+entry of the last window, and computes when an amount fits and how much fits until a given time.
 
-An amount is held from the moment it is reserved, and begins to age only when it is stamped: a server counts a request
-when it arrives and a completion when it is written, and both can be later than any window after the reservation (a slow
-connection, a long answer). `MARGIN_S` covers how much the way to the server may vary between two requests.
+An amount is held from its reservation and enters the window only when it is stamped. A server counts a request when it
+arrives and a completion when it is written, and both can be more than a window after the reservation (slow connection,
+long answer). `MARGIN_S` covers the variation of the network delay between two requests.
 
-Entries are plain numbers in lists, oldest first; running sums are kept as far as somebody asked for them, so that both
-questions are a binary search. A ledger without a limit keeps its books, too: a limit may be learned or declared later,
-and what was spent by then counts. Entries are kept a minute at least for that reason, and where there are thousands of
-them, those of one grain of time become one, which counts from the latest: memory is bounded at any rate.
+Entries are numbers in lists, oldest first. Running sums are computed on demand, so that both queries are a binary
+search. A ledger without a limit records entries, too: a limit may be learned or declared later, and earlier entries
+count for it. Entries are therefore kept for at least `_KEPT_S`. To bound memory, entries beyond `_MANY` that fall into
+one `_grain_s` are merged, and the merged entry counts from the latest of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from bisect import bisect_left, bisect_right
 from itertools import accumulate
 
 MARGIN_S = 0.15
+"""Seconds that are added to every window, for the variation of the network delay."""
 
 _KEPT_S = 60.0
 _MANY = 4096
@@ -56,11 +57,11 @@ class Ledger:
     def __init__(self, limit: float = math.inf, window_s: float = 60.0) -> None:
         self.limit = limit
         self.held = 0.0
-        """What is reserved and does not age yet."""
+        """Amount that is reserved and not stamped yet."""
         self._at: list[float] = []
         self._amounts: list[float] = []
         self._sums: list[float] = []
-        self._first = 0  # of the entries in the window
+        self._first = 0  # index of the first entry in the window
         self._in_window = 0.0
         self._dropped = 0
         self._dropped_amount = 0.0
@@ -69,21 +70,20 @@ class Ledger:
         self._set_window(window_s)
 
     def spent(self, now: float) -> float:
-        """What was spent in the window that ends now, and what is held."""
+        """Return the amount spent in the window that ends now, plus what is held."""
         self._forget(now)
         return self._in_window + self.held
 
     def share(self, now: float) -> float | None:
-        """What is spent, as a share of the limit; None where there is no limit."""
+        """Return the spent part of the limit as a fraction; None if there is no limit."""
         if self.limit == math.inf:
             return None
         return self.spent(now) / self.limit if self.limit else 1.0
 
     def wait_s(self, amount: float, now: float) -> float:
-        """Seconds until `amount` fits, at the earliest: 0 if it does now, infinity if it is more than the limit.
+        """Return the least seconds until `amount` fits: 0 if it fits now, infinity if it exceeds the limit.
 
-        Where it would have to wait for what is held, the answer is a whole window, because that may begin to age any
-        moment.
+        If it must wait for a held amount, the result is a whole window, because that amount may be stamped at any time.
         """
         limit = self.limit
         if limit == math.inf or amount <= 0:
@@ -102,9 +102,10 @@ class Ledger:
         return max(self._at[first] + self.window_s - now, _SHORTEST_WAIT_S)
 
     def capacity(self, until: float, amount: float, now: float) -> float:
-        """How many requests of `amount` each can be sent in [now, until], spending the window as soon as it allows.
+        """Return how many requests of `amount` each can be sent in [now, until] if each is sent as early as possible.
 
-        What ages out is spent again, and ages out again a window later. What is held is taken to age from now.
+        Capacity that leaves the window is spent again, and leaves it again one window later. Held amounts count as
+        stamped now.
         """
         if until < now:
             return 0.0
@@ -119,11 +120,11 @@ class Ledger:
         return windows * math.floor(self.limit / amount + _ROUNDING) + max(0, math.floor(free / amount + _ROUNDING))
 
     def hold(self, amount: float) -> None:
-        """Reserve `amount`, whether it fits or not: asking first is the caller's part."""
+        """Reserve `amount` without a check. The caller checks `wait_s` first."""
         self.held += amount
 
     def stamp(self, amount: float, now: float) -> int:
-        """Let `amount` of what is held begin to age. Returns the number of its entry, for `amend`."""
+        """Move `amount` from held into the window. Returns the number of its entry, for `amend`."""
         if amount <= 0:
             return -1
         self._forget(now)
@@ -144,7 +145,7 @@ class Ledger:
         return self._dropped + last
 
     def amend(self, entry: int, by: float) -> None:
-        """Change the amount of an entry, once it is known what it really was. An entry long gone is left alone."""
+        """Add `by` to the amount of an entry, when the real usage is known. Ignores entries that are not kept."""
         index = entry - self._dropped
         if index < 0 or not by:
             return
@@ -154,19 +155,19 @@ class Ledger:
         del self._sums[index:]
 
     def stamp_all(self, now: float) -> None:
-        """Let everything that is held begin to age: nobody is left who would stamp it."""
+        """Move everything held into the window, after the event loop that would stamp it was closed."""
         self.stamp(self.held, now)
 
     def since(self, moment: float) -> float:
-        """What was spent after `moment`, and what is held."""
+        """Return the amount spent after `moment`, plus what is held."""
         return math.fsum(self._amounts[bisect_right(self._at, moment) :]) + self.held
 
     def outlook(self, now: float) -> tuple[tuple[float, float], ...]:
-        """What is spent, as (seconds until it leaves the window, amount), in at most some sixty parts, each of which
-        has left by then; what is held leaves at no time that could be told: infinity.
+        """Return what is spent as (seconds until it has left the window, amount), in about `_OUTLOOK` parts at most.
+        The seconds of a held amount are infinity.
 
-        What was spent at about the same time is one part. Were it so many entries each, a part could hold the last of
-        one burst and the first of the next, and would be told to leave a whole window too late.
+        Entries are grouped by time, not by number. A group of a fixed number could hold the end of one burst and the
+        start of the next, and would leave up to a window too late.
         """
         self._forget(now)
         at, parts, start = self._at, [], self._first
@@ -181,7 +182,7 @@ class Ledger:
         return tuple(parts)
 
     def forgive(self, down_to: float, now: float) -> bool:
-        """Forget the oldest of what was spent until `down_to` is left; return whether there was anything to forget."""
+        """Remove the oldest entries until `down_to` is left; return False if there was nothing to remove."""
         self._forget(now)
         first, end = self._first, len(self._at)
         excess = self._in_window + self.held - down_to
@@ -199,10 +200,10 @@ class Ledger:
         return True
 
     def change_window(self, window_s: float, now: float) -> None:
-        """Count over windows of another length from now on.
+        """Change the length of the window.
 
-        What a longer window reaches back to and is no longer remembered counts as if it had been spent at the last
-        moment that was not remembered: too early to send again is never an option.
+        A longer window may reach back to entries that are no longer kept. They count at the time of the latest of them,
+        which is the safe side: no capacity is reported too early.
         """
         self._set_window(window_s)
         self._first = bisect_right(self._at, now - self.window_s)
@@ -242,11 +243,11 @@ class Ledger:
             del self._at[:count], self._amounts[:count]
             self._sums.clear()
             self._first -= count
-        # As many again as are left: the work stays in proportion to the entries.
+        # Tidies again after as many entries as are left, so that its cost stays proportional to the entries.
         self._tidy_at = self._first + max(_TIDY_AT, len(self._at))
 
     def _summed(self) -> list[float]:
-        """Running sums of all amounts that are kept."""
+        """Return the running sums of all kept amounts."""
         sums, done = self._sums, len(self._sums)
         if done < len(self._amounts):
             start = sums.pop() if done else 0.0

@@ -1,9 +1,9 @@
-"""Even pacing, for servers that refill a bucket, and the decision whether a server does.
+"""Even pacing for servers that use a token bucket, and the detection of such servers.
 
-A server that throttles, again and again within a window, a client that keeps clearly below its limits does not count a
-sliding window: it refills a bucket. A storm of 429s, or another client with the same key, looks alike for a while, and
-pacing costs a third of the speed; so it is on trial. After two windows the source is asked to take bursts again; if it
-throttles again, pacing comes back for twice as long as the last time.
+A server that repeatedly throttles a client clearly below its limits within one window uses a token bucket, not a
+sliding window. A 429 storm, or another client with the same API key, looks alike for a while, and pacing costs a third
+of the speed. So pacing ends after two windows as a trial. If the server throttles again, pacing returns for twice as
+long.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections import deque
 
 JITTER_S = 0.05
-"""How much the ways of two requests to the server may differ: a bucket refuses the one that comes too early."""
+"""How much the network delays of two requests may differ, in seconds: a bucket rejects a request that comes early."""
 
 _ROUNDING = 1e-9
 _THROTTLES = 3
@@ -21,9 +21,9 @@ _LONGEST_TERM_WINDOWS = 1024
 
 
 class Pace:
-    """Pacing with a small burst: the generic cell rate algorithm (ITU-T I.371), which needs one time stamp.
+    """Paces requests with a small burst by the generic cell rate algorithm (ITU-T I.371), whose state is one time.
 
-    `rate_per_s` requests per second, `burst` of them at once.
+    It allows `rate_per_s` requests per second, and `burst` of them at once.
     """
 
     __slots__ = ("_due", "_interval_s", "_tolerance_s")
@@ -33,31 +33,31 @@ class Pace:
         self._due = -math.inf
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the next request may go."""
+        """Return the seconds until the next request may be sent."""
         wait = self._due - self._tolerance_s - now
         return wait if wait > _ROUNDING else 0.0
 
     def capacity(self, until: float, now: float) -> float:
-        """How many requests may go in [now, until]."""
+        """Return how many requests may be sent in [now, until]."""
         if until < now:
             return 0.0
         spare_s = until + self._tolerance_s - max(self._due, now)
         return max(0.0, math.floor(spare_s / self._interval_s + _ROUNDING) + 1.0)
 
     def refilled_in_s(self, now: float) -> float:
-        """Seconds until the whole burst may go again."""
+        """Return the seconds until the bucket is full."""
         return max(0.0, self._due - now)
 
     def drained(self, now: float) -> float:
-        """Requests that the bucket is short of being full."""
+        """Return how many requests the bucket is below full."""
         return max(0.0, self._due - now) / self._interval_s
 
     def spend(self, now: float) -> None:
-        """Enter one request at `now`."""
+        """Record one request at `now`."""
         self._due = max(self._due, now) + self._interval_s
 
     def change(self, rate_per_s: float, burst: int, now: float) -> None:
-        """Pace at another rate; requests that went too early for it still count."""
+        """Change rate and burst. Requests that were sent before still count."""
         drained = self.drained(now)
         self._set(rate_per_s, burst)
         self._due = now + drained * self._interval_s
@@ -66,13 +66,13 @@ class Pace:
         self._interval_s = 1.0 / rate_per_s
         self._tolerance_s = (burst - 1) * self._interval_s - JITTER_S
         if self._tolerance_s < 0:
-            # A burst too small to hold the jitter is made up for by a slower pace.
+            # A burst too small to absorb the jitter needs a slower pace.
             self._interval_s -= self._tolerance_s
             self._tolerance_s = 0.0
 
 
 class BucketEvidence:
-    """Throttling that nothing but a bucket explains, and for how long the source is paced because of it."""
+    """Detects a token bucket from unexplained 429s, and decides how long the source is paced."""
 
     __slots__ = ("_term_windows", "_throttled_at", "_trial", "paced_until")
 
@@ -83,7 +83,7 @@ class BucketEvidence:
         self.paced_until = -math.inf
 
     def throttled(self, now: float, window_s: float) -> bool:
-        """Note a 429 below all limits; return whether the source has to be paced from now on."""
+        """Record a 429 below all limits; return whether the source is paced from now on."""
         throttled_at = self._throttled_at
         throttled_at.append(now)
         if len(throttled_at) < _THROTTLES or now - throttled_at[0] > window_s:

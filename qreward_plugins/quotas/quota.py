@@ -1,9 +1,8 @@
-"""What one source still allows: requests and tokens per window, and concurrency, behind one question and one answer.
+"""The quota of one source: requests and tokens per window, and concurrency.
 
-The scheduler asks `wait_s` and then takes a `Reservation`, in one step of the event loop, so that nothing can come in
-between. Declared limits are law: nothing that a server says or does ever raises them. What is not declared is learned
-from what the server announces and throttles (discovery.py, concurrency.py), and what was learned lives as long as the
-quota: the provider does not forget from step to step either.
+The scheduler calls `wait_s` and then `reserve` in one step of the event loop, so that no other call comes in between.
+A declared limit is never raised by what a server announces or does. A limit that is not declared is learned from
+announcements and 429s (discovery.py, concurrency.py) and kept as long as the quota lives.
 """
 
 from __future__ import annotations
@@ -34,9 +33,9 @@ _WITHDRAWN = 4096
 class Quota:
     """The quota of one source, kept in this process.
 
-    `processes` is the number of processes that share the source's limits; this one takes an equal part. `slots` is how
-    many requests the source can work on at once in this process, if that is bounded. Raises `ConfigurationError` when
-    the part is less than one request or one unit of concurrency.
+    `processes` is the number of processes that share the source's limits; this one takes an equal part. `slots` is the
+    number of requests that the source can process at once in this process, None if unbounded. Raises
+    `ConfigurationError` if the part is less than one request or one unit of concurrency.
     """
 
     def __init__(self, limits: Limits, *, source: str, processes: int = 1, slots: int | None = None) -> None:
@@ -46,16 +45,16 @@ class Quota:
         self._limits = limits
         self._shares = shares(limits, source=source, processes=processes, slots=slots)
         self.valid_until = math.inf
-        """When everything that is allowed here ends by itself, in seconds of the clock that all methods are given."""
+        """When this process's quota expires, in seconds of the clock of `now`; infinity if never."""
         self.in_flight = 0
         self.epoch = 0
-        """Counts the event loops that were closed under requests in flight; what those still say is not heard."""
+        """Number of event loops closed with requests in flight. Reservations of an earlier epoch are ignored."""
         self.requests = Ledger(self._shares.requests, self._shares.window_s)
         self.tokens = Ledger(self._shares.tokens, self._shares.tokens_window_s)
         self.found_requests: Discovery | None = None
         self.found_tokens: Discovery | None = None
         self.concurrency = 1
-        """What may be in flight now: declared, the source's slots, or learned."""
+        """Largest number of requests in flight: declared, the source's slots, or learned."""
         self._window: ConcurrencyWindow | None = None
         self._tokens_in_flight = 0.0
         self._pace: Pace | None = None
@@ -73,26 +72,26 @@ class Quota:
         if limits.window == "bucket":
             self._pace_until(math.inf)
 
-    # What is allowed
+    # Queries and reservations
 
     @property
     def rate_per_s(self) -> float:
-        """Requests per second that the declared or learned limit allows this process; infinity where there is none."""
+        """Requests per second that the declared or learned limit allows this process; infinity if there is none."""
         requests, window_s = self.per_window()
         return requests / window_s
 
     @property
     def burst(self) -> float:
-        """Requests that may be sent at once after a rest."""
+        """Number of requests that may be sent at once when the window is empty."""
         return self.requests.limit
 
     def per_window(self) -> tuple[float, float]:
-        """Requests that a window allows, declared or learned, and its length in seconds."""
+        """Return the declared or learned requests per window, and the length of the window in seconds."""
         found = self.found_requests
         return self.requests.limit, self._shares.window_s if found is None else found.window_s
 
     def tokens_per_window(self) -> float:
-        """Tokens that a window allows, declared or learned; infinity where there is no limit."""
+        """Return the declared or learned tokens per window; infinity if there is no limit."""
         return self.tokens.limit
 
     @property
@@ -104,13 +103,14 @@ class Quota:
         return self._shares.tokens
 
     def fits_ever(self, tokens: float) -> bool:
-        """Whether a request that takes `tokens` for certain can ever be sent under the declared limit."""
+        """Return whether a request that needs at least `tokens` can ever be sent under the declared limit."""
         return tokens <= self.most_tokens
 
     def wait_s(self, tokens: float, now: float) -> float:
-        """Seconds until a request of `tokens` may be sent.
+        """Return the seconds until a request of `tokens` may be sent.
 
-        0: now. Infinity: no time can be told, because it waits for a request in flight to end, or it never fits.
+        0 if it may be sent now. Infinity if the time is unknown, because it must wait for a request in flight to end,
+        or if it never fits.
         """
         if self.in_flight >= self.concurrency:
             return math.inf
@@ -128,7 +128,7 @@ class Quota:
         return wait
 
     def _declared_wait_s(self, unit: Unit, amount: float, now: float) -> float:
-        """Seconds until `amount` fits a declared limit, or the lower one that the server announces."""
+        """Return the seconds until `amount` fits the declared limit, or a lower one that the server announces."""
         ledger, ceiling = (self.requests if unit == "requests" else self.tokens), self._ceilings[unit]
         if ceiling.limit == math.inf:
             return ledger.wait_s(amount, now)
@@ -142,11 +142,11 @@ class Quota:
             ledger.limit = kept
 
     def _part(self, unit: Unit) -> float:
-        """This process's share of the declared limit."""
+        """Return this process's part of the declared limit."""
         return self._shares.requests if unit == "requests" else self._shares.tokens
 
     def _keep_to_ceilings(self, now: float) -> None:
-        """Scale this process's shares of the declared limits down to the lower limits that the server announces."""
+        """Scale this process's parts of the declared limits down to lower limits that the server announces."""
         units: tuple[tuple[Unit, Ledger], ...] = (("requests", self.requests), ("tokens", self.tokens))
         for unit, ledger in units:
             part, whole = self._part(unit), self._declared(unit)
@@ -161,8 +161,8 @@ class Quota:
             ledger.limit = scaled
 
     def capacity(self, until: float, tokens: float, now: float) -> float:
-        """How many requests of `tokens` each the windows and the pacing allow to be sent in [now, until], in
-        O(log n). Concurrency is not looked at. Infinity: no limit.
+        """Return how many requests of `tokens` each may be sent in [now, until] by windows and pacing; infinity if
+        there is no limit. Ignores concurrency. Takes O(log n).
         """
         most = math.inf
         if self.requests.limit != math.inf:
@@ -177,7 +177,7 @@ class Quota:
     def reserve(
         self, prompt_tokens: float, completion_tokens: float, now: float, *, beside: bool = False
     ) -> Reservation:
-        """Take what one attempt needs at most. `beside`: it runs beside those that `concurrency` bounds."""
+        """Reserve the most that one attempt can need. `beside` exempts it from the concurrency limit."""
         reservation = Reservation(self, prompt_tokens, completion_tokens, beside=beside)
         tokens = prompt_tokens + completion_tokens
         found = self.found_requests
@@ -201,17 +201,17 @@ class Quota:
         return reservation
 
     def _beyond(self, unit: Unit, amount: float, now: float) -> bool:
-        """Whether `amount` exceeds the announced limit, so that its request is the probe of the ceiling."""
+        """Return whether `amount` exceeds the announced limit, and if so record its request as the probe of it."""
         ledger, ceiling = (self.requests if unit == "requests" else self.tokens), self._ceilings[unit]
         if ceiling.limit == math.inf or ledger.wait_s(min(amount, ledger.limit), now) <= 0:
             return False
         ceiling.probes()
         return True
 
-    # What the server does and says
+    # Results, 429s and announcements
 
     def withdraw(self, request_entry: int, prompt_entry: int, prompt_tokens: float) -> None:
-        """For `Reservation.release`: take a request that the server rejected off the books of undeclared limits."""
+        """Remove a rejected request from the ledgers of undeclared limits. Called by `Reservation.release`."""
         requests = request_entry if self.found_requests is not None else -1
         tokens = prompt_entry if self.found_tokens is not None else -1
         self.requests.amend(requests, -1.0)
@@ -220,11 +220,11 @@ class Quota:
             self._withdrawn.append((requests, tokens, prompt_tokens))
 
     def raised(self, tokens: float) -> None:
-        """Note that the reservation of a request in flight was raised by `tokens`."""
+        """Record that the reservation of a request in flight was raised by `tokens`."""
         self._tokens_in_flight += tokens
 
     def ended(self, reservation: Reservation, now: float, rejected: bool) -> None:
-        """For `Reservation.release`: note the end of an attempt."""
+        """Record the end of an attempt. Called by `Reservation.release`."""
         self._tokens_in_flight -= reservation.tokens
         sent_at, words = reservation.sent_at, None
         if self.found_requests is not None and self.found_requests.origin:
@@ -244,14 +244,14 @@ class Quota:
                 sent = sent_at > -math.inf
                 if ceiling.probed(now, sent=sent, rejected=rejected, window_s=window_s):
                     self._keep_to_ceilings(now)
-                    words = f"it takes more than the {before:g} {unit} that it announces: back to the declared limit"
+                    words = f"accepted more than the announced {before:g} {unit}: back to the declared limit"
         self._words = words or self._words
 
     def answered(self, now: float, *, sent_at: float | None = None) -> None:
-        """Note a success: it grows a learned concurrency while that is really used.
+        """Record a success. It raises a learned concurrency that is fully used.
 
-        `sent_at` is when its request was sent, where that is known: an answer to a request from before the last cut
-        is no evidence that the server accepts requests again.
+        `sent_at` is when its request was sent; None counts as `now`. An answer to a request from before the last cut
+        does not show that the server accepts requests again.
         """
         sent_at = now if sent_at is None else sent_at
         if self._nothing_accepted_since is not None and sent_at >= self._nothing_accepted_since:
@@ -261,19 +261,19 @@ class Quota:
             self.concurrency = int(self._window.size)
 
     def timed_out(self, now: float, *, sent_at: float) -> None:
-        """Note that a request got no answer in time: a source that queues what it cannot work on throttles nobody, and
-        is overrun all the same, so a learned concurrency is cut as by a 429.
+        """Record that a request timed out. Cuts a learned concurrency as a 429 does, because an overloaded source may
+        queue requests without a 429.
         """
         window = self._window
         if window is not None and window.throttled(now, sent_at, self.in_flight):
             self.concurrency = int(window.size)
 
     def throttled(self, now: float, *, sent_at: float, retry_after_s: float | None) -> str | None:
-        """Learn from a 429, after its reservation was released with `rejected=True`; return words for the log where
-        something was learned.
+        """Learn from a 429, after its reservation was released with `rejected=True`. Return a log message if a limit
+        changed.
 
-        A pause of 1.5 s and more is one that only a window needs. Without such a word the same is known once nothing
-        was accepted for that long and nothing else is in flight. Otherwise it is taken to be about concurrency.
+        The 429 is attributed to a window if it asks for a pause of 1.5 s or more, or if no request was accepted for
+        that long and none is in flight. Otherwise it is attributed to concurrency.
         """
         self._throttled += 1
         if self._nothing_accepted_since is None or now - self._throttled_at > WINDOW_S:
@@ -290,21 +290,21 @@ class Quota:
         seen = silent_s >= _PAUSE_OF_A_WINDOW_S and self.in_flight == 0
         found = self.found_requests
         if found is not None and told and self.in_flight > 0 and now - found.refuted_at < found.window_s:
-            told = False  # it said so before, and no window was behind it
+            told = False  # an earlier pause of this source proved not to come from a window
         if found is not None and (told or seen):
             return found.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since) or words
         words = self._bucket_found(now) or words
         window = self._window
         if window is not None and not told and window.throttled(now, sent_at, self.in_flight):
             self.concurrency = int(window.size)
-            words = words or f"it throttles: at most {self.concurrency} requests in flight from now on"
+            words = words or f"throttled: at most {self.concurrency} requests in flight from now on"
         return words
 
     def announced(self, announced: Mapping[str, float], now: float) -> str | None:
-        """Take in the limits that a reply stated (`Reply.announced`); return words for the log where that is news.
+        """Apply the limits that a reply announced (`Reply.announced`). Return a log message if a limit changed.
 
-        What is not declared is learned from them, and of a declared limit and an announced one the lower is kept to;
-        both as soon as several replies say the same.
+        An undeclared limit is learned from them. A declared limit is replaced by a lower announced one. Both need
+        several replies that announce the same.
         """
         words, self._words = self._words, None
         units: tuple[tuple[Unit, Discovery | None, float], ...] = (
@@ -315,7 +315,7 @@ class Quota:
             limit = announced.get(f"{unit}_per_window")
             remaining, news = announced.get(f"{unit}_remaining"), None
             if limit is None or limit < 1 or (remaining is not None and remaining > limit):
-                limit = remaining = None  # nothing, or nonsense
+                limit = remaining = None  # none, or inconsistent
             else:
                 self._announced[unit] = limit
             if found is not None:
@@ -338,29 +338,27 @@ class Quota:
         under_way: float,
         now: float,
     ) -> str | None:
-        """Note what a reply announces of a declared limit; return words for the log if that changes the ceiling."""
+        """Record what a reply announces of a declared limit; return a log message if that changes the ceiling."""
         ledger, declared = (self.requests if unit == "requests" else self.tokens), self._declared(unit)
         if limit is not None and remaining is not None and limit < declared:
             ours, theirs = ledger.spent(now) - under_way, limit - remaining
             if ours > theirs + max(2.0, 0.1 * theirs):
-                limit = None  # it obviously counts over shorter windows
+                limit = None  # the server counts over a shorter window
             elif remaining > limit / 2:
-                return None  # too little is used to tell
+                return None  # too little is used to tell which window it counts
         window_s = self._shares.window_s if unit == "requests" else self._shares.tokens_window_s
         ceiling = self._ceilings[unit]
         if not ceiling.set(self._heard[unit].note(limit), declared=declared, window_s=window_s, now=now):
             return None
         self._keep_to_ceilings(now)
         if ceiling.limit == math.inf:
-            return f"it announces no lower limit of {unit} any more: back to the declared {declared:g}"
-        return (
-            f"it announces a limit of {ceiling.limit:g} {unit} where {declared:g} are declared: kept to the lower one"
-        )
+            return f"no lower limit of {unit} announced any more: back to the declared {declared:g}"
+        return f"announced limit of {ceiling.limit:g} {unit} is below the declared {declared:g}: the lower one applies"
 
     def retune(self, limits: Limits, now: float) -> None:
-        """Change the declared limits while requests are under way; what was spent stays spent.
+        """Change the declared limits while requests are in flight. What was spent stays spent.
 
-        Raises `ConfigurationError`, and changes nothing, when this process's part would be less than one.
+        Raises `ConfigurationError` and changes nothing if this process's part would be less than one.
         """
         new = shares(limits, source=self._source, processes=self._processes, slots=self._slots)
         self._limits, self._shares = limits, new
@@ -384,7 +382,7 @@ class Quota:
         self._keep_to_ceilings(now)
 
     def forget_in_flight(self, now: float) -> None:
-        """Take requests in flight to have ended: their event loop was closed under them."""
+        """Count all requests in flight as ended, after their event loop was closed."""
         self.in_flight = 0
         self._tokens_in_flight = 0.0
         self.epoch += 1
@@ -397,7 +395,7 @@ class Quota:
             ceiling.abandon(now)
 
     def use(self, now: float) -> QuotaUse:
-        """A snapshot of what is in use."""
+        """Return a snapshot of the usage."""
         found, tokens, window = self.found_requests, self.found_tokens, self._window
         return QuotaUse(
             in_flight=self.in_flight,
@@ -415,11 +413,11 @@ class Quota:
         )
 
     def _declared(self, unit: Unit) -> float:
-        """The whole declared limit of which this process has a part."""
+        """Return the whole declared limit, of all processes."""
         return self._part(unit) * self._processes
 
     def _learn_what_is_undeclared(self) -> None:
-        """Set up the learning of every limit that is not declared, and end it where it is; keep what was learned."""
+        """Start learning of each limit that is not declared, stop it for each that is, and keep what was learned."""
         declared = self._shares
         if declared.requests < math.inf:
             self.found_requests = None
@@ -437,7 +435,7 @@ class Quota:
             self.concurrency = int(self._window.size)
 
     def _count_rejected(self, *, requests: bool, tokens: bool) -> None:
-        """Put what was rejected back on the books of limits that are declared from now on."""
+        """Count rejected requests again at limits that are declared from now on."""
         still_off = deque[tuple[int, int, float]](maxlen=_WITHDRAWN)
         for request, prompt, prompt_tokens in self._withdrawn:
             if requests:
@@ -457,7 +455,7 @@ class Quota:
             self._paced_until = until
 
     def _bucket_found(self, now: float) -> str | None:
-        """Note a 429 that neither requests nor tokens nor concurrency explain; words where pacing starts."""
+        """Record a 429 that no other limit explains; return a log message if pacing starts."""
         if self._limits.window != "auto" or self._shares.requests == math.inf or now < self._paced_until:
             return None
         for ledger in (self.requests, self.tokens):
@@ -472,6 +470,6 @@ class Quota:
         self._pace = None
         self._pace_until(self._evidence.paced_until)
         return (
-            "it throttles requests that keep to its declared limits, as a token bucket does, so they are paced for"
-            f" {self._paced_until - now:.0f} s (`window: bucket` starts that way)"
+            "throttled below its declared limits, as by a token bucket: requests are paced for"
+            f" {self._paced_until - now:.0f} s (set `window: bucket` to pace from the start)"
         )

@@ -1,9 +1,10 @@
-"""What one attempt holds of a quota, from before it is sent until the source is done with it.
+"""The part of a quota that one attempt holds, from before it is sent until it ends.
 
-Tokens are reserved as an upper bound (prompt plus the longest completion asked for) and settled with the real usage as
-soon as it is known: what a limit forbids never happens, and what was reserved in vain is free again after one latency
-rather than one window. A request and its prompt count from when they are written, a completion from when it has come:
-servers count it somewhere in between, and a long answer may well outlast the window in which it was asked for.
+Tokens are reserved as an upper bound (prompt plus longest possible completion) and settled with the real usage when it
+is known. So the limit is never exceeded, and unused tokens are free after one latency, not after one window.
+
+A request and its prompt count from when they are written, a completion from when it has arrived. Servers count the
+completion somewhere in between, and a long answer may outlast the window of its request.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Reservation:
-    """The part of a quota that one attempt holds. Release it exactly once, whatever became of the attempt."""
+    """The part of a quota that one attempt holds. Release it once, however the attempt ends."""
 
     __slots__ = (
         "_completion",
@@ -37,7 +38,7 @@ class Reservation:
     def __init__(self, quota: Quota, prompt_tokens: float, completion_tokens: float, *, beside: bool = False) -> None:
         self._quota = quota
         self.beside = beside
-        """Whether it holds no concurrency."""
+        """Whether the attempt is exempt from the concurrency limit."""
         self._epoch = quota.epoch
         self._prompt = prompt_tokens
         self._completion = completion_tokens
@@ -45,20 +46,20 @@ class Reservation:
         self._prompt_entry = -1
         self.held = True
         self.sent_at = -math.inf
-        """When the request was written; minus infinity: it was not, as far as anybody said."""
+        """When the request was written; minus infinity if the source did not report that it was."""
         self.request_probe: Probe = ""
         self.token_probe: Probe = ""
-        """Whether it went although a learned limit forbade it, to find out whether that limit is right."""
+        """How the request relates to a learned limit: a probe exceeds it on purpose, to test it."""
 
     def sent(self, now: float) -> None:
-        """Note that the request was really written at `now`."""
+        """Record that the request was written at `now`."""
         if self.sent_at > -math.inf or not self.held or self._epoch != self._quota.epoch:
             return
         self.sent_at = now
         self._stamp(now)
 
     def raise_prompt(self, prompt_tokens: float) -> None:
-        """Hold more for the prompt, because it turned out that texts like it take more; never less."""
+        """Raise the tokens of the prompt, after similar texts took more than estimated. Never lowers them."""
         more = prompt_tokens - self._prompt
         if more <= 0 or not self.held or self._epoch != self._quota.epoch:
             return
@@ -77,11 +78,12 @@ class Reservation:
         completion_tokens: float | None = None,
         rejected: bool = False,
     ) -> None:
-        """Give the concurrency back and settle the tokens; None: unknown, the reserved amount stays spent.
+        """Give the concurrency back and settle the tokens. Tokens that are None are unknown: the reserved amount stays
+        spent.
 
-        `rejected`: the server throttled it. Then there is no completion. Under a declared limit the request and its
-        prompt stay spent, because providers count what they reject; under a learned one they do not, because what
-        was rejected says nothing of what is accepted.
+        `rejected` says that the server answered 429, so that there is no completion. Under a declared limit the request
+        and its prompt stay spent, because providers count rejected requests. Under a learned limit they do not, because
+        the limit is measured by what the server accepted.
         """
         if not self.held:
             return
@@ -90,7 +92,7 @@ class Reservation:
             self.held = False
             return
         if self.sent_at == -math.inf:
-            self._stamp(now)  # it may have been sent, whatever the source said
+            self._stamp(now)  # it may have been sent, although the source did not report it
         self.held = False
         quota.in_flight -= not self.beside
         tokens = quota.tokens
@@ -112,7 +114,7 @@ class Reservation:
 
     @property
     def tokens(self) -> float:
-        """Tokens reserved."""
+        """Number of tokens reserved."""
         return self._prompt + self._completion
 
     def _stamp(self, now: float) -> None:

@@ -1,8 +1,8 @@
-"""How many retries a source is worth: a share of its successes and a floor, so that a failing source is not buried.
+"""The retry budget of a source: a fraction of its successes and a constant rate, so that retries do not overload it.
 
-A retry is never forbidden, because every sample has its own bound on attempts and its deadline; it is put off until it
-is covered. What is taken beyond the balance is debt, and the next retry waits longer: a thousand requests that fail at
-once come back at ten a second, not in one wave.
+The budget delays retries and never forbids one, because the number of attempts and the deadline of a call bound them
+already. A retry beyond the balance is a debt, and each further one waits longer: after a thousand simultaneous failures
+the retries are sent at `FLOOR_PER_S`, not all at once.
 """
 
 from __future__ import annotations
@@ -11,13 +11,16 @@ import math
 from dataclasses import dataclass
 
 PER_SUCCESS = 0.2
+"""Retries that each success adds."""
 FLOOR_PER_S = 10.0
+"""Retries per second that are added whatever succeeds."""
 RESERVE = 100.0
+"""Largest balance."""
 
 
 @dataclass(frozen=True)
 class RetryUse:
-    """A snapshot. `balance`: retries covered in advance; negative: those that still wait for theirs."""
+    """A snapshot. `balance` is the number of retries that may be sent at once; negative if retries wait."""
 
     balance: float
     successes: int
@@ -27,10 +30,10 @@ class RetryUse:
 
 
 class RetryBudget:
-    """The retries of one source. It starts with a full reserve. Times are seconds of one monotonic clock.
+    """The retry budget of one source. It starts full. Times are seconds of one monotonic clock.
 
-    In any stretch of `t` seconds with `s` successes at most `RESERVE + FLOOR_PER_S * t + PER_SUCCESS * s` retries
-    become due that the budget was asked for in it.
+    In any `t` seconds with `s` successes, at most `RESERVE + FLOOR_PER_S * t + PER_SUCCESS * s` of the retries that are
+    requested in them become due.
     """
 
     __slots__ = ("_at", "_balance", "_longest_wait_s", "_put_off", "_retries", "_successes")
@@ -44,13 +47,13 @@ class RetryBudget:
         self._longest_wait_s = 0.0
 
     def earn(self, now: float) -> None:
-        """Note a success."""
+        """Record a success."""
         self._accrue(now)
         self._balance = min(RESERVE, self._balance + PER_SUCCESS)
         self._successes += 1
 
     def withdraw(self, now: float) -> float:
-        """Take one retry; return the seconds until it is covered, 0 for at once."""
+        """Take one retry; return the seconds until it may be sent, 0 for at once."""
         self._accrue(now)
         self._balance -= 1.0
         self._retries += 1
@@ -62,7 +65,7 @@ class RetryBudget:
         return wait_s
 
     def use(self, now: float) -> RetryUse:
-        """A snapshot."""
+        """Return a snapshot."""
         self._accrue(now)
         return RetryUse(self._balance, self._successes, self._retries, self._put_off, self._longest_wait_s)
 

@@ -1,8 +1,7 @@
-"""The quota of a source whose limits many processes share: the same ledgers, under shares that change.
+"""The quota of a source whose limits several processes share: the same ledgers, with shares that change.
 
-What the whole limit is decides what can ever be sent; what the share is decides what may be sent now, and only as long
-as it is valid. Forecasts take the larger of the share and an equal part, because a share that is small now is raised as
-soon as more is used.
+The share bounds what may be sent now, while it is valid. The whole limit bounds the size of a single request. Forecasts
+use the larger of the share and an equal part, because a small share is raised as soon as more is needed.
 """
 
 from __future__ import annotations
@@ -16,31 +15,31 @@ from ..config.models import Limits
 from .quota import Quota, Unit
 
 Resource: TypeAlias = Literal["requests", "tokens", "concurrency", "burst"]
-"""What is shared: requests and tokens of a window, requests in flight, and the requests that a bucket lets through at
-once, with as much of its rate."""
+"""What is shared: requests and tokens of a window, requests in flight, or the burst of a token bucket; a share of the
+burst includes the same share of the bucket's rate."""
 
 _ROUNDING = 1e-6
 
 
 class SharedQuota(Quota):
-    """The quota of one source, of which this process has a share: nothing, until it is given some by `resize`."""
+    """The quota of one source of which this process has a share. The share is zero until `resize` sets it."""
 
     def __init__(self, limits: Limits, *, source: str, slots: int | None = None) -> None:
         super().__init__(limits, source=source, slots=slots)
         self._whole = self._shares
         self.share: dict[Resource, float] = {}
-        """What this process may use of each declared limit."""
+        """This process's share of each declared limit."""
         self.valid_until = math.inf
-        """When the share ends by itself, in seconds of the clock that all methods are given."""
+        """When the share expires, in seconds of the clock of `now`."""
         self.resize({}, workers=1, now=-math.inf)
 
     @property
     def workers(self) -> int:
-        """How many share the source."""
+        """Number of workers that share the source."""
         return self._processes
 
     def limits(self) -> dict[Resource, tuple[float, float]]:
-        """What is shared: the declared limits, and the seconds of their windows (0: held until given back)."""
+        """Return the declared limits that are shared: (limit, window in seconds; 0: held until given back)."""
         whole = self._whole
         limits: dict[Resource, tuple[float, float]] = {}
         if self._limits.window == "bucket" and whole.requests < math.inf:
@@ -54,7 +53,7 @@ class SharedQuota(Quota):
         return limits
 
     def spent(self, resource: Resource, now: float) -> tuple[tuple[float, float], ...]:
-        """What this process has spent of a limit: (seconds until it leaves the window, amount)."""
+        """Return what this process has spent of a limit: (seconds until it leaves the window, amount)."""
         if resource == "requests":
             return self.requests.outlook(now)
         if resource == "tokens":
@@ -64,16 +63,17 @@ class SharedQuota(Quota):
         return ()
 
     def refilled_in_s(self, now: float) -> float:
-        """Seconds until the bucket, as far as it is this process's, is full again."""
+        """Return the seconds until this process's part of the bucket is full."""
         return self._pace.refilled_in_s(now) if self._pace is not None else 0.0
 
     def drained(self, now: float) -> float:
-        """How many requests the bucket, as far as it is this process's, is short of being full."""
+        """Return how many requests this process's part of the bucket is below full."""
         return self._pace.drained(now) if self._pace is not None else 0.0
 
     def resize(self, share: Mapping[Resource, float], *, workers: int, now: float) -> None:
-        """Keep to these shares from now on, and to nothing of what they do not name; what was spent stays spent.
-        `workers` is how many share the source.
+        """Set the shares of all declared limits, zero for those that `share` omits. What was spent stays spent.
+
+        `workers` is the number of workers that share the source.
         """
         whole = self._whole
         self.share = {resource: share.get(resource, 0.0) for resource in self.limits()}
@@ -133,12 +133,12 @@ class SharedQuota(Quota):
         finally:
             self._processes = processes
         self._whole = self._shares
-        # Of a limit that was not shared before there is nothing yet; of one that was lowered, no more than that.
+        # A limit that was not shared before starts with a share of zero; a lowered one caps its share.
         self.resize(
             {resource: min(kept.get(resource, 0.0), limit) for resource, (limit, _) in self.limits().items()},
             workers=processes,
             now=now,
         )
         if self._pace is not None and not self.share.get("burst", 1.0):
-            # What was sent is made up for at the least rate that can be given, as no share says which it is.
+            # Without a share of the bucket its rate is unknown, so earlier requests count at the lowest rate.
             self._pace.change(self._whole.pace_per_s / self._whole.burst, 1, now)

@@ -1,7 +1,7 @@
-"""The part of declared limits that one process may use.
+"""Computes the part of declared limits that one process may use.
 
-Where several processes share a source without talking to each other, each keeps to an equal share. A share that would
-be less than one is an error at start-up: rounding it up would break the limit.
+Processes that use a source without a keeper each get an equal part. A part below one is an error at start-up, because
+rounding it up would break the limit.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import ConfigurationError, Mistake
 
 @dataclass(frozen=True)
 class Shares:
-    """What is declared, as this process's part. Infinity or None: not declared."""
+    """This process's part of the declared limits. Infinity or None if not declared."""
 
     requests: float
     """Requests in a window of `window_s` seconds; a whole number."""
@@ -24,14 +24,14 @@ class Shares:
     """Tokens in a window of `tokens_window_s` seconds."""
     tokens_window_s: float
     concurrency: int | None
-    """Requests in flight: declared, or the slots of a source that has a number of them."""
+    """Requests in flight: declared, or the slots of the source if it has them."""
     pace_per_s: float
-    """Requests per second where they have to be paced."""
+    """Requests per second if requests are paced."""
     burst: int
 
 
 def shares(limits: Limits, *, source: str, processes: int, slots: int | None) -> Shares:
-    """Return this process's part of `limits`. Raises `ConfigurationError` where it is less than one."""
+    """Return this process's part of `limits`. Raises `ConfigurationError` if a part is less than one."""
     mistakes: list[Mistake] = []
     where = f"sources.{source}.limits"
     concurrency = limits.concurrency // processes if limits.concurrency is not None else slots
@@ -60,7 +60,7 @@ def shares(limits: Limits, *, source: str, processes: int, slots: int | None) ->
 def _too_small(where: str, key: str, value: float | None, processes: int) -> Mistake:
     return Mistake(
         f"{where}.{key}",
-        f"{value:g} cannot be shared by {processes} processes without breaking it: each would get less than one.",
+        f"{value:g} cannot be shared by {processes} processes: each would get less than one.",
         f"Use at most {max(1, math.floor(value or 1))} processes (verl: reward.num_workers, ROLL: world_size), or "
         "raise the limit.",
     )

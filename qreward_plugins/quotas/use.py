@@ -1,4 +1,4 @@
-"""A snapshot of a quota, for statistics and people."""
+"""A snapshot of a quota for statistics."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class QuotaUse:
-    """A snapshot: what of a quota is in use, and what was learned. Shares are of this process's part of the limit.
-    None: no such limit, or nothing learned.
+    """A snapshot of the usage and the learned limits of one quota.
+
+    `requests_share` and `tokens_share` are used fractions (0..1) of this process's part of the limit. A field is None
+    if there is no such limit, or none was learned.
     """
 
     in_flight: int
@@ -19,10 +21,10 @@ class QuotaUse:
     learned_requests_per_minute: float | None
     learned_tokens_per_minute: float | None
     learned_concurrency: float | None
-    """Set once the source throttled for it: until then it is a guess."""
+    """None until the source throttled for it: before that the concurrency is a guess."""
     learned_from: str
-    """Where the learned limit of requests comes from: "announced", "throttled" or empty."""
+    """Origin of the learned request limit: "announced", "throttled", or empty if none."""
     announced_requests_per_window: float | None
     announced_tokens_per_window: float | None
     throttled: int
-    """429s so far."""
+    """Number of 429s so far."""

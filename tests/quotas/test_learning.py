@@ -20,7 +20,7 @@ def test_a_window_is_learned_from_429s(client, server, retry_after):
     assert subject.quota.use(600).learned_from == "throttled"
     assert subject.rate(60, 600) >= 595
     assert subject.refused(120) <= 6
-    assert any(words and "taken to be its limit" in words for words in subject.words)
+    assert any(words and "using this as the limit" in words for words in subject.words)
 
 
 def test_a_small_window_is_learned_too(client, server):
@@ -87,7 +87,7 @@ def test_an_announced_limit_is_kept_without_a_429(client, server):
     assert subject.refused(0) == 0
     assert subject.rate(0, 60) >= 595
     assert subject.quota.use(60).learned_from == "announced"
-    assert any(words and "announces a limit of 600 requests in 60 s" in words for words in subject.words)
+    assert any(words and "announced limit: 600 requests in 60 s" in words for words in subject.words)
 
 
 @pytest.mark.parametrize("kind", ["bucket", "sliding", "fixed"])
@@ -119,7 +119,7 @@ def test_an_announced_limit_that_is_too_low_does_not_throttle_for_ever(client, s
     subject = client(server(600, announces=60)).run(600)
     assert subject.rate(0, 60) <= 62  # believed first
     assert subject.rate(120, 600) >= 590
-    assert any(words and "takes more than 60 requests" in words for words in subject.words)
+    assert any(words and "accepted more than 60 requests" in words for words in subject.words)
 
 
 def test_a_server_that_stops_to_announce_is_still_used(client, server):
@@ -200,7 +200,7 @@ def test_a_probe_that_is_throttled_confirms_the_limit_and_doubles_the_patience()
         assert found.reserved(1, now) == "probe"
         found.ended(now, sent_at=now, rejected=True, probe="probe")
         words = found.throttled(now, sent_at=now, pause_s=math.inf, since=now)
-        assert (words == "its limit is really 100 requests in 60 s") is (len(gaps) == 1)
+        assert (words == "measured limit confirmed: 100 requests in 60 s") is (len(gaps) == 1)
     assert found.ledger.limit == 100
     assert gaps[1] - gaps[0] >= 60
     assert gaps[2] - gaps[1] >= 120

@@ -315,7 +315,7 @@ def test_announced_tokens_are_learned_and_no_request_becomes_impossible():
     assert subject.announced({"tokens_per_window": 1000.0}, 0.0) is None
     subject.announced({"tokens_per_window": 1000.0}, 0.0)
     words = subject.announced({"tokens_per_window": 1000.0}, 0.0)
-    assert words == "it announces a limit of 1000 tokens in 60 s"
+    assert words == "announced limit: 1000 tokens in 60 s"
     assert subject.fits_ever(5000)
     assert subject.wait_s(5000, 0.0) == 0
     subject.reserve(400, 500, 0.0).release(0.0)

@@ -24,6 +24,16 @@ from .ending import end, forget
 from .errors import EngineError
 from .journal import Journal
 from .judges import JudgeRouter, Leaf
+from .observers import (
+    BatchLog,
+    EngineStatistics,
+    FailureLog,
+    Observer,
+    Observers,
+    Statistics,
+    load_observers,
+    with_names,
+)
 from .sample_check import named, read_sample
 from .samples import Outcome, Sample
 from .scheduling import Cutoff, Dispatcher, Lane, open_lanes
@@ -31,7 +41,7 @@ from .scoring import Scoring
 from .sharing import Channel, Membership, open_channel, source_keys
 from .sources import Source
 from .streaming import Stream
-from .telemetry import BatchReport, EngineCounters, EngineStatistics, Facts
+from .telemetry import BatchReport, Facts
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -54,6 +64,7 @@ class RewardEngine:
         `Config`. processes: how many processes share the sources' limits, where no keeper shares them out; this engine
         keeps to an equal part of each then. sources: opened sources by name, which take the place of those that the
         configuration would open. channel: the way to a keeper other than the one that `engine.shared` asks for.
+        observers: called with every event, after those that the configuration names; see `observers`.
 
     Raises `ConfigurationError` with every mistake of the configuration.
 
@@ -68,8 +79,14 @@ class RewardEngine:
         processes: int = 1,
         sources: Mapping[str, Source] | None = None,
         channel: Channel | None = None,
+        observers: Iterable[Observer] = (),
     ) -> None:
         self.config = load_config(config)
+        self._statistics = Statistics()
+        given = with_names(observers)
+        self._observers = Observers(
+            (self._statistics, FailureLog(), BatchLog()), [*load_observers(self.config.observers), *given]
+        )
         settings = self.config.engine
         channel = channel or open_channel(settings.shared)
         processes = 1 if settings.shared == "off" else processes
@@ -83,7 +100,6 @@ class RewardEngine:
         self._router = JudgeRouter(self.config, key=key)
         self._journal = Journal(settings.journal.path) if settings.journal else None
         self._reuse = bool(settings.journal and settings.journal.reuse)
-        self._counters = EngineCounters()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._scoring: Scoring | None = None
         self._closed = False
@@ -178,23 +194,14 @@ class RewardEngine:
 
         Samples that are scored one by one belong to one batch for as long as any of them is under way.
         """
-        return self._dispatcher.batches.last if self._dispatcher is not None else None
+        return self._statistics.last_batch
 
     def statistics(self) -> EngineStatistics:
         """A snapshot of what happened so far. Call it from the engine's event loop, or through the portal."""
-        counters = self._counters
-        now = self._dispatcher.now() if self._dispatcher else 0.0
-        return EngineStatistics(
-            submitted=counters.submitted,
-            scored=counters.scored,
-            failed=dict(counters.failed),
-            floors=dict(counters.floors),
-            cached=counters.cached,
-            attempts=counters.attempts,
-            waiting=self._dispatcher.waiting if self._dispatcher else 0,
-            sources={name: lane.statistics(now) for name, lane in self._lanes.items()},
-            waits=self._dispatcher.batches.waits.by_size() if self._dispatcher else None,
-        )
+        dispatcher = self._dispatcher
+        now = dispatcher.now() if dispatcher else 0.0
+        gauges = {name: lane.gauges(now) for name, lane in self._lanes.items()}
+        return self._statistics.snapshot(gauges, waiting=dispatcher.waiting if dispatcher else 0)
 
     def facts(self) -> Facts:
         """What turns this engine's outcomes into mappings whose keys are the same for every sample."""
@@ -242,6 +249,8 @@ class RewardEngine:
                 await self._close_all(step)
             except asyncio.CancelledError as cancelled:
                 interrupted = cancelled
+        if interrupted is None:
+            self._observers.close(loop.time())
         if self._journal is not None:
             try:
                 await self._journal.aclose()
@@ -301,10 +310,10 @@ class RewardEngine:
         self._loop, self._pid = loop, os.getpid()
         scoring = self._scoring = Scoring(
             self._router,
-            self._counters,
             sources={name: lane.source for name, lane in self._lanes.items()},
             journal=self._journal,
             reuse=self._reuse,
+            observers=self._observers,
         )
         scoring.dispatcher = Dispatcher(
             self._lanes,
@@ -314,6 +323,7 @@ class RewardEngine:
             keeps_late=self._journal is not None,
             on_cutoff=scoring.cut_off,
             on_pumped=self._membership.look if self._membership is not None else None,
+            observers=self._observers,
         )
         if self._membership is not None:
             self._membership.start(scoring.dispatcher)

@@ -48,13 +48,14 @@ class Pending:
         self.over = True
         if not self.future.done():
             self.future.set_result(outcome)
-        self._scoring.count(self.sample, outcome)
+        self._scoring.ended(self.sample, outcome)
         self._scoring.batches.leave(self.member, scored=isinstance(outcome, Scored))
 
     def leave(self) -> None:
         """Note that the caller has lost interest."""
         if not self.over:
             self.over = True
+            self._scoring.dropped(self.sample)
             self._scoring.batches.leave(self.member, scored=False)
 
 

@@ -25,10 +25,11 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from .config import Config
 from .errors import EngineError
 from .groups import GroupBarrier, GroupKey, Report
+from .observers import EngineStatistics
 from .samples import Outcome, Sample
 from .scheduling import Cutoff
 from .streaming import End
-from .telemetry import BatchReport, EngineStatistics, Facts
+from .telemetry import BatchReport, Facts
 
 if TYPE_CHECKING:
     from .engine import RewardEngine

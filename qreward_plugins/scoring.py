@@ -1,4 +1,4 @@
-"""Scores the samples of one event loop: joins routes and judges with dispatcher, journal and counters."""
+"""Scores the samples of one event loop: joins routes and judges with dispatcher, journal and observers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from .errors import InvalidReply, JournalError
 from .journal import Journal, question_keys
 from .judges import JudgeRouter, Leaf
 from .judging import Calling, Judging, Pending
+from .observers import Observers, events
 from .redaction import one_line
-from .sample_check import Rejected
+from .sample_check import Rejected, named
 from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from .scheduling import Answer, Batch, Batches, Call, Dispatcher
 from .scheduling.calls import T
 from .sources import Source
-from .telemetry import EngineCounters, FailureLog
 
 _log = logging.getLogger("qreward_plugins.engine")
 
@@ -30,7 +30,7 @@ CLOSE_WITHIN_S = 5.0
 
 
 class Scoring:
-    """Takes the samples of one event loop to their outcomes, and counts these.
+    """Takes the samples of one event loop to their outcomes, and tells `observers` of them.
 
     `sources` are those of the judges, by name. `reuse`: what is on record in `journal` is not asked for again.
     """
@@ -38,18 +38,17 @@ class Scoring:
     def __init__(
         self,
         router: JudgeRouter,
-        counters: EngineCounters,
         *,
         sources: Mapping[str, Source],
         journal: Journal | None,
         reuse: bool,
+        observers: Observers,
     ) -> None:
         self._router = router
-        self._counters = counters
         self._sources = sources
         self.journal = journal
         self._reuse = reuse
-        self._failures = FailureLog()
+        self._observers = observers
         self._judging: dict[Judging, None] = {}
         self.dispatcher: Dispatcher
         """Set by whoever makes it: the two call each other."""
@@ -68,7 +67,7 @@ class Scoring:
 
         Cancelling the future cancels what is under way.
         """
-        self._counters.submitted += 1
+        self._observers.emit(events.submitted(named(sample), self.now()))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if isinstance(sample, Rejected):
             Pending(self, sample.sample, batch, future).end(Failed(Cause.INFRA, "input", sample.problem))
@@ -104,12 +103,13 @@ class Scoring:
             name = judging[task].judge.name
             _log.warning("judge %s did not end within %g s of being cancelled, and is abandoned", name, CLOSE_WITHIN_S)
 
-    def count(self, sample: Sample, outcome: Outcome) -> None:
-        """Count an outcome, and warn of a failure."""
-        self._counters.count(outcome)
-        failed = outcome.failure
-        if failed is not None:
-            self._failures.note(sample, failed, self.now())
+    def ended(self, sample: Sample, outcome: Outcome) -> None:
+        """Tell observers the outcome of a sample."""
+        self._observers.emit(events.ended(sample, outcome, self.now()))
+
+    def dropped(self, sample: Sample) -> None:
+        """Tell observers that a sample ends without an outcome."""
+        self._observers.emit(events.dropped(sample, self.now()))
 
     # The journal
 
@@ -152,6 +152,7 @@ class Scoring:
         """Record a verdict that came after its sample's outcome: it is paid for, and may be asked for again."""
         if self.journal is not None:
             self.journal.note(key, sample, Scored(verdict))
+            self._observers.emit(events.late(sample, verdict, self.now()))
 
 
 def _no_route(sample: Sample) -> Failed:

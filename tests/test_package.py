@@ -16,6 +16,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = [
     {"errors", "samples", "sample_check", "spent", "config", "redaction", "ending", "registry", "named_actors"},
     {"sources", "quotas", "telemetry", "groups", "prompts"},
+    {"observers"},
     {"scheduling"},
     {"judges", "journal"},
     {"judging", "sharing", "streaming"},
@@ -181,7 +182,7 @@ def test_adapters_and_recipes_import_nothing_private(folder):
 @pytest.mark.parametrize("name", qreward_plugins.__all__)
 def test_every_public_name_is_there_and_knows_its_home(name):
     home = getattr(getattr(qreward_plugins, name), "__module__", "qreward_plugins")
-    assert home.startswith("qreward_plugins") or name in ("Outcome", "Split")
+    assert home.startswith("qreward_plugins") or name in ("Event", "Outcome", "Split")
     assert name in dir(qreward_plugins)
 
 

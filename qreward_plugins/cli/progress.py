@@ -17,7 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ..telemetry import EngineStatistics, SourceStatistics
+from ..observers import EngineStatistics, SourceStatistics
 from .figures import clock, seconds, short
 from .running import say
 

@@ -20,9 +20,9 @@ from ..config import Config, JournalConfig, judges_in_charge, load_config, parts
 from ..engine import RewardEngine
 from ..errors import JournalError
 from ..files import Rollout, check_rollouts, open_writer, partial_path, read_rollouts
+from ..observers import EngineStatistics
 from ..samples import Outcome, Sample
 from ..sources import kind_of
-from ..telemetry import EngineStatistics
 from .figures import number_of
 from .progress import ProgressDisplay, source_table
 from .running import OK, REWARDS_MISSING, open_engine, say

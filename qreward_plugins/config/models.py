@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from .. import registry
 from ..registry import KindError, Kinds
 from .judge_models import AskingConfig, JudgeConfig
-from .nodes import Integer, Node, Number, PositiveFloat, PositiveInt, no_bool
+from .nodes import Integer, Node, Number, PositiveFloat, PositiveInt, no_bool, one_or_several, takes
 from .source_models import EndpointConfig, Limits, Price, SourceConfig, Timeouts
 
 __all__ = [
@@ -133,6 +133,13 @@ class Groups(Node):
     replaced for ever. Default: 256."""
 
 
+ObserverPath = Annotated[
+    str,
+    Field(pattern=r"^([^:]+:[A-Za-z_][A-Za-z0-9_.]*|[A-Za-z0-9_.-]+)$"),
+    takes("`package.module:factory`, `path/to/file.py:factory`, or the name of a registered observer"),
+]
+
+
 def _by_kind(kinds: Kinds[Any]) -> Callable[[Any], Any]:
     """Reads a node as the model of its kind does. pydantic adds the place of the node to what that model finds."""
 
@@ -180,6 +187,11 @@ class Config(Node):
     judge for everything; judges that are only parts of others do not count."""
 
     engine: EngineConfig = EngineConfig()
+
+    observers: Annotated[tuple[ObserverPath, ...], BeforeValidator(one_or_several)] = ()
+    """Who is told what happens, in every process that scores: `package.module:factory` or `path/to/file.py:factory`, or
+    a name that an installed package registers. The factory is called without arguments, and returns what is called with
+    every event. Default: nobody."""
 
     on_failure: FailurePolicy = "auto"
     """What an adapter does with a sample that has no reward. `auto` (default): what the framework does best; with verl

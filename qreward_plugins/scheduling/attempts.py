@@ -40,6 +40,10 @@ class Attempt:
     """Whether the source's breaker was open when this attempt started, so that its end decides about the source."""
     hedge: bool
     """Whether another attempt of the same job was under way."""
+    number: int = 0
+    """Number of the attempt within its job, from 0."""
+    told: bool = False
+    """Whether observers were told that it ended."""
     superseded: bool = False
     """Whether it is an overdue probe: another probe may decide about the source now."""
     young: bool = False
@@ -118,7 +122,6 @@ class Attempt:
         if task.cancelled():
             self.result = "cancelled"
             self.ended_at = now
-            self.lane.counters.cancelled += 1
         if task.cancelled() or task.exception() is not None:
             self.lane.breaker.abandoned(probe=self.decides)
         self.lane.live.pop(self, None)
@@ -141,7 +144,6 @@ class Attempt:
         except asyncio.CancelledError:
             if self.withheld or not self.timed_out:
                 raise
-            lane.counters.timeouts += 1
             ending, self.result = self._no_answer(), "failed"
         except InvalidReply as error:
             ending, self.result = error, "invalid"

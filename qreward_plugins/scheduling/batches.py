@@ -11,18 +11,18 @@ Cut-off and report count members.
 from __future__ import annotations
 
 import asyncio
-import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from ..telemetry import BatchReport, Waits
+from ..observers import BatchEnded, CallEnded, Observers
+from ..telemetry import Waits
 from .blame import report
+from .calls import Answer, Unanswered
 from .jobs import Job
 from .lane import Lane
-
-_log = logging.getLogger("qreward_plugins.scheduling")
 
 _GAP_WEIGHT = 0.1
 _QUIET_AFTER_GAPS = 10.0
@@ -171,19 +171,21 @@ class Batches:
     """The batches of one dispatcher. `on_cutoff` is called with a batch when it need not wait for its rest any more."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, lanes: Mapping[str, Lane], *, on_cutoff: Callable[[Batch], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        lanes: Mapping[str, Lane],
+        *,
+        on_cutoff: Callable[[Batch], None],
+        observers: Observers,
     ) -> None:
         self._loop = loop
+        self._observers = observers
         self._lanes = lanes
         self._on_cutoff = on_cutoff
         self.newest = -1
         """Number of the batch that was begun last; -1: none was."""
         self._trickles: dict[int, Batch] = {}
         self._timed: dict[Batch, None] = {}
-        self.waits = Waits()
-        """How long jobs of all batches waited for a source."""
-        self.last: BatchReport | None = None
-        """The batch that ended last; None: none has."""
 
     def new(self, groups: Iterable[Hashable], *, priority: int = 0, cutoff: Cutoff | None = None) -> Batch:
         """A batch of members that are about to join it; `groups` names the group of each.
@@ -228,13 +230,16 @@ class Batches:
         member.batch.leave(member, scored=scored)
         self._look(member.batch)
 
-    def ended(self, job: Job, *, dropped: bool) -> None:
-        """Note the end of a job. `dropped`: its caller lost interest in it."""
-        now = self._loop.time()
+    def ended(self, job: Job, result: Answer[Any] | Unanswered | None) -> None:
+        """Note the end of a job. `result` is None if its caller lost interest in it."""
+        now, dropped = self._loop.time(), result is None
+        waited_s = (now if job.first_at is None else job.first_at) - job.submitted_at
         if not dropped:
-            wait_s = (now if job.first_at is None else job.first_at) - job.submitted_at
-            job.batch.waits.add(job.size, wait_s)
-            self.waits.add(job.size, wait_s)
+            job.batch.waits.add(job.size, waited_s)
+        reason = "dropped" if result is None else result.reason if isinstance(result, Unanswered) else ""
+        self._observers.emit(
+            CallEnded(now, job.sequence, job.call.name, job.last_source, reason, job.size, waited_s, job.attempts)
+        )
         job.batch.ended(job, now, dropped=dropped)
 
     def close(self) -> None:
@@ -263,8 +268,7 @@ class Batches:
             batch.cutoff_timer.cancel()
             self._timed.pop(batch, None)
         if batch.last is not None:
-            self.last = report(batch, self._lanes)
+            told = report(batch, self._lanes)
             batch.last.let_go()
             batch.last = None
-            if self.last.samples > 1:
-                _log.info("%s", self.last.describe())
+            self._observers.emit(BatchEnded(self._loop.time(), told))

@@ -20,7 +20,8 @@ from typing import Any
 
 from ..config.models import Scheduling
 from ..ending import end, forget
-from ..errors import input_problem
+from ..errors import TransientError, input_problem
+from ..observers import AttemptStarted, Observers
 from .attempts import Attempt, Ending
 from .batches import Batch, Batches, Member
 from .calls import Answer, Call, Caller, T, Unanswered
@@ -50,7 +51,8 @@ class Dispatcher:
     `max_attempts` bounds a call's failed attempts; throttled ones and hedges do not count. `keeps_late`: attempts of a
     failed call that have been sent are left to end, and its caller is told the answer; otherwise they are cancelled.
     `on_cutoff` is called with a batch that was cut off, after its calls have been failed. `on_pumped` is called
-    whenever everything that may go now has gone, and what has ended has been given back.
+    whenever everything that may go now has gone, and what has ended has been given back. `observers` are told what
+    happens.
     """
 
     def __init__(
@@ -63,10 +65,14 @@ class Dispatcher:
         keeps_late: bool = False,
         on_cutoff: Callable[[Batch], None] | None = None,
         on_pumped: Callable[[], None] | None = None,
+        observers: Observers | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._lanes = lanes
-        self._endings = Endings(self, lanes, rng=rng, max_attempts=max_attempts, keeps_late=keeps_late)
+        self._observers = observers = observers or Observers()
+        self._endings = Endings(
+            self, lanes, rng=rng, max_attempts=max_attempts, keeps_late=keeps_late, observers=observers
+        )
         self._planner = Planner(
             lanes,
             settings or Scheduling(),
@@ -77,7 +83,7 @@ class Dispatcher:
         self._slices = TimeSlices(
             lanes, self._planner.queue, on_over=self._endings.set_aside, on_beside=self._start_beside
         )
-        self.batches = Batches(self._loop, lanes, on_cutoff=self._cut_off)
+        self.batches = Batches(self._loop, lanes, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
         self._in_flight = 0
         self._arrived: list[Job] = []
@@ -221,6 +227,7 @@ class Dispatcher:
             attempt = self._ending.pop(task)
             self._in_flight -= 1
             attempt.abandon(self._loop.time())
+            self._endings.tell(attempt, "cancelled", self._loop.time())
             _log.warning(
                 "source %s: a call did not end within %g s of being cancelled, and is abandoned",
                 attempt.lane.name,
@@ -322,7 +329,10 @@ class Dispatcher:
             try:
                 self._on_pumped()
             except Exception as error:
-                self._say("an observer of the scheduler failed", error)
+                self._say("what follows each step of the scheduler failed", error)
+        if self._observers.watched:
+            for lane in self._lanes.values():
+                self._observers.state(now, lane.name, lane.state(now), lane.trouble(now))
         if due_at < float("inf"):
             wake_at = max(due_at, now + SHORTEST_WAKE_S)
             self._wake = self._loop.call_at(wake_at, self._woken, wake_at)
@@ -437,12 +447,16 @@ class Dispatcher:
             probe=not lane.breaker.closed,
             hedge=hedge,
             young=not lane.speed.settled,
+            number=job.attempts,
         )
         job.attempts += 1
         job.last_source = lane.name
         job.live.append(attempt)
         self._in_flight += 1
         lane.started(attempt)
+        self._observers.emit(
+            AttemptStarted(now, job.sequence, attempt.number, job.call.name, lane.name, hedge, lane.quota.in_flight)
+        )
         task = attempt.start(self._loop, self._attempt_ended)
         self._ending[task] = attempt
         task.add_done_callback(lambda task: self._settled(attempt, task))
@@ -463,6 +477,7 @@ class Dispatcher:
         self._ask_for_pump()
         now = self._loop.time()
         attempt.settle(now, task)
+        self._endings.tell(attempt, "cancelled" if task.cancelled() else TransientError("it broke the scheduler"), now)
         if not task.cancelled() and task.exception() is not None:
             _log.error("an attempt at %s broke the dispatcher", attempt.lane.name, exc_info=task.exception())
             self.fail(attempt.job, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
@@ -526,7 +541,7 @@ class Dispatcher:
             # What was sent is paid for, and may yet give an answer; what was not is not to be sent any more.
             if attempt.task is not current and not (keep and attempt.sent):
                 attempt.cancel()
-        self.batches.ended(job, dropped=result is None)
+        self.batches.ended(job, result)
         if result is not None:
             try:
                 job.caller.ended(result)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ..errors import (
     InvalidReply,
@@ -42,6 +42,8 @@ from ..errors import (
     Throttled,
     TransientError,
 )
+from ..observers import AttemptEnded, Observers
+from ..observers.events import DETAIL_CHARS, AttemptResult, short
 from ..sources.base import Reply
 from ..spent import Usage
 from .attempts import Attempt, Ending
@@ -71,6 +73,7 @@ that ends at ten times the usual time, nothing would be lost."""
 GIVE_UP_AFTER_S = 5.0
 LOST_AT = 2.0
 """Age of an overdue probe, as a multiple of what an answered one took, from which on it will not be answered."""
+_NO_USAGE = Usage()
 
 
 class Desk(Protocol):
@@ -93,9 +96,17 @@ class Endings:
     """
 
     def __init__(
-        self, desk: Desk, lanes: Mapping[str, Lane], *, rng: random.Random, max_attempts: int, keeps_late: bool
+        self,
+        desk: Desk,
+        lanes: Mapping[str, Lane],
+        *,
+        rng: random.Random,
+        max_attempts: int,
+        keeps_late: bool,
+        observers: Observers,
     ) -> None:
         self._desk = desk
+        self._observers = observers
         self._lanes = lanes
         self._rng = rng
         self._max_attempts = max_attempts
@@ -201,8 +212,11 @@ class Endings:
         was_open = not lane.breaker.closed
         if ending is None or isinstance(ending, InvalidReply):
             reply = attempt.reply or Reply()  # a refusal may come without one
-            job.cost_usd += lane.answered(attempt, reply, now)
-            job.usage += reply.usage or Usage()
+            cost_usd = lane.answered(attempt, reply, now)
+            job.cost_usd += cost_usd
+            if reply.usage is not None:
+                job.usage += reply.usage
+            self.tell(attempt, ending, now, cost_usd)
             alternative = self._alternative(job, lane)
             lane.judged(attempt.result == "valid", now, probe=attempt.decides, alternative=alternative)
             if was_open and lane.breaker.closed:
@@ -211,6 +225,8 @@ class Endings:
                 self._release(lane)
             if attempt.result == "valid":
                 self.decide(lanes_live=True)
+        else:
+            self.tell(attempt, ending, now)
         late = job.ended
         gone = late or attempt.rescued
         if ending is None:
@@ -237,16 +253,13 @@ class Endings:
         elif isinstance(ending, PermanentError):
             self._permanent(attempt, ending, now, gone=gone)
         elif gone:
-            lane.counters.transient += isinstance(ending, TransientError)
             lane.breaker.abandoned(probe=attempt.decides)
         elif isinstance(ending, InvalidReply):
             self._invalid(attempt, ending, now)
         elif isinstance(ending, SampleFault):
-            lane.counters.transient += 1
             lane.breaker.abandoned(probe=attempt.probe)
             self._fault(attempt, ending, had_whole_limit=ending.reason == "hung")
         elif lane.local and not isinstance(ending, NotStarted):
-            lane.counters.transient += 1
             lane.breaker.abandoned(probe=attempt.probe)
             self._raised(attempt, ending, now)
         else:
@@ -257,6 +270,29 @@ class Endings:
             # A job that failed in the rescue may have been the last that its batch waited for, which ended this one.
             if not job.ended:
                 self._transient(attempt, ending, now, excused=lane.excuses(attempt))
+
+    def tell(self, attempt: Attempt, ending: Ending | Literal["cancelled"], now: float, cost_usd: float = 0.0) -> None:
+        """Tell observers, once, that an attempt has ended."""
+        if attempt.told:
+            return
+        attempt.told = True
+        job, reply = attempt.job, attempt.reply
+        self._observers.emit(
+            AttemptEnded(
+                now,
+                job.sequence,
+                attempt.number,
+                job.call.name,
+                attempt.lane.name,
+                _result(ending),
+                now - attempt.started_at,
+                reply.usage if reply is not None and reply.usage is not None else _NO_USAGE,
+                cost_usd,
+                attempt.timed_out and isinstance(ending, TransientError),
+                job.ended,
+                "" if ending is None or ending == "cancelled" else short(str(ending), DETAIL_CHARS),
+            )
+        )
 
     def _delays_others(self, job: Job, lane: Lane) -> bool:
         """Whether others wait for `lane` that were throttled less often than `job`."""
@@ -398,8 +434,8 @@ class Endings:
         job.failures += 1
         job.suspect = True
         before = job.answers_before.get(lane.name)
-        job.answers_before.setdefault(lane.name, lane.counters.answered)
-        is_to_blame = before is not None and lane.counters.answered > before
+        job.answers_before.setdefault(lane.name, lane.answers)
+        is_to_blame = before is not None and lane.answers > before
         if (is_to_blame or job.failures >= self._max_attempts) and not self._others_live(attempt):
             self._desk.fail(job, "exhausted", str(error))
             return
@@ -426,7 +462,6 @@ class Endings:
             if lane.refused(attempt, str(error), now, certain=error.certain):
                 self._strand()
         else:
-            lane.counters.permanent += 1
             if error.status in OF_THE_REQUEST:
                 job.refused_at.add(lane.name)
                 # It is up: it has read this request, and answers others.
@@ -459,3 +494,15 @@ class Endings:
         job.last_problem = problem
         if not job.ended and not job.live:
             self._desk.enqueue(job)
+
+
+def _result(ending: Ending | Literal["cancelled"]) -> AttemptResult:
+    if ending is None:
+        return "answered"
+    if ending == "cancelled":
+        return "cancelled"
+    if isinstance(ending, InvalidReply):
+        return "invalid"
+    if isinstance(ending, Throttled):
+        return "throttled"
+    return "refused" if isinstance(ending, PermanentError) else "failed"

@@ -10,9 +10,9 @@ from collections import deque
 from typing import TYPE_CHECKING, Literal
 
 from ..config.models import Price
+from ..observers import SourceGauges
 from ..quotas import Quota, QuotaUse, Reservation, RetryBudget
 from ..sources.base import Reply, Request, Source
-from ..telemetry import SourceCounters, SourceStatistics, percentile
 from .breaker import SAMPLES_TO_OPEN, Breaker
 from .pauses import Pauses
 from .speed import Speed
@@ -80,7 +80,10 @@ class Lane:
         self.speed = Speed()
         self.tail = Tail()
         self.retries = RetryBudget()
-        self.counters = SourceCounters()
+        self.requests = 0
+        """Attempts that started here."""
+        self.answers = 0
+        """Replies that it gave, valid or not."""
         self.live: dict[Attempt, None] = {}
         """Attempts under way here."""
         self.unusable = ""
@@ -235,9 +238,7 @@ class Lane:
         self.live[attempt] = None
         self.breaker.started()
         self.pauses.started(attempt.started_at)
-        self.counters.requests += 1
-        self.counters.hedges += attempt.hedge
-        self.counters.peak_in_flight = max(self.counters.peak_in_flight, self.quota.in_flight)
+        self.requests += 1
 
     def heard(self, now: float) -> None:
         """Note that an attempt ended by what the source did, whatever that was."""
@@ -294,18 +295,15 @@ class Lane:
         if self.name not in attempt.job.invalid_at:
             # Each sample teaches once: a sample whose answers are invalid is asked again and again.
             self.speed.learn(request.size, latency_s)
-        self.counters.answered += 1
-        self.counters.latencies_s.append(latency_s)
+        self.answers += 1
         cost = self.price.per_request
         if usage is not None:
             cost += usage.prompt_tokens * self.price.input_per_million / 1e6
             cost += usage.completion_tokens * self.price.output_per_million / 1e6
-            self.counters.usage += usage
             rose = self._estimates.learn(request, usage, cut_down=reply.usage_doubted)
             if rose and self.quota.most_tokens < math.inf:
                 for other in self.live:
                     other.reservation.raise_prompt(self._estimates.prompt(other.request))
-        self.counters.cost_usd += cost
         return cost
 
     def expected_cost(self, request: Request) -> float:
@@ -336,7 +334,6 @@ class Lane:
         self._judged += 1 - self._judged / _JUDGED_MEMORY
         if valid:
             self.valid_at = now
-        self.counters.invalid += not valid
         garbage = self.answers_garbage()
         if valid or not (garbage and alternative):
             self.breaker.succeeded()
@@ -351,7 +348,6 @@ class Lane:
 
     def throttled(self, retry_after_s: float | None, sent_at: float, now: float, *, error: str = "") -> None:
         """Pause the source as it asks for. `error`: what it said."""
-        self.counters.throttled += 1
         learned = self.quota.throttled(now, sent_at=sent_at, retry_after_s=retry_after_s)
         if learned:
             said = f"{learned} ({error})" if error else learned
@@ -379,7 +375,6 @@ class Lane:
 
     def failed(self, now: float, *, probe: bool, sample: int | None = None, error: str = "") -> bool:
         """Note a transient failure of a sample; return whether the source is given a rest because of it."""
-        self.counters.transient += 1
         self._last_error = error
         return self._rests(self.breaker.failed(now, probe=probe, in_flight=self.quota.in_flight, sample=sample), now)
 
@@ -406,7 +401,6 @@ class Lane:
 
         One response can provoke such a refusal, as of a firewall; many in a row, asked for one by one, hardly can.
         """
-        self.counters.permanent += 1
         self._last_error = reason
         self._refused.add(attempt.job.sequence)
         if attempt.decides:
@@ -468,28 +462,12 @@ class Lane:
             return f"{self.name} is down ({self._last_error})" if self._last_error else f"{self.name} rests"
         return f"{self.name} throttles" if self.pauses.left_s(now) > 0 else ""
 
-    def statistics(self, now: float) -> SourceStatistics:
-        """A snapshot."""
-        counters, use, retries = self.counters, self.quota.use(now), self.retries.use(now)
-        return SourceStatistics(
-            name=self.name,
+    def gauges(self, now: float) -> SourceGauges:
+        """How it stands now."""
+        use, retries = self.quota.use(now), self.retries.use(now)
+        return SourceGauges(
             state=self.state(now),
-            requests=counters.requests,
-            answered=counters.answered,
-            throttled=counters.throttled,
-            transient=counters.transient,
-            timeouts=counters.timeouts,
-            permanent=counters.permanent,
-            invalid=counters.invalid,
-            hedges=counters.hedges,
-            cancelled=counters.cancelled,
             in_flight=use.in_flight,
-            peak_in_flight=counters.peak_in_flight,
-            latency_p50_s=percentile(counters.latencies_s, 0.5),
-            latency_p95_s=percentile(counters.latencies_s, 0.95),
-            prompt_tokens=counters.usage.prompt_tokens,
-            completion_tokens=counters.usage.completion_tokens,
-            cost_usd=counters.cost_usd,
             requests_share=use.requests_share,
             tokens_share=use.tokens_share,
             paced=use.paced,

@@ -134,4 +134,4 @@ def _stretch(lane: Lane) -> float:
     """A factor of the pace that differs from probe to probe, so that probes do not keep step with a source that is up
     and down by turns. Multiples of the golden ratio spread evenly, and are the same for the same schedule.
     """
-    return 1 + STRETCH * (lane.counters.requests * _GOLDEN % 1)
+    return 1 + STRETCH * (lane.requests * _GOLDEN % 1)

@@ -14,6 +14,7 @@ import pytest
 
 from qreward_plugins.config.models import Limits, Price, Scheduling
 from qreward_plugins.errors import InvalidReply
+from qreward_plugins.observers import Observers, SourceStatistics, Statistics
 from qreward_plugins.quotas import Quota
 from qreward_plugins.samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from qreward_plugins.scheduling import Answer, Batch, Call, Dispatcher, Job, Lane, Member, ReadyQueue
@@ -170,6 +171,8 @@ class Stage:
         self.lanes: dict[str, Lane] = {}
         self.judge = PlainJudge(())
         self.sent: list[Sent] = []
+        self.statistics = Statistics()
+        self.observers = Observers([self.statistics])
         self._sequence = itertools.count()
 
     def add(
@@ -202,8 +205,18 @@ class Stage:
     def dispatcher(self, *, seed: int = 0, rng=None, max_attempts: int = 6, on_late=None, **scheduling) -> Desk:
         settings = Scheduling(**{"hedge": False, **scheduling})
         return Desk(
-            self.lanes, rng=rng or random.Random(seed), max_attempts=max_attempts, settings=settings, on_late=on_late
+            self.lanes,
+            rng=rng or random.Random(seed),
+            max_attempts=max_attempts,
+            settings=settings,
+            on_late=on_late,
+            observers=self.observers,
         )
+
+    def counted(self, name: str) -> SourceStatistics:
+        """What was counted of a source so far."""
+        gauges = {each: lane.gauges(0.0) for each, lane in self.lanes.items()}
+        return self.statistics.snapshot(gauges, waiting=0).sources[name]
 
     def sample(self, size: int = 10, **fields) -> Sample:
         return Sample([{"role": "user", "content": "?"}], "x" * size, **fields)
@@ -219,7 +232,7 @@ class Stage:
             outcomes = await asyncio.gather(*futures)
             finished_at = dispatcher.now()
             dispatcher.batches.seal(batch)
-            report = dispatcher.batches.last
+            report = self.statistics.last_batch
             assert report is not None
             await dispatcher.aclose()
             assert asyncio.all_tasks() == {asyncio.current_task()}

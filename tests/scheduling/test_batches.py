@@ -271,10 +271,10 @@ def joined(stage, sizes, *, scored, cutoff=None, deadline_s=30.0):
         ]
         dispatcher.batches.seal(batch)
         outcomes = await asyncio.gather(*jobs)
-        done = batch.done, dispatcher.batches.last
+        done = batch.done, stage.statistics.last_batch
         dispatcher.batches.leave(member, scored=scored(outcomes))
         assert batch.done
-        report = dispatcher.batches.last
+        report = stage.statistics.last_batch
         await dispatcher.aclose()
         return outcomes, done, report
 
@@ -364,13 +364,13 @@ def trickle(stage, *submissions, seconds=1.0):
             await asyncio.sleep(at - dispatcher.now())
             futures.append(dispatcher.score(stage.sample(), stage.judge, deadline_s=300))
             batches.append(dispatcher.batches.trickle())
-        while not reports or reports[-1] is not dispatcher.batches.last:
-            if dispatcher.batches.last is not None:
-                reports.append(dispatcher.batches.last)
+        while not reports or reports[-1] is not stage.statistics.last_batch:
+            if stage.statistics.last_batch is not None:
+                reports.append(stage.statistics.last_batch)
             await asyncio.sleep(0.1)
         await asyncio.gather(*futures)
         await asyncio.sleep(0)
-        reports.append(dispatcher.batches.last)
+        reports.append(stage.statistics.last_batch)
         await dispatcher.aclose()
 
     run(main())
@@ -400,7 +400,7 @@ def test_a_batch_nobody_joined_does_not_begin_before_its_first_sample(stage):
         await dispatcher.score(stage.sample(), stage.judge, deadline_s=300, batch=dispatcher.batches.trickle())
         await asyncio.sleep(0)
         await dispatcher.aclose()
-        return dispatcher.batches.last
+        return stage.statistics.last_batch
 
     report = run(main())
     assert report.makespan_s == pytest.approx(1.0)
@@ -437,7 +437,7 @@ def test_a_cancelled_sample_is_neither_scored_nor_failed_and_its_batch_still_end
         await kept
         dispatcher.batches.seal(batch)
         await dispatcher.aclose()
-        return batch, dispatcher.batches.last
+        return batch, stage.statistics.last_batch
 
     batch, report = run(main())
     assert batch.done

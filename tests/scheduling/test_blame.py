@@ -128,7 +128,7 @@ def test_a_sample_that_came_later_is_arrival(stage):
         await asyncio.gather(*futures)
         dispatcher.batches.seal(batch)
         await dispatcher.aclose()
-        return dispatcher.batches.last
+        return stage.statistics.last_batch
 
     assert spent(run(main())) == approx({("arrival", ""): 4.0, ("service", "a"): 1.0})
 
@@ -276,5 +276,5 @@ def test_parts_add_up_whatever_happened(new_stage, specs, sizes, hedge, deadline
     assert report.makespan_s == pytest.approx(played.finished_at, abs=1e-6)
     assert (report.samples, report.scored + report.failed) == (len(sizes), len(sizes))
     assert report.attempts == len(stage.sent)
-    assert report.hedges == sum(lane.counters.hedges for lane in stage.lanes.values())
+    assert report.hedges == sum(stage.counted(name).hedges for name in stage.lanes)
     assert {part.source for part in report.parts} <= {"", *stage.lanes}

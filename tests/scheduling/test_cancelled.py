@@ -152,7 +152,7 @@ def test_what_is_not_sent_because_its_share_has_ended_is_asked_again_and_held_ag
     outcomes, _ = scored_by(stage, source, count=3, meanwhile=share_ends)
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
     assert len(source.written) == 3
-    assert stage.lanes["a"].counters.transient == 0
+    assert stage.counted("a").transient == 0
     assert stage.lanes["a"].breaker.failures_in_row == 0
 
 

@@ -97,7 +97,7 @@ def straggling(number, request, now):
 def test_only_what_is_overdue_is_hedged(stage, prefer):
     shops(stage, cheap={"behaviour": straggling}, dear_s=2.0)
     played = stage.play([10] * 20, prefer=prefer, hedge=True, deadline_s=400)
-    hedges = stage.lanes["dear"].counters.hedges + stage.lanes["cheap"].counters.hedges
+    hedges = stage.counted("dear").hedges + stage.counted("cheap").hedges
     assert played.all_scored
     assert played.report.hedges == hedges
     if prefer == "cost":

@@ -376,18 +376,18 @@ def test_the_loser_is_cancelled_and_what_it_held_is_given_back(stage, hedges):
         stage.knows(name, 2.0)
     stage.lanes["b"].throttled(0.2, 0.0, 0.0)  # so that the first attempt goes to a
     played = stage.play([10], hedge=True)
-    a, b = stage.lanes["a"], stage.lanes["b"]
+    a = stage.lanes["a"]
     assert [hedge.source for hedge in hedges] == ["b"]
     assert (played.outcomes[0].verdict.source, played.outcomes[0].verdict.attempts) == ("b", 2)
-    assert (stage.sources["a"].cancelled, a.counters.cancelled, b.counters.cancelled) == (1, 1, 0)
-    assert (a.counters.answered, a.counters.hedges, b.counters.hedges) == (0, 0, 1)
+    assert (stage.sources["a"].cancelled, stage.counted("a").cancelled, stage.counted("b").cancelled) == (1, 1, 0)
+    assert (stage.counted("a").answered, stage.counted("a").hedges, stage.counted("b").hedges) == (0, 0, 1)
     assert (a.quota.in_flight, a.quota.requests.held, a.quota.tokens.held) == (0, 0, 0)
     assert not a.live
     # It was sent, so it counts; and it may have been answered, so its completion does, too.
     assert a.quota.requests.spent(played.finished_at) == 1
     # What was cancelled teaches that somebody takes long, and is no failure.
     assert a.breaker.failures_in_row == 0
-    assert a.counters.transient == 0
+    assert stage.counted("a").transient == 0
 
 
 def test_an_attempt_that_beats_its_hedge_wins(stage, hedges):

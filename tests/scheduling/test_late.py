@@ -49,7 +49,7 @@ def test_a_verdict_after_the_deadline_is_told_and_the_outcome_stays(stage):
     assert (when, verdict.score, verdict.source, verdict.attempts) == (20.0, 0.75, "a", 1)
     assert verdict.latency_s == 20.0
     # It was learned from all the same.
-    assert stage.lanes["a"].counters.answered == 1
+    assert stage.counted("a").answered == 1
     assert stage.sources["a"].cancelled == 0
 
 

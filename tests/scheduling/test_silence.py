@@ -33,7 +33,7 @@ def test_a_source_that_hangs_is_noticed_long_before_its_time_limit(stage, usual_
     played = stage.play([10] * 200, max_attempts=2)
     a = stage.lanes["a"]
     assert played.all_scored
-    assert a.counters.timeouts == 0
+    assert stage.counted("a").timeouts == 0
     # 50 of 200 come from a before it hangs, the rest takes b some 15 rounds.
     assert played.finished_at < 25 * usual_s + 8
     assert a.state(played.finished_at) == "resting"
@@ -60,7 +60,7 @@ def test_a_source_with_noise_and_stragglers_is_not_taken_for_silent(stage):
     played = stage.play([10] * 600, hedge=True)
     assert played.all_scored
     assert stage.lanes["a"].breaker.closed
-    assert stage.lanes["a"].counters.transient == 0
+    assert stage.counted("a").transient == 0
     assert max(outcome.verdict.attempts for outcome in played.outcomes) <= 4
 
 

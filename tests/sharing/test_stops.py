@@ -89,6 +89,6 @@ def test_a_process_that_was_stopped_writes_nothing_under_a_share_that_has_ended(
             assert [outcome.verdict.attempts for outcome in outcomes] == [2, 2, 2, 2]
         assert len(source.arrivals) == 4  # none of the first attempts was written
         assert source.violations == []
-        assert engine.lanes["a"].statistics(loop.time()).transient == 0  # and nothing is held against anybody
+        assert engine.statistics().sources["a"].transient == 0  # and nothing is held against anybody
 
     run(main())

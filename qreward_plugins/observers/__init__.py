@@ -1,0 +1,46 @@
+"""Events of an engine, and who reads them: statistics, the log, and observers of the user.
+
+`events.py` has all events. `statistics.py` counts them: a new metric is a field and a line there.
+"""
+
+from .base import Observer, Observers, with_names
+from .events import (
+    AttemptEnded,
+    AttemptStarted,
+    BatchEnded,
+    CallEnded,
+    EngineClosed,
+    Event,
+    LateVerdict,
+    SampleDropped,
+    SampleEnded,
+    SampleSubmitted,
+    SourceStateChanged,
+)
+from .loading import load_observers
+from .logs import BatchLog, FailureLog
+from .statistics import EngineStatistics, SourceGauges, SourceStatistics, Statistics
+
+__all__ = [
+    "AttemptEnded",
+    "AttemptStarted",
+    "BatchEnded",
+    "BatchLog",
+    "CallEnded",
+    "EngineClosed",
+    "EngineStatistics",
+    "Event",
+    "FailureLog",
+    "LateVerdict",
+    "Observer",
+    "Observers",
+    "SampleDropped",
+    "SampleEnded",
+    "SampleSubmitted",
+    "SourceGauges",
+    "SourceStateChanged",
+    "SourceStatistics",
+    "Statistics",
+    "load_observers",
+    "with_names",
+]

@@ -1,0 +1,168 @@
+"""Observers, and how events reach them.
+
+An observer is anything that can be called with an event. The engine calls it from its event loop's thread, in the order
+in which things happen, and waits for it: an observer must return at once, and must hand work that takes long to a
+thread of its own. Several engines in several threads call an observer that they share at the same time.
+
+What an observer does never changes an outcome. One that raises is cut off: it gets no more events, and one warning
+names it. So is one that holds up the event loop for more than `BUDGET_S` seconds at once, or for more than a share of
+`SHARE` of the time over long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import math
+from collections.abc import Iterable
+from typing import Any, Protocol, TypeAlias
+
+from ..errors import ConfigurationError, Mistake
+from ..redaction import one_line
+from .events import EngineClosed, Event, SourceStateChanged, capped
+
+_log = logging.getLogger("qreward_plugins.observers")
+
+BUDGET_S = 0.25
+"""Seconds of the event loop that an observer may take at once. What it takes is withdrawn from this budget."""
+SHARE = 0.05
+"""Seconds by which its budget fills up again in each second, until it is `BUDGET_S`."""
+
+_NAME_CHARS = 120
+_MESSAGE_CHARS = 200
+
+
+class Observer(Protocol):
+    """Is called with every event, from the event loop. What it returns is ignored."""
+
+    def __call__(self, event: Event, /) -> object: ...
+
+
+Named: TypeAlias = tuple[str, Observer]
+"""An observer and its name in warnings."""
+
+
+class Observers:
+    """Tells events to the observers of an engine.
+
+    `ours` are observers of this package: they are quick, do not raise, and see outcomes as they are. `theirs` are those
+    of the user, with their names; they are watched.
+    """
+
+    def __init__(self, ours: Iterable[Observer] = (), theirs: Iterable[Named] = ()) -> None:
+        self._ours = tuple(ours)
+        self._theirs = [_Watched(name, observer) for name, observer in theirs]
+        self._states: dict[str, str] = {}
+
+    @property
+    def watched(self) -> bool:
+        """Whether the user has an observer: what only these want to know is looked for only then."""
+        return bool(self._theirs)
+
+    def emit(self, event: Event) -> None:
+        """Tell an event to everybody. Call it from the event loop. Raises nothing."""
+        for observer in self._ours:
+            observer(event)
+        if self._theirs:
+            self._tell(event)
+
+    def state(self, at: float, source: str, state: str, trouble: str) -> None:
+        """Tell that a source is in this state, unless that is known."""
+        before = self._states.get(source, "up")
+        if state != before:
+            self._states[source] = state
+            self.emit(SourceStateChanged(at, source, state, before, one_line(trouble, _MESSAGE_CHARS)))
+
+    def close(self, at: float) -> None:
+        """Tell the user's observers that the engine is closed, and let go of them. May be called again."""
+        if self._theirs:
+            self._tell(EngineClosed(at))
+            self._theirs.clear()
+
+    def _tell(self, event: Event) -> None:
+        told = capped(event)
+        for each in tuple(self._theirs):
+            problem = each.problem_with(told)
+            if problem and each in self._theirs:
+                self._theirs.remove(each)
+                _log.warning("observer %s %s; it gets no more events, and scoring goes on", each.name, problem)
+
+
+class _Watched:
+    """An observer of the user, and what is left of its time."""
+
+    def __init__(self, name: str, observer: Observer) -> None:
+        self.name = name
+        self._observer = observer
+        self._left_s = BUDGET_S
+        self._ended_at = math.inf
+
+    def problem_with(self, event: Event) -> str:
+        """Tell it an event; return why it must be cut off, "" if it need not be."""
+        clock = asyncio.get_running_loop().time
+        began_at = clock()
+        try:
+            returned = self._observer(event)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            # A CancelledError or SystemExit would end the scheduler's step as well.
+            return f"raised {_described(error)}"
+        if returned is not None and inspect.iscoroutine(returned):
+            returned.close()
+            return "returned a coroutine: an observer is a plain function"
+        ended_at = clock()
+        # After a loop was closed, the clock of the next one may begin anew.
+        self._left_s = min(BUDGET_S, self._left_s + SHARE * max(0.0, began_at - self._ended_at))
+        self._left_s -= ended_at - began_at
+        self._ended_at = ended_at
+        if self._left_s >= 0:
+            return ""
+        return (
+            f"held up the event loop: its last call took {ended_at - began_at:.3g} s, and it may take {BUDGET_S:g} s "
+            f"at once and {SHARE:.0%} of the time over long"
+        )
+
+
+def with_names(observers: Iterable[Observer]) -> list[Named]:
+    """The observers with their names. Raises `ConfigurationError` for what is none."""
+    found = [(_name(observer), observer) for observer in observers]
+    check((f"observers[{number}]", observer) for number, (_, observer) in enumerate(found))
+    return found
+
+
+def check(observers: Iterable[tuple[str, object]]) -> None:
+    """Raise `ConfigurationError` if any of these, given with the place that names it, is no observer."""
+    mistakes = [Mistake(place, problem, _REMEDY) for place, each in observers if (problem := _problem(each))]
+    if mistakes:
+        raise ConfigurationError(mistakes, origin="observers")
+
+
+_REMEDY = "An observer is a function, or an object with `__call__`, that takes one event."
+
+
+def _problem(observer: object) -> str:
+    if isinstance(observer, type):
+        return f"it is the class {_name(observer)}, not an object of it"
+    if not callable(observer):
+        return f"an object of type {_name(type(observer))} cannot be called"
+    called: Any = observer if inspect.isroutine(observer) else getattr(type(observer), "__call__", observer)  # noqa: B004
+    while hasattr(called, "func"):
+        called = called.func
+    if inspect.iscoroutinefunction(called) or inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
+        return f"{_name(observer)} is asynchronous or a generator, so that calling it does nothing"
+    return ""
+
+
+def _name(observer: Any) -> str:
+    # Not its repr, which may show what was bound to it.
+    name = getattr(observer, "__qualname__", None) or type(observer).__qualname__
+    return one_line(str(name), _NAME_CHARS)
+
+
+def _described(error: BaseException) -> str:
+    try:
+        return one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARS)
+    except Exception:
+        return type(error).__name__

@@ -1,0 +1,260 @@
+"""Events: what happens while samples are scored, as immutable values.
+
+Every event has `at`, the event loop's clock in seconds. Texts that come from data sets, sources and judges are cut to
+`NAME_CHARS`, `DETAIL_CHARS` and `RATIONALE_CHARS`; they may hold line breaks and control characters, so escape them
+before you print them. No event holds a credential, a prompt or a response.
+
+    SampleSubmitted  ->  SampleEnded or SampleDropped            one of each for a sample
+    AttemptStarted   ->  AttemptEnded                            a pair for each request to a source
+    CallEnded                                                    one for each question of a judge
+
+Several calls may belong to a sample, and several attempts to a call. A call's attempts that are cancelled because
+another one answered end after it. To come with a new metric, count these events; `statistics.py` shows how.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from typing import Literal, NamedTuple, TypeAlias
+
+from ..samples import Failed, Outcome, Sample, Scored, Verdict
+from ..spent import Usage
+from ..telemetry import BatchReport
+
+NAME_CHARS = 80
+"""Most characters of a sample's id and data source."""
+DETAIL_CHARS = 1_000
+"""Most characters of a sentence that says what went wrong."""
+RATIONALE_CHARS = 10_000
+"""Most characters of a rationale."""
+MOST_COMPONENTS = 100
+"""Most components of a verdict: a function may make up any number."""
+
+AttemptResult = Literal["answered", "invalid", "throttled", "failed", "refused", "cancelled"]
+"""`answered`: a valid reply. `invalid`: a reply that is no verdict. `throttled`: the source asks for a pause (429).
+`failed`: a time-out, a lost connection, a 5xx, or a function that raised. `refused`: the source will not answer this
+request (400, 401, 403, 404 ...). `cancelled`: the scheduler ended it, mostly because another attempt answered."""
+
+
+class SampleSubmitted(NamedTuple):
+    """A sample was handed in."""
+
+    at: float
+    sample_id: str
+    data_source: str
+
+
+class SampleEnded(NamedTuple):
+    """A sample has its outcome, which holds what it took in all: attempts, tokens, seconds and US dollars."""
+
+    at: float
+    sample_id: str
+    data_source: str
+    outcome: Outcome
+
+
+class SampleDropped(NamedTuple):
+    """A sample ended without an outcome: its caller cancelled it, or got a `JournalError`."""
+
+    at: float
+    sample_id: str
+    data_source: str
+
+
+class CallEnded(NamedTuple):
+    """One question of a judge is answered, or failed."""
+
+    at: float
+    call: int
+    """Number of the call, unique within an event loop."""
+    judge: str
+    source: str
+    """The source that was asked last; "" if none was."""
+    reason: str
+    """Why it has no answer ("deadline", "exhausted", "dropped" ...); "" if it has one."""
+    size: int
+    """Bytes of what is asked, in UTF-8."""
+    waited_s: float
+    """Seconds from the question to its first attempt; to its end if it had none."""
+    attempts: int
+
+
+class AttemptStarted(NamedTuple):
+    """A request goes to a source."""
+
+    at: float
+    call: int
+    attempt: int
+    """Number of the attempt within its call, from 0."""
+    judge: str
+    source: str
+    hedge: bool
+    """Whether another attempt of the call is under way."""
+    in_flight: int
+    """Attempts at this source that are under way now, this one included."""
+
+
+class AttemptEnded(NamedTuple):
+    """A request to a source ended."""
+
+    at: float
+    call: int
+    attempt: int
+    judge: str
+    source: str
+    result: AttemptResult
+    seconds: float
+    """Seconds since it started."""
+    usage: Usage
+    """Tokens of its reply, as the source counts them."""
+    cost_usd: float
+    """US dollars, by the configured price."""
+    timed_out: bool
+    """Whether it failed because its time limit was up."""
+    late: bool
+    """Whether its call had ended before: the answer changes no outcome."""
+    detail: str
+    """What went wrong; "" for a valid reply."""
+
+
+class SourceStateChanged(NamedTuple):
+    """A source takes requests again, or no longer.
+
+    `state` and `before` are "up", "paused" (it asked for a pause), "resting" (its circuit is open), "garbled" (most of
+    its replies are invalid) or "out" (it refuses everything). The scheduler looks at states when it places requests, so
+    a pause that ends while nothing waits is told later.
+    """
+
+    at: float
+    source: str
+    state: str
+    before: str
+    trouble: str
+    """Why it takes no requests, with the last error; "" if it does."""
+
+
+class LateVerdict(NamedTuple):
+    """A verdict came after its sample's outcome, and was recorded in the journal."""
+
+    at: float
+    sample_id: str
+    data_source: str
+    judge: str
+    source: str
+
+
+class BatchEnded(NamedTuple):
+    """All samples of a batch have ended. Samples that are scored one by one are one batch while any is under way."""
+
+    at: float
+    report: BatchReport
+
+
+class EngineClosed(NamedTuple):
+    """The engine is closed. This is the last event: flush and close what the observer holds."""
+
+    at: float
+
+
+Event: TypeAlias = (
+    SampleSubmitted
+    | SampleEnded
+    | SampleDropped
+    | CallEnded
+    | AttemptStarted
+    | AttemptEnded
+    | SourceStateChanged
+    | LateVerdict
+    | BatchEnded
+    | EngineClosed
+)
+
+
+def submitted(sample: Sample, at: float) -> SampleSubmitted:
+    """The event of a sample that was handed in."""
+    return SampleSubmitted(at, short(sample.id), short(sample.data_source))
+
+
+def ended(sample: Sample, outcome: Outcome, at: float) -> SampleEnded:
+    """The event of a sample's outcome."""
+    return SampleEnded(at, short(sample.id), short(sample.data_source), outcome)
+
+
+def dropped(sample: Sample, at: float) -> SampleDropped:
+    """The event of a sample that ends without an outcome."""
+    return SampleDropped(at, short(sample.id), short(sample.data_source))
+
+
+def late(sample: Sample, verdict: Verdict, at: float) -> LateVerdict:
+    """The event of a verdict that came after its sample's outcome."""
+    return LateVerdict(at, short(sample.id), short(sample.data_source), verdict.judge, verdict.source)
+
+
+def short(text: object, chars: int = NAME_CHARS) -> str:
+    """At most `chars` characters of `text`; "" for None. Cheap where nothing has to be cut."""
+    if type(text) is str and len(text) <= chars:
+        return text
+    if text is None:
+        return ""
+    return str(text)[:chars]
+
+
+def capped(event: Event) -> Event:
+    """The event with as much of its texts as an observer gets.
+
+    Done only for observers of the user: outcomes are the one thing in an event that others fill without a limit.
+    """
+    if type(event) is not SampleEnded:
+        return event
+    outcome = event.outcome
+    shortened: Outcome = _failed(outcome) if isinstance(outcome, Failed) else _scored(outcome)
+    return event if shortened is outcome else event._replace(outcome=shortened)
+
+
+def _failed(failed: Failed) -> Failed:
+    if len(failed.detail) <= DETAIL_CHARS:
+        return failed
+    return replace(failed, detail=failed.detail[:DETAIL_CHARS])
+
+
+def _scored(scored: Scored) -> Scored:
+    verdict = scored.verdict
+    failure = verdict.failure and _failed(verdict.failure)
+    components = verdict.components
+    fits = (
+        len(verdict.rationale) <= RATIONALE_CHARS
+        and verdict.returned is None
+        and failure is verdict.failure
+        and len(components) <= MOST_COMPONENTS
+        and all(type(name) is str and len(name) <= NAME_CHARS for name in components)
+    )
+    if fits:
+        return scored
+    return Scored(
+        replace(
+            verdict,
+            rationale=verdict.rationale[:RATIONALE_CHARS],
+            components={short(name): value for name, value in islice(components.items(), MOST_COMPONENTS)},
+            failure=failure,
+            # What a function returned may hold anything, the response included.
+            returned=None,
+            raw=None,
+        )
+    )
+
+
+__all__ = [
+    "AttemptEnded",
+    "AttemptResult",
+    "AttemptStarted",
+    "BatchEnded",
+    "CallEnded",
+    "EngineClosed",
+    "Event",
+    "LateVerdict",
+    "SampleDropped",
+    "SampleEnded",
+    "SampleSubmitted",
+    "SourceStateChanged",
+]

@@ -1,0 +1,86 @@
+"""Loads the observers that a configuration names: a factory by its path, or by the name that a package registers."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+from importlib import metadata
+from typing import Any
+
+from ..errors import ConfigurationError, Mistake
+from ..redaction import one_line
+from ..sources.loading import PathLoader, load
+from .base import Named, Observer, check
+
+GROUP = "qreward_plugins.observers"
+"""The entry points under which packages register factories of observers."""
+
+_MESSAGE_CHARS = 300
+
+
+def load_observers(paths: Sequence[str]) -> list[Named]:
+    """Import the factories at `paths` and call each without arguments; the observers that they return, with their
+    paths as names.
+
+    A path is `package.module:factory`, `path/to/file.py:factory`, or a name that a package registers as an entry point
+    of the group `qreward_plugins.observers`. Raises `ConfigurationError` with every path that leads to no observer.
+    """
+    found: list[Named] = []
+    mistakes: list[Mistake] = []
+    for number, path in enumerate(paths):
+        key = f"observers[{number}]"
+        try:
+            observer = _made(path, key)
+            check([(key, observer)])
+        except ConfigurationError as error:
+            mistakes += error.mistakes
+        else:
+            found.append((path, observer))
+    if mistakes:
+        raise ConfigurationError(mistakes)
+    return found
+
+
+def _made(path: str, key: str) -> Observer:
+    factory = load(PathLoader(path if ":" in path else _registered(path, key)), key=key, excerpt=_excerpt)
+    try:
+        made: Observer = factory()
+        return made
+    except (Exception, SystemExit) as error:
+        problem = f"the factory {path} raised {_excerpt(_said(error))}"
+    # Raised outside the `except`, so that it does not carry the foreign error.
+    raise ConfigurationError([Mistake(key, problem, "It is called without arguments, and returns the observer.")])
+
+
+def _registered(name: str, key: str) -> str:
+    """The path of the factory that a package registers as `name`."""
+    try:
+        points = list(metadata.entry_points(group=GROUP))
+    except Exception as error:
+        problem = f"the entry points of installed packages cannot be read: {_excerpt(_said(error))}"
+        raise ConfigurationError([Mistake(key, problem)]) from None
+    paths = sorted({point.value.partition("[")[0].strip() for point in points if point.name == name})
+    if len(paths) == 1:
+        return paths[0]
+    if paths:
+        problem = f"several packages register the observer {name!r}: {' and '.join(paths)}"
+        raise ConfigurationError([Mistake(key, problem, "Name the factory by its path.")])
+    raise ConfigurationError([Mistake(key, f"no package registers the observer {name!r}", _remedy(name, points))])
+
+
+def _remedy(name: str, points: Iterable[Any]) -> str:
+    names = sorted({str(point.name) for point in points})
+    near = difflib.get_close_matches(name, names, n=1)
+    known = f"Registered: {', '.join(names)}." if names else "None is registered."
+    return f"{f'Did you mean {near[0]!r}? ' if near else ''}{known} Or write the path `package.module:factory`."
+
+
+def _said(error: BaseException) -> str:
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:
+        return type(error).__name__
+
+
+def _excerpt(text: str) -> str:
+    return one_line(text, _MESSAGE_CHARS)

@@ -1,0 +1,75 @@
+"""Observers that log: failed samples, one line for each cause and then counts, and what a batch waited for."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from ..redaction import one_line
+from ..samples import Failed
+from .events import DETAIL_CHARS, NAME_CHARS, BatchEnded, Event, SampleEnded
+
+_log = logging.getLogger("qreward_plugins.engine")
+_batch_log = logging.getLogger("qreward_plugins.scheduling")
+
+FIRST_REST_S = 60.0
+"""Seconds after a line for which its cause is only counted; doubled after every further line."""
+LONGEST_REST_S = 3600.0
+"""Longest such time, in seconds."""
+
+
+@dataclass(slots=True)
+class _Cause:
+    told_at: float
+    rest_s: float = FIRST_REST_S
+    more: int = 0
+
+
+class FailureLog:
+    """Warns of failed samples. An observer.
+
+    The first failure of each kind (cause, reason, judge and source) is logged at once. Further ones are counted and
+    logged together, the next line after `FIRST_REST_S` seconds at the earliest, then after twice that, and so on.
+    """
+
+    def __init__(self) -> None:
+        self._causes: dict[tuple[str, str, str, str], _Cause] = {}
+
+    def __call__(self, event: Event) -> None:
+        """Warn of an outcome that is a failure, or whose score is a floor in its place."""
+        if type(event) is SampleEnded and (failed := event.outcome.failure) is not None:
+            self._note(event, failed)
+
+    def _note(self, event: SampleEnded, failed: Failed) -> None:
+        now = event.at
+        key = (failed.cause.value, failed.reason, failed.judge, failed.source)
+        known = self._causes.get(key)
+        if known is None:
+            self._causes[key] = _Cause(now)
+            _log.warning("%s", _told(event, failed))
+            return
+        known.more += 1
+        if now - known.told_at < known.rest_s:
+            return
+        waited_s, more = now - known.told_at, known.more
+        known.told_at, known.more = now, 0
+        known.rest_s = min(2 * known.rest_s, LONGEST_REST_S)
+        _log.warning(
+            "%d more samples failed so in the last %.0f s; the last was %s", more, waited_s, _told(event, failed)
+        )
+
+
+class BatchLog:
+    """Logs in one line what a batch of several samples waited for. An observer."""
+
+    def __call__(self, event: Event) -> None:
+        """Log the report of a batch that has ended."""
+        if type(event) is BatchEnded and event.report.samples > 1:
+            _batch_log.info("%s", event.report.describe())
+
+
+def _told(event: SampleEnded, failed: Failed) -> str:
+    # Names come from data sets and details from servers, so both may hold line breaks and control characters.
+    name = one_line(event.sample_id, NAME_CHARS) if event.sample_id else "sample"
+    where = f" ({one_line(event.data_source, NAME_CHARS)})" if event.data_source else ""
+    return f"{name}{where}: {one_line(failed.describe(), DETAIL_CHARS)}"

@@ -144,14 +144,14 @@ _REMEDY = "An observer is a function, or an object with `__call__`, that takes o
 
 def _problem(observer: object) -> str:
     if isinstance(observer, type):
-        return f"it is the class {_name(observer)}, not an object of it"
+        return f"it is the class {_name(observer)}, not an object of it."
     if not callable(observer):
-        return f"an object of type {_name(type(observer))} cannot be called"
+        return f"an object of type {_name(type(observer))} cannot be called."
     called: Any = observer if inspect.isroutine(observer) else getattr(type(observer), "__call__", observer)  # noqa: B004
     while hasattr(called, "func"):
         called = called.func
     if inspect.iscoroutinefunction(called) or inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-        return f"{_name(observer)} is asynchronous or a generator, so that calling it does nothing"
+        return f"{_name(observer)} is asynchronous or a generator, so that calling it does nothing."
     return ""
 
 

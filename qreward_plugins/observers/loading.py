@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Iterable, Sequence
 from importlib import metadata
 from typing import Any
@@ -44,10 +45,14 @@ def load_observers(paths: Sequence[str]) -> list[Named]:
 def _made(path: str, key: str) -> Observer:
     factory = load(PathLoader(path if ":" in path else _registered(path, key)), key=key, excerpt=_excerpt)
     try:
-        made: Observer = factory()
-        return made
+        made: Any = factory()
     except (Exception, SystemExit) as error:
-        problem = f"the factory {path} raised {_excerpt(_said(error))}"
+        problem = f"the factory {path} raised {_excerpt(_said(error))}."
+    else:
+        if not inspect.iscoroutine(made):
+            return made  # type: ignore[no-any-return]
+        made.close()
+        problem = f"the factory {path} is asynchronous."
     # Raised outside the `except`, so that it does not carry the foreign error.
     raise ConfigurationError([Mistake(key, problem, "It is called without arguments, and returns the observer.")])
 
@@ -57,15 +62,15 @@ def _registered(name: str, key: str) -> str:
     try:
         points = list(metadata.entry_points(group=GROUP))
     except Exception as error:
-        problem = f"the entry points of installed packages cannot be read: {_excerpt(_said(error))}"
+        problem = f"the entry points of installed packages cannot be read: {_excerpt(_said(error))}."
         raise ConfigurationError([Mistake(key, problem)]) from None
     paths = sorted({point.value.partition("[")[0].strip() for point in points if point.name == name})
     if len(paths) == 1:
         return paths[0]
     if paths:
-        problem = f"several packages register the observer {name!r}: {' and '.join(paths)}"
+        problem = f"several packages register the observer {name!r}: {' and '.join(paths)}."
         raise ConfigurationError([Mistake(key, problem, "Name the factory by its path.")])
-    raise ConfigurationError([Mistake(key, f"no package registers the observer {name!r}", _remedy(name, points))])
+    raise ConfigurationError([Mistake(key, f"no package registers the observer {name!r}.", _remedy(name, points))])
 
 
 def _remedy(name: str, points: Iterable[Any]) -> str:

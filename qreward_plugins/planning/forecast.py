@@ -186,7 +186,7 @@ def plan(
 def _check(rehearsal: Rehearsal) -> None:
     """Build what a run would build, so that mistakes are told as a run would tell them."""
     engine = rehearsal.config.engine.model_copy(update={"journal": None})
-    bare = rehearsal.config.model_copy(update={"engine": engine})
+    bare = rehearsal.config.model_copy(update={"engine": engine, "observers": ()})
     RewardEngine(bare, sources=rehearsal.stand_ins(rehearsal.servers()))
 
 

@@ -129,7 +129,8 @@ class Rehearsal:
             # A step that is too long for its deadline is told apart better when it is seen to its end. With
             # `prefer: cost` the deadline is what the engine schedules by.
             changes["deadline_s"] = max(engine.deadline_s, AMPLE_DEADLINE_S)
-        return self.config.model_copy(update={"engine": engine.model_copy(update=changes)})
+        # Nothing of a rehearsal happens, so that observers of the user have no part in it.
+        return self.config.model_copy(update={"engine": engine.model_copy(update=changes), "observers": ()})
 
     async def _step(self, seed: int, record: bool) -> Run:
         config = self._engine_config

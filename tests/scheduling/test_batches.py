@@ -91,6 +91,8 @@ def test_samples_of_a_higher_priority_that_come_one_by_one_go_first(one_place):
 
 
 def test_no_batch_is_kept_of_a_priority_that_nothing_is_scored_with_any_more(one_place):
+    gc.collect()  # what other tests left
+
     async def main():
         dispatcher = one_place.dispatcher()
         batches = dispatcher.batches

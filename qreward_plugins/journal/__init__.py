@@ -1,4 +1,4 @@
-"""The journal: the durable record of verdicts, which is the cache, the way back after a crash, and the audit trail."""
+"""The journal: a durable record of outcomes. It serves as cache, for resuming after a crash, and as audit trail."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Opens the journal's SQLite file, and says what is wrong with it in one sentence.
+"""Opens the journal's SQLite file, and explains its errors in one sentence.
 
-The file is in WAL mode: readers never wait for a writer, a killed process leaves at worst a tail that SQLite ignores,
-and with `synchronous=NORMAL` a commit costs no disk flush (a power failure may cost the last commits, not the file).
-The application id keeps the journal from writing its table into somebody else's database.
+The file is in WAL mode: readers never wait for a writer, and a killed process leaves at worst an incomplete tail that
+SQLite ignores. With `synchronous=NORMAL` a commit needs no disk flush; a power failure may lose the last commits, but
+does not damage the file. The application id protects databases of other programs from being written.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _log = logging.getLogger("qreward_plugins.journal")
 SCHEMA_VERSION: Final = 2
 
 BUSY_TIMEOUT_S: Final = 5.0
-"""How long a process waits for another one that is writing, in seconds."""
+"""Longest wait for another process that writes, in seconds."""
 
 _APPLICATION_ID: Final = 0x71526A31
 
 _CREATE: Final = (
     "CREATE TABLE outcomes (id INTEGER PRIMARY KEY, " + ", ".join(f"{name} {kind}" for name, kind in COLUMNS) + ")",
-    # Only what `get` may answer with is in the index.
+    # The index holds only rows that `get` may return.
     "CREATE INDEX outcomes_by_key ON outcomes (key, id) WHERE outcome = 'scored' AND cached = 0",
     f"PRAGMA application_id = {_APPLICATION_ID}",
     f"PRAGMA user_version = {SCHEMA_VERSION}",
@@ -35,10 +35,10 @@ _CREATE: Final = (
 
 
 def open_database(path: str) -> sqlite3.Connection:
-    """Open or make the journal at `path`, ready to be written.
+    """Open the journal at `path`, or create it.
 
-    Any one thread at a time may use the connection. Blocks for up to `BUSY_TIMEOUT_S` while other processes are making
-    the same journal. Raises `JournalError`.
+    Any thread may use the connection, one at a time. Blocks for up to `BUSY_TIMEOUT_S` while other processes create the
+    same journal. Raises `JournalError`.
     """
     give_up_at = time.monotonic() + BUSY_TIMEOUT_S
     while True:
@@ -48,7 +48,7 @@ def open_database(path: str) -> sqlite3.Connection:
             problem = str(error)
         if time.monotonic() > give_up_at:
             raise JournalError(problem)
-        # SQLite waits for locks by itself, but not for the one that turns on the WAL.
+        # SQLite waits for all locks but the one of the switch to WAL mode.
         threading.Event().wait(0.01)
 
 
@@ -74,16 +74,18 @@ def _opened(path: str) -> sqlite3.Connection:
 
 
 def _prepare(connection: sqlite3.Connection, path: str) -> None:
-    # Looked at before anything is changed: the file may belong to another program. One transaction, because another
-    # process may be making the journal at this moment.
+    # The check comes before any change, because the file may belong to another program. It is one transaction, because
+    # another process may be creating the journal now.
     connection.execute("BEGIN")
     application, version, tables = _identity(connection)
     connection.execute("COMMIT")
     if application != _APPLICATION_ID and (application or version or tables):
-        raise JournalError(f"{path} is the database of another program; choose another path for engine.journal")
+        raise JournalError(f"{path} is a database of another program; choose another path for engine.journal")
     mode = connection.execute("PRAGMA journal_mode = WAL").fetchone()[0]
     if mode != "wal":
-        raise JournalError(f"the journal {path} cannot be shared there (SQLite offers {mode}); put it on a local disk")
+        raise JournalError(
+            f"the file system of the journal {path} does not support WAL mode (SQLite offers {mode}); use a local disk"
+        )
     connection.execute("PRAGMA synchronous = NORMAL")
     connection.execute("BEGIN IMMEDIATE")
     application, version, _ = _identity(connection)
@@ -94,30 +96,30 @@ def _prepare(connection: sqlite3.Connection, path: str) -> None:
         _bring_up_to_2(connection, path)
     elif version != SCHEMA_VERSION:
         raise JournalError(
-            f"the journal {path} has schema version {version}, this package knows version {SCHEMA_VERSION}; "
+            f"the journal {path} has schema version {version}, this package supports version {SCHEMA_VERSION}; "
             "upgrade qreward-plugins, or choose another path"
         )
-    # Touches the pages at the end of the table, where damage would stop the writing.
+    # Reads the last pages of the table, because damage there would make every write fail.
     connection.execute("SELECT max(id) FROM outcomes").fetchall()
     connection.execute("COMMIT")
 
 
 def _bring_up_to_2(connection: sqlite3.Connection, path: str) -> None:
-    """Add what version 1 lacks. A process with an older package may go on writing: it names the columns it knows."""
+    """Add the columns that version 1 lacks. Older packages can still write, because they name their columns."""
     kinds = dict(COLUMNS)
     for name in ADDED_IN_2:
         connection.execute(f"ALTER TABLE outcomes ADD COLUMN {name} {kinds[name]}")
     connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION}")
     _log.warning(
-        "the journal %s was brought from schema version 1 to %d: its verdicts stay on record, but none is used again, "
-        "because version 1 did not tell apart everything that is sent to a judge; new ones are recorded as they come",
+        "the journal %s was upgraded from schema version 1 to %d: its verdicts are kept, but not used as answers, "
+        "because the keys of version 1 did not cover everything that is sent to a judge",
         path,
         SCHEMA_VERSION,
     )
 
 
 def _identity(connection: sqlite3.Connection) -> tuple[int, int, int]:
-    """Application id, schema version and number of tables; all 0 for a new file."""
+    """Return application id, schema version and number of tables; all 0 for a new file."""
     return (
         connection.execute("PRAGMA application_id").fetchone()[0],
         connection.execute("PRAGMA user_version").fetchone()[0],
@@ -126,7 +128,7 @@ def _identity(connection: sqlite3.Connection) -> tuple[int, int, int]:
 
 
 def explained(error: Exception, path: str) -> str:
-    """What a foreign error means for the journal at `path`, and what to do about it."""
+    """Explain an error of SQLite or the system for the journal at `path`, with the remedy."""
     said = str(error)
     for part, meaning in (
         ("not a database", f"{path} is not a journal; choose another path, or remove the file"),
@@ -134,9 +136,12 @@ def explained(error: Exception, path: str) -> str:
         ("no such table", f"the journal {path} is damaged; move it away and start a new one"),
         ("readonly", f"the journal {path} cannot be written; check the permissions of the file and its directory"),
         ("unable to open", f"the journal {path} cannot be opened; check that its directory exists and may be written"),
-        ("is full", f"the disk is full below the journal {path}; make room"),
-        ("disk I/O", f"the disk fails or is full below the journal {path}; make room, or choose a local disk"),
-        ("locked", f"another process holds the journal {path} for more than {BUSY_TIMEOUT_S:g} s; stop that process"),
+        ("is full", f"the disk of the journal {path} is full; free some space"),
+        ("disk I/O", f"the disk of the journal {path} fails or is full; free some space, or use another disk"),
+        (
+            "locked",
+            f"another process has locked the journal {path} for more than {BUSY_TIMEOUT_S:g} s; stop that process",
+        ),
     ):
         if part in said:
             return f"{meaning} ({said})"

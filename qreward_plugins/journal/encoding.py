@@ -1,11 +1,11 @@
-"""Encodes values as bytes: different values never give the same bytes, and all processes encode a value alike.
+"""Encodes values as bytes: different values have different bytes, and equal values have the same in every process.
 
-The usual encodings are not safe as keys. JSON writes NaN as it writes None, and the key 1 of a mapping as the key "1".
-Pickles differ between equal values. A repr may hold an address, which differs from process to process. Here every value
-is written with its type and its length. A value of an unknown type is refused.
+The usual encodings are not safe for keys. JSON writes NaN and None alike, and the mapping keys 1 and "1", too. Pickles
+of equal values may differ. A repr may hold a memory address, which differs between processes. This encoding writes each
+value with its type and length, and rejects values of unknown types.
 
-Values that a function can tell apart give different bytes: 1, 1.0 and True, a list and a tuple, numpy's numbers and
-Python's, two mappings whose keys are in another order. Sets are sorted, because their order differs between processes.
+Values that a function can distinguish have different bytes: 1, 1.0 and True; a list and a tuple; numbers of numpy and
+Python; mappings with another order of keys. Sets are sorted, because their order differs between processes.
 """
 
 from __future__ import annotations
@@ -23,25 +23,23 @@ if TYPE_CHECKING:
     import numpy as np
 
 _PLAIN_TYPES = (Decimal, uuid.UUID, datetime.date, datetime.datetime, datetime.time, datetime.timedelta)
-"""Types whose `str` tells equal values from different ones, and is the same in every process."""
+"""Types whose `str` is unique for each value and the same in every process."""
 
 _IMAGE_MODES = frozenset({"1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB", "I", "F", "I;16"})
-"""Modes of Pillow's images whose pixels are all there is to see; those with a palette are refused."""
+"""Modes of Pillow images that their pixels describe completely; images with a palette are rejected."""
 
 
 class Unencodable(Exception):
-    """The value is of a type whose values cannot be told apart for certain, is too deep, or too large."""
+    """The value has an unsupported type, is nested too deeply, or is too large."""
 
 
 def encoded(value: Any) -> bytes:
-    """Encode `value`. Raises `Unencodable`, or whatever the methods of a foreign object raise."""
+    """Encode `value`. Raises `Unencodable`, and any exception of the methods of foreign objects in it."""
     return _Encoder().encoded(value)
 
 
 class _Encoder:
-    """Encodes one value. Refuses more than a million values and more than 64 levels, so also a value that contains
-    itself.
-    """
+    """Encodes one value. Rejects more than a million nested values or 64 levels, and so recursive values."""
 
     def __init__(self) -> None:
         self._values_left = 1_000_000
@@ -68,7 +66,7 @@ class _Encoder:
         if kind is set or kind is frozenset:
             return _joined(b"e" if kind is set else b"E", sorted(self.encoded(item, depth + 1) for item in value))
         if kind in _PLAIN_TYPES:
-            # `fold` distinguishes the two times that read alike when a clock is set back an hour.
+            # `fold` distinguishes the two equal local times when a clock is set back an hour.
             return _tagged(b"p", f"{kind.__name__} {value} {getattr(value, 'fold', '')}".encode())
         if isinstance(value, Mapping):
             return self._mapping(value, depth)
@@ -77,7 +75,7 @@ class _Encoder:
             return _joined(b"c", [self._named(kind), *(self.encoded(item, depth + 1) for item in fields)])
         if kind.__module__ == "omegaconf.listconfig":
             return _joined(b"o", [self.encoded(item, depth + 1) for item in value])
-        # By module name, because the core does not import numpy and Pillow.
+        # Recognized by module name, because the core does not import numpy or Pillow.
         if kind.__module__ == "numpy" and hasattr(value, "dtype"):
             return self._numpy(value, depth)
         if kind.__module__.startswith("PIL.") and hasattr(value, "tobytes"):

@@ -1,8 +1,8 @@
-"""One row of the journal: what is kept of an outcome, and how a verdict is read back from it.
+"""Converts outcomes to rows of the journal, and rows back to verdicts.
 
-Prompts and responses are not kept: they are large, they belong to the trainer, and the key is enough to find a verdict
-again. Rows are built where the outcome is handed in, so that the writing thread holds nothing but plain, short values
-that SQLite is certain to take.
+Prompts and responses are not recorded: they are large, they belong to the trainer, and the key is enough to find a
+verdict. Rows are built in the caller's thread, so that the writing thread holds only short plain values that SQLite
+accepts.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from ..samples import Failed, Outcome, RawScore, Sample, Verdict
 from ..spent import NOTHING, Spent
 
 RATIONALE_CHARS = 4000
-"""Longest rationale that is kept, in characters."""
+"""Longest rationale that is recorded, in characters."""
 
 CUT = "cut"
-"""The reason in the row of a verdict whose judge saw the sample cut."""
+"""Value of `reason` in the row of a verdict on a truncated sample."""
 
 _TEXT_CHARS = 1000
 
@@ -53,17 +53,17 @@ COLUMNS = (
     ("completion_tokens", "INTEGER NOT NULL"),
     ("latency_s", "REAL NOT NULL"),
     ("cost_usd", "REAL NOT NULL"),
-    # Since schema version 2, so these are empty in older rows.
+    # Added in schema version 2; NULL in older rows.
     ("raw_score", "REAL"),
     ("raw_components", "TEXT"),
     ("service_s", "REAL"),
 )
-"""Names and types. `recorded_at` is in seconds since 1970 (UTC); `outcome` is "scored" or "failed". `latency_s` runs
-from handing the sample in to its outcome, waiting included; `service_s` is what the attempt took that was answered.
-`raw_score` and `raw_components` are the numbers as the judge gave them, before they were mapped to the reward range."""
+"""Names and types. `recorded_at` is in seconds since 1970 (UTC); `outcome` is "scored" or "failed". `latency_s` is the
+time from the sample to its outcome, waiting included; `service_s` is the time of the answered attempt alone.
+`raw_score` and `raw_components` are the judge's numbers before they were mapped to the reward range."""
 
 ADDED_IN_2 = ("raw_score", "raw_components", "service_s")
-"""Columns that journals of schema version 1 lack."""
+"""Columns that schema version 2 added."""
 
 VERDICT_COLUMNS = (
     "score",
@@ -77,11 +77,11 @@ VERDICT_COLUMNS = (
     "raw_score",
     "raw_components",
 )
-"""What a verdict is read back from."""
+"""Columns that a verdict is read from."""
 
 
 def row(key: str | None, sample: Sample, outcome: Outcome, *, recorded_at: float, process_id: int) -> tuple[Value, ...]:
-    """The values of `COLUMNS` for an outcome."""
+    """Return the values of `COLUMNS` for an outcome."""
     values: dict[str, Value] = {
         "key": _text(key, None),
         "recorded_at": recorded_at,
@@ -95,7 +95,7 @@ def row(key: str | None, sample: Sample, outcome: Outcome, *, recorded_at: float
     if isinstance(outcome, Failed):
         values |= _failed(outcome)
     elif outcome.verdict.failure is not None:
-        # A floor is no answer of a source: it is never found again, and says which failure it stands in for.
+        # A floor is not a source's answer, so `get` must not find it; the row shows the failure that it replaces.
         failed = replace(outcome.verdict.failure, judge=outcome.verdict.judge, spent=outcome.verdict.spent)
         values |= {**_failed(failed), "floor": float(outcome.verdict.score)}
     else:
@@ -104,7 +104,7 @@ def row(key: str | None, sample: Sample, outcome: Outcome, *, recorded_at: float
 
 
 def is_answer(verdict: Verdict) -> bool:
-    """Whether a verdict is what a source answered now."""
+    """Return whether a verdict is a new answer of a source: judged, and not from the journal."""
     return verdict.basis == "judged" and not verdict.cached
 
 
@@ -160,7 +160,7 @@ def _spent(spent: Spent) -> dict[str, Value]:
 
 
 def verdict(values: tuple[Any, ...]) -> Verdict:
-    """The verdict in the values of `VERDICT_COLUMNS`, as `as_cached` has it. Raises ValueError or TypeError."""
+    """Build a verdict from the values of `VERDICT_COLUMNS`, as `as_cached` does. Raises ValueError or TypeError."""
     score, components, rationale, correct, judge, source, model, reason, raw_score, raw_components = values
     return Verdict(
         score=score,
@@ -177,11 +177,10 @@ def verdict(values: tuple[Any, ...]) -> Verdict:
 
 
 def as_cached(verdict: Verdict) -> Verdict:
-    """The verdict as the journal answers with it.
+    """Return the verdict as `Journal.get` returns it.
 
-    Its attempts, usage, latency and cost are 0: they count what was spent on an outcome, and this one is free. So the
-    costs of all outcomes of a run add up to what the run paid. What the verdict cost when it was given stands in its
-    row.
+    Attempts, usage, latency and cost are 0, because a recorded verdict costs nothing: so the costs of all outcomes of a
+    run add up to what the run paid. The row keeps what the verdict cost at first.
     """
     return replace(
         verdict,
@@ -197,12 +196,12 @@ def _text(value: Any, limit: int | None = _TEXT_CHARS) -> str | None:
     if value is None:
         return None
     text = value if isinstance(value, str) else str(value)
-    # SQLite stores UTF-8, which has no place for the lone surrogates that a broken decoder leaves behind.
+    # SQLite stores UTF-8, which cannot encode the lone surrogates that a broken decoder leaves.
     return text[:limit].encode("utf-8", "replace").decode("utf-8")
 
 
 def _integer(value: Any) -> int | None:
-    # A step may be numpy's, and SQLite's integers have 64 bits.
+    # A step may be a numpy integer, and SQLite's integers have 64 bits.
     return None if value is None else max(-(2**63), min(2**63 - 1, int(value)))
 
 

@@ -1,12 +1,12 @@
-"""`Journal`: verdicts go in from any event loop and come back out of a SQLite file, now or in a later run.
+"""`Journal` records outcomes in a SQLite file and returns recorded verdicts, in the same run or a later one.
 
-One thread writes and one reads, each over a connection of its own. What is handed in is the journal's from that moment
-on: no cancelled caller and no closed event loop takes it back. Rows are written many at a time, because a transaction
-costs more than the rows in it.
+One thread writes and one reads, each over a connection of its own. An entry that was passed to `put` is written even if
+the caller is cancelled or its event loop is closed. Rows are written in batches, because a transaction costs more than
+its rows.
 
-A journal that cannot be written must not stop a training run, and a lock or a disk that is full for a while must not
-lose answers that were paid for. So entries that cannot be written are kept in memory, up to a bound, and tried again
-until the journal is closed. The error is logged, and raised by `flush` and `aclose`.
+A journal that cannot be written must not stop a training run, and a temporary lock or full disk must not lose answers
+that were paid for. So entries that cannot be written are kept in memory, up to a bound, and retried until the journal
+is closed. The error is logged, and raised by `flush` and `aclose`.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from .database import explained, open_database
 _log = logging.getLogger("qreward_plugins.journal")
 
 COMMIT_AFTER_S: Final = 0.05
-"""An entry is written at the latest this many seconds after it was handed in, unless the disk is slower."""
+"""Seconds after which an entry is written at the latest, unless the disk is slower."""
 
 COMMIT_ENTRIES: Final = 256
-"""This many waiting entries are written at once."""
+"""Number of waiting entries that are written without further delay."""
 
 COMMIT_MOST: Final = 1024
-"""Most entries of one transaction, which other processes wait for."""
+"""Largest number of entries in one transaction. Other processes wait for it, so it is bounded."""
 
 ROOM: Final = 4096
-"""When more entries than this wait to be written, `put` waits too, as long as the file can be written."""
+"""Number of unwritten entries above which `put` waits, while the file can be written."""
 
 KEPT_CHARS: Final = 64 * 2**20
-"""Most characters kept in memory while the file cannot be written; outcomes beyond that are not recorded."""
+"""Largest number of characters kept in memory while the file cannot be written. Further outcomes are lost."""
 
 FIRST_RETRY_S: Final = 0.25
 LONGEST_RETRY_S: Final = 10.0
-"""Seconds between two tries to write, doubled from try to try, from the first to the longest."""
+"""Seconds between two write attempts: doubled after each failure, from the first to the longest."""
 
 CLOSE_WITHIN_S: Final = 15.0
-"""How long a journal that is closed goes on trying, in seconds."""
+"""Longest time in seconds that closing goes on retrying writes."""
 
 READ_AGAIN_AFTER_S: Final = 5.0
-"""Seconds without look-ups after the file could not be read."""
+"""Seconds without look-ups after a failed read."""
 
 _ROW_CHARS: Final = 500
 """Assumed size of a row without its texts, in characters."""
@@ -78,28 +78,28 @@ _SELECT: Final = (
 
 
 class Journal:
-    """The record of all outcomes in one SQLite file, which several processes of one machine may share.
+    """Records all outcomes in one SQLite file, which several processes of one machine may share.
 
     Args:
-        path: the file, on a local disk. It is made when it does not exist; its directory is not.
-        clock: seconds since 1970 for the column `recorded_at`. This is the one place of the package where the wall
-            clock is right: the record is for people and outlives the process.
+        path: the file, on a local disk. It is created if it does not exist; its directory must exist.
+        clock: returns seconds since 1970 for the column `recorded_at`. Wall-clock time is used here because the record
+            outlives the process.
 
-    Opening blocks for some milliseconds. Raises `JournalError` when the file cannot be opened or written, or is not a
+    Opening blocks for some milliseconds. Raises `JournalError` if the file cannot be opened or written, or is not a
     journal of this version.
 
-    Memory does not grow with the number of entries. While the file cannot be written (locked, disk full) up to about
-    `KEPT_CHARS` are kept and tried again, also for `CLOSE_WITHIN_S` seconds when it is closed. A process that is killed
-    loses what it handed in during the last 50 ms, and what is kept; one that ends without `aclose` writes that down on
-    its way out. A forked child must open its own journal.
+    Memory does not grow with the number of entries. While the file cannot be written (locked, disk full), about
+    `KEPT_CHARS` characters of entries are kept and retried; `aclose` retries for up to `CLOSE_WITHIN_S` seconds. A
+    killed process loses the entries of the last 50 ms and the kept ones. A process that exits without `aclose` writes
+    them at exit. A forked child must open its own journal.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, clock: Callable[[], float] = time.time) -> None:
         self.path = os.fspath(path)
         self.write_errors = 0
-        """Entries that are lost: they could not be written before there were too many, or before it was closed."""
+        """Number of lost entries: they could not be written, and memory was full or the journal was closed."""
         self.read_errors = 0
-        """Look-ups that failed, and were answered with None."""
+        """Number of failed look-ups, which returned None."""
         self._clock = clock
         self._process_id = os.getpid()
         self._reading = open_database(self.path)
@@ -129,10 +129,10 @@ class Journal:
         atexit.register(self._close_at_exit)
 
     async def get(self, *keys: str) -> Verdict | None:
-        """The latest verdict that was recorded under one of `keys`, by any process; None: there is none.
+        """Return the latest verdict that any process recorded under one of `keys`; None if there is none.
 
-        The verdict is `cached`; its attempts, usage, latency and cost are 0, because this time nothing was spent. When
-        the file cannot be read, the answer is None: the sample is judged anew. Raises `JournalError` when closed.
+        The verdict is `cached`; its attempts, usage, latency and cost are 0, because a look-up costs nothing. If the
+        file cannot be read, returns None, so that the sample is judged again. Raises `JournalError` if closed.
         """
         self._check()
         for unwritten in (self._unwritten_verdicts, self._verdicts_being_written):
@@ -140,7 +140,7 @@ class Journal:
                 if key in unwritten:
                     return unwritten[key]
         if time.monotonic() < self._unreadable_until:
-            # Otherwise each look-up of a batch would wait for the same lock, one after the other.
+            # Otherwise every look-up of a batch would wait for the same lock, one after another.
             self.read_errors += 1
             return None
         try:
@@ -150,11 +150,10 @@ class Journal:
         return await asyncio.wrap_future(reading)
 
     async def put(self, key: str | None, sample: Sample, outcome: Outcome) -> None:
-        """Record an outcome; without a key it is recorded, but never found by `get`.
+        """Record an outcome. Without a key it is recorded, but `get` never returns it.
 
-        The entry is handed in before this waits for anything, so cancelling the call does not lose it. It waits only
-        while more entries are waiting than the file takes, and not where the file takes none. Raises `JournalError`
-        when closed, and nothing else.
+        The entry is accepted before the call first waits, so a cancellation does not lose it. The call waits only while
+        more than `ROOM` entries are unwritten and the file can be written. Raises only `JournalError`, if closed.
         """
         self.note(key, sample, outcome)
         with self._changed:
@@ -163,21 +162,21 @@ class Journal:
             await asyncio.wrap_future(room)
 
     def note(self, key: str | None, sample: Sample, outcome: Outcome) -> None:
-        """As `put`, without waiting: for what comes so seldom that it cannot fill the memory. Any thread may call it.
+        """Record an outcome as `put` does, without waiting. For rare entries, because it does not limit the memory.
 
-        Raises `JournalError` when closed.
+        Any thread may call it. Raises `JournalError` if closed.
         """
         self._check()
         try:
             row = entries.row(key, sample, outcome, recorded_at=self._clock(), process_id=self._process_id)
         except Exception as error:
-            # A sample is made by others; a step that is no number must cost its row, and not its reward.
+            # Samples come from outside: a step that is not a number may lose the row, but not the reward.
             self._lost(1, f"an outcome cannot be written ({type(error).__name__})")
             return
         if self._unwritten_chars > KEPT_CHARS and self._failing is not None:
             self._lost(1, self._failing)
             self._say_once(
-                "room", f"{self._failing}; no more outcomes can be kept in memory, and further ones are lost"
+                "room", f"{self._failing}; the memory for unwritten outcomes is full, further outcomes are lost"
             )
             return
         with self._changed:
@@ -191,10 +190,10 @@ class Journal:
                 self._changed.notify()
 
     async def flush(self) -> None:
-        """Return when everything handed in before is in the file.
+        """Wait until all earlier entries are in the file.
 
-        Raises `JournalError` when it cannot be written now (it is kept, and tried again), or when entries were lost
-        since the last time that was raised.
+        Raises `JournalError` if they cannot be written now (they are kept and retried), or if entries were lost since
+        this was last raised.
         """
         with self._changed:
             self._check()
@@ -204,22 +203,21 @@ class Journal:
         with self._changed:
             kept, why = self._unwritten, self._failing
         if why is not None:
-            raise JournalError(
-                f"{kept:,} outcomes are not recorded yet: {why}; they are kept in memory and tried again"
-            )
+            raise JournalError(f"{kept:,} outcomes are not recorded yet: {why}; they are kept in memory and retried")
 
     async def aclose(self) -> None:
-        """Write what is waiting, and end both threads. Idempotent; a cancelled call goes on closing in the background.
+        """Write all unwritten entries and end both threads. Idempotent. After a cancellation, closing goes on in the
+        background.
 
-        Where the file cannot be written it goes on trying for `CLOSE_WITHIN_S` seconds. Raises `JournalError` once when
-        entries are lost; everything is closed then, too.
+        If the file cannot be written, retries for `CLOSE_WITHIN_S` seconds. Raises `JournalError` once if entries are
+        lost; everything is closed then, too.
         """
         self._begin_closing()
         await asyncio.wrap_future(self._closed)
         self._finish()
 
     def close(self) -> None:
-        """As `aclose`, for code without an event loop: blocks the calling thread."""
+        """Close the journal as `aclose` does, blocking the calling thread."""
         self._begin_closing()
         self._closed.result()
         self._finish()
@@ -231,7 +229,7 @@ class Journal:
 
     def _begin_closing(self) -> None:
         if os.getpid() != self._process_id:
-            raise JournalError(f"the journal {self.path} was opened by another process; leave it to that one")
+            raise JournalError(f"the journal {self.path} was opened by another process; close it there")
         with self._changed:
             self._closing = True
             self._changed.notify()
@@ -248,7 +246,7 @@ class Journal:
             raise JournalError(f"the journal {self.path} was opened before a fork; open another one in this process")
 
     def _call(self) -> Future[None]:
-        """A future that is done when everything that waits now is written. The lock must be held."""
+        """Return a future that is done when all entries that wait now are written. The lock must be held."""
         call = _started()
         self._calls.append(call)
         self._changed.notify()
@@ -262,7 +260,7 @@ class Journal:
 
     def _read(self, keys: tuple[str, ...]) -> Verdict | None:
         try:
-            # All rows are fetched, if there is one: a statement that is not finished would keep the WAL from shrinking.
+            # `fetchall`, because an unfinished statement keeps the WAL from shrinking.
             select = _SELECT.format(marks=", ".join("?" * len(keys)))
             rows = self._reading.execute(select, keys).fetchall()
             return entries.verdict(rows[0]) if rows else None
@@ -270,11 +268,11 @@ class Journal:
             self.read_errors += 1
             if isinstance(error, sqlite3.OperationalError):
                 self._unreadable_until = time.monotonic() + READ_AGAIN_AFTER_S
-            self._say_once("read", f"{explained(error, self.path)}; samples are judged anew")
+            self._say_once("read", f"{explained(error, self.path)}; samples are judged again")
             return None
 
     def _write(self) -> None:
-        """The writing thread."""
+        """Write entries until the journal is closed. Runs in the writing thread."""
         while not self._write_once():
             pass
         self._reader.shutdown(wait=True)
@@ -287,7 +285,7 @@ class Journal:
             self._closed.set_result(None)
 
     def _write_once(self) -> bool:
-        """Wait for entries and write them; true when they were the last."""
+        """Wait for entries and write them; return whether they were the last."""
         with self._changed:
             if self._kept:
                 # The last write failed: wait before the next try, unless `flush` or `aclose` asks for one now.
@@ -308,15 +306,15 @@ class Journal:
         return last
 
     def _take(self) -> None:
-        """Move the waiting entries to those to be written. The lock must be held."""
+        """Move the waiting entries to the kept ones, which are written next. The lock must be held."""
         self._kept += self._waiting
         self._waiting = []
-        # Filled before the other is emptied, because `get` reads both without the lock, in the opposite order.
+        # `get` reads both mappings without the lock, in the opposite order, so this one is filled first.
         self._verdicts_being_written = {**self._verdicts_being_written, **self._unwritten_verdicts}
         self._unwritten_verdicts = {}
 
     def _commit_kept(self) -> None:
-        """Try to write the kept entries; those that cannot be written now stay."""
+        """Try to write the kept entries. Those that cannot be written now stay kept."""
         why = None
         while self._kept and why is None:
             rows = self._kept[:COMMIT_MOST]
@@ -333,13 +331,13 @@ class Journal:
                 self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
             kept = len(self._kept)
         if why is not None:
-            self._say_once("write", f"{why}; {kept:,} outcomes are kept in memory until it can, and scoring goes on")
+            self._say_once("write", f"{why}; {kept:,} outcomes are kept in memory and retried, and scoring goes on")
         elif recovered:
             self._said.discard("write")
-            _log.warning("the journal %s can be written again; everything that was kept is in it", self.path)
+            _log.warning("the journal %s can be written again; all kept outcomes are recorded", self.path)
 
     def _commit_before_closing(self) -> None:
-        """Go on trying for `CLOSE_WITHIN_S`, because entries that are not in the file then are lost."""
+        """Retry for up to `CLOSE_WITHIN_S`, then count the remaining entries as lost."""
         give_up_at = time.monotonic() + CLOSE_WITHIN_S
         while self._kept and time.monotonic() < give_up_at:
             threading.Event().wait(min(self._retry_s, CLOSE_WITHIN_S / 10))
@@ -356,7 +354,7 @@ class Journal:
             self._unwritten_chars -= sum(map(_chars, rows))
 
     def _commit(self, rows: list[tuple[entries.Value, ...]]) -> str | None:
-        """Write `rows`, all or none; return why they cannot be written now. A row that never can is dropped."""
+        """Write all `rows` or none; return why they cannot be written now. Invalid rows are dropped."""
         try:
             self._writing.execute("BEGIN IMMEDIATE")
             try:
@@ -379,12 +377,12 @@ class Journal:
                 self._lost(1, f"an outcome cannot be written ({type(error).__name__})")
 
     def _lost(self, count: int, why: str) -> None:
-        """Count entries that will never be in the file."""
+        """Count entries that will never be written."""
         with self._changed:
             self.write_errors += count
             self._failure = (
-                f"{self.write_errors:,} outcomes were not recorded: {why}; their verdicts will be asked for, and paid "
-                "for, again"
+                f"{self.write_errors:,} outcomes were not recorded: {why}; a later run asks and pays for their "
+                "verdicts again"
             )
 
     def _roll_back(self) -> None:
@@ -392,7 +390,7 @@ class Journal:
             if self._writing.in_transaction:
                 self._writing.execute("ROLLBACK")
         except sqlite3.Error:
-            # The next BEGIN fails and is counted.
+            # The next BEGIN fails, too, and is handled there.
             return
 
     def _say_once(self, what: str, message: str) -> None:
@@ -402,12 +400,12 @@ class Journal:
 
 
 def _started() -> Future[None]:
-    """A future that nobody can cancel: an event loop that gives up waiting must not take the call back."""
+    """Return a future that cannot be cancelled, so that a cancelled caller does not withdraw its call."""
     future: Future[None] = Future()
     future.set_running_or_notify_cancel()
     return future
 
 
 def _chars(row: tuple[entries.Value, ...]) -> int:
-    """About what a row takes in memory, in characters."""
+    """Estimate the size of a row in memory, in characters."""
     return _ROW_CHARS + sum(len(value) for value in row if isinstance(value, str))

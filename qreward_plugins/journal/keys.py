@@ -1,13 +1,13 @@
-"""Keys under which the journal keeps answers: a hash of everything that a source is sent, one for each source.
+"""Computes the keys of recorded answers: a hash of everything that is sent to a source, one key for each source.
 
-A key is derived from the request as the source would write it (`Source.question`), so it covers whatever is sent. It
-also covers who is asked, how the judge reads the reply, and what the judge sees only as a placeholder, such as the
-image behind `[image]`.
+A key is derived from the request as the source would write it (`Source.question`), so it covers everything that is
+sent. It also covers the source, how the judge reads the reply, and what the judge sees only as a placeholder, such as
+the image of `[image]`.
 
-The identifier of the fences is drawn per process and must not change the key. It occurs nowhere in the sample's texts,
-so each text is cut at the identifier, and the pieces are hashed.
+The nonce of the fences is drawn per process and must not change the key. It does not occur in the sample's texts, so
+each text is split at the nonce, and the parts are hashed.
 
-A question that cannot be encoded for certain has no key. Asking again costs one request; a wrong hit would cost a wrong
+A question that cannot be encoded safely has no key. Asking again costs one request; a wrong hit would give a wrong
 reward.
 """
 
@@ -23,13 +23,13 @@ from ..sources.base import Request, Source, apart
 from .encoding import encoded
 
 _PERSON = b"qreward key 2"
-"""Change this whenever the content of a key changes, so that old answers are not found under new keys."""
+"""Change this whenever the content of keys changes, so that new keys do not match old answers."""
 
 
 def question_keys(call: Call[Any], sources: Mapping[str, Source]) -> dict[str, str]:
     """Return the key of each source's answer to `call`, by the source's name; 40 hexadecimal digits each.
 
-    A source is missing if its question cannot be encoded for certain, or if its answers must not be used again. The
+    A source is missing if its question cannot be encoded safely, or if its answers must not be used again. The
     mapping is empty for a call without an identity, or without a request. Equal questions have equal keys, in every
     process. Raises nothing.
     """
@@ -67,14 +67,14 @@ def _question(source: Source, request: Request) -> object | None:
     if ask is not None:
         question: object | None = ask(request)
         return question
-    # A foreign source without `question`: assume that it sends everything in the request, and that no other source
-    # answers as it does.
+    # A foreign source may lack `question`. Then everything in the request counts as sent, and the source's name counts,
+    # too, because another source may answer differently.
     messages = [[(name, apart(str(text), request.nonce)) for name, text in m.items()] for m in request.messages]
     return (source.name, source.model, messages, dict(request.parameters), None if request.messages else request.sample)
 
 
 def _attachments(sample: Sample) -> Iterator[Any]:
-    """The parts of the prompt that are not text, such as images; a judge of texts sees only a placeholder for them."""
+    """Yield the parts of the prompt that are not text, such as images. A text judge sees placeholders for them."""
     for messages in (sample.messages, sample.prompt):
         for message in messages if isinstance(messages, (list, tuple)) else ():
             content = message.get("content") if isinstance(message, Mapping) else None

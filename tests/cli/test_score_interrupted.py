@@ -166,7 +166,9 @@ def test_a_stopped_run_says_what_is_not_in_the_journal(with_lock, server):
         asyncio.run(score(stop))
     said = errors.file.getvalue()
     assert "verdicts so far: not all, in " in said
-    assert re.search(r"to go on; \d+ outcomes were not recorded: another process holds .* paid for, again\.", said)
+    assert re.search(
+        r"to go on; \d+ outcomes were not recorded: another process has locked .* pays for their verdicts again\.", said
+    )
     assert "no verdict is paid for twice" not in said
 
 

@@ -596,7 +596,7 @@ def test_a_full_disk_does_not_stop_scoring(path: Path) -> None:
     assert [line.split()[0] for line in lines].count("raised") == 3
     assert "outcomes are kept in memory" in lines[0]
     assert str(path) in lines[0]
-    assert "make room" in lines[0]
+    assert "free some space" in lines[0]
     expected = ["first", *(f"{n}-{m}" for n in range(3) for m in range(300)), "last"]
     assert [row["key"] for row in rows(path, "key")] == expected
 
@@ -617,7 +617,9 @@ def test_what_cannot_be_written_is_kept_and_written_when_it_can(path: Path, capl
         with locked(path):
             for n in range(3):
                 await book.put(f"{n}", SAMPLE, Scored(VERDICT))
-                with pytest.raises(JournalError, match=f"{n + 1} outcomes are not recorded yet: another process holds"):
+                with pytest.raises(
+                    JournalError, match=f"{n + 1} outcomes are not recorded yet: another process has locked"
+                ):
                     await book.flush()
             assert await book.get("0") is not None
         # Nobody asks for it: it is tried again by itself.
@@ -631,7 +633,7 @@ def test_what_cannot_be_written_is_kept_and_written_when_it_can(path: Path, capl
     with caplog.at_level(logging.WARNING):
         asyncio.run(main())
     assert [record.levelname for record in caplog.records] == ["ERROR", "WARNING"]
-    assert "outcomes are kept in memory until it can" in caplog.messages[0]
+    assert "outcomes are kept in memory and retried" in caplog.messages[0]
     assert "can be written again" in caplog.messages[1]
     assert [row["key"] for row in rows(path)] == ["0", "1", "2", "3"]
 
@@ -643,7 +645,7 @@ def test_what_is_lost_when_a_journal_closes_is_counted_and_said(path: Path, capl
         with locked(path):
             await book.put("a", SAMPLE, Scored(VERDICT))
             await book.put("b", SAMPLE, Scored(VERDICT))
-            lost = "2 outcomes were not recorded: another process holds .* will be asked for, and paid for, again"
+            lost = "2 outcomes were not recorded: another process has locked .* asks and pays for their verdicts again"
             with pytest.raises(JournalError, match=lost):
                 await book.aclose()
         await book.aclose()
@@ -758,7 +760,7 @@ def test_a_journal_of_a_newer_version(path: Path) -> None:
     written(path, 1)
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("PRAGMA user_version = 3")
-    assert "schema version 3, this package knows version 2; upgrade" in refusal(path)
+    assert "schema version 3, this package supports version 2; upgrade" in refusal(path)
 
 
 def test_a_journal_of_the_first_version_is_brought_up_to_date(path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -784,7 +786,7 @@ def test_a_journal_of_the_first_version_is_brought_up_to_date(path: Path, caplog
 
     asyncio.run(main())
     assert {(row["key"], row["raw_score"]) for row in rows(path)} == {("0", None), ("1", None), ("new", 2.5)}
-    assert "brought from schema version 1 to 2" in caplog.text
+    assert "upgraded from schema version 1 to 2" in caplog.text
     caplog.clear()
     Journal(path).close()
     assert not caplog.records
@@ -816,7 +818,7 @@ def test_a_locked_journal_is_refused_in_words(path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
     written(path, 1)
     with locked(path):
-        assert "another process holds the journal" in refusal(path)
+        assert "another process has locked the journal" in refusal(path)
 
 
 @pytest.mark.usefixtures("impatient")

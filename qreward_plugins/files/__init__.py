@@ -1,8 +1,8 @@
-"""Rows of rollouts in files: JSONL and parquet in, the same rows with their outcome out, in the same order.
+"""Reads rollouts from JSONL and parquet files, and writes the same rows with their outcomes, in the same order.
 
-A file is read twice: once to count and check every row, so that a mistake in row 90,000 is told before the first
-request is paid for, and once to score. Output goes to `OUT.partial` and takes its place when it is complete, so that
-OUT is never a torso.
+A file is read twice. The first pass counts and checks every row, so that a mistake in row 90,000 is reported before the
+first request is paid for. The second pass scores. Output goes to `OUT.partial`, which is renamed to OUT when it is
+complete, so that OUT never holds a part of the rows.
 """
 
 from __future__ import annotations

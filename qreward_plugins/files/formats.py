@@ -1,4 +1,4 @@
-"""The formats by their names' endings, and the words for what is wrong with a path."""
+"""Determines file formats from file names, and checks output paths."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _FORMATS: dict[str, Format] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".parquet"
 
 
 def format_of(path: Path) -> Format:
-    """The format that a file's name promises. Raises `InputError`."""
+    """Return the format of a file by the suffix of its name. Raises `InputError` for other suffixes."""
     kind = _FORMATS.get(path.suffix.lower())
     if kind is None:
         raise InputError(f"{path}: the name must end in .jsonl or .parquet")
@@ -21,12 +21,14 @@ def format_of(path: Path) -> Format:
 
 
 def check_output(out: Path, *, source: Path, overwrite: bool = False) -> None:
-    """Check that `out` can be written from `source`. Raises `InputError` for a name, a folder or a pair of formats
-    that cannot be, and for a file that is there, unless it is to be replaced (`overwrite`).
+    """Check that `out` can be written from `source`.
+
+    Raises `InputError` if the name, the folder or the combination of formats is invalid, or if `out` exists and
+    `overwrite` is false.
     """
     kind = format_of(out)
     if kind == "parquet" and format_of(source) != "parquet":
-        raise InputError(f"{out}: parquet needs a parquet input, whose column types it keeps; write to .jsonl")
+        raise InputError(f"{out}: parquet output needs parquet input, whose column types it keeps; write to .jsonl")
     if not out.parent.is_dir():
         raise InputError(f"{out}: the folder {out.parent} does not exist")
     if out.is_dir():
@@ -35,5 +37,5 @@ def check_output(out: Path, *, source: Path, overwrite: bool = False) -> None:
         raise InputError(f"{out}: is the input itself; name another file")
     if out.exists() and not overwrite:
         raise InputError(
-            f"{out}: exists; name another file, or replace it with --overwrite (verdicts in its journal cost nothing)"
+            f"{out}: exists; name another file, or replace it with --overwrite (verdicts from its journal are free)"
         )

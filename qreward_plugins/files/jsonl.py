@@ -1,8 +1,8 @@
-"""Rows as lines of JSON, in a way that loses none.
+"""Reads and writes rows as lines of JSON, without losing any row.
 
-Files made by Python hold what the standard forbids: NaN, half a surrogate pair, integers of any length. They are read
-with the standard library, which takes them all exactly. What is written is valid JSON for every reader, so NaN becomes
-null; orjson writes it fast, and where it refuses a value the standard library does.
+Files made by Python may hold values that the JSON standard forbids: NaN, lone surrogates, integers of any length. The
+standard library reads all of them exactly. Output is valid JSON for every reader, so NaN becomes null. orjson writes it
+because it is fast; the standard library writes the values that orjson rejects.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
-    """The values of a file with the names of their lines ("line 7"); blank lines are left out. Raises `InputError`."""
+    """Yield the value of each line with the line's name ("line 7"), without blank lines. Raises `InputError`."""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -37,8 +37,9 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def as_json(value: Any) -> bytes:
-    """A value as one line of JSON. What JSON has no form for becomes text, bytes in base64. Raises `RecursionError`
-    for a value that is nested hundreds of levels deep.
+    """Encode a value as one line of JSON. Types that JSON lacks become text, bytes become base64.
+
+    Raises `RecursionError` for a value that is nested hundreds of levels deep.
     """
     try:
         return orjson.dumps(value, default=_plain, option=orjson.OPT_NON_STR_KEYS)
@@ -56,13 +57,13 @@ def _parsed(line: bytes, where: str) -> Any:
     except RecursionError:
         problem = "nested too deeply"
     except ValueError:
-        # Python bounds the length of the integers that it reads.
+        # Python limits the length of integers that it parses.
         problem = "an integer with thousands of digits"
     raise InputError(f"{where}: not valid JSON ({problem})")
 
 
 def _plain(value: Any) -> Any:
-    """What stands in a row for a value of a type that JSON does not have."""
+    """Convert a value of a type that JSON lacks to text."""
     if isinstance(value, bytes):
         return base64.b64encode(value).decode()
     if isinstance(value, (datetime.date, datetime.time)):
@@ -71,7 +72,7 @@ def _plain(value: Any) -> Any:
 
 
 def _tamed(value: Any) -> Any:
-    """The value in the standard library's words: without NaN, keys that are no texts, and foreign types."""
+    """Convert a value for `json.dumps`: NaN to null, keys to text, and foreign types to text."""
     if value is None or isinstance(value, (bool, int, str)):
         return value
     if isinstance(value, float):

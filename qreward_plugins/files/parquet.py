@@ -1,7 +1,7 @@
-"""Rows in parquet. pyarrow is an extra, so it is imported when the first parquet file is met.
+"""Reads and writes rows in parquet. pyarrow is an optional dependency, so it is imported on first use.
 
-Rows are turned into Python values for the judges only. What is written are the columns of the input as they are, batch
-by batch, with the outcomes beside them: a round trip through Python would change types, and lose what it has none for.
+Rows become Python values for the judges only. The output holds the input's columns unchanged, batch by batch, with the
+outcomes added: a round trip through Python would change column types, and lose values that Python cannot hold.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from .jsonl import as_json
 from .results import RESULT, to_result
 
 _READ_ROWS = 64
-"""Rows that are Python values at a time; they may be long."""
+"""Number of rows that are held as Python values at a time; rows may be large."""
 
 _ROW_GROUP_ROWS = 1024
 
 
 def read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The rows of a file with their names ("row 7"). Raises `InputError`."""
+    """Yield each row of a file with its name ("row 7"). Raises `InputError`."""
     number = 0
-    with _parquet_file(path) as file, _told(path):
+    with _parquet_file(path) as file, _explained(path):
         for batch in file.iter_batches(batch_size=_READ_ROWS):
             for row in batch.to_pylist():
                 number += 1
@@ -53,7 +53,7 @@ class ParquetRows:
         self._writer = parquet.ParquetWriter(target, self._schema)
 
     def write(self, row: Mapping[str, Any], outcome: Outcome) -> None:
-        """Write the next row of the source with its outcome; `row` itself is not looked at."""
+        """Write the next row of the source with its outcome. `row` is ignored."""
         result = to_result(outcome)
         result["components"] = as_json(result["components"]).decode()
         self._results.append(result)
@@ -61,7 +61,7 @@ class ParquetRows:
             self._write_group()
 
     def finish(self) -> None:
-        """Write what is left, and what makes the file readable; close the source, and leave the target open."""
+        """Write the remaining rows and the footer, and close the source. The target stays open."""
         with self._open:
             try:
                 if self._results:
@@ -91,12 +91,12 @@ def _result_type(arrow: Any) -> Any:
 @contextmanager
 def _parquet_file(path: Path) -> Iterator[Any]:
     _, parquet = _pyarrow()
-    with _told(path), path.open("rb") as file:
+    with _explained(path), path.open("rb") as file:
         yield parquet.ParquetFile(file)
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _explained(path: Path) -> Iterator[None]:
     arrow, _ = _pyarrow()
     try:
         yield
@@ -105,8 +105,8 @@ def _told(path: Path) -> Iterator[None]:
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror or _first_line(error)})") from None
     except (ValueError, OverflowError) as error:
-        # A time stamp may be too fine, or too far away, for Python.
-        raise InputError(f"{path}: holds a value that Python cannot hold ({_first_line(error)})") from None
+        # A timestamp may be too precise or too far away for Python.
+        raise InputError(f"{path}: contains a value that Python cannot represent ({_first_line(error)})") from None
 
 
 def _first_line(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""An outcome as the value of one column, with the same keys for every row, so that any reader gets one type."""
+"""Converts an outcome to the value of one column. All rows have the same keys, so that readers see one type."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 from ..samples import Outcome, Scored
 
 RESULT = "qreward"
-"""The column that carries the outcome."""
+"""Name of the column that holds the outcome."""
 
 
 def to_result(outcome: Outcome) -> dict[str, Any]:
-    """The outcome as plain values. `outcome` is "scored", "floor" or "failed". `cause`, `reason` and `detail` say why a
-    sample failed, or why its reward is a floor; `reward` is None only for one that failed.
+    """Convert an outcome to plain values.
+
+    `outcome` is "scored", "floor" or "failed". `cause`, `reason` and `detail` say why a sample failed or why its reward
+    is a floor. `reward` is None only for a failed sample.
     """
     verdict = outcome.verdict if isinstance(outcome, Scored) else None
     failed = outcome.failure
@@ -40,5 +42,5 @@ def to_result(outcome: Outcome) -> dict[str, Any]:
 
 
 def _text(text: str) -> str:
-    # A judge may write half a surrogate pair, which neither UTF-8 nor Arrow can hold.
+    # A judge may write lone surrogates, which UTF-8 and Arrow cannot hold.
     return text.encode("utf-8", "replace").decode()

@@ -1,4 +1,4 @@
-"""Rows as rollouts: which column is what, checked strictly, because a wrong guess would score the wrong text."""
+"""Converts rows to samples. Columns are checked strictly, because a wrong guess would score the wrong text."""
 
 from __future__ import annotations
 
@@ -21,19 +21,24 @@ _PROMPT_COLUMNS = ("messages", "prompt")
 
 @dataclass(frozen=True, slots=True)
 class Rollout:
-    """One row of a file: its columns as they are, and the sample made of them."""
+    """One row of a file: its columns unchanged, and the sample that they describe."""
 
     row: dict[str, Any]
     sample: Sample
 
 
 def read_rollouts(path: Path) -> Iterator[Rollout]:
-    """The rows of a `.jsonl` or `.parquet` file, one by one. Raises `InputError` naming the file and the line or row.
+    """Yield the rows of a `.jsonl` or `.parquet` file. Raises `InputError` with the file and the line or row.
 
-    The response is the column `response` (or `solution_str`, `completion`), the prompt `messages` or `prompt` (a text
-    or a list of messages), the reference `ground_truth` (or `reward_model.ground_truth`), the judge's route
-    `data_source`. What else there is goes to the judge as extras; a key of `extra_info` wins over a column of that
-    name, as it is what judges see in training. Samples without a column `id` are named by their line or row.
+    Columns:
+    - response: `response`, `solution_str` or `completion`
+    - prompt: `messages` or `prompt`, a text or a list of messages
+    - reference: `ground_truth` or `reward_model.ground_truth`
+    - route to the judge: `data_source`
+    - name of the sample: `id`; default: its line or row
+
+    All other columns become extras. A key of `extra_info` takes precedence over a column of the same name, because
+    judges see that key in training.
     """
     rows = read_parquet(path) if format_of(path) == "parquet" else read_jsonl(path)
     for name, row in rows:
@@ -44,17 +49,18 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
 
 
 def check_rollouts(path: Path, *, out: Path, overwrite: bool = False) -> int:
-    """Read all of a file and return how many rows it has, at least one. Raises `InputError` for a row that cannot be
-    scored or cannot be written to `out`, and, without `overwrite`, where something would be lost: `out` exists, or a
-    row has a column of the name of ours.
+    """Check all rows of a file and return their number, at least one.
+
+    Raises `InputError` if there are no rows, or a row cannot be scored or written to `out`. Without `overwrite`, also
+    raises it if `out` exists or a row has a column `RESULT`, because their contents would be lost.
     """
     check_output(out, source=path, overwrite=overwrite)
     as_lines, total = format_of(out) == "jsonl", 0
     for total, rollout in enumerate(read_rollouts(path), start=1):
         if RESULT in rollout.row and not overwrite:
             raise InputError(
-                f"{path}, row {total}: has a column {RESULT!r}, which the outcome would replace; rename it, or replace "
-                "it with --overwrite"
+                f"{path}, row {total}: has a column {RESULT!r}, which the outcome would replace; rename it, or "
+                "replace it with --overwrite"
             )
         try:
             if as_lines:
@@ -120,7 +126,7 @@ def _message(message: Any, where: str) -> Message:
     content = message.get("content")
     if not isinstance(content, (str, list)) and not (content is None and message.get("tool_calls")):
         raise InputError(f"{where} needs a content that is a text or a list of parts")
-    # Parquet fills the keys that only other messages have with null.
+    # Parquet adds the keys of other messages with the value null.
     return {key: value for key, value in message.items() if value is not None}  # type: ignore[return-value]
 
 

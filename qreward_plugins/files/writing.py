@@ -1,6 +1,6 @@
-"""Writing rows to `OUT.partial`, which becomes OUT when all rows are in it.
+"""Writes rows to `OUT.partial`, which is renamed to OUT when it is complete.
 
-The partial file is locked while it is written: two runs that write the same file would mix their rows without a word.
+The partial file is locked while it is written, because two runs that write the same file would mix their rows silently.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from .results import RESULT, to_result
 
 
 class RowWriter(Protocol):
-    """Writes rows in the order of the input. Raises `InputError` when the disk does not take one."""
+    """Writes rows in the order of the input. Raises `InputError` if a row cannot be written."""
 
     def write(self, row: Mapping[str, Any], outcome: Outcome) -> None: ...
 
 
 def partial_path(out: Path) -> Path:
-    """Where the rows of an unfinished run stand."""
+    """Return the path of the rows of an unfinished run."""
     return out.with_name(out.name + ".partial")
 
 
 @contextmanager
 def open_writer(out: Path, *, source: Path) -> Iterator[RowWriter]:
-    """A writer of the rows of `source`, for a pair of files that `check_rollouts` has passed.
+    """Open a writer of the rows of `source` to `out`. `check_rollouts` must have accepted both.
 
-    OUT is replaced when the context is left without an error; else the rows so far stay in the partial file, readable.
-    Raises `InputError` when the partial file cannot be written, or another run is writing it.
+    When the context exits without an error, the partial file replaces `out`. After an error the rows so far stay in the
+    partial file, which is readable. Raises `InputError` if the partial file cannot be written or another run writes it.
     """
     partial = partial_path(out)
     with _open(partial, out) as file:
@@ -44,10 +44,10 @@ def open_writer(out: Path, *, source: Path) -> Iterator[RowWriter]:
         try:
             yield _Guarded(rows, partial)
         except BaseException:
-            with suppress(Exception):  # the error that is on its way says more
+            with suppress(Exception):  # keep the original error
                 rows.finish()
             raise
-        with _told(partial):
+        with _explained(partial):
             rows.finish()
             file.flush()
             os.fsync(file.fileno())
@@ -66,7 +66,7 @@ class _Guarded:
         self._path = path
 
     def write(self, row: Mapping[str, Any], outcome: Outcome) -> None:
-        with _told(self._path):
+        with _explained(self._path):
             self._rows.write(row, outcome)
 
 
@@ -84,34 +84,34 @@ class _JsonRows:
 
 @contextmanager
 def _open(partial: Path, out: Path) -> Iterator[BinaryIO]:
-    """The partial file, locked and empty. It is emptied last: until the lock is held it may be another run's."""
-    with _told(partial):
+    """Open the partial file, locked and empty. It is truncated after locking, because another run may own it."""
+    with _explained(partial):
         file = partial.open("ab")
     try:
         if not _lock(file, partial):
-            raise InputError(f"{out}: another run is writing it; wait for that one, or name another file")
+            raise InputError(f"{out}: another run is writing it; wait for that run, or name another file")
         file.seek(0)
         file.truncate()
         yield file
     finally:
-        with suppress(OSError):  # what counts was flushed before
+        with suppress(OSError):  # everything important was flushed before
             file.close()
 
 
 def _lock(file: BinaryIO, partial: Path) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        # A run that ended in this moment has renamed the file that was just opened.
+        # A run that just ended may have renamed the file that was opened here.
         return os.path.samestat(os.fstat(file.fileno()), partial.stat())
     except (BlockingIOError, FileNotFoundError):
         return False
     except OSError:
-        # Some network file systems know no locks.
+        # Some network file systems do not support locks.
         return True
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _explained(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -111,7 +111,7 @@ def test_names_that_promise_another_format(refused, write_rows):
     write_rows([GOOD], name="in.csv")
     assert "in.csv: the name must end in .jsonl or .parquet" in refused(rows="in.csv")
     assert "out.txt: the name must end in .jsonl or .parquet" in refused(out="out.txt")
-    assert "parquet needs a parquet input" in refused(out="out.parquet")
+    assert "parquet output needs parquet input" in refused(out="out.parquet")
 
 
 def test_the_input_is_not_overwritten(refused, write_rows, tmp_path):

@@ -1,4 +1,4 @@
-"""Cancels tasks within a time limit: a task may swallow its cancellation, and closing must not hang on it."""
+"""Cancels tasks within a time limit: a task may ignore its cancellation, and closing must not wait for it forever."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from typing import Any
 
 CANCEL_AGAIN_S = 1.0
-"""Seconds after which a task that still runs is cancelled again: some code swallows one cancellation by mistake."""
+"""Seconds after which a running task is cancelled again: some code suppresses one cancellation by mistake."""
 
 
 async def end(tasks: Iterable[asyncio.Task[Any]], *, within_s: float) -> list[asyncio.Task[Any]]:
-    """Cancel `tasks`, and wait until they have ended, at most `within_s` seconds.
+    """Cancel `tasks` and wait until they have ended, for `within_s` seconds at most.
 
     Returns the tasks that still run. Exceptions of the tasks are not raised. If this call is cancelled, it stops
     waiting; the tasks stay cancelled.

@@ -1,11 +1,11 @@
-"""The facade of an engine for code that has no event loop, or several threads, or loops that come and go.
+"""A synchronous interface to an engine, for code without an event loop, with many threads, or with short-lived loops.
 
-The engine runs in one thread with a loop of its own (anyio's blocking portal), so that any number of threads and event
-loops share its queue and its quotas. Calls block their thread only; `submit` and `submit_all` give futures, which an
-event loop awaits with `asyncio.wrap_future`.
+The engine runs in its own thread and event loop (anyio's blocking portal), so that any number of threads and event
+loops share its queue and its quotas. Calls block only the calling thread. `submit` and `submit_all` return futures,
+which an event loop awaits with `asyncio.wrap_future`.
 
-Frameworks load a reward function anew wherever they need one, and the limits of a source belong to the process and not
-to whoever calls. So a process has one portal for each configuration, which `process_portal` finds or opens.
+Frameworks may load a reward function several times in one process, but all of them share the limits of a source. So a
+process has one portal for each configuration, which `process_portal` returns or opens.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 
 
 class EnginePortal:
-    """What a `RewardEngine` does, as plain functions that any thread may call.
+    """The methods of a `RewardEngine` as plain functions that any thread may call.
 
-    Raises `EngineError` in a process that was forked from the one that opened it.
+    They raise `EngineError` in a forked child of the process that opened the portal.
     """
 
     def __init__(self, engine: RewardEngine, portal: BlockingPortal) -> None:
@@ -48,7 +48,7 @@ class EnginePortal:
         self._barrier: GroupBarrier | None = None
 
     def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Outcome:
-        """As `RewardEngine.score`; blocks the calling thread until the outcome is there."""
+        """Score a sample as `RewardEngine.score` does. Blocks the calling thread until the outcome."""
         return self._opened_here().call(partial(self._engine.score, sample, deadline_s=deadline_s, priority=priority))
 
     def score_all(
@@ -59,25 +59,27 @@ class EnginePortal:
         priority: int = 0,
         cutoff: Cutoff | None = None,
     ) -> list[Outcome]:
-        """As `RewardEngine.score_all`."""
+        """Score samples as `RewardEngine.score_all` does. Blocks the calling thread until the last outcome."""
         score_all = partial(self._engine.score_all, deadline_s=deadline_s, priority=priority, cutoff=cutoff)
         return self._opened_here().call(score_all, list(samples))
 
     def submit(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Future[Outcome]:
-        """As `RewardEngine.score`, without waiting. Cancelling the future cancels the sample's attempts."""
+        """Score a sample as `RewardEngine.score` does, without waiting. Cancelling the future cancels the attempts."""
         score = partial(self._engine.score, sample, deadline_s=deadline_s, priority=priority)
         return self._opened_here().start_task_soon(score)
 
     def submit_all(
         self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int = 0
     ) -> Future[list[Outcome]]:
-        """As `RewardEngine.score_all`, without waiting. Cancelling the future cancels what is under way."""
+        """Score samples as `RewardEngine.score_all` does, without waiting. Cancelling the future cancels them."""
         score_all = partial(self._engine.score_all, list(samples), deadline_s=deadline_s, priority=priority)
         return self._opened_here().start_task_soon(score_all)
 
     def score_stream(self, samples: Iterable[Sample], *, window: int | None = None) -> Iterator[tuple[Sample, Outcome]]:
-        """As `RewardEngine.score_stream`. The samples are drawn in another thread, so their iterator may block, even on
-        an earlier outcome. If it blocks when the stream is closed, that thread goes on until the iterator returns.
+        """Score a stream as `RewardEngine.score_stream` does, as a plain iterator.
+
+        Another thread draws the samples, so their iterator may block, even on an earlier outcome. If it blocks when the
+        stream is closed, that thread runs on until the iterator returns.
         """
         stream = self._engine.score_stream(_drawn(samples), window=window)
         try:
@@ -93,7 +95,7 @@ class EnginePortal:
         return self._engine.config
 
     def _opened_here(self) -> BlockingPortal:
-        """The way into the engine's thread. Raises `EngineError` in a forked child, which has no such thread."""
+        """Return the portal to the engine's thread. Raises `EngineError` in a forked child, which lacks the thread."""
         if self._pid != os.getpid():
             raise EngineError(
                 "this portal was opened before a fork; open one in this process (process_portal, RewardEngine.portal)"
@@ -101,14 +103,15 @@ class EnginePortal:
         return self._portal
 
     def settle(self, report: Report) -> Future[float | None]:
-        """As `GroupBarrier.settle`, on a barrier that the users of this portal share, for `groups.wait_s` at most. As
-        every sample waits in a thread of its caller's, any number may wait. When the engine is closed, whoever waits
-        gets what this process knows.
+        """Settle a group member as `GroupBarrier.settle` does, on a barrier that all users of this portal share.
+
+        Waits for `groups.wait_s` seconds at most. The number of waiting samples is not limited, because each waits in a
+        thread of its caller. When the engine is closed, waiting samples get the result of this process's own reports.
         """
         return self._opened_here().start_task_soon(self._settle, report)
 
     def end_waiting(self, key: GroupKey) -> None:
-        """As `GroupBarrier.end_waiting`, for what was handed to `settle` before."""
+        """Stop waiting for a group as `GroupBarrier.end_waiting` does, for reports passed to `settle` before."""
         self._opened_here().start_task_soon(self._end_waiting, key)
 
     async def _settle(self, report: Report) -> float | None:
@@ -128,20 +131,20 @@ class EnginePortal:
             await self._engine.aclose()
 
     def facts(self) -> Facts:
-        """As `RewardEngine.facts`."""
+        """Return what `RewardEngine.facts` returns."""
         return self._engine.facts()
 
     def last_batch(self) -> BatchReport | None:
-        """As `RewardEngine.last_batch`."""
+        """Return what `RewardEngine.last_batch` returns."""
         return self._opened_here().call(self._engine.last_batch)
 
     def statistics(self) -> EngineStatistics:
-        """As `RewardEngine.statistics`."""
+        """Return what `RewardEngine.statistics` returns."""
         return self._opened_here().call(self._engine.statistics)
 
 
 async def _drawn(samples: Iterable[Sample]) -> AsyncIterator[Sample]:
-    """The samples, each drawn in a thread, because waiting for one must not block the engine's thread."""
+    """Yield the samples, drawing each in a thread, because waiting for one must not block the engine's thread."""
     iterator = iter(samples)
     end = End.OF_SAMPLES
     while (sample := await to_thread.run_sync(next, iterator, end, abandon_on_cancel=True)) is not End.OF_SAMPLES:
@@ -158,7 +161,7 @@ async def _close(stream: AsyncGenerator[tuple[Sample, Outcome], None]) -> None:
 
 @contextmanager
 def open_portal(engine: RewardEngine) -> Iterator[EnginePortal]:
-    """Run `engine` in a thread of its own; leaving the context closes it, except in a child forked meanwhile."""
+    """Run `engine` in its own thread. Leaving the context closes it, except in a child that was forked meanwhile."""
     pid = os.getpid()
     with ExitStack() as stack:
         blocking = stack.enter_context(start_blocking_portal("asyncio"))
@@ -172,8 +175,8 @@ def open_portal(engine: RewardEngine) -> Iterator[EnginePortal]:
 
 
 _of_parents: list[ExitStack] = []
-"""Portals that a parent process opened. This process can neither close them nor let them be collected, which would
-close them, too."""
+"""Portals of a parent process. A forked child can neither close them nor drop them, because garbage collection would
+close them."""
 
 
 class _Portals:
@@ -216,15 +219,16 @@ _portals = _Portals()
 
 
 def process_portal(config: Config, *, processes: int = 1) -> EnginePortal:
-    """The portal of this process for a configuration: opened by who asks first, closed when the process ends, or by
-    `close_process_portals`. Equal configurations share one. `processes` is how many processes share the limits, as for
-    `RewardEngine`. Any thread may call this.
+    """Return this process's portal for a configuration; the first call opens it.
 
-    Raises `ConfigurationError` for what only opening the sources shows, and for limits that cannot be shared.
+    Equal configurations share one portal. It is closed at the end of the process, or by `close_process_portals`.
+    `processes` is the number of processes that share the limits, as for `RewardEngine`. Any thread may call this.
+
+    Raises `ConfigurationError` if a source cannot be opened, or limits cannot be divided between the processes.
     """
     return _portals.get(config, processes)
 
 
 def close_process_portals() -> None:
-    """Close every portal that `process_portal` opened; what is waiting in them fails. Idempotent."""
+    """Close every portal that `process_portal` opened. Samples that wait in them fail. Idempotent."""
     _portals.close()

@@ -1,8 +1,8 @@
-"""Asks every source of a configuration once, for `qreward check`: whether it answers, which limits it announces, and
-whether its judges can tell a right answer from nonsense.
+"""Probes every source for `qreward check`: whether it answers, which limits it announces, and whether its judges can
+distinguish a right answer from nonsense.
 
-A probe bypasses the scheduler on purpose: a source that is throttled or refuses the key must be shown as such, and not
-be replaced by another one. Nothing is written to the journal.
+A probe bypasses the scheduler, because the scheduler would replace a source that throttles or rejects the API key by
+another one, and its fault would not show. Nothing is written to the journal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .sources import TEXT, Reply, Request
 from .trial import Trial, try_out
 
 END_WITHIN_S = 1.0
-"""Longest time, in seconds, for which a call that was cancelled after its time limit is waited for."""
+"""Longest wait in seconds for a call to end that was cancelled after its time limit."""
 SAMPLE = Sample(
     messages=[{"role": "user", "content": "What is 17 plus 25? Answer with the number."}],
     response="17 plus 25 is 42",
@@ -36,12 +36,12 @@ SAMPLE = Sample(
 
 @dataclass(frozen=True)
 class Probe:
-    """What one source answered one judge.
+    """The answer of one source to one judge.
 
-    `latency_s` is the time to the whole reply in seconds; `announced` are the limits that the source states in its
-    headers; `problem` is empty when the verdict is valid. `asked` is false when the sample does not fit the judge, so
-    that nothing was sent. `trial` holds the rewards for `trial.PAIRS` of a judge that asks for texts; None for another
-    judge, or if the source gave no reply to one of these requests.
+    `latency_s` is the time to the complete reply in seconds. `announced` are the limits that the source states in its
+    headers. `problem` is empty if the verdict is valid. `asked` is false if the sample does not fit the judge, so that
+    nothing was sent. `trial` holds the rewards for `trial.PAIRS`; None if the judge does not ask for text, or the
+    source did not reply to one of these requests.
     """
 
     judge: str
@@ -56,11 +56,11 @@ class Probe:
 
 
 async def probe(engine: RewardEngine, samples: Mapping[str, Sample] | None = None) -> list[Probe]:
-    """Ask every source of every judge one question, and LLM judges that got a reply also those of the trial.
+    """Send one request of every judge to each of its sources; after a reply to an LLM judge also those of the trial.
 
-    Each request has the source's own time limit. All sources are asked at the same time, each by one judge after the
-    other. `samples` maps the name of a judge to its sample; default: `SAMPLE`. The results are in the order of the
-    configuration.
+    Each request has the source's own time limit. All sources are probed at the same time, and each gets one judge's
+    requests at a time. `samples` maps the name of a judge to its sample; default: `SAMPLE`. The results are in the
+    order of the configuration.
     """
     turns = {name: _Turn() for name in engine.lanes}
     return await asyncio.gather(
@@ -73,10 +73,10 @@ async def probe(engine: RewardEngine, samples: Mapping[str, Sample] | None = Non
 
 
 def samples_for(engine: RewardEngine, samples: Iterable[Sample]) -> dict[str, Sample]:
-    """For every judge the first of `samples` that is routed to it, or to a sum that it is a part of, and that it has to
-    ask a source about.
+    """Return for each judge the first sample that makes it ask a source.
 
-    Reads no further than it must. Judges without such a sample are left out.
+    The sample must be routed to the judge, or to a sum that contains it. Reads `samples` only as far as needed. Judges
+    without such a sample are missing.
     """
     found: dict[str, Sample] = {}
     for sample in samples:
@@ -90,7 +90,7 @@ def samples_for(engine: RewardEngine, samples: Iterable[Sample]) -> dict[str, Sa
 
 
 def _asks(judge: Leaf, sample: Sample) -> bool:
-    """Whether `judge` has to ask a source about `sample`."""
+    """Return whether `judge` asks a source about `sample`."""
     try:
         return judge.screened(sample) is None
     except JudgeFailed:
@@ -98,20 +98,20 @@ def _asks(judge: Leaf, sample: Sample) -> bool:
 
 
 def untried_judges(engine: RewardEngine) -> list[str]:
-    """Names of the judges that ask sources in a way of their own, so that they cannot be tried one by one."""
+    """Return the names of judges that ask sources through `ask` only, so that no single request can be probed."""
     return [
         name for name in engine.config.judges if name not in engine.judges and kind_of(engine.config.judges[name]).asks
     ]
 
 
 def idle_sources(engine: RewardEngine) -> list[str]:
-    """Names of the sources that no judge asks."""
+    """Return the names of the sources that no judge asks."""
     asked = {name for judge in engine.config.judges for name in sources_of(engine.config, judge)}
     return [name for name in engine.lanes if name not in asked]
 
 
 class _Turn:
-    """Lets one judge at a time ask a source. `silent_to`: the judge that got no answer in time; "" if none."""
+    """Lets one judge at a time ask a source. `silent_to` is the judge that got no answer in time; "" if none."""
 
     def __init__(self) -> None:
         self.lock = anyio.Lock()
@@ -129,8 +129,8 @@ async def _ask(judge: Leaf, lane: Lane, sample: Sample, turn: _Turn) -> Probe:
         return Probe(judge.name, lane.name, lane.source.model, problem=str(error), asked=False)
     async with turn.lock:
         if turn.silent_to:
-            # Each further judge would wait for its whole time limit, too.
-            problem = f"not asked, because it gave no answer to the judge {turn.silent_to!r}"
+            # Otherwise each further judge would wait for the whole time limit, too.
+            problem = f"not asked, because it did not answer the judge {turn.silent_to!r}"
             return Probe(judge.name, lane.name, lane.source.model, problem=problem)
         started_at = loop.time()
         try:
@@ -167,8 +167,8 @@ async def _trial(judge: Leaf, lane: Lane, like: Sample) -> Trial | None:
 
 
 async def _reply(lane: Lane, request: Request) -> Reply:
-    """Send a request. Raises TimeoutError after the time limit, even if the source ignores its cancellation;
-    TransientError if somebody else cancels the call; and what the source raises.
+    """Send a request. Raises the errors of the source, TimeoutError after the time limit even if the source ignores its
+    cancellation, and TransientError if another task cancels the call.
     """
 
     async def send() -> Reply:
@@ -183,5 +183,5 @@ async def _reply(lane: Lane, request: Request) -> Reply:
     if not done:
         raise TimeoutError
     if call.cancelled():
-        raise TransientError(f"the call at {lane.name} was cancelled from outside")
+        raise TransientError(f"the call at {lane.name} was cancelled by another task")
     return call.result()

@@ -1,8 +1,8 @@
-"""Redacts secrets of a configuration, and escapes foreign text for one line of a log.
+"""Marks the secrets of a configuration, and escapes foreign text for one line of a log.
 
-Secrets stand in more places than `api_key`: in a function's `kwargs`, in `parameters`, in lists and mappings below
-them. A value there becomes a `Secret` if its key names one, or if an interpolation takes it from the environment: it is
-sent as plain text, but its repr is asterisks. Each source keeps its secrets in an `Redactor`, which redacts every
+Secrets occur in more places than `api_key`: in a function's `kwargs`, in `parameters`, and in lists and mappings below
+them. A value there becomes a `Secret` if its key names a secret, or an interpolation takes it from the environment. A
+`Secret` is sent as plain text, but its repr is asterisks. Each source has a `Redactor` with its secrets, which redacts
 foreign text before it is shown.
 """
 
@@ -30,8 +30,9 @@ _GLUED = re.compile(r"(?:api|access|private|secret|auth|client)(?:key|token|secr
 
 
 class Secret(str):
-    """A text that is shown as asterisks by everything that prints a structure around it. `within` holds the parts of it
-    that are secrets by themselves: of "at ${oc.env:HOST}" the value of the variable.
+    """A text whose repr is asterisks, so that printing a structure around it does not show it.
+
+    `within` holds parts that are secrets by themselves: for "at ${oc.env:HOST}" the value of the variable.
     """
 
     within: tuple[str, ...] = ()
@@ -41,14 +42,14 @@ class Secret(str):
 
 
 class SecretNumber(int):
-    """An integer whose repr is asterisks: a PIN, or a password of digits that YAML reads as an integer."""
+    """An integer whose repr is asterisks: a PIN or a password of digits, which YAML reads as an integer."""
 
     def __repr__(self) -> str:
         return MASK
 
 
 def names_secret(name: str) -> bool:
-    """Whether a key of this name is likely to hold a secret: `api_key`, `hfToken`, `X-Auth`, `db_password`."""
+    """Return whether a key of this name is likely to hold a secret: `api_key`, `hfToken`, `X-Auth`, `db_password`."""
     words = [word.lower() for word in _WORD.findall(name)]
     if _GLUED.search(_LETTERS_ONLY.sub("", name.lower())):
         return True
@@ -56,10 +57,10 @@ def names_secret(name: str) -> bool:
 
 
 def with_secrets(value: Any, *, secret: bool = False, within: tuple[str, ...] = ()) -> Any:
-    """A copy of a tree of plain values with its secrets as `Secret` or `SecretNumber`.
+    """Copy a tree of plain values, and turn its secrets into `Secret` and `SecretNumber`.
 
-    Secrets are the texts, and integers of six digits or more, below a key that names a secret; with `secret`, all in
-    the tree.
+    Secrets are texts, and integers of six digits or more, below a key that names a secret. If `secret` is true, all in
+    the tree are.
     """
     if isinstance(value, Mapping):
         return {
@@ -74,12 +75,12 @@ def with_secrets(value: Any, *, secret: bool = False, within: tuple[str, ...] = 
         marked = Secret(value)
         marked.within = tuple(part for part in within if part != value)
         return marked
-    # A short number is rather a setting (`auth_timeout: 30`) than a password of digits.
+    # A short number is more likely a setting (`auth_timeout: 30`) than a password.
     return SecretNumber(value) if type(value) is int and abs(value) >= 10**5 else value
 
 
 def without_secrets(value: Any) -> Any:
-    """A copy of a tree from `with_secrets` with plain texts and numbers, for the function or server that gets it."""
+    """Copy a tree from `with_secrets` with plain texts and numbers, for the function or server that it is sent to."""
     if isinstance(value, Mapping):
         return {key: without_secrets(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -90,7 +91,7 @@ def without_secrets(value: Any) -> Any:
 
 
 def secrets_in(value: Any) -> Iterator[str]:
-    """The texts of all secrets in a tree from `with_secrets`."""
+    """Yield the texts of all secrets in a tree from `with_secrets`."""
     if isinstance(value, Mapping):
         for item in value.values():
             yield from secrets_in(item)
@@ -105,8 +106,9 @@ def secrets_in(value: Any) -> Iterator[str]:
 
 
 def one_line(text: str, limit: int) -> str:
-    """At most `limit` characters of `text`, with all that is not printable escaped: line breaks, terminal colours,
-    marks that change the direction of writing.
+    """Escape all unprintable characters of `text` and cut it to `limit` characters.
+
+    Escaped are line breaks, terminal colours and marks that change the direction of writing, among others.
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[: limit + 1])
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"

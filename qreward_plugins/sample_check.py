@@ -1,9 +1,9 @@
 """Checks every sample before it is scored, so that a broken one fails alone.
 
-Data sets hold values that the types of `Sample` forbid: a response that is None, a ground truth that raises when it is
-printed, a row that is a dict. Every field is read once, here. A wrong value rejects the sample, with the field's name.
-A right value of another type (numpy's numbers and texts, tuples, arrays of messages) becomes plain Python. Code behind
-this check can rely on the types.
+Data sets contain values that the types of `Sample` forbid: a response that is None, a ground truth that raises when it
+is printed, a row that is a dict. This check reads each field once. A wrong value rejects the sample and names the
+field. A valid value of another type (numpy numbers and texts, tuples, arrays of messages) becomes plain Python. Code
+after this check can rely on the types.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Stands in a field of a `Sample` for a value that could not be read; `problem` says why ("has no column x").
+    """Replaces a value of a `Sample` that could not be read. `problem` says why ("has no column x").
 
-    Adapters put it there, so that a broken row fails its own sample and not the batch.
+    Adapters use it, so that a broken row fails its own sample and not the batch.
     """
 
     problem: str
@@ -34,8 +34,10 @@ class Unreadable:
 
 @dataclass(frozen=True, slots=True)
 class Rejected:
-    """A sample that cannot be scored: `problem` names the field and says why; `sample` holds the fields that identify
-    it (data source, group, step, split, id), as far as they could be read.
+    """A sample that cannot be scored.
+
+    `problem` names the field and says why. `sample` holds those of the identifying fields (data source, group, step,
+    split, id) that could be read.
     """
 
     sample: Sample
@@ -43,7 +45,7 @@ class Rejected:
 
 
 def read_or_unreadable(read: Callable[[], T]) -> T:
-    """Return what `read` returns, or an `Unreadable` if it raises. Raises nothing.
+    """Return the result of `read`, or an `Unreadable` if it raises. Raises nothing.
 
     The return type hides the `Unreadable`, because it goes into a field of that type, where `read_sample` finds it.
     """
@@ -56,26 +58,26 @@ def read_or_unreadable(read: Callable[[], T]) -> T:
 
 
 def mapping_or_unreadable(value: Any) -> Mapping[str, Any]:
-    """The mapping in a column, copied to a dict; empty for None, an `Unreadable` for anything else."""
+    """Copy the mapping of a column to a dict; empty for None, an `Unreadable` for any other value."""
     return read_or_unreadable(lambda: dict(_mapping({} if value is None else value)))
 
 
 def name_or_unreadable(value: Any) -> str:
-    """The name in a column as text: a text or an integer; "" for None, an `Unreadable` for anything else."""
+    """Return the name in a column, a text or an integer, as text; "" for None, an `Unreadable` for any other value."""
     return read_or_unreadable(lambda: "" if value is None else str(_name(value)))
 
 
 def read_sample(sample: Any) -> Sample | Rejected:
-    """Return the sample with every field of the type that `Sample` declares, or the first problem as a `Rejected`.
+    """Return the sample with all fields of the declared types, or the first problem as a `Rejected`.
 
     Raises nothing. Values inside `ground_truth`, `prompt` and `extras` are not checked: the judge fails the sample if
-    it cannot show them.
+    it cannot render them.
     """
     if not issubclass(type(sample), Sample):
-        return Rejected(_NOBODY, f"the sample is of type {kind_of(sample)}; make a Sample of it")
+        return Rejected(_UNNAMED, f"the sample is of type {kind_of(sample)}; convert it to a Sample")
     values: dict[str, Any] = {}
     problem = ""
-    # A subclass may compute its fields, differently each time. The values read here are the ones that count.
+    # A subclass may compute its fields, with another value each time. The values that are read here are used.
     changed = type(sample) is not Sample and not _keeps_fields(type(sample))
     for name, check in _CHECKS.items():
         try:
@@ -99,17 +101,17 @@ def read_sample(sample: Any) -> Sample | Rejected:
 
 
 def named(sample: Sample | Rejected) -> Sample:
-    """The sample itself, or for a rejected one the fields that identify it."""
+    """Return the sample, or for a rejected one the fields that identify it."""
     return sample if isinstance(sample, Sample) else sample.sample
 
 
 def blamed(field: str, problem: str) -> str:
-    """Join a field's name and a problem that goes on after it, or after a place in it ("[0] needs a role")."""
+    """Join a field's name and a problem. The problem may begin with an index into the field ("[0] needs a role")."""
     return f"{field}{problem}" if problem.startswith("[") else f"{field} {problem}"
 
 
 def kind_of(value: Any) -> str:
-    """The name of a value's type, printable and at most 60 characters long, for messages."""
+    """Return the name of a value's type for messages: printable, at most 60 characters."""
     try:
         name = str.__str__(type(value).__name__)
     except Exception:
@@ -118,9 +120,9 @@ def kind_of(value: Any) -> str:
 
 
 def plain_messages(value: Any) -> Sequence[Mapping[str, Any]]:
-    """Messages as a list or tuple of mappings with `role` and `content`; the same object if that is what they are.
+    """Convert messages to a list or tuple of mappings with `role` and `content`; return valid ones unchanged.
 
-    Raises `InputError`; its text is the second argument of `blamed`.
+    Raises `InputError`, whose text is the second argument of `blamed`.
     """
     messages = value if type(value) in (list, tuple) else _listed(value)
     plain = [_message(message, number) for number, message in enumerate(messages)]
@@ -152,7 +154,7 @@ def _content(message: Mapping[str, Any], content: Any, number: int) -> Any:
     if isinstance(content, str):
         return _text(content)
     if content is None:
-        # An assistant's turn may hold only tool calls, or reasoning that was not kept.
+        # An assistant's message may hold only tool calls, or reasoning that was removed.
         if "content" in message and message.get("role") == "assistant":
             return None
         if message.get("tool_calls") or message.get("function_call"):
@@ -172,7 +174,7 @@ def _content(message: Mapping[str, Any], content: Any, number: int) -> Any:
 
 
 def _is_array(value: Any) -> bool:
-    """Whether `value` is an array or a tensor. Its library is not imported for the check."""
+    """Return whether `value` is an array or a tensor, without importing its library."""
     return hasattr(value, "tolist") and hasattr(value, "shape")
 
 
@@ -180,13 +182,13 @@ def _text(value: Any) -> str:
     if type(value) is str:
         return value
     if isinstance(value, str):
-        # A subclass, like numpy's, may have methods of its own.
+        # A subclass, such as numpy's, may override methods.
         return str.__str__(value)
     raise InputError(f"is of type {kind_of(value)}; write a text")
 
 
 def _name(value: Any) -> str | int | None:
-    """A name: a text, an integer of at most 64 bits, or None."""
+    """Check a name: a text, an integer of at most 64 bits, or None."""
     if value is None or type(value) is str:
         return value
     if isinstance(value, str):
@@ -195,7 +197,7 @@ def _name(value: Any) -> str | int | None:
         raise InputError(f"is of type {kind_of(value)}; write a text, or None")
     number = operator.index(value)
     if not -_LARGEST <= number < _LARGEST:
-        raise InputError("is a number larger than 64 bits hold; write a text")
+        raise InputError("is an integer of more than 64 bits; write a text")
     return number
 
 
@@ -206,7 +208,7 @@ def _step(value: Any) -> int | None:
         raise InputError(f"is of type {kind_of(value)}; write an integer, or None")
     step = operator.index(value)
     if not -_LARGEST <= step < _LARGEST:
-        raise InputError("is larger than 64 bits hold")
+        raise InputError("is an integer of more than 64 bits")
     return step
 
 
@@ -245,11 +247,11 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
 assert list(_CHECKS) == [field.name for field in fields(Sample)]
 
 _NAMING = ("data_source", "group_id", "step", "split", "id")
-_NOBODY = Sample(messages=(), response="")
+_UNNAMED = Sample(messages=(), response="")
 
 
 def _keeps_fields(kind: type) -> bool:
-    """Whether this subclass of `Sample` overrides no field, so that an instance can be passed on without a copy."""
+    """Return whether a subclass of `Sample` overrides no field, so that its instances need no copy."""
     between = kind.__mro__[: kind.__mro__.index(Sample)]
     own = {"__getattribute__", "__getattr__", *_CHECKS}
     return not any(own & vars(parent).keys() for parent in between)

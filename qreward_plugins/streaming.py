@@ -1,4 +1,4 @@
-"""Scores a stream of any number of samples in constant memory, and gives the outcomes in order."""
+"""Scores a stream of samples in constant memory, and yields the outcomes in order."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from .ending import end, forget
 from .samples import Outcome, Sample
 
 END_WITHIN_S = 5.0
-"""Longest time, in seconds, for which closing waits for a producer of samples that swallows its cancellation."""
+"""Longest time in seconds that closing waits for a producer of samples that ignores its cancellation."""
 
 
 class End(enum.Enum):
-    """Marks the end of the samples. None would not do, because a broken stream may yield it as a sample. It is told by
-    `is`: a broken sample may raise when it is asked for its class.
+    """Marks the end of the samples.
+
+    None cannot mark it, because a broken stream may yield None as a sample. Compare with `is`, because a broken sample
+    may raise in `==` or `isinstance`.
     """
 
     OF_SAMPLES = enum.auto()
 
 
 class Stream:
-    """Scores `samples` by `score`, at most `window` of them at once.
+    """Scores `samples` with `score`, at most `window` of them at once.
 
     A task of its own draws the samples, so a producer may wait for the outcome of one sample before it makes the next.
     """
@@ -45,7 +47,7 @@ class Stream:
     async def outcomes(self) -> AsyncGenerator[tuple[Sample, Outcome], None]:
         """Yield each sample with its outcome, in order. Closing the generator cancels what is in flight.
 
-        Raises what the producer of the samples raises.
+        Raises the exceptions of the producer of the samples.
         """
         held = self._held
         feeder = asyncio.ensure_future(self._feed())
@@ -67,7 +69,7 @@ class Stream:
             for task in await end([feeder, *(task for _, task in held)], within_s=END_WITHIN_S):
                 forget(task)
             if not feeder.cancelled() and feeder.done():
-                feeder.exception()  # marks it as retrieved: asyncio would log it when another exception is raised
+                feeder.exception()  # marks it as retrieved, so that asyncio does not log it after another exception
 
     async def _feed(self) -> None:
         samples = _aiter(self._samples)

@@ -1,8 +1,8 @@
-"""Tests whether a language model can judge, on a few pairs of a right answer and obvious nonsense.
+"""Tests whether a language model can judge, on pairs of a right answer and obvious nonsense.
 
-A valid verdict only shows that a model can fill in the form. Very small models do that, too, but copy the form's words
-or give random scores, and the policy would train on noise. So `qreward check` has every LLM judge grade these pairs,
-and reports a judge that does not give the right answer more each time.
+A valid verdict only shows that a model follows the output format. Very small models do that, too, but copy the words of
+the prompt or give random scores, and the policy would train on noise. So `qreward check` lets every LLM judge score
+these pairs, and reports a judge that does not score every right answer higher.
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ PAIRS = (
 
 @dataclass(frozen=True)
 class Trial:
-    """The rewards of the pairs as (good, bad), None for an answer without a valid verdict, and in `flaws` why each of
-    those verdicts was invalid.
+    """The rewards of the pairs as (good, bad).
+
+    A reward is None if the verdict was invalid; `flaws` holds the reason of each invalid verdict.
     """
 
     pairs: tuple[tuple[float | None, float | None], ...]
@@ -63,23 +64,23 @@ class Trial:
         if len(self.flaws) > 1 or not valid:
             return f"{len(self.flaws)} of {len(rewards)} test answers got no valid verdict; the last: {self.flaws[-1]}"
         if len(set(valid)) == 1:
-            return f"it gives every test answer the same reward, {valid[0]:.3g}, right or nonsense"
+            return f"it gives right answers and nonsense the same reward, {valid[0]:.3g}"
         won = sum(good > bad for good, bad in self.pairs if good is not None and bad is not None)
         counted = sum(good is not None and bad is not None for good, bad in self.pairs)
         if won < counted:
             shown = ", ".join(f"{_shown(good)} and {_shown(bad)}" for good, bad in self.pairs)
             return (
-                f"it cannot tell a right answer from nonsense: the right one got more in {won} of {counted} pairs "
+                f"it cannot tell a right answer from nonsense: the right one scored higher in {won} of {counted} pairs "
                 f"(right and nonsense: {shown})"
             )
         return ""
 
 
 async def try_out(judge: Callable[[Sample], Awaitable[float]], like: Sample) -> Trial:
-    """Have `judge` reward both answers of every pair, one after the other.
+    """Let `judge` score both answers of every pair, one after the other.
 
-    The samples take the data source and extra columns of `like`, because instructions may use them. Raises what `judge`
-    raises, except InvalidReply, which becomes a flaw.
+    The samples take the data source and extra columns of `like`, because instructions may use them. InvalidReply
+    becomes a flaw; other exceptions of `judge` are raised.
     """
     pairs: list[tuple[float | None, float | None]] = []
     flaws: list[str] = []

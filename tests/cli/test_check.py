@@ -256,9 +256,9 @@ def random_scores(call):
 @pytest.mark.parametrize(
     ("scorer", "said"),
     [
-        (lambda call: 1.0, "gives every test answer the same reward, 1, right or nonsense"),
-        (lambda call: 0.0, "gives every test answer the same reward, 0, right or nonsense"),
-        (lambda call: 0.0 if right(call) else 1.0, "the right one got more in 0 of 3 pairs"),
+        (lambda call: 1.0, "gives right answers and nonsense the same reward, 1"),
+        (lambda call: 0.0, "gives right answers and nonsense the same reward, 0"),
+        (lambda call: 0.0 if right(call) else 1.0, "the right one scored higher in 0 of 3 pairs"),
         (lambda call: len(call.blocks["response"]) / 100, "cannot tell a right answer from nonsense"),
         (random_scores, "judge quality: source 'tiny' cannot judge: it "),
         (lambda call: {"score": 1.0, "rationale": "<one or two sentences>"}, "copied from the form"),
@@ -311,7 +311,7 @@ def test_a_source_that_hangs_is_waited_for_once_and_not_for_long(check, write_co
     assert result.exit_code == 1
     assert took_s < 10
     assert "source 'slow': no answer within 0.5 s" in result.stdout
-    assert "source 'slow': not asked, because it gave no answer to the judge 'one'" in result.stdout
+    assert "source 'slow': not asked, because it did not answer the judge 'one'" in result.stdout
 
 
 def test_a_file_of_rollouts_without_rows_is_an_error(check, write_config, tmp_path):

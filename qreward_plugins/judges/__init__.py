@@ -1,4 +1,4 @@
-"""Judges: what a sample is asked, and what the answers are worth."""
+"""Judges turn samples into verdicts: they ask sources and read the answers."""
 
 from __future__ import annotations
 

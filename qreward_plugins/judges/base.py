@@ -1,7 +1,7 @@
-"""What a judge is to the rest of the core: a coroutine that turns a sample into a verdict by asking.
+"""Defines `Judge`: a coroutine that turns a sample into a verdict by asking sources.
 
-A judge asks as often as it needs to, in whatever order, and awaits other judges as it awaits its own questions. It
-knows no source, no deadline, no retry and no journal: whoever gives it `ask` has bound these to it.
+A judge makes any number of calls in any order, and awaits other judges in the same way. It does not see sources,
+deadlines, retries or the journal: the caller has bound these to `ask`.
 """
 
 from __future__ import annotations
@@ -33,26 +33,27 @@ class JudgeFailed(QRewardError):
 
 
 class Ask(Protocol):
-    """Asks one of the sources of a call, by the deadline of the sample that is being judged."""
+    """Makes a call to one of its sources, within the deadline of the sample."""
 
     async def __call__(self, call: Call[T]) -> Answer[T]:
-        """The answer. Raises `CallFailed` if there is none by the deadline or after all tries. Cancelling it cancels
-        the attempts under way, and gives back what they hold.
+        """Return the answer.
+
+        Raises `CallFailed` if there is none by the deadline or after all tries. Cancelling cancels the attempts under
+        way and frees their permits.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Opening:
-    """What a judge is opened with, beside its name and its own part of the configuration."""
+    """The arguments for opening a judge, besides its name and its own part of the configuration."""
 
     config: Config
     """The whole configuration."""
     sources: tuple[str, ...]
-    """The names of the sources that may answer it; empty if its kind asks none."""
+    """The names of the sources that may answer it; empty if its kind asks no sources."""
     key: bytes
-    """The secret that the identifiers of fences around untrusted text are drawn with: at least 16 bytes that the policy
-    cannot know."""
+    """The secret key for the nonces of fences around untrusted text: at least 16 bytes that the policy cannot know."""
     judge: Callable[[str], Judge]
     """Opens another judge of the configuration, by its name."""
 
@@ -61,17 +62,17 @@ class Judge(ABC):
     """Turns a sample into a verdict: the base class of every kind of judge.
 
     A kind defines `judge`, usually a nested class `Config` with the keys of its configuration, and `asks` if it asks
-    sources. The first line of its docstring describes it in `qreward kinds`. `name` is its name in the configuration.
+    sources. `qreward kinds` shows the first sentence of its docstring. `name` is its name in the configuration.
     """
 
     REQUIRED: ClassVar[tuple[str, ...]] = ()
 
     Config: ClassVar[type[JudgeConfig]] = JudgeConfig
-    """The model of its configuration. Judges that it awaits are named by fields of the type `JudgeName`."""
+    """The model of its configuration. A field of type `JudgeName` names a judge that it awaits."""
 
     asks: ClassVar[str] = ""
-    """What it asks sources for: `TEXT`, `VALUE`, or another word that a kind of source has in its `answers`. "": it
-    asks none itself."""
+    """The type of answer that it asks sources for: `TEXT`, `VALUE`, or another word in the `answers` of a kind of
+    source. "": it asks no sources itself."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -80,7 +81,7 @@ class Judge(ABC):
     def open(cls, name: str, config: Any, opening: Opening) -> Judge:
         """Make the judge `name` of a configuration. Default: `cls(name, config, opening)`.
 
-        Raises `ConfigurationError` for what only shows between the parts of the configuration.
+        Raises `ConfigurationError` for mistakes that involve several parts of the configuration.
         """
         make: Any = cls
         judge: Judge = make(name, config, opening)
@@ -88,23 +89,24 @@ class Judge(ABC):
 
     @classmethod
     def summary(cls, config: Any) -> str:
-        """What a configuration of this kind comes to, in words for `qreward check`; "" (default): nothing to add."""
+        """Describe a configuration of this kind in words for `qreward check`; "" (default) for no description."""
         return ""
 
     @classmethod
     def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
-        """A valid reply to a request of this judge, for `qreward plan`, whose score stands at `share` of its range.
+        """Return a valid reply to a request of this judge, for `qreward plan`.
 
-        A kind that asks sources defines it, or it cannot be planned.
+        `share` (0 to 1) is the place of its score in the score range. Every kind that asks sources must define this
+        method to be planned.
         """
         raise NotImplementedError
 
     @abstractmethod
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
-        """The verdict on `sample`. What it spent is added up by `ask`, not here.
+        """Return the verdict on `sample`. `ask` adds up what it spends.
 
-        Raises `JudgeFailed` if there is none. Calls that it leaves unanswered when it ends are dropped. A judge that is
-        cancelled must end at once.
+        Raises `JudgeFailed` if there is no verdict. Calls that are still open when it ends are cancelled. A cancelled
+        judge must end at once.
         """
 
     @property
@@ -114,28 +116,28 @@ class Judge(ABC):
 
     @property
     def calls(self) -> int:
-        """How many calls a sample takes at most, without retries."""
+        """The most calls that a sample takes, without retries."""
         return sum(part.calls for part in self.parts) or 1
 
     def component_names(self) -> tuple[str, ...]:
-        """Names of the components that every verdict of this judge carries, as far as they are known beforehand."""
+        """Names of the components that every verdict of this judge has, as far as they are known in advance."""
         return ()
 
     @property
     def reward_range(self) -> tuple[float, float] | None:
-        """The lowest and the highest score of its verdicts; None (default) if that is not known."""
+        """The lowest and the highest score of its verdicts; None (default) if unknown."""
         return None
 
     @property
     def defines_correct(self) -> bool:
-        """Whether all of its verdicts say whether a response is correct."""
+        """Whether every verdict of it sets `correct`."""
         return False
 
 
 async def together(judges: Sequence[Judge], sample: Sample, ask: Ask) -> dict[str, Verdict | Failed]:
-    """What several judges say of a sample at the same time, by their names and in their order.
+    """Run several judges on a sample at the same time; return their verdicts and failures by name, in their order.
 
-    The first failure cancels the judges that have not ended; they are left out. Cancelling the call cancels all.
+    The first failure cancels the judges that still run; these are missing from the result. Cancelling cancels all.
     """
     said: dict[str, Verdict | Failed] = {}
 

@@ -1,8 +1,7 @@
 """Neutralises the control tokens of chat templates: texts that a tokenizer turns into structure (a turn, a role).
 
-A server renders its chat template over our message and tokenizes the result, so a control token in a response could
-open a turn of its own. The patterns below cover the chat templates and special tokens of the open models of 2023 to
-2026:
+A server applies its chat template to our message and tokenizes the result, so a control token in a response could start
+a new turn. The patterns below cover the chat templates and special tokens of the open models of 2023 to 2026:
 
 - `<|name|>`, with ASCII or fullwidth bars: Qwen, Llama 3 and 4, DeepSeek, Kimi, GLM, gpt-oss, Phi, Granite, Cohere,
   OLMo, Hunyuan, Step, Jamba, LFM2, Falcon-H1, MiMo, dots, Apertus, ERNIE, Solar, GigaChat, Inkling, Muse, InternLM
@@ -22,12 +21,12 @@ open a turn of its own. The patterns below cover the chat templates and special 
 - `[BOS]`, `[EOS]`, `[EOT]`, `[start_header_id]`: Kimi
 - `<seed:...>`: Seed-OSS; `<longcat_...>`: LongCat; `<mm:...>`, `<minimax:...>`: MiniMax; `<atem:...>`: Muse;
   `<_user>`: TeleChat; `<role>`: Ling, Ring; `<用户>`, `<AI>`: MiniCPM; `[BEGIN FINAL RESPONSE]`: Apriel
-- `<image>`, `<img>`, `<IMG_CONTEXT>`, `<video>`, `<audio>`: LLaVA, InternVL, Step; one too many fails a request
+- `<image>`, `<img>`, `<IMG_CONTEXT>`, `<video>`, `<audio>`: LLaVA, InternVL, Step; with one too many, a request fails
 - `<fim_prefix>`, `<issue_start>`, `<jupyter_code>`, `<commit_msg>`, `<file_sep>`: StarCoder, Granite Code, Seed-Coder
 - `<think>` and similar: reasoning models
 
 Tokens that only mark content and occur in ordinary text (`<code>`, `<answer>`, `<response>`, `<user>`) are left out.
-Case counts only for short names that code uses in the other case (`x[mask]`, `Vec<S>`).
+Case is ignored, except in short names that code uses in the other case (`x[mask]`, `Vec<S>`).
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ from itertools import accumulate
 
 from .visibility import INVISIBLE
 
-# A name never holds brackets or the lookalikes that replace them: no match may enclose a token that is already
-# neutralised, or neutralising twice would change the text again.
+# A name never holds brackets or their lookalikes. Otherwise a match could enclose a neutralised token, and neutralising
+# the text twice would change it again.
 _NEVER = r"<>\[\]◁▷\u2039\u203a\u27e6\u27e7\u25c3\u25b9"
 
 _AFTER_ANGLE = (
@@ -75,7 +74,7 @@ _AFTER_SQUARE = (
     r"(?-i:/?(?:ARGS|IMG|AUDIO|TRANSCRIBE|REF|PREFIX|SUFFIX|MIDDLE|MASK|CLS|SEP|PAD|UNK|BOS|EOS|EOT))\]",
 )
 
-# Each alternative begins with a fixed character outside the case-insensitive part: `re` then skips quickly to it.
+# Each alternative begins with a fixed character outside of the case-insensitive part, to which `re` can skip quickly.
 _TOKEN = re.compile(
     rf"<(?i:{'|'.join(_AFTER_ANGLE)})"
     rf"|\[(?i:{'|'.join(_AFTER_SQUARE)})"
@@ -84,12 +83,12 @@ _TOKEN = re.compile(
     r"|>(?:>(?:TITLE|ABSTRACT|INTRODUCTION|SUMMARY|COMMENT|ANSWER|QUESTION|DOMAIN|PREFIX|SUFFIX|MIDDLE)<<)"
 )
 
-# Every token holds one of these brackets, plain or in a form that NFKC folds to it. Most texts hold none.
+# Every token has one of these brackets, or a form of it that NFKC folds to it. Most texts have none.
 _BRACKET = re.compile("[<\\[\\]◁\uff1c\uff3b\uff3d\ufe64\ufe47\ufe48]")
 
 
 class _Folded(dict[int, int]):
-    """Translation table to NFKC, for characters that stay one character: fullwidth and styled letters become plain."""
+    """Maps characters to NFKC if the result is one character: fullwidth and styled letters become plain letters."""
 
     def __missing__(self, code: int) -> int:
         folded = unicodedata.normalize("NFKC", chr(code))
@@ -112,10 +111,10 @@ _LOOKALIKE = str.maketrans(
 
 
 def neutralise(text: str) -> str:
-    """Replace the brackets of the control tokens in `text` by lookalikes without a meaning: `<s>` becomes `‹s›`.
+    """Replace the brackets of control tokens in `text` by lookalikes: `<s>` becomes `‹s›`.
 
-    The length stays the same. Disguised tokens are replaced, too: with fullwidth or styled characters, or with
-    invisible ones inside. The result holds no control token, so neutralising it again changes nothing.
+    The length stays the same. Tokens disguised with fullwidth, styled or invisible characters are replaced, too. The
+    result holds no control token, so neutralising it again changes nothing.
     """
     pieces: list[str] = []
     done = 0
@@ -128,18 +127,18 @@ def neutralise(text: str) -> str:
 
 
 def normalised(text: str) -> str:
-    """Return `text` without invisible characters, and with fullwidth and styled characters made plain."""
+    """Remove invisible characters from `text`, and make fullwidth and styled characters plain."""
     return INVISIBLE.sub("", text).translate(_FOLDED)
 
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
-    """The (start, end) of each control token in `text`, in order."""
+    """Yield the (start, end) of each control token in `text`, in order."""
     if not _BRACKET.search(text):
         return
     gaps = [match.span() for match in INVISIBLE.finditer(text)]
     plain = INVISIBLE.sub("", text) if gaps else text
-    # Matches are found in `plain` and mapped back to `text`: `places` are the positions in `plain` where invisible
-    # characters were removed, `left_out` is how many characters were removed up to each of them.
+    # Matches are found in `plain` and mapped back to `text`. `places` are the positions in `plain` where invisible
+    # characters were removed; `left_out` counts the characters that were removed up to each of them.
     left_out = list(accumulate(end - start for start, end in gaps))
     places = [start - gone for (start, _), gone in zip(gaps, [0, *left_out], strict=False)]
     for match in _TOKEN.finditer(plain if plain.isascii() else plain.translate(_FOLDED)):

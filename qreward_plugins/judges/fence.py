@@ -1,12 +1,11 @@
-"""The fence around untrusted text, in one place because two sides must agree on it.
+"""Puts a fence around untrusted text: two markers with a nonce that is drawn for each call.
 
-A judge shows a model text that the policy under training wrote, and the policy is rewarded for whatever makes the
-judge generous. So the text stands between two markers that carry an identifier drawn for this one call, which the text
-cannot have guessed, and which is redrawn should the text contain it anyway. The judge server of
-`qreward_plugins.testing` reads the same markers to find what it has to score.
+A judge model reads text of the policy, and the policy is rewarded for text that raises its score. The fence marks where
+that text begins and ends. The policy cannot guess the nonce, and a nonce that occurs in the text is redrawn. The judge
+server of `qreward_plugins.testing` reads the same markers to find the text to score, so both use this module.
 
-Control tokens of chat templates (`<|im_start|>`, `[INST]`, ...) inside the text are neutralised by `control_tokens`: a
-server that renders the chat template over our message would otherwise take them for turns of their own.
+`control_tokens` neutralises control tokens of chat templates (`<|im_start|>`, `[INST]`, ...) in the text. Otherwise a
+server that applies the chat template to our message could take them for new turns.
 """
 
 from __future__ import annotations
@@ -26,11 +25,10 @@ _MARKER = re.compile(
 
 
 def draw_nonce(key: bytes, *texts: str, attempt: int = 0) -> str:
-    """Draw the identifier of one judge call: `NONCE_LENGTH` lower-case hex digits that occur in none of `texts`.
+    """Draw the nonce of one attempt: `NONCE_LENGTH` lower-case hex digits that occur in none of `texts`.
 
-    The identifier is a keyed hash (BLAKE2b, RFC 7693) of the texts and the attempt number, so that it depends neither
-    on the order in which samples are scheduled nor on anything a policy can see: who does not know `key` cannot guess
-    it.
+    The nonce is a keyed hash (BLAKE2b, RFC 7693) of the texts and the attempt number. So it does not depend on the
+    order in which samples are scheduled, and it cannot be guessed without `key`.
     """
     digest = hashlib.blake2b(key=key[:64], digest_size=NONCE_LENGTH // 2)
     for text in texts:
@@ -48,9 +46,7 @@ def draw_nonce(key: bytes, *texts: str, attempt: int = 0) -> str:
 
 
 def cap(text: str, max_chars: int) -> str:
-    """Keep the first and last part of `text`, at most `max_chars` characters of it, and say what was left out
-    between.
-    """
+    """Keep the beginning and the end of `text`, `max_chars` characters in all, and write how many were left out."""
     if len(text) <= max_chars:
         return text
     head = max_chars // 2
@@ -60,14 +56,14 @@ def cap(text: str, max_chars: int) -> str:
 
 
 def fence(label: str, text: str, nonce: str) -> str:
-    """Return `text` between markers that carry `nonce`; capping and neutralising it is up to the caller."""
+    """Return `text` between markers with `nonce`. The caller must cap and neutralise it first."""
     return f"<<<{label} {nonce}>>>\n{text}\n<<<end {label} {nonce}>>>"
 
 
 def read_fences(text: str) -> tuple[str | None, Mapping[str, str]]:
-    """Find the fenced blocks of a judge prompt: the nonce they share, and the text of each label.
+    """Find the fenced blocks of a judge prompt. Return their nonce, and the text of each label.
 
-    Returns `(None, {})` where there is no fence. Only blocks that carry the nonce of the first one count.
+    Returns `(None, {})` if there is no fence. Blocks with another nonce than the first one are ignored.
     """
     nonce: str | None = None
     blocks: dict[str, str] = {}

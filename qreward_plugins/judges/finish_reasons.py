@@ -1,6 +1,6 @@
-"""Tells from the `finish_reason` of a completion whether the model finished its answer.
+"""Decides from the `finish_reason` of a completion whether the model finished its answer.
 
-Servers use different words. Known ones are recognised by a part of the word; unknown ones count as finished:
+Servers use different words. Known words are recognised by a part of them. Unknown words count as finished:
 
 - cut off: length (OpenAI and most), max_tokens (Anthropic), MAX_TOKENS (Gemini, Cohere), model_length (Mistral),
   max_output_tokens, incomplete

@@ -1,9 +1,9 @@
-"""The judge that takes a value as the verdict: what a reward function returned, or what a scoring service answered.
+"""Defines `FunctionJudge`: it takes the value of a reward function or a scoring service as the verdict.
 
-Nobody is asked anything in words, so nothing is fenced here; the numbers are checked like those of any judge, and that
-is all the gate there is, as a service's are not to be trusted. A truth value is not a score: frameworks add and average
-scores, and what gives now `True`, now 0.5, is a mistake that trains. Beside the score, truth values are labels (`acc`),
-and count as 1.0 and 0.0.
+No model reads a prompt, so there is no fence. The numbers are not trusted, and checked as strictly as those of any
+judge. A boolean is not accepted as the score: frameworks add and average scores, and a function that returns sometimes
+`True` and sometimes 0.5 has a mistake that would go unnoticed. Beside the score, booleans are labels (`acc`) and count
+as 1.0 and 0.0.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from .leaf import Leaf, checked
 from .settings import fingerprint
 
 MOST_COMPONENTS = 100
-"""Components of a verdict, where they are not named; more is no set of scores, and every one becomes a metric."""
+"""Most components of a verdict if the configuration names none. Each becomes a metric, so more would be a mistake."""
 _LONGEST_NAME_CHARS = 100
 
 
 class FunctionJudge(Leaf):
     """The value of a function or a scoring service, taken as the verdict.
 
-    It is a finite number, or a mapping that has one under `score`. Numbers are Python's, numpy's, and tensors without
-    dimensions. Of a mapping, the keys named in the configuration become components, and each must hold a finite number
-    or a truth value; with none named every key that does becomes one, and the rest (texts, lists, NaN, names of more
-    than 100 characters) is dropped. `correct_at` decides correctness where it is configured, else the key `acc` where
-    it is a truth value, 0 or 1. With `keeps_returned` the verdict carries the mapping as it was, too; services' whole
-    replies are not worth the memory. Raises `ConfigurationError` for numbers that contradict each other.
+    The value is a finite number, or a mapping with a finite number under `score`. Numbers of Python and numpy and
+    tensors without dimensions are accepted. Components come from the mapping: if the configuration names keys, each of
+    these must hold a finite number or a boolean. If it names none, every key that holds one becomes a component, and
+    the rest (texts, lists, NaN, names of more than 100 characters) is dropped. `correct_at` decides correctness if it
+    is configured; otherwise the key `acc`, if it is a boolean, 0 or 1. With `keeps_returned`, the verdict also has the
+    whole mapping; replies of services are not kept, to save memory. Raises `ConfigurationError` for numbers that
+    contradict each other.
     """
 
     class Config(AskingConfig):
@@ -46,8 +47,8 @@ class FunctionJudge(Leaf):
         """The range that scores must lie in. Default: any finite number."""
 
         components: tuple[str, ...] = ()
-        """Keys of the mapping that go into the metrics. Naming them keeps the metrics of every sample alike,
-        failed ones included. Default: every key with a number, as it comes."""
+        """Keys of the mapping that go into the metrics. If they are named, every sample has the same metrics, failed
+        samples included. Default: every key that holds a number."""
 
     asks = VALUE
 
@@ -76,7 +77,7 @@ class FunctionJudge(Leaf):
         self._keeps_returned = keeps_returned
 
     def request(self, sample: Sample, *, attempt: int) -> Request:
-        # What an empty response is worth is for the function, or the service, to say.
+        # The function or the service decides the score of an empty response.
         return Request(sample=sample, judge=self.name)
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
@@ -85,8 +86,8 @@ class FunctionJudge(Leaf):
         if isinstance(value, Mapping):
             if "score" not in value:
                 raise InvalidReply(
-                    "the value is a mapping without the key `score`; add it, give a number, or, where a service has "
-                    "it elsewhere, say so with its source's `score_key`"
+                    "the value is a mapping without the key `score`; add the key, or return a number, or set "
+                    "`score_key` of the source to the place of the score"
                 )
             verdict = self._verdict(value, _unwrapped(value["score"]), "the value under `score`")
             raw = _raw(value, verdict.score)
@@ -97,8 +98,8 @@ class FunctionJudge(Leaf):
         return replace(verdict, model=reply.model, raw=raw, returned=returned)
 
     def _with_clean_names(self, value: Any, clean: Callable[[str], str] | None) -> Any:
-        """Strike secrets out of the keys of a mapping, because these become names of metrics. What the configuration
-        names as a component is no secret.
+        """Redact secrets in the keys of a mapping, because these become names of metrics. Configured names of
+        components are not secret.
         """
         if clean is None or not isinstance(value, Mapping):
             return value
@@ -122,13 +123,13 @@ class FunctionJudge(Leaf):
 
     def _score(self, value: Any, what: str) -> float:
         if isinstance(value, bool):
-            raise InvalidReply(f"{what} is a truth value, not a number; give 1.0 or 0.0")
+            raise InvalidReply(f"{what} is a boolean, not a number; return 1.0 or 0.0")
         if not isinstance(value, (int, float)):
-            raise InvalidReply(f"{what} is of type {type(value).__name__}, not a number; give a float")
+            raise InvalidReply(f"{what} is of type {type(value).__name__}, not a number; return a float")
         score = _label(value)
         if score is None:
             raise InvalidReply(
-                f"{what} is not finite in float32, as trainers hold it; give a finite number, or an error for no score"
+                f"{what} is not finite in float32, the type of trainers; return a finite number, or raise an error"
             )
         interval = self._config.reward_range
         if interval is not None and not interval[0] <= score <= interval[1]:
@@ -141,7 +142,7 @@ class FunctionJudge(Leaf):
             components = _labels(values)
             if len(components) > MOST_COMPONENTS:
                 raise InvalidReply(
-                    f"the value has {len(components):,} numbers beside its score; name those that count in "
+                    f"the value has {len(components):,} numbers beside its score; list the ones to keep in "
                     f"judges.{self.name}.components"
                 )
             return components
@@ -151,7 +152,7 @@ class FunctionJudge(Leaf):
             if label is None:
                 state = "holds no finite number" if key in values else "is missing"
                 raise InvalidReply(
-                    f"the component {key!r} {state}; give it with every score, or take it out of "
+                    f"the component {key!r} {state}; return it with every score, or remove it from "
                     f"judges.{self.name}.components"
                 )
             components[key] = label
@@ -164,13 +165,15 @@ class FunctionJudge(Leaf):
 
 
 def _labels(values: Mapping[Any, Any]) -> dict[str, float]:
-    """Every number of a value beside its score, by name."""
+    """Return every number of a mapping except its score, by key."""
     labels = ((key, _label(value)) for key, value in values.items() if _is_name(key) and key != "score")
     return {key: label for key, label in labels if label is not None}
 
 
 def _raw(value: Mapping[Any, Any], score: float) -> RawScore | None:
-    """The numbers of a value, for whatever names and ranges are configured later; None: too many to be kept."""
+    """Return all numbers of a mapping, so that other components and ranges can be configured later; None if there are
+    too many.
+    """
     labels = _labels(value)
     return RawScore(score, labels) if len(labels) <= MOST_COMPONENTS else None
 
@@ -180,7 +183,7 @@ def _is_name(key: Any) -> bool:
 
 
 def _unwrapped(value: Any) -> Any:
-    """Take the number out of a numpy scalar or a tensor without dimensions, without importing either library."""
+    """Convert a numpy scalar or a tensor without dimensions to a Python number, without importing either library."""
     if hasattr(value, "item") and getattr(value, "ndim", None) == 0:
         try:
             return value.item()
@@ -190,7 +193,7 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _label(value: Any) -> float | None:
-    """The number, finite in float32, that a value is, truth values included; None where it is none."""
+    """Return a number or a boolean as a float; None if it is not finite in float32, or another type."""
     value = _unwrapped(value)
     if not isinstance(value, (int, float)):
         return None

@@ -1,8 +1,8 @@
-"""A leaf: a judge that asks one question about a sample.
+"""Defines `Leaf`: a judge that makes one call for each sample.
 
-All but `judge` is pure: a leaf says what to ask, reads the reply, and says what stands in for a failure. So every rule
-about untrusted text and valid verdicts is testable with plain values, and whoever has no need for a coroutine can make
-the call of a leaf without one.
+All methods except `judge` are pure functions: they build the request, read the reply, and give the floor for a failure.
+So every rule about untrusted text and valid verdicts is tested with plain values, and the engine can make the call of a
+leaf without a coroutine.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from .settings import number_mistakes
 class Leaf(Judge):
     """A judge that makes one call.
 
-    `sources` names the sources that may answer. `fingerprint` is a short hash of how it reads replies; what it asks is
-    no part of it.
+    `sources` are the names of the sources that may answer. `fingerprint` is a short hash of how it reads replies; it
+    does not cover the request.
     """
 
     def __init__(self, name: str, config: AskingConfig, *, sources: Sequence[str], fingerprint: str) -> None:
@@ -33,34 +33,34 @@ class Leaf(Judge):
         self.fingerprint = fingerprint
         self._asking = config
 
-    # What a kind of leaf is made of
+    # Each kind of leaf defines these
 
     def screen(self, sample: Sample) -> Verdict | None:
-        """The verdict on a sample that needs no question, such as a floor for an empty response; else None.
+        """Return the verdict on a sample that needs no call, such as the floor for an empty response; else None.
 
-        Raises `JudgeFailed` for a sample that fails without one.
+        Raises `JudgeFailed` for a sample that fails without a call.
         """
         return None
 
     @abstractmethod
     def request(self, sample: Sample, *, attempt: int) -> Request:
-        """Build the request of the `attempt`-th try (from 0); another attempt draws another nonce.
+        """Build the request of the `attempt`-th try (from 0). Each attempt has its own nonce.
 
-        Raises `InputError` when the sample cannot be turned into a request.
+        Raises `InputError` if the sample cannot be turned into a request.
         """
 
     @abstractmethod
     def verdict(self, request: Request, reply: Reply) -> Verdict:
-        """Read the reply, strictly. Raises `InvalidReply`."""
+        """Read the reply strictly. Raises `InvalidReply`."""
 
     @abstractmethod
     def mapped(self, raw: RawScore) -> Verdict:
-        """The verdict for numbers that this judge read before, perhaps under another reward range.
+        """Map recorded numbers to a verdict under the present configuration.
 
-        Raises `InvalidReply` where they are no valid verdict under the present configuration.
+        Raises `InvalidReply` if they are not a valid verdict under it.
         """
 
-    # What all of them do
+    # All leaves share these
 
     @property
     def invalid_retries(self) -> int:
@@ -86,7 +86,7 @@ class Leaf(Judge):
         return self.judged(answer)
 
     def screened(self, sample: Sample) -> Verdict | None:
-        """As `screen`, for any sample: one that cannot be read fails (`infra/input`)."""
+        """Call `screen`; if it raises, raise `JudgeFailed` (`infra/input`)."""
         try:
             return self.screen(sample)
         except JudgeFailed:
@@ -96,7 +96,7 @@ class Leaf(Judge):
             raise JudgeFailed(failed) from None
 
     def call(self, sample: Sample) -> Call[Verdict]:
-        """The one call for a sample."""
+        """Return the call for a sample."""
 
         def request(attempt: int) -> Request:
             return self.request(sample, attempt=attempt)
@@ -114,15 +114,15 @@ class Leaf(Judge):
         )
 
     def judged(self, answer: Answer[Verdict]) -> Verdict:
-        """The verdict of an answer, with where it came from."""
+        """Return the verdict of an answer, with its source, model and spending."""
         return judged(answer, self.name)
 
     def missing(self, why: Unanswered) -> Verdict:
-        """The floor for a call without an answer. Raises `JudgeFailed` if there is none."""
+        """Return the floor for a call without an answer. Raises `JudgeFailed` if no floor applies."""
         return self.instead(failed(why, self.name))
 
     def instead(self, failed: Failed, *, floor: bool = True) -> Verdict:
-        """The floor that stands in for a failure. Raises `JudgeFailed` if there is none, or with `floor` false."""
+        """Return the floor for a failure. Raises `JudgeFailed` if no floor applies, or if `floor` is false."""
         score = self.floor(failed.cause) if floor else None
         if score is None:
             raise JudgeFailed(failed)
@@ -138,7 +138,7 @@ class Leaf(Judge):
         )
 
     def floor(self, cause: Cause) -> float | None:
-        """The score that stands in for a failure of this cause; None if no number does, as for infrastructure."""
+        """Return the floor for a failure of this cause; None if it has none, as for infrastructure."""
         config = self._asking
         if cause is Cause.POLICY or (cause is Cause.VERDICT and config.on_invalid == "floor"):
             if config.floor is not None:
@@ -147,8 +147,8 @@ class Leaf(Judge):
         return None
 
     def _recall(self, recorded: Verdict) -> Verdict:
-        """A recorded verdict as this judge would give it now. Raises as `mapped` does, and LookupError without raw
-        numbers.
+        """Map a recorded verdict under the present configuration. Raises as `mapped` does, and LookupError if it has no
+        raw numbers.
         """
         if recorded.raw is None:
             raise LookupError("the record has no raw numbers")
@@ -157,9 +157,9 @@ class Leaf(Judge):
 
 
 def judged(answer: Answer[Verdict], judge: str) -> Verdict:
-    """The verdict of an answer to the judge of this name, with where it came from."""
+    """Return the verdict of an answer to the judge of this name, with its source, model and spending."""
     said = answer.value
-    # `dataclasses.replace` takes three times as long, and this runs for every sample.
+    # This runs for every sample, and `dataclasses.replace` takes three times as long.
     return Verdict(
         said.score,
         said.components,
@@ -180,7 +180,7 @@ def judged(answer: Answer[Verdict], judge: str) -> Verdict:
 
 
 def failed(why: Unanswered, judge: str) -> Failed:
-    """The failure of a call of the judge of this name."""
+    """Convert an unanswered call of the judge of this name to a failure."""
     cause = Cause.VERDICT if why.invalid else Cause.INFRA
     return Failed(cause, why.reason, why.detail, judge=judge, source=why.source, spent=why.spent)
 

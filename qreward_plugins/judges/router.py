@@ -1,4 +1,4 @@
-"""The judges of a configuration, and which of them a sample goes to."""
+"""Opens the judges of a configuration, and routes samples to them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .opening import open_judge
 
 
 class JudgeRouter:
-    """Opens the judges of `config`, and finds the one for a sample.
+    """Opens the judges of `config`, and finds the judge for a sample.
 
-    `key` is the secret of fences (`Opening.key`). Raises `ConfigurationError` with the mistakes of all judges.
+    `key` is the secret key for nonces (`Opening.key`). Raises `ConfigurationError` with the mistakes of all judges.
     """
 
     def __init__(self, config: Config, *, key: bytes) -> None:
@@ -30,12 +30,12 @@ class JudgeRouter:
             except ConfigurationError as error:
                 mistakes += error.mistakes
         if mistakes:
-            # A judge that does not open keeps those from opening that it is a part of.
+            # A judge that fails to open is reported again by each judge that it is a part of.
             raise ConfigurationError(list(dict.fromkeys(mistakes)))
         self.judges = {name: self.judges[name] for name in config.judges}
 
     def _open(self, name: str) -> Judge:
-        """Open a judge, and before it those that it awaits."""
+        """Open a judge, and the judges that it awaits."""
         if name not in self.judges:
             opening = Opening(self._config, own_sources(self._config, name), self._key, self._open)
             self.judges[name] = open_judge(name, self._config.judges[name], opening)
@@ -47,27 +47,27 @@ class JudgeRouter:
         return {name: judge for name, judge in self.judges.items() if isinstance(judge, Leaf)}
 
     def judge_of(self, sample: Sample) -> Judge | None:
-        """Who judges a sample; None if no route leads to anybody."""
+        """Return the judge for a sample; None if no route matches."""
         name = judge_for(self._config, sample.data_source)
         return None if name is None else self.judges[name]
 
     def calls_of(self, samples: Iterable[Sample]) -> int:
-        """How many calls samples take at most, without retries."""
+        """Return the most calls that these samples take, without retries."""
         judges = (self.judge_of(sample) for sample in samples)
         return sum(judge.calls for judge in judges if judge is not None)
 
     @property
     def most_calls(self) -> int:
-        """How many calls one sample takes at most, without retries."""
+        """The most calls that one sample takes, without retries."""
         return max((judge.calls for judge in self.judges.values()), default=1)
 
     def component_names(self) -> tuple[str, ...]:
-        """Names of the components that the verdicts of all samples together are known to carry."""
+        """Return the known names of components over all judges that samples may go to."""
         return tuple(component for judge in self._in_charge() for component in judge.component_names())
 
     @property
     def defines_correct(self) -> bool:
-        """Whether any judge in charge says of each response whether it is correct."""
+        """Whether any judge that samples may go to sets `correct` in every verdict."""
         return any(judge.defines_correct for judge in self._in_charge())
 
     def _in_charge(self) -> Sequence[Judge]:

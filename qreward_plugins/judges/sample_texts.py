@@ -1,8 +1,9 @@
-"""What a judge is shown of a sample, as plain text: the question, the conversation, the reference.
+"""Converts a sample to the plain texts that a judge reads: the question, the conversation, the reference.
 
-Data sets hold more shapes than the types promise: content as a list of parts, tool calls beside an empty content,
-ground truths that are numbers, arrays or nested mappings. They are made readable here, once; what has no readable form
-is an `InputError` that names types and never quotes the sample. Texts come back unfenced; who shows them fences them.
+Data sets contain values that the types do not allow: content as a list of parts, tool calls with an empty content,
+ground truths that are numbers, arrays or nested mappings. This module writes them as text. For a value that cannot be
+written it raises an `InputError`, which names types and never quotes the sample. The texts are not fenced; the caller
+fences them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _MOST_BITS = 4096
 
 @dataclass(frozen=True, slots=True)
 class SampleTexts:
-    """The texts of one sample, readable and uncapped. `reference` is None where there is no ground truth."""
+    """The texts of one sample, not truncated. `reference` is None if there is no ground truth."""
 
     question: str
     response: str
@@ -33,7 +34,7 @@ class SampleTexts:
 
     @classmethod
     def of(cls, sample: Sample) -> SampleTexts:
-        """Raises `InputError` for what has no readable form."""
+        """Read the texts of `sample`. Raises `InputError` for a value that cannot be written as text."""
         if not isinstance(sample.response, str):
             raise InputError(f"response is of type {kind_of(sample.response)}; write a text")
         if not len(sample.messages):
@@ -47,24 +48,24 @@ class SampleTexts:
 
 
 def readable(text: str) -> str:
-    """Replace lone surrogates, which no request body can carry, by U+FFFD."""
+    """Replace lone surrogates by U+FFFD, because UTF-8 cannot encode them."""
     return _LONE_SURROGATE.sub("\ufffd", text)
 
 
 def question_text(messages: Sequence[Message]) -> str:
-    """The prompt as the judge reads it: its one turn, or the whole conversation with roles where there are several.
+    """Return the prompt as text: its one turn, or the whole conversation with roles if there are several turns.
 
-    A system message is no turn: it is left out beside a single one, and part of a conversation. "" without messages.
-    Raises `InputError` for messages that have no readable form.
+    A system message is not a turn: it is left out if there is one turn, and part of the conversation otherwise. Without
+    messages the text is "". Raises `InputError` for messages that cannot be written as text.
     """
     turns = [message for message in _checked(messages) if message.get("role") not in ("system", "developer")]
     return _turn_text(turns[0]) if len(turns) == 1 else conversation_text(messages)
 
 
 def conversation_text(messages: Sequence[Message]) -> str:
-    """All messages of the prompt, each under its role: `[user]`, a line break, the text.
+    """Return all messages of the prompt, each below its role: `[user]`, a line break, the text.
 
-    Raises `InputError` for messages that have no readable form.
+    Raises `InputError` for messages that cannot be written as text.
     """
     return "\n\n".join(
         f"[{' '.join(str(message.get('role', 'user')).split())[:32]}]\n{_turn_text(message)}"
@@ -73,7 +74,7 @@ def conversation_text(messages: Sequence[Message]) -> str:
 
 
 def reference_text(ground_truth: Any) -> str | None:
-    """The ground truth as text: strings as they are, anything else as JSON; None where there is none.
+    """Return the ground truth as text: a string unchanged, any other value as JSON; None if there is none.
 
     Raises `InputError` for values that JSON cannot hold.
     """
@@ -116,14 +117,14 @@ def _part_text(part: Any) -> str:
         said = [part["type"]] if isinstance(part.get("type"), str) else [key for key in part if isinstance(key, str)]
         kind = next(filter(None, map(_ATTACHMENT.search, said)), None)
         if kind is None and "type" not in part:
-            raise InputError("messages holds a part of a content without text and without type")
+            raise InputError("messages has a content part without text and without type")
         return f"[{kind.group()}]" if kind else "[attachment]"
-    raise InputError(f"messages holds a part of a content of type {kind_of(part)}; write text or a mapping with type")
+    raise InputError(f"messages has a content part of type {kind_of(part)}; write text or a mapping with type")
 
 
 def _json_text(value: Any, name: str) -> str:
     if issubclass(type(value), int) and type(value) is not bool:
-        # Alone it stands in no JSON, so that it may have any length that can be read.
+        # A single integer is written as text and not as JSON, so the limit of 64 bits does not apply.
         exact = int.__add__(value, 0)
         if exact.bit_length() <= _MOST_BITS:
             return f"{exact}"

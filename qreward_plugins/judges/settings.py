@@ -1,4 +1,4 @@
-"""What judges of every kind do with their configuration: check its numbers, and take its fingerprint."""
+"""Checks the numbers in the configuration of a judge, and hashes how a judge reads replies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import Mistake
 Interval = tuple[float, float]
 
 _VERSION = 3
-"""Version of how replies are read. Raise it with any change that lets a judge read another number, or none."""
+"""Version of how replies are read. Raise it with every change after which a judge reads another number or none."""
 
 
 def number_mistakes(name: str, config: AskingConfig) -> list[Mistake]:
@@ -33,16 +33,17 @@ def number_mistakes(name: str, config: AskingConfig) -> list[Mistake]:
     elif config.on_invalid == "floor" and config.floor is None:
         mistakes.append(
             Mistake(
-                f"judges.{name}.on_invalid", "there is no floor.", "Give `floor`, or `reward_range` for its low end."
+                f"judges.{name}.on_invalid", "there is no floor.", "Set `floor`, or `reward_range` for its low end."
             )
         )
     return mistakes
 
 
 def fingerprint(*reading: Any) -> str:
-    """Hash how a judge reads replies: `reading` names whatever changes which numbers it finds in one.
+    """Hash how a judge reads replies. `reading` holds all settings that change which numbers it finds in a reply.
 
-    32 hex digits (BLAKE2b, RFC 7693). What becomes of the numbers (reward range, `correct_at`, floor) is no part.
+    Returns 32 hex digits (BLAKE2b, RFC 7693). Settings that only map the numbers (reward range, `correct_at`, floor)
+    are not part of it.
     """
     canonical = orjson.dumps([_VERSION, *reading])
     return hashlib.blake2b(canonical, digest_size=16).hexdigest()

@@ -1,8 +1,8 @@
-"""The weighted sum of several judges' rewards for one sample.
+"""Defines `SumJudge`: the weighted sum of several judges' rewards for one sample.
 
-The judges of a sum are asked at the same time, each with its own sources, floors and records; so their verdicts are
-good for any weights, and for several sums. A reward that is missing is never counted as zero: one judge without a
-verdict leaves the sum without one, at once, and the others are cancelled.
+The judges of a sum run at the same time, each with its own sources, floors and records. So their recorded verdicts can
+be used again with other weights and in other sums. A missing reward never counts as zero: when one judge fails, the sum
+fails at once, and the other judges are cancelled.
 """
 
 from __future__ import annotations
@@ -24,28 +24,27 @@ from .base import Ask, Judge, JudgeFailed, Opening, together
 
 def _weighs(weight: float) -> float:
     if weight == 0:
-        raise ValueError("a weight of 0 adds nothing; leave the judge out of the sum, or give it another weight")
+        raise ValueError("a weight of 0 adds nothing; remove the judge from the sum, or set another weight")
     return weight
 
 
 class SumJudge(Judge):
     """The weighted sum of several judges' rewards for one sample.
 
-    `parts` are in the order of the weights, and may be sums. Raises `ConfigurationError` for a `correct_at` that is
-    outside of what the sum can be.
+    `parts` are in the order of the weights, and may be sums. Raises `ConfigurationError` if the sum can never reach
+    `correct_at`, or is always above it.
     """
 
     class Config(JudgeConfig):
-        """Several rewards for one sample: other judges of this configuration score it, and what they say is added
-        up."""
+        """Several rewards for one sample: other judges of this configuration score it, and their rewards are added."""
 
         weights: Annotated[dict[JudgeName, Annotated[Number, AfterValidator(_weighs)]], Field(min_length=1)]
-        """The judges whose rewards are added, by name, and what each reward is multiplied by; a negative weight makes a
-        penalty of it. They may be sums themselves. Every one of them scores the sample; the sum is missing where one of
-        their rewards is."""
+        """The judges whose rewards are added, by name, each with its factor; a negative factor makes the reward a
+        penalty. They may be sums themselves. Every judge scores the sample; if one reward is missing, the sum is
+        missing."""
 
         correct_at: Number | None = None
-        """The sum from which on the response counts as correct. Default: the sum says nothing about it."""
+        """The sum from which a response counts as correct. Default: correctness is not defined."""
 
         @field_validator("weights", mode="before")
         @classmethod
@@ -55,7 +54,7 @@ class SumJudge(Judge):
             for part in parts:
                 whole = next((other for other in parts if part.startswith(f"{other}/")), None)
                 if whole is not None:
-                    said = f"the name reads like a component of `{whole}`, another part of this sum; give it another"
+                    said = f"the name looks like a component of `{whole}`, another part of this sum; rename this judge"
                     error = PydanticCustomError("like_component", "{said}", {"said": said})
                     mistakes.append({"type": error, "loc": (part,), "input": part})
             if mistakes:
@@ -96,8 +95,8 @@ class SumJudge(Judge):
         return self._correct_at is not None
 
     def component_names(self) -> tuple[str, ...]:
-        """Every part by its name, and its own components as `<part>/<component>`, as far as they are known
-        beforehand.
+        """Return the name of each part, and its components as `<part>/<component>`, as far as they are known in
+        advance.
         """
         return tuple(
             name
@@ -115,14 +114,14 @@ class SumJudge(Judge):
         return self.added({part: said for part, said in verdicts.items() if isinstance(said, Verdict)})
 
     def added(self, verdicts: Mapping[str, Verdict]) -> Verdict:
-        """The sum of the verdicts of all parts, by name. A floor counts as its part's reward, and makes the sum one.
+        """Add up the verdicts of all parts. If the reward of a part is a floor, the basis of the sum is a floor, too.
 
-        Raises `JudgeFailed` for a sum that is not finite in float32, which trainers hold.
+        Raises `JudgeFailed` for a sum that is not finite in float32, the type that trainers use.
         """
         said = {part.name: verdicts[part.name] for part in self._parts}
         reward = self._reward({name: verdict.score for name, verdict in said.items()})
         if reward is None:
-            detail = "the weighted sum: it is too large for a number; give smaller weights"
+            detail = "the weighted sum is too large for a float32; set smaller weights"
             raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))
         components: dict[str, float] = {}
         for name, verdict in said.items():
@@ -146,13 +145,13 @@ class SumJudge(Judge):
         )
 
     def _check_correct_at(self) -> None:
-        """Refuse what `number_mistakes` refuses of a single judge, where the range of every part is known."""
+        """Check `correct_at` as `number_mistakes` does for a leaf, if the range of every part is known."""
         if self.reward_range is None or self._correct_at is None:
             return
         low, high = self.reward_range
         slack = 1e-9 * max(abs(low), abs(high))
         if not low - slack <= self._correct_at <= high + slack:
-            problem = f"{self._correct_at:g} is outside of what the sum can be, {low:g} to {high:g}."
+            problem = f"{self._correct_at:g} is outside the range of the sum, {low:g} to {high:g}."
             raise ConfigurationError(
                 [Mistake(f"judges.{self.name}.correct_at", problem, "It is compared with the weighted sum.")]
             )
@@ -166,7 +165,7 @@ class SumJudge(Judge):
 
 
 def _failure(failures: Mapping[str, Failed], judge: str) -> Failed | None:
-    """Why parts have floors, with the cause of the first."""
+    """Merge the failures of the parts that have floors; the cause is that of the first."""
     if not failures:
         return None
     first = next(iter(failures.values()))
@@ -179,11 +178,11 @@ def _below(part: str, component: str) -> str:
 
 
 def _beside(names: Iterable[str]) -> str:
-    # Sorted, so that a metric that counts them does not tell "a+b" from "b+a".
+    # Sorted, so that metrics do not count "a+b" and "b+a" as two names.
     return "+".join(sorted({name for several in names for name in several.split("+") if name}))
 
 
 def _only_one(mappings: Iterable[Mapping[str, Any] | None]) -> Mapping[str, Any] | None:
-    """What the one function among the parts returned beside its score, which is not the sum's."""
+    """Return the mapping of the function among the parts, without its score; None unless exactly one part has one."""
     told = [mapping for mapping in mappings if mapping is not None]
     return {key: value for key, value in told[0].items() if key != "score"} if len(told) == 1 else None

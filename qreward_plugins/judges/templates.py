@@ -1,13 +1,13 @@
-"""Templates of judges: the configuration's words around text that nobody trusts.
+"""Renders the Jinja2 templates of judges, with every text of the sample in a fence.
 
-A template's author is trusted, the texts that it shows are not, and the difference must survive whatever the template
-does with them. So nothing of a sample is a string in here. It is an `Untrusted`, which a template can test and compare,
-but which turns into text in one way only: written as it is, `{{ response }}`, and then it comes out fenced. Filters,
-`~`, slices and methods that would make a string of it fail, at build time where a trial shows it. Statements that would
-hand rendered text back to the template (macros, captures, filter blocks) do not exist, so no fence can be undone later.
+The author of a template is trusted; the texts of the sample are not. No template may write such a text without a fence.
+So a text of the sample is not a string here but an `Untrusted`. A template can test and compare it, and write it in one
+way only: `{{ response }}`, which fences it. Filters, `~`, slices and methods that would return a string fail, if
+possible when the judge is opened. Statements that give rendered text back to the template (macros, captures, filter
+blocks) are not available, so a template cannot remove a fence.
 
-The sandbox keeps templates from Python's internals. That a template ends, and ends small, is kept by a budget of loop
-steps, by arithmetic that is for numbers only, and by counting what is rendered while it is rendered.
+The sandbox denies templates access to Python's internals. Three rules bound their work and their output: a limit on
+loop steps, arithmetic for numbers only, and a limit on the rendered size that is checked while rendering.
 """
 
 from __future__ import annotations
@@ -27,17 +27,18 @@ from .fence import cap, fence
 from .sample_texts import readable
 
 MAX_STEPS = 10_000
-"""Loop steps that one rendering may take, all loops together."""
+"""Most loop steps of one rendering, over all loops."""
 
 _STATEMENTS = (jinja2.nodes.Output, jinja2.nodes.For, jinja2.nodes.If, jinja2.nodes.Assign, jinja2.nodes.With)
 
-_WRITE_PLAINLY = (
-    "text of a sample can only be written as it is, {{ name }}: a filter, `~`, a slice or a method would undo its fence"
+_ONLY_UNCHANGED = (
+    "a text of the sample can only be written unchanged, as in {{ name }}: a filter, `~`, a slice or a method would "
+    "remove its fence"
 )
 
 
 class Untrusted:
-    """A text of the sample, opaque to templates: to be tested, compared, measured, or written fenced."""
+    """A text of the sample. A template can test, compare, measure and write it; writing fences it."""
 
     __slots__ = ("_label", "_max_chars", "_page", "_text")
 
@@ -66,7 +67,7 @@ class Untrusted:
         try:
             return float(self._text)
         except ValueError:
-            # Python's own message quotes the text.
+            # Python's message would quote the text.
             raise ValueError(f"the {self._label} is not a number") from None
 
     def __contains__(self, part: object) -> bool:
@@ -79,17 +80,17 @@ class Untrusted:
         return hash(self._text)
 
     def __iter__(self) -> Iterator[str]:
-        raise TypeError(_WRITE_PLAINLY)
+        raise TypeError(_ONLY_UNCHANGED)
 
     def __str__(self) -> str:
-        raise TypeError(_WRITE_PLAINLY)
+        raise TypeError(_ONLY_UNCHANGED)
 
     def __repr__(self) -> str:
         return f"<untrusted {self._label}>"
 
 
 class Items(Sequence[Any]):
-    """A list of the sample, or a `range`: its elements are wrapped when they are asked for, its steps are counted."""
+    """A list of the sample, or a `range`. It wraps elements on access and counts loop steps."""
 
     __slots__ = ("_label", "_max_chars", "_page", "_values")
 
@@ -115,7 +116,7 @@ class Items(Sequence[Any]):
 
 
 class Table(Mapping[Any, Any]):
-    """A mapping of the sample: keys and values are wrapped when they are asked for, its steps are counted."""
+    """A mapping of the sample. It wraps keys and values on access and counts loop steps."""
 
     __slots__ = ("_label", "_max_chars", "_page", "_values")
 
@@ -139,11 +140,11 @@ class Table(Mapping[Any, Any]):
 
 
 class Page:
-    """One message in the making: its nonce, what was shown on it, and the steps that are left.
+    """The state of rendering one message: its nonce, the texts written so far, and the loop steps left.
 
-    `shown` holds the labels that were written, `texts` the untrusted texts, and `cut` the whole length in characters of
-    each text that is shown without its middle, by label. `rewritten`: control tokens in some text were neutralised.
-    With `fences` false no text of the sample can be written at all, only asked about.
+    `shown` holds the labels and `texts` the untrusted texts that were written. `cut` maps the label of each truncated
+    text to its full length in characters. `rewritten` is true if control tokens in any text were neutralised. With
+    `fences` false, a template can test texts of the sample but not write them.
     """
 
     def __init__(self, nonce: str, *, fences: bool = True) -> None:
@@ -156,11 +157,11 @@ class Page:
         self._steps_left = MAX_STEPS
 
     def text(self, label: str, text: str, *, max_chars: int) -> Untrusted:
-        """Wrap a text that is written under `label`, capped at `max_chars` characters."""
+        """Wrap a text with its label; at most `max_chars` characters of it are written."""
         return Untrusted(self, label, text, max_chars)
 
     def value(self, label: str, value: Any, *, max_chars: int) -> Any:
-        """Wrap any value of the sample; numbers, booleans and None stay what they are."""
+        """Wrap any value of the sample; numbers, booleans and None are returned unchanged."""
         if value is None or isinstance(value, (bool, int, float)):
             return value
         if hasattr(value, "tolist") and hasattr(value, "shape"):
@@ -173,13 +174,16 @@ class Page:
         return Untrusted(self, _as_label(label), readable(text), max_chars)
 
     def range(self, *bounds: Any) -> Items:
-        """Python's `range`, counted."""
+        """Python's `range`, with counted steps."""
         return Items(self, "range", range(*(int(bound) for bound in bounds)), 0)
 
     def show(self, text: Untrusted) -> str:
-        """Write a text fenced. What stands on the page already is referred to; only `extras` hold a label twice."""
+        """Return a text in its fence; for a text that was written before, return a reference to it.
+
+        Texts are identified by their label, except in `extras`, where several may have the same label.
+        """
         if not self.fences:
-            raise TypeError("no text of a sample can be written here; write it in the instructions")
+            raise TypeError("a text of the sample cannot be written here; write it in the instructions")
         if text._label in self.shown and not text._label.startswith("extras"):
             return f"(the {text._label} between the markers above)"
         self.shown.add(text._label)
@@ -198,10 +202,10 @@ class Page:
 
 
 class Template:
-    """A compiled template. `variables` are the names it looks up, `path` where it stands in the configuration.
+    """A compiled template. `path` is its place in the configuration, and `variables` are the names that it looks up.
 
-    Raises `ConfigurationError` for a syntax error, a statement that templates of judges do not have, and a variable
-    that is not among `allowed`. `max_chars` bounds the rendered text in characters.
+    `max_chars` is the longest rendered text. Raises `ConfigurationError` for a syntax error, a statement that is not
+    available in templates of judges, and a variable that is not in `allowed`.
     """
 
     def __init__(self, path: str, source: str, *, allowed: Sequence[str], max_chars: int) -> None:
@@ -223,7 +227,7 @@ class Template:
                     f"line {statement.lineno} of the template: {type(statement).__name__} is not available here.",
                     "Templates of judges have if, for (not recursive), set (not as a block) and with.",
                 )
-        # A name set in one branch of an `if` counts as looked up after it; it is the template's own all the same.
+        # Jinja2 reports a name that only one branch of an `if` sets as undeclared, but the template does set it.
         own = {name.name for name in tree.find_all(jinja2.nodes.Name) if name.ctx == "store"}
         unknown = sorted(self.variables - {*allowed, "range"} - own)
         if unknown:
@@ -234,17 +238,17 @@ class Template:
             )
 
     def render(self, page: Page, values: Mapping[str, object]) -> str:
-        """Render onto `page`. Raises `InputError` when the template fails on these values or grows too large."""
+        """Render with `page`. Raises `InputError` if the template fails on these values or its text grows too large."""
         try:
             return self._render(page, values)
         except Exception as error:
-            # Whatever a template can raise is about this template on this sample; a message names types, never texts.
+            # Any error concerns this template and this sample. Messages name types and never quote texts.
             raise InputError(f"{self.path}: {_said(error)}") from None
 
     def try_out(self, page: Page, values: Mapping[str, object]) -> None:
-        """Render for a trial. Raises `ConfigurationError` for errors that lie in the template, whatever the sample.
+        """Render to test the template. Raises `ConfigurationError` for an error that does not depend on the sample.
 
-        Errors that another sample may not meet (a key that is not there, a division by zero) are none of these.
+        Errors that may depend on the sample (a missing key, a division by zero) are ignored.
         """
         try:
             self._render(page, values)
@@ -262,7 +266,7 @@ class Template:
         for piece in self._template.generate({**values, "range": page.range}):
             size += len(piece)
             if size > self.max_chars:
-                raise OverflowError(f"the text grows beyond {self.max_chars:,} characters")
+                raise OverflowError(f"the rendered text is longer than {self.max_chars:,} characters")
             pieces.append(piece)
         text = "".join(pieces)
         if not self.variables:
@@ -271,7 +275,7 @@ class Template:
 
 
 class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
-    # Intercepted operators are neither folded at compile time nor applied to strings: "x" * 10**9 is a gigabyte.
+    # Intercepted operators are not evaluated at compile time, and not applied to strings: "x" * 10**9 is a gigabyte.
     intercepted_binops = frozenset({"*", "**", "%"})
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -285,15 +289,15 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     def call_binop(self, context: jinja2.runtime.Context, operator: str, left: Any, right: Any) -> Any:
         for operand in (left, right):
             if not isinstance(operand, (int, float)) or abs(operand) > 1e100:
-                raise TypeError(f"`{operator}` in templates is for numbers of moderate size")
+                raise TypeError(f"`{operator}` in templates takes only numbers up to 1e100")
         if operator == "**" and abs(right) > 64:
-            raise TypeError("the exponents of templates end at 64")
+            raise TypeError("an exponent in a template must be at most 64")
         return super().call_binop(context, operator, left, right)
 
 
 def _refuse_parts_of(obj: Any, name: Any) -> None:
     if isinstance(obj, Untrusted) and name not in ("startswith", "endswith"):
-        raise TypeError(_WRITE_PLAINLY)
+        raise TypeError(_ONLY_UNCHANGED)
 
 
 def _write(value: Any) -> Any:
@@ -303,7 +307,9 @@ def _write(value: Any) -> Any:
         return ""
     if isinstance(value, (str, int, float, jinja2.Undefined)):
         return str(value)
-    raise TypeError(f"a {type(value).__name__} cannot be written; loop over it, or name one of its values")
+    raise TypeError(
+        f"a value of type {type(value).__name__} cannot be written; loop over it, or write one of its items"
+    )
 
 
 def _said(error: Exception) -> str:

@@ -1,9 +1,9 @@
-"""Finds the thinking in a reply, by the marks that open and end it.
+"""Finds the thinking in a reply by the marks that open and end it.
 
-Some servers remove the thinking from the content. Others leave it in; if the chat template opened it, they leave only
-the mark that ends it. A verdict inside the thinking is a draft and does not count. The list has the marks of the open
-models of 2024 to 2026, from the reasoning parsers of vLLM, SGLang and llama.cpp. Each entry names the mark that opens
-first, then the marks that end:
+Some servers remove the thinking from the content. Others leave it in. If the chat template contains the opening mark,
+only the end mark is in the reply. A verdict inside the thinking is a draft and does not count. The list has the marks
+of the open models of 2024 to 2026, from the reasoning parsers of vLLM, SGLang and llama.cpp. Each entry has the opening
+mark first, and then the end marks:
 
 - `<think>`, `</think>`: DeepSeek, Qwen, QwQ, GLM, Kimi K2, MiniMax, Nemotron, Hunyuan, Granite 3.3, ERNIE, OLMo, Phi,
   Step, SmolLM3, Ring, MiMo, HyperCLOVA X, Falcon-H1R, K2 Think and most others
@@ -26,9 +26,9 @@ first, then the marks that end:
 - `[BEGIN FINAL RESPONSE]` ends: Apriel
 - `<details ...>`, `</details>`: front ends that fold the thinking up
 
-Case, and white space and attributes inside a mark, are ignored, except in the two marks of gpt-oss without its special
-tokens (`analysis`, `assistantfinal`), where case counts. A mark in backticks is a quotation,
-and so is one that opens between quotation marks: judges speak of the thinking in the response.
+Case is ignored, and so are white space and attributes inside a mark. Case counts only in the two marks of gpt-oss
+without its special tokens (`analysis`, `assistantfinal`). A mark in backticks is a quotation, and so is an opening mark
+in quotation marks: judges write about the thinking in the response.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _QUOTES = ('""', "''", "\u201c\u201d", "\u2018\u2019")
 
 
 class Mark(NamedTuple):
-    """A mark at `text[start:end]` that opens thinking, or ends it."""
+    """A mark at `text[start:end]` that opens or ends thinking."""
 
     opens: bool
     start: int
@@ -101,7 +101,7 @@ def hides_marks(text: str) -> bool:
 
 
 def marks_in(text: str) -> list[Mark]:
-    """The marks of thinking in `text`, in order, without those that are quoted."""
+    """Return the marks of thinking in `text`, in order, without quoted ones."""
     found = [Mark(match["opens"] is not None, *match.span()) for match in _MARK.finditer(text)]
     return [mark for mark in found if not _is_quoted(text, mark)]
 
@@ -109,16 +109,16 @@ def marks_in(text: str) -> list[Mark]:
 def _is_quoted(text: str, mark: Mark) -> bool:
     around = text[max(0, mark.start - 1) : mark.start] + text[mark.end : mark.end + 1]
     if around == "``":
-        # Three of them are the fence of a block of code, in which the answer may stand.
+        # Three backticks open a code block, which may contain the answer.
         return not text.endswith("``", 0, mark.start) and not text.startswith("``", mark.end)
     return mark.opens and around in _QUOTES
 
 
 def thinking_spans(marks: Sequence[Mark]) -> list[tuple[int, int]]:
-    """The (start, end) of each stretch of thinking, in order.
+    """Return the (start, end) of each span of thinking, in order.
 
-    Each runs from a mark that opens to the next mark that ends. If the first mark ends thinking, the first stretch
-    starts at 0. A second end in a row is ignored, because the text before it belongs to the answer.
+    A span runs from an opening mark to the next end mark. If the first mark is an end mark, the first span starts at 0.
+    A second end mark in a row is ignored, because the text before it belongs to the answer.
     """
     spans: list[tuple[int, int]] = []
     begin: int | None = 0 if marks and not marks[0].opens else None

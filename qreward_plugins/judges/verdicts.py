@@ -1,13 +1,13 @@
-"""The one place where a judge's words become a number.
+"""Parses the reply of a judge model into a verdict, strictly.
 
-This is the trust boundary of the package: the reply may quote the response, the response may hold forged verdicts, and
-a model that follows the response may write anything. So a verdict is one JSON object that carries the identifier drawn
-for this call, the identifier is claimed exactly once in the answer, and nothing is repaired, clipped or guessed: every
-doubt is an `InvalidReply`, which costs another try and never trains anything. The answer is what comes after the last
-end of the model's thinking; a verdict in the thinking is a draft.
+The reply is untrusted: it may quote the response, the response may contain forged verdicts, and a model that obeys the
+response may write anything. So a verdict is one JSON object whose `id` is the nonce of this call, and the nonce occurs
+as an `id` exactly once in the answer. Nothing is repaired, clipped or guessed. In every doubtful case the parser raises
+`InvalidReply`, which leads to another try and never to a reward. The answer begins after the last end of the model's
+thinking; a verdict in the thinking is a draft.
 
-The work is bounded by the length of the reply, whatever it holds: no nesting deeper than `MAX_NESTING`, no number
-converted that is longer than 64 digits, and a budget of characters that all attempts at parsing share.
+The work is bounded by the length of the reply: the parser accepts at most `MAX_NESTING` levels, does not convert
+integers of more than 64 digits exactly, and shares one budget of characters among all parsing attempts.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _BRACKETS = {"[": re.compile(r"[\[\]]"), "{": re.compile(r"[{}]")}
 _INSIDE_SOMETHING = re.compile(r'(?:\[|"\s*:)\s*\Z')
 
 RATIONALE_FORM = "<one or two sentences>"
-"""What stands for the rationale in the form that judges are shown. Whoever gives it back has copied, not judged."""
+"""The placeholder of the rationale in the form that the prompt shows. A reply that repeats it has copied the form."""
 
 _NO_LETTER = re.compile(r"\W+")
 
 
 @dataclass(frozen=True, slots=True)
 class Words:
-    """What a judge said, in its own range: the total, the criteria, and why."""
+    """The contents of a verdict in the judge's score range: total, criteria and rationale."""
 
     score: float
     components: Mapping[str, float]
@@ -51,10 +51,10 @@ class Words:
 
 
 class Scale:
-    """The linear map from the range in which a judge scores to the reward range, exact at both ends and inside them.
+    """The linear map from a judge's score range to the reward range.
 
-    It is computed in rational numbers and rounded once: a score of 7 in 0 to 10 is a reward of 0.7, and no pair of
-    ranges can overflow or leave the reward range by a rounding error.
+    It computes with rational numbers and rounds once. So a score of 7 in 0 to 10 is a reward of exactly 0.7, and no
+    rounding error overflows or leaves the reward range.
     """
 
     def __init__(self, score_range: tuple[float, float], reward_range: tuple[float, float]) -> None:
@@ -67,7 +67,7 @@ class Scale:
 
 
 def excerpt(text: str) -> str:
-    """At most `MAX_EXCERPT_CHARS` characters of `text`, quoted and escaped, for messages."""
+    """Return at most `MAX_EXCERPT_CHARS` characters of `text`, quoted and escaped, for messages."""
     quoted = repr(text[:MAX_EXCERPT_CHARS])
     if len(text) <= MAX_EXCERPT_CHARS and len(quoted) <= MAX_EXCERPT_CHARS:
         return quoted
@@ -82,16 +82,16 @@ def read_words(
     criteria: Sequence[str] = (),
     max_chars: int = 65_536,
 ) -> Words:
-    """Read the verdict out of `text`, the reply of a judge that was told to answer under `nonce`.
+    """Parse the verdict in `text`, the reply of a judge to a prompt with `nonce`.
 
-    Thinking is not part of the answer. Prose and code fences around the object are ignored, so are keys that were not
-    asked for, and objects that do not carry the nonce. Raises `InvalidReply` for everything else: an object inside an
-    array or another object, and a rationale that is the form's own words, too.
+    Thinking is not part of the answer. It ignores prose and code fences around the object, unknown keys, and objects
+    without the nonce. Raises `InvalidReply` for everything else, also for an object inside an array or another object,
+    and for a rationale that is copied from the form.
     """
     if not text.strip():
         raise InvalidReply("the reply is empty")
     if len(text) > max_chars:
-        raise InvalidReply(f"the reply has {len(text):,} characters, {max_chars:,} are read: {excerpt(text)}")
+        raise InvalidReply(f"the reply has {len(text):,} characters, at most {max_chars:,} are read: {excerpt(text)}")
     answer, verdict = _verdict(text.strip().lstrip("\ufeff"), nonce)
     rationale = _rationale(verdict)
     if _is_form(rationale):
@@ -106,10 +106,10 @@ def read_words(
 def _verdict(text: str, nonce: str) -> tuple[str, Mapping[str, Any]]:
     """Find the answer in a reply, and the verdict in the answer.
 
-    A mark of thinking inside the verdict's own strings is a quotation ("the response lacks `</think>`") and ends
-    nothing. So the answer begins after the last end of thinking after which the identifier is claimed at all, and then
-    every mark that follows has to be inside the verdict. Where that leaves no verdict, the end may be a quotation in
-    one whose rationale comes before its identifier, and the answer may begin after an earlier end.
+    A mark of thinking inside a string of the verdict is a quotation ("the response lacks `</think>`") and ends nothing.
+    So the answer begins after the last end mark that has the nonce somewhere behind it, and all later marks must be
+    inside the verdict. If this gives no verdict, that end mark may be a quotation in a rationale before the `id`; then
+    earlier end marks are tried.
     """
     marks = marks_in(text)
     claims = _claims(text, nonce)
@@ -132,12 +132,10 @@ def _verdict(text: str, nonce: str) -> tuple[str, Mapping[str, Any]]:
 def _verdict_after(
     begin: int, text: str, nonce: str, marks: Sequence[Mark], claims: Sequence[int]
 ) -> tuple[Mapping[str, Any], int, int]:
-    """Read `text` as an answer that begins at `begin`, after thinking. Returns the verdict, and where it starts and
-    ends.
-    """
+    """Parse `text` as an answer that begins at `begin`. Returns the verdict, its start and its end."""
     drafts = thinking_spans([mark for mark in marks if mark.end <= begin])
     starts = [start for start, _ in drafts]
-    # The spans are in order and apart, so a claim can only be in the last one that starts before it.
+    # The spans are sorted and do not overlap, so only the last one that starts before a claim can contain it.
     claims = [
         claim for claim in claims if not (before := bisect_right(starts, claim)) or claim >= drafts[before - 1][1]
     ]
@@ -150,7 +148,7 @@ def _verdict_after(
     verdict, start, end = _object_with(answer, nonce, claims[0] - begin)
     outside = [mark for mark in marks if begin <= mark.start and not start < mark.start - begin < end]
     if any(not mark.opens for mark in outside):
-        raise InvalidReply(f"the reply holds no verdict after its reasoning, only in it: {excerpt(answer)}")
+        raise InvalidReply(f"the reply holds no verdict after its reasoning, only a draft in it: {excerpt(answer)}")
     if outside:
         raise InvalidReply(f"the reply ends inside its reasoning: {excerpt(answer)}")
     if _enclosed(answer[:start], answer[end:]):
@@ -159,13 +157,14 @@ def _verdict_after(
 
 
 def _claims(text: str, nonce: str) -> list[int]:
-    """Where in `text` the identifier is claimed. (A pattern that holds the nonce would be compiled for every reply.)"""
+    """Return the positions in `text` where the nonce is the value of an `id`."""
+    # The pattern does not contain the nonce, because it would have to be compiled for every reply.
     claim = f'"{nonce}"'
     return [match.start() for match in _ID.finditer(text) if text.startswith(claim, match.end())]
 
 
 def _enclosed(before: str, after: str) -> bool:
-    """Whether brackets that open before the verdict close after it, or it is the value of something unfinished."""
+    """Whether a bracket that opens before the verdict closes after it, or the verdict is a value in broken JSON."""
     if _INSIDE_SOMETHING.search(before):
         return True
     for opening, brackets in _BRACKETS.items():
@@ -181,8 +180,9 @@ def _enclosed(before: str, after: str) -> bool:
 
 
 def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], int, int]:
-    """Find the outermost JSON value around the position `claim`, and see to it that it is an object that makes the
-    claim itself. Returns the object, and where it starts and ends.
+    """Parse the outermost JSON value around the position `claim`; it must be an object whose own `id` is the nonce.
+
+    Returns the object, its start and its end.
     """
     if too_deep(text):
         raise InvalidReply(f"the reply is nested more than {MAX_NESTING} deep: {excerpt(text)}")
@@ -228,7 +228,7 @@ def _number(name: str, values: Mapping[str, Any], interval: tuple[float, float],
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         kind = "null" if value is None else type(value).__name__
         raise InvalidReply(f"{name} must be a number, not {kind}: {excerpt(source)}")
-    # Compared before it is converted: a float can round an integer into the range. NaN is in no range.
+    # Compared before the conversion, because a conversion could round an integer into the range. NaN is in no range.
     if not interval[0] <= value <= interval[1]:
         raise InvalidReply(f"{name} is outside {interval[0]:g} to {interval[1]:g}: {excerpt(source)}")
     return float(value)
@@ -241,7 +241,7 @@ def _components(
         return {}
     values = verdict.get("components")
     if not isinstance(values, dict):
-        raise InvalidReply(f"the verdict has no components, {', '.join(criteria)} were asked for: {excerpt(source)}")
+        raise InvalidReply(f"the verdict has no components; expected {', '.join(criteria)}: {excerpt(source)}")
     return {name: _number(name, values, interval, source) for name in criteria}
 
 

@@ -1,9 +1,9 @@
-"""Which characters are invisible.
+"""Decides which characters are invisible.
 
-White space and controls are, and the code points that Unicode tells fonts not to draw (`Default_Ignorable_Code_Point`
-of DerivedCoreProperties.txt, Unicode 17, unassigned ones included), and a few that are drawn as blanks. All others
-count as visible: a private-use character may have a glyph in some font, and a code point that is unknown to this
-Python's tables may have been assigned since.
+Invisible are white space, controls, the code points that fonts do not draw (`Default_Ignorable_Code_Point` of
+DerivedCoreProperties.txt, Unicode 17, with unassigned ones), and a few that are drawn as blanks. All others are
+visible: a font may have a glyph for a private-use character, and a later version of Unicode may assign a code point
+that this Python does not know.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _IGNORABLE = (
 # Interlinear annotation marks, the blank of braille, the null note head and the Khitan filler.
 _BLANK = "\ufff9-\ufffb\u2800\U0001d159\U00016fe4"
 
-# All controls but tab, line feed and the like: those are white space, and part of a text's layout.
+# All controls except white space such as tab and line feed, which is part of the layout of a text.
 _CONTROLS = "\x00-\x08\x0e-\x1b\x7f-\x84\x86-\x9f"
 
 INVISIBLE = re.compile(f"[{_IGNORABLE}{_BLANK}{_CONTROLS}]+")

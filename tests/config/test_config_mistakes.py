@@ -200,7 +200,7 @@ def test_the_full_tree_is_valid() -> None:
         ("groups", {"min_scored": "al"}, "groups.min_scored", "must be `all` or a positive whole number, not 'al'."),
         ("groups", {"min_scored": True}, "groups.min_scored", "must be `all` or a positive whole number, not true."),
         ("routes", {"math/*": "exat"}, 'routes["math/*"]', "there is no judge `exat`. Did you mean `exact`? Judges: `quality`"),
-        ("judges.total.weights", {"quality": 0}, "judges.total.weights.quality", "a weight of 0 adds nothing; leave the judge out"),
+        ("judges.total.weights", {"quality": 0}, "judges.total.weights.quality", "a weight of 0 adds nothing; remove the judge"),
         ("judges.total.weights.quality", True, "", "must be a number, not true."),
         ("judges.total.weights.quality", float("inf"), "", "must be a finite number, not inf."),
         ("judges.total.weights", {}, "", "must be a mapping with at least one entry"),
@@ -254,7 +254,7 @@ def test_a_part_whose_name_reads_like_a_component() -> None:
     tree = changed("judges.total.weights", {"quality": 1, "quality/style": 1})
     tree["judges"]["quality/style"] = {"kind": "llm"}
     assert messages(tree) == {
-        'judges.total.weights["quality/style"]': "the name reads like a component of `quality`, another part of this sum; give it another."
+        'judges.total.weights["quality/style"]': "the name looks like a component of `quality`, another part of this sum; rename this judge."
     }
 
 

@@ -65,10 +65,10 @@ def test_numbers_of_all_kinds_are_scores(function: Build, value: Any) -> None:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (True, "give 1.0 or 0.0"),
-        (False, "give 1.0 or 0.0"),
-        (np.bool_(True), "give 1.0 or 0.0"),
-        (torch.tensor(True), "give 1.0 or 0.0"),
+        (True, "return 1.0 or 0.0"),
+        (False, "return 1.0 or 0.0"),
+        (np.bool_(True), "return 1.0 or 0.0"),
+        (torch.tensor(True), "return 1.0 or 0.0"),
         (None, "NoneType"),
         ("0.5", "type str"),
         (b"1", "type bytes"),
@@ -134,7 +134,7 @@ def test_every_number_becomes_a_component_unless_they_are_named(function: Build)
 def test_there_is_an_end_to_components_that_nobody_named(function: Build) -> None:
     value = {"score": 0.5, "x" * 200: 1.0, **{f"c{number}": 1.0 for number in range(100)}}
     assert len(read(function(), value).components) == 100
-    with pytest.raises(InvalidReply, match=r"101 numbers beside its score; name those .* judges\.rules\.components"):
+    with pytest.raises(InvalidReply, match=r"101 numbers beside its score; list the ones .* judges\.rules\.components"):
         read(function(), {**value, "more": 1})
     assert read(function(components=("c7",)), {**value, "more": 1}).components == {"c7": 1.0}
 

@@ -353,7 +353,7 @@ def test_what_is_too_long_fails_where_it_is_to_fail(llm: Build, sample: Sample, 
     cause = Cause.POLICY if label == "response" else Cause.INFRA
     assert (failed.cause, failed.reason) == (cause, "too_long")
     key = "max_response_chars" if label == "response" else "max_prompt_chars"
-    assert failed.detail == (f"the {label} has 1,001 characters, judges.quality.{key} lets 1,000 be shown to the judge")
+    assert failed.detail == (f"the {label} has 1,001 characters, but judges.quality.{key} is 1,000")
     assert judge.screen(replace(sample, extras={"note": LONG[1:]}, response=LONG[1:])) is None
     assert judge.screen(replace(sample, extras={})) is None  # for `request` to say what is wrong
 

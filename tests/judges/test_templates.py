@@ -121,11 +121,11 @@ def test_the_system_message_holds_nothing_of_the_sample(llm: Build, sample: Samp
         ((_, text),) = mistakes(llm, system=f"{{{{ {name} }}}}")
         assert f"unknown variable in the template: {name}" in text
     ((_, text),) = mistakes(llm, system="Data: {{ data_source }}")
-    assert "no text of a sample can be written here" in text
+    assert "a text of the sample cannot be written here" in text
     judge = llm(system="{% if data_source == 'math' %}Mathematician{% else %}Judge{% endif %}, to {{ score_max }}")
     assert judge.request(sample, attempt=0).messages[0] == {"role": "system", "content": "Mathematician, to 10"}
     judge = llm(system="{% if data_source == 'math' %}{{ data_source }}{% endif %}")
-    with pytest.raises(InputError, match=r"judges.quality.system: no text of a sample"):
+    with pytest.raises(InputError, match=r"judges.quality.system: a text of the sample"):
         judge.request(sample, attempt=0)
     judge = llm(system=" {# nothing #} ")
     assert [message["role"] for message in judge.request(sample, attempt=0).messages] == ["user"]
@@ -211,12 +211,12 @@ def test_extras_are_fenced_capped_and_neutralised_at_any_depth(llm: Build, sampl
         ("{{ extras.missing }}", "missing"),
         ("{{ extras }}", "loop over it"),
         ("{{ extras.points }}", "loop over it"),
-        ("{{ extras.rubric | upper }}", "can only be written as it is"),
-        ("{{ extras.points | join }}", "can only be written as it is"),
+        ("{{ extras.rubric | upper }}", "can only be written unchanged"),
+        ("{{ extras.points | join }}", "can only be written unchanged"),
         ("{{ extras._values }}", "unsafe"),
-        ("{{ extras.rubric._text }}", "can only be written as it is"),
+        ("{{ extras.rubric._text }}", "can only be written unchanged"),
         ("{{ extras.rubric.startswith('x').real.__class__ }}", "unsafe"),
-        ("{% for key in extras %}{{ key ~ '' }}{% endfor %}", "can only be written as it is"),
+        ("{% for key in extras %}{{ key ~ '' }}{% endfor %}", "can only be written unchanged"),
         ("{{ range(extras.rubric) }}", "not a number"),
         ("{{ extras.huge }}", "Exceeds the limit"),
         ("{% for a in range(100000) %}{% endfor %}", "loop steps"),
@@ -225,7 +225,7 @@ def test_extras_are_fenced_capped_and_neutralised_at_any_depth(llm: Build, sampl
             "loop steps",
         ),
         ("{% for a in extras.many %}{% for b in extras.many %}{% endfor %}{% endfor %}", "loop steps"),
-        ("{% for a in range(5000) %}{{ extras.long }}{% endfor %}", "grows beyond"),
+        ("{% for a in range(5000) %}{{ extras.long }}{% endfor %}", "is longer than"),
     ],
 )
 def test_templates_that_fail_on_a_sample_are_input_errors(llm: Build, sample: Sample, source: str, said: str) -> None:
@@ -261,7 +261,7 @@ def test_steps_are_counted_over_all_loops_of_one_rendering() -> None:
 
 def test_the_rendered_size_is_counted_while_rendering() -> None:
     template = Template("t", "{% for a in range(100) %}xxxxxxxxxx{% endfor %}", allowed=(), max_chars=999)
-    with pytest.raises(InputError, match="grows beyond 999 characters"):
+    with pytest.raises(InputError, match="longer than 999 characters"):
         template.render(Page("0" * 12), {})
 
 

@@ -36,7 +36,7 @@ class Caller:
             answer = await channel.exchange(member.report(loop.time(), {"judge": Demand(3)}, {}))
             assert answer is not None
             assert member.accept(answer, loop.time())
-            await channel.exchange(member.farewell(loop.time()))
+            await channel.exchange(member.last_report(loop.time()))
             count += 2
         return count
 

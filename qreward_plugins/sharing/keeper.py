@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from ..quotas import Resource
 from .messages import Answer, Grant, Report, SourceAnswer, SourceNews, SourceReport
-from .pool import Line, Pool
+from .pool import Pool, WaitingLine
 
 TTL_S = 10.0
 """Seconds for which a share is valid after the report that was last answered."""
@@ -92,7 +92,7 @@ class Keeper:
         self._ttl_s = ttl_s
         self._sources: dict[str, _Shared] = {}
         self._numbers: dict[str, int] = {}
-        self._heard_at: dict[str, float] = {}  # in order of the last report, oldest first
+        self._reported_at: dict[str, float] = {}  # in order of the last report, oldest first
         self._sources_of: dict[str, tuple[str, ...]] = {}
         self._parked: dict[str, tuple[int, float]] = {}
         self._recalled: dict[str, dict[str, dict[Resource, Grant]]] = {}
@@ -105,7 +105,7 @@ class Keeper:
     @property
     def workers(self) -> int:
         """Number of workers that report."""
-        return len(self._heard_at)
+        return len(self._reported_at)
 
     def report(self, report: Report, now: float) -> None:
         """Record a report. `due` returns its answer, now or later."""
@@ -119,13 +119,13 @@ class Keeper:
             del self._numbers[next(iter(self._numbers))]
         if worker in self._parked:
             self._superseded.append(Due(worker, self._parked.pop(worker)[0], None))
-        self._heard_at.pop(worker, None)
+        self._reported_at.pop(worker, None)
         self._expected.pop(worker, None)
-        self._heard_at[worker] = now
+        self._reported_at[worker] = now
         self._sources_of[worker] = tuple(report.sources)
         told, news = self._told.get(worker, (0, 0))
         # The worker sent this report before it got the last answer, so that answer had no effect.
-        behind = told > report.heeded or news < self._news
+        behind = told > report.accepted or news < self._news
         for key, said in report.sources.items():
             self._take_in(worker, key, said, now)
             if behind and self._sources[key].has_news(now):
@@ -133,7 +133,7 @@ class Keeper:
         if not behind:
             self._told[worker] = told, self._news  # the newest items are its own
         if report.leaves:
-            del self._heard_at[worker]
+            del self._reported_at[worker]
             self._forget(worker, now, silent=False)
             self._superseded.append(Due(worker, number, None))
             return
@@ -143,7 +143,7 @@ class Keeper:
         """Return the answers that are due now."""
         self._expire(now)
         for key, shared in self._sources.items():
-            line = Line(shared.line, self._parked, self._expected)
+            line = WaitingLine(shared.line, self._parked, self._expected)
             for pool in shared.pools.values():
                 for worker in pool.raise_shares(now, line):
                     self._to_answer[worker] = None
@@ -192,7 +192,7 @@ class Keeper:
                 if not self._first:
                     pool.hold(self._started_at + window_s + 2 * self._ttl_s + MARGIN_S)
             pool.report(worker, said.parts[resource], now, limit=limit, window_s=window_s)
-            pool.welcome(worker, now)
+            pool.raise_to_fair(worker, now)
             if pool.share(worker) > said.parts[resource].share:
                 self._to_answer[worker] = None
         shared.report(worker, now)
@@ -216,7 +216,7 @@ class Keeper:
             self._news += 1
             self._to_answer.update(dict.fromkeys(other for other in shared.workers if other != worker))
 
-    def _recall(self, key: str, shared: _Shared, line: Line, now: float) -> None:
+    def _recall(self, key: str, shared: _Shared, line: WaitingLine, now: float) -> None:
         for resource, pool in shared.pools.items():
             if pool.contended(now):
                 for worker, grant in pool.recalls(now, line).items():
@@ -252,11 +252,11 @@ class Keeper:
             if now - since < BACK_WITHIN_S:
                 break
             del self._expected[worker]
-        while self._heard_at:
-            worker, heard_at = next(iter(self._heard_at.items()))
-            if now - heard_at <= self._ttl_s + MARGIN_S:
+        while self._reported_at:
+            worker, reported_at = next(iter(self._reported_at.items()))
+            if now - reported_at <= self._ttl_s + MARGIN_S:
                 return
-            del self._heard_at[worker]
+            del self._reported_at[worker]
             if worker in self._parked:  # the keeper's process was stopped for that long
                 self._superseded.append(Due(worker, self._parked.pop(worker)[0], None))
             self._forget(worker, now, silent=True)

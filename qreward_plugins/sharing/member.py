@@ -56,8 +56,8 @@ class Member:
         self._ttl_s = ttl_s
         self._number = 0
         self._unanswered = -1
-        self._heeded = 0
-        self._unheeded = 0  # reports since the last accepted answer
+        self._accepted = 0
+        self._unaccepted = 0  # reports since the last accepted answer
         self._sent_at = -math.inf
         self._known_at = -math.inf
         self._grants: dict[str, dict[Resource, Grant]] = {}
@@ -76,7 +76,7 @@ class Member:
         self._end_if_over(now)
         self._number += 1
         self._unanswered = self._number
-        self._unheeded += 1
+        self._unaccepted += 1
         self._sent_at = now
         said = {}
         for key, quota in self._quotas.items():
@@ -88,9 +88,9 @@ class Member:
             if "concurrency" in parts:
                 self._counted[key] = max(quota.share["concurrency"], quota.in_flight)
             said[key] = SourceReport(quota.limits(), parts, news.get(key, SourceNews()))
-        return Report(self.name, self._number, said, heeded=self._heeded)
+        return Report(self.name, self._number, said, accepted=self._accepted)
 
-    def farewell(self, now: float) -> Report:
+    def last_report(self, now: float) -> Report:
         """Give up all shares and build the last report of this worker."""
         self._lower_all(now)
         last = self.report(now, {}, {})
@@ -102,7 +102,7 @@ class Member:
         if answer.number != self._unanswered or now >= self._sent_at + self._ttl_s:
             return False
         self._end_if_over(now)
-        self._unanswered, self._unheeded, self._heeded = -1, 0, answer.number
+        self._unanswered, self._unaccepted, self._accepted = -1, 0, answer.number
         self.boot = answer.boot
         self._known_at = self._sent_at
         self._keep_until(self._sent_at + self._ttl_s)
@@ -118,7 +118,7 @@ class Member:
                 quota.resize(share, workers=said.workers, now=now)
         return True
 
-    def absent(self, now: float, *, seen_at: float = -math.inf) -> None:
+    def keeper_died(self, now: float, *, seen_at: float = -math.inf) -> None:
         """Note that the keeper is dead: the shares stay valid for up to `ttl_s` longer.
 
         `seen_at` is a time before the dead keeper was last looked up. The next keeper started after `seen_at`, and
@@ -138,14 +138,14 @@ class Member:
         ended, self._ended = self._ended, False
         return ended
 
-    def short(self, key: str, demand: Demand, now: float) -> bool:
+    def report_due(self, key: str, demand: Demand, now: float) -> bool:
         """Return whether a report on a source is due at once. It is in three cases:
 
         - A call waits that the share does not allow, and the keeper does not know of it.
         - No call waits any more, and an unspent share is left for other workers.
         - Concurrency that was given up while in use is now free.
         """
-        if self.patient(now):
+        if self.must_await_answer(now):
             return False
         quota = self._quotas[key]
         if key in self._counted and max(quota.share["concurrency"], quota.in_flight) < self._counted[key]:
@@ -164,12 +164,12 @@ class Member:
                     return True
         return False
 
-    def patient(self, now: float) -> bool:
+    def must_await_answer(self, now: float) -> bool:
         """Return whether no new report may replace the last one.
 
         A new report voids the answer to the last one. With a slow keeper, no answer would ever be accepted.
         """
-        return self._unheeded > 1 and now > self.valid_until - HOLD_S - MARGIN_S
+        return self._unaccepted > 1 and now > self.valid_until - HOLD_S - MARGIN_S
 
     def _part(self, key: str, quota: SharedQuota, resource: Resource, demand: Demand, now: float) -> Part:
         share = quota.share[resource]

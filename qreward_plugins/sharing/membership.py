@@ -40,7 +40,7 @@ SILENT_AFTER_S = 3 * TTL_S
 """Seconds without an answer after which the keeper is killed."""
 FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 2.0
-FAREWELL_WITHIN_S = 1.0
+LAST_REPORT_WITHIN_S = 1.0
 
 _ROUNDING_S = 1e-6
 
@@ -67,9 +67,9 @@ class _Known:
     open circuit may be tried again.
     """
 
-    told: tuple[float, ...] = (-math.inf, -math.inf)
+    from_others: tuple[float, ...] = (-math.inf, -math.inf)
     """Times that came from other processes. They are not relayed, to avoid an echo."""
-    said: tuple[float, ...] = (-math.inf, -math.inf)
+    reported: tuple[float, ...] = (-math.inf, -math.inf)
     """Times that the last report contained."""
     waited: bool = False
     """Whether calls waited for the source at the last report."""
@@ -80,7 +80,7 @@ class _Known:
 
     def own(self, lane: Lane, now: float) -> tuple[float, ...]:
         """Return the times that this process observed itself; minus infinity if none."""
-        ends = zip(_ends(lane, now), self.told, strict=True)
+        ends = zip(_ends(lane, now), self.from_others, strict=True)
         return tuple(end if end > max(now, told) + _ROUNDING_S else -math.inf for end, told in ends)
 
 
@@ -117,7 +117,7 @@ class Membership:
         self._ending = None  # it belongs to the earlier loop
         self._late.clear()
         self._task = loop.create_task(self._keep())
-        self._task.add_done_callback(_say_why)
+        self._task.add_done_callback(_log_failure)
 
     def look(self) -> None:
         """Request a report if the keeper does not know what waits here or what was learned of a source."""
@@ -126,12 +126,12 @@ class Membership:
             now = self._dispatcher.now()
             for key, lane in self._lanes.items():
                 demand = self._demand(lane)
-                if self._learned(key, lane, demand, now) or self.member.short(key, demand, now):
+                if self._learned(key, lane, demand, now) or self.member.report_due(key, demand, now):
                     self._urgent.set()
                     return
 
     async def aclose(self) -> None:
-        """Give up all shares and stop. Waits up to `FAREWELL_WITHIN_S` for the last report to arrive."""
+        """Give up all shares and stop. Waits up to `LAST_REPORT_WITHIN_S` for the last report to arrive."""
         if self._task is None or self._dispatcher is None:
             return
         under_way: list[asyncio.Future[Any]] = [self._task, *self._late]
@@ -141,8 +141,8 @@ class Membership:
         if self._ending is not None:
             self._ending.cancel()
         if self._sent_at > -math.inf:
-            call = asyncio.ensure_future(self._channel.exchange(self.member.farewell(self._dispatcher.now())))
-            await asyncio.wait([call], timeout=FAREWELL_WITHIN_S)
+            call = asyncio.ensure_future(self._channel.exchange(self.member.last_report(self._dispatcher.now())))
+            await asyncio.wait([call], timeout=LAST_REPORT_WITHIN_S)
             call.cancel()
             await asyncio.gather(call, return_exceptions=True)
         self._task = None
@@ -157,14 +157,14 @@ class Membership:
             except Exception as problem:
                 if not isinstance(problem, KeeperError):
                     _log.exception("unexpected %s in the connection to the quota keeper", type(problem).__name__)
-                await self._do_without(problem)
+                await self._handle_failure(problem)
                 await asyncio.sleep(backoff_s)
                 backoff_s = min(2 * backoff_s, LONGEST_BACKOFF_S)
                 continue
             now = self._dispatcher.now()
             if answer is not None and self.member.accept(answer, now):
                 backoff_s = FIRST_BACKOFF_S
-                self._heed(answer, now)
+                self._apply(answer, now)
 
     async def _exchange(self) -> Answer | None:
         """Send a report and return its answer; None if a newer report is due first."""
@@ -206,15 +206,15 @@ class Membership:
     def _listen_on(self, call: asyncio.Future[Answer | None]) -> None:
         """Wait on for a late answer in the background: it shows that the keeper lives, so that it is not killed."""
 
-        def heard(call: asyncio.Future[Answer | None]) -> None:
+        def answered(call: asyncio.Future[Answer | None]) -> None:
             self._late.discard(call)
             if not call.cancelled() and call.exception() is None:
                 self._silent_s = 0.0
 
         self._late.add(call)
-        call.add_done_callback(heard)
+        call.add_done_callback(answered)
 
-    def _heed(self, answer: Answer, now: float) -> None:
+    def _apply(self, answer: Answer, now: float) -> None:
         assert self._dispatcher is not None
         if self._silent_s > ANSWERED_WITHIN_S:
             _log.info("the quota keeper answers again")
@@ -226,13 +226,13 @@ class Membership:
                 before = _ends(lane, now)
                 lane.told(now, **said.news._asdict())
                 after = _ends(lane, now)
-                known.told = tuple(
-                    new if new > old else told for old, new, told in zip(before, after, known.told, strict=True)
+                known.from_others = tuple(
+                    new if new > old else told for old, new, told in zip(before, after, known.from_others, strict=True)
                 )
                 known.recovered = False
         self._dispatcher.look_again()
 
-    async def _do_without(self, problem: Exception) -> None:
+    async def _handle_failure(self, problem: Exception) -> None:
         assert self._dispatcher is not None
         now = self._dispatcher.now()
         # Time in which this process was suspended does not count as the keeper's silence.
@@ -242,7 +242,7 @@ class Membership:
         before, self._lost = self._lost, isinstance(problem, KeeperLost)
         if self._lost:
             # After an earlier loss, this dead keeper was looked up after the report was built.
-            self.member.absent(now, seen_at=self._sent_at if before else -math.inf)
+            self.member.keeper_died(now, seen_at=self._sent_at if before else -math.inf)
             self._end_at(self.member.valid_until)
         if now < self.member.valid_until:
             _log.warning(
@@ -297,17 +297,17 @@ class Membership:
         It is if the source asked for a pause, its circuit opened or closed, or calls no longer wait for it here, so
         that its share is free for others.
         """
-        if self.member.patient(now):
+        if self.member.must_await_answer(now):
             return False
         known = self._known[key]
         if (known.rested and lane.breaker.closed) or (known.waited and not demand.requests):
             return True
-        return any(end > said + _ROUNDING_S for end, said in zip(known.own(lane, now), known.said, strict=True))
+        return any(end > said + _ROUNDING_S for end, said in zip(known.own(lane, now), known.reported, strict=True))
 
     def _news(self, key: str, lane: Lane, now: float) -> SourceNews:
         known = self._known[key]
-        known.said = known.own(lane, now)
-        pause_s, rest_s = (max(0.0, end - now) for end in known.said)
+        known.reported = known.own(lane, now)
+        pause_s, rest_s = (max(0.0, end - now) for end in known.reported)
         known.recovered = known.recovered or (known.rested and lane.breaker.closed)
         known.rested = not lane.breaker.closed
         return SourceNews(pause_s, rest_s, known.recovered, lane.speed.typical)
@@ -318,7 +318,7 @@ def _ends(lane: Lane, now: float) -> tuple[float, float]:
     return now + lane.pauses.left_s(now), now + lane.breaker.rest_s(now)
 
 
-def _say_why(task: asyncio.Task[None]) -> None:
+def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and task.exception() is not None:
         _log.error(
             "the sharing of limits has stopped; no request is sent to sources with limits", exc_info=task.exception()

@@ -55,7 +55,7 @@ class Report(NamedTuple):
     sources: Mapping[str, SourceReport]
     leaves: bool = False
     """Whether the worker leaves: this is its last report."""
-    heeded: int = 0
+    accepted: int = 0
     """Number of the last report whose answer the worker accepted; 0 if none."""
 
 

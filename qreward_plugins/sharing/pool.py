@@ -18,8 +18,8 @@ import math
 from collections.abc import Container
 from typing import NamedTuple
 
-from .books import Books
 from .messages import Grant, Part
+from .share_table import ShareTable
 from .worker_state import ROUNDING, WorkerState
 
 TURN_S = 1.0
@@ -33,7 +33,7 @@ RECOMPUTE_EVERY_S = 0.1
 FEW_WORKERS = 32
 
 
-class Line(NamedTuple):
+class WaitingLine(NamedTuple):
     """The waiting line of one source: workers that cannot send because a share is too small."""
 
     order: dict[str, None]
@@ -44,7 +44,7 @@ class Line(NamedTuple):
     """Workers that were answered and are expected to report again at once."""
 
 
-class Pool(Books):
+class Pool(ShareTable):
     """Decides the shares of one limit.
 
     Times are seconds of the keeper's monotonic clock.
@@ -92,7 +92,7 @@ class Pool(Books):
         scarce = len(self._waiting) > (worker in self._waiting)
         return Grant(self._states[worker].share, self.target(worker, now), scarce=scarce)
 
-    def welcome(self, worker: str, now: float) -> None:
+    def raise_to_fair(self, worker: str, now: float) -> None:
         """Raise the share of a worker that just reported to its fair share, as far as the limit is free, even if the
         worker does not need it now. Does nothing while other workers wait.
         """
@@ -104,7 +104,7 @@ class Pool(Books):
         if amount >= max(state.unit, MIN_CHANGE * state.share) - ROUNDING:
             self._raise(worker, base + amount, now)
 
-    def raise_shares(self, now: float, line: Line) -> list[str]:
+    def raise_shares(self, now: float, line: WaitingLine) -> list[str]:
         """Divide what is free between the waiting workers that can be answered; return those whose share was raised."""
         raised: list[str] = []
         if not self._waiting:
@@ -151,7 +151,7 @@ class Pool(Books):
                 self._raise(worker, state.base(now) + rest, now)
                 free -= rest
 
-    def _raise_by_small_change(self, free: float, line: Line, now: float) -> list[str]:
+    def _raise_by_small_change(self, free: float, line: WaitingLine, now: float) -> list[str]:
         """Give a small free amount to the worker that is furthest below its fair share, so that it is used."""
         listening = [worker for worker in self._waiting if worker in line.listening]
         if not listening:
@@ -180,7 +180,7 @@ class Pool(Books):
         if worker in self._states:
             self._states[worker].granted_at = now
 
-    def recalls(self, now: float, line: Line) -> dict[str, Grant]:
+    def recalls(self, now: float, line: WaitingLine) -> dict[str, Grant]:
         """Return the recalls to send to workers that can be answered and hold what other workers wait for.
 
         Recalled are the shares of idle workers and what exceeds a fair share. If the first worker in line needs more
@@ -197,7 +197,7 @@ class Pool(Books):
                 ahead.add(worker)
         missed = self._missed(now) or self.free(now) < -ROUNDING
         useful = self._useful(now)
-        told: dict[str, Grant] = {}
+        recalled: dict[str, Grant] = {}
         for worker, state in sorted(self._states.items(), key=lambda item: item[1].granted_at):
             if now - state.granted_at < TURN_S and state.more > 0:
                 continue
@@ -206,7 +206,7 @@ class Pool(Books):
             target = self.target(worker, now)
             if state.more <= 0:
                 if useful > ROUNDING and state.room(now) >= min(state.unit, state.share) - ROUNDING:
-                    told[worker] = Grant(state.share, target, recall=True)
+                    recalled[worker] = Grant(state.share, target, recall=True)
                     wanted -= state.room(now)
                     useful -= state.room(now)
                 continue
@@ -217,26 +217,26 @@ class Pool(Books):
             if (wanted > ROUNDING and surplus >= least - ROUNDING) or (
                 missed and surplus >= max(least, MIN_CHANGE * state.share) - ROUNDING
             ):
-                told[worker] = Grant(state.share, target, recall=True)
+                recalled[worker] = Grant(state.share, target, recall=True)
                 wanted -= surplus
         if first:
             missing = self._least(self._states[first], now) - self.free(now)
-            missing -= math.fsum([grant.share - grant.target for grant in told.values()])
-            self._recall_all(first, ahead, missing, told, line, now)
-        return told
+            missing -= math.fsum([grant.share - grant.target for grant in recalled.values()])
+            self._recall_all(first, ahead, missing, recalled, line, now)
+        return recalled
 
     def _recall_all(
-        self, first: str, ahead: set[str], missing: float, told: dict[str, Grant], line: Line, now: float
+        self, first: str, ahead: set[str], missing: float, recalled: dict[str, Grant], line: WaitingLine, now: float
     ) -> None:
         """Recall fair shares, too, until they cover what the first worker in line is missing."""
         for worker, state in self._states.items():
             if missing <= ROUNDING:
                 return
-            fair = told[worker].target if worker in told else state.share
+            fair = recalled[worker].target if worker in recalled else state.share
             if worker == first or worker in ahead or worker not in line.listening or fair <= ROUNDING:
                 continue
             if now - state.granted_at >= TURN_S:
-                told[worker] = Grant(state.share, 0.0, recall=True)
+                recalled[worker] = Grant(state.share, 0.0, recall=True)
                 missing -= fair
 
     def _useful(self, now: float) -> float:
@@ -272,7 +272,7 @@ class Pool(Books):
         if self._fair and age_s < TURN_S:
             return
         self._fair, self._fair_at = True, now
-        self._count_anew()
+        self._recompute_sum()
         wanted = sorted([state.spent(now) + state.more for state in self._states.values()])
         left, count = self.limit, len(wanted)
         self._level, self._extra = math.inf, 0.0

@@ -12,10 +12,10 @@ ROUNDING = 1e-6
 class WorkerState:
     """A worker's share, demand and spending, as of its last report."""
 
-    __slots__ = ("_entries", "_spent", "charge", "granted_at", "more", "share", "told", "unit", "version")
+    __slots__ = ("_entries", "_spent", "charge", "declared", "granted_at", "more", "share", "unit", "version")
 
     def __init__(self) -> None:
-        self.told = (math.inf, 0.0)
+        self.declared = (math.inf, 0.0)
         self.share = 0.0
         self.more = 0.0
         self.unit = 1.0

@@ -214,7 +214,7 @@ class SimulatedWorker(Node):
         if handle == self.handle and not self._left:
             self.handle = None
             now = self.now()
-            self.member.absent(now, seen_at=self._known_at)
+            self.member.keeper_died(now, seen_at=self._known_at)
             self.at(self.member.valid_until, self._end)
             self._do_without()
 
@@ -244,7 +244,7 @@ class SimulatedWorker(Node):
         if self._report is None or self._next_at < math.inf:
             return
         now = self.now()
-        if any(self.member.short(key, self._demand(key), now) for key in self.quotas):
+        if any(self.member.report_due(key, self._demand(key), now) for key in self.quotas):
             self._exchange_at(max(now, self._sent_at + REPORT_EVERY_S))
 
     def _demand(self, key: str) -> Demand:
@@ -266,9 +266,9 @@ class SimulatedWorker(Node):
 
     def _leave(self) -> None:
         self._left = True
-        farewell = self.member.farewell(self.now())
+        last_report = self.member.last_report(self.now())
         if self.handle is not None:
-            self.cluster.report(self, self.handle, farewell)
+            self.cluster.report(self, self.handle, last_report)
 
     # What befalls it
 

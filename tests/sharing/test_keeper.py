@@ -30,9 +30,9 @@ class Desk:
         self.now = 1000.0
         self.keeper = Keeper(self.now, boot="k", first=first)
 
-    def report(self, worker, number, key="s", leaves=False, heeded=None, **what):
-        heeded = number if heeded is None else heeded
-        self.keeper.report(Report(worker, number, {key: said(**what)}, leaves, heeded), self.now)
+    def report(self, worker, number, key="s", leaves=False, accepted=None, **what):
+        accepted = number if accepted is None else accepted
+        self.keeper.report(Report(worker, number, {key: said(**what)}, leaves, accepted), self.now)
         return self.due()
 
     def due(self):
@@ -240,17 +240,17 @@ def test_who_asked_again_before_it_heard_is_told_again(desk):
     known(desk, "a", "b")
     desk.report("b", 1, share=50.0)
     assert ("b", 1) in desk.report("a", 1, share=50.0, news=SourceNews(pause_s=7.0))
-    # The answer to its report 1 was on the way: what it has heeded last is 0.
-    assert desk.report("b", 2, share=50.0, heeded=0)["b", 2].sources["s"].news.pause_s == 7.0
-    assert desk.report("b", 3, share=50.0, heeded=2) == {}
+    # The answer to its report 1 was on the way: what it has accepted last is 0.
+    assert desk.report("b", 2, share=50.0, accepted=0)["b", 2].sources["s"].news.pause_s == 7.0
+    assert desk.report("b", 3, share=50.0, accepted=2) == {}
 
 
 def test_who_was_not_listening_is_told_with_its_next_report(desk):
     known(desk, "a", "b")
     desk.report("a", 1, share=50.0, news=SourceNews(pause_s=7.0))
-    assert desk.report("a", 2, share=50.0, heeded=0) == {("a", 1): None}  # it is its own news
+    assert desk.report("a", 2, share=50.0, accepted=0) == {("a", 1): None}  # it is its own news
     assert desk.report("b", 1, share=50.0)["b", 1].sources["s"].news.pause_s == 7.0
-    assert desk.report("b", 2, share=50.0, heeded=1) == {}
+    assert desk.report("b", 2, share=50.0, accepted=1) == {}
 
 
 def test_each_source_has_books_of_its_own(desk):

@@ -52,8 +52,8 @@ class Worker:
             sent.append(reservation)
         return sent
 
-    def short(self, count=1, **more):
-        return self.member.short("s", Demand(count, **more), self.now)
+    def report_due(self, count=1, **more):
+        return self.member.report_due("s", Demand(count, **more), self.now)
 
 
 def spent(part):
@@ -87,11 +87,11 @@ def test_only_the_answer_to_the_latest_report_counts(worker):
 
 
 def test_a_report_says_which_answer_counted_last(worker):
-    assert worker.report().heeded == 0
+    assert worker.report().accepted == 0
     worker.answer(requests=20.0)
     answered = worker.member._number
-    assert worker.report().heeded == answered
-    assert worker.report().heeded == answered
+    assert worker.report().accepted == answered
+    assert worker.report().accepted == answered
 
 
 def test_an_answer_counts_once(worker):
@@ -112,10 +112,10 @@ def test_an_answer_gives_no_more_than_the_limit_that_is_declared_now(worker):
     assert worker.quota.share == {"requests": 5.0}
 
 
-def test_after_the_farewell_nothing_counts(worker):
+def test_after_the_last_report_no_answer_counts(worker):
     worker.given(requests=20.0)
     worker.send(3)
-    last = worker.member.farewell(worker.now)
+    last = worker.member.last_report(worker.now)
     assert last.leaves
     part = last.sources["s"].parts["requests"]
     assert (part.share, spent(part)) == (0.0, 3.0)
@@ -177,21 +177,21 @@ def test_a_timer_may_run_a_little_early(worker):
 def test_a_dead_keeper_gives_nothing_away(worker):
     worker.given(requests=20.0)
     worker.now += 6.0
-    worker.member.absent(worker.now)
+    worker.member.keeper_died(worker.now)
     assert worker.member.valid_until == NOW + 6.0 + TTL_S
     assert worker.quota.valid_until == worker.member.valid_until
     worker.now += 9.0
     # There may be an heir by now, who waits two times as long before it gives away what nobody told it of.
-    worker.member.absent(worker.now)
+    worker.member.keeper_died(worker.now)
     assert worker.member.valid_until == NOW + 2 * TTL_S
-    worker.member.absent(worker.now, seen_at=NOW + 10.0)
+    worker.member.keeper_died(worker.now, seen_at=NOW + 10.0)
     assert worker.member.valid_until == NOW + 15.0 + TTL_S
 
 
 def test_what_has_ended_does_not_come_back_because_the_keeper_is_dead(worker):
     worker.given(requests=20.0)
     worker.now += TTL_S
-    worker.member.absent(worker.now)
+    worker.member.keeper_died(worker.now)
     assert worker.member.valid_until == NOW + TTL_S
     assert worker.member.expire(worker.now)
 
@@ -257,11 +257,11 @@ def test_the_keeper_hears_at_once_when_requests_that_were_given_up_have_ended():
     worker = Worker(concurrency=10).given(concurrency=2.0, target=0.0, recall=True)
     first, _ = worker.send(2)
     worker.report()
-    assert not worker.short(0)
+    assert not worker.report_due(0)
     first.release(worker.now)
-    assert worker.short(0)
+    assert worker.report_due(0)
     worker.report()
-    assert not worker.short(0)
+    assert not worker.report_due(0)
 
 
 # Buckets
@@ -295,7 +295,7 @@ def test_what_is_owed_of_a_bucket_adds_up_to_what_was_held_when_it_is_lowered_st
 
 
 def test_a_bucket_is_owed_when_its_share_ends_or_the_worker_leaves():
-    for end in ("expire", "farewell"):
+    for end in ("expire", "last report"):
         worker = Worker(requests_per_minute=6, window="bucket", burst=2).given(burst=2.0)
         worker.send(2)
         if end == "expire":
@@ -303,7 +303,7 @@ def test_a_bucket_is_owed_when_its_share_ends_or_the_worker_leaves():
             assert worker.member.expire(worker.now)
             part = worker.parts()["burst"]
         else:
-            part = worker.member.farewell(worker.now).sources["s"].parts["burst"]
+            part = worker.member.last_report(worker.now).sources["s"].parts["burst"]
         assert part.share == 0.0
         assert spent(part) == 2.0
 
@@ -321,23 +321,23 @@ def test_it_says_what_it_could_use():
 
 def test_it_is_short_of_what_waits_and_is_not_told_yet(worker):
     worker.given(requests=2.0)
-    assert not worker.short(5)
+    assert not worker.report_due(5)
     worker.send(2)
-    assert worker.short(5)
-    assert not worker.short(0)
+    assert worker.report_due(5)
+    assert not worker.report_due(0)
     worker.report(Demand(5))
-    assert not worker.short(6)
+    assert not worker.report_due(6)
 
 
 def test_a_bucket_that_is_wholly_its_own_is_not_too_little():
     worker = Worker(requests_per_minute=60, window="bucket", burst=2).given(burst=2.0)
     worker.send(2)
     worker.report(Demand(1))
-    assert not worker.short(9)
+    assert not worker.report_due(9)
     worker.answer(burst=1.0)
     worker.report(Demand())
     worker.answer(burst=1.0)
-    assert worker.short(9)
+    assert worker.report_due(9)
 
 
 def test_it_is_patient_with_a_slow_keeper(worker):
@@ -346,12 +346,12 @@ def test_it_is_patient_with_a_slow_keeper(worker):
     worker.now += TTL_S - HOLD_S - MARGIN_S
     for _ in range(3):
         worker.report(Demand())
-        assert worker.short(5)
+        assert worker.report_due(5)
     worker.now += 0.1
-    assert worker.member.patient(worker.now)
-    assert not worker.short(5)
+    assert worker.member.must_await_answer(worker.now)
+    assert not worker.report_due(5)
     worker.answer(requests=2.0)
-    assert worker.short(5)
+    assert worker.report_due(5)
 
 
 def test_the_first_report_after_an_answer_may_be_replaced_at_any_time(worker):
@@ -359,5 +359,5 @@ def test_the_first_report_after_an_answer_may_be_replaced_at_any_time(worker):
     worker.send(2)
     worker.now += TTL_S - 0.1
     worker.report(Demand())
-    assert not worker.member.patient(worker.now)
-    assert worker.short(5)
+    assert not worker.member.must_await_answer(worker.now)
+    assert worker.report_due(5)

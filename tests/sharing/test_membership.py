@@ -14,7 +14,7 @@ from qreward_plugins.errors import Throttled, TransientError
 from qreward_plugins.sharing.keeper import HOLD_S, MARGIN_S, TTL_S
 from qreward_plugins.sharing.membership import (
     ANSWERED_WITHIN_S,
-    FAREWELL_WITHIN_S,
+    LAST_REPORT_WITHIN_S,
     LONGEST_BACKOFF_S,
     REPORT_EVERY_S,
     SILENT_AFTER_S,
@@ -575,7 +575,7 @@ def test_leaving_takes_a_second_at_most_and_leaves_no_task(mode):
         office.mode = mode
         began = asyncio.get_running_loop().time()
         await engine.aclose()
-        assert asyncio.get_running_loop().time() - began <= FAREWELL_WITHIN_S
+        assert asyncio.get_running_loop().time() - began <= LAST_REPORT_WITHIN_S
         assert office.reports[-1][1].leaves
         others = asyncio.all_tasks() - {asyncio.current_task()}
         # What is still in the office is none of its business.

@@ -1,4 +1,4 @@
-"""The books of one limit: what is charged to whom, what is free, who is given what, and who is asked for it again."""
+"""Tests the shares of one limit: what each worker is charged, what is free, which shares are raised and recalled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import pytest
 
 from qreward_plugins.sharing.messages import Grant, Part
-from qreward_plugins.sharing.pool import SMALL_CHANGE_EVERY_S, TURN_S, Line, Pool
+from qreward_plugins.sharing.pool import SMALL_CHANGE_EVERY_S, TURN_S, Pool, WaitingLine
 
 LIMIT = 100.0
 WINDOW_S = 60.0
@@ -21,7 +21,7 @@ class Everybody:
 
 
 def line(*waiting, listening=None, expected=()):
-    return Line(dict.fromkeys(waiting), Everybody() if listening is None else listening, expected)
+    return WaitingLine(dict.fromkeys(waiting), Everybody() if listening is None else listening, expected)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def report(pool, worker, now, share=0.0, spent=(), more=0.0, unit=1.0, limit=LIM
     pool.report(worker, Part(share, tuple(spent), more, unit), now, limit=limit, window_s=WINDOW_S)
 
 
-# The books
+# The table of shares
 
 
 def test_a_worker_is_charged_the_larger_of_share_and_spent(pool):
@@ -127,8 +127,8 @@ def test_everybody_gets_what_he_wants_or_equal_parts(pool):
 def test_what_is_left_over_is_shared_evenly_even_if_nobody_wants_it(pool):
     report(pool, "a", 0.0, more=10.0)
     report(pool, "b", 0.0)
-    pool.welcome("a", 0.0)
-    pool.welcome("b", 0.0)
+    pool.raise_to_fair("a", 0.0)
+    pool.raise_to_fair("b", 0.0)
     report(pool, "a", 0.5, share=pool.share("a"))
     report(pool, "b", 0.5, share=pool.share("b"))
     assert pool.target("a", 2.0) == pool.target("b", 2.0) == 50.0

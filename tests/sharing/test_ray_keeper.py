@@ -128,7 +128,7 @@ async def test_however_many_give_up_on_a_lookup_that_hangs_there_is_one(lookups)
 
 async def test_nobody_starts_a_keeper_in_order_to_leave_it(lookups):
     member = a_member()
-    assert await RayKeeper().exchange(member.farewell(0.0)) is None
+    assert await RayKeeper().exchange(member.last_report(0.0)) is None
     assert lookups.count == 0
 
 
@@ -186,7 +186,7 @@ async def test_statistics_count_workers_and_reports(actor):
     assert (told["workers"], told["reports"]) == (2, 2)
     assert told["boot"]
     assert told["cpu_s"] >= 0
-    await actor.exchange(members[0].farewell(asyncio.get_running_loop().time()))
+    await actor.exchange(members[0].last_report(asyncio.get_running_loop().time()))
     assert (await actor.statistics())["workers"] == 1
 
 

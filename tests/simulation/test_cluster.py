@@ -79,7 +79,7 @@ def test_plans_meet_everything_that_can_happen():
 
 def test_a_cluster_that_is_not_served_is_a_finding(monkeypatch):
     monkeypatch.setattr(Pool, "raise_shares", lambda self, now, line: [])
-    monkeypatch.setattr(Pool, "welcome", lambda self, worker, now: None)
+    monkeypatch.setattr(Pool, "raise_to_fair", lambda self, worker, now: None)
     soaked = soak_clusters(88, 89)
     assert "liveness" in soaked.describe()
     assert "--cluster --seed 88" in soaked.describe()
@@ -227,7 +227,7 @@ def keeps_shares_of_a_dead_keeper(monkeypatch):
         if now < self.valid_until:
             self._keep_until(now + 2 * keeper.TTL_S)
 
-    monkeypatch.setattr(Member, "absent", absent)
+    monkeypatch.setattr(Member, "keeper_died", absent)
 
 
 def calls_nothing_back(monkeypatch):

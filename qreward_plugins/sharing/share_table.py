@@ -1,9 +1,9 @@
-"""The books of one limit: what each worker holds. The sum never exceeds the limit.
+"""The table of shares of one limit: what each worker holds. The sum never exceeds the limit.
 
 A worker's spending in the window is at most the larger of two numbers: its share, and what it spent before the share
-was lowered and is still in the window. The books charge each worker with the larger one and keep the sum of the charges
-within the limit. That keeps the limit (promise P3), because a share is raised in the books before the worker learns of
-it, and lowered in the books after the worker has lowered it.
+was lowered and is still in the window. The table charges each worker with the larger one and keeps the sum of the
+charges within the limit. That keeps the limit (promise P3), because a share is raised in the table before the worker
+learns of it, and lowered in the table after the worker has lowered it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .messages import Part
 from .worker_state import ROUNDING, WorkerState
 
 
-class Books:
+class ShareTable:
     """Records what each worker holds of one limit: `limit` in any window of `window_s` seconds, or at any time if
     `window_s` is 0.
 
@@ -72,8 +72,8 @@ class Books:
                 self._lost.release(worker)  # its own report replaces the estimate
             else:
                 self._lost.claimed(max(part.share, math.fsum(amount for _, amount in part.spent)))
-        if state.told != (limit, window_s):
-            state.told = (limit, window_s)
+        if state.declared != (limit, window_s):
+            state.declared = (limit, window_s)
             self._find_lowest()
         state.take_in(part, now)
         self._charge(worker, state, now)
@@ -92,7 +92,7 @@ class Books:
         else:
             for number, (end, amount) in enumerate(state.remains()):
                 self._lost.hold(f"{worker} {number}", end if end < math.inf else now + self.window_s, amount)
-        if self._states and state.told == (self.limit, self.window_s):
+        if self._states and state.declared == (self.limit, self.window_s):
             self._find_lowest()
 
     def _raise(self, worker: str, share: float, now: float) -> None:
@@ -102,7 +102,7 @@ class Books:
         state.granted_at = now
         self._charge(worker, state, now)
 
-    def _count_anew(self) -> None:
+    def _recompute_sum(self) -> None:
         """Recompute the sum of all charges, because rounding errors accumulate in the running sum."""
         self._taken = math.fsum([state.charge for state in self._states.values()])
 
@@ -116,6 +116,6 @@ class Books:
             heapq.heappush(self._changes, (state.next_change(), worker, state.version))
 
     def _find_lowest(self) -> None:
-        told = {state.told for state in self._states.values()}
-        self.limit = min(told, key=lambda one: (one[0] / max(one[1], 1.0), one[0]))[0]
-        self.window_s = max(window_s for _, window_s in told)
+        declared = {state.declared for state in self._states.values()}
+        self.limit = min(declared, key=lambda one: (one[0] / max(one[1], 1.0), one[0]))[0]
+        self.window_s = max(window_s for _, window_s in declared)

@@ -25,24 +25,24 @@ _MAX_WAIT_WINDOWS = 16
 class Announcements:
     """Records the limits that recent replies announced."""
 
-    __slots__ = ("_heard",)
+    __slots__ = ("_recent",)
 
     def __init__(self) -> None:
-        self._heard: deque[float | None] = deque(maxlen=REPLIES_KEPT)
+        self._recent: deque[float | None] = deque(maxlen=REPLIES_KEPT)
 
     def note(self, limit: float | None) -> float | None:
         """Record the limit that a reply announced; return the limit that applies now. None stands for no limit."""
-        self._heard.append(limit)
-        counts = Counter(self._heard)
+        self._recent.append(limit)
+        counts = Counter(self._recent)
         return min(
-            (said for said, count in counts.items() if said is not None and count >= REPLIES_NEEDED), default=None
+            (stated for stated, count in counts.items() if stated is not None and count >= REPLIES_NEEDED), default=None
         )
 
 
 class Ceiling:
     """An announced limit below the declared one. Times are seconds of one monotonic clock."""
 
-    __slots__ = ("_doubts", "_patience", "_probe_at", "_probing", "_refuted", "limit")
+    __slots__ = ("_accepted_probes", "_probe_at", "_probing", "_refuted", "_wait_windows", "limit")
 
     def __init__(self) -> None:
         self.limit = math.inf
@@ -50,8 +50,8 @@ class Ceiling:
         self._refuted: float | None = None
         self._probe_at = math.inf
         self._probing = False
-        self._patience = 1
-        self._doubts = 0
+        self._wait_windows = 1
+        self._accepted_probes = 0
 
     def set(self, limit: float | None, *, declared: float, window_s: float, now: float) -> bool:
         """Set the ceiling to `limit`, or to none if that is None or not below `declared`; return whether it changed.
@@ -64,7 +64,7 @@ class Ceiling:
         if lower == self.limit:
             return False
         self.limit = lower
-        self._patience, self._doubts = 1, 0
+        self._wait_windows, self._accepted_probes = 1, 0
         self._probe_at = now + window_s if lower < math.inf else math.inf
         return True
 
@@ -83,13 +83,13 @@ class Ceiling:
         """
         self._probing = False
         if rejected:
-            self._doubts = 0
-            self._patience = min(2 * self._patience, _MAX_WAIT_WINDOWS)
-            self._probe_at = now + self._patience * window_s
+            self._accepted_probes = 0
+            self._wait_windows = min(2 * self._wait_windows, _MAX_WAIT_WINDOWS)
+            self._probe_at = now + self._wait_windows * window_s
             return False
         self._probe_at = now
-        self._doubts += sent
-        if self._doubts < _PROBES_NEEDED or self.limit == math.inf:
+        self._accepted_probes += sent
+        if self._accepted_probes < _PROBES_NEEDED or self.limit == math.inf:
             return False
         self._refuted, self.limit = self.limit, math.inf
         self._probe_at = math.inf

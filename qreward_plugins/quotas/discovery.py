@@ -34,7 +34,7 @@ WINDOW_S = 60.0
 """Window in seconds of a limit whose window is unknown."""
 
 _CONTRADICTION_S = 1.0
-_LONGEST_PATIENCE_WINDOWS = 16
+_MAX_WAIT_WINDOWS = 16
 _WINDOWS_S = (1.0, 10.0, 60.0, 3600.0, 86400.0)
 _TOLERANCE = 0.1
 _PROBES_NEEDED = 2
@@ -53,22 +53,22 @@ class Discovery:
 
     __slots__ = (
         "_accepted",
+        "_accepted_probes",
         "_announced",
         "_before",
         "_before_origin",
         "_bucket",
         "_corrected",
-        "_doubts",
         "_longest_reset_s",
-        "_patience",
         "_probing",
         "_refills",
         "_reserved_at",
         "_resets_since",
+        "_room_at",
         "_test_at",
         "_unit",
-        "_window_said",
-        "_word_at",
+        "_wait_windows",
+        "_window_stated",
         "learned_at",
         "ledger",
         "origin",
@@ -88,21 +88,21 @@ class Discovery:
         self._before = math.inf
         self._before_origin: Origin = ""
         self._accepted = True
-        self._word_at = math.inf
+        self._room_at = math.inf
         self._test_at = math.inf
-        self._patience = 1
+        self._wait_windows = 1
         self._probing = False
         self.refused = False
         """Whether a probe was rejected and `throttled` has not been called for it yet."""
         self.refuted_at = -math.inf
-        self._doubts = 0
+        self._accepted_probes = 0
         self._refills = False
         self._corrected = False
         self._resets_since = math.inf
         self._longest_reset_s = 0.0
         self._bucket: tuple[float, float] | None = None
         self._reserved_at = -math.inf
-        self._window_said: tuple[float, int] = (0.0, 0)
+        self._window_stated: tuple[float, int] = (0.0, 0)
 
     @property
     def per_minute(self) -> float | None:
@@ -121,7 +121,7 @@ class Discovery:
         if self.window_s > LONGEST_STOP_S:
             wait = min(wait, max(0.0, max(self._reserved_at, self.learned_at) + LONGEST_STOP_S - now))
         if wait > _CONTRADICTION_S:
-            wait = min(wait, max(0.0, self._word_at - now))
+            wait = min(wait, max(0.0, self._room_at - now))
             return min(wait, max(0.0, self._test_at - now))
         return min(wait, max(0.0, self._test_at + self.window_s - now))
 
@@ -131,10 +131,10 @@ class Discovery:
         self._reserved_at = now
         if wait > _CONTRADICTION_S:
             self._probing = True
-            self._word_at = self._test_at = math.inf
+            self._room_at = self._test_at = math.inf
             return "probe"
-        if now >= self._word_at:
-            self._word_at = math.inf  # the ledger agreed with the server
+        if now >= self._room_at:
+            self._room_at = math.inf  # the ledger agreed with the server
         return "run-up" if wait > 0 else ""
 
     def ended(self, now: float, *, sent_at: float, rejected: bool, probe: Probe) -> str | None:
@@ -146,12 +146,12 @@ class Discovery:
         if probe and rejected:
             self.refused = True
             if not now < self._test_at < math.inf:
-                self._test_at = now + self._patience * self.window_s
-                self._patience = min(2 * self._patience, _LONGEST_PATIENCE_WINDOWS)
+                self._test_at = now + self._wait_windows * self.window_s
+                self._wait_windows = min(2 * self._wait_windows, _MAX_WAIT_WINDOWS)
         elif probe == "probe":
             if sent_at > -math.inf:
-                self._doubts += 1
-                if self.origin == "throttled" or self._doubts >= _PROBES_NEEDED:
+                self._accepted_probes += 1
+                if self.origin == "throttled" or self._accepted_probes >= _PROBES_NEEDED:
                     return self._refute(now)
             self._test_at = now  # unless its headers show that there was room, another probe follows
         elif not rejected and not self._accepted and sent_at > self.learned_at:
@@ -167,8 +167,8 @@ class Discovery:
         """
         if self.refused:
             self.refused = False
-            self._word_at = now + pause_s
-            confirmed = self.origin == "throttled" and self._patience == 2
+            self._room_at = now + pause_s
+            confirmed = self.origin == "throttled" and self._wait_windows == 2
             if not confirmed:
                 return None
             return f"measured limit confirmed: {self.ledger.limit:g} {self._unit} in {self.window_s:g} s"
@@ -176,7 +176,7 @@ class Discovery:
             if self.origin == "throttled":
                 self.ledger.limit = max(1.0, self.ledger.limit - 1.0)
             return None
-        self._word_at = now + pause_s
+        self._room_at = now + pause_s
         if self._accepted:
             self._before, self._before_origin = self.ledger.limit, self.origin
         accepted = math.floor(self.ledger.since(since - self.window_s))
@@ -184,7 +184,7 @@ class Discovery:
         self.origin = "throttled"
         self.learned_at = now
         self._accepted = False
-        self._patience = 1
+        self._wait_windows = 1
         self._test_at = math.inf
         if accepted < 1:
             return f"throttled, and no request accepted in the last {self.window_s:g} s: sending one request at a time"
@@ -200,7 +200,7 @@ class Discovery:
 
         `share` processes use the source; `in_flight` is the amount that this process has in flight.
         """
-        words = None
+        message = None
         if limit != self._announced:
             self._announced = limit
             ours = max(1.0, math.floor(limit / share))
@@ -208,36 +208,36 @@ class Discovery:
                 self.ledger.limit = ours
                 self.origin = "announced"
                 self.learned_at = now
-                self._patience = 1
+                self._wait_windows = 1
                 self._test_at = now + self.window_s
                 self._resets_since = now
-                words = f"announced limit: {limit:g} {self._unit} in {self.window_s:g} s"
+                message = f"announced limit: {limit:g} {self._unit} in {self.window_s:g} s"
         if self.origin != "announced" or remaining is None:
-            return words
+            return message
         used = max(0.0, limit - remaining)
         if reset_s is not None:
-            told_s = self._window_told(limit, used, reset_s, now)
-            if told_s is not None and told_s > self.window_s:
+            inferred_s = self._infer_window_s(limit, used, reset_s, now)
+            if inferred_s is not None and inferred_s > self.window_s:
                 # A longer window can stop a source for long, so several replies must state it.
-                said_s, times = self._window_said
-                self._window_said = (told_s, times + 1 if told_s == said_s else 1)
-                if self._window_said[1] < _REPLIES_NEEDED:
-                    told_s = None
-            elif told_s is None:
-                self._window_said = (0.0, 0)
-            if told_s is not None and told_s != self.window_s:
-                self.window_s = told_s
-                self.ledger.change_window(told_s, now)
-                self._test_at = now + self._patience * told_s
-                words = f"announced limit: {limit:g} {self._unit} in {told_s:g} s"
+                stated_s, times = self._window_stated
+                self._window_stated = (inferred_s, times + 1 if inferred_s == stated_s else 1)
+                if self._window_stated[1] < _REPLIES_NEEDED:
+                    inferred_s = None
+            elif inferred_s is None:
+                self._window_stated = (0.0, 0)
+            if inferred_s is not None and inferred_s != self.window_s:
+                self.window_s = inferred_s
+                self.ledger.change_window(inferred_s, now)
+                self._test_at = now + self._wait_windows * inferred_s
+                message = f"announced limit: {limit:g} {self._unit} in {inferred_s:g} s"
         if used + in_flight < self.ledger.limit and self.ledger.forgive(used + in_flight, now):
-            self._doubts = 0
+            self._accepted_probes = 0
             self._corrected = True
-            self._test_at = max(self._test_at, now + self._patience * self.window_s)
+            self._test_at = max(self._test_at, now + self._wait_windows * self.window_s)
         if remaining < 1 and reset_s is not None and not self._probing:
             # A bucket has room again long before it is full.
-            self._word_at = now + (self.window_s / limit if self._refills else reset_s)
-        return words
+            self._room_at = now + (self.window_s / limit if self._refills else reset_s)
+        return message
 
     def _refute(self, now: float) -> str:
         refuted = self.ledger.limit
@@ -245,16 +245,16 @@ class Discovery:
         self.refuted_at = now
         self.ledger.limit, self.origin = (self._before, self._before_origin) if back else (math.inf, "")
         self._before, self._before_origin = math.inf, ""
-        self._doubts = 0
-        self._patience = 1
+        self._accepted_probes = 0
+        self._wait_windows = 1
         self._accepted = True
-        self._word_at = self._test_at = math.inf
+        self._room_at = self._test_at = math.inf
         if self.origin:
             self._test_at = now + self.window_s
         change = f"limit raised back to {self.ledger.limit:g}" if self.origin else "no limit until the next 429"
         return f"accepted more than {refuted:g} {self._unit} in {self.window_s:g} s: {change}"
 
-    def _window_told(self, limit: float, used: float, reset_s: float, now: float) -> float | None:
+    def _infer_window_s(self, limit: float, used: float, reset_s: float, now: float) -> float | None:
         """Infer the window in seconds from announcements; None if they do not determine it.
 
         A token bucket announces the time to refill what is used (1 used of 5000: 12 ms), so its window is that time

@@ -65,9 +65,9 @@ class Quota:
         self._nothing_accepted_since: float | None = None
         self._withdrawn: deque[tuple[int, int, float]] = deque(maxlen=_WITHDRAWN)
         self._announced: dict[str, float] = {}
-        self._heard = {"requests": Announcements(), "tokens": Announcements()}
+        self._announcements = {"requests": Announcements(), "tokens": Announcements()}
         self._ceilings = {"requests": Ceiling(), "tokens": Ceiling()}
-        self._words: str | None = None
+        self._message: str | None = None
         self._learn_what_is_undeclared()
         if limits.window == "bucket":
             self._pace_until(math.inf)
@@ -226,12 +226,15 @@ class Quota:
     def ended(self, reservation: Reservation, now: float, rejected: bool) -> None:
         """Record the end of an attempt. Called by `Reservation.release`."""
         self._tokens_in_flight -= reservation.tokens
-        sent_at, words = reservation.sent_at, None
+        sent_at, message = reservation.sent_at, None
         if self.found_requests is not None and self.found_requests.origin:
-            words = self.found_requests.ended(now, sent_at=sent_at, rejected=rejected, probe=reservation.request_probe)
+            message = self.found_requests.ended(
+                now, sent_at=sent_at, rejected=rejected, probe=reservation.request_probe
+            )
         if self.found_tokens is not None and self.found_tokens.origin:
-            words = (
-                self.found_tokens.ended(now, sent_at=sent_at, rejected=rejected, probe=reservation.token_probe) or words
+            message = (
+                self.found_tokens.ended(now, sent_at=sent_at, rejected=rejected, probe=reservation.token_probe)
+                or message
             )
         probes: tuple[tuple[Unit, str, Discovery | None], ...] = (
             ("requests", reservation.request_probe, self.found_requests),
@@ -244,8 +247,8 @@ class Quota:
                 sent = sent_at > -math.inf
                 if ceiling.probed(now, sent=sent, rejected=rejected, window_s=window_s):
                     self._keep_to_ceilings(now)
-                    words = f"accepted more than the announced {before:g} {unit}: back to the declared limit"
-        self._words = words or self._words
+                    message = f"accepted more than the announced {before:g} {unit}: back to the declared limit"
+        self._message = message or self._message
 
     def answered(self, now: float, *, sent_at: float | None = None) -> None:
         """Record a success. It raises a learned concurrency that is fully used.
@@ -285,20 +288,20 @@ class Quota:
         for found in (self.found_requests, self.found_tokens):
             if found is not None and found.refused:
                 return found.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since)
-        words, self._words = self._words, None
-        told = retry_after_s is not None and retry_after_s >= _PAUSE_OF_A_WINDOW_S
-        seen = silent_s >= _PAUSE_OF_A_WINDOW_S and self.in_flight == 0
+        message, self._message = self._message, None
+        long_pause = retry_after_s is not None and retry_after_s >= _PAUSE_OF_A_WINDOW_S
+        silent = silent_s >= _PAUSE_OF_A_WINDOW_S and self.in_flight == 0
         found = self.found_requests
-        if found is not None and told and self.in_flight > 0 and now - found.refuted_at < found.window_s:
-            told = False  # an earlier pause of this source proved not to come from a window
-        if found is not None and (told or seen):
-            return found.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since) or words
-        words = self._bucket_found(now) or words
+        if found is not None and long_pause and self.in_flight > 0 and now - found.refuted_at < found.window_s:
+            long_pause = False  # an earlier pause of this source proved not to come from a window
+        if found is not None and (long_pause or silent):
+            return found.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since) or message
+        message = self._bucket_found(now) or message
         window = self._window
-        if window is not None and not told and window.throttled(now, sent_at, self.in_flight):
+        if window is not None and not long_pause and window.throttled(now, sent_at, self.in_flight):
             self.concurrency = int(window.size)
-            words = words or f"throttled: at most {self.concurrency} requests in flight from now on"
-        return words
+            message = message or f"throttled: at most {self.concurrency} requests in flight from now on"
+        return message
 
     def announced(self, announced: Mapping[str, float], now: float) -> str | None:
         """Apply the limits that a reply announced (`Reply.announced`). Return a log message if a limit changed.
@@ -306,7 +309,7 @@ class Quota:
         An undeclared limit is learned from them. A declared limit is replaced by a lower announced one. Both need
         several replies that announce the same.
         """
-        words, self._words = self._words, None
+        message, self._message = self._message, None
         units: tuple[tuple[Unit, Discovery | None, float], ...] = (
             ("requests", self.found_requests, float(self.in_flight)),
             ("tokens", self.found_tokens, self._tokens_in_flight),
@@ -319,7 +322,7 @@ class Quota:
             else:
                 self._announced[unit] = limit
             if found is not None:
-                believed = self._heard[unit].note(limit)
+                believed = self._announcements[unit].note(limit)
                 if believed is not None and believed == limit:
                     reset_s = announced.get(f"{unit}_reset_s")
                     news = found.announced(
@@ -327,8 +330,8 @@ class Quota:
                     )
             else:
                 news = self._lower(unit, limit, remaining, under_way, now)
-            words = "; ".join(filter(None, (words, news))) or None
-        return words
+            message = "; ".join(filter(None, (message, news))) or None
+        return message
 
     def _lower(
         self,
@@ -348,7 +351,7 @@ class Quota:
                 return None  # too little is used to tell which window it counts
         window_s = self._shares.window_s if unit == "requests" else self._shares.tokens_window_s
         ceiling = self._ceilings[unit]
-        if not ceiling.set(self._heard[unit].note(limit), declared=declared, window_s=window_s, now=now):
+        if not ceiling.set(self._announcements[unit].note(limit), declared=declared, window_s=window_s, now=now):
             return None
         self._keep_to_ceilings(now)
         if ceiling.limit == math.inf:

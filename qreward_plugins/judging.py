@@ -183,6 +183,9 @@ class Judging(Pending):
         batch.lookups += 1
         try:
             return await self._scoring.recall(call, keys, self._due_at)
+        except JournalError as error:
+            self._raise_to_caller(error)
+            raise
         finally:
             batch.lookups -= 1
             if not batch.lookups:
@@ -219,11 +222,14 @@ class Judging(Pending):
         try:
             await self._scoring.record(key, self.sample, outcome, self._due_at)
         except JournalError as error:
-            if not self.future.done():
-                self.future.set_exception(error)
-            self.leave()
-            self._stop()
+            self._raise_to_caller(error)
             raise
+
+    def _raise_to_caller(self, error: JournalError) -> None:
+        if not self.future.done():
+            self.future.set_exception(error)
+        self.leave()
+        self._stop()
 
     def _with_spent(self, outcome: Outcome) -> Outcome:
         spent = self._total()

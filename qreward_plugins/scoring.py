@@ -127,7 +127,7 @@ class Scoring:
             return None
         try:
             value = call.recall(recorded)
-        except (InvalidReply, ValueError, LookupError):
+        except (InvalidReply, ValueError, LookupError, TypeError, AttributeError):
             # Numbers that another range maps beyond float32, or a row that was made by hand.
             return None
         return Answer(value, recorded.source, recorded.model, recorded=True)

@@ -295,6 +295,9 @@ class LLMJudge(Leaf):
         return self._criteria
 
     def mapped(self, raw: RawScore) -> Verdict:
+        low, high = self._config.score_range
+        if not all(low <= number <= high for number in (raw.score, *raw.components.values())):
+            raise InvalidReply("the recorded numbers are outside of the judge's score range")
         return self._mapped(raw)
 
     def _mapped(self, raw: RawScore, *, rationale: str = "", model: str = "", cut: bool = False) -> Verdict:

@@ -125,6 +125,8 @@ class Attempt:
         if task.cancelled() or task.exception() is not None:
             self.lane.breaker.abandoned(probe=self.decides)
         self.lane.live.pop(self, None)
+        # A cancelled task keeps its error, which holds this object by its traceback.
+        self.task = None
 
     def abandon(self, now: float) -> None:
         """Give back what is held, though the task goes on: it swallows its cancellation."""

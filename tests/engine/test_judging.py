@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import logging
 from dataclasses import replace
@@ -10,9 +11,11 @@ from dataclasses import replace
 import pytest
 
 from qreward_plugins import Cause, Failed, RewardEngine, Sample, Scored, Verdict
-from qreward_plugins.errors import TransientError
+from qreward_plugins.errors import JournalError, TransientError
 from qreward_plugins.judges import Judge, JudgeFailed
+from qreward_plugins.samples import RawScore
 from qreward_plugins.scheduling import CallFailed, Cutoff, Unanswered
+from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Reply
 from qreward_plugins.spent import Usage
@@ -560,3 +563,55 @@ def test_a_leaf_of_its_own_that_raises_what_it_should_not_costs_its_sample():
 
     outcome, at = played(Cascade, main)
     assert (outcome.label, at) == ("infra/bug", 1.0)
+
+
+@pytest.mark.parametrize(
+    "raw", [RawScore("abc"), RawScore(None), RawScore([1]), RawScore(5.0), RawScore(-0.1), RawScore(0.5, {"a": 7.0})]
+)
+def test_a_record_that_no_judge_can_have_made_is_asked_for_anew(raw):
+    async def main(engine, sources):
+        await engine.score(sample())
+        known = engine._journal.verdicts
+        known.update(dict.fromkeys(known, Verdict(0.5, cached=True, raw=raw)))
+        return await engine.score(sample())
+
+    outcome = played(Cascade, main, journal=Remembered())
+    assert (outcome.reward, outcome.verdict.cached, outcome.verdict.attempts) == (0.25, False, 2)
+
+
+@pytest.mark.parametrize("fails", ["get", "put"])
+def test_a_journal_that_is_closed_is_an_error_of_the_caller_and_no_bug_of_a_judge(fails, caplog):
+    class Closed(Remembered):
+        pass
+
+    async def closed(self, *_):
+        raise JournalError("the journal is closed")
+
+    setattr(Closed, fails, closed)
+
+    async def main(engine, sources):
+        with pytest.raises(JournalError):
+            await engine.score_all([sample("x" * number) for number in range(1, 5)])
+        return engine.statistics().failed, engine._scoring.dispatcher.waiting
+
+    assert played(Cascade, main, journal=Closed()) == ({}, 0)
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("judge", ["leaf", Cascade])
+def test_cancelled_attempts_leave_no_reference_cycles(judge):
+    async def main(engine, sources):
+        if judge == "leaf":
+            engine._router.judges["large"] = engine.judges["small"]
+        await engine.score(sample())
+        gc.collect()
+        gc.disable()
+        try:
+            sources["small"].behaviour = lambda *_: 60.0
+            await engine.score_all([sample("x" * number) for number in range(1, 21)], deadline_s=5.0)
+            await asyncio.sleep(100)
+            return sum(isinstance(known, Attempt) for known in gc.get_objects())
+        finally:
+            gc.enable()
+
+    assert played(Cascade, main) <= 2

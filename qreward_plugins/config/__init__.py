@@ -1,7 +1,7 @@
 """The configuration: one tree of sources, judges, routes and engine settings, read and checked as a whole.
 
-`load_config` is the way in. It reports every mistake at once, each with its place, because a trainer takes minutes
-to start and nobody wants to learn of five typing errors one start at a time.
+`load_config` reads it, and reports all mistakes at once, each with its place. A trainer takes minutes to start, so
+reporting one mistake per start would cost a user much time.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Environment variables that a configuration is read with: this process's, or those of another.
+"""Provides the environment variables for reading a configuration: those of this process or of another one.
 
-`${oc.env:NAME}` is resolved by OmegaConf, which reads `os.environ`. To read a configuration as another process would,
-its variables must not be written there: other threads read them, too. So they are kept in a context variable, and
-OmegaConf is given a resolver that asks it.
+OmegaConf resolves `${oc.env:NAME}` from `os.environ`. To read a configuration with the variables of another process,
+this module stores them in a context variable and registers a resolver that reads it. Writing them to `os.environ` would
+affect other threads.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ _variables: ContextVar[Mapping[str, str] | None] = ContextVar("qreward_environme
 
 
 def environment() -> Mapping[str, str]:
-    """The variables that hold here: those of `environment_of`, else those of this process."""
+    """Return the variables of the enclosing `environment_of`, or those of this process."""
     variables = _variables.get()
     return os.environ if variables is None else variables
 
 
 @contextmanager
 def environment_of(variables: Mapping[str, str] | None) -> Iterator[None]:
-    """Have `environment` and `${oc.env:NAME}` read these variables in this context; None: those of this process. Other
-    threads and tasks read what they read before.
+    """Make `environment` and `${oc.env:NAME}` read these variables in this context; None: those of this process. Other
+    threads and tasks are not affected.
     """
     if variables is None:
         yield
         return
-    # Each time, because anybody may reset OmegaConf's resolvers. Elsewhere it answers as OmegaConf's own.
+    # Registered each time, because other code may reset the resolvers. Outside this context it acts as OmegaConf's own.
     OmegaConf.register_new_resolver("oc.env", _variable, replace=True)
     token = _variables.set(variables)
     try:

@@ -1,7 +1,7 @@
-"""What the checks found, before it is put into words for the reader.
+"""Defines `Finding`: a mistake that a check found, with the wrong value apart from the sentence about it.
 
-A finding keeps the offending value apart from the sentence about it. Whether the value may be shown depends on where it
-stands (`api_key`, `headers`, below a misspelt key), which is only known for certain when all checks are done.
+Some values must not be shown: those of `api_key` and `headers`, and those below a misspelt key. This is decided after
+all checks, when the meaning of every key is known.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SHOWN_CHARS = 60
 """Longest excerpt of a value in a message, in characters."""
 
 _SECRET_KEYS = frozenset({"api_key", "api_key_env", "headers", "parameters", "body", "kwargs"})
-"""Below these keys no value is ever shown: keys of providers end up in all of them."""
+"""Values below these keys are never shown, because users put keys of providers into all of them."""
 
 _LONGEST_KEY_CHARS = 40
 _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
@@ -30,7 +30,7 @@ _PLAIN_KEY = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
 
 @dataclass(frozen=True)
 class Finding:
-    """One mistake at `path`. `excerpt` is the offending value, written after `problem` where it may be shown."""
+    """One mistake at `path`. `excerpt` is the wrong value; it is written after `problem` if it may be shown."""
 
     path: Path
     problem: str
@@ -38,14 +38,14 @@ class Finding:
     excerpt: str = ""
 
     def as_mistake(self, *, hidden: bool) -> Mistake:
-        """Put it into words; `hidden` leaves the value out."""
+        """Convert it to a `Mistake`; with `hidden`, without the value."""
         excerpt = "" if hidden or is_secret(self.path) else self.excerpt
         return Mistake(path_text(self.path), f"{self.problem}{excerpt}.", self.remedy)
 
 
 def is_secret(path: Path) -> bool:
     """Whether values at this path are kept out of messages."""
-    # The first two keys of a source are not of its own making: `sources` and its name.
+    # The first two keys of a path, such as `sources` and the name of a source, are not keys of the source itself.
     return not _SECRET_KEYS.isdisjoint(path) or any(names_secret(key) for key in path[2:] if isinstance(key, str))
 
 
@@ -63,8 +63,8 @@ def path_text(path: Path) -> str:
 
 
 def is_plain_key(key: str) -> bool:
-    """Whether an unknown key looks like a misspelt one, so that it may be shown. Other texts may be lines of another
-    file, and hold secrets.
+    """Whether an unknown key looks like a misspelt key and may be shown. Any other text may be a line of another file,
+    with secrets in it.
     """
     return len(key) <= _LONGEST_KEY_CHARS and _PLAIN_KEY.fullmatch(key.replace(" ", "_")) is not None
 
@@ -75,7 +75,7 @@ def cut(text: str) -> str:
 
 
 def scalar_text(value: Any) -> str:
-    """Write a value the way YAML would, cut short; containers only by their kind."""
+    """Write a value as YAML would, shortened; of a container only its type."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -93,7 +93,7 @@ def scalar_text(value: Any) -> str:
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:
-    """The one of `words` that `word` was probably meant to be."""
+    """Return the one of `words` that `word` is probably a misspelling of; None if there is none."""
     by_letters = {_letters(candidate): candidate for candidate in words}
     letters = _letters(word)
     if close := get_close_matches(letters, by_letters, n=1):
@@ -107,6 +107,6 @@ def _letters(word: str) -> str:
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """A sentence with the nearest of `words`, and a space after it; empty when none is near."""
+    """Return a sentence that suggests the nearest of `words`, with a space after it; "" if none is near."""
     near = nearest(word, words)
     return f"Did you mean `{cut(near)}`? " if near is not None else ""

@@ -1,7 +1,7 @@
-"""Bounds the size that a tree gets when its interpolations are resolved, before OmegaConf resolves any.
+"""Computes the size of a tree with all interpolations resolved, before OmegaConf resolves them.
 
-`a: ${b}${b}`, `b: ${c}${c}` and so on doubles with every line, and so do nodes that refer to nodes. OmegaConf resolves
-each reference anew, so thirty such lines would take hours. Counting visits every node once.
+A chain such as `a: ${b}${b}`, `b: ${c}${c}` doubles the size with every line. OmegaConf resolves each reference anew,
+so thirty such lines would take hours. The count here visits every node once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,10 @@ class _Endless(Exception):
 
 
 def too_large(tree: Any) -> str:
-    """Return which bound the interpolations of `tree` exceed, or "" if none. They are resolved from its root."""
+    """Return a sentence about the bound that the interpolations of `tree` exceed; "" if they exceed none.
+
+    Interpolations are resolved from the root of `tree`.
+    """
     root = tree._get_root() if isinstance(tree, DictConfig) else tree
     plain = OmegaConf.to_container(root, resolve=False)
     counter = _Counter(plain)
@@ -41,10 +44,10 @@ def too_large(tree: Any) -> str:
     except RecursionError:
         return "it is nested too deeply"
     if steps > MOST_STEPS:
-        return f"its interpolations lead from one to the next over more than {MOST_STEPS} steps"
+        return f"a chain of its interpolations has more than {MOST_STEPS} steps"
     if values > MOST_VALUES:
-        return f"its interpolations stand for more than {MOST_VALUES:,} values"
-    return f"its interpolations stand for more than {MOST_CHARS:,} characters" if chars > MOST_CHARS else ""
+        return f"its interpolations resolve to more than {MOST_VALUES:,} values"
+    return f"its interpolations resolve to more than {MOST_CHARS:,} characters" if chars > MOST_CHARS else ""
 
 
 def _key_of(tree: DictConfig) -> _Key:
@@ -66,8 +69,9 @@ class _Counter:
         self._open: set[_Key] = set()
 
     def size(self, key: _Key, steps: int) -> _Size:
-        """Values, characters and longest chain of the node at `key`, resolved. A circle counts as nothing: OmegaConf
-        reports it.
+        """Return the number of values and characters and the longest chain of the resolved node at `key`.
+
+        A cycle counts 0, because OmegaConf reports it later.
         """
         if key in self._known:
             return self._known[key]
@@ -93,7 +97,7 @@ class _Counter:
         return values, chars + sum(size[1] for size in below), max((step + size[2] for size in below), default=0)
 
     def _references(self, text: str, key: _Key) -> list[_Key]:
-        """The nodes that the interpolations of a text may refer to: every path in the text that exists in the tree."""
+        """Return the nodes that the interpolations of a text may refer to: all paths in it that exist in the tree."""
         if "${" not in text:
             return []
         found = []

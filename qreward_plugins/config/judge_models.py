@@ -1,7 +1,7 @@
-"""What the nodes below `judges` have in common: every key, its unit and its default, documented beside it.
+"""Defines the configuration keys that all judges share, each with its unit and its default.
 
-A kind of judge adds its own keys where it is defined (`qreward_plugins.judges`), in a model that inherits
-`JudgeConfig`, or `AskingConfig` if it asks sources.
+A kind of judge (in `qreward_plugins.judges`) adds its own keys in a model that inherits `JudgeConfig`, or
+`AskingConfig` if it asks sources.
 """
 
 from __future__ import annotations
@@ -24,32 +24,31 @@ Interval = Annotated[tuple[Number, Number], AfterValidator(_ascending)]
 
 
 class JudgeConfig(Node):
-    """What every judge has."""
+    """The keys of every judge."""
 
     kind: str
     """The kind of judge: a name that `qreward kinds` lists, or `package.module:Class`."""
 
 
 class AskingConfig(JudgeConfig):
-    """What every judge has that asks sources."""
+    """The keys of every judge that asks sources."""
 
     sources: Annotated[tuple[SourceName, ...], BeforeValidator(one_or_several)] = ()
-    """Names of the sources that may answer this judge; a glob over names (`local-*`) or, after `model:`, over models
-    (`model:Qwen/*`) means all that match and can answer. Default: all that answer what this kind of judge asks for
-    (texts of kind `openai` for a judge of kind `llm`, values of kinds `function` and `http` for one of kind
-    `function`)."""
+    """Names of the sources that may answer this judge. A glob over names (`local-*`) or over models (`model:Qwen/*`)
+    selects all matching sources that can answer. Default: all sources that can answer this kind of judge (kind `openai`
+    for a judge of kind `llm`; kinds `function` and `http` for a judge of kind `function`)."""
 
     floor: Number | None = None
     """Score of a response that is empty or cannot be judged, and of an invalid verdict with `on_invalid: floor`.
     Default: the low end of the reward range."""
 
     on_invalid: Literal["missing", "floor"] = "missing"
-    """What becomes of a sample whose verdicts were invalid on every try, when the judge answers other samples well.
-    `missing` (default): no reward, as after any failure. `floor`: the floor score; choose it when the policy could
-    learn to provoke invalid verdicts in order to escape a bad score."""
+    """What happens to a sample whose verdicts are invalid on every try, while the judge answers other samples well.
+    `missing` (default): no reward, as after any failure. `floor`: the floor score; choose it if the policy could learn
+    to provoke invalid verdicts in order to avoid a bad score."""
 
     invalid_retries: Annotated[int, Field(ge=0, le=10), BeforeValidator(no_bool)] = 1
-    """Further tries after an invalid verdict, on another source where there is one. Default: 1."""
+    """Further tries after an invalid verdict, on another source if there is one. Default: 1."""
 
     reward_range: Interval | None = None
     """The range of the rewards. Default: any finite number."""

@@ -1,8 +1,7 @@
-"""Checks the keys of a tree: unknown ones, those that are not text, and the `kind` that says which keys are allowed.
+"""Checks the keys of a tree: unknown keys, keys that are not text, and the `kind` that decides which keys are allowed.
 
-A misspelt key is one mistake and should be reported as one. So the tree goes on as if it had been spelt right: what
-stands below it is still checked, nothing is reported missing on its account, and every later finding is reported where
-the value really stands.
+A misspelt key is reported as one mistake. The check then corrects its spelling in the tree, so that the values below it
+are still checked and the right key is not reported as missing. Later findings give the path as it is in the file.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .tree import Broken
 
 @dataclass(frozen=True)
 class Named:
-    """A name at `path` of another part of the tree; `what`: `JudgeName` or `SourceName`."""
+    """A value at `path` that names a judge or a source; `what` is `JudgeName` or `SourceName`."""
 
     path: Path
     name: str
@@ -28,35 +27,35 @@ class Named:
 
 
 class KeyCheck:
-    """Mends the keys of `tree` in place, as far as it is clear what was meant, and keeps what it found.
+    """Checks the keys of `tree`, and corrects misspelt ones in place. `findings` holds the mistakes.
 
-    `tree` consists of dicts and lists of our own.
+    `tree` consists of dicts and lists that belong to the caller of this class alone.
     """
 
     def __init__(self, tree: dict[str, Any]) -> None:
         self.findings: list[Finding] = []
         self.shapes: dict[Path, list[Shape]] = {}
-        """The shapes that are allowed at each place of the mended tree, keys that are missing included."""
+        """The allowed shapes at each path of the corrected tree, missing keys included."""
         self.names: list[Named] = []
         """Every name of a judge or a source in the tree."""
         self._written: dict[Path, str] = {}
         self._unknown: set[Path] = set()
         known = shape.top()["properties"]
         self.foreign = not any(isinstance(key, str) and (key in known or nearest(key, known)) for key in tree)
-        """Whether no key at the top belongs to a configuration. It is probably another file then, and nothing of it is
-        shown."""
+        """Whether no top-level key belongs to a configuration. The file is then probably another one, and messages
+        show nothing of it."""
         if self.foreign:
-            count = "key at its top is not" if len(tree) == 1 else f"{len(tree):,} keys at its top are none"
-            self.findings.append(Finding((), f"the {count} of a configuration", f"Allowed here: {', '.join(known)}."))
+            count = "only top-level key is unknown" if len(tree) == 1 else f"{len(tree):,} top-level keys are unknown"
+            self.findings.append(Finding((), f"the {count}", f"Allowed here: {', '.join(known)}."))
             return
         self._check(tree, [shape.top()], ())
 
     def written(self, path: Path) -> Path:
-        """The path as it stands in the file, with the keys as they are spelt there."""
+        """Return the path with the keys as they are spelt in the file."""
         return tuple(self._written.get(path[: n + 1], key) for n, key in enumerate(path))
 
     def hides(self, written: Path) -> bool:
-        """Whether the value at this path of the file stands below an unknown key, and so may be a misplaced secret."""
+        """Whether the value at this path of the file is below an unknown key; it may be a misplaced secret."""
         return any(written[:n] in self._unknown for n in range(1, len(written) + 1))
 
     def _check(self, node: Any, allowed: list[Shape], path: Path) -> None:
@@ -114,7 +113,7 @@ class KeyCheck:
                 self._written[place] = str(written[-1])
 
     def _of_kind(self, node: dict[Any, Any], room: str, path: Path) -> Shape | None:
-        """The shape of the kind that the node names, or was probably meant to name; None if it cannot be had."""
+        """Return the shape of the node's kind, or of the kind that was probably meant; None if it cannot be loaded."""
         kind = node.get("kind")
         named = isinstance(kind, str) and bool(rooms[room].registrations(kind))
         chosen = kind if named else self._guessed(node, rooms[room].names, shape.of_kinds(room), path)
@@ -131,8 +130,8 @@ class KeyCheck:
     def _guessed(
         self, node: dict[Any, Any], names: Sequence[str], by_kind: Mapping[str, Shape], path: Path
     ) -> str | None:
-        """The kind that the node was probably meant to name. `names` are allowed, and `by_kind` holds the shapes of
-        those that can be used.
+        """Return the kind that was probably meant. `names` are the registered kinds, and `by_kind` has the shapes of
+        those that can be loaded.
         """
         kind, place = node.get("kind"), (*path, "kind")
         guess = nearest(kind, names) if isinstance(kind, str) else None
@@ -158,7 +157,7 @@ class KeyCheck:
 
 
 def _required_first(shape: Shape) -> dict[str, Shape]:
-    """The keys that a shape allows, those that must be there in front: messages list them in this order."""
+    """Return the allowed keys of a shape, required keys first. Messages list them in this order."""
     required, known = shape.get("required", ()), shape.get("properties", {})
     return {key: known[key] for key in sorted(known, key=lambda key: key not in required)}
 
@@ -172,7 +171,7 @@ def _strangers(node: Mapping[Any, Any], by_kind: Mapping[str, Shape]) -> list[st
 
 
 def _by_keys(node: Mapping[Any, Any], by_kind: Mapping[str, Shape]) -> str | None:
-    """The kind that alone allows the most keys of the node."""
+    """Return the kind that allows the most keys of the node; None if several kinds tie."""
     counts = {kind: sum(key in choice["properties"] for key in node) for kind, choice in by_kind.items()}
     best = max(counts.values(), default=0)
     winners = [kind for kind, count in counts.items() if count == best]

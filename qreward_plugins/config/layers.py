@@ -1,9 +1,8 @@
-"""Where the tree comes from in a training run: the framework's own configuration, a file, or both.
+"""Loads the configuration of a training run from the framework's own configuration, a file, or both.
 
-Every framework has a place for a plugin's settings, and some people want them there while others keep one file for
-all runs. So the tree may stand inline, in the file that its key `config` or the environment variable `QREWARD_CONFIG`
-names, or in both, inline keys winning. What is laid over what is merged before anything is checked, so that mistakes
-are reported once.
+The tree may be inline in the framework's configuration, or in a file that its key `config` or the environment variable
+`QREWARD_CONFIG` names, or in both. Inline keys override the file. The two are merged before any check, so that each
+mistake is reported once.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .yaml_file import read_yaml
 _log = logging.getLogger("qreward_plugins.config")
 
 ENVIRONMENT = "QREWARD_CONFIG"
-"""The environment variable that names the file where the framework's configuration names none."""
+"""The environment variable with the path of the file, used if the framework's configuration has no `config`."""
 
 
 def load_layers(
@@ -35,13 +34,13 @@ def load_layers(
     printed_by: str | None = None,
     variables: Mapping[str, str] | None = None,
 ) -> Config:
-    """The checked configuration of a training run.
+    """Load and check the configuration of a training run.
 
     Args:
         inline: the tree in the framework's configuration (a mapping or DictConfig), the path of a file, or None.
-        default: a tree that completes one without judges of its own.
-        origin: what messages call the inline tree.
-        printed_by: the framework that prints and uploads the inline tree; keys that stand in it are warned of.
+        default: a tree that is merged below a configuration without judges.
+        origin: the name of the inline tree in messages.
+        printed_by: the framework that prints and uploads the inline tree; API keys in that tree cause a warning.
         variables: the environment variables to read it with; default: those of this process.
 
     Raises `ConfigurationError` with every mistake.
@@ -79,7 +78,7 @@ def _warn_of_printed_keys(inline: Mapping[str, Any] | DictConfig, origin: str, f
     for name, source in sources.items() if isinstance(sources, (Mapping, DictConfig)) else ():
         if isinstance(source, (Mapping, DictConfig)) and source.get("api_key"):
             _log.warning(
-                "%s.sources.%s.api_key stands in %s's own configuration, which %s prints and uploads with everything "
+                "%s.sources.%s.api_key is in the configuration of %s, and %s prints and uploads that with all values "
                 "resolved. Use api_key_env, or move the tree to a file.",
                 origin,
                 name,

@@ -1,8 +1,9 @@
-"""`load_config`: from a file, a mapping or a trainer's DictConfig to a checked `Config`, or to all mistakes at once.
+"""Defines `load_config`: it reads a file, a mapping or a trainer's DictConfig, and returns a checked `Config` or raises
+all mistakes at once.
 
-The checks run one after the other over the same tree, and each leaves alone what an earlier one has reported. Errors
-are raised where no foreign exception is being handled: pydantic's and OmegaConf's hold the input, keys included, and
-some loggers walk `__context__` even where Python would not print it.
+The checks run one after the other over the same tree. Each skips the places that an earlier one has reported. Errors
+are raised outside of `except` blocks, so that they have no `__context__`: exceptions of pydantic and OmegaConf hold the
+input with its keys, and some loggers print `__context__` even if Python does not.
 """
 
 from __future__ import annotations
@@ -30,14 +31,14 @@ def load_config(
     """Read and check a configuration.
 
     `source` is the path of a YAML file (a leading `~` is the home directory), the same tree as a mapping, or a
-    DictConfig, which may be a node of a trainer's tree; it is never changed. A single top-level key `qreward` is
+    DictConfig, which may be a node of a trainer's tree. It is never changed. A single top-level key `qreward` is
     unwrapped. Interpolations are OmegaConf's: `${oc.env:NAME}`, `${oc.env:NAME,default}`, `${key.of.the.tree}`. A
-    `Config` is checked for names that lead nowhere, and returned as it is.
+    `Config` is checked for names of sources and judges that do not exist, and returned unchanged.
 
-    `origin` names the source in messages; default: the path.
+    `origin` is the name of the source in messages; default: the path.
 
     Raises `ConfigurationError` with every mistake and its path. It never shows values of `api_key`, `headers`,
-    `parameters`, `body`, `kwargs` or unknown keys, and has neither cause nor context.
+    `parameters`, `body`, `kwargs` or unknown keys, and has no cause and no context.
     """
     if isinstance(source, Config):
         return _checked_references(source, origin or "configuration")
@@ -68,8 +69,8 @@ def _path(source: str | os.PathLike[str], origin: str | None) -> tuple[str, str]
     if not path.strip():
         raise ConfigurationError([Mistake("", "the path of the file is empty.")], origin=origin or "configuration")
     if "\n" in path or ("{" in path and ":" in path and not os.path.exists(path)):
-        problem = "a text is taken as the path of a YAML file, and this one looks like YAML itself."
-        remedy = "Write it to a file, or hand in the tree as a dict."
+        problem = "a text must be the path of a YAML file, but this text looks like YAML."
+        remedy = "Write it to a file, or pass the tree as a dict."
         raise ConfigurationError([Mistake("", problem, remedy)], origin=origin or "configuration")
     return os.path.expanduser(path), origin or path
 
@@ -119,15 +120,15 @@ def _hides_nothing(_: Path) -> bool:
 
 
 def _located(finding: Finding, written: Path, tree: Tree) -> Finding:
-    """The finding at the path of the file; a value that came out of an interpolation is shown as the interpolation."""
+    """Return the finding with the path in the file. A value from an interpolation is shown as the interpolation."""
     excerpt, expression = finding.excerpt, tree.expression_at(written)
     if excerpt and expression is not None:
-        excerpt = f", not what {cut(expression)} gives"
+        excerpt = f", not the value of {cut(expression)}"
     return replace(finding, path=written, excerpt=excerpt)
 
 
 def _order(value: Any, path: Path = ()) -> dict[Path, int]:
-    """The position of every key in its mapping, by path."""
+    """Return the position of every key in its mapping, by path."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     order: dict[Path, int] = {}
     for n, (key, below) in enumerate(items):
@@ -138,5 +139,5 @@ def _order(value: Any, path: Path = ()) -> dict[Path, int]:
 
 
 def _position(path: Path, order: dict[Path, int]) -> tuple[int, ...]:
-    # A missing key comes after those that are there.
+    # A missing key sorts after the existing ones.
     return tuple(order.get(path[: n + 1], 1_000_000) for n in range(len(path)))

@@ -1,8 +1,7 @@
-"""The configuration tree: every key, its unit and its default, documented beside it.
+"""Defines the configuration tree: every key with its unit and its default.
 
-The models are frozen, forbid unknown keys, and hold no behaviour: what a key does lives in the room that it configures.
-Keys that carry secrets are `SecretStr`, so that printing a configuration prints asterisks. Each kind of source and
-of judge has a model of its own, which is found by the key `kind`.
+The models are frozen, forbid unknown keys and have no behaviour. Secrets are `SecretStr`, so that printing a
+configuration prints asterisks. Each kind of source and of judge has its own model, which the key `kind` selects.
 """
 
 from __future__ import annotations
@@ -46,8 +45,8 @@ class JournalConfig(Node):
     """SQLite file on a local disk; processes of one machine may share it."""
 
     reuse: bool = True
-    """Use a recorded answer instead of asking again. All that is sent must be the same, and so must who is asked and
-    how the judge reads the reply; what is done with the score (`reward_range`, `correct_at`, `floor`, `weights`) may
+    """Use a recorded answer instead of asking again. This requires the same request, the same source, and a judge that
+    reads replies in the same way. Keys that only map the score (`reward_range`, `correct_at`, `floor`, `weights`) may
     differ. Answers of a function are used again only if its source has a `version`. Default: true."""
 
 
@@ -55,64 +54,64 @@ Strategy = Literal["earliest_finish", "round_robin", "weighted", "least_requests
 
 
 class Scheduling(Node):
-    """How samples are spread over the sources of their judge."""
+    """How samples are distributed over the sources of their judge."""
 
     strategy: Strategy = "earliest_finish"
     """How a source is chosen among those that can send now. `earliest_finish` (default): by learned latency, quota and
     health, so that the batch ends soonest. `round_robin`: in turn. `weighted`: in turn, by the sources' `weight`.
-    `least_requests`, `least_tokens`: the one with the least in flight for its `weight`."""
+    `least_requests`, `least_tokens`: the source with the least in flight relative to its `weight`."""
 
     prefer: Literal["speed", "cost"] = "speed"
-    """`speed` (default): use every source. `cost`: use only the cheapest sources (by `price`) that together end
-    everything that waits within half of the time that is left to its deadline, and hedge only what is overdue."""
+    """`speed` (default): use every source. `cost`: use only the cheapest sources (by `price`) that together finish all
+    waiting samples within half of the time left to their deadline, and hedge only overdue attempts."""
 
     hedge: bool = True
-    """Start a second attempt at another source where the first takes much longer than it should; the first verdict
-    counts and the other attempt is cancelled. `off`: never. Default: on."""
+    """Start a second attempt at another source if the first takes much longer than expected. The first verdict counts,
+    and the other attempt is cancelled. `off`: never. Default: on."""
 
     hedge_budget: Annotated[FiniteFloat, Field(gt=0, le=1), BeforeValidator(no_bool)] = 0.25
-    """Hedges of a batch, as a share of its samples, at most (a small batch may have 4); of a sum every part counts as
-    one. Default: 0.25."""
+    """Most hedges of a batch, as a share of its samples (a small batch may have 4). In a sum, every part counts as one.
+    Default: 0.25."""
 
 
 def _off(value: Any) -> Any:
-    # YAML takes the bare word for a boolean.
+    # YAML reads the bare word `off` as false.
     return "off" if value is False else value
 
 
 class EngineConfig(Node):
-    """How samples are scored, whatever the judge."""
+    """How samples are scored, for all judges."""
 
     deadline_s: PositiveFloat = 300.0
-    """Seconds from handing a sample in to its outcome, always kept. Default: 300."""
+    """Most seconds from the submission of a sample to its outcome. The engine always keeps this limit. Default: 300."""
 
     max_attempts: PositiveInt = 6
-    """Attempts a sample gets; being throttled does not count. Default: 6."""
+    """Most attempts of a sample; throttled attempts do not count. Default: 6."""
 
     seed: Integer | None = None
     """Seed of backoff and of the fences around untrusted text. Default: drawn by the operating system."""
 
     shared: Annotated[Literal["auto", "ray", "local", "off"], BeforeValidator(_off)] = "auto"
-    """How processes that use the same sources keep to one limit. `ray`: a keeper, an actor of the Ray job, gives every
-    process the share of each limit that it can use. `local`: each process keeps to an equal, fixed share of every limit
-    (the adapters know how many there are). `off`: each process takes the limits for its own. `auto` (default): `ray`
-    where Ray is initialised in the process, or else `local`."""
+    """How several processes share the limits of the same sources. `ray`: an actor of the Ray job, the keeper, gives
+    each process the share of each limit that it can use. `local`: each process uses an equal, fixed share of every
+    limit (the adapters know the number of processes). `off`: each process uses the whole limits. `auto` (default):
+    `ray` if Ray is initialised in the process, otherwise `local`."""
 
     scheduling: Scheduling = Scheduling()
 
     journal: JournalConfig | None = None
-    """Where verdicts are recorded. Default: nowhere."""
+    """Where verdicts are recorded. Default: no journal."""
 
 
 class Constant(Node):
-    """Train failed samples on a fixed number. Read the README before you choose it."""
+    """Train failed samples with a fixed reward. Read the README before you choose it."""
 
     constant: Number
     """The reward of a failed sample."""
 
 
 FailurePolicy: TypeAlias = Literal["auto", "neutral", "exclude", "raise"] | Constant
-"""What becomes of a sample without a reward."""
+"""What an adapter does with a sample that has no reward."""
 
 
 class Groups(Node):
@@ -156,7 +155,7 @@ def _by_kind(kinds: Kinds[Any]) -> Callable[[Any], Any]:
         except ValidationError:
             raise
         except Exception as error:
-            # A validator of another package may raise anything, and say anything of the value.
+            # A validator of another package may raise any error, and its message may quote a secret.
             said = f"its kind cannot read it: a validator raised {type(error).__name__}"
         raise PydanticCustomError("unreadable", "{said}", {"said": said})
 
@@ -164,7 +163,7 @@ def _by_kind(kinds: Kinds[Any]) -> Callable[[Any], Any]:
 
 
 NO_KIND = "no_kind"
-"""The type of pydantic's error for a node whose kind cannot be used. Reading the keys has reported that."""
+"""The type of pydantic's error for a node whose kind cannot be loaded. The check of the keys has reported that."""
 
 
 class Config(Node):
@@ -183,8 +182,8 @@ class Config(Node):
     """The judges, by name."""
 
     routes: dict[str, str] = Field(default_factory=dict)
-    """Which judge scores which data source: glob pattern to name of the judge, the first match wins. Default: the one
-    judge for everything; judges that are only parts of others do not count."""
+    """Which judge scores which data source: a mapping from glob pattern to name of a judge; the first match wins.
+    Default: the one judge scores everything; judges that are only parts of others do not count."""
 
     engine: EngineConfig = EngineConfig()
 
@@ -194,10 +193,10 @@ class Config(Node):
     every event. Default: nobody."""
 
     on_failure: FailurePolicy = "auto"
-    """What an adapter does with a sample that has no reward. `auto` (default): what the framework does best; with verl
-    `neutral` where the advantage estimator compares the samples of a group, `exclude` elsewhere. `neutral`: give it the
+    """What an adapter does with a sample that has no reward. `auto` (default): the best way for the framework; in verl
+    `neutral` if the advantage estimator compares the samples of a group, otherwise `exclude`. `neutral`: give it the
     mean of its group's scored samples, so that its advantage is zero. `exclude`: leave it out of training in the
-    framework's own way; with slime and ROLL these three are one. `raise`: stop the run. `{constant: x}`: train it on
-    x."""
+    framework's own way. In slime and ROLL, `auto`, `neutral` and `exclude` do the same. `raise`: stop the run.
+    `{constant: x}`: train it with the reward x."""
 
     groups: Groups = Groups()

@@ -1,4 +1,4 @@
-"""What every part of the configuration tree is made of: the node, and numbers that are no truth values."""
+"""Defines the base class of all nodes of the configuration, and number types that reject booleans."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def no_bool(value: Any) -> Any:
 
 def _held_by_trainers(number: float) -> float:
     if not fits_float32(number):
-        raise ValueError("it is infinite in float32, which trainers hold")
+        raise ValueError("it is infinite in float32, the type that trainers use")
     return number
 
 
@@ -43,24 +43,24 @@ PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(no_bool)]
 class Node(BaseModel):
     """A node of the configuration tree."""
 
-    # A validation error of pydantic quotes its input, which may be a key.
+    # By default, a validation error of pydantic quotes its input, which may be a secret.
     model_config = ConfigDict(
         extra="forbid", frozen=True, use_attribute_docstrings=True, strict=False, hide_input_in_errors=True
     )
 
 
 def one_or_several(value: Any) -> Any:
-    """A text alone stands for a list of one."""
+    """Convert a single text to a tuple of one."""
     return (value,) if isinstance(value, str) else value
 
 
 def takes(words: str) -> Any:
-    """Says in words what a value is that has a pattern, for messages: "the name of an environment variable"."""
+    """Describe a value that must match a pattern, for messages: "the name of an environment variable"."""
     return Field(json_schema_extra={"takes": words})
 
 
 class _Name(str):
-    """The name of another part of the configuration. In the JSON Schema it is marked by its type."""
+    """The name of another part of the configuration. The JSON Schema has its type under `names`."""
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
@@ -72,8 +72,8 @@ class _Name(str):
 
 
 class JudgeName(_Name):
-    """The name of another judge of the configuration. Wherever the model of a judge has one, as a value or as the key
-    of a mapping, it is checked, and that judge is a part of the one that names it.
+    """The name of another judge of the configuration, as a value or as the key of a mapping in the model of a judge.
+    The name is checked, and the named judge becomes a part of the judge that names it.
     """
 
 
@@ -84,7 +84,7 @@ class SourceName(_Name):
 
 
 def judges_named(value: Any) -> Iterator[str]:
-    """The names of judges in a model, in the order of its keys."""
+    """Yield the names of judges in a model, in the order of its keys."""
     if isinstance(value, BaseModel):
         value = {name: getattr(value, name) for name in type(value).model_fields}
     if isinstance(value, Mapping):

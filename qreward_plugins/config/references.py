@@ -1,7 +1,6 @@
-"""Checks what one part of the tree says of another: judges name sources, sums and routes name judges.
+"""Checks the names by which parts of the tree refer to each other: sources of judges, judges of sums and routes.
 
-It works on the unchecked tree and leaves alone whatever has the wrong type, so that one bad number does not hide a
-misspelt name.
+It works on the unchecked tree and skips values of the wrong type, so that a bad number does not hide a misspelt name.
 """
 
 from __future__ import annotations
@@ -19,8 +18,10 @@ from .routes import answers, asked_by, is_glob, matching
 
 
 def check_references(tree: dict[str, Any], names: Sequence[Named], *, unsure: Iterable[Path] = ()) -> list[Finding]:
-    """What is wrong between the parts of `tree`; paths are those of `tree`. `names` are all names of other parts in it,
-    and `unsure` are the places of mistakes found before: what stands there may have been meant as a name.
+    """Return the wrong references in `tree`, with paths in `tree`.
+
+    `names` are all names of judges and sources in it. `unsure` are the paths of earlier mistakes: a value there may
+    have been meant as a name.
     """
     sources, judges, routes = tree.get("sources"), tree.get("judges"), tree.get("routes", {})
     findings: list[Finding] = []
@@ -75,8 +76,8 @@ def _parts(names: Sequence[Named], judges: dict[str, Any]) -> list[Finding]:
         elif endless.issuperset((whole, one.name)):
             problem = "a judge cannot be a part of itself"
             if one.name != whole:
-                problem = f"`{cut(whole)}` and `{cut(one.name)}` are parts of each other, so that neither has an end"
-            findings.append(Finding(one.path, problem, "Name judges that do not lead back to it."))
+                problem = f"`{cut(whole)}` and `{cut(one.name)}` are parts of each other, which is a cycle"
+            findings.append(Finding(one.path, problem, "Name a judge that does not contain it."))
     return findings
 
 
@@ -137,7 +138,7 @@ class _Asking:
         return findings
 
     def _answer(self, asked: str) -> tuple[dict[str, bool | None], list[str]]:
-        """Whether each source answers what is asked (None: that is not known), and the names of those that do."""
+        """Return whether each source can answer (None if unknown), and the names of those that can."""
         if asked not in self._answers:
             by_kind = {kind: answers(kind, asked) if asked and kind else None for kind in set(self._kinds.values())}
             answer = {source: by_kind[kind] for source, kind in self._kinds.items()}
@@ -161,10 +162,8 @@ def _no_routes(judges: dict[str, Any], parts: set[str]) -> list[Finding]:
     whole = [name for name in judges if name not in parts]
     if len(whole) <= 1:
         return []
-    beside = " that are no part of another" if parts else ""
-    problem = (
-        f"there are {len(whole)} judges{beside} ({_listed(whole)}), and nothing says which data source goes to which"
-    )
+    beside = " that are not part of another" if parts else ""
+    problem = f"there are {len(whole)} judges{beside} ({_listed(whole)}), and no route chooses between them"
     return [Finding(("routes",), problem, f'Add routes, e.g. `"*": {cut(whole[0])}`; the first match wins.')]
 
 

@@ -1,7 +1,7 @@
-"""Who judges a data source, and who answers a judge: the look-ups that join the parts of a configuration.
+"""Looks up the judge of a data source, and the sources of a judge.
 
-They stand apart from the models because their defaults depend on the rest of the tree: who has no route, which sources
-are not named, which judges are but parts of others.
+These functions are apart from the models because their defaults depend on the whole tree: judges without routes,
+sources that no judge names, judges that are only parts of others.
 """
 
 from __future__ import annotations
@@ -15,13 +15,14 @@ from .models import Config
 from .nodes import judges_named
 
 BY_MODEL: Final = "model:"
-"""What a pattern begins with that is matched against models instead of names."""
+"""The prefix of a pattern that is matched against models instead of names."""
 
 
 def judge_for(config: Config, data_source: str) -> str | None:
-    """Name of the judge for a data source: the first route whose glob matches, with case. None: no route does.
+    """Return the name of the judge for a data source: the first route whose glob matches, case-sensitive; None if no
+    route matches.
 
-    Without routes, the only judge judges everything; judges that are parts of others do not count.
+    Without routes, the only judge scores everything; judges that are parts of others do not count.
     """
     if not config.routes:
         names = judges_in_charge(config)
@@ -30,14 +31,14 @@ def judge_for(config: Config, data_source: str) -> str | None:
 
 
 def judges_in_charge(config: Config) -> tuple[str, ...]:
-    """Names of the judges that samples may go to: all but those that are only parts of others."""
+    """Return the names of the judges that samples may go to: all except those that are only parts of others."""
     parts = {name for judge in config.judges.values() for name in judges_named(judge)}
     return tuple(name for name in config.judges if name not in parts or name in config.routes.values())
 
 
 def parts_of(config: Config, judge_name: str) -> tuple[str, ...]:
-    """Names of the judges that ask sources when a sample goes to a judge: itself if its kind asks, and those of its
-    parts, as often as they are parts of it.
+    """Return the names of the judges that ask sources for a sample of this judge: itself if its kind asks, and its
+    parts, each as often as it is a part.
 
     Raises KeyError for a judge that does not exist.
     """
@@ -47,7 +48,7 @@ def parts_of(config: Config, judge_name: str) -> tuple[str, ...]:
 
 
 def sources_of(config: Config, judge_name: str) -> tuple[str, ...]:
-    """Names of the sources that may answer a judge or one of its parts.
+    """Return the names of the sources that may answer a judge or one of its parts.
 
     Raises KeyError for a judge that does not exist.
     """
@@ -56,8 +57,8 @@ def sources_of(config: Config, judge_name: str) -> tuple[str, ...]:
 
 
 def own_sources(config: Config, judge_name: str) -> tuple[str, ...]:
-    """Names of the sources that may answer a judge itself: those it names, or else all that can, in the order of the
-    file. Raises KeyError for a judge that does not exist.
+    """Return the names of the sources that may answer a judge itself: those that it names, or otherwise all that can,
+    in the order of the file. Raises KeyError for a judge that does not exist.
     """
     judge = config.judges[judge_name]
     asked = asked_by(judge.kind)
@@ -73,7 +74,7 @@ def own_sources(config: Config, judge_name: str) -> tuple[str, ...]:
 
 
 def asked_by(judge_kind: str | None) -> str:
-    """What a kind of judge asks sources for; "" if it asks none, or there is no such kind."""
+    """Return what a kind of judge asks sources for; "" if it asks no sources or the kind is unknown."""
     try:
         return str(rooms["judges"].load(judge_kind or "").asks)
     except KindError:
@@ -81,7 +82,7 @@ def asked_by(judge_kind: str | None) -> str:
 
 
 def answers(source_kind: str, asked: str) -> bool | None:
-    """Whether a kind of source answers what is `asked` for (`text`, `value`). None: there is no such kind."""
+    """Whether a kind of source answers what is `asked` for (`text`, `value`); None if the kind is unknown."""
     try:
         return asked in rooms["sources"].load(source_kind).answers
     except KindError:
@@ -89,8 +90,8 @@ def answers(source_kind: str, asked: str) -> bool | None:
 
 
 def matching(pattern: str, sources: Mapping[str, str | None]) -> list[str]:
-    """The names in `sources` (name to model; None: it has none) that `pattern` means: a name, a glob over names, or
-    `model:` and a glob over models, with case.
+    """Return the names in `sources` (name to model, or None) that `pattern` selects: a name, a glob over names, or
+    `model:` and a glob over models; case-sensitive.
     """
     if pattern in sources:
         return [pattern]
@@ -101,5 +102,5 @@ def matching(pattern: str, sources: Mapping[str, str | None]) -> list[str]:
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether `pattern` may mean several sources."""
+    """Whether `pattern` may select several sources."""
     return pattern.startswith(BY_MODEL) or any(sign in pattern for sign in "*?[")

@@ -1,6 +1,6 @@
-"""What the models allow at each place, in words.
+"""Describes the values that the models allow at each place, for messages.
 
-It is read from their JSON Schema, so that the messages cannot say anything else than the models do.
+It reads the JSON Schema of the models, so that the messages always agree with them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..registry import rooms
 from .models import Config
 
 Shape: TypeAlias = Mapping[str, Any]
-"""A node of the JSON Schema, references replaced by what they refer to."""
+"""A node of the JSON Schema, with references resolved."""
 
 
 @cache
@@ -24,7 +24,7 @@ def of(model: type[BaseModel]) -> Shape:
     try:
         schema = model.model_json_schema()
     except Exception:
-        # A model of another package may have types without a JSON Schema. Its keys are known all the same.
+        # A model of another package may have types without a JSON Schema. Its keys are known nevertheless.
         fields = {field.alias or name: field for name, field in model.model_fields.items()}
         required = [name for name, field in fields.items() if field.is_required()]
         return {
@@ -66,14 +66,14 @@ def top() -> Shape:
 
 
 def choices(shape: Shape) -> list[Shape]:
-    """The shapes that a value may have here, null left out."""
+    """Return the shapes that a value may have, without null."""
     if "anyOf" in shape or "oneOf" in shape:
         return [choice for part in shape.get("anyOf") or shape["oneOf"] for choice in choices(part)]
     return [] if shape.get("type") == "null" else [shape]
 
 
 def names(shape: Shape) -> str:
-    """What a value of this shape, or each item of a list of it, is the name of: `JudgeName`, `SourceName` or ""."""
+    """Return the type of name that a value of this shape, or an item of its list, is: `JudgeName`, `SourceName`, ""."""
     return str(shape.get("names") or shape.get("items", {}).get("names", ""))
 
 
@@ -107,7 +107,7 @@ def is_secret(shapes: list[Shape]) -> bool:
 
 
 def wanted(shapes: list[Shape]) -> str:
-    """What a value of one of these shapes is: "a positive number", "true or false"; "" if that cannot be told."""
+    """Describe a value of these shapes: "a positive number", "true or false"; "" if there is no description."""
     words = [_words(shape) for shape in shapes]
     if "a mapping" in words:
         words = [word for word in words if not word.startswith("a mapping with")]

@@ -1,7 +1,7 @@
-"""What the nodes below `sources` have in common: every key, its unit and its default, documented beside it.
+"""Defines the configuration keys that all sources share, each with its unit and its default.
 
-A kind of source adds its own keys where it is defined (`qreward_plugins.sources`), in a model that inherits
-`SourceConfig`, or `EndpointConfig` if it is asked over HTTP.
+A kind of source (in `qreward_plugins.sources`) adds its own keys in a model that inherits `SourceConfig`, or
+`EndpointConfig` if it is asked over HTTP.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ def _plain_url(url: str) -> str:
     scheme, separator, rest = url.partition("://")
     authority = rest.split("/", 1)[0]
     if scheme not in ("http", "https") or not separator or not authority.strip():
-        raise ValueError("a URL starts with http:// or https:// and names a host")
+        raise ValueError("a URL must start with http:// or https:// and have a host")
     if "@" in authority or "?" in rest or "#" in rest:
-        # It stands in messages, metrics and the journal; keys of services come in queries.
+        # URLs are shown in messages, metrics and the journal, and the query of a service often holds its key.
         raise ValueError(
-            "a URL holds no credentials, query or fragment; a key goes into api_key or headers, and what a query would "
-            "say into parameters"
+            "a URL must not have credentials, a query or a fragment; put a key into api_key or headers, and the query "
+            "into parameters"
         )
     return url
 
@@ -38,14 +38,14 @@ def _secrets_marked(value: dict[str, Any]) -> dict[str, Any]:
 
 
 FreeMapping = Annotated[dict[str, Any], AfterValidator(_secrets_marked)]
-"""A mapping with any keys, for a function or a server. A value under the name of a secret (`api_key`, `token`) is never
-shown, and neither is one from the environment where the mapping is called `kwargs` or `parameters`."""
+"""A mapping with any keys, for a function or a server. Values under keys such as `api_key` or `token` are never shown.
+In a mapping called `kwargs` or `parameters`, values from the environment are not shown, either."""
 
 
 def _plain_name(name: str) -> str:
     if "://" in name and "@" in name:
         # The name is shown in metrics, messages and the journal.
-        raise ValueError("a model's name holds no credentials; a key goes into api_key or headers")
+        raise ValueError("the name of a model must not have credentials; put a key into api_key or headers")
     return name
 
 
@@ -58,38 +58,38 @@ BaseURLs = Annotated[
     Field(min_length=1),
     BeforeValidator(one_or_several),
 ]
-"""The same, for URLs that a path is added to."""
+"""The same for URLs to which a path is appended; slashes at the end are removed."""
 
 
 VariableName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$"), takes("the name of an environment variable")]
 
 
 class Limits(Node):
-    """What a source allows. A limit that is declared here is never exceeded; while the headers of several replies
-    announce a lower one, that one counts. A limit that is left out is learned from 429s and from those headers."""
+    """The limits of a source. A limit that is declared here is never exceeded. If the headers of several replies state
+    a lower limit, that one holds. A limit that is not declared is learned from 429s and from these headers."""
 
     requests_per_minute: PositiveFloat | None = None
-    """Requests per minute. Default: none declared."""
+    """Requests per minute. Default: not declared."""
 
     tokens_per_minute: PositiveFloat | None = None
-    """Tokens per minute, prompt and completion together. Default: none declared. Each request reserves the longest
-    completion that its body allows, and for its prompt one token for each byte, or less once answers to similar texts
-    have stated their usage. A request that may take more than a whole window goes alone, when nothing else waits."""
+    """Tokens per minute, prompt and completion together. Default: not declared. Each request reserves the longest
+    completion that its body allows, and one token per byte of its prompt; fewer after replies to similar texts have
+    stated their usage. A request that may take more than a whole window is sent alone, when nothing else waits."""
 
     concurrency: PositiveInt | None = None
-    """Requests in flight at once. Default: none declared; it begins with 32, grows as long as it is used, and shrinks
-    when the server throttles."""
+    """Requests in flight at once. Default: not declared; the engine starts with 32, raises the number while it is used
+    up, and lowers it when the server throttles."""
 
     window: Literal["auto", "sliding", "bucket"] = "auto"
-    """How the server counts. `sliding`: at most the limit in any window, so the window is spent at once. `bucket`: the
-    limit refills steadily, so requests are paced. `auto` (default): sliding, until the server throttles a source that
-    kept to its limits; then bucket."""
+    """How the server counts. `sliding`: at most the limit in any window, so a window may be spent at once. `bucket`:
+    the limit refills steadily, so requests are paced. `auto` (default): sliding, until the server throttles a source
+    that kept its limits; then bucket."""
 
     window_s: PositiveFloat = 60.0
-    """Length in seconds of the window that the server counts over; the rates above are scaled to it. Default: 60."""
+    """Length of the server's window in seconds; the rates above are scaled to it. Default: 60."""
 
     burst: PositiveInt = 1
-    """Requests that a `bucket` lets through at once. Default: 1."""
+    """Requests that a `bucket` admits at once. Default: 1."""
 
 
 class Timeouts(Node):
@@ -103,7 +103,7 @@ class Timeouts(Node):
 
 
 class Price(Node):
-    """What a source charges, in US dollars."""
+    """The prices of a source, in US dollars."""
 
     input_per_million: NonNegativeFloat = 0.0
     """Dollars for a million prompt tokens. Default: 0."""
@@ -116,7 +116,7 @@ class Price(Node):
 
 
 class SourceConfig(Node):
-    """What every source has."""
+    """The keys of every source."""
 
     kind: str
     """The kind of source: a name that `qreward kinds` lists, or `package.module:Class`."""
@@ -126,41 +126,40 @@ class SourceConfig(Node):
     price: Price = Price()
 
     version: Annotated[str, Field(min_length=1, max_length=200)] | None = None
-    """Identifies for the journal what answers here; recorded answers of another version are not used. For a function:
-    without a version its answers are recorded but never used again, because the journal cannot see what the function
-    imports; change it whenever the function scores differently. For a model or service: it replaces the URLs, for
-    servers whose address changes from run to run. Default: none."""
+    """Identifies the version of the source for the journal; recorded answers of another version are not used. For a
+    function: without a version, its answers are recorded but never used again, because the modules that it imports may
+    change unseen; change the version whenever the function scores differently. For a model or service: it replaces the
+    URLs in the journal's key, for servers whose address changes from run to run. Default: none."""
 
     weight: PositiveFloat = 1.0
-    """Share of the requests relative to other sources; only the strategies other than `earliest_finish` heed it.
-    Default: 1."""
+    """Share of the requests relative to other sources. The strategy `earliest_finish` ignores it. Default: 1."""
 
 
 class EndpointConfig(SourceConfig):
-    """What every source has that is asked over HTTP."""
+    """The keys of every source that is asked over HTTP."""
 
     URL_KEY: ClassVar[str] = "url"
-    """The key that holds the URLs. A kind defines it: `url: URLs`."""
+    """The name of the key that holds the URLs. A kind defines that key: `url: URLs`."""
 
     api_key: Annotated[SecretStr, Field(min_length=1)] | None = None
-    """The key, best written as `${oc.env:NAME}`. Inline in a trainer's own configuration use `api_key_env`: trainers
-    print and upload their configuration with everything resolved."""
+    """The API key, best written as `${oc.env:NAME}`. In a trainer's own configuration use `api_key_env`: trainers print
+    and upload their configuration with all values resolved."""
 
     api_key_env: VariableName | None = None
-    """Name of the environment variable that holds the key; read when the source is opened."""
+    """Name of the environment variable that holds the API key. It is read when the source is opened."""
 
     headers: dict[str, SecretStr] = Field(default_factory=dict)
     """Further headers of every request; their values are treated as secrets."""
 
     parameters: FreeMapping = Field(default_factory=dict)
-    """Further keys of every request's body (e.g. `chat_template_kwargs`); they win over what is there otherwise. Values
-    under the name of a secret, and those from the environment, are treated as secrets."""
+    """Further keys of every request's body (e.g. `chat_template_kwargs`); they override other keys. Values that come
+    from the environment, and values under a key such as `api_key` or `token`, are treated as secrets."""
 
     verify_tls: bool = True
-    """Verify the server's certificate. Turn it off for this one source only if you must."""
+    """Verify the server's certificate. `false` turns this off for this source only. Default: true."""
 
     max_reply_bytes: PositiveInt = 1_048_576
-    """Largest body of a reply in bytes, after decompression; a longer one fails the attempt. Default: 1 MiB."""
+    """Largest body of a reply in bytes, after decompression; a larger one fails the attempt. Default: 1 MiB."""
 
     @property
     def urls(self) -> tuple[str, ...]:
@@ -172,5 +171,5 @@ class EndpointConfig(SourceConfig):
     @classmethod
     def _one_key(cls, value: str | None, info: ValidationInfo) -> str | None:
         if value is not None and info.data.get("api_key") is not None:
-            raise ValueError("give api_key or api_key_env, not both")
+            raise ValueError("set api_key or api_key_env, not both")
         return value

@@ -1,8 +1,8 @@
-"""Turns whatever was handed in (plain values, a DictConfig, a node of a trainer's tree) into plain, resolved values.
+"""Converts the input (plain values, a DictConfig, a node of a trainer's tree) to plain, resolved values.
 
-OmegaConf stops at the first interpolation that it cannot resolve. Here every value is asked for on its own, so that one
-unset environment variable hides neither the next one nor the mistakes in the rest of the tree. Only reading access is
-used, so the caller's object, its flags and its parents stay as they are.
+OmegaConf stops at the first interpolation that it cannot resolve. This module resolves every value on its own, so that
+an unset environment variable does not hide other mistakes. It only reads, so the caller's object, its flags and its
+parents do not change.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}")
 _ENV_NAMED = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)")
 _FROM_A_SECRET = re.compile(r"oc\.env|api_key|headers")
 _HANDED_ON = {"kwargs", "parameters"}
-"""Keys below which any value may stand, credentials included."""
+"""Keys whose values may be anything, credentials included."""
 _ENV_NOT_FOUND = re.compile(r"Environment variable '([A-Za-z_][A-Za-z0-9_]*)' not found")
 
 
 class Broken:
-    """Stands in the tree for a value that could not be had; its own finding says why."""
+    """A placeholder in the tree for a value that cannot be resolved. A finding gives the reason."""
 
 
 class _Held:
-    """Carries an object through OmegaConf, which would take it apart or refuse it."""
+    """Wraps an object for OmegaConf, which would otherwise convert or reject it."""
 
     def __init__(self, value: object) -> None:
         self.value = value
@@ -50,15 +50,15 @@ class _Held:
 
 @dataclass
 class Tree:
-    """Plain values, with what was found on the way to them."""
+    """Plain values, with the mistakes found while resolving them."""
 
     value: Any
     findings: list[Finding] = field(default_factory=list)
     expressions: dict[Path, str] = field(default_factory=dict)
-    """The interpolations that values came from, by path: a message shows those and not what they gave."""
+    """The interpolations of values, by path. Messages show the interpolation instead of the value."""
 
     def expression_at(self, path: Path) -> str | None:
-        """The interpolation that the value at `path`, or a part of the tree that it stands in, came from."""
+        """Return the interpolation that gave the value at `path`, or a node above it; None if there is none."""
         return next((self.expressions[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.expressions), None)
 
 
@@ -79,7 +79,7 @@ def read_tree(source: Any) -> Tree:
         source = OmegaConf.create(plain, flags={"allow_objects": True})
     resolver = _Resolver(tree)
     if grows := too_large(source):
-        return Tree(Broken(), [Finding((), grows, "Use fewer interpolations, and not inside each other.")])
+        return Tree(Broken(), [Finding((), grows, "Use fewer interpolations, and do not nest them.")])
     if not isinstance(OmegaConf.to_container(source, resolve=False), dict):
         return tree
     if list(source) == ["qreward"]:
@@ -99,7 +99,7 @@ class _TooManyValues(Exception):
 
 
 class _Plainer:
-    """Copies plain values into types that OmegaConf can hold. A shared part is copied at each place."""
+    """Copies plain values into types that OmegaConf accepts. A part that occurs at several places is copied at each."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -110,7 +110,7 @@ class _Plainer:
         if self._left < 0:
             raise _TooManyValues
         if isinstance(value, (DictConfig, ListConfig)):
-            # It keeps its own parent to resolve by, and must not be resolved a second time.
+            # It is resolved with its own parent, and escaped so that it is not resolved a second time.
             return _escaped(_Resolver(self._tree).resolved(value, path, ()))
         if id(value) in above or len(above) > _MAX_DEPTH:
             self._tree.findings.append(Finding(path, "contains itself, or is nested too deeply"))
@@ -143,14 +143,14 @@ class _Plainer:
             OmegaConf.create([value])
         except GrammarParseError:
             problem = "`${` starts an interpolation that cannot be read"
-            remedy = "Write `${oc.env:NAME}` or `${key.of.this.file}`, or `\\${` for the two characters themselves."
+            remedy = "Write `${oc.env:NAME}` or `${key.of.this.file}`, or `\\${` for a literal `${`."
             self._tree.findings.append(Finding(path, problem, remedy, f": {cut(value)!r}"))
             return _Held(Broken())
         return value
 
 
 class _Resolver:
-    """Reads values out of OmegaConf, one by one."""
+    """Reads values from OmegaConf one by one."""
 
     def __init__(self, tree: Tree) -> None:
         self._tree = tree
@@ -204,9 +204,9 @@ class _Resolver:
             remedy = "Interpolations start at the top of the tree; `${.key}` is a neighbour."
             return self._broken(path, "refers to a key that does not exist", remedy, excerpt)
         if isinstance(error, UnsupportedInterpolationType):
-            return self._broken(path, "uses a resolver that nobody registered", "OmegaConf has `oc.env`.", excerpt)
+            return self._broken(path, "uses an unknown resolver", "Use `oc.env`, or register the resolver.", excerpt)
         if "Recursive interpolation" in str(error) or "to parent node" in str(error):
-            return self._broken(path, "refers to itself, or to a part of the tree that it stands in", "", excerpt)
+            return self._broken(path, "refers to itself, or to a node that contains it", "", excerpt)
         return self._broken(path, "cannot be resolved", "Check the interpolation.", excerpt)
 
 

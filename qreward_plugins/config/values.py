@@ -1,7 +1,6 @@
-"""Checks the values of a tree with the models, and says what is wrong with them in plain words.
+"""Checks the values of a tree with the models, and describes each mistake in plain words.
 
-pydantic finds the mistakes; none of its sentences and none of its errors get out, because they hold the input, and the
-input may hold keys.
+pydantic finds the mistakes. Its errors are not passed on, because they hold the input, which may contain secrets.
 """
 
 from __future__ import annotations
@@ -21,14 +20,13 @@ from .tree import Broken
 
 _RAISED = {"value_error", "assertion_error"}
 _KNOWN = frozenset(get_args(ErrorType)) - _RAISED
-"""The errors that pydantic finds by itself. What else there is, a validator has put into words."""
+"""The types of pydantic's own errors. Any other error has a message of one of our validators."""
 
 
 def check_values(tree: dict[str, Any], shapes: Mapping[Path, list[Shape]]) -> tuple[Config | None, list[Finding]]:
-    """The configuration, or None and what is wrong with `tree`. Paths are those of `tree`; `shapes` are allowed there.
+    """Return the configuration, or None and the findings. Paths are those of `tree`; `shapes` are the allowed shapes.
 
-    There may be nothing to say although there is no configuration: values that could not be had, and unknown kinds, are
-    left to those who found them.
+    With None, the findings may be empty: unresolved values and unknown kinds were reported by earlier checks.
     """
     try:
         return Config.model_validate(tree), []
@@ -49,7 +47,7 @@ def check_values(tree: dict[str, Any], shapes: Mapping[Path, list[Shape]]) -> tu
 
 
 def _of_best_members(details: Sequence[ErrorDetails], tree: Any) -> list[ErrorDetails]:
-    """The errors without those of members of a union that fit the value worse than another member does."""
+    """Keep, of each union, only the errors of the member that fits the value best."""
     plain: list[ErrorDetails] = []
     unions: dict[Path, dict[str | int, list[ErrorDetails]]] = {}
     for detail in details:
@@ -65,14 +63,14 @@ def _of_best_members(details: Sequence[ErrorDetails], tree: Any) -> list[ErrorDe
 
 
 def _misfit(member: tuple[str | int, Sequence[ErrorDetails]]) -> tuple[bool, int, int]:
-    """How badly a member of a union fits: it wants another type, or other keys, or only other values."""
+    """Return a sort key for how badly a union member fits: wrong type first, then wrong keys, then wrong values."""
     name, errors = member
     keys = sum(error["type"] in ("missing", "extra_forbidden") for error in errors)
     return any(error["loc"][-1] == name for error in errors), keys, len(errors)
 
 
 def _finding(kind: str, path: Path, value: Any, said: str, shapes: list[Shape], *, is_key: bool) -> Finding:
-    """One mistake at `path`. `said` is what a validator said, or else pydantic in its own words."""
+    """Return the finding for one mistake at `path`. `said` is the message of a validator or of pydantic."""
     secret, wanted = shape.is_secret(shapes), shape.wanted(shapes)
     if kind not in _KNOWN and not (isinstance(value, bool) and wanted):
         if secret and isinstance(value, str) and value in said:
@@ -81,17 +79,17 @@ def _finding(kind: str, path: Path, value: Any, said: str, shapes: list[Shape], 
     if is_key:
         return Finding(path, "the name must be lower-case letters, digits and underscores, and start with a letter")
     if kind == "missing":
-        return Finding(path, "the key is missing", f"It takes {wanted}." if wanted else "Give it.")
+        return Finding(path, "the key is missing", f"It takes {wanted}." if wanted else "Add it.")
     if kind == "extra_forbidden":
         return Finding(path, "unknown key", "Remove it.")
     if not wanted:
-        # A type of another package, which pydantic has words for. They hold nothing of the value.
+        # For a type of another package, pydantic's own message is used. It does not quote the value.
         return Finding(path, said, excerpt="" if secret else f", not {scalar_text(value)}")
     if kind == "finite_number":
         wanted = wanted.replace("a ", "a finite ", 1)
     remedy = ""
     if value is None:
-        remedy = "Give it a value, or remove the key."
+        remedy = "Set a value, or remove the key."
     elif isinstance(value, (bool, int, float)) and "text" in wanted:
         remedy = "Put it in quotes."
     elif isinstance(value, str) and wanted.startswith("one of"):
@@ -106,18 +104,18 @@ def _said(detail: ErrorDetails) -> str:
 
 
 def _url_excerpt(value: Any) -> str:
-    # What a URL may not hold is credentials.
+    # A URL with one of these characters may contain credentials.
     return f" (not {scalar_text(value)})" if isinstance(value, str) and not set("@?#") & set(value) else ""
 
 
 def _path(detail: ErrorDetails, tree: Any) -> Path:
-    """The path in `tree` that an error of pydantic is about."""
+    """Return the path in `tree` of an error of pydantic."""
     return list(_steps(detail, tree))[-1][1]
 
 
 def _steps(detail: ErrorDetails, tree: Any) -> Iterator[tuple[str | int, Path]]:
-    """The parts of pydantic's own path, each with the path in `tree` up to there. Names of union members and of
-    functions stand between the keys, and add nothing.
+    """Yield the parts of pydantic's path, each with the path in `tree` up to it. pydantic's path also has the names of
+    union members and functions, which add nothing to the path in `tree`.
     """
     path: Path = ()
     for number, key in enumerate(detail["loc"]):

@@ -1,7 +1,7 @@
-"""Reads a YAML file into plain values, and says what is wrong with it without quoting it.
+"""Reads a YAML file into plain values, and reports mistakes without quoting the file.
 
-PyYAML's own messages quote the line in question, and that line may hold a key; so only its place is taken over. The
-dialect is that of OmegaConf and Hydra: `1e3` is a number, dates stay text, a key that stands twice is a mistake.
+PyYAML's messages quote the wrong line, which may hold a secret; so a message here has only the line number and the
+column. The dialect is that of OmegaConf and Hydra: `1e3` is a number, dates stay text, a duplicate key is a mistake.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if (key.tag, key.value) in seen:
-                    raise yaml.constructor.ConstructorError(problem="a key stands twice", problem_mark=key.start_mark)
+                    raise yaml.constructor.ConstructorError(problem="duplicate key", problem_mark=key.start_mark)
                 seen.add((key.tag, key.value))
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return mapping
 
 
 def _integer(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> Any:
-    # YAML 1.1 reads 1:30 as 90, and so a megabyte of colons as a number, in time that grows with its square.
+    # YAML 1.1 reads 1:30 as 90. So it reads a megabyte of digits and colons as one number, in quadratic time.
     if len(node.value) > MOST_DIGITS:
         raise ValueError
     return loader.construct_yaml_int(node)
@@ -63,7 +63,7 @@ _Loader.add_implicit_resolver(
 def read_yaml(path: str, *, origin: str) -> Any:
     """Return the plain values of a YAML file: mappings, lists and scalars; None for an empty file.
 
-    Raises `ConfigurationError` when there is no such file, or it is not UTF-8 or not YAML.
+    Raises `ConfigurationError` if the file does not exist, or is not UTF-8 or not YAML.
     """
     problem, remedy, data = "", "", b""
     try:
@@ -72,7 +72,7 @@ def read_yaml(path: str, *, origin: str) -> Any:
     except FileNotFoundError:
         problem, remedy = "there is no such file.", f"Looked for {os.path.abspath(path)}."
     except IsADirectoryError:
-        problem, remedy = "this is a directory.", "Give the path of a YAML file."
+        problem, remedy = "this is a directory.", "Name a YAML file."
     except PermissionError:
         problem, remedy = "this process may not read the file.", "Check its permissions."
     except (OSError, ValueError) as error:
@@ -89,16 +89,16 @@ def read_yaml(path: str, *, origin: str) -> Any:
     except yaml.MarkedYAMLError as error:
         problem, remedy = _marked(error, data.decode("utf-8-sig").splitlines())
     except yaml.reader.ReaderError as error:
-        # The position counts from a byte order mark on, which is not part of the text here.
+        # PyYAML counts from the byte order mark on, which is not part of the text here.
         line = data.decode("utf-8-sig").count("\n", 0, int(error.position)) + 1
         problem = f"the file is not valid YAML: line {line} holds a character that YAML does not allow."
     except RecursionError:
         problem = "the file is nested too deeply."
     except _TooManyValues:
-        problem = f"its aliases (`*name`) stand for more than {MOST_VALUES:,} values."
-        remedy = "Use fewer of them, and not inside each other."
+        problem = f"its aliases (`*name`) expand to more than {MOST_VALUES:,} values."
+        remedy = "Use fewer aliases, and do not nest them."
     except Exception:
-        # Explicit tags (`!!int abc`) make PyYAML raise whatever int(), a look-up and so on raise.
+        # For an explicit tag (`!!int abc`), PyYAML raises any error of the conversion.
         problem = "the file is not valid YAML: a value does not fit its tag."
         remedy = "Leave out tags such as `!!int`, or put the text in quotes."
     raise ConfigurationError([Mistake("", problem, remedy)], origin=origin)
@@ -118,10 +118,10 @@ def _loaded(text: str) -> Any:
 
 
 def _values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
-    """How many values a node holds; those behind an alias count each time that it is used."""
+    """Count the values of a node. Values behind an alias count at each use."""
     if node in known:
         return known[node]
-    # For an alias inside the node that it names: a later check reports the place where it contains itself.
+    # This ends the recursion for an alias inside the node that it names. A later check reports that.
     known[node] = 1
     if isinstance(node, yaml.MappingNode):
         count = 1 + sum(_values(key, known) + _values(value, known) for key, value in node.value)
@@ -138,17 +138,17 @@ def _marked(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, str]:
     place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "place unknown"
     what, remedy = error.problem or "", ""
     if "undefined alias" in what:
-        what = "`*` starts an alias that nothing defines"
+        what = "`*` starts an undefined alias"
         remedy = "Put a text that starts with `*` in quotes."
     elif "for the tag" in what or "tag handle" in what:
-        what = "`!` starts a tag that is not known here"
+        what = "`!` starts an unknown tag"
         remedy = "Put a text that starts with `!` in quotes."
     elif "that cannot start any token" in what:
         remedy = "Put a text that starts with a special character in quotes; indent with spaces."
-    elif what == "a key stands twice":
-        remedy = "Join the two, or rename one of them."
+    elif what == "duplicate key":
+        remedy = "Merge the two, or rename one of them."
     elif mark and mark.line < len(lines) and "${" in lines[mark.line]:
         remedy = "Within { } or [ ], put `${...}` in quotes."
-    # What stands in quotes is taken from the file, unless it is the name of a token.
+    # Quoted parts of PyYAML's message come from the file, unless they are names of tokens.
     what = _QUOTED.sub(lambda quoted: quoted[0] if len(quoted[0]) <= 3 or quoted[0][1] == "<" else "something", what)
     return f"the file is not valid YAML: {what} ({place}).", remedy

@@ -138,15 +138,15 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.url", "x", "", "unknown key. Did you mean `base_url`? Allowed here: kind, base_url, model, "),
         ("sources.service.scorekey", "x", "", "unknown key. Did you mean `score_key`?"),
         ("sources.service.url", ..., "", "the key is missing. It takes a list of texts that is not empty."),
-        ("sources.service.url", "http://h/score?task=math", "", "no credentials, query or fragment; a key goes into api_key or"),
-        ("sources.service.url", ["http://h", "h/score"], "sources.service.url[1]", "a URL starts with http:// or https://"),
+        ("sources.service.url", "http://h/score?task=math", "", "must not have credentials, a query or a fragment; put a key into api_key or"),
+        ("sources.service.url", ["http://h", "h/score"], "sources.service.url[1]", "a URL must start with http:// or https://"),
         ("sources.service.body", {}, "", "must be a mapping with at least one entry"),
         ("sources.service.body", {"prompt": "prompt"}, "", "no key holds the response; add `response: response`, or one"),
         ("sources.service.body.text", "respons", "", "must be one of `prompt`, `messages`, `conversation`, `response`, "),
         ("sources.service.body.text", "respons", "", "Did you mean `response`?"),
         ("sources.service.body.text", 3, "", "must be one of `prompt`, `messages`"),
         ("sources.service.score_key", "data..score", "", "must be the way to the value in a reply, its keys joined by dots"),
-        ("sources.service.api_key", "x", "sources.service.api_key_env", "give api_key or api_key_env, not both"),
+        ("sources.service.api_key", "x", "sources.service.api_key_env", "set api_key or api_key_env, not both"),
         ("judges.quality.sources", "service", "", "`service` is a source of kind http, which cannot answer a judge of kind llm."),
         ("judges.exact.sources", "servce", "", "there is no source `servce`. Did you mean `service`?"),
         ("judges.exact.instructions", "x", "", "unknown key. Allowed here: "),
@@ -158,9 +158,9 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.kind", 3, "", "unknown kind 3. Allowed here: openai, http, function."),
         ("sources.fast.kind", ..., "", "the key is missing. Add `kind: openai`."),
         ("judges.none", {}, "judges.none.kind", "the key is missing. Add `kind: llm` or `kind: function` or `kind: sum`."),
-        ("sources.fast", None, "", "must be a mapping, not null. Give it a value, or remove the key."),
+        ("sources.fast", None, "", "must be a mapping, not null. Set a value, or remove the key."),
         ("sources.fast", "http://a", "", "must be a mapping, not 'http://a'."),
-        ("sources.fast.limits", None, "", "must be a mapping, not null. Give it a value, or remove the key."),
+        ("sources.fast.limits", None, "", "must be a mapping, not null. Set a value, or remove the key."),
         ("sources.fast.limits", [1, 2], "", "must be a mapping, not a list of 2."),
         ("sources.fast.limits.requests_per_minute", "abc", "", "must be a positive number, not 'abc'."),
         ("sources.fast.limits.requests_per_minute", True, "", "must be a positive number, not true."),
@@ -176,10 +176,10 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.model", 4, "", "must be text that is not empty, not 4. Put it in quotes."),
         ("sources.fast.model", "", "", "must be text that is not empty, not ''."),
         ("sources.fast.base_url", [], "", "must be a list of texts that is not empty, not a list of 0."),
-        ("sources.fast.base_url", ["http://a", "b"], "sources.fast.base_url[1]", "a URL starts with http:// or"),
+        ("sources.fast.base_url", ["http://a", "b"], "sources.fast.base_url[1]", "a URL must start with http:// or"),
         ("sources.fast.base_url", ["http://a", 3], "sources.fast.base_url[1]", "must be text, not 3."),
-        ("sources.fast.base_url", "http://u:pw@b/v1", "", "a URL holds no credentials, query or fragment; a key"),
-        ("sources.fast.api_key_env", "KEY", "", "give api_key or api_key_env, not both."),
+        ("sources.fast.base_url", "http://u:pw@b/v1", "", "a URL must not have credentials, a query or a fragment; put a key"),
+        ("sources.fast.api_key_env", "KEY", "", "set api_key or api_key_env, not both."),
         ("sources.fast.api_key", "", "", "must be text that is not empty."),
         ("sources.slow.api_key_env", "sk-1", "", "must be the name of an environment variable."),
         ("sources.local.function", "a.b.c", "", "must be `package.module:name` or `path/to/file.py:name`, not 'a.b.c'."),
@@ -206,7 +206,7 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.total.weights", {}, "", "must be a mapping with at least one entry"),
         ("judges.total.weights", ..., "", "the key is missing. It takes a mapping with at least one entry."),
         ("judges.total.weights", {"qualty": 1}, "judges.total.weights.qualty", "there is no judge `qualty`. Did you mean `quality`? Judges: `quality`, `exact`."),
-        ("judges.total.weights", {"total": 1}, "judges.total.weights.total", "a judge cannot be a part of itself. Name judges that do not lead back to it."),
+        ("judges.total.weights", {"total": 1}, "judges.total.weights.total", "a judge cannot be a part of itself. Name a judge that does not contain it."),
         ("judges.total.weight", {}, "", "unknown key. Did you mean `weights`? Allowed here: kind, weights, correct_at."),
         ("judges.total.sources", "fast", "", "unknown key. Allowed here: "),
         ("judges.total.correct_at", "high", "", "must be a number, not 'high'."),
@@ -218,11 +218,11 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.quality.sources", ["local"], "judges.quality.sources[0]", "`local` is a source of kind function, which"),
         ("engine.seed", "???", "", "has no value yet (`???`). Set it."),
         ("engine.seed", "${engine.sed}", "", "refers to a key that does not exist: '${engine.sed}'."),
-        ("engine.seed", "${engine.seed}", "", "refers to itself, or to a part of the tree that it stands in: '${engine.seed}'."),
+        ("engine.seed", "${engine.seed}", "", "refers to itself, or to a node that contains it: '${engine.seed}'."),
         ("engine.seed", "${oc.decode:'['}", "", "cannot be resolved: \"${oc.decode:'['}\"."),
-        ("engine.seed", "${foo:1}", "", "uses a resolver that nobody registered: '${foo:1}'."),
+        ("engine.seed", "${foo:1}", "", "uses an unknown resolver: '${foo:1}'."),
         ("engine.seed", "${engine", "", "`${` starts an interpolation that cannot be read: '${engine'."),
-        ("engine.seed", "${sources.fast.model}", "", "must be a whole number, not what ${sources.fast.model} gives."),
+        ("engine.seed", "${sources.fast.model}", "", "must be a whole number, not the value of ${sources.fast.model}."),
         ("engine", "${sources.fast.limits}", "engine.concurrency", "unknown key. Allowed here: deadline_s, max_attempts"),
     ],
 )  # fmt: skip
@@ -235,11 +235,11 @@ def test_judges_without_routes() -> None:
     two = changed("routes", {})
     two["judges"]["other"] = {"kind": "llm"}
     assert messages(two) == {
-        "routes": "there are 2 judges that are no part of another (`total`, `other`), and nothing says which data source goes to which. "
+        "routes": "there are 2 judges that are not part of another (`total`, `other`), and no route chooses between them. "
         'Add routes, e.g. `"*": total`; the first match wins.'
     }
     del two["judges"]["total"]
-    assert "there are 3 judges (`quality`, `exact`, `other`), and nothing says" in messages(two)["routes"]
+    assert "there are 3 judges (`quality`, `exact`, `other`), and no route chooses" in messages(two)["routes"]
 
 
 def test_a_misspelt_part_is_one_mistake() -> None:
@@ -563,4 +563,4 @@ def test_sums_that_add_each_other_are_a_mistake() -> None:
         "judges.two.weights.three",
         "judges.three.weights.one",
     ]
-    assert "`one` and `two` are parts of each other, so that neither has an end" in str(caught.value)
+    assert "`one` and `two` are parts of each other, which is a cycle" in str(caught.value)

@@ -94,12 +94,12 @@ class Keeper:
         self._numbers: dict[str, int] = {}
         self._reported_at: dict[str, float] = {}  # in order of the last report, oldest first
         self._sources_of: dict[str, tuple[str, ...]] = {}
-        self._parked: dict[str, tuple[int, float]] = {}
+        self._held_reports: dict[str, tuple[int, float]] = {}
         self._recalled: dict[str, dict[str, dict[Resource, Grant]]] = {}
         self._to_answer: dict[str, None] = {}
         self._superseded: list[Due] = []
         self._news = 0  # number of news items for all workers
-        self._told: dict[str, tuple[int, int]] = {}  # (report last answered, news items sent with it)
+        self._answered: dict[str, tuple[int, int]] = {}  # (report last answered, news items sent with it)
         self._expected: dict[str, float] = {}  # when the worker was answered, oldest first
 
     @property
@@ -117,33 +117,33 @@ class Keeper:
         self._numbers[worker] = number
         if len(self._numbers) > REMEMBERED:
             del self._numbers[next(iter(self._numbers))]
-        if worker in self._parked:
-            self._superseded.append(Due(worker, self._parked.pop(worker)[0], None))
+        if worker in self._held_reports:
+            self._superseded.append(Due(worker, self._held_reports.pop(worker)[0], None))
         self._reported_at.pop(worker, None)
         self._expected.pop(worker, None)
         self._reported_at[worker] = now
         self._sources_of[worker] = tuple(report.sources)
-        told, news = self._told.get(worker, (0, 0))
+        answered, news = self._answered.get(worker, (0, 0))
         # The worker sent this report before it got the last answer, so that answer had no effect.
-        behind = told > report.accepted or news < self._news
-        for key, said in report.sources.items():
-            self._take_in(worker, key, said, now)
+        behind = answered > report.accepted or news < self._news
+        for key, source_report in report.sources.items():
+            self._record(worker, key, source_report, now)
             if behind and self._sources[key].has_news(now):
                 self._to_answer[worker] = None
         if not behind:
-            self._told[worker] = told, self._news  # the newest items are its own
+            self._answered[worker] = answered, self._news  # the newest items are its own
         if report.leaves:
             del self._reported_at[worker]
             self._forget(worker, now, silent=False)
             self._superseded.append(Due(worker, number, None))
             return
-        self._parked[worker] = (number, now)
+        self._held_reports[worker] = (number, now)
 
     def due(self, now: float) -> list[Due]:
         """Return the answers that are due now."""
         self._expire(now)
         for key, shared in self._sources.items():
-            line = WaitingLine(shared.line, self._parked, self._expected)
+            line = WaitingLine(shared.line, self._held_reports, self._expected)
             for pool in shared.pools.values():
                 for worker in pool.raise_shares(now, line):
                     self._to_answer[worker] = None
@@ -151,17 +151,17 @@ class Keeper:
             if now - shared.recalled_at >= RECALL_EVERY_S * max(1.0, len(shared.workers) / RECALL_WORKERS):
                 shared.recalled_at = now
                 self._recall(key, shared, line, now)
-        for worker, (_, since) in self._parked.items():
+        for worker, (_, since) in self._held_reports.items():
             if now - since < HOLD_S:
                 break
             self._to_answer[worker] = None
         due, self._superseded = self._superseded, []
         for worker in self._to_answer:
-            if worker in self._parked:
-                number, _ = self._parked.pop(worker)
+            if worker in self._held_reports:
+                number, _ = self._held_reports.pop(worker)
                 self._expected.pop(worker, None)
                 self._expected[worker] = now
-                self._told[worker] = number, self._news
+                self._answered[worker] = number, self._news
                 due.append(Due(worker, number, self._answer(worker, number, now)))
         self._to_answer.clear()
         return due
@@ -169,8 +169,8 @@ class Keeper:
     def wake_at(self, now: float) -> float:
         """Return the latest time at which `due` must be called again."""
         times = [now + HOLD_S]
-        if self._parked:
-            times.append(next(iter(self._parked.values()))[1] + HOLD_S)
+        if self._held_reports:
+            times.append(next(iter(self._held_reports.values()))[1] + HOLD_S)
         for shared in self._sources.values():
             for pool in shared.pools.values():
                 if pool.contended(now):
@@ -179,40 +179,40 @@ class Keeper:
 
     # Reports
 
-    def _take_in(self, worker: str, key: str, said: SourceReport, now: float) -> None:
+    def _record(self, worker: str, key: str, source_report: SourceReport, now: float) -> None:
         shared = self._sources.get(key)
         if shared is None:
             shared = self._sources[key] = _Shared()
         new = worker not in shared.workers
         shared.workers[worker] = None
-        for resource, (limit, window_s) in said.limits.items():
+        for resource, (limit, window_s) in source_report.limits.items():
             pool = shared.pools.get(resource)
             if pool is None:
                 pool = shared.pools[resource] = Pool(limit, window_s)
                 if not self._first:
                     pool.hold(self._started_at + window_s + 2 * self._ttl_s + MARGIN_S)
-            pool.report(worker, said.parts[resource], now, limit=limit, window_s=window_s)
+            pool.report(worker, source_report.parts[resource], now, limit=limit, window_s=window_s)
             pool.raise_to_fair(worker, now)
-            if pool.share(worker) > said.parts[resource].share:
+            if pool.share(worker) > source_report.parts[resource].share:
                 self._to_answer[worker] = None
         shared.report(worker, now)
-        self._take_in_news(worker, shared, said.news, now)
+        self._record_news(worker, shared, source_report.news, now)
         if new:
             # The first answer comes at once: with it the worker's shares become valid.
             self._to_answer[worker] = None
 
-    def _take_in_news(self, worker: str, shared: _Shared, news: SourceNews, now: float) -> None:
-        told = False
+    def _record_news(self, worker: str, shared: _Shared, news: SourceNews, now: float) -> None:
+        changed = False
         pause_until, rest_until = now + min(news.pause_s, LONGEST_NEWS_S), now + min(news.rest_s, LONGEST_NEWS_S)
         if news.pause_s > 0 and pause_until > shared.pause_until + RECALL_EVERY_S:
-            shared.pause_until, told = pause_until, True
+            shared.pause_until, changed = pause_until, True
         if news.recovered:
-            told = told or shared.rest_until > now
+            changed = changed or shared.rest_until > now
             shared.rest_until, shared.recovered_at = -math.inf, now
         elif news.rest_s > 0 and rest_until > shared.rest_until + RECALL_EVERY_S:
-            shared.rest_until, told = rest_until, True
+            shared.rest_until, changed = rest_until, True
         shared.typical = news.typical or shared.typical
-        if told:
+        if changed:
             self._news += 1
             self._to_answer.update(dict.fromkeys(other for other in shared.workers if other != worker))
 
@@ -257,8 +257,8 @@ class Keeper:
             if now - reported_at <= self._ttl_s + MARGIN_S:
                 return
             del self._reported_at[worker]
-            if worker in self._parked:  # the keeper's process was stopped for that long
-                self._superseded.append(Due(worker, self._parked.pop(worker)[0], None))
+            if worker in self._held_reports:  # the keeper's process was stopped for that long
+                self._superseded.append(Due(worker, self._held_reports.pop(worker)[0], None))
             self._forget(worker, now, silent=True)
 
     def _forget(self, worker: str, now: float, *, silent: bool) -> None:
@@ -269,6 +269,6 @@ class Keeper:
             for pool in shared.pools.values():
                 pool.drop(worker, now, silent=silent)
         self._recalled.pop(worker, None)
-        self._told.pop(worker, None)
+        self._answered.pop(worker, None)
         self._to_answer.pop(worker, None)
         self._expected.pop(worker, None)

@@ -78,7 +78,7 @@ class Member:
         self._unanswered = self._number
         self._unaccepted += 1
         self._sent_at = now
-        said = {}
+        sources = {}
         for key, quota in self._quotas.items():
             demand = demands.get(key, NOTHING)
             self._wanted[key] = demand.requests > 0
@@ -87,8 +87,8 @@ class Member:
             self._waits[key] = frozenset(resource for resource, part in parts.items() if part.more > _left(part))
             if "concurrency" in parts:
                 self._counted[key] = max(quota.share["concurrency"], quota.in_flight)
-            said[key] = SourceReport(quota.limits(), parts, news.get(key, SourceNews()))
-        return Report(self.name, self._number, said, accepted=self._accepted)
+            sources[key] = SourceReport(quota.limits(), parts, news.get(key, SourceNews()))
+        return Report(self.name, self._number, sources, accepted=self._accepted)
 
     def last_report(self, now: float) -> Report:
         """Give up all shares and build the last report of this worker."""
@@ -106,16 +106,18 @@ class Member:
         self.boot = answer.boot
         self._known_at = self._sent_at
         self._keep_until(self._sent_at + self._ttl_s)
-        for key, said in answer.sources.items():
+        for key, source_answer in answer.sources.items():
             quota = self._quotas.get(key)
             if quota is not None:
                 limits = quota.limits()
-                self._grants[key] = dict(said.grants)
+                self._grants[key] = dict(source_answer.grants)
                 # The limit may have been lowered since the report.
                 share = {
-                    name: min(grant.share, limits[name][0]) for name, grant in said.grants.items() if name in limits
+                    name: min(grant.share, limits[name][0])
+                    for name, grant in source_answer.grants.items()
+                    if name in limits
                 }
-                quota.resize(share, workers=said.workers, now=now)
+                quota.resize(share, workers=source_answer.workers, now=now)
         return True
 
     def keeper_died(self, now: float, *, seen_at: float = -math.inf) -> None:

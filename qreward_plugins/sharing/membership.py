@@ -278,7 +278,7 @@ class Membership:
             for lane in self._lanes.values():
                 assert isinstance(lane.quota, SharedQuota)
                 if limits := lane.quota.limits():
-                    # Completion tokens are counted when the reply comes, which may be in another worker's share.
+                    # Completion tokens count when the reply comes, possibly a window later in another worker's share.
                     self._dispatcher.call_back(lane, sent=not {"concurrency", "tokens"}.isdisjoint(limits))
 
     async def _wait_until(self, moment: float) -> None:

@@ -4,7 +4,8 @@ Each worker gets what it wants, or an equal part if the limit is too small for a
 so that a worker can begin to send before it asks.
 
 If the limit is smaller than one unit per worker, the workers take turns of `TURN_S`; the longest waiting is next. The
-limits of a source have one common line of waiting workers, and no share is recalled for a worker further behind.
+limits of a source have one common line of waiting workers. A recall leaves each worker ahead in line one unit of its
+share.
 Otherwise one worker could hold the requests and another the tokens, and neither could send.
 
 Each change of a share costs a report, so a change below `MIN_CHANGE` of a share is not sent by itself. Still no part of

@@ -75,7 +75,7 @@ class ShareTable:
         if state.declared != (limit, window_s):
             state.declared = (limit, window_s)
             self._find_lowest()
-        state.take_in(part, now)
+        state.record(part, now)
         self._charge(worker, state, now)
 
     def drop(self, worker: str, now: float, *, silent: bool) -> None:

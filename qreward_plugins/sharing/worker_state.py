@@ -25,7 +25,7 @@ class WorkerState:
         self._entries: list[tuple[float, float]] = []  # (until, amount), the latest first
         self._spent = 0.0
 
-    def take_in(self, part: Part, now: float) -> None:
+    def record(self, part: Part, now: float) -> None:
         """Record the worker's report."""
         self.share, self.more, self.unit = part.share, part.more, max(part.unit, ROUNDING)
         self._entries = sorted([(now + left_s, amount) for left_s, amount in part.spent], reverse=True)

@@ -15,6 +15,7 @@ import asyncio
 import inspect
 import logging
 import math
+import traceback
 from collections.abc import Iterable
 from typing import Any, Protocol, TypeAlias
 
@@ -108,7 +109,10 @@ class _Watched:
             raise
         except BaseException as error:
             # A CancelledError or SystemExit would end the scheduler's step as well.
-            return f"raised {_described(error)}"
+            said = _described(error)
+            # Somebody may keep the error, and its frames hold the scheduler's jobs.
+            error.__traceback__ = None
+            return f"raised {said}"
         if returned is not None and inspect.iscoroutine(returned):
             returned.close()
             return "returned a coroutine: an observer is a plain function"
@@ -162,7 +166,10 @@ def _name(observer: Any) -> str:
 
 
 def _described(error: BaseException) -> str:
+    frames = traceback.extract_tb(error.__traceback__)
+    where = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
     try:
-        return one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARS)
+        said = one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARS)
     except Exception:
-        return type(error).__name__
+        said = type(error).__name__
+    return said + one_line(where, _MESSAGE_CHARS)

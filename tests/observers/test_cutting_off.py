@@ -10,6 +10,7 @@ import pytest
 
 from qreward_plugins import ConfigurationError, RewardEngine, SampleEnded
 from qreward_plugins.observers.base import BUDGET_S, SHARE
+from qreward_plugins.scheduling import Batch
 from qreward_plugins.simulation import run
 
 
@@ -54,8 +55,17 @@ def test_an_observer_that_raises_is_cut_off_with_one_warning(make_engine, make_s
     assert warning.levelname == "WARNING"
     assert warning.getMessage().startswith(f"observer Faulty raised {type(error).__name__}")
     assert warning.getMessage().isprintable()
+    assert f"({__file__}:" in warning.getMessage()
     assert len(recorder.of(SampleEnded)) == 20  # the other one goes on
     assert recorder.kinds[-1] == "EngineClosed"
+
+
+def test_an_error_that_somebody_keeps_holds_nothing_of_the_scheduler(make_engine, make_sample):
+    error = ValueError("kept")
+    outcomes_of(make_engine([Faulty("AttemptEnded", error=error)]), [make_sample()])
+    gc.collect()
+    assert [each for each in gc.get_objects() if type(each) is Batch] == []
+    assert str(error) == "kept"
 
 
 def test_an_observer_that_is_slow_once_is_cut_off(make_engine, make_sample, caplog):

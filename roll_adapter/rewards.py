@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from qreward_plugins import Outcome, Scored
-from qreward_plugins.telemetry import Facts, summary
+from qreward_plugins.telemetry import METRICS, Facts, summary
 
 FAILED = "qreward_failed"
 """The key of `meta_info` that holds the cause of every sample of the call, empty for the scored ones."""
@@ -25,8 +25,6 @@ DETAIL = "qreward_detail"
 
 GROUPS = "qreward_groups"
 """The key of `meta_info` that tells the rollout loop, which runs in another process, the domain's `groups`."""
-
-_CAUSES = ("infra", "verdict", "policy")
 
 
 def tensors(
@@ -74,19 +72,11 @@ class Metrics:
         share = 1.0 / len(facts) if streamed else 1.0
         answered = Counter(source for fact in facts if not fact["cause"] for source in self._sources_of(fact["source"]))
         numbers = {
-            "samples_sum": share * told["samples"],
-            "failed_sum": share * told["failed"],
-            "failed_rate": told["failed_rate"],
-            **{f"failed/{cause}_sum": share * told[f"failed/{cause}"] for cause in _CAUSES},
-            "floor_rate": told["floor_rate"],
-            "attempts_mean": told["attempts_mean"],
+            **{metric.name: told[metric.name] for metric in METRICS if metric.mean},
+            **{f"{metric.name}_sum": share * told[metric.name] for metric in METRICS if not metric.mean},
             "latency_s_mean": sum(fact["latency_s"] for fact in facts) / len(facts),
             "latency_s_p99": told["latency_s/p99"],
             "latency_s@max": told["latency_s/max"],
-            "tokens_sum": share * told["tokens"],
-            "cost_usd_sum": share * told["cost_usd"],
-            "cached_rate": told["cached_rate"],
-            "cut_rate": told["cut_rate"],
             **{f"source/{name}_sum": share * answered[name] for name in self._sources},
             **{
                 f"score/{name}_mean": told[f"score/{name}"]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from ..samples import Failed, Outcome, Scored
 from .waiting import percentile
@@ -75,6 +76,39 @@ class Facts:
         return facts
 
 
+Fact: TypeAlias = Mapping[str, Any]
+"""The facts of one outcome."""
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A number of many outcomes: what `of` gives for each, added up, or its mean."""
+
+    name: str
+    of: Callable[[Fact], float]
+    mean: bool = False
+
+
+def _caused(key: str, cause: str) -> Callable[[Fact], float]:
+    return lambda fact: float(fact[key] and fact["cause"].partition("/")[0] == cause)
+
+
+METRICS: tuple[Metric, ...] = (
+    Metric("samples", lambda fact: 1.0),
+    Metric("failed", lambda fact: fact["failed"]),
+    Metric("failed_rate", lambda fact: fact["failed"], mean=True),
+    *(Metric(f"failed/{cause}", _caused("failed", cause)) for cause in ("infra", "verdict", "policy")),
+    Metric("floor_rate", lambda fact: fact["floor"], mean=True),
+    *(Metric(f"floor/{cause}", _caused("floor", cause)) for cause in ("verdict", "policy")),
+    Metric("attempts_mean", lambda fact: fact["attempts"], mean=True),
+    Metric("tokens", lambda fact: fact["tokens"]),
+    Metric("cost_usd", lambda fact: fact["cost_usd"]),
+    Metric("cached_rate", lambda fact: fact["cached"], mean=True),
+    Metric("cut_rate", lambda fact: fact["cut"], mean=True),
+)
+"""The sums and means that frameworks log. What is added here is logged by slime and by ROLL under its name."""
+
+
 def summary(facts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Numbers for a metrics board out of the facts of many outcomes; empty where there are none.
 
@@ -84,23 +118,14 @@ def summary(facts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     told = list(facts)
     if not told:
         return {}
-    causes = Counter(fact["cause"].split("/", 1)[0] for fact in told if fact["failed"])
-    floors = Counter(fact["cause"].split("/", 1)[0] for fact in told if fact["floor"])
     latencies = [fact["latency_s"] for fact in told]
     numbers = {
-        "samples": float(len(told)),
-        "failed": float(sum(causes.values())),
-        "failed_rate": sum(causes.values()) / len(told),
-        **{f"failed/{cause}": float(causes[cause]) for cause in ("infra", "verdict", "policy")},
-        "floor_rate": sum(floors.values()) / len(told),
-        **{f"floor/{cause}": float(floors[cause]) for cause in ("verdict", "policy")},
-        "attempts_mean": _mean(fact["attempts"] for fact in told),
+        **{
+            metric.name: _mean(map(metric.of, told)) if metric.mean else math.fsum(map(metric.of, told))
+            for metric in METRICS
+        },
         **{f"latency_s/p{share}": percentile(latencies, share / 100) for share in (50, 95, 99)},
         "latency_s/max": max(latencies),
-        "tokens": float(sum(fact["tokens"] for fact in told)),
-        "cost_usd": math.fsum(fact["cost_usd"] for fact in told),
-        "cached_rate": _mean(fact["cached"] for fact in told),
-        "cut_rate": _mean(fact["cut"] for fact in told),
     }
     sources = Counter(fact["source"] for fact in told if fact["source"] and not fact["failed"])
     for source, count in sorted(sources.items()):

@@ -51,6 +51,7 @@ def test_causes_are_told_in_the_order_of_the_rows(answer_of, words) -> None:
 EXPECTED = {
     *("samples_sum", "failed_sum", "failed_rate", "failed/infra_sum", "failed/verdict_sum", "failed/policy_sum"),
     *("attempts_mean", "latency_s_mean", "latency_s_p99", "latency_s@max", "tokens_sum", "cost_usd_sum"),
+    *("floor/verdict_sum", "floor/policy_sum"),
     *("floor_rate", "cached_rate", "cut_rate", "source/judge_sum"),
 }
 

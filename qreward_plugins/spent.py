@@ -20,6 +20,9 @@ class Usage:
         return Usage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
 
 
+NO_USAGE = Usage()
+
+
 @dataclass(frozen=True, slots=True)
 class Spent:
     """What a call, or a verdict made of several calls, took.
@@ -29,7 +32,7 @@ class Spent:
     """
 
     attempts: int = 0
-    usage: Usage = Usage()
+    usage: Usage = NO_USAGE
     latency_s: float = 0.0
     cost_usd: float = 0.0
 

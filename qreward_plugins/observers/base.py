@@ -16,7 +16,7 @@ import inspect
 import logging
 import math
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from ..errors import ConfigurationError, Mistake
@@ -44,15 +44,24 @@ Named: TypeAlias = tuple[str, Observer]
 """An observer and its name in warnings."""
 
 
+class Reader(Protocol):
+    """An observer of this package: what it does with which type of event."""
+
+    def reads(self) -> Mapping[type, Callable[[Any], None]]: ...
+
+
 class Observers:
     """Tells events to the observers of an engine.
 
-    `ours` are observers of this package: they are quick, do not raise, and see outcomes as they are. `theirs` are those
-    of the user, with their names; they are watched.
+    `ours` are observers of this package: they are quick, do not raise, see outcomes as they are, and name the events
+    that they want. `theirs` are those of the user, with their names; they are watched.
     """
 
-    def __init__(self, ours: Iterable[Observer] = (), theirs: Iterable[Named] = ()) -> None:
-        self._ours = tuple(ours)
+    def __init__(self, ours: Iterable[Reader] = (), theirs: Iterable[Named] = ()) -> None:
+        self._readers: dict[type, list[Callable[[Any], None]]] = {}
+        for reader in ours:
+            for kind, read in reader.reads().items():
+                self._readers.setdefault(kind, []).append(read)
         self._theirs = [_Watched(name, observer) for name, observer in theirs]
         self._states: dict[str, str] = {}
 
@@ -63,8 +72,9 @@ class Observers:
 
     def emit(self, event: Event) -> None:
         """Tell an event to everybody. Call it from the event loop. Raises nothing."""
-        for observer in self._ours:
-            observer(event)
+        # By type, because this comes several times for every sample.
+        for read in self._readers.get(type(event), ()):
+            read(event)
         if self._theirs:
             self._tell(event)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ..redaction import one_line
 from ..samples import Failed
-from .events import DETAIL_CHARS, NAME_CHARS, BatchEnded, Event, SampleEnded
+from .events import DETAIL_CHARS, NAME_CHARS, BatchEnded, SampleEnded
 
 _log = logging.getLogger("qreward_plugins.engine")
 _batch_log = logging.getLogger("qreward_plugins.scheduling")
@@ -26,7 +28,7 @@ class _Cause:
 
 
 class FailureLog:
-    """Warns of failed samples. An observer.
+    """Warns of failed samples.
 
     The first failure of each kind (cause, reason, judge and source) is logged at once. Further ones are counted and
     logged together, the next line after `FIRST_REST_S` seconds at the earliest, then after twice that, and so on.
@@ -35,9 +37,14 @@ class FailureLog:
     def __init__(self) -> None:
         self._causes: dict[tuple[str, str, str, str], _Cause] = {}
 
-    def __call__(self, event: Event) -> None:
+    def reads(self) -> Mapping[type, Callable[[Any], None]]:
+        """What it does with which type of event."""
+        return {SampleEnded: self.ended}
+
+    def ended(self, event: SampleEnded) -> None:
         """Warn of an outcome that is a failure, or whose score is a floor in its place."""
-        if type(event) is SampleEnded and (failed := event.outcome.failure) is not None:
+        failed = event.outcome.failure
+        if failed is not None:
             self._note(event, failed)
 
     def _note(self, event: SampleEnded, failed: Failed) -> None:
@@ -60,11 +67,15 @@ class FailureLog:
 
 
 class BatchLog:
-    """Logs in one line what a batch of several samples waited for. An observer."""
+    """Logs in one line what a batch of several samples waited for."""
 
-    def __call__(self, event: Event) -> None:
+    def reads(self) -> Mapping[type, Callable[[Any], None]]:
+        """What it does with which type of event."""
+        return {BatchEnded: self.ended}
+
+    def ended(self, event: BatchEnded) -> None:
         """Log the report of a batch that has ended."""
-        if type(event) is BatchEnded and event.report.samples > 1:
+        if event.report.samples > 1:
             _batch_log.info("%s", event.report.describe())
 
 

@@ -20,7 +20,6 @@ from .events import (
     AttemptStarted,
     BatchEnded,
     CallEnded,
-    Event,
     SampleEnded,
     SampleSubmitted,
 )
@@ -154,7 +153,7 @@ class _Source:
 
 
 class Statistics:
-    """Counts what happens. An observer."""
+    """Counts what happens."""
 
     def __init__(self) -> None:
         self.last_batch: BatchReport | None = None
@@ -164,7 +163,10 @@ class Statistics:
         self._floors: Counter[str] = Counter()
         self._waits = Waits()
         self._sources: defaultdict[str, _Source] = defaultdict(_Source)
-        self._counts: dict[type, Callable[[Any], None]] = {
+
+    def reads(self) -> Mapping[type, Callable[[Any], None]]:
+        """How it counts each type of event."""
+        return {
             SampleSubmitted: self._sample_submitted,
             SampleEnded: self._sample_ended,
             CallEnded: self._call_ended,
@@ -172,12 +174,6 @@ class Statistics:
             AttemptEnded: self._attempt_ended,
             BatchEnded: self._batch_ended,
         }
-
-    def __call__(self, event: Event) -> None:
-        """Count an event."""
-        count = self._counts.get(type(event))
-        if count is not None:
-            count(event)
 
     def snapshot(self, gauges: Mapping[str, SourceGauges], *, waiting: int) -> EngineStatistics:
         """What was counted so far. `gauges` tell how the sources stand, `waiting` how many calls have no attempt under

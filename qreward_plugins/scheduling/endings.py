@@ -45,7 +45,7 @@ from ..errors import (
 from ..observers import AttemptEnded, Observers
 from ..observers.events import DETAIL_CHARS, AttemptResult, short
 from ..sources.base import Reply
-from ..spent import Usage
+from ..spent import NO_USAGE
 from .attempts import Attempt, Ending
 from .calls import Answer, Unanswered
 from .jobs import MAX_FAULTS, MAX_RESCUES, MAX_RESTARTS, Job
@@ -73,7 +73,6 @@ that ends at ten times the usual time, nothing would be lost."""
 GIVE_UP_AFTER_S = 5.0
 LOST_AT = 2.0
 """Age of an overdue probe, as a multiple of what an answered one took, from which on it will not be answered."""
-_NO_USAGE = Usage()
 
 
 class Desk(Protocol):
@@ -215,7 +214,7 @@ class Endings:
             cost_usd = lane.answered(attempt, reply, now)
             job.cost_usd += cost_usd
             if reply.usage is not None:
-                job.usage += reply.usage
+                job.usage = reply.usage if job.usage is NO_USAGE else job.usage + reply.usage
             self.tell(attempt, ending, now, cost_usd)
             alternative = self._alternative(job, lane)
             lane.judged(attempt.result == "valid", now, probe=attempt.decides, alternative=alternative)
@@ -286,7 +285,7 @@ class Endings:
                 attempt.lane.name,
                 _result(ending),
                 now - attempt.started_at,
-                reply.usage if reply is not None and reply.usage is not None else _NO_USAGE,
+                reply.usage if reply is not None and reply.usage is not None else NO_USAGE,
                 cost_usd,
                 attempt.timed_out and isinstance(ending, TransientError),
                 job.ended,

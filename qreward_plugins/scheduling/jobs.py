@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..sources.base import Request
-from ..spent import Spent, Usage
+from ..spent import NO_USAGE, Spent, Usage
 from .calls import Answer, Call, Caller, Unanswered
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Job:
     """Attempts that were throttled."""
     excused: int = 0
     """Attempts that failed by no fault of the sample: its source was down for everybody."""
-    usage: Usage = field(default_factory=Usage)
+    usage: Usage = NO_USAGE
     cost_usd: float = 0.0
     barred: set[str] = field(default_factory=set)
     """Sources that will never answer this sample."""

@@ -17,27 +17,27 @@ def sample(number=0, **fields):
 def test_one_cause_is_one_line_and_then_a_count_once_a_minute(caplog):
     log = FailureLog()
     for number in range(512):
-        log(ended(sample(number), GONE, at=number / 10))
+        log.ended(ended(sample(number), GONE, at=number / 10))
     assert caplog.messages == [
         "sample-0 (math): infra failure (exhausted) after 6 attempts: source 'a' answered 500",
     ]
-    log(ended(sample(512), GONE, at=61.0))
+    log.ended(ended(sample(512), GONE, at=61.0))
     assert caplog.messages[1].startswith("512 more samples failed so in the last 61 s; the last was sample-512 (math)")
-    log(ended(sample(513), GONE, at=130.0))
+    log.ended(ended(sample(513), GONE, at=130.0))
     assert len(caplog.messages) == 2
 
 
 def test_another_cause_is_told_at_once(caplog):
     log = FailureLog()
-    log(ended(sample(), GONE, at=0.0))
-    log(ended(sample(), Failed(Cause.INFRA, "deadline", "too late", judge="j", source="a"), at=0.0))
-    log(ended(sample(), Failed(Cause.INFRA, "exhausted", "another", judge="j", source="b"), at=0.0))
+    log.ended(ended(sample(), GONE, at=0.0))
+    log.ended(ended(sample(), Failed(Cause.INFRA, "deadline", "too late", judge="j", source="a"), at=0.0))
+    log.ended(ended(sample(), Failed(Cause.INFRA, "exhausted", "another", judge="j", source="b"), at=0.0))
     assert len(caplog.messages) == 3
 
 
 def test_names_and_details_stay_on_their_line(caplog):
     evil = "x\nERROR all is lost\x1b[31m\u202e\x9b" + "y" * 5000
-    FailureLog()(ended(sample(id=evil, data_source=evil), Failed(Cause.INFRA, "input", evil), at=0.0))
+    FailureLog().ended(ended(sample(id=evil, data_source=evil), Failed(Cause.INFRA, "input", evil), at=0.0))
     (line,) = caplog.messages
     assert line.isprintable()
     assert len(line) < 1300

@@ -33,6 +33,8 @@ class JudgeRouter:
             # A judge that fails to open is reported again by each judge that it is a part of.
             raise ConfigurationError(list(dict.fromkeys(mistakes)))
         self.judges = {name: self.judges[name] for name in config.judges}
+        # Without routes all data sources have one judge. Finding it walks through the whole configuration.
+        self._only = None if config.routes else judge_for(config, "")
 
     def _open(self, name: str) -> Judge:
         """Open a judge, and the judges that it awaits."""
@@ -48,7 +50,7 @@ class JudgeRouter:
 
     def judge_of(self, sample: Sample) -> Judge | None:
         """Return the judge for a sample; None if no route matches."""
-        name = judge_for(self._config, sample.data_source)
+        name = judge_for(self._config, sample.data_source) if self._config.routes else self._only
         return None if name is None else self.judges[name]
 
     def calls_of(self, samples: Iterable[Sample]) -> int:

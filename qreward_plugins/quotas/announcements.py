@@ -72,11 +72,11 @@ class Ceiling:
         """Seconds until one request may exceed the ceiling; infinity if a probe is in flight or there is no ceiling."""
         return math.inf if self._probing else max(0.0, self._probe_at - now)
 
-    def probes(self) -> None:
+    def probe_sent(self) -> None:
         """Record that a probe was sent: a request that exceeds the ceiling."""
         self._probing = True
 
-    def probed(self, now: float, *, sent: bool, rejected: bool, window_s: float) -> bool:
+    def probe_ended(self, now: float, *, sent: bool, rejected: bool, window_s: float) -> bool:
         """Record the end of the probe; return whether it refutes the ceiling.
 
         `sent`: the request reached the source. `rejected`: the source answered that a limit is exceeded.

@@ -33,7 +33,8 @@ from .ledger import Ledger
 WINDOW_S = 60.0
 """Window in seconds of a limit whose window is unknown."""
 
-_CONTRADICTION_S = 1.0
+_PROBE_EARLY_S = 1.0
+"""Least seconds by which a probe is early: less is within the margin of the ledger."""
 _MAX_WAIT_WINDOWS = 16
 _WINDOWS_S = (1.0, 10.0, 60.0, 3600.0, 86400.0)
 _TOLERANCE = 0.1
@@ -72,7 +73,7 @@ class Discovery:
         "learned_at",
         "ledger",
         "origin",
-        "refused",
+        "probe_rejected",
         "refuted_at",
         "window_s",
     )
@@ -92,7 +93,7 @@ class Discovery:
         self._test_at = math.inf
         self._wait_windows = 1
         self._probing = False
-        self.refused = False
+        self.probe_rejected = False
         """Whether a probe was rejected and `throttled` has not been called for it yet."""
         self.refuted_at = -math.inf
         self._accepted_probes = 0
@@ -120,7 +121,7 @@ class Discovery:
             return wait
         if self.window_s > LONGEST_STOP_S:
             wait = min(wait, max(0.0, max(self._reserved_at, self.learned_at) + LONGEST_STOP_S - now))
-        if wait > _CONTRADICTION_S:
+        if wait > _PROBE_EARLY_S:
             wait = min(wait, max(0.0, self._room_at - now))
             return min(wait, max(0.0, self._test_at - now))
         return min(wait, max(0.0, self._test_at + self.window_s - now))
@@ -129,7 +130,7 @@ class Discovery:
         """Record that `amount` is about to be reserved; return how its request relates to the limit."""
         wait = self.ledger.wait_s(min(amount, self.ledger.limit), now)
         self._reserved_at = now
-        if wait > _CONTRADICTION_S:
+        if wait > _PROBE_EARLY_S:
             self._probing = True
             self._room_at = self._test_at = math.inf
             return "probe"
@@ -144,7 +145,7 @@ class Discovery:
         if probe == "probe":
             self._probing = False
         if probe and rejected:
-            self.refused = True
+            self.probe_rejected = True
             if not now < self._test_at < math.inf:
                 self._test_at = now + self._wait_windows * self.window_s
                 self._wait_windows = min(2 * self._wait_windows, _MAX_WAIT_WINDOWS)
@@ -165,8 +166,8 @@ class Discovery:
 
         `since` is when the server began to throttle. Returns a log message if the limit changed or is confirmed.
         """
-        if self.refused:
-            self.refused = False
+        if self.probe_rejected:
+            self.probe_rejected = False
             self._room_at = now + pause_s
             confirmed = self.origin == "throttled" and self._wait_windows == 2
             if not confirmed:
@@ -230,7 +231,7 @@ class Discovery:
                 self.ledger.change_window(inferred_s, now)
                 self._test_at = now + self._wait_windows * inferred_s
                 message = f"announced limit: {limit:g} {self._unit} in {inferred_s:g} s"
-        if used + in_flight < self.ledger.limit and self.ledger.forgive(used + in_flight, now):
+        if used + in_flight < self.ledger.limit and self.ledger.remove_oldest(used + in_flight, now):
             self._accepted_probes = 0
             self._corrected = True
             self._test_at = max(self._test_at, now + self._wait_windows * self.window_s)

@@ -181,7 +181,7 @@ class Ledger:
             parts.append((math.inf, self.held))
         return tuple(parts)
 
-    def forgive(self, down_to: float, now: float) -> bool:
+    def remove_oldest(self, down_to: float, now: float) -> bool:
         """Remove the oldest entries until `down_to` is left; return False if there was nothing to remove."""
         self._forget(now)
         first, end = self._first, len(self._at)

@@ -205,7 +205,7 @@ class Quota:
         ledger, ceiling = (self.requests if unit == "requests" else self.tokens), self._ceilings[unit]
         if ceiling.limit == math.inf or ledger.wait_s(min(amount, ledger.limit), now) <= 0:
             return False
-        ceiling.probes()
+        ceiling.probe_sent()
         return True
 
     # Results, 429s and announcements
@@ -245,7 +245,7 @@ class Quota:
                 ceiling, before = self._ceilings[unit], self._ceilings[unit].limit
                 window_s = self._shares.window_s if unit == "requests" else self._shares.tokens_window_s
                 sent = sent_at > -math.inf
-                if ceiling.probed(now, sent=sent, rejected=rejected, window_s=window_s):
+                if ceiling.probe_ended(now, sent=sent, rejected=rejected, window_s=window_s):
                     self._keep_to_ceilings(now)
                     message = f"accepted more than the announced {before:g} {unit}: back to the declared limit"
         self._message = message or self._message
@@ -286,7 +286,7 @@ class Quota:
         silent_s = now - since
         pause_s = retry_after_s if retry_after_s is not None else max(_PAUSE_OF_A_WINDOW_S, silent_s)
         for found in (self.found_requests, self.found_tokens):
-            if found is not None and found.refused:
+            if found is not None and found.probe_rejected:
                 return found.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since)
         message, self._message = self._message, None
         long_pause = retry_after_s is not None and retry_after_s >= _PAUSE_OF_A_WINDOW_S

@@ -3,10 +3,9 @@
 Each worker gets what it wants, or an equal part if the limit is too small for all. What is left over is divided evenly,
 so that a worker can begin to send before it asks.
 
-If the limit is smaller than one unit per worker, the workers take turns of `TURN_S`; the longest waiting is next. The
-limits of a source have one common line of waiting workers. A recall leaves each worker ahead in line one unit of its
-share.
-Otherwise one worker could hold the requests and another the tokens, and neither could send.
+If the limit is smaller than one unit per worker, the workers take turns of `TURN_S`; the longest waiting is next. All
+limits of a source have one common line of waiting workers. Otherwise one worker could hold the requests and another the
+tokens, and neither could send. A recall for one worker leaves the workers ahead of it one unit of their shares.
 
 Each change of a share costs a report, so a change below `MIN_CHANGE` of a share is not sent by itself. Still no part of
 the limit lies unused while a worker waits: an idle worker gives up its whole share, a remainder is added to a share

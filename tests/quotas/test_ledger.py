@@ -233,10 +233,10 @@ def test_forgiving_forgets_the_oldest_down_to_what_is_said():
     ledger = Ledger(10, 60)
     for second in range(10):
         spend(ledger, 1, float(second))
-    assert ledger.forgive(3, 10.0)
+    assert ledger.remove_oldest(3, 10.0)
     assert ledger.spent(10.0) == 3
     assert ledger.wait_s(8, 10.0) == pytest.approx(7 + WINDOW_S - 10)
-    assert not ledger.forgive(5, 10.0)
+    assert not ledger.remove_oldest(5, 10.0)
 
 
 def test_capacity_follows_what_is_settled_between_two_questions():

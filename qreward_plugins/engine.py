@@ -1,8 +1,8 @@
-"""`RewardEngine`: the one front door. Samples go in, outcomes come out, whatever happens behind it.
+"""Defines `RewardEngine`, the entry point of the core: it takes samples and returns outcomes.
 
-The engine joins the rooms (routes, judges, journal, scheduling, sources) and adds no rule of its own. Everything that
-belongs to an event loop is made when the first call comes, in the loop of that call, and is dropped when that loop is
-found closed; quotas and what was learned of the sources live on, because the provider does not forget either.
+The engine connects routes, judges, journal, scheduling and sources, and adds no rule of its own. The first call creates
+everything that belongs to an event loop, in the loop of that call. It is dropped when that loop is found closed. Quotas
+and learned estimates of the sources are kept, because the provider goes on counting.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 _log = logging.getLogger("qreward_plugins.engine")
 
 CLOSE_WITHIN_S = 10.0
-"""Longest time, in seconds, for closing the scheduler, and again for closing all sources together."""
+"""Most seconds for closing the scheduler, and again for closing all sources together."""
 END_WITHIN_S = 2.0
-"""Longest time, in seconds, for which a part that did not close in time, and was cancelled, is waited for."""
+"""Most seconds to wait for a part that did not close in time and was cancelled."""
 
 
 class RewardEngine:
@@ -62,14 +62,14 @@ class RewardEngine:
     Args:
         config: what `load_config` takes: a path to a YAML file, the same tree as a mapping or DictConfig, or a
         `Config`. processes: how many processes share the sources' limits, where no keeper shares them out; this engine
-        keeps to an equal part of each then. sources: opened sources by name, which take the place of those that the
-        configuration would open. channel: the way to a keeper other than the one that `engine.shared` asks for.
+        keeps to an equal part of each then. sources: opened sources by name, which are used instead of those of the
+        configuration. channel: the connection to a keeper, instead of the one that `engine.shared` selects.
         observers: called with every event, after those that the configuration names; see `observers`.
 
     Raises `ConfigurationError` with every mistake of the configuration.
 
-    Use it as an async context manager, or call `aclose`. It serves one event loop at a time: the one that calls it
-    first, and after that one is closed the next that calls. Sync code uses `portal`.
+    Use it as an async context manager, or call `aclose`. It serves one event loop at a time: the loop of the first
+    call, and when that loop is closed, the loop of the next call. Sync code uses `portal`.
     """
 
     def __init__(
@@ -111,10 +111,9 @@ class RewardEngine:
     async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Outcome:
         """Score one sample.
 
-        Returns its outcome within `deadline_s` seconds (default: `engine.deadline_s` of the configuration), and raises
-        nothing on account of the sample. Samples of a higher `priority` go first. Cancelling the call cancels its
-        attempts and gives back what they held. Raises `EngineError` when the engine is closed or serves another event
-        loop.
+        Returns its outcome within `deadline_s` seconds (default: `engine.deadline_s` of the configuration). It never
+        raises because of the sample. Samples of a higher `priority` go first. Cancelling the call cancels its attempts
+        and frees their permits. Raises `EngineError` if the engine is closed or serves another event loop.
         """
         scoring = self._bind()
         due_at = scoring.now() + self._deadline_s(deadline_s)
@@ -130,9 +129,9 @@ class RewardEngine:
     ) -> list[Outcome]:
         """Score a batch; outcome i belongs to sample i.
 
-        The whole batch is handed in at once, so that the scheduler can order it; every sample's deadline runs from then
-        on. Of two batches under way, the one of higher `priority` goes first, and then the one that came first: that
-        ends both earlier than mixing them does. `cutoff`: when to stop waiting for the last samples.
+        The whole batch is submitted at once, so that the scheduler can order it; the deadline of every sample runs from
+        then on. Of two batches under way, the one of higher `priority` goes first; of equal ones, the earlier. That
+        ends both earlier than mixing them would. `cutoff`: when to stop waiting for the last samples.
         """
         batch = [read_sample(sample) for sample in samples]
         self._warn_if_too_many([sample for sample in batch if isinstance(sample, Sample)], deadline_s)
@@ -155,10 +154,10 @@ class RewardEngine:
     ) -> AsyncGenerator[tuple[Sample, Outcome], None]:
         """Score any number of samples in constant memory; yields each sample with its outcome, in order.
 
-        At most `window` samples are held at once, handed in or waiting to be yielded (default: enough to keep all
-        sources busy). A sample's deadline runs from when it is handed in. An outcome is yielded as soon as it and all
-        before it are known, even while `samples` is waiting. Raises what `samples` raises. Closing the generator
-        cancels what is in flight, and `samples`.
+        At most `window` samples are in memory at once, submitted or waiting to be yielded (default: enough to keep all
+        sources busy). A sample's deadline runs from its submission. An outcome is yielded as soon as it and all before
+        it are known, even while `samples` is waiting. An error of `samples` passes through. Closing the generator
+        cancels the samples in flight and closes `samples`.
         """
         async with aclosing(
             Stream(samples, self.score, max(1, window or self._stream_window())).outcomes()
@@ -173,58 +172,58 @@ class RewardEngine:
 
     @property
     def lanes(self) -> Mapping[str, Lane]:
-        """The sources by name, with their quotas and what was learned of them."""
+        """The sources by name, with their quotas and learned estimates."""
         return self._lanes
 
     def retune(self, source: str, limits: Limits) -> None:
-        """Change what a source allows while the engine runs, for whoever is told by the provider; what was spent stays
-        spent. Call it from the engine's event loop.
+        """Change the limits of a source while the engine runs, for example when the provider changes them. Requests and
+        tokens that were spent still count. Call it from the engine's event loop.
 
-        Raises `EngineError` for a source that there is not, and `ConfigurationError`, changing nothing, for limits that
+        Raises `EngineError` for an unknown source. Raises `ConfigurationError`, and changes nothing, for limits that
         the processes cannot share.
         """
         if source not in self._lanes:
-            raise EngineError(f"there is no source {source!r}; there are {', '.join(self._lanes)}")
+            raise EngineError(f"unknown source {source!r}; sources: {', '.join(self._lanes)}")
         scoring = self._bind()
         self._lanes[source].quota.retune(limits, scoring.now())
         scoring.dispatcher.look_again()
 
     def last_batch(self) -> BatchReport | None:
-        """The batch that ended last and what it waited for; None: none has ended yet.
+        """Return the report of the batch that ended last; None if no batch has ended yet.
 
-        Samples that are scored one by one belong to one batch for as long as any of them is under way.
+        Samples that are scored one by one belong to one batch, which ends when none of them is under way any more.
         """
         return self._statistics.last_batch
 
     def statistics(self) -> EngineStatistics:
-        """A snapshot of what happened so far. Call it from the engine's event loop, or through the portal."""
+        """Return a snapshot of all counters. Call it from the engine's event loop, or through the portal."""
         dispatcher = self._dispatcher
         now = dispatcher.now() if dispatcher else 0.0
         gauges = {name: lane.gauges(now) for name, lane in self._lanes.items()}
         return self._statistics.snapshot(gauges, waiting=dispatcher.waiting if dispatcher else 0)
 
     def facts(self) -> Facts:
-        """What turns this engine's outcomes into mappings whose keys are the same for every sample."""
+        """Return the converter of this engine's outcomes to mappings with the same keys for every sample."""
         return Facts(self._router.component_names(), defines_correct=self._router.defines_correct)
 
     def portal(self) -> AbstractContextManager[EnginePortal]:
-        """A context manager that runs the engine in a thread of its own and gives a sync, thread-safe facade of it."""
+        """Return a context manager that runs the engine in its own thread and yields a sync, thread-safe facade."""
         from .portal import open_portal
 
         return open_portal(self)
 
     async def aclose(self) -> None:
-        """Fail what is still waiting (`infra/closed`), end every attempt, and close sources and journal. Idempotent.
+        """Fail all waiting samples (`infra/closed`), end every attempt, and close sources and journal. Idempotent.
 
-        A part that fails to close is logged, and the others are closed all the same. A part that does not close within
-        `CLOSE_WITHIN_S` seconds is cancelled, and abandoned with a warning if that does not end it. Cancelling this
+        If a part fails to close, the error is logged and the other parts are closed. A part that does not close within
+        `CLOSE_WITHIN_S` seconds is cancelled; if it still does not end, it is abandoned with a warning. Cancelling this
         call ends only the wait: closing goes on, and another call waits for its end.
 
-        Raises `JournalError` if verdicts could not be written; everything else is closed then, too.
+        Raises `JournalError` if verdicts could not be written. All other parts are closed then, too.
         """
         self._closed = True
         loop = asyncio.get_running_loop()
-        # After a fork, what is open belongs to the parent.
+        # After a fork, everything that is open belongs to the parent.
         while not self._ended and self._pid == os.getpid():
             closing = self._closing
             if closing is None or closing.done() or closing.get_loop() is not loop:
@@ -262,7 +261,7 @@ class RewardEngine:
         self._ended = True
 
     async def _close_all(self, parts: Mapping[str, Callable[[], Awaitable[None]]]) -> None:
-        """Close those of `parts` that are still open, all at the same time; a failure of one does not stop another."""
+        """Close those of `parts` that are still open, at the same time. A failure of one does not stop the others."""
         left = {what: aclose for what, aclose in parts.items() if what not in self._closed_parts}
         tasks = {asyncio.ensure_future(_call(aclose)): what for what, aclose in left.items()}
         if not tasks:
@@ -270,7 +269,7 @@ class RewardEngine:
         try:
             await asyncio.wait(tasks, timeout=CLOSE_WITHIN_S)
         finally:
-            # Also after an interruption: the parts that are being closed get the time to end.
+            # Also after a cancellation, so that parts that are closing have time to end.
             for task in await end(tasks, within_s=END_WITHIN_S):
                 forget(task)
                 _log.warning("%s could not be closed within %g s, and is abandoned", tasks[task], CLOSE_WITHIN_S)
@@ -292,7 +291,7 @@ class RewardEngine:
         return self._scoring.dispatcher if self._scoring is not None else None
 
     def _bind(self) -> Scoring:
-        """What scores in the running event loop."""
+        """Return the scoring of the running event loop; create it on the first call."""
         if self._closed:
             raise EngineError("this RewardEngine is closed; make a new one")
         loop = asyncio.get_running_loop()
@@ -334,7 +333,7 @@ class RewardEngine:
 
     @property
     def _rate_per_s(self) -> float:
-        """Requests per second that the declared limits allow in this process; infinity: no limit."""
+        """Requests per second that the declared limits allow in this process; infinity without limits."""
         return sum(lane.quota.rate_per_s for lane in self._lanes.values())
 
     def _warn_if_too_many(self, batch: Sequence[Sample], deadline_s: float | None) -> None:
@@ -352,9 +351,7 @@ class RewardEngine:
             )
 
     def _stream_window(self) -> int:
-        """Enough samples to keep every source busy, and no more than half a deadline's worth of what the limits
-        allow.
-        """
+        """Return enough samples to keep every source busy, but at most what the limits allow in half a deadline."""
         busy = 4 * sum(lane.quota.concurrency for lane in self._lanes.values())
         allowed = self._rate_per_s * self.config.engine.deadline_s / 2
         return max(1, int(min(busy, allowed / self._router.most_calls)))
@@ -367,7 +364,7 @@ async def _cancel(futures: Sequence[asyncio.Future[Outcome]]) -> None:
 
 
 async def _call(aclose: Callable[[], Awaitable[None]]) -> None:
-    # A coroutine for a task: foreign sources may return another awaitable, or raise when called.
+    # A task needs a coroutine. A foreign source may return another awaitable, or raise when called.
     await aclose()
 
 

@@ -1,11 +1,11 @@
-"""The kinds of sources and judges: ours, those of installed packages, and classes that a configuration names.
+"""Finds the kinds of sources and judges: ours, those of installed packages, and classes that a configuration names.
 
 A kind is one class. Ours are listed below by their paths. Other packages register theirs as entry points of the groups
-`qreward_plugins.sources` and `qreward_plugins.judges`. `kind: package.module:Class` in a configuration names a class
-that nobody registered.
+`qreward_plugins.sources` and `qreward_plugins.judges`. A configuration may also name an unregistered class: `kind:
+package.module:Class`.
 
-Nothing is imported before a configuration names it, and entry points are read with the first question about a kind:
-importing this module costs nothing.
+A kind is imported when a configuration names it, and entry points are read on the first look-up of a kind. So the
+import of this module is cheap.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _MESSAGE_CHARS = 200
 
 @dataclass(frozen=True)
 class Registration:
-    """A name, the path of its class (`package.module:Class`), and the package that registered it. A class that a
-    configuration names by its path has no package.
+    """A name, the path of its class (`package.module:Class`), and the package that registered it. `package` is "" for a
+    class that a configuration names by its path.
     """
 
     name: str
@@ -53,19 +53,19 @@ class Registration:
 
 @dataclass(frozen=True)
 class Described:
-    """A registered kind for people. `problem`: why it cannot be used; "" if it can."""
+    """A registered kind, for `qreward kinds`. `problem` is the reason why it cannot be used; "" if it can."""
 
     name: str
     path: str
     package: str
     version: str
     description: str
-    """The first sentence of its class."""
+    """The first sentence of its docstring."""
     problem: str
 
 
 class KindError(Exception):
-    """A kind that cannot be used. `problem` continues a sentence that begins with the place, `remedy` is a sentence."""
+    """A kind cannot be used. `problem` is a phrase that follows the place in a message; `remedy` is a sentence."""
 
     def __init__(self, problem: str, remedy: str = "") -> None:
         super().__init__(f"{problem}. {remedy}".rstrip())
@@ -78,9 +78,9 @@ class UnknownKind(KindError):
 
 
 class Kinds(Generic[T]):
-    """The kinds of one room: `sources` or `judges`.
+    """The kinds of sources, or the kinds of judges. `room` is "sources" or "judges".
 
-    `ours` maps names to paths of classes. `base` is the path of the class that every kind of this room inherits.
+    `ours` maps names to paths of classes. `base` is the path of the class that every kind must inherit.
     """
 
     def __init__(self, room: str, base: str, ours: Mapping[str, str]) -> None:
@@ -91,18 +91,21 @@ class Kinds(Generic[T]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names that `kind` may have: ours, and then those of other packages in alphabetical order."""
+        """The registered names: ours first, then those of other packages in alphabetical order."""
         return tuple(self._registered())
 
     def registrations(self, name: str) -> tuple[Registration, ...]:
-        """Who registered `name`; more than one is a mistake. A path stands for itself. Empty: nobody did."""
+        """Return the registrations of `name`: none if it is unknown, one if it is valid, several in a conflict.
+
+        A path (`package.module:Class`) counts as its own registration.
+        """
         return (Registration(name, name),) if ":" in name else self._registered().get(name, ())
 
     def load(self, name: str) -> type[T]:
-        """The class of a kind: a registered name, or `package.module:Class`.
+        """Return the class of a kind: a registered name, or `package.module:Class`.
 
-        Raises `UnknownKind`, and `KindError` if several packages register the name, or its class cannot be imported or
-        lacks a member.
+        Raises `UnknownKind`. Raises `KindError` if several packages register the name, or if the class cannot be
+        imported or has a missing member.
         """
         found = self.registrations(name)
         if not found:
@@ -120,7 +123,7 @@ class Kinds(Generic[T]):
         return loaded  # type: ignore[no-any-return]
 
     def loadable(self) -> Iterator[tuple[str, type[T]]]:
-        """Every registered kind that can be used, by name."""
+        """Yield every registered kind that can be used, with its name."""
         for name in self.names:
             try:
                 yield name, self.load(name)
@@ -128,12 +131,14 @@ class Kinds(Generic[T]):
                 continue
 
     def described(self) -> tuple[Described, ...]:
-        """Every registered kind, also those that cannot be used; a name that several packages register, for each."""
+        """Describe every registered kind, also those that cannot be used. A name that several packages register has one
+        entry for each of them.
+        """
         found = []
         for name in self.names:
             description = problem = ""
             try:
-                # Not what it inherits: that would describe another kind.
+                # Read from the class itself, because an inherited docstring would describe another kind.
                 description = _first_sentence(self.load(name).__dict__.get("__doc__"))
             except KindError as error:
                 problem = f"{error.problem}. {error.remedy}".rstrip()
@@ -157,7 +162,7 @@ class Kinds(Generic[T]):
         return ""
 
     def _registered(self) -> Mapping[str, tuple[Registration, ...]]:
-        # By the path, because a test or a notebook may install a package while it runs.
+        # `sys.path` is part of the cache key, because a test or a notebook may install a package while it runs.
         return _registered(self.group, tuple(sys.path), tuple(self._ours.items()))
 
 
@@ -170,7 +175,7 @@ def _registered(
     try:
         theirs = sorted(metadata.entry_points(group=group), key=lambda point: (point.name, point.value))
     except Exception as error:
-        # The metadata of any package may be broken; kinds of ours need none of it.
+        # The metadata of any package may be broken. Our own kinds do not need it.
         _log.warning("the entry points of installed packages cannot be read: %s", described_error(error))
         theirs = []
     for point in theirs:
@@ -201,7 +206,7 @@ def _version() -> str:
 
 
 def _import(path: str) -> tuple[Any, str]:
-    """The object at `package.module:Class`, and what keeps it from being imported ("" if nothing does)."""
+    """Import the object at `package.module:Class`. Returns it and ""; or None and the reason for the failure."""
     module, _, dotted = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -217,12 +222,12 @@ def _import(path: str) -> tuple[Any, str]:
 
 
 def described_error(error: Exception) -> str:
-    """What another package raised, on one line."""
+    """Describe an error of another package on one line."""
     return one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARS)
 
 
 def kind_or_mistake(kinds: Kinds[T], name: str) -> type[T]:
-    """The class of a kind. Raises ConfigurationError if it cannot be had."""
+    """Return the class of a kind. Raises ConfigurationError if it cannot be used."""
     try:
         return kinds.load(name)
     except KindError as error:
@@ -230,7 +235,7 @@ def kind_or_mistake(kinds: Kinds[T], name: str) -> type[T]:
     raise ConfigurationError([mistake])
 
 
-_REMEDY = "Mend or uninstall the package, or use another kind."
+_REMEDY = "Fix or uninstall the package, or use another kind."
 
 sources: Kinds[SourceKind] = Kinds(
     "sources",
@@ -255,4 +260,4 @@ judges: Kinds[Judge] = Kinds(
 """The kinds of judges."""
 
 rooms: Mapping[str, Kinds[Any]] = {"sources": sources, "judges": judges}
-"""All kinds, by the key of the configuration below which they stand."""
+"""All kinds, by their top-level key in the configuration."""

@@ -1,9 +1,8 @@
-"""What goes into the core and what comes out: `Sample`, and `Outcome = Scored | Failed`.
+"""Defines the input and the output of the core: `Sample`, and `Outcome = Scored | Failed`.
 
-An outcome has two shapes and no third, because "the reward is missing" must not look like a number anywhere: a failed
-sample that trains as a zero teaches the policy that its answer was bad when nobody looked at it. So a `Failed` never
-has a number. Where the configuration puts a floor in the place of a failure, the outcome is a `Scored` whose verdict
-says so (`Verdict.basis`, `Verdict.failure`).
+A `Failed` never has a number. If a failed sample were trained as a zero, the policy would learn that its answer was
+bad, although no judge has scored it. If the configuration sets a floor for a failure, the outcome is a `Scored` whose
+verdict has that basis (`Verdict.basis`, `Verdict.failure`).
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ Split = Literal["train", "val"]
 Basis = Literal["judged", "floor"]
 
 FLOAT32_LIMIT = 2.0**128 - 2.0**103
-"""The smallest number that rounds to infinity in float32 (IEEE 754 binary32), in which trainers hold rewards."""
+"""The smallest number that rounds to infinity in float32 (IEEE 754 binary32), the type that trainers use."""
 
 
 def fits_float32(number: float) -> bool:
-    """Whether a number is finite in float32; false for NaN."""
+    """Whether a number is finite in float32. False for NaN."""
     return abs(number) < FLOAT32_LIMIT
 
 
@@ -38,11 +37,11 @@ class Message(TypedDict):
 class Sample:
     """One rollout to score.
 
-    `messages` is the prompt; `response` the text that the policy wrote, which is never trusted. `ground_truth` may be
-    any value that the judge understands (None: there is none). `data_source` chooses the judge. `group_id` names the
-    prompt that the samples of a group share, `step` the training step. `extras` are the remaining columns of the data
-    set. `id` is the caller's name for the sample; it plays no part in scoring. `prompt` is the prompt as the framework
-    has it, for services that want it so (None: it is the messages).
+    `messages` is the prompt. `response` is the text of the policy, which is never trusted. `ground_truth` may be any
+    value that the judge can read (None: there is none). `data_source` selects the judge. `group_id` identifies the
+    prompt that the samples of a group share, and `step` the training step. `extras` are the remaining columns of the
+    data set. `id` is the caller's name for the sample and does not affect its score. `prompt` is the prompt in the
+    framework's own form, for services that expect it (None: use the messages).
     """
 
     messages: Sequence[Message]
@@ -59,9 +58,9 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class RawScore:
-    """The numbers of a verdict as the judge gave them, before they are mapped to the reward range.
+    """The numbers of a verdict in the judge's own range, before they are mapped to the reward range.
 
-    The journal keeps them, so that another reward range or another `correct_at` can be applied without asking again.
+    The journal stores them, so that another reward range or `correct_at` can be applied without asking again.
     """
 
     score: float
@@ -69,7 +68,7 @@ class RawScore:
 
 
 class _Provenance:
-    """What a verdict and a failure tell of what they took. `spent` is the sum of all attempts."""
+    """The spending of a verdict or a failure. `spent` is the sum of all attempts."""
 
     __slots__ = ()
     spent: Spent
@@ -89,25 +88,24 @@ class _Provenance:
 
     @property
     def cost_usd(self) -> float:
-        """US dollars of every attempt that the source reported usage for."""
+        """US dollars of all attempts whose usage the source reported."""
         return self.spent.cost_usd
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict(_Provenance):
-    """A score in the judge's reward range, and how it came about.
+    """A score in the judge's reward range, with its origin.
 
-    `basis` says what the score is: "judged" by a source, or a "floor" that the configuration puts in the place of
-    `failure`. `components` are further numbers of the judge (criteria, or the keys of a reward function's dict).
-    `correct` is None unless the judge defines correctness. `spent` is what all attempts took. `cached` is true for a
-    verdict out of the journal. `returned` is the mapping that a reward function returned, unchanged; None for anything
-    else, and for a verdict out of the journal, which keeps only the numbers. `cut`: a text of the sample was too long,
-    and the judge saw it without its middle. `service_s` is the time from sending the request of the successful attempt
-    to its reply, in seconds, without waiting, retries and other attempts. `raw` holds the numbers before mapping; None
-    if they are unknown, so that the verdict cannot be mapped anew.
+    `basis` is "judged" for the score of a source, or "floor" for a score that the configuration sets for `failure`.
+    `components` are further numbers of the judge (criteria, or the keys of a reward function's dict). `correct` is None
+    unless the judge defines correctness. `spent` is the sum of all attempts. `cached` is true for a verdict from the
+    journal. `returned` is the unchanged mapping of a reward function; None for other judges, and for a verdict from the
+    journal, which stores only numbers. `cut` is true if a text of the sample was too long and the judge saw it without
+    its middle. `service_s` is the time in seconds from sending the request of the successful attempt to its reply,
+    without waiting, retries and other attempts. `raw` holds the numbers before mapping; None if they are unknown, and
+    then the verdict cannot be mapped again.
 
-    Raises ValueError when the score or a component is not a number that is finite in float32: promise P2 holds by
-    construction.
+    Raises ValueError if the score or a component is not a number that is finite in float32 (promise P2).
     """
 
     score: float
@@ -133,13 +131,13 @@ class Verdict(_Provenance):
 
 
 class Cause(str, enum.Enum):
-    """Why a sample has no verdict; training treats the three differently."""
+    """Why a sample has no verdict. Training treats the three causes differently."""
 
     INFRA = "infra"
     """The reward is missing (sources down, deadline, quota): keep the sample out of training."""
 
     VERDICT = "verdict"
-    """The judge answered, but not validly, and the response may have provoked it. `on_invalid: floor` gives it the
+    """The judge's answer was invalid, and the response may have provoked that. `on_invalid: floor` gives the sample the
     floor."""
 
     POLICY = "policy"
@@ -159,15 +157,15 @@ class Scored:
 
     @property
     def failure(self) -> Failed | None:
-        """Why the reward is a floor; None if it was judged."""
+        """The failure for which the reward is a floor; None if the reward was judged."""
         return self.verdict.failure
 
 
 @dataclass(frozen=True, slots=True)
 class Failed(_Provenance):
-    """The sample has no verdict, and so no number: nobody may make one up.
+    """The sample has no verdict, and therefore no number.
 
-    `reason` is one word for metrics ("deadline", "throttled", "empty", ...), `detail` one sentence for people.
+    `reason` is one word for metrics ("deadline", "throttled", "empty", ...), `detail` one sentence for messages.
     """
 
     cause: Cause
@@ -191,7 +189,7 @@ class Failed(_Provenance):
         return f"{self.cause.value}/{self.reason}"
 
     def describe(self) -> str:
-        """Say in one line what happened."""
+        """Describe the failure in one line."""
         tries = f" after {self.attempts} attempt{'' if self.attempts == 1 else 's'}" if self.attempts else ""
         return f"{self.cause.value} failure ({self.reason}){tries}" + (f": {self.detail}" if self.detail else "")
 
@@ -204,5 +202,5 @@ def _is_score(value: Any) -> bool:
 
 
 def _brief(value: Any) -> str:
-    # An integer may have more digits than Python writes out.
+    # Only the type of an integer is shown: Python refuses to write integers with many digits.
     return f"{value!r}" if isinstance(value, (bool, float)) else f"a {type(value).__name__}"

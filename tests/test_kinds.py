@@ -295,7 +295,7 @@ def test_no_secret_of_a_foreign_kind_is_shown(length, change):
         ("untold", r"length-kind 1\.2: the class length_kind:Untold lacks answers\."),
         ("plain", r"length_kind:Plain does not inherit qreward_plugins\.sources\.SourceKind\."),
         ("loose", r"length_kind:Loose has no `Config` that inherits qreward_plugins\.sources\.SourceConfig\."),
-        ("gone", r"length-kind 1\.2: the class length_kind:Gone cannot be imported: AttributeError: .* 'Gone'\. Mend"),
+        ("gone", r"length-kind 1\.2: the class length_kind:Gone cannot be imported: AttributeError: .* 'Gone'\. Fix"),
         ("broken", r"length-kind 1\.2: .* cannot be imported: ModuleNotFoundError: No module named 'no_such_module'"),
         ("length_kind:Silent", r"the class length_kind:Silent lacks answers, send\."),
         ("no_such_module:X", r"the class no_such_module:X cannot be imported: ModuleNotFoundError"),

@@ -1,4 +1,4 @@
-"""`qreward` on the command line: check a configuration, score a file, run a judge server."""
+"""The command `qreward`: check a configuration, score a file, plan a step, run a judge server."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The commands, their options, and how they end.
+"""Defines the commands, their options and their exit codes.
 
-Exit codes: 0 all is well; 1 a source gave no valid verdict (`check`), or a kind cannot be used (`kinds`); 2 the input
-or the configuration has mistakes; 3 some samples have no reward (`score`); 130 and 143 stopped by SIGINT (Ctrl-C) and
-SIGTERM. Whatever goes wrong for a reason that the user can mend is one message, without a traceback.
+Exit codes: 0 success; 1 a source gave no valid verdict (`check`), or a kind cannot be used (`kinds`); 2 the input or
+the configuration has mistakes; 3 some samples have no reward (`score`); 130 and 143 stopped by SIGINT (Ctrl-C) and
+SIGTERM. An error that the user can fix is one message without a traceback.
 """
 
 from __future__ import annotations
@@ -62,21 +62,21 @@ def check(
             "--rollouts",
             "-r",
             metavar="FILE",
-            help="Ask about the first rows of this .jsonl or .parquet file that the judges take, instead of about a "
-            "built-in sample (What is 17 plus 25?).",
+            help="Score the first rows of this .jsonl or .parquet file that go to each judge, instead of a built-in "
+            "sample (What is 17 plus 25?).",
         ),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(metavar="SECONDS", help="The longest to wait for an answer of a source.", min=0.1)
+        float, typer.Option(metavar="SECONDS", help="Most seconds to wait for the answer of a source.", min=0.1)
     ] = 30.0,
 ) -> None:
     """Validate a configuration, then send live requests to every source of every judge.
 
     Shows the latency, the limits that the source announces, and the verdict. A language model also grades three pairs
-    of a right answer and nonsense (six short requests), to see that it can tell them apart. Nothing is written to a
+    of a right answer and nonsense (six short requests), to test whether it can tell them apart. Nothing is written to a
     journal.
 
-    Exit codes: 0 all sources gave a valid verdict, and can judge; 1 some did not; 2 the configuration has mistakes.
+    Exit codes: 0 every source gave a valid verdict and can judge; 1 a source did not; 2 the configuration has mistakes.
     """
     with one_message(_errors):
         from .check import check_config
@@ -91,7 +91,7 @@ def score(
     config: Annotated[Path, typer.Option("--config", "-c", metavar="CONFIG", help="The configuration (YAML).")],
     out: Annotated[
         Path,
-        typer.Option("--out", "-o", metavar="OUT", help="Where the rows and their outcomes go, .jsonl or .parquet."),
+        typer.Option("--out", "-o", metavar="OUT", help="File for the rows and their outcomes, .jsonl or .parquet."),
     ],
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace OUT if it exists, and a column qreward of the input.")
@@ -102,9 +102,9 @@ def score(
     A row needs the column `response` (or solution_str, completion) and `messages` or `prompt`. `ground_truth` (or
     reward_model.ground_truth) is the reference, `data_source` chooses the judge, and the judge gets the rest as extras.
 
-    Every verdict is kept in the journal of the configuration, or else in OUT.journal, and is never paid for again:
-    after a kill the same command goes on where it was, and with --overwrite rows without a reward are tried again.
-    Functions are called again, unless their source has a `version`. Remove the journal to judge everything anew.
+    Every verdict is stored in the journal of the configuration, or in OUT.journal, and is not paid for again. After a
+    kill, the same command continues the run; with --overwrite, rows without a reward are tried again. Functions are
+    called again, unless their source has a `version`. Delete the journal to judge all rows again.
 
     Exit codes: 0 every sample has a reward; 2 the input or the configuration has mistakes; 3 some samples have no
     reward; 130 stopped with Ctrl-C.
@@ -132,7 +132,7 @@ def plan_command(
         str | None,
         typer.Option(
             metavar="SECONDS",
-            help="What an average request takes, without waiting: 3, or a=2,b=0.5. Default: the journal's, or 3 for "
+            help="Seconds of an average request, without waiting: 3, or a=2,b=0.5. Default: the journal's, or 3 for "
             "a model, 0.5 for a scoring service and 0.1 for a function.",
         ),
     ] = None,
@@ -140,7 +140,7 @@ def plan_command(
         list[str] | None,
         typer.Option(
             metavar="NAME[=SHARE]",
-            help='Data source of the samples, which chooses the judge; repeatable. Default: what the route "*" takes.',
+            help='Data source of the samples, which selects the judge; repeatable. Default: one of the route "*".',
         ),
     ] = None,
     prompt_tokens: Annotated[int, typer.Option(help="Tokens of a question.", min=0, max=1_000_000)] = 200,
@@ -162,12 +162,12 @@ def plan_command(
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", metavar="FILE", help="Write the plan as JSON.")] = None,
 ) -> None:
-    """Simulate a training step: what it takes and costs, what it waits for, and what would help most.
+    """Simulate a training step: its duration, its cost, what it waits for, and what would help most.
 
     The real scheduler runs in virtual time over simulated servers with the limits of the configuration. Nothing is
-    sent, and nothing is written to a journal. A journal with verdicts in it tells how long the sources take.
+    sent, and nothing is written to a journal. If there is a journal, latencies are taken from its verdicts.
 
-    Exit codes: 0 all is well; 2 the input or the configuration has mistakes.
+    Exit codes: 0 success; 2 the input or the configuration has mistakes.
     """
     with one_message(_errors):
         from .plan import PlanOptions, plan_step
@@ -223,10 +223,10 @@ def judge_server(
         typer.Option("--list-faults", help="List the kinds of faults and exit.", is_eager=True, callback=_print_faults),
     ] = False,
 ) -> None:
-    """Serve a judge that behaves like a provider: limits, latency and faults as asked for.
+    """Serve a judge that behaves like a provider, with configured limits, latency and faults.
 
-    It speaks the OpenAI protocol (/v1/chat/completions), and scores samples as they are (/score). Ctrl-C stops it and
-    prints what it saw.
+    It serves the OpenAI protocol (/v1/chat/completions) and plain samples (/score). Ctrl-C stops it and prints a
+    report of all requests.
     """
     with one_message(_errors):
         from .judge_server import ServerOptions, build_server, serve
@@ -269,7 +269,7 @@ def kinds_command(
 def main() -> None:
     """Run the command line.
 
-    Functions of the working directory are found as by `python -m`, but never in the place of what is installed.
+    Modules in the working directory can be imported, as with `python -m`, but installed packages come first.
     """
     sys.path.append(os.getcwd())
     with until_written():

@@ -1,4 +1,4 @@
-"""`qreward check`: what the configuration says, and what each source answers."""
+"""`qreward check`: validates a configuration, and asks every source."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ async def check_config(
 ) -> int:
     """Validate the file, probe every source, and print a table.
 
-    Returns 0 if every source gave a valid verdict and every LLM judge without instructions of its own could tell right
-    answers from nonsense, else 1. A source has `timeout_s` seconds for an answer, or its own time limit if shorter.
-    Raises `ConfigurationError`, and `InputError` for rollouts that cannot be read, or of which there are none.
+    Returns 0 if every source gave a valid verdict and every LLM judge with the default instructions could tell right
+    answers from nonsense, otherwise 1. A source has `timeout_s` seconds for an answer, or its own time limit if that is
+    shorter. Raises `ConfigurationError`. Raises `InputError` if the rollouts are empty or cannot be read.
     """
     config = load_config(path)
-    # The engine of a check must not make, open or fill the journal of a run.
+    # A check must not create, open or fill the journal of a run.
     bare = config.model_copy(update={"engine": config.engine.model_copy(update={"journal": None})})
     async with open_engine(bare, path) as engine:
         samples: dict[str, Sample] = {}
@@ -48,7 +48,7 @@ async def check_config(
             say(out, line)
         for name in engine.judges if rollouts is not None else ():
             if name not in samples:
-                say(out, f"{name}: no row of {rollouts} goes to it; it is asked about the built-in sample")
+                say(out, f"{name}: no row of {rollouts} goes to it; the built-in sample is used")
         with errors.status("asking every source ..."):
             results = await probe(engine, samples)
         idle, untried = idle_sources(engine), untried_judges(engine)
@@ -57,9 +57,9 @@ async def check_config(
         if result.verdict is not None and result.verdict.rationale:
             say(out, f'{result.source} says: "{_excerpt(result.verdict.rationale, _RATIONALE_CHARS)}"')
     for name in untried:
-        say(out, f"{name}: not tried, because its kind asks sources in a way of its own")
+        say(out, f"{name}: not tried, because a check cannot make the calls of its kind")
     for name in idle:
-        say(out, f"{name}: not asked, because no judge has it among its sources")
+        say(out, f"{name}: not asked, because no judge uses it")
     failed = [result for result in results if result.problem]
     for result in failed:
         say(out, _problem(result, built_in=result.judge not in samples))
@@ -75,7 +75,7 @@ def _has_own_instructions(config: Config, judge: str) -> bool:
 
 
 def _samples_of(rollouts: Path) -> Iterator[Sample]:
-    """The samples of a file, at least one."""
+    """Yield the samples of a file. Raises `InputError` if there are none."""
     rollout = None
     for rollout in read_rollouts(rollouts):
         yield rollout.sample
@@ -84,7 +84,7 @@ def _samples_of(rollouts: Path) -> Iterator[Sample]:
 
 
 def _summaries(config: Config) -> list[str]:
-    """What judges do that no source shows, in words: sums are not asked themselves."""
+    """Describe the judges that do not ask sources themselves, such as sums."""
     said = {name: kind_of(judge).summary(judge) for name, judge in config.judges.items()}
     return [f"{name}: {summary}" for name, summary in said.items() if summary]
 
@@ -103,7 +103,7 @@ def _table(results: list[Probe]) -> Table:
 
 
 def _announced(limits: Mapping[str, float]) -> str:
-    """Limits in the source's own terms: it does not say how long its window is."""
+    """Describe the announced limits per window; sources do not announce the length of the window."""
     parts = []
     for what in ("requests", "tokens"):
         limit, left = limits.get(f"{what}_per_window"), limits.get(f"{what}_remaining")
@@ -117,8 +117,8 @@ def _announced(limits: Mapping[str, float]) -> str:
 def _problem(result: Probe, *, built_in: bool) -> Text:
     remedy = ""
     if not result.asked and built_in:
-        remedy = "; the built-in sample does not fit this judge, so give it one of yours with --rollouts"
-    # Errors of sources name the source themselves.
+        remedy = "; the built-in sample does not fit this judge, so use one of yours with --rollouts"
+    # Errors of sources begin with the name of the source.
     name = f"source {result.source!r}"
     problem = result.problem if result.problem.startswith(name) else f"{name}: {result.problem}"
     return Text.assemble((f"judge {result.judge}: ", "red"), problem, remedy)
@@ -126,11 +126,11 @@ def _problem(result: Probe, *, built_in: bool) -> Text:
 
 def _unable(result: Probe, *, own: bool) -> Text:
     assert result.trial is not None, "only a judge that was tried is found unable"
-    said = f"source {result.source!r} may be no judge: " if own else f"source {result.source!r} cannot judge: "
+    said = f"source {result.source!r} may be unable to judge: " if own else f"source {result.source!r} cannot judge: "
     remedy = (
-        "; if its instructions ask for something else than right answers, look at what it says of answers of yours"
+        "; if its instructions do not ask for right answers, check its verdicts on rows of yours (--rollouts)"
         if own
-        else "; take a more capable model"
+        else "; use a more capable model"
     )
     problem = _excerpt(result.trial.problem, _PROBLEM_CHARS)
     return Text.assemble((f"judge {result.judge}: ", "yellow" if own else "red"), said, problem, remedy)

@@ -1,4 +1,4 @@
-"""Numbers as people read them, in a handful of characters, because a terminal has 80 columns."""
+"""Formats numbers in a few characters, because a terminal has 80 columns."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ import math
 
 
 def seconds(value: float | None) -> str:
-    """Seconds in three digits: "0.42s", "12.3s", "123s"; "-" where there are none."""
+    """Format seconds with three digits: "0.42s", "12.3s", "123s"; "-" for None."""
     if value is None or not math.isfinite(value):
         return "-"
     return f"{value:.{2 if value < 9.995 else 1 if value < 99.95 else 0}f}s"
 
 
 def clock(value: float | None) -> str:
-    """Seconds as "h:mm:ss"; "?" where nothing is known."""
+    """Format seconds as "h:mm:ss"; "?" for None."""
     return "?" if value is None else str(datetime.timedelta(seconds=round(value)))
 
 
 def short(count: float) -> str:
-    """A count in at most five characters: "999", "12.3k", "4.5M"."""
+    """Format a count in at most six characters: "999", "12.3k", "4.5M"."""
     for limit, unit, divisor in ((9_999.5, "", 1), (999_950, "k", 1e3), (999_950_000, "M", 1e6)):
         if count < limit:
             return f"{count / divisor:.1f}{unit}" if unit else f"{count:.0f}"

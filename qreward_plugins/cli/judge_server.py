@@ -1,4 +1,4 @@
-"""`qreward judge-server`: the judge server of `qreward_plugins.testing` in the foreground."""
+"""`qreward judge-server`: runs the judge server of `qreward_plugins.testing` in the foreground."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SPREAD = 0.3
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What the command line asks for; `faults` are texts KIND=RATE."""
+    """The options of the command; `faults` are texts KIND=RATE."""
 
     host: str
     port: int
@@ -49,7 +49,7 @@ class ServerOptions:
 
 
 def build_server(options: ServerOptions) -> JudgeServer:
-    """The server that the options ask for, not yet listening. Raises `InputError` for options that cannot be."""
+    """Make the server, without starting it. Raises `InputError` for invalid options."""
     try:
         return JudgeServer(
             _scorer(options.scorer) if options.scorer else overlap_score,
@@ -71,7 +71,7 @@ def build_server(options: ServerOptions) -> JudgeServer:
 
 
 async def serve(server: JudgeServer, model: str, out: Console) -> int:
-    """Serve until cancelled, then print what the server saw. Raises `InputError` when the address is taken."""
+    """Serve until cancelled, then print a report of all requests. Raises `InputError` if the address is in use."""
     try:
         server.start()
     except JudgeServerError as error:
@@ -85,7 +85,7 @@ async def serve(server: JudgeServer, model: str, out: Console) -> int:
 
 
 def list_faults(out: Console) -> None:
-    """Print every kind of fault with what it does."""
+    """Print every kind of fault with its effect."""
     table = Table("fault", "what happens", box=None, pad_edge=False)
     for kind in FaultKind:
         table.add_row(str(kind), Text(kind.says))

@@ -1,4 +1,4 @@
-"""`qreward plan`: what a step will take, cost and wait for, before it is run."""
+"""`qreward plan`: predicts the duration, the cost and the bottleneck of a step."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _WAITS = {
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """The options of the command, as they are written."""
+    """The options of the command, not yet parsed."""
 
     config: Path
     samples: int
@@ -66,10 +66,9 @@ class PlanOptions:
 
 
 async def plan_step(options: PlanOptions, out: Console, errors: Console) -> int:
-    """Rehearse, print, and write what is asked for; 0.
+    """Rehearse the step, print the plan, and write the requested files. Returns 0.
 
-    Cancelling it ends the rehearsals. Raises `ConfigurationError`, `InputError` and
-    `JournalError`.
+    Cancelling ends the rehearsals. Raises `ConfigurationError`, `InputError` and `JournalError`.
     """
     if options.plot is not None:
         check_picture(options.plot)
@@ -90,15 +89,15 @@ async def plan_step(options: PlanOptions, out: Console, errors: Console) -> int:
 
 
 def _check_is_no_input(written: Path | None, options: PlanOptions) -> None:
-    """Raises `InputError` for a file to be written that is one of those that are read."""
+    """Raise `InputError` if an output file is also an input file."""
     kind, _, rollouts = (options.tokens or "").partition(":")
     for read in (options.config, Path(rollouts) if kind == "file" else None):
         if written is not None and read is not None and written.exists() and read.exists() and written.samefile(read):
-            raise InputError(f"{written}: is read as an input; name another file")
+            raise InputError(f"{written}: this file is an input; name another output file")
 
 
 async def _rehearsed(options: PlanOptions, errors: Console) -> Plan:
-    """The plan, made in a thread so that signals are heard."""
+    """Make the plan in a thread, so that the event loop can handle signals."""
     stopped = threading.Event()
     columns = TextColumn("rehearsing"), BarColumn(24), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal) as bar:
@@ -110,7 +109,7 @@ async def _rehearsed(options: PlanOptions, errors: Console) -> Plan:
             bar.update(task, completed=done, total=total)
 
         def work() -> Plan:
-            # Read first: the other options are read against it.
+            # Read first, because the other options are checked with it.
             config = load_config(options.config)
             return plan(
                 config,
@@ -141,7 +140,7 @@ async def _rehearsed(options: PlanOptions, errors: Console) -> Plan:
 
 
 class _Stopped(Exception):
-    """Nobody waits for the plan any more."""
+    """The command was cancelled."""
 
 
 def _print(found: Plan, path: Path, out: Console) -> None:
@@ -173,7 +172,7 @@ def _print(found: Plan, path: Path, out: Console) -> None:
 
 def _costs(found: Plan) -> Text:
     if found.cost_usd is None:
-        return Text("nothing is known: no source has a price")
+        return Text("unknown: no source has a price")
     dollars = found.cost_usd.p50
     return Text.assemble(
         (_dollars(dollars), "bold"), f"  ({_dollars(1000 * dollars / found.samples)} per 1,000 samples)"
@@ -243,7 +242,7 @@ def _places(use: SourceUse) -> str:
 
 def _print_advice(found: Plan, out: Console) -> None:
     if not found.advice:
-        say(out, Text("nothing that was tried would help much: the step is as short as its longest requests", "bold"))
+        say(out, Text("no change that was tried would help much: the longest requests determine the step", "bold"))
         return
     say(out, Text("what would help most", "bold"))
     table = Table.grid(padding=(0, 2))
@@ -281,7 +280,7 @@ def _percent(share: float) -> str:
 
 
 def _processors() -> int:
-    """How many processors this process may use; more than a few save little."""
+    """Return the number of processors that this process may use, at most 8: more save little time."""
     count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(count, _MOST_PROCESSES)
 

@@ -1,8 +1,8 @@
-"""How far a run is: a bar below a table of the sources, or plain lines where nobody watches a terminal.
+"""Shows the progress of a run: a bar and a table of the sources, or plain lines if there is no terminal.
 
-Counted are outcomes, not rows written: rows are written in order, and the one that the others wait for would make the
-bar stand still. A source's rate is what it was sent in the last minute, the number that its limit is about; an average
-over the run would look like a broken limit in the first seconds, when a window is spent at once.
+It counts outcomes and not written rows: rows are written in order, so one slow row would stop the bar. The rate of a
+source is the number of requests sent in the last minute, because its limit is per minute. An average over the run would
+look like a broken limit in the first seconds, when a window is spent at once.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .running import say
 _REFRESH_S = 0.5
 _MINUTE_S = 60.0
 _LINES_EVERY = 0.1
-"""Without a terminal, one line for every such share of the samples, and for every minute."""
+"""Without a terminal, a line is printed after every such share of the samples, and every minute."""
 _FIRST_LINE_S = 10.0
-"""One line after so long in any case: it tells a judge that hangs from one that works."""
+"""The first line is printed after this many seconds at the latest, so that a judge that hangs is noticed."""
 
 _LIVE_COLUMNS = ("state", "sent", "last min", "in flight", "429s", "errors", "p50", "p95", "tokens")
 _LIVE_WIDTH = 66
-"""What the live table takes beside the names of the sources."""
+"""Width of the live table without the names of the sources, in characters."""
 
 _FINAL_COLUMNS = ("state", "sent", "429s", "errors", "invalid", "p50", "p95", "tokens", "USD")
 _FINAL_WIDTH = 66
@@ -40,8 +40,8 @@ _SHORTEST_NAME = 14
 class ProgressDisplay:
     """Shows progress on `console` while its context is open.
 
-    It is drawn from the engine's own event loop, so that statistics are never read while they change. `rate_per_s` is
-    how many requests per second the limits allow; infinity: no limit.
+    It is drawn in the engine's event loop, so that statistics are never read while they change. `rate_per_s` is the
+    number of requests per second that the limits allow; infinity without limits.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ProgressDisplay:
 
 
 def source_table(statistics: EngineStatistics, width: int) -> Table:
-    """The sources after a run, for a console of `width` columns."""
+    """Return the table of the sources after a run, for a console of `width` columns."""
     table = _table(_FINAL_COLUMNS, width - _FINAL_WIDTH)
     for source in statistics.sources.values():
         table.add_row(

@@ -1,4 +1,4 @@
-"""How a command runs and ends: signals, exit codes, and one message for whatever the user can mend."""
+"""Runs a command: signals, exit codes, and one message for each error that the user can fix."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ BROKEN_PIPE = 141
 
 @contextmanager
 def until_written() -> Iterator[None]:
-    """Run a command to its end, the last byte of its output included.
+    """Run a command and flush its output.
 
-    Output that cannot be written (a full disk, a reader that has gone) is one message and exit code 2, or 141 for a
-    broken pipe as shells have it, and no traceback: not even when Python closes the streams.
+    If output cannot be written (the disk is full), it prints one message and exits with code 2. For a broken pipe it
+    exits with code 141, as shells do. There is no traceback, not even when Python closes the streams.
     """
     try:
         try:
@@ -43,7 +43,7 @@ def until_written() -> Iterator[None]:
             for stream in (sys.stdout, sys.stderr):
                 stream.flush()
     except OSError as error:
-        # Whatever is left in the buffers has nowhere to go.
+        # The rest of the buffers is discarded, so that closing the streams does not fail again.
         nowhere = os.open(os.devnull, os.O_WRONLY)
         if error.errno != errno.EPIPE:
             with suppress(OSError):
@@ -56,7 +56,7 @@ def until_written() -> Iterator[None]:
 
 @contextmanager
 def one_message(errors: Console) -> Iterator[None]:
-    """Turn an error of ours into its message and exit code 2."""
+    """Print an error of this package as one message, and exit with code 2."""
     try:
         yield
     except QRewardError as error:
@@ -65,15 +65,15 @@ def one_message(errors: Console) -> Iterator[None]:
 
 
 def say(console: Console, message: str | Text) -> None:
-    """Print a line as it is: nothing in it is markup, and it is not broken, so that it can be searched and copied."""
+    """Print a line without markup and without line breaks, so that it can be searched and copied."""
     console.print(message, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 def run(command: Coroutine[Any, Any, int]) -> int:
     """Run a command in an event loop of its own, and return its exit code.
 
-    SIGINT and SIGTERM cancel it, so that it can end in order; if it gives no code of its own then, the code is 128 plus
-    the signal's number. A second signal ends the process at once.
+    SIGINT and SIGTERM cancel it, so that it can clean up. If it then returns no code of its own, the code is 128 plus
+    the number of the signal. A second signal ends the process at once.
     """
     return asyncio.run(_until_signal(command))
 
@@ -111,7 +111,7 @@ def _message(error: QRewardError) -> str:
 
 
 def open_engine(config: Config, path: Path) -> RewardEngine:
-    """The engine of a configuration that came from `path`, which is named in errors."""
+    """Open the engine of a configuration. Errors name `path`, the file of the configuration."""
     try:
         with _ended_by_a_signal():
             return RewardEngine(config)
@@ -121,8 +121,10 @@ def open_engine(config: Config, path: Path) -> RewardEngine:
 
 @contextmanager
 def _ended_by_a_signal() -> Iterator[None]:
-    """Let SIGINT and SIGTERM end the process at once. A user's module that hangs while it is imported holds up the
-    event loop, which could never act on them. Nothing is begun yet that would have to end in order.
+    """Let SIGINT and SIGTERM end the process at once.
+
+    A user's module that hangs during its import blocks the event loop, which could not handle the signals. Nothing has
+    been started yet that would need to clean up.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

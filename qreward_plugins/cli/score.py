@@ -1,9 +1,8 @@
-"""`qreward score`: a file of rollouts through the engine, with progress, and resumable.
+"""`qreward score`: scores a file of rollouts, shows progress, and can be resumed.
 
-What makes a run resumable is the journal: the same command reads there what was paid for and asks only for the rest,
-failed samples included. Verdicts of the last 50 ms may be missing after a SIGKILL, as are the requests in flight;
-every other end writes them down. The rows of an earlier run are not read back, for they may be of another
-configuration.
+The journal makes a run resumable: the same command reads recorded verdicts from it, and asks only for the rest, failed
+samples included. After a SIGKILL, verdicts of the last 50 ms and requests in flight are lost; any other end records
+them. The output of an earlier run is not read, because it may belong to another configuration.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from .running import OK, REWARDS_MISSING, open_engine, say
 
 @dataclass(frozen=True)
 class Plan:
-    """A run whose input was found to be in order: `total` rows of `rollouts`, to be written to `out`."""
+    """A run with a checked input: `total` rows of `rollouts`, and the output file `out`."""
 
     rollouts: Path
     out: Path
@@ -45,8 +44,10 @@ class Plan:
 
 
 def prepare(rollouts: Path, config_path: Path, out: Path, errors: Console, *, overwrite: bool = False) -> Plan:
-    """Read and check everything that a run needs. Only with `overwrite` may OUT exist, and the input have a column of
-    our name. Raises `ConfigurationError` and `InputError`.
+    """Read and check everything that a run needs.
+
+    Without `overwrite`, OUT must not exist, and the input must not have a column `qreward`. Raises `ConfigurationError`
+    and `InputError`.
     """
     config = load_config(config_path)
     with errors.status(Text(f"reading {rollouts} ...")):
@@ -57,10 +58,10 @@ def prepare(rollouts: Path, config_path: Path, out: Path, errors: Console, *, ov
 
 
 async def score_rollouts(plan: Plan, out: Console, errors: Console) -> int:
-    """Score the rollouts of a plan; 0 when every sample has a reward, 3 when some have none.
+    """Score the rollouts of a plan. Returns 0 if every sample has a reward, otherwise 3.
 
-    Cancelling it leaves the rows so far in the partial file and every verdict in the journal, and says so. Raises
-    `ConfigurationError`, `InputError` and `JournalError`.
+    If it is cancelled, the rows so far are in the partial file and all verdicts in the journal, and it prints how to
+    continue. Raises `ConfigurationError`, `InputError` and `JournalError`.
     """
     tally = _Tally()
     engine = open_engine(plan.config, plan.config_path)
@@ -68,7 +69,7 @@ async def score_rollouts(plan: Plan, out: Console, errors: Console) -> int:
         await _score(engine, plan, tally, errors)
     except BaseException:
         statistics = engine.statistics()
-        # Only a closed journal can say what is in it.
+        # The journal knows which verdicts it has recorded only after it is closed.
         unrecorded = await _close(engine)
         if tally.begun:
             say(errors, _how_to_go_on(plan, tally, statistics, unrecorded))
@@ -100,7 +101,7 @@ async def _score(engine: RewardEngine, plan: Plan, tally: _Tally, errors: Consol
 
 
 async def _close(engine: RewardEngine) -> JournalError | None:
-    """Close the engine; what its journal could not record is returned."""
+    """Close the engine; return the error of the journal if it could not record all verdicts."""
     try:
         await engine.aclose()
     except JournalError as error:
@@ -109,14 +110,14 @@ async def _close(engine: RewardEngine) -> JournalError | None:
 
 
 def _requests_a_row(config: Config) -> int:
-    """The fewest requests that a row takes: a sum takes one for each of its parts."""
+    """Return the fewest requests of a row; a sum takes one for each of its parts."""
     return min(len(parts_of(config, name)) for name in judges_in_charge(config))
 
 
 class _Rows:
-    """Hands out the samples of a file one by one, and keeps each one's row until it is written.
+    """Yields the samples of a file, and keeps the row of each until it is written.
 
-    Memory is bounded by what the engine takes in before it gives the first outcome back.
+    It keeps as many rows as the engine takes before it returns the first outcome.
     """
 
     def __init__(self, path: Path) -> None:
@@ -129,7 +130,7 @@ class _Rows:
             yield rollout.sample
 
     def take(self, sample: Sample) -> Rollout:
-        """The rollout of the next sample; a wrong pairing would be a silent disaster, so it is made certain of."""
+        """Return the rollout of the next sample. It checks the pairing, because a wrong one would go unnoticed."""
         rollout = self._taken.popleft()
         if rollout.sample is not sample:
             raise RuntimeError("an outcome came out of order")
@@ -138,10 +139,10 @@ class _Rows:
 
 @dataclass
 class _Tally:
-    """What came out so far, in numbers: the file may be longer than memory."""
+    """Counts outcomes. It does not keep them, because the file may be larger than the memory."""
 
     begun: bool = False
-    """Whether OUT is ours to write: until then there is nothing that could go on."""
+    """Whether OUT is open. Before that, there is no run to continue."""
     done: int = 0
     rewarded: int = 0
     total_reward: float = 0.0
@@ -160,7 +161,7 @@ class _Tally:
             self.examples.setdefault(reason, failed.detail)
 
     def failures(self) -> Iterator[Text]:
-        """One line for every reason, those without a reward first, with the first example of each."""
+        """Yield one line for each reason, with its first example; reasons for a missing reward come first."""
         for (reason, missing), count in sorted(self.reasons.items(), key=lambda item: (not item[0][1], -item[1])):
             what = Text(f"{count:,} without a reward", "red") if missing else Text(f"{count:,} scored at the floor")
             yield what + Text(f" ({reason}): {self.examples[reason, missing]}")

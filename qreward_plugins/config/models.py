@@ -115,21 +115,21 @@ FailurePolicy: TypeAlias = Literal["auto", "neutral", "exclude", "raise"] | Cons
 
 
 class Groups(Node):
-    """The samples of one prompt: how long they wait for each other, and when they are worth training."""
+    """The samples of one prompt: how long they wait for each other, and how many must have a reward."""
 
     wait_s: PositiveFloat = 300.0
-    """Seconds that a failed sample waits for its siblings at most, from its failure, where other processes score them
-    and it is to get their mean (verl with `on_failure: neutral`, trajectories in ROLL). Then it gets the mean of those
-    that are scored. Default: 300."""
+    """Most seconds, from its failure, that a failed sample waits for siblings that other processes score, to get their
+    mean (verl with `on_failure: neutral`, trajectories in ROLL). After that it gets the mean of the scored siblings.
+    Default: 300."""
 
     min_scored: Literal["all"] | PositiveInt = 2
-    """Samples of a group that must have a reward (a smaller group: all of them); where the framework can replace a
-    group (slime, ROLL), one with fewer is dropped, and another prompt takes its place. `all`: every one. Default: 2,
-    because one alone has nothing to compare with."""
+    """Samples of a group that must have a reward (in a smaller group: all of them). If the framework can replace a
+    group (slime, ROLL), a group with fewer is dropped and another prompt is used. `all`: every sample. Default: 2,
+    because a single sample cannot be compared with another one."""
 
     give_up_after: PositiveInt = 256
-    """Groups dropped in a row after which the run ends with an error, because a judge that is down would have prompts
-    replaced for ever. Default: 256."""
+    """Number of groups dropped in a row after which the run ends with an error. Without this limit, a judge that is
+    down would cause prompts to be replaced for ever. Default: 256."""
 
 
 ObserverPath = Annotated[
@@ -140,7 +140,7 @@ ObserverPath = Annotated[
 
 
 def _by_kind(kinds: Kinds[Any]) -> Callable[[Any], Any]:
-    """Reads a node as the model of its kind does. pydantic adds the place of the node to what that model finds."""
+    """Return a validator that reads a node with the model of its kind. pydantic adds the place to its errors."""
 
     def read(node: Any) -> Any:
         if not isinstance(node, Mapping):

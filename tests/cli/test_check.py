@@ -69,7 +69,7 @@ def test_every_source_of_every_judge_is_asked_one_request_at_a_time(check, write
         result = check()
         assert result.exit_code == 0, result.output
         assert (one.report().requests, two.report().requests) == (2 * TRIED, TRIED)
-    assert "spare: not asked, because no judge has it among its sources" in result.stdout
+    assert "spare: not asked, because no judge uses it" in result.stdout
 
 
 def test_a_dead_source_is_named_and_the_others_are_asked(check, server, write_config):
@@ -188,7 +188,7 @@ def test_a_judge_that_needs_columns_gets_them_from_rollouts(check, server, write
     result = check()
     assert result.exit_code == 1
     assert "source 'a': " in result.stdout
-    assert "give it one of yours with --rollouts" in result.stdout
+    assert "use one of yours with --rollouts" in result.stdout
     assert server.report().requests == 0
 
     path = write_rows([row(0, rubric="Be kind."), row(1), "not JSON, and not read"])
@@ -275,7 +275,7 @@ def test_a_judge_that_cannot_judge_is_told(check, write_config, scorer, said):
         result = check()
     assert result.exit_code == 1
     assert said in result.stdout.replace("\n", " ")
-    assert "take a more capable model" in result.stdout
+    assert "use a more capable model" in result.stdout
 
 
 def test_a_judge_with_instructions_of_its_own_may_ask_for_something_else(check, write_config):
@@ -283,7 +283,10 @@ def test_a_judge_with_instructions_of_its_own_may_ask_for_something_else(check, 
         write_config({"long": server}, judge={"instructions": "The longer, the better."})
         result = check()
     assert result.exit_code == 0, result.output
-    assert "judge quality: source 'long' may be no judge: it cannot tell a right answer from nonsense" in result.stdout
+    assert (
+        "judge quality: source 'long' may be unable to judge: it cannot tell a right answer from nonsense"
+        in result.stdout
+    )
 
 
 def test_a_judge_that_stops_answering_is_not_called_unable(check, write_config):

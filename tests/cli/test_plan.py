@@ -60,7 +60,7 @@ def test_what_is_read_is_not_overwritten(tmp_path, run_cli):
     for written in (config, rollouts, tmp_path / "." / config.name):
         result = run_cli("plan", "-c", config, "-n", 3, "--tokens", f"file:{rollouts}", "--json", written)
         assert result.exit_code == 2
-        assert "is read as an input; name another file" in result.stderr
+        assert "this file is an input; name another output file" in result.stderr
     assert before == (config.read_text(), rollouts.read_text())
 
 

@@ -518,7 +518,7 @@ def test_limits_can_be_changed_while_the_engine_runs():
             engine.retune("a", Limits(requests_per_minute=4))
             await asyncio.sleep(10)
             assert len(source.arrivals) == 4  # the two that were sent before still count
-            with pytest.raises(EngineError, match="no source 'b'; there are a"):
+            with pytest.raises(EngineError, match="unknown source 'b'; sources: a"):
                 engine.retune("b", Limits())
             assert all(isinstance(outcome, Scored) for outcome in await scoring)
 

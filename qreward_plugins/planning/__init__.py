@@ -1,8 +1,8 @@
-"""What a training step will cost before it is run: the configuration, rehearsed in virtual time.
+"""Predicts the duration and the cost of a training step: it simulates the configuration in virtual time.
 
-The rehearsal is the production engine over simulated servers, so that a plan knows whatever the scheduler knows:
-windows that are spent at once, hedges, retries, the tail of a batch. A formula knows none of that. What a configuration
-cannot tell (how long an answer takes, how long rollouts are) is assumed, and every assumption is said.
+A rehearsal runs the production engine over simulated servers. So a plan covers windows that are spent at once, hedges,
+retries and the tail of a batch, which a formula does not. Facts that are not in the configuration (latencies, lengths
+of rollouts) are assumed, and the plan lists every assumption.
 """
 
 from __future__ import annotations

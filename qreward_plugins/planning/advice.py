@@ -1,4 +1,4 @@
-"""What would help most: the variations that were rehearsed, against the same seeds as they are now."""
+"""Ranks the rehearsed changes: it compares each with the same seeds without the change."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from .rehearsal import Run
 from .variations import ChangeKind, Variation
 
 MATTERS = 0.04
-"""Part of the step, or of its cost, from which on a change matters."""
+"""The smallest saving that matters, as a share of the step's duration or cost."""
 
 
 @dataclass(frozen=True)
 class Advice:
-    """A change, and what a step takes and costs with it. Dollars; None: no prices.
+    """A change, and the duration and cost of a step with it. Costs are US dollars; None without prices.
 
-    `now_s` and `now_usd` are what the plan says of the step as it is. A change is tried over some of the plan's seeds,
-    and the ratio to the same seeds without it is applied to these numbers.
+    `now_s` and `now_usd` are the values without the change. A change is tried over some of the plan's seeds; the ratio
+    to the same seeds without it is applied to these values.
     """
 
     kind: ChangeKind
@@ -40,14 +40,14 @@ class Advice:
 def advice_of(
     tried: Sequence[tuple[Variation, Sequence[Run]]], now: Sequence[Run], *, step_s: float, cost_usd: float | None
 ) -> tuple[Advice, ...]:
-    """The changes that matter to a step that takes `step_s` and costs `cost_usd`, those that save most seconds first.
+    """Return the changes that matter for a step of `step_s` seconds and `cost_usd` dollars, largest saving first.
 
-    A change is good for seconds, or leaves the time as it is and saves money.
+    A change matters if it saves time, or if it saves money without costing time.
     """
     by_seed = {run.seed: run for run in now}
     found = []
     for variation, runs in tried:
-        # What fails to score more samples than now is no improvement, however quick it is.
+        # A change with which fewer samples are scored is not an improvement, even if it is faster.
         if not runs or sum(run.scored for run in runs) < sum(by_seed[run.seed].scored for run in runs):
             continue
         before = [by_seed[run.seed] for run in runs]
@@ -67,7 +67,7 @@ def advice_of(
 
 
 def _changed(now: float, after: Sequence[float], before: Sequence[float]) -> float:
-    """`now`, changed by as much as the same seeds changed."""
+    """Scale `now` by the ratio of the means `after` and `before`."""
     return now * fmean(after) / fmean(before) if fmean(before) else fmean(after)
 
 

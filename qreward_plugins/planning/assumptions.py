@@ -1,4 +1,4 @@
-"""What a configuration cannot tell, and what is assumed of it unless somebody knows better."""
+"""Defines the assumptions of a plan, with their defaults, and parses them from the command line."""
 
 from __future__ import annotations
 
@@ -12,28 +12,29 @@ from ..errors import InputError
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What is assumed of the sources and of the rollouts. Times are seconds, shares go from 0 to 1.
+    """Assumptions about the sources and the rollouts. Times are seconds; shares go from 0 to 1.
 
-    Raises `InputError` for numbers that make no sense.
+    Raises `InputError` for numbers out of range.
     """
 
     latency_s: Mapping[str, float] = field(default_factory=dict)
-    """How long an average request takes, without any waiting, by the name of the source; "*" for all others. Default:
-    what the kind of the source says (`usual_latency_s`: 3 for a language model, 0.5 for a scoring service, 0.1 for a
-    function), unless a journal tells."""
+    """Seconds of an average request without waiting, by the name of the source; "*" for all others. Default: from the
+    journal, or else the `usual_latency_s` of the kind (3 for a language model, 0.5 for a scoring service, 0.1 for a
+    function)."""
     spread: float | None = None
-    """Sigma of the lognormal noise on latencies. Default: 0.3, unless a journal tells."""
+    """Sigma of the lognormal noise on latencies. Default: from the journal, or else 0.3."""
     length_share: float | None = None
-    """Which part of a latency is in proportion to the length of the rollout. Default: 0.5, unless a journal tells."""
+    """The part of a latency that is proportional to the length of the rollout. Default: from the journal, or else 0.5.
+    """
     straggler_share: float = 0.01
-    """Share of the requests that take ten times as long. (A journal cannot tell: an attempt that takes so long is given
-    up for another one, and only the answered one is on record.)"""
+    """Share of the requests that take ten times as long. A journal does not show it: the scheduler replaces such an
+    attempt by another one, and only the answered attempt is recorded."""
     error_share: float = 0.01
-    """Share of the requests that fail, and are tried again."""
+    """Share of the requests that fail and are tried again."""
     prompt_tokens: int = 200
-    """Tokens of the question that a rollout answers; not used where rollouts come from a file or a journal."""
+    """Tokens of the question of a rollout. Not used if rollouts come from a file or a journal."""
     verdict_tokens: float | None = None
-    """Tokens of a verdict, rationale included. Default: 120, unless a journal tells."""
+    """Tokens of a verdict with its rationale. Default: from the journal, or else 120."""
 
     def __post_init__(self) -> None:
         for name, seconds in self.latency_s.items():

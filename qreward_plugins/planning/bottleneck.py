@@ -1,4 +1,4 @@
-"""What a step waits for, over all rehearsals: the critical paths of its last rewards, added up."""
+"""Finds what a step waits for: adds up the critical paths of the last rewards over all rehearsals."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .rehearsal import Rehearsal, Run
 
 Resource = Literal["requests", "tokens", "places", "latency", "stragglers", "failures", "pauses", "deadline", "nothing"]
 FULL = 0.9
-"""Part of a limit from which on it is taken to be used up."""
+"""The share of a limit from which on the limit counts as used up."""
 
 _RESOURCES: Mapping[PartKind, Resource] = {
     "quota": "requests",
@@ -28,7 +28,7 @@ _RESOURCES: Mapping[PartKind, Resource] = {
 
 @dataclass(frozen=True)
 class Wait:
-    """Seconds of the step's critical path, in the mean over the rehearsals: on which source, for what."""
+    """Mean seconds, over the rehearsals, that the step's critical path waits for a resource of a source."""
 
     source: str
     resource: Resource
@@ -37,17 +37,17 @@ class Wait:
 
 @dataclass(frozen=True)
 class Bottleneck:
-    """What most of a step is spent on: `sources` share it, those that are waited for longest first."""
+    """The resource that takes most of a step. `sources` are those that it waits for, the longest wait first."""
 
     resource: Resource
     sources: tuple[str, ...]
     seconds: float
     describes: str
-    """In words."""
+    """A description for messages."""
 
 
 def waits_of(rehearsal: Rehearsal, runs: Sequence[Run]) -> tuple[Wait, ...]:
-    """What the step waits for, the longest wait first."""
+    """Return the waits of the step, the longest first."""
     seconds: dict[tuple[str, Resource], float] = {}
     for run in runs:
         for part in run.report.parts if run.report else ():
@@ -59,7 +59,7 @@ def waits_of(rehearsal: Rehearsal, runs: Sequence[Run]) -> tuple[Wait, ...]:
 
 
 def bottleneck_of(config: Config, waits: Sequence[Wait]) -> Bottleneck:
-    """What most of the step is spent on."""
+    """Return the resource that takes most of the step."""
     by_resource: dict[Resource, list[Wait]] = {}
     for wait in waits:
         by_resource.setdefault(wait.resource, []).append(wait)
@@ -72,10 +72,10 @@ def bottleneck_of(config: Config, waits: Sequence[Wait]) -> Bottleneck:
 
 
 def _resource(config: Config, run: Run, kind: PartKind, name: str) -> Resource:
-    """Which resource a part of the critical path is charged to.
+    """Return the resource of a part of the critical path.
 
-    The engine says that a quota is spent, not which one; and a lack of tokens, which depends on the size of what waits,
-    it may call a queue. So a queue for a source that had places free most of the time was one for its tokens.
+    The engine reports that a quota is spent, but not which one, and it may report a lack of tokens as a queue. So a
+    queue at a source that had concurrency left most of the time counts as a wait for tokens.
     """
     if name in run.uses and kind in ("queue", "quota"):
         used = used_up(config, run, name)
@@ -86,7 +86,7 @@ def _resource(config: Config, run: Run, kind: PartKind, name: str) -> Resource:
 
 
 def used_up(config: Config, run: Run, name: str) -> frozenset[Resource]:
-    """The limits of a source that a step used up."""
+    """Return the limits of a source that a step used up."""
     limits, use = config.sources[name].limits, run.uses[name]
     found: set[Resource] = set()
     window = limits.window_s / 60

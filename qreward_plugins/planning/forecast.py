@@ -1,4 +1,4 @@
-"""`plan`: from a configuration and a number of samples to what a step takes, costs and waits for."""
+"""Defines `plan`: it predicts the duration, the cost and the bottleneck of a step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from .variations import variations
 
 FEWEST_SEEDS = 2
 SAMPLES_A_CHANGE = 4096
-"""Changes are rehearsed over fewer seeds, as many as make so many samples."""
+"""Samples over which a change is rehearsed; they determine the number of seeds, which is smaller than the plan's."""
 WORTH_PROCESSES = 2000
-"""Samples to rehearse from which on it pays to start processes."""
+"""Processes are started if at least this many samples are rehearsed."""
 
 Progress = Callable[[int, int], None]
-"""(rehearsals that are done, rehearsals in all, as far as is known)."""
+"""Called with the finished rehearsals and all rehearsals known so far."""
 
 
 @dataclass(frozen=True)
@@ -45,15 +45,15 @@ class Spread:
 
 @dataclass(frozen=True)
 class SourceUse:
-    """What one source does in a step, in the mean over the rehearsals. Shares go from 0 to 1; None: no such limit."""
+    """The use of one source in a step, as means over the rehearsals. Shares go from 0 to 1; None without a limit."""
 
     name: str
     requests: float
     share: float
-    """Its part of all answers."""
+    """Its share of all answers."""
     hedges: float
     latency_s: float
-    """What is assumed of it."""
+    """The latency that the plan assumes."""
     latency_from: str
     """Who says so: "assumed", "given", "journal"."""
     requests_per_minute: float | None
@@ -95,12 +95,12 @@ class Plan:
     sources: tuple[SourceUse, ...]
     advice: tuple[Advice, ...]
     notes: tuple[str, ...]
-    """What was assumed, and what is to be known, in sentences."""
+    """The assumptions and remarks, as sentences."""
     timeline: Timeline
-    """The rehearsal whose step time is the median."""
+    """The timeline of the rehearsal with the median duration."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything but the timeline, for JSON."""
+        """Return everything except the timeline, for JSON."""
         data = asdict(replace(self, timeline=_NO_TIMELINE))
         del data["timeline"]
         for advice, told in zip(self.advice, data["advice"], strict=True):
@@ -124,18 +124,19 @@ def plan(
     progress: Progress | None = None,
     origin: str | None = None,
 ) -> Plan:
-    """Rehearse a step of `samples` samples over `seeds` seeds, and what could be changed about it over fewer.
+    """Rehearse a step of `samples` samples over `seeds` seeds, and possible changes over fewer seeds.
 
-    `config` is what `load_config` takes. `lengths` of the rollouts: default what the configuration's journal recorded,
-    or else lognormal with a mean of 800 tokens. `data_sources`: names and shares; default: those of the rollouts of a
-    file, or one that the route `"*"` takes. `processes`: how many processes rehearse; with more than 1 the caller's
-    main module must be importable (`if __name__ == "__main__"`). `progress` is called after every rehearsal, in the
-    calling thread; what it raises ends the plan. `origin` names the configuration in messages; default: its path.
+    `config` is what `load_config` takes. `lengths` are the lengths of rollouts; default: those in the configuration's
+    journal, or else lognormal with a mean of 800 tokens. `data_sources` are names and shares; default: those of the
+    rollouts of a file, or one that the route `"*"` matches. `processes` is the number of processes that rehearse; with
+    more than 1, the caller's main module must be importable (`if __name__ == "__main__"`). `progress` is called after
+    every rehearsal in the calling thread; an error of it ends the plan. `origin` is the name of the configuration in
+    messages; default: its path.
 
-    Blocks, and must not be called where an event loop runs (`asyncio.to_thread` helps there).
+    It blocks, and must not be called in a running event loop (use `asyncio.to_thread` there).
 
-    The same arguments give the same plan. Raises `ConfigurationError` as the engine would, `InputError` for samples
-    that nobody can judge, and `JournalError` for a journal that cannot be read.
+    The same arguments give the same plan. Raises `ConfigurationError` as the engine does, `InputError` for samples
+    that no judge scores, and `JournalError` for a journal that cannot be read.
     """
     if samples < 1 or seeds < 1:
         raise InputError(f"a plan needs at least 1 sample and 1 seed, not {samples} and {seeds}")
@@ -184,7 +185,7 @@ def plan(
 
 
 def _check(rehearsal: Rehearsal) -> None:
-    """Build what a run would build, so that mistakes are told as a run would tell them."""
+    """Build the engine, so that mistakes are reported as in a run."""
     engine = rehearsal.config.engine.model_copy(update={"journal": None})
     bare = rehearsal.config.model_copy(update={"engine": engine, "observers": ()})
     RewardEngine(bare, sources=rehearsal.stand_ins(rehearsal.servers()))
@@ -239,7 +240,7 @@ def _spread(values: Sequence[float]) -> Spread:
 
 
 def _high(values: Sequence[float]) -> float:
-    """The 95th percentile, interpolated: of five values the nearest rank would always be the highest."""
+    """Return the interpolated 95th percentile. Without interpolation, it would be the maximum of five values."""
     ranked = sorted(values)
     place = 0.95 * (len(ranked) - 1)
     low = math.floor(place)
@@ -254,5 +255,5 @@ def _failed(runs: Sequence[Run], samples: int) -> dict[str, float]:
 def _unused(config: Config, judged: Mapping[str, float]) -> list[str]:
     asked = {name for judge in judged for name in sources_of(config, judge)}
     return [
-        f"{name}: not asked, because no judge of these samples has it" for name in config.sources if name not in asked
+        f"{name}: not asked, because no judge of these samples uses it" for name in config.sources if name not in asked
     ]

@@ -1,7 +1,7 @@
-"""Which part of a latency is in proportion to the length of a rollout, as a journal shows it.
+"""Estimates from a journal which part of a latency is proportional to the length of the rollout.
 
-It matters where sources differ: long requests go to the fast ones. Then the times on record are of the requests that a
-source got, and what an average request takes there follows only by way of this share.
+It matters if sources differ: long requests go to the fast sources, so the recorded times of a source are not those of
+an average request. This share converts them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from statistics import fmean
 from .recorded import FEWEST, Recorded
 
 LENGTH_SHARE = 0.5
-"""What is assumed where no journal tells."""
+"""The assumption without a journal."""
 _SIGMA = 0.3
-"""How far from that it may well be. Few verdicts, or of one length, move the assumption accordingly little."""
+"""Standard deviation of the assumption. Few verdicts, or verdicts of similar lengths, change the assumption little."""
 _LEAST_NOISE = 1e-6
 
 Rows = Sequence[tuple[float, float]]
-"""The length of what was judged, in units of the mean length, and the seconds that it took."""
+"""Pairs of the length of a request, in units of the mean length, and its seconds."""
 
 
 def journal_rows(recorded: Mapping[str, Recorded], own_tokens: int) -> dict[str, Rows]:
-    """The rows of every source that has enough of them, without the `own_tokens` that a judge adds to each request."""
+    """Return the rows of every source with enough of them, without the `own_tokens` that a judge adds to a request."""
     lengths = {name: [max(1, tokens - own_tokens) for tokens, _ in one.timed] for name, one in recorded.items()}
     lengths = {name: one for name, one in lengths.items() if len(one) >= FEWEST}
     if not lengths:
@@ -36,7 +36,7 @@ def journal_rows(recorded: Mapping[str, Recorded], own_tokens: int) -> dict[str,
 
 
 def length_share(rows: Mapping[str, Rows]) -> float | None:
-    """The share by least squares over each source, weighted by how certain each is; None if no rows tell it."""
+    """Estimate the share by least squares for each source, weighted by certainty; None if no rows allow it."""
     weight = weighted = 0.0
     for one in rows.values():
         mean_x, mean_s = fmean(x for x, _ in one), fmean(seconds for _, seconds in one)
@@ -47,7 +47,7 @@ def length_share(rows: Mapping[str, Rows]) -> float | None:
         noise = math.fsum((seconds / mean_s - 1 - slope * (x - mean_x)) ** 2 for x, seconds in one) / len(one)
         certainty = scatter / max(noise, _LEAST_NOISE)
         weight += certainty
-        # Of the time of an average request, and not of those that went here.
+        # Relative to the time of an average request, not of the requests that this source got.
         weighted += certainty * slope / max(0.1, 1 + slope * (1 - mean_x))
     if not weight:
         return None
@@ -56,7 +56,7 @@ def length_share(rows: Mapping[str, Rows]) -> float | None:
 
 
 def relative_work(rows: Rows, share: float) -> float:
-    """How long the requests of these rows take, as a multiple of an average request."""
+    """Return the duration of the requests of these rows, as a multiple of an average request."""
     return max(0.01, 1 - share + share * fmean(x for x, _ in rows)) if rows else 1.0
 
 

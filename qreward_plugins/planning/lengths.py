@@ -1,7 +1,7 @@
-"""How long rollouts are: one length, a lognormal distribution, lengths that were seen, or the rollouts of a file.
+"""Defines the lengths of rollouts: one length, a lognormal distribution, recorded lengths, or the rollouts of a file.
 
-A file is the best answer, since it also brings prompts, references and data sources, so the judge's own requests are
-built from what it will really get. The others stand for texts of the right length that say nothing.
+A file is best, because it also has prompts, references and data sources, so that requests are built from real samples.
+The other forms give meaningless texts of the right length.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..files import read_rollouts
 from ..samples import Sample
 
 BYTES_PER_TOKEN = 4
-"""What a token of text is taken for, in bytes."""
+"""Assumed bytes of text per token."""
 LONGEST_TOKENS = 1_000_000
 _FORMS = "write a number of tokens (800), lognormal:MEAN:SIGMA (lognormal:800:0.6), or file:ROLLOUTS.jsonl"
 
@@ -26,8 +26,8 @@ _FORMS = "write a number of tokens (800), lognormal:MEAN:SIGMA (lognormal:800:0.
 class Lengths:
     """Lengths of rollouts in tokens.
 
-    `mean` and `sigma` are those of a lognormal distribution (sigma 0: all are alike), unless there are `seen` lengths,
-    which are drawn from, or `rollouts`, which are taken as they are.
+    `mean` and `sigma` are those of a lognormal distribution (with sigma 0, all lengths are equal). If there are `seen`
+    lengths, lengths are drawn from them. If there are `rollouts`, these are used unchanged.
     """
 
     mean: float = 800.0
@@ -38,7 +38,7 @@ class Lengths:
     """Where `seen` and `rollouts` come from, in words."""
 
     def draw(self, count: int, rng: random.Random) -> list[int]:
-        """So many lengths, at least 1 each. Not for `rollouts`, which have theirs."""
+        """Draw `count` lengths of at least 1. Not for `rollouts`, which have their own lengths."""
         if self.seen:
             return [max(1, rng.choice(self.seen)) for _ in range(count)]
         if not self.sigma:
@@ -49,7 +49,7 @@ class Lengths:
         ]
 
     def describe(self) -> str:
-        """Say in words how long rollouts are."""
+        """Describe the lengths in words."""
         if self.rollouts:
             return f"the rollouts of {self.origin}, {_mean_tokens(self.rollouts):,.0f} tokens in the mean"
         if self.seen:
@@ -61,7 +61,7 @@ class Lengths:
 def parse_lengths(text: str, *, most: int, seed: int = 0) -> Lengths:
     """Read `800`, `lognormal:800:0.6` or `file:rollouts.jsonl`.
 
-    Of a file at most `most` rollouts are kept, drawn evenly from all of it. Raises `InputError`.
+    Of a file, at most `most` rollouts are used, drawn at random. Raises `InputError`.
     """
     kind, separator, rest = text.strip().partition(":")
     if separator and kind == "file":
@@ -93,7 +93,7 @@ def _of_file(path: Path, most: int, seed: int) -> Lengths:
 
 
 def tokens_of(text: str) -> int:
-    """The tokens that a text is taken for."""
+    """Return the assumed number of tokens of a text."""
     return -(-len(text.encode("utf-8", "surrogatepass")) // BYTES_PER_TOKEN)
 
 

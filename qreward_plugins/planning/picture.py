@@ -1,6 +1,7 @@
-"""The timeline as a picture: one lane for each source, one bar for each attempt, and the windows that govern them.
+"""Draws the timeline as a picture: one row of bars for each source, one bar for each attempt, and the quota windows.
 
-Matplotlib is an extra, and loads only here. Bars of one colour are one collection, for a step may have ten thousand.
+Matplotlib is an optional dependency, imported only here. All bars of a colour are one collection, because a step may
+have ten thousand bars.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _EVERY = 600
 
 
 def check_picture(path: Path) -> None:
-    """Raise `InputError` if no picture can be drawn to `path`: better before a plan is made than after."""
+    """Raise `InputError` if no picture can be drawn to `path`. Call it before the plan is made, which takes long."""
     if importlib.util.find_spec("matplotlib") is None:
         raise InputError('--plot needs matplotlib, which is not installed; pip install "qreward-plugins[plot]"')
     from matplotlib.backend_bases import FigureCanvasBase
@@ -84,7 +85,7 @@ def draw_timeline(timeline: Timeline, path: Path, *, title: str = "", subtitle: 
 
 
 def _draw_rewards(axis: Axes, timeline: Timeline) -> None:
-    """How many samples have their reward."""
+    """Draw the share of samples that have their reward."""
     ends = sorted(bar.end_s for bar in timeline.bars if bar.end == "answered")
     share = [100 * min(1.0, (number + 1) / timeline.samples) for number in range(len(ends))]
     axis.fill_between([0.0, *ends], [0.0, *share], step="post", color="#2a9d8f", alpha=0.25, linewidth=0)
@@ -124,7 +125,7 @@ def _draw_lane(axis: Axes, timeline: Timeline, name: str, bars: list[Bar], place
 
 
 def _draw_fill(axis: Axes, timeline: Timeline, name: str, bars: list[Bar], deep: int) -> None:
-    """How full the source's window is, from white to red."""
+    """Draw the used share of the source's window, from white to red."""
     window_s = timeline.windows_s[name]
     starts = [bar.start_s for bar in bars]
     moments = [timeline.makespan_s * (number + 0.5) / _EVERY for number in range(_EVERY)]

@@ -1,7 +1,8 @@
-"""A source that a simulated server stands behind: it answers as the judge of each sample reads it, and is on record.
+"""Defines `PlayedSource`: a source over a simulated server, which answers in the form that the sample's judge reads.
 
-`SimulatedServer` speaks the words of one judge only. Here the sources answer for the configuration's own judges,
-language models, services and functions alike, so the engine's strict reading of verdicts runs as in earnest.
+`SimulatedServer` answers in the form of one judge only. The sources here answer for all judges of the configuration
+(language models, services and functions), so that the engine reads verdicts as strictly as in a real run. All attempts
+are recorded.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ class Record:
         self._live: Counter[str] = Counter()
 
     def begin(self, sample: str) -> BarKind:
-        """Note that a sample's attempt begins; what it is to the sample."""
+        """Record that an attempt of a sample begins; return its kind."""
         kind: BarKind = "hedge" if self._live[sample] else "retry" if self._tries[sample] else "first"
         self._tries[sample] += 1
         self._live[sample] += 1
         return kind
 
     def end(self, sample: str, bar: Bar) -> None:
-        """Note that it has ended."""
+        """Record that an attempt has ended."""
         self._live[sample] -= 1
         self.bars.append(bar)
 
 
 class PlayedSource:
-    """A `Source` over a simulated server. `work` is the hidden work of the samples by their ids, `verdict_tokens` how
-    long the verdict on work of 1 is.
+    """A `Source` over a simulated server. `work` is the hidden work of each sample by id, and `verdict_tokens` the
+    length of the verdict for work 1.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class PlayedSource:
         return self._slots
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
-        """Answer after what the server takes, with a valid verdict; raises what the server raises."""
+        """Return a valid verdict after the server's latency. Errors of the server pass through."""
         on_sent()
         time = asyncio.get_running_loop().time
         sample, sent_at = request.sample, time()
@@ -101,7 +102,7 @@ class PlayedSource:
         return None
 
     def _asked_for(self, request: Request) -> str:
-        """What is asked for, by name: the sample, or a part of a sum's, whose parts have fortunes of their own."""
+        """Return the name of the request: the sample, plus the judge for a part of a sum, whose luck is independent."""
         sample = request.sample
         whole = judge_for(self._config, sample.data_source) == request.judge
         return sample.id or "" if whole else f"{sample.id} {request.judge}"
@@ -109,15 +110,13 @@ class PlayedSource:
     def _tokens(self, request: Request, work: float) -> tuple[int, int]:
         if kind_of(self._config.sources[self.name]).local:
             return 0, 0
-        # A score is not written in tokens.
+        # Only a language model writes tokens.
         completion = round(self._verdict_tokens * work) if request.messages else 0
         return -(-request.size // BYTES_PER_TOKEN), min(completion, request.max_completion_tokens or completion)
 
     def _reply(self, request: Request, sample: Sample, usage: Usage | None) -> Reply:
         judge = self._config.judges.get(request.judge)
         if judge is None:
-            raise SampleRefused(
-                "a request does not name its judge (Request.judge), so that its reply cannot be made up"
-            )
+            raise SampleRefused("the request has no name of a judge (Request.judge), so its reply cannot be simulated")
         reply = judge_kind_of(judge).rehearsed(judge, request, score_of(sample.id or "") / 10)
         return dataclasses.replace(reply, usage=usage, model="simulated")

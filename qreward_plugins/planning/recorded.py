@@ -1,11 +1,11 @@
-"""What a journal tells of the sources: how long their answers took, and how many tokens.
+"""Reads the latencies and token counts of sources from a journal.
 
-A plan needs what an average request takes without any waiting. So it takes `service_s`, the time of the attempt that
-was answered, and not `latency_s`, which runs from handing the sample in and includes waiting, retries and other
-attempts. Stragglers are left out of the mean, because a plan adds its own. Journals of schema version 1 have no service
-times: they tell how many tokens requests take, and nothing of latencies.
+A plan needs the duration of an average request without waiting. So it uses `service_s`, the time of the answered
+attempt. `latency_s` starts at the submission of the sample, and includes waiting, retries and other attempts.
+Stragglers are left out of the mean, because the plan adds its own. Journals of schema version 1 have token counts but
+no service times.
 
-A plan neither makes nor changes a journal. (SQLite's `mode=ro` is not used, for it leaves the files of the WAL behind.)
+A plan neither creates nor changes a journal. SQLite's `mode=ro` is not used, because it leaves WAL files behind.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..errors import JournalError
 from ..journal.database import explained
 
 LATEST = 50_000
-"""Entries that are looked at, the latest ones."""
+"""Only this many entries are read, the latest ones."""
 FEWEST = 20
-"""Verdicts that a source must have for its numbers to be taken."""
+"""Fewest verdicts of a source for which its numbers are used."""
 _STRAGGLER_FROM = 5.0
-"""Multiple of the median from which on an answer is a straggler."""
+"""An answer that takes at least this multiple of the median is a straggler."""
 _STRAGGLER_SIGMAS = 3.5
-"""The same in standard deviations, for sources whose times differ much anyhow."""
+"""The same in standard deviations, for sources whose times vary much."""
 _QUARTILES_SIGMAS = 1.349
 """Standard deviations between the quartiles of a normal distribution."""
 
@@ -66,9 +66,9 @@ class _Rows:
 
 
 def read_recorded(path: str, names: Collection[str]) -> dict[str, Recorded]:
-    """What the journal at `path` tells of the sources `names`, those with enough verdicts.
+    """Read the journal at `path`. Returns the numbers of those of the sources `names` that have enough verdicts.
 
-    Empty where there is no such file yet. Raises `JournalError` for a file that cannot be read as a journal.
+    Empty if the file does not exist. Raises `JournalError` for a file that is not a readable journal.
     """
     if not os.path.exists(path):
         return {}
@@ -91,7 +91,7 @@ def read_recorded(path: str, names: Collection[str]) -> dict[str, Recorded]:
 def _take(rows: _Rows, service_s: float | None, attempts: int, prompt: int, completion: int) -> None:
     if service_s:
         rows.service_s.append(service_s)
-    # The usage of several attempts stands in one sum.
+    # The usage of several attempts is recorded only as a sum.
     if attempts == 1:
         rows.completion_tokens.append(completion)
         if prompt:
@@ -114,7 +114,7 @@ def _recorded(rows: _Rows) -> Recorded:
 
 
 def _usual(seconds: list[float]) -> list[float]:
-    """All but the stragglers: five times the median, or further out where times differ much anyhow."""
+    """Return all times except stragglers: times above 5 times the median, or more if the times vary much."""
     logs = [math.log(one) for one in seconds]
     first, middle, third = quantiles(logs, n=4)
     most = middle + max(math.log(_STRAGGLER_FROM), _STRAGGLER_SIGMAS * (third - first) / _QUARTILES_SIGMAS)

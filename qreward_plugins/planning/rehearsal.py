@@ -1,7 +1,8 @@
-"""One step in virtual time: the production engine, the user's configuration, simulated servers.
+"""Simulates one step in virtual time, with the production engine, the user's configuration and simulated servers.
 
-A step is rehearsed as it goes in the middle of a run: a few samples go first, from which the engine learns how fast its
-sources are, and their windows are empty again when the step begins, because generating and training took longer.
+The simulated step is one in the middle of a run. A few samples are scored first, so that the engine learns the latency
+of its sources. The quota windows are empty when the step begins, because generation and training take longer than a
+window.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ _STRAGGLER_FACTOR = 10.0
 
 @dataclass(frozen=True)
 class Truth:
-    """What is taken to be true of a source beside what its configuration says. Times are seconds."""
+    """The assumed properties of a source that are not in its configuration. Times are seconds."""
 
     latency_s: float
     spread: float
@@ -44,12 +45,12 @@ class Truth:
     error_share: float
     verdict_tokens: float
     slots: int | None = None
-    """Calls that a function can work on at once; None: any number."""
+    """Calls that a function runs at once; None: any number."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How full a source was: requests in flight, and the most requests and tokens sent in any window."""
+    """The load of a source: requests in flight, and the most requests and tokens sent in any window."""
 
     peak_in_flight: int
     mean_in_flight: float
@@ -59,7 +60,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Use:
-    """How far a step used one source."""
+    """The use of one source in a step."""
 
     requests: int
     answered: int
@@ -68,23 +69,23 @@ class Use:
     tokens: int
     shape: Shape
     held_s: Mapping[str, float]
-    """Seconds of the step in which it took nothing more, by why: `queue` (its places), `quota`, `pause`."""
+    """Seconds in which it accepted no request, by reason: `queue` (no concurrency left), `quota`, `pause`."""
 
 
 @dataclass(frozen=True)
 class Run:
-    """What came out of one rehearsal."""
+    """The result of one rehearsal."""
 
     seed: int
     makespan_s: float
     cost_usd: float
     scored: int
     late: int
-    """Samples whose outcome came after the deadline that is configured, or never for that reason."""
+    """Samples whose outcome came after the configured deadline, or that failed because of it."""
     failed: Mapping[str, int]
     """Samples without a reward for other reasons, by cause and reason."""
     example: str
-    """The first of those failures in words."""
+    """A description of the first of these failures."""
     attempts: int
     report: BatchReport | None
     uses: Mapping[str, Use]
@@ -93,10 +94,10 @@ class Run:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """A configuration, what is true of its sources, and the rollouts of a step. Picklable.
+    """A configuration, the assumed properties of its sources, and the rollouts of a step. Picklable.
 
-    `usual_tokens` is the length of an average rollout, whose requests take the sources' average latency; the part
-    `length_share` of a latency is in proportion to the length.
+    `usual_tokens` is the length of an average rollout, whose requests take the average latency. The share
+    `length_share` of a latency is proportional to the length.
     """
 
     config: Config
@@ -106,14 +107,14 @@ class Rehearsal:
     length_share: float
 
     def servers(self) -> dict[str, Server]:
-        """The simulated servers, by name: the declared limits are the true ones, and what is not declared is unlimited.
+        """Return the simulated servers by name. They have the declared limits; what is not declared is unlimited.
 
         Raises `ConfigurationError` for limits that cannot be kept.
         """
         return {name: self._server(name) for name in self.config.sources}
 
     def stand_ins(self, servers: Mapping[str, Server]) -> dict[str, PlayedSource]:
-        """Sources that serve to build an engine; nothing is to be sent to them."""
+        """Return sources with which an engine can be built. They must not be asked."""
         return self._played(servers, Luck(), {}, Record())
 
     def run(self, seed: int, *, record: bool = False) -> Run:
@@ -126,8 +127,8 @@ class Rehearsal:
         engine = self.config.engine
         changes: dict[str, object] = {"journal": None}
         if engine.scheduling.prefer == "speed":
-            # A step that is too long for its deadline is told apart better when it is seen to its end. With
-            # `prefer: cost` the deadline is what the engine schedules by.
+            # A step that exceeds its deadline is simulated to its end, so that its duration is known. With
+            # `prefer: cost`, the engine schedules by the deadline, so the deadline must stay.
             changes["deadline_s"] = max(engine.deadline_s, AMPLE_DEADLINE_S)
         # Nothing of a rehearsal happens, so that observers of the user have no part in it.
         return self.config.model_copy(update={"engine": engine.model_copy(update=changes), "observers": ()})
@@ -148,7 +149,7 @@ class Rehearsal:
             start_s = asyncio.get_running_loop().time()
             outcomes = await engine.score_all(samples)
             report, after = engine.last_batch(), engine.statistics()
-            # What was cancelled ends, and is on record, when its task next runs.
+            # Cancelled attempts end, and are recorded, when their tasks next run.
             await asyncio.sleep(1e-3)
             makespan_s = report.makespan_s if report else 0.0
             timeline = self._timeline(kept, start_s, makespan_s, seed, played)
@@ -220,7 +221,7 @@ class Rehearsal:
                 straggler_share=truth.straggler_share,
                 straggler_factor=_STRAGGLER_FACTOR,
                 error_share=truth.error_share,
-                # The same for all: what jitter costs a bucket that holds a single request is no matter of planning.
+                # Without jitter: its effect on a bucket with one request is not part of a plan.
                 network_s=(network_s, network_s),
             )
         except ValueError as error:
@@ -278,7 +279,7 @@ _rehearsing: contextvars.ContextVar[bool] = contextvars.ContextVar("qreward_rehe
 
 
 class _OnlyInEarnest(logging.Filter):
-    """Drops what an engine logs of a rehearsal: nothing of it has happened."""
+    """Drops log records of rehearsals, because their events are simulated."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not _rehearsing.get()

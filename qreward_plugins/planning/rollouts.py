@@ -1,4 +1,4 @@
-"""The samples of a rehearsal: rollouts of the assumed lengths and data sources, anew for every seed."""
+"""Makes the samples of a rehearsal: rollouts with the assumed lengths and data sources, drawn for each seed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _WORDS = "so we add the two numbers and check the sum once more before we write 
 
 @dataclass(frozen=True)
 class Rollouts:
-    """A step's worth of samples. `data_sources` are names with shares; none: as the rollouts of a file say."""
+    """The samples of a step. `data_sources` are names with shares; if empty, those of the rollouts of a file."""
 
     count: int
     lengths: Lengths
@@ -26,7 +26,7 @@ class Rollouts:
     """The part of each response that is kept, for a rehearsal with shorter rollouts."""
 
     def samples(self, seed: int, *, prefix: str = "", count: int | None = None) -> list[Sample]:
-        """The samples of a seed, `count` of them (default: the step's), with ids of their own."""
+        """Return `count` samples for a seed (default: the number of the step), with unique ids."""
         count = self.count if count is None else count
         rng = random.Random(f"plan {prefix}{seed}")
         named = rng.choices(*_columns(self.data_sources), k=count) if self.data_sources else []
@@ -54,11 +54,11 @@ class Rollouts:
 
 
 def default_data_source(config: Config) -> str:
-    """A data source that the route for everything takes, or else the first route."""
+    """Return a data source that the route `"*"` matches, or else the first route."""
     if not config.routes:
         return ""
     pattern = "*" if "*" in config.routes else next(iter(config.routes))
-    # A glob with its wildcards filled in; a class like [ab] by its first character.
+    # Wildcards of the glob are replaced by text, and a class like [ab] by its first character.
     name, rest = "", pattern
     while rest:
         end = rest.find("]", 2)
@@ -67,14 +67,12 @@ def default_data_source(config: Config) -> str:
         else:
             name, rest = name + ("any" if rest[0] == "*" else "x" if rest[0] == "?" else rest[0]), rest[1:]
     if judge_for(config, name) is None:
-        raise InputError(
-            f"the route {pattern!r} does not tell which data source it is for; name one with --data-source"
-        )
+        raise InputError(f"no data source can be derived from the route {pattern!r}; name one with --data-source")
     return name
 
 
 def check_data_sources(config: Config, names: Sequence[str]) -> None:
-    """Raise `InputError` for a data source that nobody judges."""
+    """Raise `InputError` for a data source that no judge scores."""
     for name in names:
         if judge_for(config, name) is None:
             routes = ", ".join(config.routes) or "none, and several judges"

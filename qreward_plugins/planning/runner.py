@@ -1,4 +1,4 @@
-"""Rehearsals, one after the other or in several processes, with word of how far they are."""
+"""Runs rehearsals, one after the other or in several processes, and reports progress."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ from ..errors import EngineError
 from .rehearsal import Rehearsal, Run
 
 Task = tuple[Rehearsal, int, bool]
-"""What to rehearse, with which seed, and whether to keep the timeline."""
+"""The rehearsal, its seed, and whether to keep the timeline."""
 
 
 class Runner:
-    """Runs tasks; a context manager, for the processes it holds. The order of processes never changes a result."""
+    """Runs tasks. It is a context manager that ends its processes. Their number does not change a result."""
 
     def __init__(self, processes: int, progress: Callable[[int, int], None] | None = None) -> None:
         self._progress = progress
         self._done = self._total = 0
         self._pool: ProcessPoolExecutor | None = None
         if processes > 1:
-            # Forking would copy whatever threads the caller has, halfway through what they do.
+            # Forking is unsafe if the caller has threads.
             context = multiprocessing.get_context("spawn")
             self._pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_begin)
 
     def run(self, tasks: Sequence[Task]) -> list[Run]:
-        """Run all tasks and return what came out, in order. What `progress` raises ends it, and every process at once.
+        """Run all tasks and return their results in order.
 
-        Raises `EngineError` when a process dies.
+        An error of `progress` passes through, and ends every process at once. Raises `EngineError` if a process dies.
         """
         self._total += len(tasks)
         self._tell(0)
@@ -40,13 +40,13 @@ class Runner:
         futures = [self._pool.submit(_rehearse, task) for task in tasks]
         waiting = set(futures)
         while waiting:
-            # Progress is asked now and then even if nothing is done, because it may want to stop.
+            # `progress` is called regularly, even without a new result, because it may raise to stop the run.
             done, waiting = wait(waiting, timeout=0.5, return_when=FIRST_COMPLETED)
             self._tell(len(done))
         try:
             return [future.result() for future in futures]
         except BrokenProcessPool:
-            raise EngineError("a process that rehearsed died; it may be short of memory: plan fewer samples") from None
+            raise EngineError("a rehearsal process died, maybe for lack of memory; plan fewer samples") from None
 
     def __enter__(self) -> Runner:
         return self
@@ -81,5 +81,5 @@ def _rehearse(task: Task) -> Run:
 
 
 def _begin() -> None:
-    # Ctrl-C goes to the whole process group; the parent decides what becomes of it.
+    # Ctrl-C reaches the whole process group; the parent handles it.
     signal.signal(signal.SIGINT, signal.SIG_IGN)

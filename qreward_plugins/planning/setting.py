@@ -1,4 +1,4 @@
-"""From a configuration and assumptions to a rehearsal, and to the sentences that say what was assumed."""
+"""Builds a rehearsal from a configuration and assumptions, and describes the assumptions in sentences."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SHORTEST_LATENCY_S = 0.001
 
 @dataclass(frozen=True)
 class Setting:
-    """A rehearsal, and where its numbers come from."""
+    """A rehearsal, and the origin of its numbers."""
 
     rehearsal: Rehearsal
     judged: Mapping[str, float]
@@ -44,7 +44,7 @@ def set_up(
     assumptions: Assumptions,
     data_sources: Sequence[tuple[str, float]],
 ) -> Setting:
-    """Join what is known and what is assumed. Raises as `plan` does."""
+    """Combine configuration, journal and assumptions. Raises as `plan` does."""
     slots = {name: _slots(config, name) for name in config.sources}
     journal = config.engine.journal
     recorded = read_recorded(journal.path, config.sources) if journal is not None else {}
@@ -99,7 +99,7 @@ def set_up(
 
 
 def _check_judges(config: Config, judged: Iterable[str]) -> None:
-    """Raise `InputError` for a judge of another package that does not say what its replies look like."""
+    """Raise `InputError` for a kind of judge without `rehearsed`, whose replies cannot be simulated."""
     for name in dict.fromkeys(part for judge in judged for part in parts_of(config, judge)):
         kind = judge_kind_of(config.judges[name])
         if inspect.getattr_static(kind, "rehearsed") is inspect.getattr_static(Judge, "rehearsed"):
@@ -112,7 +112,7 @@ def _check_judges(config: Config, judged: Iterable[str]) -> None:
 def _slots(config: Config, name: str) -> int | None:
     node = config.sources[name]
     if not kind_of(node).local:
-        # Its key may be unset where one plans, and a plan needs none.
+        # It is not opened: a plan needs no API key, and the key may be unset here.
         return None
     source = open_source(name, node)
     asyncio.run(source.aclose())
@@ -129,7 +129,7 @@ def _latency(config: Config, name: str, assumptions: Assumptions, recorded: Reco
 
 
 def _spread(assumptions: Assumptions, recorded: Recorded | None, by_length: float) -> float:
-    """The noise on latencies; of what a journal shows, the part that lengths do not explain."""
+    """Return the noise on latencies: of the recorded spread, the part that lengths do not explain."""
     if assumptions.spread is not None:
         return assumptions.spread
     if recorded is None or recorded.latency_s is None:
@@ -138,7 +138,7 @@ def _spread(assumptions: Assumptions, recorded: Recorded | None, by_length: floa
 
 
 def _each(words: Iterable[str]) -> str:
-    """The different ones of some words, listed."""
+    """List the distinct words."""
     return listed(list(dict.fromkeys(words)))
 
 
@@ -149,19 +149,19 @@ def _verdict_tokens(assumptions: Assumptions, recorded: Recorded | None) -> floa
 
 
 def _recorded_lengths(recorded: Mapping[str, Recorded], own_tokens: int) -> Lengths | None:
-    """What judges were shown, without the judge's own words."""
+    """Return the recorded lengths of requests, without the judge's own text."""
     seen = [max(1, tokens - own_tokens) for one in recorded.values() for tokens in one.prompt_tokens]
     return Lengths(seen=tuple(seen), origin="the journal, questions included") if seen else None
 
 
 def _own_tokens(config: Config, data_source: str) -> int:
-    """What the judge of a data source adds to what it is shown; of a sum, what its parts add in the mean."""
+    """Return the tokens that the judge of a data source adds to the texts of a sample; for a sum, the mean."""
     name = judge_for(config, data_source)
     if name is None:
         return 0
     leaves = JudgeRouter(config, key=bytes(16)).leaves
     added = [_added_tokens(leaves[part], data_source) for part in parts_of(config, name) if part in leaves]
-    # Who is asked without words shows nothing in tokens, and has left none in the journal.
+    # Judges without messages use no tokens, and have none in the journal.
     worded = [tokens for tokens in added if tokens is not None]
     return round(fmean(worded)) if worded else 0
 
@@ -213,7 +213,7 @@ def _latency_note(
 
 
 def _undeclared(config: Config, judged: Mapping[str, float]) -> list[str]:
-    """Name what is taken to be unlimited because the configuration is silent about it."""
+    """List the limits that are not declared and therefore assumed to be infinite."""
     asked = [name for name in config.sources if any(name in sources_of(config, judge) for judge in judged)]
     by_lack: dict[str, list[str]] = {}
     for name in asked:

@@ -1,4 +1,4 @@
-"""The timeline of a step: every attempt as a bar in its source's lane, free of any drawing."""
+"""Defines the timeline of a step: every attempt is a bar of its source. Drawing is in `picture`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ COLOURS: tuple[Colour, ...] = get_args(Colour)
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One attempt: at which source, what it was to its sample, how it ended, and from when to when in seconds."""
+    """One attempt: its source, its kind, its end, and its start and end times in seconds."""
 
     source: str
     kind: BarKind
@@ -26,7 +26,7 @@ class Bar:
 
     @property
     def colour(self) -> Colour:
-        """What a bar is shown as: its end where that was in vain, else its kind."""
+        """The colour: by kind for an answered attempt, otherwise by its end."""
         if self.end == "answered":
             return self.kind
         return "cancelled" if self.end == "cancelled" else "failed"
@@ -34,8 +34,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of `makespan_s` seconds. `windows_s` are the lengths of the windows of the sources that have limits, the
-    others what they admit in one.
+    """One step of `makespan_s` seconds. `windows_s` has the window length of each source with limits; the limits per
+    window are in `requests_per_window` and `tokens_per_window`.
     """
 
     sources: tuple[str, ...]
@@ -48,12 +48,12 @@ class Timeline:
     tokens_per_window: Mapping[str, float]
 
     def of(self, source: str) -> list[Bar]:
-        """The bars of one source, by their start."""
+        """Return the bars of one source, sorted by start."""
         return sorted((bar for bar in self.bars if bar.source == source), key=lambda bar: (bar.start_s, bar.end_s))
 
 
 def rows(bars: Sequence[Bar]) -> list[int]:
-    """The row of each bar, lowest first, such that none overlap; `bars` are sorted by their start."""
+    """Assign each bar to the lowest free row, so that bars in a row do not overlap. `bars` are sorted by start."""
     free: list[int] = []
     busy: list[tuple[float, int]] = []
     found = []
@@ -67,7 +67,7 @@ def rows(bars: Sequence[Bar]) -> list[int]:
 
 
 def most_in_window(times_s: Sequence[float], window_s: float, weights: Sequence[float] | None = None) -> float:
-    """The most that any half-open window of this length holds of `times_s` (ascending), each of its weight (or 1)."""
+    """Return the largest sum of weights (default: 1 each) of `times_s` (ascending) in any half-open window."""
     most = held = 0.0
     first = 0
     for number, time_s in enumerate(times_s):

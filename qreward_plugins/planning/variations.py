@@ -1,7 +1,7 @@
-"""What one could change: the configuration or the rollouts of a rehearsal, one thing at a time.
+"""Makes variations of a rehearsal: each changes one thing in the configuration or the rollouts.
 
-Only what could matter is tried, because every trial costs a simulation: a limit that no step came near is not raised.
-Limits are doubled: that is what one asks a provider for, and less may change nothing, because windows come in steps.
+Every variation costs a simulation, so only changes that could matter are tried: a limit that is not used up is not
+raised. Limits are doubled, because a smaller raise may not save a whole window.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ChangeKind = Literal["raise", "add", "drop", "shorten", "settings"]
 
 @dataclass(frozen=True)
 class Variation:
-    """One change, in words and as the rehearsal with it."""
+    """One change: its description, and the rehearsal with it."""
 
     kind: ChangeKind
     change: str
@@ -36,7 +36,7 @@ class Variation:
 
 
 def variations(rehearsal: Rehearsal, runs: Sequence[Run], waits: Sequence[Wait]) -> list[Variation]:
-    """The changes worth trying after these runs, at most `MOST`; those of sources that are waited for come first."""
+    """Return the changes to try after these runs, at most `MOST`; sources with the longest waits come first."""
     config = rehearsal.config
     in_use = [name for name in config.sources if any(run.uses[name].requests for run in runs)]
     waited = {name: sum(wait.seconds for wait in waits if wait.source == name) for name in in_use}
@@ -70,7 +70,7 @@ def _settings(rehearsal: Rehearsal) -> Iterator[Variation]:
 
 
 def _raised_everywhere(rehearsal: Rehearsal, runs: Sequence[Run], names: Sequence[str]) -> Iterator[Variation]:
-    """More of a limit that several sources have used up: of many equal sources, one alone changes little."""
+    """Raise a limit that several sources used up, on all of them: on one of many, it would change little."""
     doubled = {name: _doubled(rehearsal, runs, name) for name in names}
     for key, words in _LIMITS.items():
         several = [name for name in names if key in doubled[name]]
@@ -82,7 +82,7 @@ def _raised_everywhere(rehearsal: Rehearsal, runs: Sequence[Run], names: Sequenc
 
 
 def _raised(rehearsal: Rehearsal, runs: Sequence[Run], name: str) -> Iterator[Variation]:
-    """More of what the source used up, each by itself and all of it together."""
+    """Raise the limits that a source used up, each alone and all together."""
     doubled = _doubled(rehearsal, runs, name)
     words = {key: f"+{limit / 2:,.0f} {_LIMITS[key]}" for key, limit in doubled.items()}
     for key, limit in doubled.items():
@@ -96,7 +96,7 @@ def _raised(rehearsal: Rehearsal, runs: Sequence[Run], name: str) -> Iterator[Va
 
 
 def _doubled(rehearsal: Rehearsal, runs: Sequence[Run], name: str) -> dict[str, float]:
-    """Twice the declared limits of a source that a step used up, by their keys."""
+    """Return twice the declared limits of a source that a step used up, by key."""
     limits = rehearsal.config.sources[name].limits
     used = frozenset[str]().union(*(used_up(rehearsal.config, run, name) for run in runs))
     found = {key: getattr(limits, key) for key, what in zip(_LIMITS, _RESOURCES, strict=True) if what in used}
@@ -104,7 +104,7 @@ def _doubled(rehearsal: Rehearsal, runs: Sequence[Run], name: str) -> dict[str, 
 
 
 def _more_places(rehearsal: Rehearsal, name: str) -> Variation:
-    """More places at a source that does not declare how many it has."""
+    """Raise the concurrency of a source that does not declare it."""
     slots = rehearsal.truths[name].slots
     if slots is not None:
         truths = {**rehearsal.truths, name: replace(rehearsal.truths[name], slots=2 * slots)}
@@ -115,7 +115,7 @@ def _more_places(rehearsal: Rehearsal, name: str) -> Variation:
 
 
 def _busiest(rehearsal: Rehearsal, runs: Sequence[Run]) -> str | None:
-    """The model or service that answered most: that is the fastest under its limits."""
+    """Return the model or service with the most answers, which is the fastest one within its limits."""
     answered = {
         name: sum(run.uses[name].answered for run in runs)
         for name, source in rehearsal.config.sources.items()
@@ -126,7 +126,7 @@ def _busiest(rehearsal: Rehearsal, runs: Sequence[Run]) -> str | None:
 
 
 def _added(rehearsal: Rehearsal, name: str) -> Variation:
-    """A second source like `name`, for every judge that asks that one."""
+    """Add a second source like `name` to every judge that asks `name`."""
     twin = f"{name} (2nd)"
     config = rehearsal.config
     judges = _asking(config, lambda names: (*names, twin) if name in names else names)
@@ -136,7 +136,7 @@ def _added(rehearsal: Rehearsal, name: str) -> Variation:
 
 
 def _dearest(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
-    """The sources that one could do without: the dearest, and of those that cost alike the ones that answer least."""
+    """Return the sources to try dropping: the most expensive first; of equal prices, the ones with fewest answers."""
 
     def worth(name: str) -> tuple[float, int]:
         uses = [run.uses[name] for run in runs]
@@ -147,7 +147,7 @@ def _dearest(runs: Sequence[Run], names: Sequence[str]) -> list[str]:
 
 
 def _dropped(rehearsal: Rehearsal, name: str) -> Variation | None:
-    """Without `name`; None where a judge would have no source left."""
+    """Drop the source `name`; None if a judge would have no source left."""
     config = rehearsal.config
     if any(set(sources_of(config, judge)) == {name} for judge in config.judges):
         return None
@@ -158,7 +158,7 @@ def _dropped(rehearsal: Rehearsal, name: str) -> Variation | None:
 
 
 def _asking(config: Config, changed: Callable[[tuple[str, ...]], tuple[str, ...]]) -> dict[str, JudgeConfig]:
-    """The judges with other sources, as `changed` makes them of those that a judge names."""
+    """Return the judges with their sources replaced by `changed(sources)`."""
     return {
         key: judge.model_copy(update={"sources": changed(judge.sources)}) if isinstance(judge, AskingConfig) else judge
         for key, judge in config.judges.items()

@@ -116,7 +116,7 @@ def test_a_step_is_rehearsed_by_judge_and_data_source(tree, exact_plan):
     assert (used["rules"].concurrency, used["rules"].peak_in_flight) == (2, 2)
     first = exact_plan(config, 8)
     assert first.judged == {"exact": 8}
-    assert first.notes[-1] == "model: not asked, because no judge of these samples has it"
+    assert first.notes[-1] == "model: not asked, because no judge of these samples uses it"
 
 
 def test_a_scoring_service_is_planned_with_its_limits_and_without_verdicts_in_words(exact_plan):

@@ -197,7 +197,7 @@ class Judging(Pending):
             outcome = _scored(await self.judge.judge(self.sample, self), self.judge)
         except asyncio.CancelledError:
             # Whoever cancels all tasks, as the end of `asyncio.run` does, cancels the caller a few steps later.
-            self.give_up("bug", "the judge was cancelled from outside")
+            self.give_up("bug", "the judge was cancelled by another task")
             raise
         except (KeyboardInterrupt, GeneratorExit):
             # The latter is how a coroutine ends whose event loop was closed.

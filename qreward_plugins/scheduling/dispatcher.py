@@ -6,7 +6,7 @@ go now, and whatever changes the picture (a submission, the end of an attempt, a
 Submissions of one loop iteration are pumped together, so that a batch is ordered as a whole.
 
 A job's deadline ends it whatever its attempts are doing: they are cancelled, or left to end if late answers are wanted;
-a result stays. What the end of an attempt means is `endings.py`'s part.
+a result stays. `retry_policy.py` decides what the end of an attempt means.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ..observers import AttemptStarted, Observers
 from .attempts import Attempt, Ending
 from .batches import Batch, Batches, Member
 from .calls import Answer, Call, Caller, T, Unanswered
-from .endings import Endings
 from .jobs import Job
 from .lane import Lane
 from .planner import Planner
+from .retry_policy import RetryPolicy
 from .slices import TimeSlices
 
 _log = logging.getLogger("qreward_plugins.scheduling")
@@ -70,18 +70,18 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self._lanes = lanes
         self._observers = observers = observers or Observers()
-        self._endings = Endings(
+        self._retry_policy = RetryPolicy(
             self, lanes, rng=rng, max_attempts=max_attempts, keeps_late=keeps_late, observers=observers
         )
         self._planner = Planner(
             lanes,
             settings or Scheduling(),
             on_misfit=self.enqueue,
-            on_older=self._endings.older,
-            on_lost=self._endings.lost,
+            on_older=self._retry_policy.older,
+            on_lost=self._retry_policy.lost,
         )
         self._slices = TimeSlices(
-            lanes, self._planner.queue, on_over=self._endings.set_aside, on_beside=self._start_beside
+            lanes, self._planner.queue, on_over=self._retry_policy.set_aside, on_beside=self._start_beside
         )
         self.batches = Batches(self._loop, lanes, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
@@ -136,7 +136,7 @@ class Dispatcher:
 
     def call_back(self, lane: Lane, *, sent: bool) -> None:
         """Take back the attempts at a source that have not been sent, and with `sent` those under way, too."""
-        self._endings.call_back(lane, sent=sent)
+        self._retry_policy.call_back(lane, sent=sent)
 
     def now(self) -> float:
         """The event loop's clock, in seconds."""
@@ -146,7 +146,7 @@ class Dispatcher:
         """End what is left of a batch that need not wait for it any more."""
         now = self._loop.time()
         for job in [job for job in self._jobs if job.batch is batch]:
-            if self._endings.settle(job):
+            if self._retry_policy.settle(job):
                 continue
             waited = now - job.submitted_at
             self.fail(job, "cutoff", f"the batch stopped waiting after {waited:.1f} s, its quorum was in")
@@ -208,7 +208,7 @@ class Dispatcher:
     def close(self) -> None:
         """Fail every job (`closed`), and refuse further calls."""
         self._closed = True
-        self._endings.keeps_late = False
+        self._retry_policy.keeps_late = False
         self.batches.close()
         for job in list(self._jobs):
             self.fail(job, "closed", "the engine was closed before the sample was scored")
@@ -227,7 +227,7 @@ class Dispatcher:
             attempt = self._ending.pop(task)
             self._in_flight -= 1
             attempt.abandon(self._loop.time())
-            self._endings.tell(attempt, "cancelled", self._loop.time())
+            self._retry_policy.tell(attempt, "cancelled", self._loop.time())
             _log.warning(
                 "source %s: a call did not end within %g s of being cancelled, and is abandoned",
                 attempt.lane.name,
@@ -303,7 +303,7 @@ class Dispatcher:
     def _rested(self, job: Job) -> None:
         if not (job.live or job.undecided):
             try:
-                self._endings.keep_away(job, self._loop.time())
+                self._retry_policy.keep_away(job, self._loop.time())
                 self.enqueue(job)
             except Exception as error:
                 self._bug(job, error)
@@ -348,8 +348,8 @@ class Dispatcher:
             if self._let_oversize_go(now):
                 self._ask_for_pump()
             due_at = min([due_at, *(at for job in self._oversize if (at := self._oversize_due_at(job)) > now)])
-        if self._endings.any_undecided:
-            self._endings.decide()
+        if self._retry_policy.any_undecided:
+            self._retry_policy.decide()
         return min(due_at, self._slices.advance(now))
 
     def _place_plainly(self, now: float) -> float:
@@ -466,7 +466,7 @@ class Dispatcher:
             self._say("an attempt is not watched", error)
 
     def _attempt_ended(self, attempt: Attempt, ending: Ending) -> None:
-        self._endings.take(attempt, ending, self._loop.time())
+        self._retry_policy.take(attempt, ending, self._loop.time())
 
     def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
         """Clean up after an attempt, however it ended: nothing it held may outlive its task."""
@@ -477,13 +477,15 @@ class Dispatcher:
         self._ask_for_pump()
         now = self._loop.time()
         attempt.settle(now, task)
-        self._endings.tell(attempt, "cancelled" if task.cancelled() else TransientError("it broke the scheduler"), now)
+        self._retry_policy.tell(
+            attempt, "cancelled" if task.cancelled() else TransientError("it broke the scheduler"), now
+        )
         if not task.cancelled() and task.exception() is not None:
             _log.error("an attempt at %s broke the dispatcher", attempt.lane.name, exc_info=task.exception())
             self.fail(attempt.job, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
         try:
             if task.cancelled() and not attempt.called_off:
-                self._endings.cancelled(attempt, now)
+                self._retry_policy.cancelled(attempt, now)
             self._planner.ended(attempt)
         except Exception as error:
             self._bug(attempt.job, error)
@@ -492,7 +494,7 @@ class Dispatcher:
 
     def expire(self, job: Job) -> None:
         """Fail a job whose deadline has come."""
-        if job.ended or self._endings.settle(job):
+        if job.ended or self._retry_policy.settle(job):
             return
         asked = " and ".join(attempt.lane.name for attempt in job.live)
         now = self._loop.time()
@@ -527,7 +529,7 @@ class Dispatcher:
             return
         del self._jobs[job]
         self._oversize.pop(job, None)
-        self._endings.forget(job)
+        self._retry_policy.forget(job)
         if job.entry:
             # What waited behind it may be able to go now.
             self._planner.queue.discard(job)
@@ -535,7 +537,7 @@ class Dispatcher:
         for timer in (job.deadline_timer, job.rest_timer):
             if timer is not None:
                 timer.cancel()
-        keep = isinstance(result, Unanswered) and self._endings.keeps_late
+        keep = isinstance(result, Unanswered) and self._retry_policy.keeps_late
         current = asyncio.current_task(self._loop)
         for attempt in job.live:
             # What was sent is paid for, and may yet give an answer; what was not is not to be sent any more.

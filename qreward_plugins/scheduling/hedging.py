@@ -22,11 +22,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 
 from .attempts import Attempt
-from .endings import GIVE_UP_AFTER_S
 from .forecast import Forecast
 from .jobs import Job
 from .lane import SHORTEST_SILENCE_S, Lane
 from .queue import ReadyQueue
+from .retry_policy import GIVE_UP_AFTER_S
 
 SOFT_AT = 0.5
 """Age, as a multiple of the expected latency, from which an attempt may be hedged when a source is idle."""

@@ -95,7 +95,7 @@ def test_an_attempt_that_somebody_else_cancels_has_failed_and_the_job_is_asked_a
 def test_a_source_that_is_always_cancelled_fails_the_job_with_the_reason(stage):
     (outcome,), _ = scored_by(stage, Faulty(times=10**6), deadline_s=300)
     assert isinstance(outcome, Failed)
-    assert "cancelled from outside" in outcome.detail
+    assert "cancelled by another task" in outcome.detail
 
 
 def test_an_attempt_that_is_cancelled_before_its_first_step_is_asked_again(stage):

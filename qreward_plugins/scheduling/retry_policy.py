@@ -1,27 +1,28 @@
-"""What the end of an attempt means for its job and its source.
+"""Decides what the end of an attempt means for its job and its source.
 
-    valid verdict     the job is done, its other attempts are cancelled
-    invalid verdict   another try elsewhere, as many as the judge allows; then the failure is `verdict`, or `infra` if
-                      the sources give all other samples invalid verdicts, too. If the judge has a floor for `verdict`,
-                      this is decided once another sample has been judged, or none is left
-    throttled         the source pauses, the job goes back to the front and may go elsewhere at once; not a failure
-    sample's fault    a local function hung on it or crashed: one more try, after all other samples, unless it already
-                      had the whole time limit; does not count against the source
+    answer            the job ends, its other attempts are cancelled
+    invalid reply     another try elsewhere, `Call.invalid_retries` times. Then the job fails as invalid, or as garbage
+                      if its sources give all other jobs invalid replies, too. With `Call.clear_blame` this is decided
+                      once another job was answered, or none is left
+    throttled         the source pauses; the job goes to the front of the queue and may go elsewhere at once. Not a
+                      failure
+    sample's fault    the sample hung or crashed a local function: one more try, after all other samples, unless it
+                      already had the whole time limit. Does not count against the source
     raised            a local function raised a time-out or lost a connection, because of the sample or of a service
                       behind it: another try after fresh samples, and none if others were answered in between
-    transient         elsewhere at once, to the same source after full jitter (AWS Architecture Blog, "Exponential
-                      Backoff And Jitter"), anywhere only as long as the source's retry budget lasts; `max_attempts`
-                      failures end the job, those not counted that can be no sample's fault (`Lane.excuses`)
-    permanent         never again at this source. A 400, 413 or 422 from all sources counts as an invalid verdict if the
-                      judge has a floor for that and the sources answer other samples. A source that refuses many
-                      different samples in a row is out: jobs without another source fail at once, and later samples
-                      probe it
+    transient         another try: elsewhere at once, at the same source after full jitter (AWS Architecture Blog,
+                      "Exponential Backoff And Jitter"), anywhere only within the source's retry budget. The job fails
+                      after `max_attempts` failures; failures that no sample can have caused do not count
+                      (`Lane.excuses`)
+    permanent         no further try at this source. With `Call.clear_blame`, a 400, 413 or 422 from all sources is an
+                      invalid reply if the sources answer other jobs. A source that refuses many different jobs in a
+                      row is out: jobs without another source fail at once, and later jobs probe it
 
-None of them ends a job that has another attempt in flight. A job's deadline always ends it. Its attempts are then
-cancelled, or with `on_late` left to end, and their verdicts passed to it; the outcome never changes.
+A job with another attempt under way does not end. The deadline of a job always ends it. Its attempts are then cancelled,
+or left to end if late answers are wanted; the result never changes.
 
-An attempt that takes far too long is checked before it ends. If its source has fallen silent, the jobs of all its
-attempts are queued again; otherwise the attempt itself may be hopeless.
+An attempt that takes far too long is looked at before it ends. If its source has fallen silent, the jobs of all its
+attempts are queued again. Otherwise only this attempt is given up.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ LOST_AT = 2.0
 """Age of an overdue probe, as a multiple of what an answered one took, from which on it will not be answered."""
 
 
-class Desk(Protocol):
-    """Where jobs wait and end: the dispatcher."""
+class JobHost(Protocol):
+    """Holds the jobs, and ends them: the dispatcher."""
 
     def waiting_jobs(self) -> Iterable[Job]: ...
 
@@ -87,7 +88,7 @@ class Desk(Protocol):
     def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None: ...
 
 
-class Endings:
+class RetryPolicy:
     """Decides what happens to jobs when attempts end. Times are seconds of the event loop's clock.
 
     `max_attempts` bounds a job's failed attempts. `keeps_late`: attempts of a failed job that have been sent are left
@@ -96,7 +97,7 @@ class Endings:
 
     def __init__(
         self,
-        desk: Desk,
+        host: JobHost,
         lanes: Mapping[str, Lane],
         *,
         rng: random.Random,
@@ -104,7 +105,7 @@ class Endings:
         keeps_late: bool,
         observers: Observers,
     ) -> None:
-        self._desk = desk
+        self._host = host
         self._observers = observers
         self._lanes = lanes
         self._rng = rng
@@ -123,7 +124,7 @@ class Endings:
         resting, self._resting[lane.name] = self._resting[lane.name], {}
         for job in resting:
             if not job.ended and job.rested_at.pop(lane.name, None) is not None and not job.live:
-                self._desk.enqueue(job)
+                self._host.enqueue(job)
 
     def older(self, attempt: Attempt, now: float) -> None:
         """Look at an attempt that has grown older: its source may have fallen silent, or it may be hopeless itself."""
@@ -180,7 +181,7 @@ class Endings:
             self._retry(attempt, "it was not sent, because the share of its limits had ended")
         else:
             attempt.result = "failed"
-            self.take(attempt, TransientError(f"the call at {attempt.lane.name} was cancelled from outside"), now)
+            self.take(attempt, TransientError(f"the call at {attempt.lane.name} was cancelled by another task"), now)
 
     def _rescue(self, lane: Lane, now: float, from_age: float) -> None:
         """Give up the older attempts of a source that is given a rest, and let their jobs go elsewhere."""
@@ -231,7 +232,7 @@ class Endings:
         if ending is None:
             answer = job.answer(attempt, now)
             if not late:
-                self._desk.finish(job, answer)
+                self._host.finish(job, answer)
             elif self.keeps_late:
                 job.caller.late(answer)
         elif isinstance(ending, Throttled):
@@ -295,7 +296,7 @@ class Endings:
 
     def _delays_others(self, job: Job, lane: Lane) -> bool:
         """Whether others wait for `lane` that were throttled less often than `job`."""
-        others = (other for other in self._desk.waiting_jobs() if other is not job and lane.name in other.call.sources)
+        others = (other for other in self._host.waiting_jobs() if other is not job and lane.name in other.call.sources)
         return any(other.throttled < job.throttled for other in others)
 
     def _recovered(self, lane: Lane, took_s: float, now: float) -> None:
@@ -390,7 +391,7 @@ class Endings:
         names = job.invalid_at | job.refused_at
         if any(self._lanes[name].live for name in names):
             return False
-        return not any(names & (set(other.call.sources) - other.barred) for other in self._desk.waiting_jobs())
+        return not any(names & (set(other.call.sources) - other.barred) for other in self._host.waiting_jobs())
 
     def _end(self, job: Job, problem: str) -> None:
         job.undecided = False
@@ -399,13 +400,13 @@ class Endings:
         judges = any(lane.judges_since(job.submitted_at) for lane in lanes)
         if job.refused_at and not job.invalid_at:
             if judges and job.call.clear_blame:
-                self._desk.fail(job, "refused", f"{problem} (it answers others)", invalid=True)
+                self._host.fail(job, "refused", f"{problem} (it answers others)", invalid=True)
             else:
-                self._desk.fail(job, "no_source", problem)
+                self._host.fail(job, "no_source", problem)
         elif not judges and all(lane.answers_garbage() for lane in lanes):
-            self._desk.fail(job, "garbage", f"{problem} (most replies of this source are invalid)")
+            self._host.fail(job, "garbage", f"{problem} (most replies of this source are invalid)")
         else:
-            self._desk.fail(job, "invalid", problem, invalid=True)
+            self._host.fail(job, "invalid", problem, invalid=True)
 
     def _transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
         job, lane = attempt.job, attempt.lane
@@ -418,7 +419,7 @@ class Endings:
         else:
             job.failures += 1
         if not excused and job.failures >= self._max_attempts and not self._others_live(attempt):
-            self._desk.fail(job, "exhausted", str(error))
+            self._host.fail(job, "exhausted", str(error))
             return
         if not attempt.probe:
             # A probe needs no backoff: the next one waits for its turn.
@@ -436,7 +437,7 @@ class Endings:
         job.answers_before.setdefault(lane.name, lane.answers)
         is_to_blame = before is not None and lane.answers > before
         if (is_to_blame or job.failures >= self._max_attempts) and not self._others_live(attempt):
-            self._desk.fail(job, "exhausted", str(error))
+            self._host.fail(job, "exhausted", str(error))
             return
         # The tries are to outlast the outage of a service behind the function, as its breaker does not open.
         backoff_s = min(RAISED_BACKOFF_S * 2 ** (job.failures - 1), LONGEST_RAISED_BACKOFF_S)
@@ -448,7 +449,7 @@ class Endings:
         job.faults += 1
         job.suspect = True
         if (had_whole_limit or job.faults >= MAX_FAULTS) and not self._others_live(attempt):
-            self._desk.fail(job, error.reason, str(error))
+            self._host.fail(job, error.reason, str(error))
         else:
             self._retry(attempt, str(error))
 
@@ -477,11 +478,11 @@ class Endings:
 
     def _strand(self) -> None:
         """Fail what waits for nothing but sources that are out."""
-        for job in list(self._desk.waiting_jobs()):
+        for job in list(self._host.waiting_jobs()):
             names = [name for name in job.call.sources if name not in job.barred]
             reasons = [f"{name}: {self._lanes[name].unusable}" for name in names if self._lanes[name].unusable]
             if names and len(reasons) == len(names):
-                self._desk.fail(job, "no_source", f"no source can take it ({'; '.join(reasons)})")
+                self._host.fail(job, "no_source", f"no source can take it ({'; '.join(reasons)})")
 
     def _others_live(self, attempt: Attempt) -> bool:
         return any(other is not attempt for other in attempt.job.live)
@@ -492,7 +493,7 @@ class Endings:
         job.past.append(attempt)
         job.last_problem = problem
         if not job.ended and not job.live:
-            self._desk.enqueue(job)
+            self._host.enqueue(job)
 
 
 def _result(ending: Ending | Literal["cancelled"]) -> AttemptResult:

@@ -18,8 +18,8 @@
                       invalid reply if the sources answer other jobs. A source that refuses many different jobs in a
                       row is out: jobs without another source fail at once, and later jobs probe it
 
-A job with another attempt under way does not end. The deadline of a job always ends it. Its attempts are then cancelled,
-or left to end if late answers are wanted; the result never changes.
+A job with another attempt under way does not end. The deadline of a job always ends it. Its attempts are then
+cancelled, or left to end if late answers are wanted; the result never changes.
 
 An attempt that takes far too long is looked at before it ends. If its source has fallen silent, the jobs of all its
 attempts are queued again. Otherwise only this attempt is given up.

@@ -598,6 +598,10 @@ def test_a_journal_that_is_closed_is_an_error_of_the_caller_and_no_bug_of_a_judg
     assert caplog.records == []
 
 
+def attempts_alive():
+    return sum(isinstance(known, Attempt) for known in gc.get_objects())
+
+
 @pytest.mark.parametrize("judge", ["leaf", Cascade])
 def test_cancelled_attempts_leave_no_reference_cycles(judge):
     async def main(engine, sources):
@@ -607,10 +611,11 @@ def test_cancelled_attempts_leave_no_reference_cycles(judge):
         gc.collect()
         gc.disable()
         try:
+            before = attempts_alive()  # those of other tests
             sources["small"].behaviour = lambda *_: 60.0
             await engine.score_all([sample("x" * number) for number in range(1, 21)], deadline_s=5.0)
             await asyncio.sleep(100)
-            return sum(isinstance(known, Attempt) for known in gc.get_objects())
+            return attempts_alive() - before
         finally:
             gc.enable()
 

@@ -267,7 +267,7 @@ def test_a_mistake_in_a_configuration_shows_none(tmp_path):
             load_config(broken)
     said = "".join(traceback.format_exception(caught.value))
     assert "Zq9" not in said
-    assert "a model's name holds no credentials" in said
+    assert "the name of a model must not have credentials" in said
 
 
 SECRET_NAMES = (

@@ -24,7 +24,7 @@ _REFERENCE = re.compile(r"\.*[A-Za-z0-9_][A-Za-z0-9_.\[\]/-]*")
 _Key = tuple[str, ...]
 
 
-class _Endless(Exception):
+class _ChainTooLong(Exception):
     """A chain of interpolations is longer than `MOST_STEPS`."""
 
 
@@ -39,7 +39,7 @@ def too_large(tree: Any) -> str:
     try:
         start = () if root is tree else _key_of(tree)
         values, chars, steps = counter.size(start, 0)
-    except _Endless:
+    except _ChainTooLong:
         steps, values, chars = MOST_STEPS + 1, 0, 0
     except RecursionError:
         return "it is nested too deeply"
@@ -78,7 +78,7 @@ class _Counter:
         if key in self._open:
             return 0, 0, 0
         if steps > MOST_STEPS:
-            raise _Endless
+            raise _ChainTooLong
         self._open.add(key)
         self._known[key] = self._count(self._at(key), key, steps)
         self._open.remove(key)

@@ -41,7 +41,7 @@ class Broken:
     """A placeholder in the tree for a value that cannot be resolved. A finding gives the reason."""
 
 
-class _Held:
+class _Wrapped:
     """Wraps an object for OmegaConf, which would otherwise convert or reject it."""
 
     def __init__(self, value: object) -> None:
@@ -114,7 +114,7 @@ class _Plainer:
             return _escaped(_Resolver(self._tree).resolved(value, path, ()))
         if id(value) in above or len(above) > _MAX_DEPTH:
             self._tree.findings.append(Finding(path, "contains itself, or is nested too deeply"))
-            return _Held(Broken())
+            return _Wrapped(Broken())
         above = (*above, id(value))
         if isinstance(value, BaseModel):
             value = {name: getattr(value, name) for name in value.model_fields_set}
@@ -126,7 +126,7 @@ class _Plainer:
             return os.fspath(value)
         if isinstance(value, str) and "${" in value:
             return self._checked(value, path)
-        return value if isinstance(value, _SCALARS) else _Held(value)
+        return value if isinstance(value, _SCALARS) else _Wrapped(value)
 
     def _items(self, value: Mapping[Any, Any], path: Path) -> list[tuple[Any, Any]]:
         items = []
@@ -145,7 +145,7 @@ class _Plainer:
             problem = "`${` starts an interpolation that cannot be read"
             remedy = "Write `${oc.env:NAME}` or `${key.of.this.file}`, or `\\${` for a literal `${`."
             self._tree.findings.append(Finding(path, problem, remedy, f": {cut(value)!r}"))
-            return _Held(Broken())
+            return _Wrapped(Broken())
         return value
 
 
@@ -163,7 +163,7 @@ class _Resolver:
             if isinstance(node, ListConfig):
                 return [self.child(node, n, (*path, n), above) for n in range(len(node))]
             return {key: self.child(node, key, (*path, _key(key)), above) for key in node}
-        if isinstance(node, _Held):
+        if isinstance(node, _Wrapped):
             return node.value
         return os.fspath(node) if isinstance(node, os.PathLike) else node
 
@@ -221,4 +221,4 @@ def _escaped(value: Any) -> Any:
         return [_escaped(item) for item in value]
     if isinstance(value, str):
         return value.replace("${", "\\${")
-    return value if isinstance(value, _SCALARS) else _Held(value)
+    return value if isinstance(value, _SCALARS) else _Wrapped(value)

@@ -27,7 +27,7 @@ from .leaf import Leaf
 from .sample_texts import SampleTexts, conversation_text
 from .settings import fingerprint, number_mistakes
 from .templates import Page, Template
-from .verdicts import RATIONALE_FORM, Scale, Words, excerpt, read_words
+from .verdicts import RATIONALE_FORM, ParsedVerdict, Scale, excerpt, parse_verdict
 from .visibility import is_blank
 
 INSTRUCTIONS_VARIABLES = (
@@ -274,7 +274,7 @@ class LLMJudge(Leaf):
             return self._mapped(raw, rationale=reply.cleaned(words.rationale), model=reply.model, cut=request.cut)
         raise InvalidReply(problem)
 
-    def _words(self, request: Request, reply: Reply) -> Words:
+    def _words(self, request: Request, reply: Reply) -> ParsedVerdict:
         problem = why_no_verdict(reply.finish_reason)
         if problem == "cut off":
             raise InvalidReply(
@@ -283,7 +283,7 @@ class LLMJudge(Leaf):
             )
         if problem:
             raise InvalidReply(f"the judge gave no verdict: the reply ended with {excerpt(reply.finish_reason)}")
-        return read_words(
+        return parse_verdict(
             reply.text,
             nonce=request.nonce,
             score_range=self._config.score_range,

@@ -42,7 +42,7 @@ _NO_LETTER = re.compile(r"\W+")
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class ParsedVerdict:
     """The contents of a verdict in the judge's score range: total, criteria and rationale."""
 
     score: float
@@ -74,14 +74,14 @@ def excerpt(text: str) -> str:
     return quoted[: MAX_EXCERPT_CHARS - 4] + quoted[0] + "..."
 
 
-def read_words(
+def parse_verdict(
     text: str,
     *,
     nonce: str,
     score_range: tuple[float, float],
     criteria: Sequence[str] = (),
     max_chars: int = 65_536,
-) -> Words:
+) -> ParsedVerdict:
     """Parse the verdict in `text`, the reply of a judge to a prompt with `nonce`.
 
     Thinking is not part of the answer. It ignores prose and code fences around the object, unknown keys, and objects
@@ -96,7 +96,7 @@ def read_words(
     rationale = _rationale(verdict)
     if _is_form(rationale):
         raise InvalidReply(f"the rationale is copied from the form, so nothing was judged: {excerpt(answer)}")
-    return Words(
+    return ParsedVerdict(
         score=_number("score", verdict, score_range, answer),
         components=_components(verdict, criteria, score_range, answer),
         rationale=rationale,

@@ -278,21 +278,21 @@ def _counted(failures: list[Failed]) -> dict[str, int]:
 _rehearsing: contextvars.ContextVar[bool] = contextvars.ContextVar("qreward_rehearsing", default=False)
 
 
-class _OnlyInEarnest(logging.Filter):
+class _RehearsalFilter(logging.Filter):
     """Drops log records of rehearsals, because their events are simulated."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         return not _rehearsing.get()
 
 
-_only_in_earnest = _OnlyInEarnest()
+_rehearsal_filter = _RehearsalFilter()
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     for name in ("qreward_plugins.engine", "qreward_plugins.scheduling"):
         # Adding it again changes nothing.
-        logging.getLogger(name).addFilter(_only_in_earnest)
+        logging.getLogger(name).addFilter(_rehearsal_filter)
     token = _rehearsing.set(True)
     try:
         yield

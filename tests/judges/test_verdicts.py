@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.errors import InvalidReply
-from qreward_plugins.judges.verdicts import MAX_EXCERPT_CHARS, MAX_NESTING, Scale, Words, excerpt, read_words
+from qreward_plugins.judges.verdicts import MAX_EXCERPT_CHARS, MAX_NESTING, ParsedVerdict, Scale, excerpt, parse_verdict
 
 NONCE = "0123456789ab"
 OTHER = "ba9876543210"
@@ -23,8 +23,8 @@ def verdict(score: object = 7, **keys: object) -> str:
     return json.dumps({"id": NONCE, "rationale": "It is right.", "score": score, **keys})
 
 
-def read(text: str, **keys: Any) -> Words:
-    return read_words(text, nonce=NONCE, score_range=keys.pop("score_range", (0.0, 10.0)), **keys)
+def read(text: str, **keys: Any) -> ParsedVerdict:
+    return parse_verdict(text, nonce=NONCE, score_range=keys.pop("score_range", (0.0, 10.0)), **keys)
 
 
 @pytest.mark.parametrize(

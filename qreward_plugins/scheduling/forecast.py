@@ -102,6 +102,13 @@ class Forecast:
         self._refresh(now)
         return lane.name in self._spared
 
+    def attempt_ended(self) -> None:
+        """Note that an attempt has ended. Which sources are spared is looked at again then: its job may have to go to
+        another one, and nothing else may happen for long.
+        """
+        if self._thrifty:
+            self._made_at = -math.inf
+
     def pressed(self, now: float) -> frozenset[tuple[str, int]]:
         """Pairs of a source and a `Rank.priority` whose waiting jobs may not all end before their earliest deadline."""
         queued = len(self._queue)

@@ -110,6 +110,7 @@ class Planner:
 
     def ended(self, attempt: Attempt) -> None:
         """Learn from an attempt that ended."""
+        self.forecast.attempt_ended()
         if not attempt.young:
             age = attempt.age(attempt.ended_at)
             if attempt.result == "valid" or attempt.result == "invalid":

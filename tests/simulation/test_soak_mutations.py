@@ -82,7 +82,7 @@ def one_outcome_counted_twice(monkeypatch):
     def wrap(count):
         return lambda self, sample, outcome: (count(self, sample, outcome), count(self, sample, outcome))[1]
 
-    around(monkeypatch, Scoring, "count", wrap)
+    around(monkeypatch, Scoring, "ended", wrap)
 
 
 def an_outcome_is_lost(monkeypatch):
@@ -119,7 +119,7 @@ def a_late_answer_changes_the_outcome(monkeypatch):
 
         return mutated
 
-    around(monkeypatch, Scoring, "count", wrap)
+    around(monkeypatch, Scoring, "ended", wrap)
 
 
 def endless_attempts(monkeypatch):

@@ -275,6 +275,8 @@ def test_parts_add_up_whatever_happened(new_stage, specs, sizes, hedge, deadline
     spent(report)
     assert report.makespan_s == pytest.approx(played.finished_at, abs=1e-6)
     assert (report.samples, report.scored + report.failed) == (len(sizes), len(sizes))
-    assert report.attempts == len(stage.sent)
+    # A cut-off may end an attempt before it is sent.
+    unsent = report.attempts - len(stage.sent)
+    assert 0 <= unsent <= sum(stage.counted(name).cancelled for name in stage.lanes)
     assert report.hedges == sum(stage.counted(name).hedges for name in stage.lanes)
     assert {part.source for part in report.parts} <= {"", *stage.lanes}

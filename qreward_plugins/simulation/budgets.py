@@ -33,7 +33,8 @@ def bounded(trial: Trial, record: Record) -> Iterator[str]:
         throttled = sum(one.ending == "throttled" for one in sent)
         # Failed attempts are bounded, and those among them that were probes of a resting source once more. Some are not
         # counted that the engine ended itself, and those at a source that failed several and answered nobody meanwhile.
-        excused = sum(_excused(one, sent[0], by_source[one.source]) for one in sent)
+        limits = {source: node["timeouts"]["total_s"] for source, node in trial.config["sources"].items()}
+        excused = sum(_excused(one, sent[0], by_source[one.source], limits[one.source]) for one in sent)
         excused += min(sum(one.ending == "cancelled" for one in sent), MAX_RESTARTS + MAX_RESCUES)
         most = 2 * engine["max_attempts"] + retries + MAX_HEDGES + throttled + excused
         # Where only poisoned samples wait, their failures cannot be told from an outage, and probes are free.
@@ -73,14 +74,19 @@ def _per_sample(record: Record) -> dict[str, list[Sent]]:
     return per_sample
 
 
-def _excused(one: Sent, first: Sent, sent: list[Sent]) -> bool:
+def _excused(one: Sent, first: Sent, sent: list[Sent], timeout_s: float) -> bool:
     """Whether a request failed at a source that had answered nobody since the `first` request of its sample, and had
-    failed others; `sent`: what it was sent.
+    failed others. `sent`: what the source was sent. `timeout_s`: its time limit.
     """
-    if one.ending != "failed":
+
+    def failed(other: Sent) -> bool:
+        timed_out = other.ending == "cancelled" and other.ended_at - other.started_at >= timeout_s - _ROUNDING_S
+        return other.ending == "failed" or timed_out
+
+    if not failed(one):
         return False
     before = [other for other in sent if other.ended_at <= one.ended_at]
-    failing = {other.sample for other in before if other.ending == "failed"}
+    failing = {other.sample for other in before if failed(other)}
     answered = any(other.ending in ("valid", "invalid") for other in before if other.ended_at >= first.started_at)
     return len(failing) >= SAMPLES_TO_OPEN and not answered
 

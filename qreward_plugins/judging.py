@@ -339,7 +339,7 @@ class _Asked:
             self._scoring.dispatcher.expire(self._job)
 
     def drop(self) -> None:
-        """End it, because nobody waits for it any more."""
+        """End the call, because its judge does not wait for it any more."""
         if self._job is not None:
             self._scoring.dispatcher.drop(self._job)
 

@@ -190,7 +190,7 @@ class Config(Node):
     observers: Annotated[tuple[ObserverPath, ...], BeforeValidator(one_or_several)] = ()
     """Who is told what happens, in every process that scores: `package.module:factory` or `path/to/file.py:factory`, or
     a name that an installed package registers. The factory is called without arguments, and returns what is called with
-    every event. Default: nobody."""
+    every event. Default: none."""
 
     on_failure: FailurePolicy = "auto"
     """What an adapter does with a sample that has no reward. `auto` (default): the best way for the framework; in verl

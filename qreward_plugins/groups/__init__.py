@@ -2,7 +2,7 @@
 
 - `group_means`, `mean_of`, `Mean`: the mean of a group, for who has all of its rewards at hand.
 - `number_of`: the number that an outcome trains as; None where its group's mean is to be imputed.
-- `RunningMeans`: the means of groups that one process scores sample by sample; nobody waits.
+- `RunningMeans`: the means of groups that one process scores sample by sample, without waiting.
 - `GroupBarrier`: a failed sample waits for its siblings, which other processes may score, `groups.wait_s` at most.
 - `GroupGate`: which groups are worth training, and when to give up.
 """

@@ -42,7 +42,7 @@ class Report(NamedTuple):
 
 
 class Close(NamedTuple):
-    """Close this group early; nobody waits for it any longer."""
+    """Close this group early, because no worker waits for it any longer."""
 
     key: GroupKey
 

@@ -1,8 +1,9 @@
 """The far side of a barrier: an actor of the Ray job, and an object of this process where there is no Ray.
 
-A process sends all that has gathered since its last call in one call, in order. Whoever waits for a group has a call of
-its own parked here. Ray starts an actor anew when its process is lost, and then nothing is known here; so every answer
-says which start it is from. As every outcome passes here, outcomes are counted here.
+A process sends its reports in order, all since its last call in one call. A sample that waits for its group has a call
+of its own, which is answered when the group is complete or closed. Ray starts the actor anew when its process is lost;
+the new one knows nothing, so every answer says which start it is from. Outcomes are counted here, because all of them
+are reported here.
 """
 
 from __future__ import annotations

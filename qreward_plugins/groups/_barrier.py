@@ -1,9 +1,10 @@
 """`GroupBarrier`: where a failed sample waits for its siblings, whichever process scores them.
 
-Nothing here may hold up a process for long or end a run. Reports go out in one call at a time, with all that has
-gathered meanwhile. If the actor is lost, this process finds or starts another and tells it what it remembers, so that
-whoever waits still gets the mean of the group. As long as none can be reached, a scored sample keeps its own reward
-after `answer_s`, and a failed one gets, at the end of its waiting, what this process knows.
+The barrier never ends a run, and holds a process up for a bounded time only. Reports are sent in one call at a time;
+each call carries all reports since the last one. If the actor is lost, this process finds or starts another and sends
+it what it remembers, so that waiting samples still get the mean of their group. While no actor can be reached, a scored
+sample keeps its own reward after `answer_s`, and a failed one gets the mean of what this process knows when its waiting
+ends.
 
 Waiting must not deadlock either. A failed sample that waits may hold one of the calls that its process can carry at
 once (1,000 in a Ray actor with async methods), and its siblings may queue for one of these very calls. So at most

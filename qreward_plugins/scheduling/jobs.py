@@ -37,7 +37,7 @@ class Rank(NamedTuple):
     """
 
     suspect: bool
-    """Whether it hung in a local function or crashed it: it then goes after all others, whatever their priority."""
+    """`Job.suspect`: it goes after all others, whatever their priority."""
     priority: int
     """The user's priority, negated."""
     hopeless: bool
@@ -104,7 +104,8 @@ class Job:
     faults: int = 0
     """Number of attempts that hung in a local function or crashed it."""
     suspect: bool = False
-    """Whether all other samples go first, because it hung in a local function or crashed it, and may again."""
+    """Whether all other samples go first: it crashed a local function, or an attempt of it took a whole time limit, and
+    the next one may do so, too."""
     answers_before: dict[str, int] = field(default_factory=dict)
     """By local function: how many answers it had given when it last failed this sample."""
     refused_for: str = ""

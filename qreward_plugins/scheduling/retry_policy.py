@@ -13,7 +13,7 @@
     transient         another try: elsewhere at once, at the same source after full jitter (AWS Architecture Blog,
                       "Exponential Backoff And Jitter"), anywhere only within the source's retry budget. The job fails
                       after `max_attempts` failures; failures that no sample can have caused do not count
-                      (`Lane.excuses`)
+                      (`Lane.excuses`). After a time-out that does, it goes after all other samples
     permanent         no further try at this source. With `Call.clear_blame`, a 400, 413 or 422 from all sources is an
                       invalid reply if the sources answer other jobs. A source that refuses many different jobs in a
                       row is out: jobs without another source fail at once, and later jobs probe it
@@ -269,7 +269,10 @@ class RetryPolicy:
                 self._rescue(lane, now, RESCUE_FAILING_FROM)
             # A job that failed in the rescue may have been the last that its batch waited for, which ended this one.
             if not job.ended:
-                self._transient(attempt, ending, now, excused=lane.excuses(attempt))
+                excused = lane.excuses(attempt)
+                # Its next try may take a place for as long again: only when no other sample needs it.
+                job.suspect = job.suspect or (attempt.timed_out and not excused)
+                self._transient(attempt, ending, now, excused=excused)
 
     def tell(self, attempt: Attempt, ending: Ending | Literal["cancelled"], now: float, cost_usd: float = 0.0) -> None:
         """Tell observers, once, that an attempt has ended."""

@@ -22,8 +22,10 @@ no answer for `HANGS_S`. `prose`: no verdict in the reply. `usage`: a valid verd
 `limits`: a valid verdict that announces one request a day."""
 
 TIMEOUT_S = 120.0
-"""The time limit of every source, and by far more than a healthy server takes."""
-SLOWEST_S_PER_UNIT = 5.0
+"""The time limit of every source: more than a healthy server takes for any sample that is not poisoned."""
+SLOWEST_S_PER_UNIT = 3.0
+WIDEST_NOISE = 0.25
+"""With both at four sigma, sample and noise, a server of this speed takes 75 s."""
 HANGS_S = 200.0
 """Longer than the time limit."""
 ABSURD_TOKENS = 10**9
@@ -90,6 +92,7 @@ def healthy(server: Server) -> Server:
         invalid_share=0.0,
         announces=None if server.announces == "wrong" else server.announces,
         seconds_per_unit=min(server.seconds_per_unit, SLOWEST_S_PER_UNIT),
+        noise=min(server.noise, WIDEST_NOISE),
         declared=True,
         declares_window=True,
     )

@@ -105,6 +105,31 @@ def test_rescues_from_a_silent_source_exhaust_nobody(stage, max_attempts):
     assert stage.play([10] * 64, max_attempts=max_attempts).all_scored
 
 
+@pytest.mark.parametrize("priority", [0, 3])
+def test_samples_that_hang_a_remote_judge_are_tried_again_after_all_others(stage, priority):
+    """A second try of each would leave the others no time, those of a later batch and of a lower priority included."""
+    stage.add(
+        "a",
+        timeout_s=20,
+        limits={"concurrency": 1},
+        behaviour=lambda number, request, now: 1e9 if request.size > 900 else 1.0,
+    )
+
+    async def main():
+        dispatcher = stage.dispatcher()
+        first, second = dispatcher.batches.new([None] * 80, priority=priority), dispatcher.batches.new([None] * 40)
+        hanging = [dispatcher.score(stage.sample(1000), stage.judge, deadline_s=1000, batch=first) for _ in range(40)]
+        innocent = [dispatcher.score(stage.sample(10), stage.judge, deadline_s=1000, batch=first) for _ in range(40)]
+        innocent += [dispatcher.score(stage.sample(10), stage.judge, deadline_s=1000, batch=second) for _ in range(40)]
+        outcomes = await asyncio.gather(*hanging), await asyncio.gather(*innocent)
+        await dispatcher.aclose()
+        return outcomes
+
+    hanging, innocent = run(main())
+    assert all(isinstance(outcome, Scored) for outcome in innocent)
+    assert not any(isinstance(outcome, Scored) for outcome in hanging)
+
+
 @pytest.mark.parametrize("gap_s", [0.05, 0.5])
 def test_a_request_larger_than_its_window_goes_before_its_deadline_whatever_else_comes(stage, gap_s):
     stage.add("a", limits={"tokens_per_minute": 2000}, behaviour=lambda *_: 0.1)

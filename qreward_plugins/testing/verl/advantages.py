@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from .float_sums import mean32, std32, sum32
+from .float_sums import masked_mean32, mean32, std32, sum32
 
 Floats: TypeAlias = "np.ndarray[Any, np.dtype[np.float32]]"
 
@@ -256,20 +256,15 @@ def _one_by_one(values: Floats) -> Any:
 def _whitened(values: Floats, mask: np.ndarray[Any, Any]) -> Any:
     """Mean 0 and variance 1 over the trained tokens. Raises `ValueError` where there are fewer than two of them."""
     count = int(mask.sum())
-    mean = _masked_mean(values, mask, count)
+    mean = masked_mean32(values, mask)
     centered = values - mean
-    variance = _masked_mean(centered * centered, mask, count)
+    variance = masked_mean32(centered * centered, mask)
     if count == 0:
         raise ValueError("At least one element in the mask has to be 1.")
     if count == 1:
         raise ValueError("The sum of the mask is one, which can cause a division by zero.")
     variance = F(variance * F(F(count) / F(count - 1)))
     return (values - mean) * F(F(1) / np.sqrt(F(variance + F(1e-8))))
-
-
-def _masked_mean(values: Floats, mask: np.ndarray[Any, Any], count: int) -> Any:
-    chosen = np.where(mask.astype(bool), values, F(0)) * mask.astype(F)
-    return F(sum32(chosen) / F(F(count) + F(1e-8)))
 
 
 __all__ = ["ESTIMATORS", "TOKEN_BASELINES", "Rewards", "estimate"]

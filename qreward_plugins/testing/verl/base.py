@@ -1,40 +1,51 @@
-"""What verl's trainers have in common here: data, reward workers, agent loops, the tracker."""
+"""What verl's trainers have in common here: data, reward workers, agent loops, the way from scores to advantages, the
+tracker.
+"""
 
 from __future__ import annotations
 
 import random
 import sys
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from .advantages import ESTIMATORS, TOKEN_BASELINES, Rewards, estimate
 from .agent_loop import AgentLoops
 from .data import Row, VerlDataLoader, VerlDataset
 from .engine import VerlEngine
+from .metrics import data_metrics
 from .protocol import VerlDataProto
+from .results import VerlStep, VerlValidation
 from .reward_loop import RewardLoopManager
+from .shaping import apply_kl_penalty, get_kl_controller
+
+Values = Callable[[VerlDataProto], Any]
+"""What the critic says of a batch: (rows, response length)."""
+LogProbs = Callable[[str, VerlDataProto], Any]
+"""What a policy says of a batch, by verl's name of the column: `old_log_probs`, `ref_log_prob` or `rollout_log_probs`;
+(rows, response length).
+"""
 
 
 @dataclass
 class Setup:
-    """What a trainer is made of, beside its configuration. `run` runs a coroutine on the event loop of the actors;
-    `values`: what the critic says of a batch, (rows, response length).
-    """
+    """What a trainer is made of, beside its configuration. `run` runs a coroutine on the event loop of the actors."""
 
     engine: VerlEngine
     rows: Sequence[Row]
     val_rows: Sequence[Row]
     run: Callable[[Coroutine[Any, Any, Any]], Any]
     seed: int
-    values: Callable[[VerlDataProto], Any] | None = None
+    values: Values | None = None
+    log_probs: LogProbs | None = None
     told: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
 
 
-class TrainerBase:
+class TrainerBase(ABC):
     """The parts of a run that rewards meet, made in verl's order."""
 
     def __init__(self, config: Any, setup: Setup) -> None:
@@ -42,12 +53,29 @@ class TrainerBase:
         self.setup = setup
         self.tokenizer = setup.engine.tokenizer
         self.global_steps = 0
-        estimator = str(config.algorithm.adv_estimator)
         critic = config.critic.enable
-        self.use_critic = bool(critic) if critic is not None else estimator == "gae"
+        self.use_critic = bool(critic) if critic is not None else self._estimator == "gae"
         self.use_rm = bool(config.reward.reward_model.enable)
+        if config.algorithm.use_kl_in_reward:
+            self.kl_ctrl_in_reward = get_kl_controller(config.algorithm.kl_ctrl)
         self._rng = random.Random(setup.seed)
         self._make_loaders()
+        self._batches = iter(self.train_dataloader)
+        self._seen: dict[str, Any] = {}
+
+    @abstractmethod
+    def step(self) -> VerlStep:
+        """One step of the training loop."""
+
+    @abstractmethod
+    def _validate(self) -> dict[str, Any]:
+        """The metrics of a validation; `_seen` is what it saw."""
+
+    def validate(self) -> VerlValidation:
+        """One validation, logged."""
+        metrics = self._validate()
+        assert metrics, f"val_metrics={metrics!r}"
+        return VerlValidation(self.global_steps, self._log(metrics), **self._seen)
 
     def start(self) -> None:
         """Start the reward workers, then the tracker."""
@@ -64,8 +92,10 @@ class TrainerBase:
         """Reward workers, from a method of the trainer."""
         manager: type[RewardLoopManager] = sys.modules["verl.experimental.reward_loop.reward_loop"].RewardLoopManager
         self.reward_loop_manager = manager(config=self.config)
-        workers = self.reward_loop_manager.reward_loop_worker_handles
-        self.agent_loops = AgentLoops(self.config, self.setup.engine, workers, self._rng)
+        self.agent_loops = self._make_agent_loops(self.reward_loop_manager.reward_loop_worker_handles)
+
+    def _make_agent_loops(self, workers: Any) -> AgentLoops:
+        return AgentLoops(self.config, self.setup.engine, workers, self._rng)
 
     def _make_loaders(self) -> None:
         data = self.config.data
@@ -80,6 +110,65 @@ class TrainerBase:
             drop_last=False,
             rng=self._rng,
         )
+
+    def _next_columns(self) -> dict[str, Any]:
+        columns = next(self._batches, None)
+        if columns is None:
+            self._batches = iter(self.train_dataloader)
+            columns = next(self._batches)
+        return columns
+
+    def _advance(self, data: VerlDataProto, compute: Callable[..., VerlDataProto], **more: Any) -> Any:
+        """Token rewards and advantages of a batch that has `token_level_scores`, and the metrics of both. `compute` is
+        verl's function for advantages, which gets `more`, too.
+        """
+        algorithm, batch = self.config.algorithm, data.batch
+        metrics: dict[str, Any] = {}
+        if algorithm.use_kl_in_reward:
+            for name in ("old_log_probs", "ref_log_prob"):
+                batch[name] = self._log_probs(name, data)
+        if self.use_critic:
+            batch["values"] = _like_mask(data, self.setup.values(data) if self.setup.values is not None else 0.0)
+        if algorithm.use_kl_in_reward:
+            data, metrics = apply_kl_penalty(data, self.kl_ctrl_in_reward, algorithm.kl_penalty)
+        else:
+            batch["token_level_rewards"] = batch["token_level_scores"]
+        data = compute(
+            data,
+            adv_estimator=algorithm.adv_estimator,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            num_repeat=int(self.config.actor_rollout_ref.rollout.n),
+            norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
+            config=algorithm,
+            **more,
+        )
+        return data, metrics
+
+    def _log_probs(self, name: str, data: VerlDataProto) -> Any:
+        return _like_mask(data, self.setup.log_probs(name, data) if self.setup.log_probs is not None else 0.0)
+
+    def _data_metrics(self, data: VerlDataProto, prompt_lengths: Any, response_lengths: Any) -> dict[str, Any]:
+        batch = data.batch
+        return data_metrics(
+            scores=np.asarray(batch["token_level_scores"]).sum(axis=-1),
+            rewards=np.asarray(batch["token_level_rewards"]).sum(axis=-1),
+            advantages=batch["advantages"],
+            returns=batch["returns"],
+            mask=batch["response_mask"],
+            prompt_lengths=prompt_lengths,
+            response_lengths=response_lengths,
+            widths=(batch["prompts"].shape[1], batch["responses"].shape[1]),
+            num_turns=data.non_tensor_batch["__num_turns__"],
+            values=batch["values"] if self.use_critic else None,
+        )
+
+    @property
+    def _estimator(self) -> str:
+        return str(self.config.algorithm.adv_estimator)
+
+    def _text(self, ids: Any) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
     def _new_uid(self) -> str:
         return str(uuid.UUID(int=self._rng.getrandbits(128), version=4))
@@ -111,48 +200,5 @@ class Tracking:
         """Nothing to flush."""
 
 
-def compute_advantage(
-    data: VerlDataProto,
-    adv_estimator: Any,
-    gamma: float = 1.0,
-    lam: float = 1.0,
-    num_repeat: int = 1,
-    norm_adv_by_std_in_grpo: bool = True,
-    config: Any = None,
-) -> VerlDataProto:
-    """`verl.trainer.ppo.ray_trainer.compute_advantage`."""
-    batch = data.batch
-    if str(adv_estimator) in TOKEN_BASELINES:
-        raise AssertionError(
-            "Step-dependent optimal baseline requires sum_pi_squared from actor. Please set "
-            "actor.calculate_sum_pi_squared=True in config."
-        )
-    if str(adv_estimator) not in ESTIMATORS:
-        raise ValueError(f"Unknown advantage estimator simply: {adv_estimator}")
-    last = None
-    if str(adv_estimator) == "gdpo" and "attention_mask" not in batch and config.get("gdpo_reward_keys", None):
-        raise KeyError(f'key "prompts" not found in TensorDict with keys {sorted(batch)}')
-    if "attention_mask" in batch:
-        last = np.asarray(batch["attention_mask"])[:, batch["prompts"].shape[1] :].sum(axis=1) - 1
-    advantages, returns = estimate(
-        str(adv_estimator),
-        Rewards(
-            rewards=np.asarray(batch["token_level_rewards"]),
-            mask=np.asarray(batch["response_mask"]),
-            uids=list(data.non_tensor_batch.get("uid", ())),
-            values=np.asarray(batch["values"]) if "values" in batch else None,
-            baselines=np.asarray(batch["reward_baselines"]) if "reward_baselines" in batch else None,
-            components=data.non_tensor_batch,
-            last=last,
-            config=config,
-        ),
-    )
-    batch["advantages"], batch["returns"] = advantages.copy(), returns.copy()
-    return data
-
-
-def critic_values(setup: Setup, data: VerlDataProto) -> Any:
-    """The critic's values: what the test says, or zero."""
-    shape = data.batch["response_mask"].shape
-    given = setup.values(data) if setup.values is not None else np.zeros(shape)
-    return np.broadcast_to(np.asarray(given, dtype=np.float32), shape).copy()
+def _like_mask(data: VerlDataProto, values: Any) -> Any:
+    return np.broadcast_to(np.asarray(values, dtype=np.float32), data.batch["response_mask"].shape).copy()

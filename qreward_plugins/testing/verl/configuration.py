@@ -14,8 +14,6 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 MODULE = "qreward_plugins.testing.verl.conf"
 _OF_ROLLOUT = [
     "mode",
-    "nnodes",
-    "n_gpus_per_node",
     "full_determinism",
     "dtype",
     "gpu_memory_utilization",

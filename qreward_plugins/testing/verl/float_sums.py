@@ -49,6 +49,20 @@ def var32(values: Any) -> Any:
     return np.float32(_variance(values))
 
 
+def masked_mean32(values: Any, mask: Any) -> Any:
+    """The mean of the numbers that the mask has, as verl's `masked_mean`; what the mask leaves out may be NaN."""
+    mask = np.asarray(mask)
+    chosen = np.where(mask.astype(bool), values, np.float32(0)).astype(np.float32) * mask.astype(np.float32)
+    with np.errstate(all="ignore"):
+        return np.float32(sum32(chosen) / np.float32(np.float32(mask.sum()) + np.float32(1e-8)))
+
+
+def masked_means(values: Any, mask: Any) -> Any:
+    """The masked mean of each row."""
+    rows = zip(np.asarray(values), np.asarray(mask), strict=True)
+    return np.array([masked_mean32(row, there) for row, there in rows], dtype=np.float32)
+
+
 def _variance(values: Any) -> float:
     flat = np.asarray(values, dtype=np.float32).reshape(-1)
     mean = float(mean32(flat))

@@ -11,10 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from .base import TrainerBase, critic_values
-from .metrics import data_metrics
+from .base import Setup, TrainerBase
 from .protocol import TensorColumns, VerlDataProto
-from .results import VerlStep, VerlValidation
+from .results import VerlStep
 from .validation import named
 
 MODULE = "verl.trainer.ppo.ray_trainer"
@@ -26,9 +25,8 @@ class LegacyTrainer(TrainerBase):
     advantages_of = MODULE
     """The module by whose name advantages are computed: the experimental trainers have one of their own."""
 
-    def __init__(self, config: Any, setup: Any, queue: Any = None) -> None:
+    def __init__(self, config: Any, setup: Setup, queue: Any = None) -> None:
         super().__init__(config, setup)
-        self._batches = iter(self.train_dataloader)
 
     def step(self) -> VerlStep:
         """One step of the training loop."""
@@ -52,19 +50,8 @@ class LegacyTrainer(TrainerBase):
             baseline = self._scored(output.slice(len(prompts), None))
             batch.batch["reward_baselines"] = np.asarray(_scores_of(baseline)).sum(axis=-1)
         batch = self._scored(batch.repeat(count).union(sampled))
-        batch.batch["token_level_scores"] = batch.batch["token_level_rewards"] = _scores_of(batch)
-        if self.use_critic:
-            batch.batch["values"] = critic_values(self.setup, batch)
-        algorithm = self.config.algorithm
-        batch = sys.modules[self.advantages_of].compute_advantage(
-            batch,
-            adv_estimator=algorithm.adv_estimator,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            num_repeat=count,
-            norm_adv_by_std_in_grpo=algorithm.get("norm_adv_by_std_in_grpo", True),
-            config=algorithm,
-        )
+        batch.batch["token_level_scores"] = _scores_of(batch)
+        batch, metrics = self._advance(batch, sys.modules[self.advantages_of].compute_advantage)
         keys = batch.meta_info.get("reward_extra_keys", [])
         uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
         return VerlStep(
@@ -74,17 +61,10 @@ class LegacyTrainer(TrainerBase):
             uids=uids,
             sessions=[uids[:row].count(uid) for row, uid in enumerate(uids)],
             extra_info=[{key: batch.non_tensor_batch[key][row] for key in keys} for row in range(len(batch))],
-            metrics=self._log(self._metrics(batch)),
+            metrics=self._log({**metrics, **self._metrics(batch)}),
             reward_calls=self.agent_loops.reward_calls - calls,
             padding=[False] * len(batch),
         )
-
-    def validate(self) -> VerlValidation:
-        """One validation, logged."""
-        self._seen: dict[str, Any] = {}
-        metrics = self._validate()
-        assert metrics, f"val_metrics={metrics!r}"
-        return VerlValidation(self.global_steps, self._log(metrics), **self._seen)
 
     def _validate(self, merged: bool = False) -> dict[str, Any]:
         sources: list[str] = []
@@ -134,32 +114,13 @@ class LegacyTrainer(TrainerBase):
             return batch.union(self.reward_loop_manager.compute_rm_score(batch))
         return batch
 
-    def _next_columns(self) -> dict[str, Any]:
-        columns = next(self._batches, None)
-        if columns is None:
-            self._batches = iter(self.train_dataloader)
-            columns = next(self._batches)
-        return columns
-
     def _metrics(self, batch: VerlDataProto) -> dict[str, Any]:
         wide = batch.batch["prompts"].shape[1]
         attention = np.asarray(batch.batch["attention_mask"])
-        sums = np.asarray(batch.batch["token_level_scores"]).sum(axis=-1)
         metrics = {
             "training/global_step": self.global_steps,
             "training/epoch": (self.global_steps - 1) // max(len(self.train_dataloader), 1),
-            **data_metrics(
-                scores=sums,
-                rewards=np.asarray(batch.batch["token_level_rewards"]).sum(axis=-1),
-                advantages=batch.batch["advantages"],
-                returns=batch.batch["returns"],
-                mask=batch.batch["response_mask"],
-                prompt_lengths=attention[:, :wide].sum(axis=1),
-                response_lengths=attention[:, wide:].sum(axis=1),
-                widths=(wide, batch.batch["responses"].shape[1]),
-                num_turns=batch.non_tensor_batch["__num_turns__"],
-                values=batch.batch["values"] if self.use_critic else None,
-            ),
+            **self._data_metrics(batch, attention[:, :wide].sum(axis=1), attention[:, wide:].sum(axis=1)),
         }
         if self._estimator == "gdpo":
             for key in self.config.algorithm.get("gdpo_reward_keys", None) or ():
@@ -168,13 +129,6 @@ class LegacyTrainer(TrainerBase):
                     for name, function in (("mean", np.mean), ("std", np.std), ("max", np.max), ("min", np.min)):
                         metrics[f"gdpo/{key}/{name}"] = float(function(values))
         return metrics
-
-    @property
-    def _estimator(self) -> str:
-        return str(self.config.algorithm.adv_estimator)
-
-    def _text(self, ids: Any) -> str:
-        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _from_columns(columns: Mapping[str, Any]) -> VerlDataProto:

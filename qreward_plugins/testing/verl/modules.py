@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..stand_in_modules import stand_in_modules
-from .base import Tracking, compute_advantage
+from .base import Tracking
 from .legacy import MODULE as LEGACY
 from .legacy import LegacyTrainer
 from .protocol import VerlDataProto, VerlDataProtoItem, pad_to_divisor
@@ -22,10 +22,12 @@ from .reward_functions import default_compute_score, get_custom_reward_fn, load_
 from .reward_loop import MODULE as REWARD_LOOP
 from .reward_loop import RewardLoopManager, RewardLoopWorker, load_manager, resolve_manager
 from .reward_managers import DAPORewardManager, NaiveRewardManager, Registry, RewardManagerBase
+from .shaping import apply_kl_penalty, compute_advantage
+from .trajectories import compute_advantage_for_multi_trajectories
 from .transfer_queue import MODULE as REPLAY_BUFFER
 from .transfer_queue import ReplayBuffer, TransferQueue
 from .v1 import MODULE as V1
-from .v1 import V1Trainer, compute_advantage_for_multi_trajectories
+from .v1 import V1Trainer
 from .validation import validation_metrics
 
 _log = logging.getLogger("verl")
@@ -84,7 +86,7 @@ def _contents(registry: Registry, queue: TransferQueue) -> dict[str, Mapping[str
     legacy = _anew(LegacyTrainer, __module__=LEGACY, __name__="RayPPOTrainer")
     v1 = _anew(V1Trainer, __module__=V1, __name__="PPOTrainer")
     one_step_off = type("OneStepOffRayTrainer", (legacy,), {"__module__": ONE_STEP_OFF, "advantages_of": SEPARATION})
-    advantages = {"compute_advantage": compute_advantage}
+    advantages = {"apply_kl_penalty": apply_kl_penalty, "compute_advantage": compute_advantage}
     validation = {"process_validation_metrics": validation_metrics}
     padding = {"pad_dataproto_to_divisor": pad_to_divisor}
     reward_loop = "verl.experimental.reward_loop"
@@ -102,7 +104,7 @@ def _contents(registry: Registry, queue: TransferQueue) -> dict[str, Mapping[str
         "verl.experimental.one_step_off_policy": {},
         ONE_STEP_OFF: {"OneStepOffRayTrainer": one_step_off},
         "verl.experimental.separation": {},
-        SEPARATION: advantages,
+        SEPARATION: {"compute_advantage": compute_advantage},
         "verl.trainer": {},
         "verl.trainer.ppo": {},
         LEGACY: {"RayPPOTrainer": legacy, **advantages, **validation, **padding},

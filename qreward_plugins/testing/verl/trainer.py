@@ -25,13 +25,12 @@ from omegaconf import DictConfig
 from ..background_loop import BackgroundLoop
 from ..tokenizer import WordTokenizer
 from .actors import FakeRay
-from .base import Setup
+from .base import LogProbs, Setup, Values
 from .configuration import check_config, compose_config
 from .data import DEFAULT_ROWS, Row
 from .engine import Hold, Respond, VerlDraft, VerlEngine, answer_by_chance
 from .legacy import MODULE as LEGACY
 from .modules import ONE_STEP_OFF, verl_stand_in
-from .protocol import VerlDataProto
 from .results import VerlStep, VerlValidation
 from .reward_loop import Played
 from .v1 import MODULE as V1
@@ -54,8 +53,12 @@ class FakeVerlTrainer:
     `val_rows`: that of the validation. `reward`: the reward function, in place of `reward.custom_reward_function.path`.
     `respond(draft, rng)` writes a response (it may be async): a text, or a `VerlOutput` for several turns, or a list of
     them for several outputs of one trajectory (V1). `hold(draft)` true: this response waits for `release()`.
-    `values(batch)`: what the critic says, (rows, response length). `seed` fixes all that is random, which reward worker
-    gets a sample among it. `timeout_s` bounds a step and a validation, where verl would wait for ever; None: it does.
+    `seed` fixes all that is random, which reward worker gets a sample among it. `timeout_s` bounds a step and a
+    validation, where verl would wait for ever; None: it does.
+
+    Nothing trains, so a critic and policies are what the test says, of shape (rows, response length), or 0 without it:
+    `values(batch)` for the critic, and `log_probs(name, batch)` by verl's names of columns: `old_log_probs` (actor),
+    `ref_log_prob` (the reference of `algorithm.use_kl_in_reward`) and `rollout_log_probs` (the inference engine).
 
     Reward workers are objects on one event loop, where verl has processes; `kill_worker` ends one. A reward manager
     with an `aclose` is closed at the end. `tracked` is what the tracker got: (step, metrics). While the trainer is
@@ -75,7 +78,8 @@ class FakeVerlTrainer:
         reward: Callable[..., Any] | None = None,
         respond: Respond = answer_by_chance,
         hold: Hold | None = None,
-        values: Callable[[VerlDataProto], Any] | None = None,
+        values: Values | None = None,
+        log_probs: LogProbs | None = None,
         tokenizer: Any = None,
         experimental: str | None = None,
         seed: int = 0,
@@ -98,7 +102,7 @@ class FakeVerlTrainer:
             manager = sys.modules["verl.experimental.reward_loop.reward_loop"].RewardLoopManager
             manager.played = Played(self._ray, self._engine.tokenizer, reward)
             told = sys.modules["verl.utils.tracking"].Tracking.told
-            setup = Setup(self._engine, rows, val_rows, self._run, seed, values, told)
+            setup = Setup(self._engine, rows, val_rows, self._run, seed, values, log_probs, told)
             self._trainer = _trainer_class(self.config, experimental)(self.config, setup, queue)
             self._trainer.start()
             self._wait_for_workers()

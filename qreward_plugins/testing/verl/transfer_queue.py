@@ -61,6 +61,12 @@ class ReplayBuffer:
         max_age: int | None,
         drops_old: bool,
     ) -> None:
+        assert max_age is None or (isinstance(max_age, int) and max_age > 0), (
+            f"Invalid max off policy threshold: {max_age}, must be an integer greater than 0, or null to disable "
+            "off-policy version control"
+        )
+        if metric is not None and not is_async and max_inflight <= 0:
+            raise ValueError("max_inflight_gen_batches must be a positive integer")
         self.evicted: list[str] = []
         self._dapo_classification_cache: dict[str, dict[str, float]] = {}
         self._queue = queue

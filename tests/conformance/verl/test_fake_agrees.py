@@ -17,13 +17,13 @@ pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-
 torch = pytest.importorskip("torch")
 
 from qreward_plugins.testing.tokenizer import WordTokenizer  # noqa: E402
-from qreward_plugins.testing.verl import advantages, agent_loop, float_sums, metrics, validation  # noqa: E402
-from qreward_plugins.testing.verl import v1 as fake_v1  # noqa: E402
-from qreward_plugins.testing.verl.base import compute_advantage  # noqa: E402
+from qreward_plugins.testing.verl import advantages, agent_loop, float_sums, metrics, trajectories, validation  # noqa: E402
+from qreward_plugins.testing.verl.agent_loop_tq import queue_fields  # noqa: E402
 from qreward_plugins.testing.verl.configuration import compose_config  # noqa: E402
 from qreward_plugins.testing.verl.engine import AgentOutput  # noqa: E402
 from qreward_plugins.testing.verl.protocol import TensorColumns, VerlDataProto  # noqa: E402
 from qreward_plugins.testing.verl.reward_managers import DAPORewardManager, NaiveRewardManager  # noqa: E402
+from qreward_plugins.testing.verl.shaping import compute_advantage  # noqa: E402
 from qreward_plugins.testing.verl.transfer_queue import Prompt, ReplayBuffer, TransferQueue  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # verl's own
@@ -145,7 +145,7 @@ def test_advantages_of_several_outputs(name):
         real = compute_advantage_for_multi_trajectories(
             DataProto(batch=TensorDict(tensors, batch_size=len(mask)), non_tensor_batch={"uid": uids}), **named
         )
-        fake = fake_v1.compute_advantage_for_multi_trajectories(
+        fake = trajectories.compute_advantage_for_multi_trajectories(
             VerlDataProto(TensorColumns({"token_level_rewards": rewards, "response_mask": mask}), {"uid": uids}),
             **named,
         )
@@ -328,7 +328,7 @@ def test_a_score_in_the_queue_of_v1(score, length):
         return fields["rm_scores"].tolist() if "rm_scores" in fields else None
 
     def fake():
-        fields = fake_v1._fields(output)
+        fields = queue_fields(output)
         return fields["rm_scores"].tolist() if "rm_scores" in fields else None
 
     one, other = both(real, fake)

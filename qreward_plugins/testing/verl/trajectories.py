@@ -1,0 +1,114 @@
+"""Trajectories of the V1 trainer's queue as batches: rows of any length, several outputs of a session, padding."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from .protocol import TensorColumns, VerlDataProto
+from .shaping import compute_advantage
+from .tensors import padded
+
+PADDED_PROMPT = 127
+"""Tokens in the prompt of a row that only fills up a mini-batch."""
+
+Row = Mapping[str, Any]
+
+
+def training_batch(rows: Sequence[Row]) -> VerlDataProto:
+    """The batch that advantages are computed of. Raises `KeyError` if a row has no score: no row has one then."""
+    if not all("rm_scores" in row for row in rows):
+        raise KeyError('key "rm_scores" not found in TensorDict')
+    tensors = {name: padded([row[name] for row in rows]) for name in ("prompts", "responses", "response_mask")}
+    scores = padded([row["rm_scores"] for row in rows], dtype=np.float32)
+    return VerlDataProto(
+        TensorColumns({**tensors, "rm_scores": scores, "token_level_scores": scores}, batch_size=len(rows)),
+        {"uid": np.array([str(row["uid"]) for row in rows], dtype=object)},
+    )
+
+
+def rewards_batch(rows: Sequence[Row]) -> VerlDataProto:
+    """The batch that a colocated reward model is asked about: a manager learns the prompts and nothing else."""
+    prompts, responses = ([row[name] for row in rows] for name in ("prompts", "responses"))
+    masks = [padded([[1] * len(ids) for ids in each]) for each in (prompts, responses)]
+    tensors = {
+        "prompts": padded(prompts),
+        "responses": padded(responses),
+        "attention_mask": np.concatenate(masks, axis=1),
+    }
+    raw = np.empty(len(rows), dtype=object)
+    raw[:] = [row["raw_prompt"] for row in rows]
+    return VerlDataProto(TensorColumns(tensors, batch_size=len(rows)), {"raw_prompt": raw})
+
+
+def padding_row(row: Row, uid: str, number: int, eos: int) -> dict[str, Any]:
+    """A row that fills up a mini-batch: a copy of another one, without a token that trains."""
+    return copy.deepcopy(dict(row)) | {
+        "prompts": [eos] * PADDED_PROMPT,
+        "responses": [eos],
+        "response_mask": [0],
+        "rm_scores": np.zeros(1, dtype=np.float32),
+        "num_turns": 0,
+        "uid": uid,
+        "session_id": number,
+        "is_padding": True,
+    }
+
+
+def joined(batches: Sequence[VerlDataProto]) -> VerlDataProto:
+    """Batches of different widths as one."""
+    tensors = {}
+    for name in batches[0].batch:
+        rows = [row for batch in batches for row in np.asarray(batch.batch[name])]
+        tensors[name] = padded(rows, dtype=rows[0].dtype)
+    columns = {
+        name: np.concatenate([batch.non_tensor_batch[name] for batch in batches])
+        for name in batches[0].non_tensor_batch
+    }
+    return VerlDataProto(TensorColumns(tensors, batch_size=sum(map(len, batches))), columns)
+
+
+def add_infos(infos: dict[str, list[Any]], scores: Sequence[float], rows: Sequence[Row]) -> None:
+    """Append what the reward manager said of rows of a validation: None where a row or those before it lack a key."""
+    before = len(infos["reward"])
+    infos["reward"] += scores
+    for place, row in enumerate(rows):
+        for name in infos:
+            if name != "reward" and name not in row:
+                infos[name].append(None)
+        for name, value in row.items():
+            infos.setdefault(name, [None] * (before + place)).append(value)
+
+
+def compute_advantage_for_multi_trajectories(
+    data: VerlDataProto, batch_keys: Sequence[str], adv_estimator: Any, **named: Any
+) -> VerlDataProto:
+    """With GRPO the last output of each session is what counts, and the others of the session get its advantage."""
+    if str(adv_estimator) != "grpo":
+        return compute_advantage(data, adv_estimator=adv_estimator, **named)
+    last: dict[str, tuple[int, int]] = {}
+    for row, key in enumerate(batch_keys):
+        session, _, index = key.rpartition("_")
+        if session not in last or last[session][0] < int(index):
+            last[session] = (int(index), row)
+    places = {session: place for place, session in enumerate(last)}
+    final = compute_advantage(data.select_idxs([row for _, row in last.values()]), adv_estimator=adv_estimator, **named)
+    first = np.asarray(final.batch["response_mask"]).argmax(axis=1)
+    scores = np.asarray(final.batch["advantages"])[np.arange(len(final)), first]
+    chosen = scores[[places[key.rpartition("_")[0]] for key in batch_keys]]
+    tokens = chosen[:, None] * np.asarray(data.batch["response_mask"]).astype(np.float32)
+    data.batch["advantages"], data.batch["returns"] = tokens, tokens.copy()
+    return data
+
+
+__all__ = [
+    "add_infos",
+    "compute_advantage_for_multi_trajectories",
+    "joined",
+    "padding_row",
+    "rewards_batch",
+    "training_batch",
+]

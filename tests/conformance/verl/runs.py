@@ -70,10 +70,17 @@ class Outcome:
 
     rows: list[dict]
     metrics: dict[int, dict]
+    told: list[dict]
+    """What the tracker got, line by line."""
     validations: list[list[dict]]
     log: str
     hung: int
     """Calls of the reward function that hung."""
+
+    def failed(self, cause: str, *, split: str = "train") -> int:
+        """How many samples of a split the metrics count as failed for this cause."""
+        name = f"qreward/{'val/' if split == 'val' else ''}failed/{cause}"
+        return int(sum(metrics.get(name, 0) for metrics in self.told))
 
     @property
     def groups(self) -> dict[str, list[dict]]:
@@ -160,21 +167,16 @@ def recipe() -> SimpleNamespace:
         sys.path.remove(str(CPU))
 
 
-PROGRAMS = {
+EXPERIMENTAL = {
     "one_step_off": "verl.experimental.one_step_off_policy.main_ppo",
     "fully_async": "verl.experimental.fully_async_policy.fully_async_main",
 }
-"""verl's experimental trainers, which are made of the legacy one."""
+"""verl's experimental trainers, which are made of the legacy one, and the programs that run them."""
+TRAINERS = ("v1", "legacy", *EXPERIMENTAL)
 
 
-def train(
-    out: Path,
-    *overrides: str,
-    trainer: str = "grpo",
-    judge: type[Judge] = BadDay,
-    configuration: str = CONFIGURATION,
-) -> Outcome:
-    """Train `STEPS` steps with GRPO, validating before and after; `trainer`: with one of `PROGRAMS`."""
+def train(out: Path, trainer: str, *, judge: type[Judge] = BadDay, configuration: str = CONFIGURATION) -> Outcome:
+    """Train `STEPS` steps with GRPO and one of `TRAINERS`, validating before and after."""
     modules = recipe()
     sizes = modules.tasks.Sizes(learning_steps=20, habit_steps=5, val_questions=HELD_OUT)
     assets = modules.tasks.prepare(out / "assets", sizes)
@@ -183,13 +185,20 @@ def train(
     record = out / "rows.jsonl"
     record.touch()
     dumped = out / "validations"
+    algorithm = trainer if trainer in EXPERIMENTAL else "grpo"
+    overrides = [] if trainer in EXPERIMENTAL else [f"trainer.use_v1={trainer == 'v1'}"]
+    if trainer != "one_step_off":
+        # With a folder for it, validation ends verl's one-step-off trainer: its class never makes `_dump_executor`.
+        overrides.append(f"trainer.validation_data_dir={dumped}")
     with judge(modules.scorer.score) as server:
         modules.training.train(
             assets,
             out,
-            algorithm=trainer,
+            algorithm=algorithm,
             steps=STEPS,
-            **({"program": PROGRAMS[trainer], "configurations": CONFIGURATIONS} if trainer in PROGRAMS else {}),
+            **(
+                {"program": EXPERIMENTAL[trainer], "configurations": CONFIGURATIONS} if trainer in EXPERIMENTAL else {}
+            ),
             environment={
                 "QREWARD_CONFIG": str(file),
                 "JUDGE_URL": server.base_url,
@@ -199,15 +208,15 @@ def train(
                 "VERL_HUNG": str(out / "hung.txt"),
             },
             on_step=lambda step: None,
-            # With a folder for it, validation ends verl's one-step-off trainer: its class never makes `_dump_executor`.
-            overrides=(*([] if trainer == "one_step_off" else [f"trainer.validation_data_dir={dumped}"]), *overrides),
+            overrides=tuple(overrides),
         )
-    metrics = [json.loads(line) for line in (out / f"{trainer}.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (out / f"{algorithm}.jsonl").read_text().splitlines()]
     dumps = sorted(dumped.glob("*.jsonl"), key=lambda path: int(path.stem))
     return Outcome(
         [json.loads(line) for line in record.read_text().splitlines()],
-        _by_step(metrics),
+        _by_step(records),
+        [record["data"] for record in records],
         [[json.loads(line) for line in dump.read_text().splitlines()] for dump in dumps],
-        (out / f"{trainer}.log").read_text(errors="replace"),
+        (out / f"{algorithm}.log").read_text(errors="replace"),
         len((out / "hung.txt").read_text().splitlines()) if (out / "hung.txt").exists() else 0,
     )

@@ -10,7 +10,7 @@ import os
 
 import pytest
 
-from .runs import HELD_OUT, STEPS, train
+from .runs import EXPERIMENTAL, HELD_OUT, STEPS, train
 
 pytestmark = [
     pytest.mark.trainer,
@@ -20,11 +20,11 @@ pytestmark = [
 SOURCE = "reasoning_gym/chain_sum"
 
 
-@pytest.fixture(scope="module", params=["one_step_off", "fully_async"])
+@pytest.fixture(scope="module", params=EXPERIMENTAL)
 def outcome(request, tmp_path_factory):
     pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
-    return train(tmp_path_factory.mktemp(request.param), trainer=request.param)
+    return train(tmp_path_factory.mktemp(request.param), request.param)
 
 
 def test_the_run_goes_on_to_its_end(outcome):

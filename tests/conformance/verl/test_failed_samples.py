@@ -26,7 +26,7 @@ def outcome(request, tmp_path_factory):
     pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed (pip install 'qreward-plugins[demo]')")
     with warnings.catch_warnings():
         warnings.simplefilter("default")
-        return train(tmp_path_factory.mktemp(request.param), f"trainer.use_v1={request.param == 'v1'}")
+        return train(tmp_path_factory.mktemp(request.param), request.param)
 
 
 def test_the_run_goes_on_and_all_its_numbers_are_finite(outcome):

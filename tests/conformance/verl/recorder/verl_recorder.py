@@ -98,8 +98,16 @@ def _recording_legacy(update):
 def _look_into(module, owner, name, wrapper):
     holder = sys.modules.get(module)
     holder = getattr(holder, owner, None) if owner else holder
-    if holder is not None:
-        setattr(holder, name, wrapper(getattr(holder, name)))
+    if holder is None:
+        return
+    # Ray gives each class of actors inherited methods of its own, so wrapping the base class does not reach those.
+    derived = type.__subclasses__(holder) if isinstance(holder, type) else []
+    while derived:
+        cls = derived.pop()
+        derived += type.__subclasses__(cls)
+        if name in vars(cls):
+            setattr(cls, name, wrapper(vars(cls)[name]))
+    setattr(holder, name, wrapper(getattr(holder, name)))
 
 
 def _record():

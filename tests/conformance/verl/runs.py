@@ -196,9 +196,7 @@ def train(out: Path, trainer: str, *, judge: type[Judge] = BadDay, configuration
             out,
             algorithm=algorithm,
             steps=STEPS,
-            **(
-                {"program": EXPERIMENTAL[trainer], "configurations": CONFIGURATIONS} if trainer in EXPERIMENTAL else {}
-            ),
+            **({"program": EXPERIMENTAL[trainer], "configurations": CONFIGURATIONS} if trainer in EXPERIMENTAL else {}),
             environment={
                 "QREWARD_CONFIG": str(file),
                 "JUDGE_URL": server.base_url,

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from ..telemetry import BatchReport, Part, PartKind
 from .attempts import Attempt
+from .holds import Hold
 from .jobs import Job
-from .lane import Hold, Lane
+from .lane import Lane
 
 if TYPE_CHECKING:
     from .batches import Batch
@@ -86,5 +87,5 @@ def _gap(job: Job, lane: Lane | None, since: float, until: float, *, after: Atte
         since = rested_until
     if lane is None:
         return [*parts, Part("queue", "", until - since)]
-    held = lane.held(since, until)
+    held = lane.holds.seconds(since, until)
     return [*parts, *(Part(_KINDS[hold], lane.name, seconds) for hold, seconds in held.items())]

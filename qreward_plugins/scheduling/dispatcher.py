@@ -509,9 +509,9 @@ class Dispatcher:
     def _why_no_source(self, job: Job) -> str:
         if job.last_problem:
             return job.last_problem
+        barred = [self._lanes[name] for name in job.barred]
         reasons = [
-            f"{name}: {self._lanes[name].unusable or self._lanes[name].misfit(job.request) or 'it cannot take it'}"
-            for name in job.barred
+            f"{lane.name}: {lane.health.unusable or lane.misfit(job.request) or 'it cannot take it'}" for lane in barred
         ]
         return "no source can take it (" + "; ".join(sorted(reasons)) + ")"
 

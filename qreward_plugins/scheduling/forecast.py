@@ -44,9 +44,9 @@ class Forecast:
         self._queue = queue
         self._thrifty = thrifty
         self._spared: set[str] = set()
-        self.tail = next(iter(lanes.values())).tail
+        self.tail = next(iter(lanes.values())).silence.tail
         for lane in lanes.values():
-            lane.tail = self.tail
+            lane.silence.tail = self.tail
         self._ends: dict[str, float] = {}
         self._made_at = -math.inf
         self._made_for = -1
@@ -73,9 +73,9 @@ class Forecast:
 
     def wait_s(self, lane: Lane, job: Job, now: float) -> float:
         """How long `job` would have to wait for `lane`, roughly where it depends on what ends first."""
-        if lane.unusable:
+        if lane.health.unusable:
             return math.inf
-        if lane.looks_dead(now):
+        if lane.health.looks_dead(now):
             return DEAD_WAIT_S
         wait = lane.wait_s(lane.tokens(job.request), now)
         if wait < math.inf:

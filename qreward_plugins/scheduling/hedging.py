@@ -24,9 +24,10 @@ from collections.abc import Callable, Iterator, Mapping
 from .attempts import Attempt
 from .forecast import Forecast
 from .jobs import Job
-from .lane import SHORTEST_SILENCE_S, Lane
+from .lane import Lane
 from .queue import ReadyQueue
 from .retry_policy import GIVE_UP_AFTER_S
+from .silence import SHORTEST_S as SHORTEST_SILENCE_S
 
 SOFT_AT = 0.5
 """Age, as a multiple of the expected latency, from which an attempt may be hedged when a source is idle."""
@@ -183,7 +184,11 @@ class Hedges:
         best, best_s, starts_in_s = None, math.inf, 0.0
         for name in sorted(job.eligible(now) - asked):
             lane = self._lanes[name]
-            if lane.unusable or lane.looks_dead(now) or (not lane.breaker.closed and job.probes_left <= 0):
+            if (
+                lane.health.unusable
+                or lane.health.looks_dead(now)
+                or (not lane.breaker.closed and job.probes_left <= 0)
+            ):
                 continue
             if lane.local and any(attempt.lane is lane for attempt in job.live):
                 # What hangs in a function hangs there again, and would hold two of its workers.

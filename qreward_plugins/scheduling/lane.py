@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import logging
 import math
-from collections import deque
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from ..config.models import Price
 from ..observers import SourceGauges
 from ..quotas import Quota, QuotaUse, Reservation, RetryBudget
 from ..sources.base import Reply, Request, Source
-from .breaker import SAMPLES_TO_OPEN, Breaker
+from .breaker import Breaker
+from .health import Health
+from .holds import Hold, Holds
 from .pauses import Pauses
+from .silence import Silence
 from .speed import Speed
 from .tail import Tail
 from .tokens import TokenEstimates
@@ -23,33 +24,6 @@ if TYPE_CHECKING:
     from .attempts import Attempt
 
 _log = logging.getLogger("qreward_plugins.scheduling")
-
-Hold = Literal["", "queue", "quota", "pause"]
-"""Why a source takes nothing now: it is busy, its quota is spent, or it asked (or needs) to be left alone."""
-
-_GARBAGE_WINDOW = 50
-_GARBAGE_AT_LEAST = 10
-_JUDGED_MEMORY = 500
-LEAST_VALID = 0.04
-"""Share of valid verdicts among its replies from which on a source is taken to be able to judge."""
-_FRESH_S = 0.05
-_HISTORY = 8192
-"""Changes of state that are remembered, for the blame of a batch."""
-REFUSED_TO_DOUBT = 3
-"""Different samples refused (401, 403, 404 ...), without an answer in between, from which on a source is probed."""
-PROBES_TO_OUT = 12
-"""Probes in a row, of different samples, that are refused before a source is out. They follow at once: it is quick."""
-PROBES_OF_OUT = 3
-"""The same for a source that is out already, before what has been handed in since then is failed, too."""
-SILENT_AT = 9.0
-"""Answers that are missing when a source is taken for silent: if it were well, the chance of that is exp(-9)."""
-SLOWED = 2.0
-"""How much slower than usual a source may be at any time without being taken for silent: what is sent together is
-answered late together, so that the ages of attempts are no independent witnesses."""
-DOUBTED_AT = 4.0
-"""Missing answers from which on nothing is built upon a source."""
-SHORTEST_SILENCE_S = 3.0
-"""Silence that is forgiven to quick sources, too: a collection of garbage or a busy machine is no breakdown."""
 
 
 class Lane:
@@ -78,7 +52,6 @@ class Lane:
         self.weight = weight
         self.breaker = Breaker()
         self.speed = Speed()
-        self.tail = Tail()
         self.retries = RetryBudget()
         self.requests = 0
         """Attempts that started here."""
@@ -86,33 +59,13 @@ class Lane:
         """Replies that it gave, valid or not."""
         self.live: dict[Attempt, None] = {}
         """Attempts under way here."""
-        self.unusable = ""
-        """Why this source is out: it refused so many different samples that no response can have provoked it. It is
-        probed with what is handed in from then on, and one answer brings it back. Empty: it is not out."""
-        self._refused: set[int] = set()
-        self._refused_probes = 0
-        self._last_error = ""
-        self._silent_senders = 0
-        self._told_down: str | None = None
-        """The error that the log has of this outage; None: it has none, or the source has answered since."""
+        self.silence = Silence(self.live, self.speed, Tail())
+        self.health = Health(self.name, quota, self.breaker, self.silence, local=self.local)
         self._told_throttled = ""
         """What the log has of a limit that 429s told: a source that only throttles would tell it again and again."""
         self.pauses = Pauses()
         self._estimates = TokenEstimates(source)
-        self._validity: deque[bool] = deque(maxlen=_GARBAGE_WINDOW)
-        self.valid_at = -math.inf
-        """When it gave the last valid verdict."""
-        self.answered_at = -math.inf
-        """When it gave the last reply, whatever that was."""
-        self.down_for_all = False
-        """Whether its last failure can be no sample's fault."""
-        self._valid = 0.0
-        self._judged = 0.0
-        self._heard_at = -math.inf
-        self._silenced = False
-        self._missing = 0.0
-        self._missing_at = -math.inf
-        self._holds: deque[tuple[float, Hold]] = deque(maxlen=_HISTORY)
+        self.holds = Holds()
 
     def abandon_attempts(self, now: float) -> None:
         """Forget the attempts of an event loop that was closed under them; the ledgers of what was sent stay."""
@@ -163,7 +116,7 @@ class Lane:
     @property
     def room_beside(self) -> int:
         """How many more last tries it can take beside its concurrency; none under a limit of requests."""
-        if not self.spare or not self.breaker.closed or self.unusable or self.quota.rate_per_s < math.inf:
+        if not self.spare or not self.breaker.closed or self.health.unusable or self.quota.rate_per_s < math.inf:
             return 0
         return self.spare - sum(attempt.reservation.beside for attempt in self.live)
 
@@ -179,28 +132,7 @@ class Lane:
         """Whether it takes part in what is being planned: not out, not resting for long, not silent."""
         breaker = self.breaker
         resting = not breaker.closed and (breaker.needed or breaker.wait_s(now) > 1)
-        return not (self.unusable or resting or self.looks_dead(now))
-
-    def looks_dead(self, now: float) -> bool:
-        """Whether answers are missing that should have come by now, or the last ones were failures."""
-        return self.breaker.failures_in_row >= 3 or self.missing(now) >= DOUBTED_AT
-
-    def missing(self, now: float) -> float:
-        """How many answers should have come since the last one, from the ages of the attempts under way."""
-        if not self.live or not self.speed.known or self.local:
-            return 0.0
-        # A source that was asked nothing was not silent, however long ago it was heard.
-        if now - max(self._heard_at, next(iter(self.live)).started_at) < SHORTEST_SILENCE_S:
-            return 0.0
-        if now - self._missing_at >= _FRESH_S:
-            self._missing_at = now
-            self._missing = sum(self._missing_of(attempt, now) for attempt in self.live)
-        return self._missing
-
-    def _missing_of(self, attempt: Attempt, now: float) -> float:
-        longest_s = SLOWED * attempt.longest_s
-        age_s, when_heard_s = now - attempt.started_at, self._heard_at - attempt.started_at
-        return self.tail.hazard(age_s / longest_s) - self.tail.hazard(when_heard_s / longest_s)
+        return not (self.health.unusable or resting or self.health.looks_dead(now))
 
     def hold(self, now: float, tokens: float = 0) -> Hold:
         """Why no request of `tokens` may go now; empty: one may. It is noted down for the blame of batches."""
@@ -211,25 +143,8 @@ class Lane:
             hold = "queue"
         elif self.quota.wait_s(min(tokens, self.quota.most_tokens), now) > 0:
             hold = "quota"
-        if not self._holds or self._holds[-1][1] != hold:
-            self._holds.append((now, hold))
+        self.holds.note(hold, now)
         return hold
-
-    def held(self, since: float, until: float) -> dict[Hold, float]:
-        """Seconds of [since, until] by what held this source; what is no longer remembered counts as open."""
-        holds = list(self._holds)
-        first = max(0, bisect.bisect_right(holds, since, key=lambda change: change[0]) - 1)
-        seconds: dict[Hold, float] = {}
-        at, hold = since, holds[first][1] if holds and holds[first][0] <= since else ""
-        for changed_at, new_hold in holds[first:]:
-            if changed_at >= until:
-                break
-            if changed_at > at:
-                seconds[hold] = seconds.get(hold, 0.0) + changed_at - at
-                at = changed_at
-            hold = new_hold
-        seconds[hold] = seconds.get(hold, 0.0) + until - at
-        return seconds
 
     # What attempts tell
 
@@ -242,16 +157,12 @@ class Lane:
 
     def heard(self, now: float) -> None:
         """Note that an attempt ended by what the source did, whatever that was."""
-        self._heard_at = now
-        self._missing_at = -math.inf
-        self._silenced = False
+        self.health.heard(now)
         self.set_aside = 0
 
     def excuse(self, *, since: float, now: float) -> None:
         """Do not hold it against the source, or against its attempts, that this process did not listen for a while."""
-        self._missing_at = -math.inf
-        if self._heard_at > -math.inf:
-            self._heard_at = min(now, self._heard_at + now - since)
+        self.silence.excuse(since=since, now=now)
         for attempt in self.live:
             if attempt.started_at <= since:
                 attempt.started_at += now - since
@@ -277,14 +188,7 @@ class Lane:
     def answered(self, attempt: Attempt, reply: Reply, now: float) -> float:
         """Learn from a reply; return its cost in dollars."""
         request, usage, latency_s = attempt.request, reply.usage, now - attempt.started_at
-        self._refused.clear()
-        self._refused_probes = 0
-        self.answered_at = now
-        self.down_for_all = False
-        self._silent_senders += not attempt.sent
-        if self.unusable or self._told_down is not None:
-            self.unusable, self._told_down = "", None
-            _log.warning("source %s answers again", self.name)
+        self.health.answered(now, said_sent=attempt.sent)
         self.pauses.answered(attempt.started_at)
         self.quota.answered(now, sent_at=attempt.started_at)
         if reply.announced:
@@ -314,38 +218,6 @@ class Lane:
             + self._estimates.completion(request) * self.price.output_per_million / 1e6
         )
 
-    def answers_garbage(self) -> bool:
-        """Whether most of the last replies were no valid verdicts: then it is not the responses that provoke them."""
-        invalid = self._validity.count(False)
-        return len(self._validity) >= _GARBAGE_AT_LEAST and 2 * invalid > len(self._validity)
-
-    def judges_since(self, at: float) -> bool:
-        """Whether it gave valid verdicts after `at`, and not only by chance: then it can judge, and what it cannot
-        judge was provoked. However many responses of a batch provoke it, they cannot keep the others from being judged.
-        """
-        return self.valid_at >= at and self._valid >= LEAST_VALID * self._judged
-
-    def judged(self, valid: bool, now: float, *, probe: bool, alternative: bool) -> None:
-        """Note whether a reply was a valid verdict. A source of garbage rests, if there is an `alternative` to it."""
-        if valid and probe:
-            self._validity.clear()
-        self._validity.append(valid)
-        self._valid += valid - self._valid / _JUDGED_MEMORY
-        self._judged += 1 - self._judged / _JUDGED_MEMORY
-        if valid:
-            self.valid_at = now
-        garbage = self.answers_garbage()
-        if valid or not (garbage and alternative):
-            self.breaker.succeeded()
-        elif probe:
-            self.breaker.failed(now, probe=True, in_flight=self.quota.in_flight)
-        elif self.breaker.trip(now):
-            _log.warning(
-                "source %s answers mostly with invalid verdicts: it rests for %.0f s, then one request probes it",
-                self.name,
-                self.breaker.wait_s(now),
-            )
-
     def throttled(self, retry_after_s: float | None, sent_at: float, now: float, *, error: str = "") -> None:
         """Pause the source as it asks for. `error`: what it said."""
         learned = self.quota.throttled(now, sent_at=sent_at, retry_after_s=retry_after_s)
@@ -373,94 +245,15 @@ class Lane:
         if typical is not None and not self.speed.known:
             self.speed.learn(*typical)
 
-    def failed(self, now: float, *, probe: bool, sample: int | None = None, error: str = "") -> bool:
-        """Note a transient failure of a sample; return whether the source is given a rest because of it."""
-        self._last_error = error
-        return self._rests(self.breaker.failed(now, probe=probe, in_flight=self.quota.in_flight, sample=sample), now)
-
-    def excuses(self, attempt: Attempt) -> bool:
-        """Whether the failure of `attempt` can be no fault of its sample: nothing of it was sent, or several samples
-        fail and none was answered since it came.
-        """
-        if self.local:
-            return False
-        # A source that answers what it never said it sent does not say when it sends.
-        unsent = not attempt.sent and not self._silent_senders
-        several = len(self.breaker.failing) >= SAMPLES_TO_OPEN and self.answered_at < attempt.job.submitted_at
-        self.down_for_all = unsent or several
-        return self.down_for_all
-
-    @property
-    def in_doubt(self) -> bool:
-        """Whether it refused several samples, and a few more must show at once whether it is out."""
-        return bool(self._refused_probes if self.unusable else self._refused)
-
-    def refused(self, attempt: Attempt, reason: str, now: float, *, certain: bool) -> bool:
-        """Note that the source refused a sample in a way that may concern all of them (a key, a URL); return whether it
-        is out for that. `certain`: no sample can have provoked it.
-
-        One response can provoke such a refusal, as of a firewall; many in a row, asked for one by one, hardly can.
-        """
-        self._last_error = reason
-        self._refused.add(attempt.job.sequence)
-        if attempt.decides:
-            self._refused_probes += 1
-            self.breaker.failed(now, probe=True, in_flight=self.quota.in_flight)
-        elif len(self._refused) >= REFUSED_TO_DOUBT and self.breaker.trip(now):
-            _log.error("source %s is taken out until it answers a probe: %s", self.name, reason)
-        elif attempt.probe:
-            self.breaker.abandoned(probe=attempt.decides)
-        if certain or self._refused_probes >= (PROBES_OF_OUT if self.unusable else PROBES_TO_OUT):
-            self._refused_probes = 0
-            self.take_out(reason, now)
-            return True
-        return False
-
-    def silent(self, attempt: Attempt, now: float) -> bool:
-        """Whether the source is given a rest now because it fell silent, as `attempt` shows, which has grown older."""
-        if attempt.probe and not self.breaker.closed:
-            overdue = attempt.overdue and not attempt.superseded
-            if overdue:
-                attempt.superseded = True
-                self.breaker.overdue(now)
-            return overdue
-        opened = self.missing(now) >= SILENT_AT and self.breaker.trip(now)
-        if opened:
-            self._silenced = True
-            self._last_error = "it fell silent"
-        return self._rests(opened, now)
-
-    @property
-    def resting_in_silence(self) -> bool:
-        """Whether the source rests because it fell silent, and nothing has come from it since."""
-        return self._silenced and not self.breaker.closed
-
-    def take_out(self, reason: str, now: float = 0.0) -> None:
-        """Note that the source is out, and say so loudly."""
-        self.breaker.trip(now)
-        if not self.unusable:
-            _log.error("source %s is out, what no other source can take fails at once: %s", self.name, reason)
-        self.unusable = reason
-
     # What people are told
 
     def state(self, now: float) -> str:
         """One word or two for people."""
-        if self.unusable or (self.in_doubt and not self.breaker.closed):
-            return "out"
-        if self.pauses.left_s(now) > 0:
-            return "paused"
-        if not self.breaker.closed:
-            return "resting"
-        return "garbled" if self.answers_garbage() else "up"
+        return self.health.state(paused=self.pauses.left_s(now) > 0)
 
     def trouble(self, now: float) -> str:
         """Why it takes no samples now, with the last error; empty where only its limits hold them back."""
-        if self.unusable:
-            return f"{self.name} is out ({self.unusable})"
-        if not self.breaker.closed:
-            return f"{self.name} is down ({self._last_error})" if self._last_error else f"{self.name} rests"
-        return f"{self.name} throttles" if self.pauses.left_s(now) > 0 else ""
+        return self.health.trouble(paused=self.pauses.left_s(now) > 0)
 
     def gauges(self, now: float) -> SourceGauges:
         """How it stands now."""
@@ -475,16 +268,6 @@ class Lane:
             retries_put_off=retries.put_off,
             learned=_learned(use),
         )
-
-    def _rests(self, opened: bool, now: float) -> bool:
-        # One line for a cause. A text that differs each time (a request's number in it) gets one for the 1st, 2nd, 4th,
-        # 8th ... probe that failed: a source that is down may be probed every second.
-        if opened and self._last_error != self._told_down and not self.breaker.probes & (self.breaker.probes - 1):
-            self._told_down = self._last_error
-            _log.warning(
-                "source %s is down (%s); one request at a time probes it until it answers", self.name, self._last_error
-            )
-        return opened
 
 
 def _learned(use: QuotaUse) -> str:

@@ -96,7 +96,7 @@ class Planner:
         first = self.queue.first(lane.name) if count else None
         if first is None:
             return 0, 0.0, 0.0
-        if lane.unusable:
+        if lane.health.unusable:
             # A probe is all that it may be asked.
             most = float(lane.tokens(first.request))
             return 1, most, most
@@ -217,7 +217,7 @@ class Planner:
         if job.hopeless or not pressed or self.forecast.guesses:
             return False
         able = [self._lanes[name] for name in job.call.sources if name not in job.barred]
-        each_s = (self.forecast.expected_s(other, job.size) for other in able if not other.unusable)
+        each_s = (self.forecast.expected_s(other, job.size) for other in able if not other.health.unusable)
         left_s, least_s = job.deadline_at - now, min(each_s, default=0.0)
         # The expected latency may be wrong, so a job with a short deadline is not hopeless from the start.
         return left_s < SAFETY * least_s and left_s < now - job.submitted_at

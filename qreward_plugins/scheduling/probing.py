@@ -106,10 +106,10 @@ class Probing:
     def _only(self, lane: Lane, job: Job) -> bool:
         """Whether no other source can take `job`."""
         others = (self._lanes[name] for name in job.call.sources if name != lane.name and name not in job.barred)
-        return not any(other.breaker.closed and not other.unusable for other in others)
+        return not any(other.breaker.closed and not other.health.unusable for other in others)
 
     def _pace_s(self, lane: Lane, now: float) -> float:
-        if lane.in_doubt:
+        if lane.health.in_doubt:
             return 0.0
         jobs = list(itertools.islice(self._queue.jobs(lane.name), _LOOKED_AT))
         if lane.breaker.is_doubted_by_few({job.sequence for job in jobs}):
@@ -117,9 +117,9 @@ class Probing:
         rate_per_s = lane.quota.rate_per_s * SHARE_OF_LIMIT
         least_s = min(max(SHORTEST_PACE_S, 1 / rate_per_s if rate_per_s > 0 else math.inf), LONGEST_PACE_S)
         growing_s: float = FIRST_PACE_S * 2.0 ** min(lane.breaker.probes, 10)
-        if lane.down_for_all:
+        if lane.health.down_for_all:
             return max(least_s, min(growing_s, LONGEST_FREE_PACE_S))
-        if all(job.failed_at < lane.answered_at for job in jobs):
+        if all(job.failed_at < lane.health.answered_at for job in jobs):
             return max(least_s, min(growing_s, LONGEST_PACE_S))
         left = sum(max(0, job.probes_left) for job in jobs)
         left_s = max((job.deadline_at - now for job in jobs), default=0.0)

@@ -13,7 +13,7 @@
     transient         another try: elsewhere at once, at the same source after full jitter (AWS Architecture Blog,
                       "Exponential Backoff And Jitter"), anywhere only within the source's retry budget. The job fails
                       after `max_attempts` failures; failures that no sample can have caused do not count
-                      (`Lane.excuses`). After a time-out that does, it goes after all other samples
+                      (`Health.excuses`). After a time-out that does, it goes after all other samples
     permanent         no further try at this source. With `Call.clear_blame`, a 400, 413 or 422 from all sources is an
                       invalid reply if the sources answer other jobs. A source that refuses many different jobs in a
                       row is out: jobs without another source fail at once, and later jobs probe it
@@ -129,7 +129,7 @@ class RetryPolicy:
     def older(self, attempt: Attempt, now: float) -> None:
         """Look at an attempt that has grown older: its source may have fallen silent, or it may be hopeless itself."""
         job, lane = attempt.job, attempt.lane
-        if lane.silent(attempt, now) or lane.resting_in_silence:
+        if lane.health.silent(attempt, now) or lane.health.resting_in_silence:
             self._rescue(lane, now, RESCUE_SILENT_FROM)
         if (
             not attempt.rescued
@@ -218,7 +218,7 @@ class RetryPolicy:
                 job.usage = reply.usage if job.usage is NO_USAGE else job.usage + reply.usage
             self.tell(attempt, ending, now, cost_usd)
             alternative = self._alternative(job, lane)
-            lane.judged(attempt.result == "valid", now, probe=attempt.decides, alternative=alternative)
+            lane.health.judged(attempt.result == "valid", now, probe=attempt.decides, alternative=alternative)
             if was_open and lane.breaker.closed:
                 self._recovered(lane, now - attempt.started_at, now)
             elif lane.local:
@@ -265,11 +265,11 @@ class RetryPolicy:
         else:
             if attempt.timed_out:
                 lane.quota.timed_out(now, sent_at=attempt.started_at)
-            if lane.failed(now, probe=attempt.decides, sample=job.sequence, error=str(ending)):
+            if lane.health.failed(now, probe=attempt.decides, sample=job.sequence, error=str(ending)):
                 self._rescue(lane, now, RESCUE_FAILING_FROM)
             # A job that failed in the rescue may have been the last that its batch waited for, which ended this one.
             if not job.ended:
-                excused = lane.excuses(attempt)
+                excused = lane.health.excuses(attempt)
                 # Its next try may take a place for as long again: only when no other sample needs it.
                 job.suspect = job.suspect or (attempt.timed_out and not excused)
                 self._transient(attempt, ending, now, excused=excused)
@@ -316,7 +316,7 @@ class RetryPolicy:
         """Whether another source could serve `job` that does not answer with garbage; `untried`: nor did so to it."""
         without = job.barred | {lane.name} | (job.invalid_at if untried else set())
         others = (self._lanes[name] for name in job.call.sources if name not in without)
-        return any(not other.unusable and other.breaker.closed and not other.answers_garbage() for other in others)
+        return any(not other.health.unusable and other.breaker.closed and not other.health.garbled for other in others)
 
     def _invalid(self, attempt: Attempt, error: InvalidReply, now: float) -> None:
         job, lane = attempt.job, attempt.lane
@@ -387,7 +387,7 @@ class RetryPolicy:
     def _open(self, job: Job, problem: str, *, quiet: bool) -> bool:
         """Whether it may still turn out that the sources of `job` judge others."""
         lanes = [self._lanes[name] for name in job.invalid_at | job.refused_at]
-        return not quiet and not any(lane.judges_since(job.submitted_at) for lane in lanes)
+        return not quiet and not any(lane.health.judges_since(job.submitted_at) for lane in lanes)
 
     def _quiet(self, job: Job) -> bool:
         """Whether nothing is left that the sources of `job` could judge."""
@@ -400,13 +400,13 @@ class RetryPolicy:
         job.undecided = False
         self._undecided.pop(job, None)
         lanes = [self._lanes[name] for name in job.invalid_at | job.refused_at]
-        judges = any(lane.judges_since(job.submitted_at) for lane in lanes)
+        judges = any(lane.health.judges_since(job.submitted_at) for lane in lanes)
         if job.refused_at and not job.invalid_at:
             if judges and job.call.clear_blame:
                 self._host.fail(job, "refused", f"{problem} (it answers others)", invalid=True)
             else:
                 self._host.fail(job, "no_source", problem)
-        elif not judges and all(lane.answers_garbage() for lane in lanes):
+        elif not judges and all(lane.health.garbled for lane in lanes):
             self._host.fail(job, "garbage", f"{problem} (most replies of this source are invalid)")
         else:
             self._host.fail(job, "invalid", problem, invalid=True)
@@ -462,7 +462,7 @@ class RetryPolicy:
         if isinstance(error, SampleRefused):
             job.refused_for = error.reason
         if isinstance(error, SourceUnusable):
-            if lane.refused(attempt, str(error), now, certain=error.certain):
+            if lane.health.refused(attempt, str(error), now, certain=error.certain):
                 self._strand()
         else:
             if error.status in OF_THE_REQUEST:
@@ -483,7 +483,9 @@ class RetryPolicy:
         """Fail what waits for nothing but sources that are out."""
         for job in list(self._host.waiting_jobs()):
             names = [name for name in job.call.sources if name not in job.barred]
-            reasons = [f"{name}: {self._lanes[name].unusable}" for name in names if self._lanes[name].unusable]
+            reasons = [
+                f"{name}: {self._lanes[name].health.unusable}" for name in names if self._lanes[name].health.unusable
+            ]
             if names and len(reasons) == len(names):
                 self._host.fail(job, "no_source", f"no source can take it ({'; '.join(reasons)})")
 

@@ -250,7 +250,7 @@ class _Performance:
         now, queue, able, stalls = loop.time(), dispatcher._planner.queue, set(), self._record.stalls
         for name, lane in self._engine.lanes.items():
             job = queue.first(name)
-            if lane.unusable:
+            if lane.health.unusable:
                 continue
             if lane.breaker.wait_s(now) == math.inf:
                 stalls.append(f"at {now:.6f} s the breaker of {name} waits for a probe, and none is under way")

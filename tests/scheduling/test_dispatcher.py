@@ -226,7 +226,7 @@ def test_a_rejected_request_is_not_repeated_there(stage):
     (outcome,), _ = score(stage, [10])
     assert outcome.verdict.source == "b"
     assert len(rejecting.arrivals) == 1
-    assert stage.lanes["a"].unusable == ""
+    assert stage.lanes["a"].health.unusable == ""
 
 
 def test_an_unusable_source_is_taken_out_for_everybody(stage, caplog):

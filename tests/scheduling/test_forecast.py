@@ -126,7 +126,7 @@ def test_sources_that_are_out_or_rest_take_no_part(stage):
     resting = end_of(stage, [10] * 200)
     assert resting == pytest.approx(2 * together, rel=0.15)
     stage.lanes["b"].breaker.succeeded()
-    stage.lanes["b"].take_out("its key was refused")
+    stage.lanes["b"].health.take_out("its key was refused")
     assert end_of(stage, [10] * 200) == pytest.approx(resting, rel=0.05)
 
 
@@ -182,11 +182,11 @@ def test_waits_of_sources_that_will_not_answer_soon(stage):
     for name in "abcd":
         stage.add(name, limits={"requests_per_minute": 1})
     lanes = stage.lanes
-    lanes["a"].take_out("its key was refused")
+    lanes["a"].health.take_out("its key was refused")
     lanes["b"].breaker.trip(0.0)
     lanes["b"].breaker.started()
     for _ in range(FAILURES_TO_OPEN - 1):
-        lanes["c"].failed(0.0, probe=False)
+        lanes["c"].health.failed(0.0, probe=False)
 
     def check(forecast, queue):
         job = stage.job()

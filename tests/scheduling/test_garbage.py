@@ -55,7 +55,7 @@ def test_a_source_that_answers_well_again_is_used_again(stage):
     assert played.all_scored
     assert played.shares["a"] > 100
     assert stage.lanes["a"].breaker.closed
-    assert not stage.lanes["a"].answers_garbage()
+    assert not stage.lanes["a"].health.garbled
 
 
 def test_after_a_probe_that_was_well_the_garbage_from_before_is_forgotten(stage):
@@ -102,7 +102,7 @@ def test_an_alternative_that_cannot_serve_is_none(stage, state):
     source = stage.add("a", limits={"concurrency": 5}, answer=bad)
     stage.add("b", behaviour=lambda *_: SourceUnusable("its key was refused") if state == "out" else 1.0)
     if state == "out":
-        stage.lanes["b"].take_out("its key was refused")
+        stage.lanes["b"].health.take_out("its key was refused")
     else:
         for _ in range(5):
             stage.lanes["b"].breaker.trip(0.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qreward_plugins.errors import PermanentError, SourceUnusable, Throttled, TransientError
 from qreward_plugins.samples import Cause, Scored
 from qreward_plugins.scheduling.breaker import LONGEST_LATE_PAUSE_S
-from qreward_plugins.scheduling.lane import PROBES_OF_OUT, PROBES_TO_OUT, REFUSED_TO_DOUBT
+from qreward_plugins.scheduling.health import PROBES_OF_OUT, PROBES_TO_OUT, REFUSED_TO_DOUBT
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
 

@@ -24,9 +24,10 @@ from ..errors import TransientError, input_problem
 from ..observers import AttemptStarted, Observers
 from .attempts import Attempt, Ending
 from .batches import Batch, Batches, Member
-from .calls import Answer, Call, Caller, T, Unanswered
+from .calls import Answer, Call, Caller, Unanswered
 from .jobs import Job
 from .lane import Lane
+from .oversize import Oversize
 from .planner import Planner
 from .retry_policy import RetryPolicy
 from .slices import TimeSlices
@@ -38,8 +39,6 @@ CLOSE_WITHIN_S = 5.0
 """Longest time, in seconds, for which closing waits for attempts that were cancelled."""
 SAFE_WAKE_S = 0.25
 """Seconds between two looks at what may go, while the planner fails."""
-OVERSIZE_PATIENCE = 0.5
-"""Part of the time to its deadline after which a request that can only go alone goes before the others."""
 STALL_S = 0.1
 """Delay of a timer, in seconds, from which the event loop is taken to have been blocked."""
 
@@ -88,9 +87,7 @@ class Dispatcher:
         self._in_flight = 0
         self._arrived: list[Job] = []
         self._max_attempts = max_attempts
-        self._oversize: dict[Job, None] = {}
-        """Jobs that are estimated to take more than a whole window of any source: each goes alone, when nothing else
-        waits for its sources, or before the others when half of its time is over."""
+        self._oversize = Oversize(lanes, self._planner.queue)
         self._ending: dict[asyncio.Task[None], Attempt] = {}
         self._closed = False
         self._sequence = itertools.count()
@@ -146,7 +143,7 @@ class Dispatcher:
         """End what is left of a batch that need not wait for it any more."""
         now = self._loop.time()
         for job in [job for job in self._jobs if job.batch is batch]:
-            if self._retry_policy.settle(job):
+            if self._retry_policy.undecided.settle(job):
                 continue
             waited = now - job.submitted_at
             self.fail(job, "cutoff", f"the batch stopped waiting after {waited:.1f} s, its quorum was in")
@@ -181,23 +178,6 @@ class Dispatcher:
         self._arrived.append(job)
         self._ask_for_pump()
         return job
-
-    def submit(
-        self, call: Call[T], *, deadline_s: float, batch: Batch | None = None
-    ) -> asyncio.Future[Answer[T] | Unanswered]:
-        """Take a call in as the only one of a new member of `batch` (default: of everything that trickles in).
-
-        The future has the result at the latest `deadline_s` seconds from now, and never an exception. Cancelling it
-        drops the call and cancels its attempts.
-        """
-        future: asyncio.Future[Answer[T] | Unanswered] = self._loop.create_future()
-        member = self.batches.join(self.batches.trickle() if batch is None else batch)
-        caller = _Future(self, future, member)
-        job = self.start(call, caller, member=member, deadline_at=self._loop.time() + deadline_s)
-        if job is not None:
-            caller.job = job
-            future.add_done_callback(caller.done)
-        return future
 
     def drop(self, job: Job) -> None:
         """End a job that its caller has lost interest in, and cancel its attempts."""
@@ -250,7 +230,7 @@ class Dispatcher:
         now = self._loop.time()
         queue = self._planner.queue
         queue.discard(job)
-        self._oversize.pop(job, None)
+        self._oversize.discard(job)
         if job.rest_timer is not None:
             job.rest_timer.cancel()
             job.rest_timer = None
@@ -278,27 +258,7 @@ class Dispatcher:
                 job.avoids, eligible = eligible - fitting, fitting
             self._planner.queue.push(job, eligible)
         else:
-            job.last_problem = job.last_problem or "it may take more tokens than a whole window allows, so it goes last"
-            self._oversize[job] = None
-
-    def _let_oversize_go(self, now: float) -> bool:
-        """Queue one job that has to go alone, if nothing else waits for its sources, or its time runs out; return
-        whether there was one.
-        """
-        for job in self._oversize:
-            eligible = job.eligible(now)
-            alone = all(self._planner.queue.first(name) is None for name in eligible)
-            if eligible and (alone or now >= self._oversize_due_at(job)):
-                del self._oversize[job]
-                self._planner.queue.push(job, eligible)
-                return True
-        return False
-
-    def _oversize_due_at(self, job: Job) -> float:
-        """When a job that has to go alone waits no longer for the others: its source needs an empty window first."""
-        windows_s = max((self._lanes[name].quota.per_window()[1] for name in job.call.sources), default=0.0)
-        half = job.submitted_at + OVERSIZE_PATIENCE * (job.deadline_at - job.submitted_at)
-        return max(job.submitted_at, min(half, job.deadline_at - 3 * windows_s))
+            self._oversize.add(job)
 
     def _rested(self, job: Job) -> None:
         if not (job.live or job.undecided):
@@ -343,14 +303,11 @@ class Dispatcher:
             self._arrange(now)
         for job, lane, hedge in self._planner.placements(now, in_flight=lambda: self._in_flight):
             self._start(job, lane, now, hedge=hedge)
-        due_at = self._planner.wake_at
-        if self._oversize:
-            if self._let_oversize_go(now):
-                self._ask_for_pump()
-            due_at = min([due_at, *(at for job in self._oversize if (at := self._oversize_due_at(job)) > now)])
-        if self._retry_policy.any_undecided:
-            self._retry_policy.decide()
-        return min(due_at, self._slices.advance(now))
+        if self._oversize.queue_next(now):
+            self._ask_for_pump()
+        if self._retry_policy.undecided:
+            self._retry_policy.undecided.decide(lanes_live=False)
+        return min(self._planner.wake_at, self._oversize.next_due_at(now), self._slices.advance(now))
 
     def _place_plainly(self, now: float) -> float:
         """Start what may go now in the order in which it came, wherever it may go; return when to look again."""
@@ -362,7 +319,7 @@ class Dispatcher:
                     lane = self._lanes[name]
                     if not lane.misfit(job.request) and lane.wait_s(lane.tokens(job.request), now) <= 0:
                         self._planner.queue.discard(job)
-                        self._oversize.pop(job, None)
+                        self._oversize.discard(job)
                         self._start(job, lane, now, hedge=False)
                         break
                 else:
@@ -494,7 +451,7 @@ class Dispatcher:
 
     def expire(self, job: Job) -> None:
         """Fail a job whose deadline has come."""
-        if job.ended or self._retry_policy.settle(job):
+        if job.ended or self._retry_policy.undecided.settle(job):
             return
         asked = " and ".join(attempt.lane.name for attempt in job.live)
         now = self._loop.time()
@@ -528,7 +485,7 @@ class Dispatcher:
         if job not in self._jobs:
             return
         del self._jobs[job]
-        self._oversize.pop(job, None)
+        self._oversize.discard(job)
         self._retry_policy.forget(job)
         if job.entry:
             # What waited behind it may be able to go now.
@@ -549,37 +506,3 @@ class Dispatcher:
                 job.caller.ended(result)
             except Exception as error:
                 self._say("a caller failed on its result", error)
-
-
-class _Future:
-    """A caller that waits for the one call of its member with a future.
-
-    It forgets its job, which holds it in turn, once that has ended: memory must not wait for the garbage collector.
-    """
-
-    def __init__(self, dispatcher: Dispatcher, future: asyncio.Future[Any], member: Member) -> None:
-        self._dispatcher = dispatcher
-        self._future = future
-        self._member: Member | None = member
-        self.job: Job | None = None
-
-    def ended(self, result: Answer[Any] | Unanswered) -> None:
-        self.job = None
-        if not self._future.done():
-            self._future.set_result(result)
-        self._leave(scored=isinstance(result, Answer))
-
-    def late(self, answer: Answer[Any]) -> None:
-        """Nobody waits for it."""
-
-    def done(self, _: object) -> None:
-        """Drop the job if its future was cancelled."""
-        job, self.job = self.job, None
-        if job is not None:
-            self._dispatcher.drop(job)
-        self._leave(scored=False)
-
-    def _leave(self, *, scored: bool) -> None:
-        member, self._member = self._member, None
-        if member is not None:
-            self._dispatcher.batches.leave(member, scored=scored)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..sources.base import Request
 from ..spent import NO_USAGE, Spent, Usage
@@ -187,3 +188,15 @@ class Job:
     def unanswered(self, reason: str, detail: str, now: float, *, invalid: bool = False) -> Unanswered:
         """The failure of this job."""
         return Unanswered(reason, detail, invalid, self.last_source, self.spent(now))
+
+
+class JobHost(Protocol):
+    """Holds the jobs, and ends them: the dispatcher."""
+
+    def waiting_jobs(self) -> Iterable[Job]: ...
+
+    def enqueue(self, job: Job) -> None: ...
+
+    def finish(self, job: Job, result: Answer[Any] | Unanswered) -> None: ...
+
+    def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None: ...

@@ -29,8 +29,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterable, Mapping
-from typing import Any, Literal, Protocol
+from collections.abc import Mapping
+from typing import Literal
 
 from ..errors import (
     InvalidReply,
@@ -48,9 +48,9 @@ from ..observers.events import DETAIL_CHARS, AttemptResult, short
 from ..sources.base import Reply
 from ..spent import NO_USAGE
 from .attempts import Attempt, Ending
-from .calls import Answer, Unanswered
-from .jobs import MAX_FAULTS, MAX_RESCUES, MAX_RESTARTS, Job
+from .jobs import MAX_FAULTS, MAX_RESCUES, MAX_RESTARTS, Job, JobHost
 from .lane import Lane
+from .undecided import Undecided
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 20.0
@@ -74,18 +74,6 @@ that ends at ten times the usual time, nothing would be lost."""
 GIVE_UP_AFTER_S = 5.0
 LOST_AT = 2.0
 """Age of an overdue probe, as a multiple of what an answered one took, from which on it will not be answered."""
-
-
-class JobHost(Protocol):
-    """Holds the jobs, and ends them: the dispatcher."""
-
-    def waiting_jobs(self) -> Iterable[Job]: ...
-
-    def enqueue(self, job: Job) -> None: ...
-
-    def finish(self, job: Job, result: Answer[Any] | Unanswered) -> None: ...
-
-    def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None: ...
 
 
 class RetryPolicy:
@@ -112,7 +100,7 @@ class RetryPolicy:
         self._max_attempts = max_attempts
         self.keeps_late = keeps_late
         self._resting: dict[str, dict[Job, None]] = {name: {} for name in lanes}
-        self._undecided: dict[Job, str] = {}
+        self.undecided = Undecided(host, lanes)
 
     def _rest(self, job: Job, lane: Lane, until: float) -> None:
         """Keep `job` away from a source that failed it, until `until` or the source's next answer."""
@@ -224,7 +212,7 @@ class RetryPolicy:
             elif lane.local:
                 self._release(lane)
             if attempt.result == "valid":
-                self.decide(lanes_live=True)
+                self.undecided.decide(lanes_live=True)
         else:
             self.tell(attempt, ending, now)
         late = job.ended
@@ -344,72 +332,19 @@ class RetryPolicy:
                 rest_s = max(SHORTEST_INVALID_REST_S, 2 * lane.speed.expected_s(job.size))
                 job.rested_at[name] = now + rest_s
 
-    # Who is to blame for what cannot be judged
-
     def _blame(self, attempt: Attempt, problem: str) -> None:
-        """End a job that its sources could not judge; later, where a floor depends on whether they judge others."""
+        """End a job that its sources could not judge, once it is known whether they judge others."""
         job = attempt.job
         job.last_problem = problem
-        if not job.call.clear_blame or not self._open(job, problem, quiet=False):
-            self._end(job, problem)
-            return
-        job.live.remove(attempt)
-        job.past.append(attempt)
-        job.undecided = True
-        self._undecided[job] = problem
-
-    def decide(self, *, lanes_live: bool = False) -> None:
-        """End those of the undecided of which it is known by now who is to blame. `lanes_live`: others are still being
-        judged.
-        """
-        for job, problem in list(self._undecided.items()):
-            if not self._open(job, problem, quiet=not lanes_live and self._quiet(job)):
-                self._end(job, problem)
-
-    def settle(self, job: Job) -> bool:
-        """End an undecided job with what is known now; return whether it was one."""
-        problem = self._undecided.get(job)
-        if problem is not None:
-            self._end(job, problem)
-        return problem is not None
+        if self.undecided.add(job, problem):
+            job.live.remove(attempt)
+            job.past.append(attempt)
 
     def forget(self, job: Job) -> None:
         """Forget a job that has ended."""
-        self._undecided.pop(job, None)
+        self.undecided.discard(job)
         for name in job.rested_at:
             self._resting[name].pop(job, None)
-
-    @property
-    def any_undecided(self) -> bool:
-        """Whether jobs wait to be decided about."""
-        return bool(self._undecided)
-
-    def _open(self, job: Job, problem: str, *, quiet: bool) -> bool:
-        """Whether it may still turn out that the sources of `job` judge others."""
-        lanes = [self._lanes[name] for name in job.invalid_at | job.refused_at]
-        return not quiet and not any(lane.health.judges_since(job.submitted_at) for lane in lanes)
-
-    def _quiet(self, job: Job) -> bool:
-        """Whether nothing is left that the sources of `job` could judge."""
-        names = job.invalid_at | job.refused_at
-        if any(self._lanes[name].live for name in names):
-            return False
-        return not any(names & (set(other.call.sources) - other.barred) for other in self._host.waiting_jobs())
-
-    def _end(self, job: Job, problem: str) -> None:
-        job.undecided = False
-        self._undecided.pop(job, None)
-        lanes = [self._lanes[name] for name in job.invalid_at | job.refused_at]
-        judges = any(lane.health.judges_since(job.submitted_at) for lane in lanes)
-        if job.refused_at and not job.invalid_at:
-            if judges and job.call.clear_blame:
-                self._host.fail(job, "refused", f"{problem} (it answers others)", invalid=True)
-            else:
-                self._host.fail(job, "no_source", problem)
-        elif not judges and all(lane.health.garbled for lane in lanes):
-            self._host.fail(job, "garbage", f"{problem} (most replies of this source are invalid)")
-        else:
-            self._host.fail(job, "invalid", problem, invalid=True)
 
     def _transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
         job, lane = attempt.job, attempt.lane

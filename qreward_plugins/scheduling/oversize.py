@@ -1,0 +1,60 @@
+"""Oversize jobs: those estimated to take more tokens than a whole window of any of their sources allows.
+
+Estimates are no reason to refuse a sample, so each of these jobs goes once, and alone, because its source needs an
+empty window for it. It goes when nothing else waits for its sources, or when half of its time is over.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from .jobs import Job
+from .lane import Lane
+from .queue import ReadyQueue
+
+PATIENCE = 0.5
+"""Part of the time to its deadline after which an oversize job goes before the others."""
+WINDOWS_BEFORE_DEADLINE = 3
+"""Windows, of the longest that its sources have, that must be left for it before its deadline."""
+
+
+class Oversize:
+    """The oversize jobs of an event loop. Times are seconds of its clock."""
+
+    def __init__(self, lanes: Mapping[str, Lane], queue: ReadyQueue) -> None:
+        self._lanes = lanes
+        self._queue = queue
+        self._jobs: dict[Job, None] = {}
+
+    def __contains__(self, job: Job) -> bool:
+        return job in self._jobs
+
+    def add(self, job: Job) -> None:
+        """Let `job` wait for its turn."""
+        job.last_problem = job.last_problem or "it may take more tokens than a whole window allows, so it goes last"
+        self._jobs[job] = None
+
+    def discard(self, job: Job) -> None:
+        """Forget `job`, if it is one of these."""
+        self._jobs.pop(job, None)
+
+    def queue_next(self, now: float) -> bool:
+        """Queue the first job whose turn it is; return whether there was one."""
+        for job in self._jobs:
+            eligible = job.eligible(now)
+            alone = all(self._queue.first(name) is None for name in eligible)
+            if eligible and (alone or now >= self._due_at(job)):
+                del self._jobs[job]
+                self._queue.push(job, eligible)
+                return True
+        return False
+
+    def next_due_at(self, now: float) -> float:
+        """When the next job waits no longer for the others; infinity: none will."""
+        return min((due_at for job in self._jobs if (due_at := self._due_at(job)) > now), default=math.inf)
+
+    def _due_at(self, job: Job) -> float:
+        windows_s = max((self._lanes[name].quota.per_window()[1] for name in job.call.sources), default=0.0)
+        half = job.submitted_at + PATIENCE * (job.deadline_at - job.submitted_at)
+        return max(job.submitted_at, min(half, job.deadline_at - WINDOWS_BEFORE_DEADLINE * windows_s))

@@ -1,0 +1,82 @@
+"""Undecided jobs: their tries are used up by invalid replies or refusals, and it is not known yet who is to blame.
+
+If the sources give valid replies to other jobs, this job provoked what it got, and a floor may stand for its verdict.
+If they give none to anybody, they are broken, and the job failed for infrastructure. So a job whose outcome depends on
+that (`Call.clear_blame`) waits until another job was answered, or none is left that could be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .jobs import Job, JobHost
+from .lane import Lane
+
+
+class Undecided:
+    """The undecided jobs of an event loop."""
+
+    def __init__(self, host: JobHost, lanes: Mapping[str, Lane]) -> None:
+        self._host = host
+        self._lanes = lanes
+        self._problems: dict[Job, str] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._problems)
+
+    def add(self, job: Job, problem: str) -> bool:
+        """Let `job` wait until it is known who is to blame; end it if that is known. Return whether it waits."""
+        if not (job.call.clear_blame and self._open(job, quiet=False)):
+            self._end(job, problem)
+            return False
+        job.undecided = True
+        self._problems[job] = problem
+        return True
+
+    def decide(self, *, lanes_live: bool) -> None:
+        """End those of which it is known by now who is to blame. `lanes_live`: others are still being judged."""
+        for job, problem in list(self._problems.items()):
+            if not self._open(job, quiet=not lanes_live and self._quiet(job)):
+                self._end(job, problem)
+
+    def settle(self, job: Job) -> bool:
+        """End a job with what is known now; return whether it was one of these."""
+        problem = self._problems.get(job)
+        if problem is not None:
+            self._end(job, problem)
+        return problem is not None
+
+    def discard(self, job: Job) -> None:
+        """Forget `job`, if it is one of these."""
+        self._problems.pop(job, None)
+
+    def _open(self, job: Job, *, quiet: bool) -> bool:
+        """Whether it may still turn out that the sources of `job` judge others."""
+        return not quiet and not self._judges_others(job)
+
+    def _judges_others(self, job: Job) -> bool:
+        return any(lane.health.judges_since(job.submitted_at) for lane in self._asked(job))
+
+    def _asked(self, job: Job) -> list[Lane]:
+        return [self._lanes[name] for name in job.invalid_at | job.refused_at]
+
+    def _quiet(self, job: Job) -> bool:
+        """Whether nothing is left that the sources of `job` could judge."""
+        names = job.invalid_at | job.refused_at
+        if any(self._lanes[name].live for name in names):
+            return False
+        return not any(names & (set(other.call.sources) - other.barred) for other in self._host.waiting_jobs())
+
+    def _end(self, job: Job, problem: str) -> None:
+        job.undecided = False
+        self._problems.pop(job, None)
+        judges = self._judges_others(job)
+        if job.refused_at and not job.invalid_at:
+            if judges and job.call.clear_blame:
+                self._host.fail(job, "refused", f"{problem} (it answers others)", invalid=True)
+            else:
+                self._host.fail(job, "no_source", problem)
+        elif not judges and all(lane.health.garbled for lane in self._asked(job)):
+            self._host.fail(job, "garbage", f"{problem} (most replies of this source are invalid)")
+        else:
+            self._host.fail(job, "invalid", problem, invalid=True)

@@ -138,7 +138,7 @@ def _listed(value: Any) -> Sequence[Any]:
 
 
 def _message(message: Any, number: int) -> Mapping[str, Any]:
-    if not isinstance(message, Mapping):
+    if type(message) is not dict and not isinstance(message, Mapping):
         raise InputError(f"[{number}] is of type {kind_of(message)}; write a mapping with role and content")
     plain = message if type(message) is dict else dict(message)
     role, content = plain.get("role"), plain.get("content")
@@ -151,6 +151,8 @@ def _message(message: Any, number: int) -> Mapping[str, Any]:
 
 
 def _content(message: Mapping[str, Any], content: Any, number: int) -> Any:
+    if type(content) is str:
+        return content
     if isinstance(content, str):
         return _text(content)
     if content is None:

@@ -125,9 +125,9 @@ class Verdict(_Provenance):
     raw: RawScore | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name, value in (("score", self.score), *self.components.items()):
-            if not _is_score(value):
-                raise ValueError(f"{name} of a verdict must be a number that is finite in float32, not {_brief(value)}")
+        _check_score("score", self.score)
+        for name, value in self.components.items():
+            _check_score(name, value)
 
 
 class Cause(str, enum.Enum):
@@ -197,8 +197,9 @@ class Failed(_Provenance):
 Outcome: TypeAlias = Scored | Failed
 
 
-def _is_score(value: Any) -> bool:
-    return not isinstance(value, bool) and isinstance(value, (int, float)) and fits_float32(value)
+def _check_score(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits_float32(value):
+        raise ValueError(f"{name} of a verdict must be a number that is finite in float32, not {_brief(value)}")
 
 
 def _brief(value: Any) -> str:

@@ -49,7 +49,8 @@ class SampleTexts:
 
 def readable(text: str) -> str:
     """Replace lone surrogates by U+FFFD, because UTF-8 cannot encode them."""
-    return _LONE_SURROGATE.sub("\ufffd", text)
+    # Most texts are ASCII, which Python knows without looking at every character.
+    return text if text.isascii() else _LONE_SURROGATE.sub("\ufffd", text)
 
 
 def question_text(messages: Sequence[Message]) -> str:

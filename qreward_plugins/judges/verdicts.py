@@ -18,6 +18,7 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from ..errors import InvalidReply
@@ -30,6 +31,7 @@ MAX_EXCERPT_CHARS = 120
 
 _MAX_CANDIDATES = 256
 _MAX_QUOTED_ENDS = 16
+_KEPT_REWARDS = 256
 _CANDIDATE = re.compile(r'\{\s*"|\[\s*[\[{"]')
 _ID = re.compile(r'"id"\s*:\s*')
 _BRACKETS = {"[": re.compile(r"[\[\]]"), "{": re.compile(r"[{}]")}
@@ -39,6 +41,9 @@ RATIONALE_FORM = "<one or two sentences>"
 """The placeholder of the rationale in the form that the prompt shows. A reply that repeats it has copied the form."""
 
 _NO_LETTER = re.compile(r"\W+")
+_FORM_WORDS = _NO_LETTER.sub(" ", RATIONALE_FORM).strip()
+_FORM_WORD = max(_FORM_WORDS.split(), key=len)
+"""A word without which a text is not the form."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +59,18 @@ class Scale:
     """The linear map from a judge's score range to the reward range.
 
     It computes with rational numbers and rounds once. So a score of 7 in 0 to 10 is a reward of exactly 0.7, and no
-    rounding error overflows or leaves the reward range.
+    rounding error overflows or leaves the reward range. Judges give the same few scores again and again, so the last
+    results are kept.
     """
 
     def __init__(self, score_range: tuple[float, float], reward_range: tuple[float, float]) -> None:
         self._low = Fraction(score_range[0])
         self._floor = Fraction(reward_range[0])
         self._slope = (Fraction(reward_range[1]) - self._floor) / (Fraction(score_range[1]) - self._low)
+        self.reward = lru_cache(_KEPT_REWARDS)(self._reward)
+        """Maps a score to its reward."""
 
-    def reward(self, score: float) -> float:
+    def _reward(self, score: float) -> float:
         return float(self._floor + (Fraction(score) - self._low) * self._slope)
 
 
@@ -252,4 +260,4 @@ def _rationale(verdict: Mapping[str, Any]) -> str:
 
 def _is_form(rationale: str) -> bool:
     said = rationale.casefold()
-    return RATIONALE_FORM in said or _NO_LETTER.sub(" ", said).strip() == _NO_LETTER.sub(" ", RATIONALE_FORM).strip()
+    return _FORM_WORD in said and (RATIONALE_FORM in said or _NO_LETTER.sub(" ", said).strip() == _FORM_WORDS)

@@ -23,11 +23,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import replace
-from typing import TypeAlias
 
 from ..sources.base import Request, Source
-from ..sources.demand import Demand
+from ..sources.demand import SHARES, Demand, Kind
 from ..spent import Usage
 
 ENOUGH = 8
@@ -40,9 +38,11 @@ _FIRST_TOKENS_PER_BYTE = 1 / 3
 _WEIGHT = 0.05
 _RECENT = 64
 _KINDS = 1024
-_STEPS = 32
+_LEVELS = 1024
+"""Estimates of a kind are rounded up to a multiple of 1/1024 tokens per byte. They would rise a little with every other
+answer otherwise, and each rise looks at all requests in flight."""
 _ALIKE = 4
-"""Most steps (of 1/`_STEPS`) by which similar kinds may differ: digits say nothing about base64."""
+"""Most steps (of 1/`SHARES`) by which similar kinds may differ: digits say nothing about base64."""
 _LONG_TEMPLATE = 200
 """Tokens of a long chat template: in the tokens per byte of longer texts they hardly show, so shorter texts get them on
 top."""
@@ -54,16 +54,14 @@ _COMPLETION_SLACK = 16
 _UNBOUNDED_COMPLETION = 4096
 _BYTES_PER_TOKEN_AT_MOST = 128
 
-_Kind: TypeAlias = tuple[int, int, int, int, int]
-
 
 class TokenEstimates:
     """Estimates for one source, learned from its answers."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._kinds: dict[_Kind, _Seen] = {}
-        self._alike: dict[_Kind, tuple[float, int]] = {}
+        self._kinds: dict[Kind, _Seen] = {}
+        self._alike: dict[Kind, tuple[float, int]] = {}
         """Results of `_by_similar_kind`; cleared when something is learned."""
         self._added = _Repeated(_MOST_ADDED)
         self._factor = _Repeated(_MOST_FACTOR)
@@ -75,16 +73,16 @@ class TokenEstimates:
     def prompt(self, request: Request) -> int:
         """The most prompt tokens of `request`, by what was learned so far."""
         demand = request.demand(self._source)
-        most = demand.prompt + math.ceil(self._added.value)
-        kind = _kind_of(demand)
-        seen = self._kinds.get(kind)
+        size = demand.texture.size
+        most = size + demand.overhead + math.ceil(self._added.value)
+        seen = self._kinds.get(demand.kind)
         if seen is None or seen.count < ENOUGH:
-            per_byte, further = self._by_similar_kind(kind)
+            per_byte, further = self._by_similar_kind(demand.kind)
         else:
             per_byte, further = seen.most, 0
         if per_byte >= 1.0:
             return most
-        return min(most, math.ceil(per_byte * demand.texture.size) + demand.overhead + further)
+        return min(most, math.ceil(per_byte * size) + demand.overhead + further)
 
     def completion(self, request: Request) -> int:
         """The most completion tokens of `request`; 0 if its body states no bound."""
@@ -112,8 +110,9 @@ class TokenEstimates:
             self._factor.note(usage.completion_tokens / demand.completion)
         else:
             self._factor.note(usage.completion_tokens / _UNBOUNDED_COMPLETION)
-        believed = replace(
-            usage,
+        if usage.prompt_tokens <= prompt and usage.completion_tokens <= completion:
+            return usage, False
+        believed = Usage(
             prompt_tokens=min(usage.prompt_tokens, math.ceil(prompt)),
             completion_tokens=min(usage.completion_tokens, math.ceil(completion)),
         )
@@ -132,16 +131,15 @@ class TokenEstimates:
         ratio = min(1.0, usage.prompt_tokens / size)
         if request.size:
             self._per_byte += _WEIGHT * (min(1.0, usage.prompt_tokens / request.size) - self._per_byte)
-        kind = _kind_of(demand)
-        seen = self._kinds.get(kind)
+        seen = self._kinds.get(demand.kind)
         if seen is None:
             if len(self._kinds) >= _KINDS:
                 del self._kinds[next(iter(self._kinds))]
-            seen = self._kinds[kind] = _Seen()
+            seen = self._kinds[demand.kind] = _Seen()
         self._alike.clear()
         return seen.note(ratio)
 
-    def _by_similar_kind(self, kind: _Kind) -> tuple[float, int]:
+    def _by_similar_kind(self, kind: Kind) -> tuple[float, int]:
         """The most tokens per byte, and further tokens, of a kind that is not known, by the most similar known one."""
         found = self._alike.get(kind)
         if found is None:
@@ -150,7 +148,7 @@ class TokenEstimates:
             for other, seen in self._kinds.items():
                 steps = _difference(kind, other)
                 if seen.count >= ENOUGH and steps <= _ALIKE:
-                    apart = (steps + 1) / _STEPS
+                    apart = (steps + 1) / SHARES
                     longer = other[0] > kind[0]
                     if apart + 0.01 * longer < best:
                         best = apart + 0.01 * longer
@@ -178,7 +176,8 @@ class _Seen:
         self.count += 1
         before, most = self.most, max(self._ratios)
         spread = most * len(self._ratios) / math.fsum(self._ratios) - 1
-        self.most = min(1.0, most * max(MARGIN + spread / 2, 1 + 3 / self.count))
+        estimate = most * max(MARGIN + spread / 2, 1 + 3 / self.count)
+        self.most = min(1.0, math.ceil(estimate * _LEVELS) / _LEVELS)
         return self.most > before and self.count > ENOUGH
 
 
@@ -200,21 +199,8 @@ class _Repeated:
             self.value = sorted(self._stated)[-_WITNESSES]
 
 
-def _kind_of(demand: Demand) -> _Kind:
-    """The length in powers of 4, and the share of each class of characters in 32nds."""
-    texture = demand.texture
-    size = texture.size or 1
-    return (
-        texture.size.bit_length() // 2,
-        _STEPS * texture.dense // size,
-        _STEPS * texture.two // size,
-        _STEPS * texture.three // size,
-        _STEPS * texture.four // size,
-    )
-
-
-def _difference(kind: _Kind, other: _Kind) -> int:
-    """By how many 32nds the shares of `kind` exceed those of `other`, summed over all classes."""
+def _difference(kind: Kind, other: Kind) -> int:
+    """By how many parts of `SHARES` the shares of `kind` exceed those of `other`, summed over all classes."""
     more = sum(max(0, mine - its) for mine, its in zip(kind[1:], other[1:], strict=True))
     light = sum(other[1:]) - sum(kind[1:])
     return more + max(0, light)

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 TOKENS_PER_MESSAGE = 8
 """Assumed tokens that a chat template puts around a message: role and control tokens."""
@@ -22,6 +22,13 @@ TOKENS_PER_REQUEST = 32
 """Assumed tokens that a chat template adds to a request: answer prefix, date, short default system message."""
 TOKENS_PER_IMAGE = 4096
 """Assumed tokens of an image, or of any part of a message that is not text. The true number depends on the model."""
+
+SHARES = 32
+"""In how many parts the share of a class of characters is counted in a `Kind`."""
+
+Kind: TypeAlias = tuple[int, int, int, int, int]
+"""What texts have in common whose tokens per byte are about the same: their length in powers of 4, and the shares of
+dense bytes and of characters of 2, 3 and 4 bytes, in parts of `SHARES`."""
 
 _LIGHT = b"abcdefghijklmnopqrstuvwxyz "
 _ASCII = bytes(range(0x80))
@@ -61,7 +68,7 @@ class Texture:
             data = str.encode(text, "utf-8", "surrogatepass") if isinstance(text, str) else text
             size += len(data)
             heavy = data.translate(None, _LIGHT)
-            foreign = heavy.translate(None, _ASCII)
+            foreign = b"" if heavy.isascii() else heavy.translate(None, _ASCII)
             dense += len(heavy) - len(foreign)
             if foreign:
                 leads = foreign.translate(None, _NOT_LEADS)
@@ -71,6 +78,26 @@ class Texture:
                 three += 3 * (len(of_three_up) - of_four)
                 four += 4 * of_four
         return cls(size, dense, two, three, four)
+
+    @property
+    def kind(self) -> Kind:
+        size = self.size or 1
+        return (
+            self.size.bit_length() // 2,
+            SHARES * self.dense // size,
+            SHARES * self.two // size,
+            SHARES * self.three // size,
+            SHARES * self.four // size,
+        )
+
+    def __add__(self, other: Texture) -> Texture:
+        return Texture(
+            self.size + other.size,
+            self.dense + other.dense,
+            self.two + other.two,
+            self.three + other.three,
+            self.four + other.four,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +111,11 @@ class Demand:
     texture: Texture
     overhead: int = 0
     completion: int = 0
+    kind: Kind = field(init=False, repr=False, compare=False)
+    """That of its texture. It is kept because the scheduler compares it several times for each attempt."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", self.texture.kind)
 
     @property
     def prompt(self) -> int:
@@ -101,7 +133,11 @@ def of_messages(messages: Iterable[Any]) -> tuple[list[str], int]:
     texts, overhead, count = [], 0, 0
     for message in messages:
         count += 1
-        content = message.get("content") if isinstance(message, Mapping) else message
+        is_mapping = type(message) is dict or isinstance(message, Mapping)
+        content = message.get("content") if is_mapping else message
+        if type(content) is str:
+            texts.append(content)
+            continue
         for part in content if isinstance(content, (list, tuple)) else [content]:
             text = part.get("text") if isinstance(part, Mapping) else part
             if isinstance(text, str):

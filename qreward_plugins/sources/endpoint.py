@@ -27,6 +27,8 @@ from .provider import Provider, address
 from .replicas import Replicas
 from .replies import Answer
 
+_LONGEST_KEPT_BYTES = 8192
+_MOST_KEPT = 64
 _SET_BY_CLIENT = ("content-length", "transfer-encoding", "content-encoding", "connection", "host")
 
 
@@ -71,6 +73,7 @@ class Endpoint(SourceKind):
         if found or mistakes:
             raise ConfigurationError([*found, *mistakes])
         self._replicas = Replicas(config.urls)
+        self._demands: dict[bytes, tuple[Texture, int | None]] = {}
         plain = {key: value for key, value in self.HEADERS.items() if not _names(headers, key)}
         self._identity = (
             class_path(self),
@@ -175,17 +178,31 @@ class Endpoint(SourceKind):
 
     def _demand(self, request: Request, body: dict[str, Any]) -> Demand:
         messages = body.pop("messages", None)
-        texts: list[str | bytes] = []
-        overhead = 0
-        if isinstance(messages, (list, tuple)):
-            found, overhead = of_messages(messages)
-            texts += found
-        # Some servers put schemas, tools and documents into the prompt, and scoring services get texts under any key.
-        rest = {key: value for key, value in body.items() if not isinstance(value, (int, float)) and key != "model"}
-        if rest:
-            texts.append(encoded(rest))
-        completion = completion_bound(body)
-        return Demand(Texture.of(texts), overhead, request.max_completion_tokens if completion is None else completion)
+        texts, overhead = of_messages(messages) if isinstance(messages, (list, tuple)) else ([], 0)
+        parameters, completion = self._demand_of_parameters(body)
+        return Demand(
+            Texture.of(texts) + parameters,
+            overhead,
+            request.max_completion_tokens if completion is None else completion,
+        )
+
+    def _demand_of_parameters(self, body: Mapping[str, Any]) -> tuple[Texture, int | None]:
+        """Return the texture of a body without its messages, and its bound on a completion.
+
+        The requests of a judge have the same parameters, so results are kept, by all that is sent.
+        """
+        sent = encoded(body)
+        found = self._demands.get(sent)
+        if found is None:
+            # Some servers put schemas, tools and documents into the prompt, and scoring services get texts under any
+            # key.
+            rest = {key: value for key, value in body.items() if not isinstance(value, (int, float)) and key != "model"}
+            found = Texture.of([encoded(rest)] if rest else []), completion_bound(body)
+            if len(sent) <= _LONGEST_KEPT_BYTES:
+                if len(self._demands) >= _MOST_KEPT:
+                    self._demands.clear()
+                self._demands[sent] = found
+        return found
 
     def _whole_body(self, request: Request) -> dict[str, Any]:
         """Return the body that is sent. The source's parameters override the judge's."""

@@ -21,8 +21,10 @@ _BRACKET = re.compile(r"[\[\]{}]")
 def too_deep(text: str) -> bool:
     """Whether lists and objects may be nested more than `MAX_NESTING` deep in any part of `text`.
 
-    Brackets in strings count, too, so the answer may be true for a shallow text. It takes one pass.
+    Brackets in strings count, too, so the answer may be true for a shallow text. It takes at most three passes.
     """
+    if text.count("[") + text.count("{") <= MAX_NESTING:
+        return False
     depth = 0
     for bracket in _BRACKET.finditer(text):
         depth = depth + 1 if bracket.group() in "[{" else max(0, depth - 1)

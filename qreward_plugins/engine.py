@@ -36,7 +36,7 @@ from .observers import (
 )
 from .sample_check import named, read_sample
 from .samples import Outcome, Sample
-from .scheduling import Cutoff, Dispatcher, Lane, open_lanes
+from .scheduling import Cutoff, Dispatcher, Upstream, open_upstreams
 from .scoring import Scoring
 from .sharing import Channel, Membership, open_channel, source_keys
 from .sources import Source
@@ -90,10 +90,12 @@ class RewardEngine:
         settings = self.config.engine
         channel = channel or open_channel(settings.shared)
         processes = 1 if settings.shared == "off" else processes
-        self._lanes = open_lanes(self.config, sources or {}, processes=processes, shared=channel is not None)
+        self._upstreams = open_upstreams(self.config, sources or {}, processes=processes, shared=channel is not None)
         keys = source_keys(self.config)
         self._membership = (
-            Membership({keys[name]: lane for name, lane in self._lanes.items()}, channel) if channel else None
+            Membership({keys[name]: upstream for name, upstream in self._upstreams.items()}, channel)
+            if channel
+            else None
         )
         self._rng = random.Random(settings.seed)
         key = secrets.token_bytes(32) if settings.seed is None else hashlib.sha256(str(settings.seed).encode()).digest()
@@ -171,9 +173,9 @@ class RewardEngine:
         return self._router.leaves
 
     @property
-    def lanes(self) -> Mapping[str, Lane]:
+    def upstreams(self) -> Mapping[str, Upstream]:
         """The sources by name, with their quotas and learned estimates."""
-        return self._lanes
+        return self._upstreams
 
     def retune(self, source: str, limits: Limits) -> None:
         """Change the limits of a source while the engine runs, for example when the provider changes them. Requests and
@@ -182,10 +184,10 @@ class RewardEngine:
         Raises `EngineError` for an unknown source. Raises `ConfigurationError`, and changes nothing, for limits that
         the processes cannot share.
         """
-        if source not in self._lanes:
-            raise EngineError(f"unknown source {source!r}; sources: {', '.join(self._lanes)}")
+        if source not in self._upstreams:
+            raise EngineError(f"unknown source {source!r}; sources: {', '.join(self._upstreams)}")
         scoring = self._bind()
-        self._lanes[source].quota.retune(limits, scoring.now())
+        self._upstreams[source].quota.retune(limits, scoring.now())
         scoring.dispatcher.look_again()
 
     def last_batch(self) -> BatchReport | None:
@@ -199,7 +201,7 @@ class RewardEngine:
         """Return a snapshot of all counters. Call it from the engine's event loop, or through the portal."""
         dispatcher = self._dispatcher
         now = dispatcher.now() if dispatcher else 0.0
-        gauges = {name: lane.gauges(now) for name, lane in self._lanes.items()}
+        gauges = {name: upstream.gauges(now) for name, upstream in self._upstreams.items()}
         return self._statistics.snapshot(gauges, waiting=dispatcher.waiting if dispatcher else 0)
 
     def facts(self) -> Facts:
@@ -242,7 +244,7 @@ class RewardEngine:
             steps.append({"the scheduler": self._scoring.aclose})
             if self._membership is not None:
                 steps.append({"the way to the quota keeper": self._membership.aclose})
-        steps.append({f"source {name}": lane.source.aclose for name, lane in self._lanes.items()})
+        steps.append({f"source {name}": upstream.source.aclose for name, upstream in self._upstreams.items()})
         for step in steps:
             try:
                 await self._close_all(step)
@@ -304,18 +306,18 @@ class RewardEngine:
                 "this RewardEngine serves another event loop that is still open; "
                 "make one engine per loop, or share one through RewardEngine.portal()"
             )
-        for lane in self._lanes.values():
-            lane.abandon_attempts(loop.time())
+        for upstream in self._upstreams.values():
+            upstream.abandon_attempts(loop.time())
         self._loop, self._pid = loop, os.getpid()
         scoring = self._scoring = Scoring(
             self._router,
-            sources={name: lane.source for name, lane in self._lanes.items()},
+            sources={name: upstream.source for name, upstream in self._upstreams.items()},
             journal=self._journal,
             reuse=self._reuse,
             observers=self._observers,
         )
         scoring.dispatcher = Dispatcher(
-            self._lanes,
+            self._upstreams,
             rng=self._rng,
             max_attempts=self.config.engine.max_attempts,
             settings=self.config.engine.scheduling,
@@ -334,13 +336,13 @@ class RewardEngine:
     @property
     def _rate_per_s(self) -> float:
         """Requests per second that the declared limits allow in this process; infinity without limits."""
-        return sum(lane.quota.rate_per_s for lane in self._lanes.values())
+        return sum(upstream.quota.rate_per_s for upstream in self._upstreams.values())
 
     def _warn_if_too_many(self, batch: Sequence[Sample], deadline_s: float | None) -> None:
         deadline_s = self._deadline_s(deadline_s)
         rate = self._rate_per_s
         requests = self._router.calls_of(batch) if math.isfinite(rate) else 0
-        if requests > rate * deadline_s + sum(lane.quota.burst for lane in self._lanes.values()):
+        if requests > rate * deadline_s + sum(upstream.quota.burst for upstream in self._upstreams.values()):
             _log.warning(
                 "%d samples take about %.0f s at the %.0f requests/min that the sources allow; the deadline is %.0f s: "
                 "samples will fail. Raise engine.deadline_s, or add sources.",
@@ -352,7 +354,7 @@ class RewardEngine:
 
     def _stream_window(self) -> int:
         """Return enough samples to keep every source busy, but at most what the limits allow in half a deadline."""
-        busy = 4 * sum(lane.quota.concurrency for lane in self._lanes.values())
+        busy = 4 * sum(upstream.quota.concurrency for upstream in self._upstreams.values())
         allowed = self._rate_per_s * self.config.engine.deadline_s / 2
         return max(1, int(min(busy, allowed / self._router.most_calls)))
 

@@ -19,7 +19,7 @@ from .engine import RewardEngine
 from .errors import InputError, InvalidReply, SourceError, TransientError
 from .judges import JudgeFailed, Leaf, kind_of
 from .samples import Sample, Verdict
-from .scheduling import Lane
+from .scheduling import Upstream
 from .sources import TEXT, Reply, Request
 from .trial import Trial, try_out
 
@@ -62,10 +62,10 @@ async def probe(engine: RewardEngine, samples: Mapping[str, Sample] | None = Non
     requests at a time. `samples` maps the name of a judge to its sample; default: `SAMPLE`. The results are in the
     order of the configuration.
     """
-    turns = {name: _Turn() for name in engine.lanes}
+    turns = {name: _Turn() for name in engine.upstreams}
     return await asyncio.gather(
         *(
-            _ask(judge, engine.lanes[name], (samples or {}).get(judge.name, SAMPLE), turns[name])
+            _ask(judge, engine.upstreams[name], (samples or {}).get(judge.name, SAMPLE), turns[name])
             for judge in engine.judges.values()
             for name in judge.sources
         )
@@ -107,7 +107,7 @@ def untried_judges(engine: RewardEngine) -> list[str]:
 def idle_sources(engine: RewardEngine) -> list[str]:
     """Return the names of the sources that no judge asks."""
     asked = {name for judge in engine.config.judges for name in sources_of(engine.config, judge)}
-    return [name for name in engine.lanes if name not in asked]
+    return [name for name in engine.upstreams if name not in asked]
 
 
 class _Turn:
@@ -118,7 +118,7 @@ class _Turn:
         self.silent_to = ""
 
 
-async def _ask(judge: Leaf, lane: Lane, sample: Sample, turn: _Turn) -> Probe:
+async def _ask(judge: Leaf, upstream: Upstream, sample: Sample, turn: _Turn) -> Probe:
     loop = asyncio.get_running_loop()
     reply: Reply | None = None
     latency_s: float | None = None
@@ -126,27 +126,27 @@ async def _ask(judge: Leaf, lane: Lane, sample: Sample, turn: _Turn) -> Probe:
     try:
         request = judge.request(sample, attempt=0)
     except InputError as error:
-        return Probe(judge.name, lane.name, lane.source.model, problem=str(error), asked=False)
+        return Probe(judge.name, upstream.name, upstream.source.model, problem=str(error), asked=False)
     async with turn.lock:
         if turn.silent_to:
             # Otherwise each further judge would wait for the whole time limit, too.
             problem = f"not asked, because it did not answer the judge {turn.silent_to!r}"
-            return Probe(judge.name, lane.name, lane.source.model, problem=problem)
+            return Probe(judge.name, upstream.name, upstream.source.model, problem=problem)
         started_at = loop.time()
         try:
-            reply = await _reply(lane, request)
+            reply = await _reply(upstream, request)
             latency_s = loop.time() - started_at
             verdict = judge.verdict(request, reply)
         except TimeoutError:
-            problem, turn.silent_to = f"no answer within {lane.timeout_s:g} s", judge.name
+            problem, turn.silent_to = f"no answer within {upstream.timeout_s:g} s", judge.name
         except (SourceError, InvalidReply) as error:
             problem = str(error)
         if reply is not None and judge.asks == TEXT:
-            trial = await _trial(judge, lane, sample)
+            trial = await _trial(judge, upstream, sample)
     return Probe(
         judge.name,
-        lane.name,
-        model=(reply.model if reply else "") or lane.source.model,
+        upstream.name,
+        model=(reply.model if reply else "") or upstream.source.model,
         latency_s=latency_s,
         announced=reply.announced if reply else {},
         verdict=verdict,
@@ -155,10 +155,10 @@ async def _ask(judge: Leaf, lane: Lane, sample: Sample, turn: _Turn) -> Probe:
     )
 
 
-async def _trial(judge: Leaf, lane: Lane, like: Sample) -> Trial | None:
+async def _trial(judge: Leaf, upstream: Upstream, like: Sample) -> Trial | None:
     async def reward(sample: Sample) -> float:
         request = judge.request(sample, attempt=0)
-        return judge.verdict(request, await _reply(lane, request)).score
+        return judge.verdict(request, await _reply(upstream, request)).score
 
     try:
         return await try_out(reward, like)
@@ -166,22 +166,22 @@ async def _trial(judge: Leaf, lane: Lane, like: Sample) -> Trial | None:
         return None
 
 
-async def _reply(lane: Lane, request: Request) -> Reply:
+async def _reply(upstream: Upstream, request: Request) -> Reply:
     """Send a request. Raises the errors of the source, TimeoutError after the time limit even if the source ignores its
     cancellation, and TransientError if another task cancels the call.
     """
 
     async def send() -> Reply:
-        return await lane.source.send(request, on_sent=lambda: None)
+        return await upstream.source.send(request, on_sent=lambda: None)
 
     call = asyncio.ensure_future(send())
     try:
-        done, _ = await asyncio.wait([call], timeout=lane.timeout_s)
+        done, _ = await asyncio.wait([call], timeout=upstream.timeout_s)
     finally:
         for task in await end([call], within_s=END_WITHIN_S):
             forget(task)
     if not done:
         raise TimeoutError
     if call.cancelled():
-        raise TransientError(f"the call at {lane.name} was cancelled by another task")
+        raise TransientError(f"the call at {upstream.name} was cancelled by another task")
     return call.result()

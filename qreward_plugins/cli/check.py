@@ -40,8 +40,8 @@ async def check_config(
         samples: dict[str, Sample] = {}
         if rollouts is not None:
             samples = samples_for(engine, _samples_of(rollouts))
-        for lane in engine.lanes.values():
-            lane.timeout_s = min(lane.timeout_s, timeout_s)
+        for upstream in engine.upstreams.values():
+            upstream.timeout_s = min(upstream.timeout_s, timeout_s)
         counts = ((config.sources, "source"), (config.judges, "judge"), (config.routes, "route"))
         say(out, f"{path}: valid, with {', '.join(number_of(len(part), noun) for part, noun in counts)}")
         for line in _summaries(config):

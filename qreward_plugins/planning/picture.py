@@ -37,7 +37,7 @@ _MEANINGS: dict[Colour, str] = {
 }
 _INK, _FAINT, _BAND = "#22303c", "#8a97a3", "#f1f4f7"
 _STRIP = 0.09
-"""Height of the strip below a lane that shows how full the window is, as a part of the lane."""
+"""Height of the strip below a band that shows how full the window is, as a part of the band."""
 _EVERY = 600
 """Steps of that strip."""
 
@@ -61,17 +61,17 @@ def draw_timeline(timeline: Timeline, path: Path, *, title: str = "", subtitle: 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    lanes = {name: timeline.of(name) for name in timeline.sources if timeline.of(name)}
-    placed = {name: rows(bars) for name, bars in lanes.items()}
+    bands = {name: timeline.of(name) for name in timeline.sources if timeline.of(name)}
+    placed = {name: rows(bars) for name, bars in bands.items()}
     deep = {name: max(found) + 1 for name, found in placed.items()}
     deepest = max(deep.values(), default=1)
-    heights = [1.1, *(0.7 + 1.5 * math.sqrt(deep[name] / deepest) for name in lanes)]
+    heights = [1.1, *(0.7 + 1.5 * math.sqrt(deep[name] / deepest) for name in bands)]
     figure = Figure(figsize=(_WIDTH_IN, 1.7 + sum(heights)), facecolor="white")
     FigureCanvasAgg(figure)
     axes = figure.subplots(len(heights), 1, sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights})[:, 0]
     _draw_rewards(axes[0], timeline)
-    for axis, (name, bars) in zip(axes[1:], lanes.items(), strict=True):
-        _draw_lane(axis, timeline, name, bars, placed[name], deep[name])
+    for axis, (name, bars) in zip(axes[1:], bands.items(), strict=True):
+        _draw_band(axis, timeline, name, bars, placed[name], deep[name])
     for axis in axes:
         _draw_end(axis, timeline, label=axis is axes[0])
     axes[-1].set_xlim(0, timeline.makespan_s * 1.06 or 1.0)
@@ -95,7 +95,7 @@ def _draw_rewards(axis: Axes, timeline: Timeline) -> None:
     _dress(axis, "rewards in")
 
 
-def _draw_lane(axis: Axes, timeline: Timeline, name: str, bars: list[Bar], placed: list[int], deep: int) -> None:
+def _draw_band(axis: Axes, timeline: Timeline, name: str, bars: list[Bar], placed: list[int], deep: int) -> None:
     from matplotlib.collections import PolyCollection
 
     window_s = timeline.windows_s.get(name)

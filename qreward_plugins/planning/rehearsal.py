@@ -156,7 +156,7 @@ class Rehearsal:
             uses = {}
             for name, source in played.items():
                 then, now = before.sources[name], after.sources[name]
-                holds = engine.lanes[name].holds.seconds(start_s, start_s + makespan_s)
+                holds = engine.upstreams[name].holds.seconds(start_s, start_s + makespan_s)
                 uses[name] = Use(
                     requests=now.requests - then.requests,
                     answered=now.answered - then.answered,

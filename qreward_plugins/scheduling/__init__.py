@@ -1,14 +1,13 @@
-"""When and where requests are sent: the dispatcher, the planner behind it, and each source's lane and breaker."""
+"""When and where requests are sent: the dispatcher, the planner behind it, and each source's upstream and breaker."""
 
 from .batches import Batch, Batches, Cutoff, Member
 from .breaker import Breaker
 from .calls import Answer, Call, Caller, CallFailed, Unanswered
 from .dispatcher import Dispatcher
 from .jobs import Job
-from .lane import Lane
-from .opening import open_lanes
 from .queue import ReadyQueue
 from .speed import Speed
+from .upstream import Upstream, open_upstreams
 
 __all__ = [
     "Answer",
@@ -21,10 +20,10 @@ __all__ = [
     "Cutoff",
     "Dispatcher",
     "Job",
-    "Lane",
+    "Upstream",
     "Member",
     "ReadyQueue",
     "Speed",
     "Unanswered",
-    "open_lanes",
+    "open_upstreams",
 ]

@@ -13,7 +13,7 @@ from ..errors import InvalidReply, NotStarted, PermanentError, SampleFault, Sour
 from ..quotas import Reservation
 from ..sources.base import Reply, Request
 from .jobs import Job
-from .lane import Lane
+from .upstream import Upstream
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
@@ -30,7 +30,7 @@ class Attempt:
     """One try of one job at one source. Times are seconds of the event loop's clock."""
 
     job: Job
-    lane: Lane
+    upstream: Upstream
     request: Request
     reservation: Reservation
     started_at: float
@@ -93,7 +93,7 @@ class Attempt:
     @property
     def longest_s(self) -> float:
         """Longest latency that the answers of its source leave possible."""
-        return max(self.expected_s, self.lane.speed.longest_s(self.job.size))
+        return max(self.expected_s, self.upstream.speed.longest_s(self.job.size))
 
     def lateness(self, now: float) -> float:
         """How long it has run, as a multiple of `longest_s`."""
@@ -104,7 +104,7 @@ class Attempt:
 
         The time limit runs from when the request is sent; connecting or starting a worker process is not part of it.
         """
-        self.timer = loop.call_later(START_WITHIN_S + self.lane.timeout_s, self._expire)
+        self.timer = loop.call_later(START_WITHIN_S + self.upstream.timeout_s, self._expire)
         self.task = loop.create_task(self._run(on_end))
         return self.task
 
@@ -123,8 +123,8 @@ class Attempt:
             self.result = "cancelled"
             self.ended_at = now
         if task.cancelled() or task.exception() is not None:
-            self.lane.breaker.abandoned(probe=self.decides)
-        self.lane.live.pop(self, None)
+            self.upstream.breaker.abandoned(probe=self.decides)
+        self.upstream.live.pop(self, None)
         # A cancelled task keeps its error, which holds this object by its traceback.
         self.task = None
 
@@ -134,14 +134,14 @@ class Attempt:
         self.reservation.release(now)
         if self.timer is not None:
             self.timer.cancel()
-        self.lane.breaker.abandoned(probe=self.probe)
-        self.lane.live.pop(self, None)
+        self.upstream.breaker.abandoned(probe=self.probe)
+        self.upstream.live.pop(self, None)
 
     async def _run(self, on_end: Callable[[Attempt, Ending], None]) -> None:
-        lane, loop = self.lane, asyncio.get_running_loop()
+        upstream, loop = self.upstream, asyncio.get_running_loop()
         ending: Ending = None
         try:
-            self.reply = lane.credible(self.request, await lane.source.send(self.request, on_sent=self._sent))
+            self.reply = upstream.credible(self.request, await upstream.source.send(self.request, on_sent=self._sent))
             self.value, self.result = self.job.call.read(self.request, self.reply), "valid"
         except asyncio.CancelledError:
             if self.withheld or not self.timed_out:
@@ -156,7 +156,7 @@ class Attempt:
         except Exception as error:
             # A bug in a judge or a source must cost this sample, not the run.
             _log.exception(
-                "unexpected %s from source %s or judge %s", type(error).__name__, lane.name, self.job.call.name
+                "unexpected %s from source %s or judge %s", type(error).__name__, upstream.name, self.job.call.name
             )
             ending, self.result = PermanentError(f"unexpected {type(error).__name__}; see the log"), "failed"
         if self.withheld and self.reply is None:
@@ -178,7 +178,7 @@ class Attempt:
         """
         loop = asyncio.get_running_loop()
         now = loop.time()
-        if not self.sent and (self.job.ended or now >= self.lane.quota.valid_until):
+        if not self.sent and (self.job.ended or now >= self.upstream.quota.valid_until):
             self.withheld = True
             # Not every source passes on what is raised here.
             if self.task is not None:
@@ -188,16 +188,16 @@ class Attempt:
         self.sent_at = now
         if self.timer is not None:
             self.timer.cancel()
-            self.timer = loop.call_later(self.lane.timeout_s, self._expire)
+            self.timer = loop.call_later(self.upstream.timeout_s, self._expire)
 
     def _no_answer(self) -> TransientError:
         """What it means that the time is up: a function that was called hangs because of its arguments."""
-        lane = self.lane
+        upstream = self.upstream
         if self.sent_at == math.inf:
-            said = f"{lane.name} could not begin within {START_WITHIN_S + lane.timeout_s:g} s"
-            return NotStarted(said) if lane.local else TransientError(said)
-        said = f"{lane.name} gave no answer within {lane.timeout_s:g} s"
-        return SampleFault(said, reason="hung") if lane.local else TransientError(said)
+            said = f"{upstream.name} could not begin within {START_WITHIN_S + upstream.timeout_s:g} s"
+            return NotStarted(said) if upstream.local else TransientError(said)
+        said = f"{upstream.name} gave no answer within {upstream.timeout_s:g} s"
+        return SampleFault(said, reason="hung") if upstream.local else TransientError(said)
 
     def _expire(self) -> None:
         """End the attempt because the source took too long."""

@@ -22,7 +22,7 @@ from ..telemetry import Waits
 from .blame import report
 from .calls import Answer, Unanswered
 from .jobs import Job
-from .lane import Lane
+from .upstream import Upstream
 
 _GAP_WEIGHT = 0.1
 _QUIET_AFTER_GAPS = 10.0
@@ -173,14 +173,14 @@ class Batches:
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
-        lanes: Mapping[str, Lane],
+        upstreams: Mapping[str, Upstream],
         *,
         on_cutoff: Callable[[Batch], None],
         observers: Observers,
     ) -> None:
         self._loop = loop
         self._observers = observers
-        self._lanes = lanes
+        self._upstreams = upstreams
         self._on_cutoff = on_cutoff
         self.newest = -1
         """Number of the batch that was begun last; -1: none was."""
@@ -268,7 +268,7 @@ class Batches:
             batch.cutoff_timer.cancel()
             self._timed.pop(batch, None)
         if batch.last is not None:
-            told = report(batch, self._lanes)
+            told = report(batch, self._upstreams)
             batch.last.let_go()
             batch.last = None
             self._observers.emit(BatchEnded(self._loop.time(), told))

@@ -14,7 +14,7 @@ from ..telemetry import BatchReport, Part, PartKind
 from .attempts import Attempt
 from .holds import Hold
 from .jobs import Job
-from .lane import Lane
+from .upstream import Upstream
 
 if TYPE_CHECKING:
     from .batches import Batch
@@ -24,7 +24,7 @@ STRAGGLES_FROM = 1.5
 _KINDS: Mapping[Hold, PartKind] = {"": "queue", "queue": "queue", "quota": "quota", "pause": "pause"}
 
 
-def report(batch: Batch, lanes: Mapping[str, Lane]) -> BatchReport:
+def report(batch: Batch, upstreams: Mapping[str, Upstream]) -> BatchReport:
     """What became of a batch that has ended, and what it waited for."""
     return BatchReport(
         samples=batch.samples,
@@ -33,22 +33,22 @@ def report(batch: Batch, lanes: Mapping[str, Lane]) -> BatchReport:
         attempts=batch.attempts,
         hedges=batch.hedges,
         makespan_s=batch.last_at - batch.started_at,
-        parts=tuple(_parts(batch.last, batch.started_at, batch.last_at, lanes)) if batch.last else (),
+        parts=tuple(_parts(batch.last, batch.started_at, batch.last_at, upstreams)) if batch.last else (),
         waits=batch.waits.by_size(),
     )
 
 
-def _parts(job: Job, since: float, until: float, lanes: Mapping[str, Lane]) -> list[Part]:
+def _parts(job: Job, since: float, until: float, upstreams: Mapping[str, Upstream]) -> list[Part]:
     attempts = sorted((*job.past, *job.live), key=lambda attempt: attempt.started_at)
     backwards: list[Part] = []
     at = until
     attempt = _last_before(attempts, at)
-    following = lanes.get(job.last_source)
+    following = upstreams.get(job.last_source)
     while attempt is not None:
         ended_at = min(attempt.ended_at, at) if attempt.result else at
         backwards += reversed(_gap(job, following, ended_at, at, after=attempt))
         backwards += reversed(_attempt(attempt, ended_at))
-        at, following = attempt.started_at, attempt.lane
+        at, following = attempt.started_at, attempt.upstream
         attempt = _last_before([other for other in attempts if other is not attempt], at)
     backwards += reversed(_gap(job, following, job.submitted_at, at, after=None))
     backwards.append(Part("arrival", "", job.submitted_at - since))
@@ -69,23 +69,23 @@ def _last_before(attempts: list[Attempt], at: float) -> Attempt | None:
 
 
 def _attempt(attempt: Attempt, until: float) -> list[Part]:
-    name, seconds = attempt.lane.name, until - attempt.started_at
+    name, seconds = attempt.upstream.name, until - attempt.started_at
     if attempt.result in ("failed", "invalid", "throttled") or attempt.rescued:
         return [Part("retry", name, seconds)]
     usual_s = min(seconds, STRAGGLES_FROM * attempt.expected_s)
     return [Part("service", name, usual_s), Part("straggler", name, seconds - usual_s)]
 
 
-def _gap(job: Job, lane: Lane | None, since: float, until: float, *, after: Attempt | None) -> list[Part]:
-    """What kept `job` from `since`, when it was free to go, until `lane` took it."""
+def _gap(job: Job, upstream: Upstream | None, since: float, until: float, *, after: Attempt | None) -> list[Part]:
+    """What kept `job` from `since`, when it was free to go, until `upstream` took it."""
     if until <= since:
         return []
     parts: list[Part] = []
-    if after is not None and lane is not None and (after.rescued or after.result in ("failed", "invalid")):
-        rested_until = min(until, max(job.rested_at.get(lane.name, since), job.rests_until, since))
-        parts.append(Part("retry", lane.name, rested_until - since))
+    if after is not None and upstream is not None and (after.rescued or after.result in ("failed", "invalid")):
+        rested_until = min(until, max(job.rested_at.get(upstream.name, since), job.rests_until, since))
+        parts.append(Part("retry", upstream.name, rested_until - since))
         since = rested_until
-    if lane is None:
+    if upstream is None:
         return [*parts, Part("queue", "", until - since)]
-    held = lane.holds.seconds(since, until)
-    return [*parts, *(Part(_KINDS[hold], lane.name, seconds) for hold, seconds in held.items())]
+    held = upstream.holds.seconds(since, until)
+    return [*parts, *(Part(_KINDS[hold], upstream.name, seconds) for hold, seconds in held.items())]

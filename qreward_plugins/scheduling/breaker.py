@@ -2,7 +2,7 @@
 
 Without it a source that refuses at once looks like the fastest of all, and every waiting sample burns its attempts
 there while a healthy source would have served it a little later. A source that accepts requests and never answers is
-worse: nothing fails until a time limit of minutes has passed. So silence opens it, too: the lane can tell how many
+worse: nothing fails until a time limit of minutes has passed. So silence opens it, too: the upstream can tell how many
 answers are missing that should have come since the last one.
 
 How often an open source is probed depends on the samples that wait. If other sources can take them, the pause between

@@ -26,11 +26,11 @@ from .attempts import Attempt, Ending
 from .batches import Batch, Batches, Member
 from .calls import Answer, Call, Caller, Unanswered
 from .jobs import Job
-from .lane import Lane
 from .oversize import Oversize
 from .planner import Planner
 from .retry_policy import RetryPolicy
 from .slices import TimeSlices
+from .upstream import Upstream
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
@@ -44,7 +44,7 @@ STALL_S = 0.1
 
 
 class Dispatcher:
-    """Serves calls over the lanes of one event loop, the one that runs when it is made.
+    """Serves calls over the upstreams of one event loop, the one that runs when it is made.
 
     `rng` draws the jitter; with the same seed, replies and submissions in virtual time the schedule is the same.
     `max_attempts` bounds a call's failed attempts; throttled ones and hedges do not count. `keeps_late`: attempts of a
@@ -56,7 +56,7 @@ class Dispatcher:
 
     def __init__(
         self,
-        lanes: Mapping[str, Lane],
+        upstreams: Mapping[str, Upstream],
         *,
         rng: random.Random,
         max_attempts: int,
@@ -67,27 +67,27 @@ class Dispatcher:
         observers: Observers | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._lanes = lanes
+        self._upstreams = upstreams
         self._observers = observers = observers or Observers()
         self._retry_policy = RetryPolicy(
-            self, lanes, rng=rng, max_attempts=max_attempts, keeps_late=keeps_late, observers=observers
+            self, upstreams, rng=rng, max_attempts=max_attempts, keeps_late=keeps_late, observers=observers
         )
         self._planner = Planner(
-            lanes,
+            upstreams,
             settings or Scheduling(),
             on_misfit=self.enqueue,
             on_older=self._retry_policy.older,
             on_lost=self._retry_policy.lost,
         )
         self._slices = TimeSlices(
-            lanes, self._planner.queue, on_over=self._retry_policy.set_aside, on_beside=self._start_beside
+            upstreams, self._planner.queue, on_over=self._retry_policy.set_aside, on_beside=self._start_beside
         )
-        self.batches = Batches(self._loop, lanes, on_cutoff=self._cut_off, observers=observers)
+        self.batches = Batches(self._loop, upstreams, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
         self._in_flight = 0
         self._arrived: list[Job] = []
         self._max_attempts = max_attempts
-        self._oversize = Oversize(lanes, self._planner.queue)
+        self._oversize = Oversize(upstreams, self._planner.queue)
         self._ending: dict[asyncio.Task[None], Attempt] = {}
         self._closed = False
         self._sequence = itertools.count()
@@ -127,13 +127,13 @@ class Dispatcher:
         """See what can go now: somebody changed what a source allows."""
         self._ask_for_pump()
 
-    def waiting_for(self, lane: Lane) -> tuple[int, float, float]:
+    def waiting_for(self, upstream: Upstream) -> tuple[int, float, float]:
         """What waits for a source: how many requests, their tokens together, about, and those of the first at most."""
-        return self._planner.waiting(lane)
+        return self._planner.waiting(upstream)
 
-    def call_back(self, lane: Lane, *, sent: bool) -> None:
+    def call_back(self, upstream: Upstream, *, sent: bool) -> None:
         """Take back the attempts at a source that have not been sent, and with `sent` those under way, too."""
-        self._retry_policy.call_back(lane, sent=sent)
+        self._retry_policy.call_back(upstream, sent=sent)
 
     def now(self) -> float:
         """The event loop's clock, in seconds."""
@@ -210,7 +210,7 @@ class Dispatcher:
             self._retry_policy.tell(attempt, "cancelled", self._loop.time())
             _log.warning(
                 "source %s: a call did not end within %g s of being cancelled, and is abandoned",
-                attempt.lane.name,
+                attempt.upstream.name,
                 CLOSE_WITHIN_S,
             )
         # Tasks have ended, their callbacks come with the next step.
@@ -235,8 +235,8 @@ class Dispatcher:
             job.rest_timer.cancel()
             job.rest_timer = None
         for name in job.call.sources:
-            lane = self._lanes[name]
-            if lane.misfit(job.request):
+            upstream = self._upstreams[name]
+            if upstream.misfit(job.request):
                 job.barred.add(name)
         if all(name in job.barred for name in job.call.sources):
             self.fail(job, job.refused_for or "no_source", self._why_no_source(job))
@@ -252,9 +252,9 @@ class Dispatcher:
 
     def _push(self, job: Job, eligible: frozenset[str], now: float) -> None:
         """Queue a job where it fits; one that fits nowhere, as far as estimates go, waits until nothing else does."""
-        fitting = frozenset(name for name in eligible if not self._lanes[name].oversize(job.request))
+        fitting = frozenset(name for name in eligible if not self._upstreams[name].oversize(job.request))
         if fitting:
-            if any(self._lanes[name].up(now) for name in fitting):
+            if any(self._upstreams[name].up(now) for name in fitting):
                 job.avoids, eligible = eligible - fitting, fitting
             self._planner.queue.push(job, eligible)
         else:
@@ -291,8 +291,8 @@ class Dispatcher:
             except Exception as error:
                 self._say("what follows each step of the scheduler failed", error)
         if self._observers.watched:
-            for lane in self._lanes.values():
-                self._observers.state(now, lane.name, lane.state(now), lane.trouble(now))
+            for upstream in self._upstreams.values():
+                self._observers.state(now, upstream.name, upstream.state(now), upstream.trouble(now))
         if due_at < float("inf"):
             wake_at = max(due_at, now + SHORTEST_WAKE_S)
             self._wake = self._loop.call_at(wake_at, self._woken, wake_at)
@@ -301,12 +301,12 @@ class Dispatcher:
         """Start everything that may go now; return when to look again at the latest."""
         if self._arrived:
             self._arrange(now)
-        for job, lane, hedge in self._planner.placements(now, in_flight=lambda: self._in_flight):
-            self._start(job, lane, now, hedge=hedge)
+        for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: self._in_flight):
+            self._start(job, upstream, now, hedge=hedge)
         if self._oversize.queue_next(now):
             self._ask_for_pump()
         if self._retry_policy.undecided:
-            self._retry_policy.undecided.decide(lanes_live=False)
+            self._retry_policy.undecided.decide(others_live=False)
         return min(self._planner.wake_at, self._oversize.next_due_at(now), self._slices.advance(now))
 
     def _place_plainly(self, now: float) -> float:
@@ -316,11 +316,11 @@ class Dispatcher:
                 continue
             try:
                 for name in sorted(job.eligible(now)):
-                    lane = self._lanes[name]
-                    if not lane.misfit(job.request) and lane.wait_s(lane.tokens(job.request), now) <= 0:
+                    upstream = self._upstreams[name]
+                    if not upstream.misfit(job.request) and upstream.wait_s(upstream.tokens(job.request), now) <= 0:
                         self._planner.queue.discard(job)
                         self._oversize.discard(job)
-                        self._start(job, lane, now, hedge=False)
+                        self._start(job, upstream, now, hedge=False)
                         break
                 else:
                     if not job.entry and job not in self._oversize and job.rest_timer is None:
@@ -348,8 +348,8 @@ class Dispatcher:
         """
         now = self._loop.time()
         if now - due_at > STALL_S:
-            for lane in self._lanes.values():
-                lane.excuse(since=due_at, now=now)
+            for upstream in self._upstreams.values():
+                upstream.excuse(since=due_at, now=now)
             self._wake = self._loop.call_later(SHORTEST_WAKE_S, self._ask_for_pump)
         else:
             self._ask_for_pump()
@@ -377,10 +377,10 @@ class Dispatcher:
 
     # Attempts
 
-    def _start_beside(self, job: Job, lane: Lane, now: float) -> None:
-        self._start(job, lane, now, hedge=False, beside=True)
+    def _start_beside(self, job: Job, upstream: Upstream, now: float) -> None:
+        self._start(job, upstream, now, hedge=False, beside=True)
 
-    def _start(self, job: Job, lane: Lane, now: float, *, hedge: bool, beside: bool = False) -> None:
+    def _start(self, job: Job, upstream: Upstream, now: float, *, hedge: bool, beside: bool = False) -> None:
         if job.ended:
             return
         if job.attempts:
@@ -396,23 +396,25 @@ class Dispatcher:
             job.rest_timer.cancel()
         attempt = Attempt(
             job,
-            lane,
+            upstream,
             job.request,
-            lane.reserve(job.request, now, beside=beside),
+            upstream.reserve(job.request, now, beside=beside),
             now,
-            expected_s=self._planner.forecast.expected_s(lane, job.size),
-            probe=not lane.breaker.closed,
+            expected_s=self._planner.forecast.expected_s(upstream, job.size),
+            probe=not upstream.breaker.closed,
             hedge=hedge,
-            young=not lane.speed.settled,
+            young=not upstream.speed.settled,
             number=job.attempts,
         )
         job.attempts += 1
-        job.last_source = lane.name
+        job.last_source = upstream.name
         job.live.append(attempt)
         self._in_flight += 1
-        lane.started(attempt)
+        upstream.started(attempt)
         self._observers.emit(
-            AttemptStarted(now, job.sequence, attempt.number, job.call.name, lane.name, hedge, lane.quota.in_flight)
+            AttemptStarted(
+                now, job.sequence, attempt.number, job.call.name, upstream.name, hedge, upstream.quota.in_flight
+            )
         )
         task = attempt.start(self._loop, self._attempt_ended)
         self._ending[task] = attempt
@@ -438,7 +440,7 @@ class Dispatcher:
             attempt, "cancelled" if task.cancelled() else TransientError("it broke the scheduler"), now
         )
         if not task.cancelled() and task.exception() is not None:
-            _log.error("an attempt at %s broke the dispatcher", attempt.lane.name, exc_info=task.exception())
+            _log.error("an attempt at %s broke the dispatcher", attempt.upstream.name, exc_info=task.exception())
             self.fail(attempt.job, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
         try:
             if task.cancelled() and not attempt.called_off:
@@ -453,22 +455,23 @@ class Dispatcher:
         """Fail a job whose deadline has come."""
         if job.ended or self._retry_policy.undecided.settle(job):
             return
-        asked = " and ".join(attempt.lane.name for attempt in job.live)
+        asked = " and ".join(attempt.upstream.name for attempt in job.live)
         now = self._loop.time()
         detail = job.last_problem or (f"{asked} had not answered" if asked else self._why_none_took(job, now))
         waited = now - job.submitted_at
         self.fail(job, "deadline", f"no answer within {waited:.1f} s: {detail}")
 
     def _why_none_took(self, job: Job, now: float) -> str:
-        troubles = filter(None, (self._lanes[name].trouble(now) for name in job.call.sources))
+        troubles = filter(None, (self._upstreams[name].trouble(now) for name in job.call.sources))
         return "; ".join(["no source could take it in time", *troubles])
 
     def _why_no_source(self, job: Job) -> str:
         if job.last_problem:
             return job.last_problem
-        barred = [self._lanes[name] for name in job.barred]
+        barred = [self._upstreams[name] for name in job.barred]
         reasons = [
-            f"{lane.name}: {lane.health.unusable or lane.misfit(job.request) or 'it cannot take it'}" for lane in barred
+            f"{upstream.name}: {upstream.health.unusable or upstream.misfit(job.request) or 'it cannot take it'}"
+            for upstream in barred
         ]
         return "no source can take it (" + "; ".join(sorted(reasons)) + ")"
 

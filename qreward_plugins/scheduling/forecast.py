@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from .attempts import Attempt
 from .jobs import Job
-from .lane import Lane
 from .queue import ReadyQueue
+from .upstream import Upstream
 
 FIRST_GUESS_S = 3.0
 """Latency to expect where no source has answered anything yet."""
@@ -37,16 +37,16 @@ _HORIZON_S = 5000.0
 
 
 class Forecast:
-    """Expected latencies and ends, over all lanes of one event loop. Times are seconds of its clock."""
+    """Expected latencies and ends, over all upstreams of one event loop. Times are seconds of its clock."""
 
-    def __init__(self, lanes: Mapping[str, Lane], queue: ReadyQueue, *, thrifty: bool = False) -> None:
-        self._lanes = lanes
+    def __init__(self, upstreams: Mapping[str, Upstream], queue: ReadyQueue, *, thrifty: bool = False) -> None:
+        self._upstreams = upstreams
         self._queue = queue
         self._thrifty = thrifty
         self._spared: set[str] = set()
-        self.tail = next(iter(lanes.values())).silence.tail
-        for lane in lanes.values():
-            lane.silence.tail = self.tail
+        self.tail = next(iter(upstreams.values())).silence.tail
+        for upstream in upstreams.values():
+            upstream.silence.tail = self.tail
         self._ends: dict[str, float] = {}
         self._made_at = -math.inf
         self._made_for = -1
@@ -54,53 +54,53 @@ class Forecast:
         self._pressed_at = -math.inf
         self._pressed_for = -1
 
-    def expected_s(self, lane: Lane, size: float) -> float:
-        """Latency to expect of a request of `size` bytes at `lane`; where it never answered, what others take."""
-        if lane.speed.known:
-            return lane.speed.expected_s(size)
-        known = [other.speed.expected_s(size) for other in self._lanes.values() if other.speed.known]
+    def expected_s(self, upstream: Upstream, size: float) -> float:
+        """Latency to expect of a request of `size` bytes at `upstream`; where it never answered, what others take."""
+        if upstream.speed.known:
+            return upstream.speed.expected_s(size)
+        known = [other.speed.expected_s(size) for other in self._upstreams.values() if other.speed.known]
         return sum(known) / len(known) if known else FIRST_GUESS_S
 
     def update(self, attempt: Attempt) -> None:
         """Correct what was expected of an attempt that started when little was known of its source."""
         if attempt.young:
-            attempt.expected_s = self.expected_s(attempt.lane, attempt.job.size)
+            attempt.expected_s = self.expected_s(attempt.upstream, attempt.job.size)
 
     @property
     def guesses(self) -> bool:
         """Whether no source has answered yet, so that every expected latency is a guess."""
-        return not any(lane.speed.known for lane in self._lanes.values())
+        return not any(upstream.speed.known for upstream in self._upstreams.values())
 
-    def wait_s(self, lane: Lane, job: Job, now: float) -> float:
-        """How long `job` would have to wait for `lane`, roughly where it depends on what ends first."""
-        if lane.health.unusable:
+    def wait_s(self, upstream: Upstream, job: Job, now: float) -> float:
+        """How long `job` would have to wait for `upstream`, roughly where it depends on what ends first."""
+        if upstream.health.unusable:
             return math.inf
-        if lane.health.looks_dead(now):
+        if upstream.health.looks_dead(now):
             return DEAD_WAIT_S
-        wait = lane.wait_s(lane.tokens(job.request), now)
+        wait = upstream.wait_s(upstream.tokens(job.request), now)
         if wait < math.inf:
             return max(0.0, wait)
-        if not lane.breaker.closed:
+        if not upstream.breaker.closed:
             return RESTING_WAIT_S
-        left_s = [self.left_s(attempt, now) for attempt in itertools.islice(lane.live, _LOOKED_AT)]
+        left_s = [self.left_s(attempt, now) for attempt in itertools.islice(upstream.live, _LOOKED_AT)]
         mean_left_s = sum(left_s) / len(left_s) if left_s else FIRST_GUESS_S
-        return mean_left_s / max(1, lane.quota.in_flight)
+        return mean_left_s / max(1, upstream.quota.in_flight)
 
     def left_s(self, attempt: Attempt, now: float) -> float:
         """How much longer `attempt` will take, by its age."""
         return attempt.expected_s * self.tail.residual(attempt.age(now))
 
-    def end(self, lane: Lane, now: float) -> float:
-        """When everything will be done that is queued for `lane` and for the lanes that share its work."""
+    def end(self, upstream: Upstream, now: float) -> float:
+        """When everything will be done that is queued for `upstream` and for the upstreams that share its work."""
         self._refresh(now)
-        return self._ends.get(lane.name, now)
+        return self._ends.get(upstream.name, now)
 
-    def spared(self, lane: Lane, now: float) -> bool:
-        """Whether nothing need be sent to `lane`, because cheaper sources end everything early enough."""
+    def spared(self, upstream: Upstream, now: float) -> bool:
+        """Whether nothing need be sent to `upstream`, because cheaper sources end everything early enough."""
         if not self._thrifty:
             return False
         self._refresh(now)
-        return lane.name in self._spared
+        return upstream.name in self._spared
 
     def attempt_ended(self) -> None:
         """Note that an attempt has ended. Which sources are spared is looked at again then: its job may have to go to
@@ -122,14 +122,14 @@ class Forecast:
         mean_size = self._queue.total_size / max(1, len(self._queue))
         levels = list(self._queue.levels())
         for names, _ in _groups(level.eligible for level in levels):
-            lanes = [lane for name, lane in self._lanes.items() if name in names and lane.up(now)]
+            upstreams = [upstream for name, upstream in self._upstreams.items() if name in names and upstream.up(now)]
             waiting = 0
             for priority, same in itertools.groupby(levels, key=lambda level: level.priority):
                 mine = [level for level in same if not names.isdisjoint(level.eligible)]
                 waiting += sum(level.jobs for level in mine)
                 due_at = min((level.due_at for level in mine), default=math.inf)
                 if due_at < math.inf:
-                    end = self._end_of(lanes, waiting, mean_size, now)
+                    end = self._end_of(upstreams, waiting, mean_size, now)
                     if now + PRESSED * (end - now) > due_at:
                         yield from ((name, priority) for name in names)
 
@@ -142,68 +142,69 @@ class Forecast:
             self._ends = {name: end for names, end in self._forecasts(now) for name in names}
 
     def _forecasts(self, now: float) -> Iterable[tuple[set[str], float]]:
-        """Each set of lanes that share work, directly or over others, with the end of what waits for them."""
+        """Each set of upstreams that share work, directly or over others, with the end of what waits for them."""
         waiting_for: dict[frozenset[str], int] = {}
         for eligible, jobs in self._queue.eligible_sets():
             waiting_for[eligible] = waiting_for.get(eligible, 0) + jobs
         mean_size = self._queue.total_size / max(1, len(self._queue))
         for names, members in _groups(waiting_for):
             waiting = sum(waiting_for[eligible] for eligible in members)
-            lanes = [lane for name, lane in self._lanes.items() if name in names and lane.up(now)]
+            upstreams = [upstream for name, upstream in self._upstreams.items() if name in names and upstream.up(now)]
             if self._thrifty:
-                needed = self._needed(lanes, members, waiting, mean_size, now)
-                self._spared.update(lane.name for lane in lanes if lane not in needed)
-                lanes = needed
-            yield names, self._end_of(lanes, waiting, mean_size, now)
+                needed = self._needed(upstreams, members, waiting, mean_size, now)
+                self._spared.update(upstream.name for upstream in upstreams if upstream not in needed)
+                upstreams = needed
+            yield names, self._end_of(upstreams, waiting, mean_size, now)
 
     def _needed(
-        self, lanes: list[Lane], members: list[frozenset[str]], waiting: int, mean_size: float, now: float
-    ) -> list[Lane]:
-        """Those of `lanes` that have to be used, if they are to cost as little as the deadlines of what waits permit:
-        for each set of sources that jobs may go to, the cheapest that together would end everything in time.
+        self, upstreams: list[Upstream], members: list[frozenset[str]], waiting: int, mean_size: float, now: float
+    ) -> list[Upstream]:
+        """Those of `upstreams` that have to be used, if they are to cost as little as the deadlines of what waits
+        permit: for each set of sources that jobs may go to, the cheapest that together would end everything in time.
         """
         needed: dict[str, None] = {}
         for eligible in members:
-            able = [lane for lane in lanes if lane.name in eligible]
-            needed.update(dict.fromkeys(lane.name for lane in self._cheapest(able, waiting, mean_size, now)))
-        return [lane for lane in lanes if lane.name in needed]
+            able = [upstream for upstream in upstreams if upstream.name in eligible]
+            needed.update(dict.fromkeys(upstream.name for upstream in self._cheapest(able, waiting, mean_size, now)))
+        return [upstream for upstream in upstreams if upstream.name in needed]
 
-    def _cheapest(self, lanes: list[Lane], waiting: int, mean_size: float, now: float) -> list[Lane]:
-        """The cheapest of `lanes` that together end what waits within half of the time that its deadlines leave."""
-        heads = [head for lane in lanes if (head := self._queue.first(lane.name)) is not None]
+    def _cheapest(self, upstreams: list[Upstream], waiting: int, mean_size: float, now: float) -> list[Upstream]:
+        """The cheapest of `upstreams` that together end what waits within half of the time that its deadlines leave."""
+        heads = [head for upstream in upstreams if (head := self._queue.first(upstream.name)) is not None]
         if not heads:
-            return lanes
+            return upstreams
         request = heads[0].request
-        by_cost = sorted(lanes, key=lambda lane: lane.expected_cost(request))
+        by_cost = sorted(upstreams, key=lambda upstream: upstream.expected_cost(request))
         due_at = now + THRIFTY_PART * (min(head.deadline_at for head in heads) - now)
         for count in range(1, len(by_cost)):
             if self._end_of(by_cost[:count], waiting, mean_size, now) <= due_at:
                 return by_cost[:count]
-        return lanes
+        return upstreams
 
-    def _end_of(self, lanes: list[Lane], waiting: int, mean_size: float, now: float) -> float:
-        if not lanes:
+    def _end_of(self, upstreams: list[Upstream], waiting: int, mean_size: float, now: float) -> float:
+        if not upstreams:
             return now
         earliest = now
-        each_s = [self.expected_s(lane, mean_size) for lane in lanes]
+        each_s = [self.expected_s(upstream, mean_size) for upstream in upstreams]
         if waiting < 400:
-            ends = (attempt.started_at + attempt.expected_s for lane in lanes for attempt in lane.live)
+            ends = (attempt.started_at + attempt.expected_s for upstream in upstreams for attempt in upstream.live)
             earliest = max((end for end in ends if now < end < math.inf), default=now)
-        largest = self._largest(lanes)
+        largest = self._largest(upstreams)
         if largest is not None:
             size = largest.size
             earliest = max(
                 earliest,
-                now + min(self.wait_s(lane, largest, now) + self.expected_s(lane, size) for lane in lanes),
+                now
+                + min(self.wait_s(upstream, largest, now) + self.expected_s(upstream, size) for upstream in upstreams),
             )
-        tokens = [lane.tokens_of(mean_size) for lane in lanes]
+        tokens = [upstream.tokens_of(mean_size) for upstream in upstreams]
 
         def done_by(end: float) -> float:
             done = 0.0
-            for lane, takes_s, each in zip(lanes, each_s, tokens, strict=True):
-                by_work = lane.quota.concurrency * (end - now) / takes_s - 0.5 * lane.quota.in_flight
+            for upstream, takes_s, each in zip(upstreams, each_s, tokens, strict=True):
+                by_work = upstream.quota.concurrency * (end - now) / takes_s - 0.5 * upstream.quota.in_flight
                 last_start = end - takes_s
-                by_quota = lane.quota.capacity(last_start, each, now) if last_start >= now else 0.0
+                by_quota = upstream.quota.capacity(last_start, each, now) if last_start >= now else 0.0
                 done += max(0.0, min(by_work, by_quota))
             return done
 
@@ -218,10 +219,10 @@ class Forecast:
                 low = middle
         return max(high, earliest)
 
-    def _largest(self, lanes: list[Lane]) -> Job | None:
+    def _largest(self, upstreams: list[Upstream]) -> Job | None:
         best: Job | None = None
-        for lane in lanes:
-            job = self._queue.largest_within(lane.name, math.inf)
+        for upstream in upstreams:
+            job = self._queue.largest_within(upstream.name, math.inf)
             if job is not None and (best is None or job.size > best.size):
                 best = job
         return best

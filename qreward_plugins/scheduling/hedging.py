@@ -24,10 +24,10 @@ from collections.abc import Callable, Iterator, Mapping
 from .attempts import Attempt
 from .forecast import Forecast
 from .jobs import Job
-from .lane import Lane
 from .queue import ReadyQueue
 from .retry_policy import GIVE_UP_AFTER_S
 from .silence import SHORTEST_S as SHORTEST_SILENCE_S
+from .upstream import Upstream
 
 SOFT_AT = 0.5
 """Age, as a multiple of the expected latency, from which an attempt may be hedged when a source is idle."""
@@ -66,7 +66,7 @@ class Hedges:
 
     def __init__(
         self,
-        lanes: Mapping[str, Lane],
+        upstreams: Mapping[str, Upstream],
         queue: ReadyQueue,
         forecast: Forecast,
         *,
@@ -74,7 +74,7 @@ class Hedges:
         eager: bool = True,
         on_older: Callable[[Attempt, float], None],
     ) -> None:
-        self._lanes = lanes
+        self._upstreams = upstreams
         self._queue = queue
         self._forecast = forecast
         self._budget = budget
@@ -123,7 +123,7 @@ class Hedges:
             self._on_older(attempt, now)
         self.wake_at = self._coming[0][0] if self._coming else math.inf
 
-    def choose(self, now: float, *, drained: bool) -> Iterator[tuple[Job, Lane]]:
+    def choose(self, now: float, *, drained: bool) -> Iterator[tuple[Job, Upstream]]:
         """The hedges to start now. `drained`: no source that is free has anything else to do."""
         if not self._budget or self._forecast.guesses:
             return
@@ -134,7 +134,9 @@ class Hedges:
         self._looked_at[drained] = now
         ranked = [
             (-max(attempt.started_at + 6 * attempt.expected_s, now + 2 * attempt.expected_s), number, attempt)
-            for number, attempt in enumerate(attempt for lane in self._lanes.values() for attempt in lane.live)
+            for number, attempt in enumerate(
+                attempt for upstream in self._upstreams.values() for attempt in upstream.live
+            )
             if now - attempt.started_at >= LEAST_AGE_S
             and ((drained and attempt.job.batch.quiet(now)) or attempt.overdue or (self._eager and attempt.late))
             and not attempt.result
@@ -143,60 +145,60 @@ class Hedges:
         ]
         for _, _, attempt in sorted(ranked):
             job = attempt.job
-            lane = self._lane_for(attempt, now, drained=drained) if job.hedgeable else None
-            if lane is not None:
+            upstream = self._upstream_for(attempt, now, drained=drained) if job.hedgeable else None
+            if upstream is not None:
                 job.hedges += 1
                 job.batch.hedges += 1
-                yield job, lane
+                yield job, upstream
 
-    def _lane_for(self, attempt: Attempt, now: float, *, drained: bool) -> Lane | None:
+    def _upstream_for(self, attempt: Attempt, now: float, *, drained: bool) -> Upstream | None:
         job, batch = attempt.job, attempt.job.batch
         age, expected_s = attempt.age(now), attempt.expected_s
         part = 1.0 if attempt.overdue else EARLY_PART
         if batch.hedges + 1 > max(LEAST_HEDGES, part * self._budget * batch.jobs):
             return None
         left_s = self._forecast.left_s(attempt, now)
-        others_end = math.inf if drained else self._forecast.end(attempt.lane, now)
+        others_end = math.inf if drained else self._forecast.end(attempt.upstream, now)
         if not drained and now + left_s < others_end:
             return None
-        lane, takes_s = self._quickest(job, now)
-        if lane is None:
+        upstream, takes_s = self._quickest(job, now)
+        if upstream is None:
             return None
         if not drained and not attempt.overdue and now + WORTH * takes_s < others_end:
             # There is time to see whether it ends by itself; now it would take what the others need.
             return None
         if WORTH * takes_s <= left_s and all(self._forecast.left_s(other, now) > takes_s for other in job.live):
-            return lane
+            return upstream
         if not drained or age < SOFT_AT or takes_s > SOFT_WITHIN * expected_s or len(job.live) > 1:
             return None
         if batch.soft_hedges + 1 > max(LEAST_SOFT_HEDGES, SOFT_PART * self._budget * batch.jobs):
             return None
         batch.soft_hedges += 1
-        return lane
+        return upstream
 
-    def _quickest(self, job: Job, now: float) -> tuple[Lane | None, float]:
+    def _quickest(self, job: Job, now: float) -> tuple[Upstream | None, float]:
         """The source that would answer `job` soonest of those that are not asked already, and in how many seconds.
 
         A source that keeps an attempt far too long may be asked again, if it answers others: what hangs is the attempt.
         None: no source can send it now, or one that cannot would still answer sooner than those that can.
         """
-        asked = {attempt.lane.name for attempt in job.live if not attempt.overdue}
+        asked = {attempt.upstream.name for attempt in job.live if not attempt.overdue}
         best, best_s, starts_in_s = None, math.inf, 0.0
         for name in sorted(job.eligible(now) - asked):
-            lane = self._lanes[name]
+            upstream = self._upstreams[name]
             if (
-                lane.health.unusable
-                or lane.health.looks_dead(now)
-                or (not lane.breaker.closed and job.probes_left <= 0)
+                upstream.health.unusable
+                or upstream.health.looks_dead(now)
+                or (not upstream.breaker.closed and job.probes_left <= 0)
             ):
                 continue
-            if lane.local and any(attempt.lane is lane for attempt in job.live):
+            if upstream.local and any(attempt.upstream is upstream for attempt in job.live):
                 # What hangs in a function hangs there again, and would hold two of its workers.
                 continue
-            wait_s = self._forecast.wait_s(lane, job, now)
-            takes_s = wait_s + self._forecast.expected_s(lane, job.size)
+            wait_s = self._forecast.wait_s(upstream, job, now)
+            takes_s = wait_s + self._forecast.expected_s(upstream, job.size)
             if takes_s < best_s:
-                best, best_s, starts_in_s = lane, takes_s, wait_s
+                best, best_s, starts_in_s = upstream, takes_s, wait_s
         if best is not None and best.wait_s(best.tokens(job.request), now) > 0:
             self.wake_at = min(self.wake_at, now + max(starts_in_s, _EVERY_S))
             return None, math.inf

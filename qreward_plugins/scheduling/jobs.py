@@ -181,9 +181,9 @@ class Job:
 
     def answer(self, attempt: Attempt, now: float) -> Answer[Any]:
         """The answer that `attempt` gave."""
-        reply, lane = attempt.reply, attempt.lane
-        model = (reply.model if reply is not None else "") or lane.source.model
-        return Answer(attempt.value, lane.name, model, self.spent(now), attempt.service_s)
+        reply, upstream = attempt.reply, attempt.upstream
+        model = (reply.model if reply is not None else "") or upstream.source.model
+        return Answer(attempt.value, upstream.name, model, self.spent(now), attempt.service_s)
 
     def unanswered(self, reason: str, detail: str, now: float, *, invalid: bool = False) -> Unanswered:
         """The failure of this job."""

@@ -10,8 +10,8 @@ import math
 from collections.abc import Mapping
 
 from .jobs import Job
-from .lane import Lane
 from .queue import ReadyQueue
+from .upstream import Upstream
 
 PATIENCE = 0.5
 """Part of the time to its deadline after which an oversize job goes before the others."""
@@ -22,8 +22,8 @@ WINDOWS_BEFORE_DEADLINE = 3
 class Oversize:
     """The oversize jobs of an event loop. Times are seconds of its clock."""
 
-    def __init__(self, lanes: Mapping[str, Lane], queue: ReadyQueue) -> None:
-        self._lanes = lanes
+    def __init__(self, upstreams: Mapping[str, Upstream], queue: ReadyQueue) -> None:
+        self._upstreams = upstreams
         self._queue = queue
         self._jobs: dict[Job, None] = {}
 
@@ -55,6 +55,6 @@ class Oversize:
         return min((due_at for job in self._jobs if (due_at := self._due_at(job)) > now), default=math.inf)
 
     def _due_at(self, job: Job) -> float:
-        windows_s = max((self._lanes[name].quota.per_window()[1] for name in job.call.sources), default=0.0)
+        windows_s = max((self._upstreams[name].quota.per_window()[1] for name in job.call.sources), default=0.0)
         half = job.submitted_at + PATIENCE * (job.deadline_at - job.submitted_at)
         return max(job.submitted_at, min(half, job.deadline_at - WINDOWS_BEFORE_DEADLINE * windows_s))

@@ -23,11 +23,11 @@ from .attempts import Attempt
 from .forecast import Forecast
 from .hedging import Hedges
 from .jobs import Job
-from .lane import Lane
 from .order import windows_order
 from .probing import Probing
 from .queue import ReadyQueue
 from .strategies import strategy
+from .upstream import Upstream
 
 NEARLY_FASTEST = 1.5
 """A source within this factor of the fastest takes whatever comes next."""
@@ -45,7 +45,7 @@ class Placement(NamedTuple):
     """A job to be sent to a source now."""
 
     job: Job
-    lane: Lane
+    upstream: Upstream
     hedge: bool
 
 
@@ -57,23 +57,23 @@ class Planner:
 
     def __init__(
         self,
-        lanes: Mapping[str, Lane],
+        upstreams: Mapping[str, Upstream],
         settings: Scheduling,
         *,
         on_misfit: Callable[[Job], None],
         on_older: Callable[[Attempt, float], None],
         on_lost: Callable[[Attempt, float], None] = lambda attempt, now: None,
     ) -> None:
-        self._lanes = lanes
+        self._upstreams = upstreams
         self._on_misfit = on_misfit
         self._choose = strategy(settings.strategy)
         self.queue = ReadyQueue()
-        self._probing = Probing(lanes, self.queue, on_lost=on_lost)
+        self._probing = Probing(upstreams, self.queue, on_lost=on_lost)
         self._thrifty = settings.prefer == "cost"
-        self.forecast = Forecast(lanes, self.queue, thrifty=self._thrifty)
+        self.forecast = Forecast(upstreams, self.queue, thrifty=self._thrifty)
         budget = settings.hedge_budget if settings.hedge else 0.0
         self._hedges = Hedges(
-            lanes, self.queue, self.forecast, budget=budget, eager=not self._thrifty, on_older=on_older
+            upstreams, self.queue, self.forecast, budget=budget, eager=not self._thrifty, on_older=on_older
         )
         self.wake_at = math.inf
         """When to ask again at the latest, unless something happens before."""
@@ -90,18 +90,18 @@ class Planner:
             for job in jobs:
                 job.batch.planned = True
 
-    def waiting(self, lane: Lane) -> tuple[int, float, float]:
+    def waiting(self, upstream: Upstream) -> tuple[int, float, float]:
         """What waits for a source: how many requests, their tokens together, about, and those of the first at most."""
-        count = sum(live for eligible, live in self.queue.eligible_sets() if lane.name in eligible)
-        first = self.queue.first(lane.name) if count else None
+        count = sum(live for eligible, live in self.queue.eligible_sets() if upstream.name in eligible)
+        first = self.queue.first(upstream.name) if count else None
         if first is None:
             return 0, 0.0, 0.0
-        if lane.health.unusable:
+        if upstream.health.unusable:
             # A probe is all that it may be asked.
-            most = float(lane.tokens(first.request))
+            most = float(upstream.tokens(first.request))
             return 1, most, most
-        each, most = lane.tokens_of(self.queue.total_size / len(self.queue)), float(lane.tokens(first.request))
-        most = min(most, lane.quota.most_tokens)  # no more than a whole window can be asked for
+        each, most = upstream.tokens_of(self.queue.total_size / len(self.queue)), float(upstream.tokens(first.request))
+        most = min(most, upstream.quota.most_tokens)  # no more than a whole window can be asked for
         return count, max(count * each, most), most
 
     def started(self, attempt: Attempt) -> None:
@@ -129,180 +129,190 @@ class Planner:
         self.queue.look(now)
         self._probing.look(now)
         self.queue.pressed = self.forecast.pressed(now)
-        holds = {name: lane.hold(now) for name, lane in self._lanes.items()}
+        holds = {name: upstream.hold(now) for name, upstream in self._upstreams.items()}
         if self.queue:
-            for job, lane in self._hedges.choose(now, drained=False):
-                yield Placement(job, lane, True)
-            open_lanes = [
-                lane for name, lane in self._lanes.items() if not holds[name] and not self.forecast.spared(lane, now)
+            for job, upstream in self._hedges.choose(now, drained=False):
+                yield Placement(job, upstream, True)
+            open_upstreams = [
+                upstream
+                for name, upstream in self._upstreams.items()
+                if not holds[name] and not self.forecast.spared(upstream, now)
             ]
-            yield from self._by_finish(open_lanes, now) if self._choose is None else self._by_strategy(open_lanes, now)
+            yield from (
+                self._by_finish(open_upstreams, now) if self._choose is None else self._by_strategy(open_upstreams, now)
+            )
             if self.queue and not in_flight():
                 yield from self._never_idle(now)
         if not self.queue:
-            for job, lane in self._hedges.choose(now, drained=not self._thrifty):
-                yield Placement(job, lane, True)
-        for name, lane in self._lanes.items():
+            for job, upstream in self._hedges.choose(now, drained=not self._thrifty):
+                yield Placement(job, upstream, True)
+        for name, upstream in self._upstreams.items():
             head = self.queue.first(name)
-            if head is not None and not lane.breaker.closed and lane.breaker.wait_s(now) <= 0:
-                head = self._probing.choose(lane, now)
-            tokens = lane.tokens(head.request) if head is not None else 0
-            lane.hold(now, tokens)
+            if head is not None and not upstream.breaker.closed and upstream.breaker.wait_s(now) <= 0:
+                head = self._probing.choose(upstream, now)
+            tokens = upstream.tokens(head.request) if head is not None else 0
+            upstream.hold(now, tokens)
             if head is None:
                 continue
-            if self.forecast.spared(lane, now):
+            if self.forecast.spared(upstream, now):
                 self.wake_at = min(self.wake_at, now + LONGEST_SPARED_S)
-            elif (wait := lane.wait_s(tokens if lane.breaker.wait_s(now) <= 0 else 0, now)) > 0:
+            elif (wait := upstream.wait_s(tokens if upstream.breaker.wait_s(now) <= 0 else 0, now)) > 0:
                 self.wake_at = min(self.wake_at, now + wait)
         self.wake_at = min(self.wake_at, self._hedges.wake_at, self._probing.wake_at)
 
     # Earliest finish
 
-    def _by_finish(self, lanes: list[Lane], now: float) -> Iterator[Placement]:
-        mean_s = {lane.name: self._mean_s(lane) for lane in self._lanes.values()}
-        used = [lane for lane in self._lanes.values() if lane.up(now) and not self.forecast.spared(lane, now)]
-        fastest_s = min((mean_s[lane.name] for lane in used), default=0.0)
-        turns = sorted(lanes, key=lambda lane: mean_s[lane.name])
+    def _by_finish(self, upstreams: list[Upstream], now: float) -> Iterator[Placement]:
+        mean_s = {upstream.name: self._mean_s(upstream) for upstream in self._upstreams.values()}
+        used = [
+            upstream
+            for upstream in self._upstreams.values()
+            if upstream.up(now) and not self.forecast.spared(upstream, now)
+        ]
+        fastest_s = min((mean_s[upstream.name] for upstream in used), default=0.0)
+        turns = sorted(upstreams, key=lambda upstream: mean_s[upstream.name])
         while turns:
             again = []
-            for lane in turns:
-                near = mean_s[lane.name] <= NEARLY_FASTEST * fastest_s
-                job = self._pick(lane, now, near=near)
-                if job is None or not self._fits(job, lane, now):
+            for upstream in turns:
+                near = mean_s[upstream.name] <= NEARLY_FASTEST * fastest_s
+                job = self._pick(upstream, now, near=near)
+                if job is None or not self._fits(job, upstream, now):
                     continue
                 self.queue.discard(job)
-                yield Placement(job, lane, False)
-                if lane.wait_s(0, now) <= 0:
-                    again.append(lane)
+                yield Placement(job, upstream, False)
+                if upstream.wait_s(0, now) <= 0:
+                    again.append(upstream)
             turns = again
 
-    def _pick(self, lane: Lane, now: float, *, near: bool) -> Job | None:
-        head = self._head(lane, now)
-        if lane.set_aside and lane.breaker.closed and head is not None and not head.suspect:
+    def _pick(self, upstream: Upstream, now: float, *, near: bool) -> Job | None:
+        head = self._head(upstream, now)
+        if upstream.set_aside and upstream.breaker.closed and head is not None and not head.suspect:
             # Long ones hung; a short one is likelier to end, and shows what is usual.
-            return self.queue.smallest(lane.name)
-        if head is None or len(self._lanes) == 1 or not lane.breaker.closed:
+            return self.queue.smallest(upstream.name)
+        if head is None or len(self._upstreams) == 1 or not upstream.breaker.closed:
             return head
-        if not lane.speed.known:
+        if not upstream.speed.known:
             # What is not known is tried with what can go wrong least.
-            return self.queue.smallest(lane.name)
+            return self.queue.smallest(upstream.name)
         if near:
             return head
-        pressed = (lane.name, head.rank.priority) in self.queue.pressed
-        if pressed and now + SAFETY * self.forecast.expected_s(lane, head.size) <= head.deadline_at:
+        pressed = (upstream.name, head.rank.priority) in self.queue.pressed
+        if pressed and now + SAFETY * self.forecast.expected_s(upstream, head.size) <= head.deadline_at:
             return head
-        left_s = self.forecast.end(lane, now) - now
-        size = min(lane.speed.size_within(left_s / SAFETY), self._balanced_size(lane, left_s, now))
-        job = head if head.size <= size else self._largest_within(lane, size, head)
+        left_s = self.forecast.end(upstream, now) - now
+        size = min(upstream.speed.size_within(left_s / SAFETY), self._balanced_size(upstream, left_s, now))
+        job = head if head.size <= size else self._largest_within(upstream, size, head)
         if job is not None:
             return job
-        least = self.queue.smallest(lane.name)
-        if least is not None and SAFETY * self.forecast.expected_s(lane, least.size) <= left_s:
+        least = self.queue.smallest(upstream.name)
+        if least is not None and SAFETY * self.forecast.expected_s(upstream, least.size) <= left_s:
             return least
-        if self._finishes_first(lane, head, now):
+        if self._finishes_first(upstream, head, now):
             return head
         self.wake_at = min(self.wake_at, now + LONGEST_IDLE_S)
         return None
 
-    def _head(self, lane: Lane, now: float) -> Job | None:
-        """The first job for `lane`. Where time is short, jobs that no source can end in time go behind the others."""
-        if not lane.breaker.closed:
-            return self._probing.choose(lane, now)
-        while (head := self.queue.first(lane.name)) is not None and self._hopeless(head, lane, now):
+    def _head(self, upstream: Upstream, now: float) -> Job | None:
+        """The first job for `upstream`. Where time is short, jobs that no source can end in time go
+        behind the others.
+        """
+        if not upstream.breaker.closed:
+            return self._probing.choose(upstream, now)
+        while (head := self.queue.first(upstream.name)) is not None and self._hopeless(head, upstream, now):
             self.queue.demote(head)
         return head
 
-    def _hopeless(self, job: Job, lane: Lane, now: float) -> bool:
-        pressed = (lane.name, job.rank.priority) in self.queue.pressed
+    def _hopeless(self, job: Job, upstream: Upstream, now: float) -> bool:
+        pressed = (upstream.name, job.rank.priority) in self.queue.pressed
         if job.hopeless or not pressed or self.forecast.guesses:
             return False
-        able = [self._lanes[name] for name in job.call.sources if name not in job.barred]
+        able = [self._upstreams[name] for name in job.call.sources if name not in job.barred]
         each_s = (self.forecast.expected_s(other, job.size) for other in able if not other.health.unusable)
         left_s, least_s = job.deadline_at - now, min(each_s, default=0.0)
         # The expected latency may be wrong, so a job with a short deadline is not hopeless from the start.
         return left_s < SAFETY * least_s and left_s < now - job.submitted_at
 
-    def _balanced_size(self, lane: Lane, left_s: float, now: float) -> float:
+    def _balanced_size(self, upstream: Upstream, left_s: float, now: float) -> float:
         """The size at which a slow source uses up its requests and its time together in `left_s` seconds.
 
         It works off as much whether it is given few long jobs or many short ones; but short ones end in time more
         surely, and each of them saves a faster source one of its requests.
         """
-        requests = lane.quota.capacity(now + left_s, 0.0, now)
+        requests = upstream.quota.capacity(now + left_s, 0.0, now)
         if requests <= 0 or math.isinf(requests):
             return 0.0
-        return lane.speed.size_within(lane.quota.concurrency * left_s / requests)
+        return upstream.speed.size_within(upstream.quota.concurrency * left_s / requests)
 
-    def _largest_within(self, lane: Lane, size: float, head: Job) -> Job | None:
+    def _largest_within(self, upstream: Upstream, size: float, head: Job) -> Job | None:
         if head.batch.planned:
-            return next((job for job in self.queue.jobs(lane.name) if job.size <= size), None)
-        return self.queue.largest_within(lane.name, size)
+            return next((job for job in self.queue.jobs(upstream.name) if job.size <= size), None)
+        return self.queue.largest_within(upstream.name, size)
 
-    def _finishes_first(self, lane: Lane, job: Job, now: float) -> bool:
-        """Whether no other source would finish `job` before `lane` does."""
+    def _finishes_first(self, upstream: Upstream, job: Job, now: float) -> bool:
+        """Whether no other source would finish `job` before `upstream` does."""
 
-        def takes_s(other: Lane) -> float:
+        def takes_s(other: Upstream) -> float:
             factor = FAILED_HERE if job.failures and job.last_source == other.name else 1.0
             return factor * self.forecast.expected_s(other, job.size)
 
-        here_s = takes_s(lane)
+        here_s = takes_s(upstream)
         for name in job.call.sources:
-            other = self._lanes[name]
-            if other is lane or name in job.barred or self.forecast.spared(other, now):
+            other = self._upstreams[name]
+            if other is upstream or name in job.barred or self.forecast.spared(other, now):
                 continue
             wait_s = max(self.forecast.wait_s(other, job, now), job.rested_at.get(name, now) - now)
             if wait_s + takes_s(other) < here_s:
                 return False
         return True
 
-    def _mean_s(self, lane: Lane) -> float:
-        return self.forecast.expected_s(lane, self.queue.total_size / max(1, len(self.queue)))
+    def _mean_s(self, upstream: Upstream) -> float:
+        return self.forecast.expected_s(upstream, self.queue.total_size / max(1, len(self.queue)))
 
     # Named strategies
 
-    def _by_strategy(self, lanes: list[Lane], now: float) -> Iterator[Placement]:
+    def _by_strategy(self, upstreams: list[Upstream], now: float) -> Iterator[Placement]:
         assert self._choose is not None
-        free = {lane.name: lane for lane in lanes}
+        free = {upstream.name: upstream for upstream in upstreams}
         while free:
             job = self._first_of(free, now)
             if job is None:
                 return
-            candidates = [lane for name, lane in free.items() if name in job.eligible(now)]
-            ready = [lane for lane in candidates if self._fits(job, lane, now)]
+            candidates = [upstream for name, upstream in free.items() if name in job.eligible(now)]
+            ready = [upstream for upstream in candidates if self._fits(job, upstream, now)]
             if ready:
-                lane = self._choose(ready)
+                upstream = self._choose(ready)
                 self.queue.discard(job)
-                yield Placement(job, lane, False)
-                if lane.wait_s(0, now) > 0:
-                    del free[lane.name]
+                yield Placement(job, upstream, False)
+                if upstream.wait_s(0, now) > 0:
+                    del free[upstream.name]
             else:
-                for lane in candidates:
-                    free.pop(lane.name, None)
+                for upstream in candidates:
+                    free.pop(upstream.name, None)
 
     def _first_of(self, names: Collection[str], now: float) -> Job | None:
-        heads = [(name, head) for name in names if (head := self._head(self._lanes[name], now)) is not None]
+        heads = [(name, head) for name in names if (head := self._head(self._upstreams[name], now)) is not None]
         return min(heads, key=lambda item: self.queue.order(item[1], item[0]), default=("", None))[1]
 
     # What holds for both
 
-    def _fits(self, job: Job, lane: Lane, now: float) -> bool:
-        """Whether `lane` may send `job` now. Smaller jobs do not overtake one whose tokens do not fit yet: they would
-        keep it waiting for ever.
+    def _fits(self, job: Job, upstream: Upstream, now: float) -> bool:
+        """Whether `upstream` may send `job` now. Smaller jobs do not overtake one whose tokens do not fit yet:
+        they would keep it waiting for ever.
         """
-        tokens = lane.tokens(job.request)
-        if lane.misfit(job.request):
+        tokens = upstream.tokens(job.request)
+        if upstream.misfit(job.request):
             self._on_misfit(job)
             return False
-        return lane.wait_s(tokens, now) <= 0
+        return upstream.wait_s(tokens, now) <= 0
 
     def _never_idle(self, now: float) -> Iterator[Placement]:
         """One job for any source that can send it, however slow."""
-        for lane in sorted(self._lanes.values(), key=self._mean_s):
-            able = lane.wait_s(0, now) <= 0 and not self.forecast.spared(lane, now)
-            job = self._head(lane, now) if able else None
-            if job is not None and self._fits(job, lane, now):
+        for upstream in sorted(self._upstreams.values(), key=self._mean_s):
+            able = upstream.wait_s(0, now) <= 0 and not self.forecast.spared(upstream, now)
+            job = self._head(upstream, now) if able else None
+            if job is not None and self._fits(job, upstream, now):
                 self.queue.discard(job)
-                yield Placement(job, lane, False)
+                yield Placement(job, upstream, False)
                 return
 
     def _per_window(self, jobs: Sequence[Job], now: float) -> float | None:
@@ -310,22 +320,22 @@ class Planner:
         names = set(jobs[0].call.sources)
         if len(jobs) < 2 or any(set(job.call.sources) != names for job in jobs):
             return None
-        lanes = [self._lanes[name] for name in sorted(names) if self._lanes[name].up(now)]
-        if not lanes:
+        upstreams = [self._upstreams[name] for name in sorted(names) if self._upstreams[name].up(now)]
+        if not upstreams:
             return None
         mean_size = sum(job.size for job in jobs) / len(jobs)
-        each_s = [self.forecast.expected_s(lane, mean_size) for lane in lanes]
+        each_s = [self.forecast.expected_s(upstream, mean_size) for upstream in upstreams]
         declared, possible, slow = 0.0, 0.0, 0.0
-        for lane, takes_s in zip(lanes, each_s, strict=True):
-            requests, window_s = lane.quota.per_window()
-            if math.isinf(requests) or window_s != lanes[0].quota.per_window()[1]:
+        for upstream, takes_s in zip(upstreams, each_s, strict=True):
+            requests, window_s = upstream.quota.per_window()
+            if math.isinf(requests) or window_s != upstreams[0].quota.per_window()[1]:
                 return None
-            tokens = lane.tokens_of(mean_size)
+            tokens = upstream.tokens_of(mean_size)
             declared += requests
             possible += min(
                 requests,
-                lane.quota.tokens_per_window() / tokens if tokens else math.inf,
-                lane.quota.concurrency * window_s / takes_s,
+                upstream.quota.tokens_per_window() / tokens if tokens else math.inf,
+                upstream.quota.concurrency * window_s / takes_s,
             )
             slow += requests if takes_s > 2 * min(each_s) else 0.0
         if slow > 0.1 * declared or declared > 1.25 * possible:

@@ -15,8 +15,8 @@ from collections.abc import Callable, Mapping
 from .attempts import Attempt
 from .breaker import LONGEST_PAUSE_S
 from .jobs import Job
-from .lane import Lane
 from .queue import ReadyQueue
+from .upstream import Upstream
 
 SHORTEST_PACE_S = 0.5
 LONGEST_PACE_S = 10.0
@@ -48,42 +48,43 @@ class Probing:
     """
 
     def __init__(
-        self, lanes: Mapping[str, Lane], queue: ReadyQueue, *, on_lost: Callable[[Attempt, float], None]
+        self, upstreams: Mapping[str, Upstream], queue: ReadyQueue, *, on_lost: Callable[[Attempt, float], None]
     ) -> None:
         self._on_lost = on_lost
         self.wake_at = math.inf
         """Time by which `look` has to be called again."""
-        self._lanes = lanes
+        self._upstreams = upstreams
         self._queue = queue
 
     def look(self, now: float) -> None:
         """Update which open sources are needed and how fast they are probed, and give up overdue probes."""
         self.wake_at = math.inf
-        for lane in self._lanes.values():
-            if lane.breaker.closed:
+        for upstream in self._upstreams.values():
+            if upstream.breaker.closed:
                 continue
-            lane.breaker.needed = any(self._only(lane, job) for job in self._queue.heads(lane.name))
-            if lane.breaker.needed:
-                lane.breaker.pace_s = self._pace_s(lane, now) * _stretch(lane)
-                if lane.quota.in_flight >= lane.quota.concurrency:
-                    self._make_room(lane, now)
+            upstream.breaker.needed = any(self._only(upstream, job) for job in self._queue.heads(upstream.name))
+            if upstream.breaker.needed:
+                upstream.breaker.pace_s = self._pace_s(upstream, now) * _stretch(upstream)
+                if upstream.quota.in_flight >= upstream.quota.concurrency:
+                    self._make_room(upstream, now)
 
-    def _make_room(self, lane: Lane, now: float) -> None:
-        oldest = next((attempt for attempt in lane.live if attempt.superseded and not attempt.rescued), None)
+    def _make_room(self, upstream: Upstream, now: float) -> None:
+        oldest = next((attempt for attempt in upstream.live if attempt.superseded and not attempt.rescued), None)
         if oldest is None:
             return
-        due_at = oldest.started_at + FIRST_ROOM_S * 2.0 ** min(lane.breaker.given_up, 10)
+        due_at = oldest.started_at + FIRST_ROOM_S * 2.0 ** min(upstream.breaker.given_up, 10)
         if due_at <= now:
-            lane.breaker.given_up += 1
+            upstream.breaker.given_up += 1
             self._on_lost(oldest, now)
         else:
             self.wake_at = min(self.wake_at, due_at)
 
-    def choose(self, lane: Lane, now: float) -> Job | None:
-        """The sample that probes `lane`, None if none waits: one that is not suspect and has not failed there if there
-        is one, then the most free tries left, then the shortest. If its tokens do not fit yet, the one that fits first.
+    def choose(self, upstream: Upstream, now: float) -> Job | None:
+        """The sample that probes `upstream`, None if none waits: one that is not suspect and has not failed there, if
+        there is one, then the most free tries left, then the shortest. If its tokens do not fit yet, the one that fits
+        first.
         """
-        failing = lane.breaker.failing
+        failing = upstream.breaker.failing
 
         def turn(job: Job) -> tuple[object, ...]:
             return (
@@ -96,30 +97,32 @@ class Probing:
             )
 
         def wait_s(job: Job) -> float:
-            return lane.quota.wait_s(min(lane.tokens(job.request), lane.quota.most_tokens), now)
+            return upstream.quota.wait_s(min(upstream.tokens(job.request), upstream.quota.most_tokens), now)
 
-        job = min(self._queue.jobs(lane.name), key=turn, default=None)
+        job = min(self._queue.jobs(upstream.name), key=turn, default=None)
         if job is None or wait_s(job) <= 0:
             return job
-        return min(self._queue.jobs(lane.name), key=lambda other: (wait_s(other), *turn(other)))
+        return min(self._queue.jobs(upstream.name), key=lambda other: (wait_s(other), *turn(other)))
 
-    def _only(self, lane: Lane, job: Job) -> bool:
+    def _only(self, upstream: Upstream, job: Job) -> bool:
         """Whether no other source can take `job`."""
-        others = (self._lanes[name] for name in job.call.sources if name != lane.name and name not in job.barred)
+        others = (
+            self._upstreams[name] for name in job.call.sources if name != upstream.name and name not in job.barred
+        )
         return not any(other.breaker.closed and not other.health.unusable for other in others)
 
-    def _pace_s(self, lane: Lane, now: float) -> float:
-        if lane.health.in_doubt:
+    def _pace_s(self, upstream: Upstream, now: float) -> float:
+        if upstream.health.in_doubt:
             return 0.0
-        jobs = list(itertools.islice(self._queue.jobs(lane.name), _LOOKED_AT))
-        if lane.breaker.is_doubted_by_few({job.sequence for job in jobs}):
+        jobs = list(itertools.islice(self._queue.jobs(upstream.name), _LOOKED_AT))
+        if upstream.breaker.is_doubted_by_few({job.sequence for job in jobs}):
             return 0.0
-        rate_per_s = lane.quota.rate_per_s * SHARE_OF_LIMIT
+        rate_per_s = upstream.quota.rate_per_s * SHARE_OF_LIMIT
         least_s = min(max(SHORTEST_PACE_S, 1 / rate_per_s if rate_per_s > 0 else math.inf), LONGEST_PACE_S)
-        growing_s: float = FIRST_PACE_S * 2.0 ** min(lane.breaker.probes, 10)
-        if lane.health.down_for_all:
+        growing_s: float = FIRST_PACE_S * 2.0 ** min(upstream.breaker.probes, 10)
+        if upstream.health.down_for_all:
             return max(least_s, min(growing_s, LONGEST_FREE_PACE_S))
-        if all(job.failed_at < lane.health.answered_at for job in jobs):
+        if all(job.failed_at < upstream.health.answered_at for job in jobs):
             return max(least_s, min(growing_s, LONGEST_PACE_S))
         left = sum(max(0, job.probes_left) for job in jobs)
         left_s = max((job.deadline_at - now for job in jobs), default=0.0)
@@ -130,8 +133,8 @@ class Probing:
         return max(least_s, min(growing_s, left_s / (2 * left), LONGEST_SPARING_PACE_S))
 
 
-def _stretch(lane: Lane) -> float:
+def _stretch(upstream: Upstream) -> float:
     """A factor of the pace that differs from probe to probe, so that probes do not keep step with a source that is up
     and down by turns. Multiples of the golden ratio spread evenly, and are the same for the same schedule.
     """
-    return 1 + STRETCH * (lane.requests * _GOLDEN % 1)
+    return 1 + STRETCH * (upstream.requests * _GOLDEN % 1)

@@ -49,8 +49,8 @@ from ..sources.base import Reply
 from ..spent import NO_USAGE
 from .attempts import Attempt, Ending
 from .jobs import MAX_FAULTS, MAX_RESCUES, MAX_RESTARTS, Job, JobHost
-from .lane import Lane
 from .undecided import Undecided
+from .upstream import Upstream
 
 FIRST_BACKOFF_S = 0.5
 LONGEST_BACKOFF_S = 20.0
@@ -86,7 +86,7 @@ class RetryPolicy:
     def __init__(
         self,
         host: JobHost,
-        lanes: Mapping[str, Lane],
+        upstreams: Mapping[str, Upstream],
         *,
         rng: random.Random,
         max_attempts: int,
@@ -95,65 +95,65 @@ class RetryPolicy:
     ) -> None:
         self._host = host
         self._observers = observers
-        self._lanes = lanes
+        self._upstreams = upstreams
         self._rng = rng
         self._max_attempts = max_attempts
         self.keeps_late = keeps_late
-        self._resting: dict[str, dict[Job, None]] = {name: {} for name in lanes}
-        self.undecided = Undecided(host, lanes)
+        self._resting: dict[str, dict[Job, None]] = {name: {} for name in upstreams}
+        self.undecided = Undecided(host, upstreams)
 
-    def _rest(self, job: Job, lane: Lane, until: float) -> None:
+    def _rest(self, job: Job, upstream: Upstream, until: float) -> None:
         """Keep `job` away from a source that failed it, until `until` or the source's next answer."""
-        job.rested_at[lane.name] = until
-        self._resting[lane.name][job] = None
+        job.rested_at[upstream.name] = until
+        self._resting[upstream.name][job] = None
 
-    def _release(self, lane: Lane) -> None:
+    def _release(self, upstream: Upstream) -> None:
         """Queue the jobs again that avoid the source because it failed them: it has answered."""
-        resting, self._resting[lane.name] = self._resting[lane.name], {}
+        resting, self._resting[upstream.name] = self._resting[upstream.name], {}
         for job in resting:
-            if not job.ended and job.rested_at.pop(lane.name, None) is not None and not job.live:
+            if not job.ended and job.rested_at.pop(upstream.name, None) is not None and not job.live:
                 self._host.enqueue(job)
 
     def older(self, attempt: Attempt, now: float) -> None:
         """Look at an attempt that has grown older: its source may have fallen silent, or it may be hopeless itself."""
-        job, lane = attempt.job, attempt.lane
-        if lane.health.silent(attempt, now) or lane.health.resting_in_silence:
-            self._rescue(lane, now, RESCUE_SILENT_FROM)
+        job, upstream = attempt.job, attempt.upstream
+        if upstream.health.silent(attempt, now) or upstream.health.resting_in_silence:
+            self._rescue(upstream, now, RESCUE_SILENT_FROM)
         if (
             not attempt.rescued
             and not job.ended
-            and not (lane.local or (attempt.probe and not lane.breaker.closed))
-            and lane.speed.known
+            and not (upstream.local or (attempt.probe and not upstream.breaker.closed))
+            and upstream.speed.known
             and attempt.lateness(now) >= GIVE_UP_AT
             and now - attempt.started_at >= GIVE_UP_AFTER_S
             and job.restarts < MAX_RESTARTS
             and len(job.live) == 1
         ):
             job.restarts += 1
-            why = f"{lane.name} took {attempt.lateness(now):.0f} times longer than expected"
+            why = f"{upstream.name} took {attempt.lateness(now):.0f} times longer than expected"
             self._give_up(attempt, now, why, for_age=True)
 
     def set_aside(self, attempt: Attempt, now: float) -> None:
         """End a call of a local function that keeps others waiting; its sample is tried once more, after them."""
         if attempt.result or attempt.rescued or attempt.job.ended:
             return
-        attempt.lane.set_aside += 1
+        attempt.upstream.set_aside += 1
         attempt.rescued = True
         attempt.cancel()
         took_s = now - attempt.sent_at
-        error = SampleFault(f"{attempt.lane.name} had not ended after {took_s:.1f} s, others waited")
+        error = SampleFault(f"{attempt.upstream.name} had not ended after {took_s:.1f} s, others waited")
         self._fault(attempt, error, had_whole_limit=False)
 
     def lost(self, attempt: Attempt, now: float) -> None:
         """Give up an overdue probe that takes the place of the next one."""
         if not attempt.job.ended:
-            self._give_up(attempt, now, f"{attempt.lane.name} did not answer a probe")
+            self._give_up(attempt, now, f"{attempt.upstream.name} did not answer a probe")
 
-    def call_back(self, lane: Lane, *, sent: bool) -> None:
+    def call_back(self, upstream: Upstream, *, sent: bool) -> None:
         """Take back the attempts at a source that have not been sent, and with `sent` the others, too: their jobs wait
         again, and nothing is held against anybody.
         """
-        for attempt in list(lane.live):
+        for attempt in list(upstream.live):
             unsent = attempt.reservation.sent_at == -math.inf
             if (sent or unsent) and not (attempt.result or attempt.rescued or attempt.job.ended):
                 attempt.rescued = True
@@ -169,15 +169,17 @@ class RetryPolicy:
             self._retry(attempt, "it was not sent, because the share of its limits had ended")
         else:
             attempt.result = "failed"
-            self.take(attempt, TransientError(f"the call at {attempt.lane.name} was cancelled by another task"), now)
+            self.take(
+                attempt, TransientError(f"the call at {attempt.upstream.name} was cancelled by another task"), now
+            )
 
-    def _rescue(self, lane: Lane, now: float, from_age: float) -> None:
+    def _rescue(self, upstream: Upstream, now: float, from_age: float) -> None:
         """Give up the older attempts of a source that is given a rest, and let their jobs go elsewhere."""
-        for attempt in list(lane.live):
+        for attempt in list(upstream.live):
             # A probe is given the time to answer: how else could a source prove that it is well, only slower?
-            spared = attempt.probe and not (attempt.superseded and self._alternative(attempt.job, lane))
+            spared = attempt.probe and not (attempt.superseded and self._alternative(attempt.job, upstream))
             if attempt.lateness(now) >= from_age and not spared and not attempt.job.ended:
-                self._give_up(attempt, now, f"{lane.name} fell silent")
+                self._give_up(attempt, now, f"{upstream.name} fell silent")
 
     def _give_up(self, attempt: Attempt, now: float, why: str, *, for_age: bool = False) -> None:
         """End an attempt that might still be answered. That is our choice, so it does not end the sample."""
@@ -195,24 +197,24 @@ class RetryPolicy:
 
     def take(self, attempt: Attempt, ending: Ending, now: float) -> None:
         """Draw the consequences of an attempt's end."""
-        job, lane = attempt.job, attempt.lane
-        lane.heard(now)
-        was_open = not lane.breaker.closed
+        job, upstream = attempt.job, attempt.upstream
+        upstream.heard(now)
+        was_open = not upstream.breaker.closed
         if ending is None or isinstance(ending, InvalidReply):
             reply = attempt.reply or Reply()  # a refusal may come without one
-            cost_usd = lane.answered(attempt, reply, now)
+            cost_usd = upstream.answered(attempt, reply, now)
             job.cost_usd += cost_usd
             if reply.usage is not None:
                 job.usage = reply.usage if job.usage is NO_USAGE else job.usage + reply.usage
             self.tell(attempt, ending, now, cost_usd)
-            alternative = self._alternative(job, lane)
-            lane.health.judged(attempt.result == "valid", now, probe=attempt.decides, alternative=alternative)
-            if was_open and lane.breaker.closed:
-                self._recovered(lane, now - attempt.started_at, now)
-            elif lane.local:
-                self._release(lane)
+            alternative = self._alternative(job, upstream)
+            upstream.health.judged(attempt.result == "valid", now, probe=attempt.decides, alternative=alternative)
+            if was_open and upstream.breaker.closed:
+                self._recovered(upstream, now - attempt.started_at, now)
+            elif upstream.local:
+                self._release(upstream)
             if attempt.result == "valid":
-                self.undecided.decide(lanes_live=True)
+                self.undecided.decide(others_live=True)
         else:
             self.tell(attempt, ending, now)
         late = job.ended
@@ -224,40 +226,42 @@ class RetryPolicy:
             elif self.keeps_late:
                 job.caller.late(answer)
         elif isinstance(ending, Throttled):
-            lane.throttled(ending.retry_after_s, attempt.started_at, now, error=str(ending))
-            lane.breaker.abandoned(probe=attempt.decides)
+            upstream.throttled(ending.retry_after_s, attempt.started_at, now, error=str(ending))
+            upstream.breaker.abandoned(probe=attempt.decides)
             problem = str(ending)
-            if lane.oversize(attempt.request):
+            if upstream.oversize(attempt.request):
                 # It went alone; once more, and everybody else would wait for an empty window again.
-                job.barred.add(lane.name)
-                problem += f" (it went alone, because it may take {lane.tokens(attempt.request):,} tokens)"
+                job.barred.add(upstream.name)
+                problem += f" (it went alone, because it may take {upstream.tokens(attempt.request):,} tokens)"
             job.throttled += 1
-            if job.throttled >= THROTTLED_TO_REST and self._delays_others(job, lane):
+            if job.throttled >= THROTTLED_TO_REST and self._delays_others(job, upstream):
                 # It may be this sample that is throttled, as a request too large for a limit is: the others go first.
-                pause_s = lane.pauses.left_s(now)
-                job.rested_at[lane.name] = now + pause_s + min(max(SHORTEST_THROTTLED_REST_S, pause_s), LONGEST_REST_S)
+                pause_s = upstream.pauses.left_s(now)
+                job.rested_at[upstream.name] = (
+                    now + pause_s + min(max(SHORTEST_THROTTLED_REST_S, pause_s), LONGEST_REST_S)
+                )
             if not gone:
                 self._retry(attempt, problem)
         elif isinstance(ending, PermanentError):
             self._permanent(attempt, ending, now, gone=gone)
         elif gone:
-            lane.breaker.abandoned(probe=attempt.decides)
+            upstream.breaker.abandoned(probe=attempt.decides)
         elif isinstance(ending, InvalidReply):
             self._invalid(attempt, ending, now)
         elif isinstance(ending, SampleFault):
-            lane.breaker.abandoned(probe=attempt.probe)
+            upstream.breaker.abandoned(probe=attempt.probe)
             self._fault(attempt, ending, had_whole_limit=ending.reason == "hung")
-        elif lane.local and not isinstance(ending, NotStarted):
-            lane.breaker.abandoned(probe=attempt.probe)
+        elif upstream.local and not isinstance(ending, NotStarted):
+            upstream.breaker.abandoned(probe=attempt.probe)
             self._raised(attempt, ending, now)
         else:
             if attempt.timed_out:
-                lane.quota.timed_out(now, sent_at=attempt.started_at)
-            if lane.health.failed(now, probe=attempt.decides, sample=job.sequence, error=str(ending)):
-                self._rescue(lane, now, RESCUE_FAILING_FROM)
+                upstream.quota.timed_out(now, sent_at=attempt.started_at)
+            if upstream.health.failed(now, probe=attempt.decides, sample=job.sequence, error=str(ending)):
+                self._rescue(upstream, now, RESCUE_FAILING_FROM)
             # A job that failed in the rescue may have been the last that its batch waited for, which ended this one.
             if not job.ended:
-                excused = lane.health.excuses(attempt)
+                excused = upstream.health.excuses(attempt)
                 # Its next try may take a place for as long again: only when no other sample needs it.
                 job.suspect = job.suspect or (attempt.timed_out and not excused)
                 self._transient(attempt, ending, now, excused=excused)
@@ -274,7 +278,7 @@ class RetryPolicy:
                 job.sequence,
                 attempt.number,
                 job.call.name,
-                attempt.lane.name,
+                attempt.upstream.name,
                 _result(ending),
                 now - attempt.started_at,
                 reply.usage if reply is not None and reply.usage is not None else NO_USAGE,
@@ -285,36 +289,38 @@ class RetryPolicy:
             )
         )
 
-    def _delays_others(self, job: Job, lane: Lane) -> bool:
-        """Whether others wait for `lane` that were throttled less often than `job`."""
-        others = (other for other in self._host.waiting_jobs() if other is not job and lane.name in other.call.sources)
+    def _delays_others(self, job: Job, upstream: Upstream) -> bool:
+        """Whether others wait for `upstream` that were throttled less often than `job`."""
+        others = (
+            other for other in self._host.waiting_jobs() if other is not job and upstream.name in other.call.sources
+        )
         return any(other.throttled < job.throttled for other in others)
 
-    def _recovered(self, lane: Lane, took_s: float, now: float) -> None:
+    def _recovered(self, upstream: Upstream, took_s: float, now: float) -> None:
         """Use a source that is well again at once. The probe that it answered took `took_s`; those that it should have
         answered by now are lost.
         """
-        self._release(lane)
-        for attempt in list(lane.live):
+        self._release(upstream)
+        for attempt in list(upstream.live):
             lost = attempt.superseded and now - attempt.started_at > LOST_AT * took_s
             if lost and not attempt.job.ended:
-                self._give_up(attempt, now, f"{lane.name} was down when it was sent")
+                self._give_up(attempt, now, f"{upstream.name} was down when it was sent")
 
-    def _alternative(self, job: Job, lane: Lane, *, untried: bool = False) -> bool:
+    def _alternative(self, job: Job, upstream: Upstream, *, untried: bool = False) -> bool:
         """Whether another source could serve `job` that does not answer with garbage; `untried`: nor did so to it."""
-        without = job.barred | {lane.name} | (job.invalid_at if untried else set())
-        others = (self._lanes[name] for name in job.call.sources if name not in without)
+        without = job.barred | {upstream.name} | (job.invalid_at if untried else set())
+        others = (self._upstreams[name] for name in job.call.sources if name not in without)
         return any(not other.health.unusable and other.breaker.closed and not other.health.garbled for other in others)
 
     def _invalid(self, attempt: Attempt, error: InvalidReply, now: float) -> None:
-        job, lane = attempt.job, attempt.lane
+        job, upstream = attempt.job, attempt.upstream
         job.invalid += 1
-        job.invalid_at.add(lane.name)
+        job.invalid_at.add(upstream.name)
         if job.invalid <= job.call.invalid_retries:
-            others = set(job.call.sources) - job.barred - {lane.name}
+            others = set(job.call.sources) - job.barred - {upstream.name}
             # Another source first, but not for longer than it might take: the others may be out of quota for minutes.
-            rest_s = max(SHORTEST_INVALID_REST_S, 2 * lane.speed.expected_s(job.size)) if others else 0.0
-            job.rested_at[lane.name] = now + rest_s
+            rest_s = max(SHORTEST_INVALID_REST_S, 2 * upstream.speed.expected_s(job.size)) if others else 0.0
+            job.rested_at[upstream.name] = now + rest_s
             self.keep_away(job, now)
             self._retry(attempt, str(error))
         elif self._others_live(attempt):
@@ -327,9 +333,9 @@ class RetryPolicy:
         if now > (job.submitted_at + job.deadline_at) / 2:
             return
         for name in job.invalid_at - job.barred:
-            lane = self._lanes[name]
-            if job.rested_at.get(name, -math.inf) <= now and self._alternative(job, lane, untried=True):
-                rest_s = max(SHORTEST_INVALID_REST_S, 2 * lane.speed.expected_s(job.size))
+            upstream = self._upstreams[name]
+            if job.rested_at.get(name, -math.inf) <= now and self._alternative(job, upstream, untried=True):
+                rest_s = max(SHORTEST_INVALID_REST_S, 2 * upstream.speed.expected_s(job.size))
                 job.rested_at[name] = now + rest_s
 
     def _blame(self, attempt: Attempt, problem: str) -> None:
@@ -347,7 +353,7 @@ class RetryPolicy:
             self._resting[name].pop(job, None)
 
     def _transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
-        job, lane = attempt.job, attempt.lane
+        job, upstream = attempt.job, attempt.upstream
         job.failed_at = min(job.failed_at, now)
         if excused:
             job.excused += 1
@@ -363,23 +369,23 @@ class RetryPolicy:
             # A probe needs no backoff: the next one waits for its turn.
             doublings = min(max(0, job.failures + job.excused - 1), 10)
             longest = min(FIRST_BACKOFF_S * 2**doublings, LONGEST_BACKOFF_S)
-            self._rest(job, lane, now + self._rng.uniform(0, longest))
-        job.rests_until = now + lane.retries.withdraw(now)
+            self._rest(job, upstream, now + self._rng.uniform(0, longest))
+        job.rests_until = now + upstream.retries.withdraw(now)
         self._retry(attempt, str(error))
 
     def _raised(self, attempt: Attempt, error: SourceError, now: float) -> None:
-        job, lane = attempt.job, attempt.lane
+        job, upstream = attempt.job, attempt.upstream
         job.failures += 1
         job.suspect = True
-        before = job.answers_before.get(lane.name)
-        job.answers_before.setdefault(lane.name, lane.answers)
-        is_to_blame = before is not None and lane.answers > before
+        before = job.answers_before.get(upstream.name)
+        job.answers_before.setdefault(upstream.name, upstream.answers)
+        is_to_blame = before is not None and upstream.answers > before
         if (is_to_blame or job.failures >= self._max_attempts) and not self._others_live(attempt):
             self._host.fail(job, "exhausted", str(error))
             return
         # The tries are to outlast the outage of a service behind the function, as its breaker does not open.
         backoff_s = min(RAISED_BACKOFF_S * 2 ** (job.failures - 1), LONGEST_RAISED_BACKOFF_S)
-        self._rest(job, lane, now + self._rng.uniform(0.75, 1.25) * backoff_s)
+        self._rest(job, upstream, now + self._rng.uniform(0.75, 1.25) * backoff_s)
         self._retry(attempt, str(error))
 
     def _fault(self, attempt: Attempt, error: SampleFault, *, had_whole_limit: bool) -> None:
@@ -392,21 +398,21 @@ class RetryPolicy:
             self._retry(attempt, str(error))
 
     def _permanent(self, attempt: Attempt, error: PermanentError, now: float, *, gone: bool) -> None:
-        job, lane = attempt.job, attempt.lane
-        job.barred.add(lane.name)
+        job, upstream = attempt.job, attempt.upstream
+        job.barred.add(upstream.name)
         if isinstance(error, SampleRefused):
             job.refused_for = error.reason
         if isinstance(error, SourceUnusable):
-            if lane.health.refused(attempt, str(error), now, certain=error.certain):
+            if upstream.health.refused(attempt, str(error), now, certain=error.certain):
                 self._strand()
         else:
             if error.status in OF_THE_REQUEST:
-                job.refused_at.add(lane.name)
+                job.refused_at.add(upstream.name)
                 # It is up: it has read this request, and answers others.
-                lane.breaker.succeeded()
-                self._release(lane)
+                upstream.breaker.succeeded()
+                self._release(upstream)
             else:
-                lane.breaker.abandoned(probe=attempt.decides)
+                upstream.breaker.abandoned(probe=attempt.decides)
         if gone or job.ended:
             return
         if job.refused_at.issuperset(job.call.sources) and not self._others_live(attempt) and job.call.clear_blame:
@@ -419,7 +425,9 @@ class RetryPolicy:
         for job in list(self._host.waiting_jobs()):
             names = [name for name in job.call.sources if name not in job.barred]
             reasons = [
-                f"{name}: {self._lanes[name].health.unusable}" for name in names if self._lanes[name].health.unusable
+                f"{name}: {self._upstreams[name].health.unusable}"
+                for name in names
+                if self._upstreams[name].health.unusable
             ]
             if names and len(reasons) == len(names):
                 self._host.fail(job, "no_source", f"no source can take it ({'; '.join(reasons)})")

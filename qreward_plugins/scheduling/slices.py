@@ -17,8 +17,8 @@ from collections.abc import Callable, Mapping
 
 from .attempts import Attempt
 from .jobs import Job
-from .lane import Lane
 from .queue import ReadyQueue
+from .upstream import Upstream
 
 USUAL_TIMES = 8.0
 """Multiple of the expected latency that a call may take while others wait: its slice."""
@@ -41,13 +41,13 @@ class TimeSlices:
 
     def __init__(
         self,
-        lanes: Mapping[str, Lane],
+        upstreams: Mapping[str, Upstream],
         queue: ReadyQueue,
         *,
         on_over: Callable[[Attempt, float], None],
-        on_beside: Callable[[Job, Lane, float], None],
+        on_beside: Callable[[Job, Upstream, float], None],
     ) -> None:
-        self._lanes = [lane for lane in lanes.values() if lane.local]
+        self._upstreams = [upstream for upstream in upstreams.values() if upstream.local]
         self._queue = queue
         self._on_over = on_over
         self._on_beside = on_beside
@@ -55,40 +55,40 @@ class TimeSlices:
     def advance(self, now: float) -> float:
         """End the calls whose slice is over at `now`; return the time by which to call this again."""
         wake_at = math.inf
-        for lane in self._lanes:
-            if lane.quota.in_flight < lane.quota.concurrency:
+        for upstream in self._upstreams:
+            if upstream.quota.in_flight < upstream.quota.concurrency:
                 continue
-            waiting = self._queue.first(lane.name)
+            waiting = self._queue.first(upstream.name)
             if waiting is None:
                 continue
             if waiting.suspect:
-                self._start_beside(lane, now)
+                self._start_beside(upstream, now)
                 continue
-            for attempt in list(lane.live):
-                due_at = self._due_at(attempt, lane, waiting)
+            for attempt in list(upstream.live):
+                due_at = self._due_at(attempt, upstream, waiting)
                 if due_at <= now:
                     self._on_over(attempt, now)
                 else:
                     wake_at = min(wake_at, due_at)
         return wake_at
 
-    def _start_beside(self, lane: Lane, now: float) -> None:
-        for _ in range(lane.room_beside):
-            job = self._queue.first(lane.name)
+    def _start_beside(self, upstream: Upstream, now: float) -> None:
+        for _ in range(upstream.room_beside):
+            job = self._queue.first(upstream.name)
             if job is None or not job.faults:
                 return
             self._queue.discard(job)
-            self._on_beside(job, lane, now)
+            self._on_beside(job, upstream, now)
 
-    def _due_at(self, attempt: Attempt, lane: Lane, waiting: Job) -> float:
+    def _due_at(self, attempt: Attempt, upstream: Upstream, waiting: Job) -> float:
         """When `attempt` has to make room; infinity if it takes none, has not been sent yet, or is being ended."""
         if attempt.result or attempt.rescued or attempt.reservation.beside:
             return math.inf
         slice_s = FIRST_SLICE_S
-        if lane.speed.known:
-            slice_s = max(SHORTEST_SLICE_S, USUAL_TIMES * lane.speed.expected_s(attempt.job.size))
+        if upstream.speed.known:
+            slice_s = max(SHORTEST_SLICE_S, USUAL_TIMES * upstream.speed.expected_s(attempt.job.size))
         # If no call ends any more, the slices may be too short: every new worker has to import its modules first.
-        rounds = lane.set_aside // max(1, lane.quota.concurrency)
+        rounds = upstream.set_aside // max(1, upstream.quota.concurrency)
         due_at = attempt.sent_at + slice_s * 2.0 ** min(rounds, MOST_DOUBLINGS)
         if attempt.job.suspect:
             patience_s = LAST_TRY_KEEPS_WAITING * (waiting.deadline_at - waiting.submitted_at)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from ..config.models import Strategy
-from .lane import Lane
+from .upstream import Upstream
 
-Choice = Callable[[Sequence[Lane]], Lane]
+Choice = Callable[[Sequence[Upstream]], Upstream]
 
 
 class RoundRobin:
@@ -27,25 +27,28 @@ class RoundRobin:
         self._weighted = weighted
         self._credit: dict[str, float] = {}
 
-    def __call__(self, candidates: Sequence[Lane]) -> Lane:
+    def __call__(self, candidates: Sequence[Upstream]) -> Upstream:
         total = 0.0
-        for lane in candidates:
-            weight = lane.weight if self._weighted else 1.0
+        for upstream in candidates:
+            weight = upstream.weight if self._weighted else 1.0
             total += weight
-            self._credit[lane.name] = self._credit.get(lane.name, 0.0) + weight
-        chosen = max(candidates, key=lambda lane: self._credit[lane.name])
+            self._credit[upstream.name] = self._credit.get(upstream.name, 0.0) + weight
+        chosen = max(candidates, key=lambda upstream: self._credit[upstream.name])
         self._credit[chosen.name] -= total
         return chosen
 
 
-def least_requests(candidates: Sequence[Lane]) -> Lane:
+def least_requests(candidates: Sequence[Upstream]) -> Upstream:
     """The source with the fewest requests in flight for its weight."""
-    return min(candidates, key=lambda lane: lane.quota.in_flight / lane.weight)
+    return min(candidates, key=lambda upstream: upstream.quota.in_flight / upstream.weight)
 
 
-def least_tokens(candidates: Sequence[Lane]) -> Lane:
+def least_tokens(candidates: Sequence[Upstream]) -> Upstream:
     """The source with the fewest tokens in flight for its weight."""
-    return min(candidates, key=lambda lane: sum(lane.tokens(attempt.request) for attempt in lane.live) / lane.weight)
+    return min(
+        candidates,
+        key=lambda upstream: sum(upstream.tokens(attempt.request) for attempt in upstream.live) / upstream.weight,
+    )
 
 
 def strategy(name: Strategy) -> Choice | None:

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from .jobs import Job, JobHost
-from .lane import Lane
+from .upstream import Upstream
 
 
 class Undecided:
     """The undecided jobs of an event loop."""
 
-    def __init__(self, host: JobHost, lanes: Mapping[str, Lane]) -> None:
+    def __init__(self, host: JobHost, upstreams: Mapping[str, Upstream]) -> None:
         self._host = host
-        self._lanes = lanes
+        self._upstreams = upstreams
         self._problems: dict[Job, str] = {}
 
     def __bool__(self) -> bool:
@@ -33,10 +33,10 @@ class Undecided:
         self._problems[job] = problem
         return True
 
-    def decide(self, *, lanes_live: bool) -> None:
-        """End those of which it is known by now who is to blame. `lanes_live`: others are still being judged."""
+    def decide(self, *, others_live: bool) -> None:
+        """End those of which it is known by now who is to blame. `others_live`: others are still being judged."""
         for job, problem in list(self._problems.items()):
-            if not self._open(job, quiet=not lanes_live and self._quiet(job)):
+            if not self._open(job, quiet=not others_live and self._quiet(job)):
                 self._end(job, problem)
 
     def settle(self, job: Job) -> bool:
@@ -55,15 +55,15 @@ class Undecided:
         return not quiet and not self._judges_others(job)
 
     def _judges_others(self, job: Job) -> bool:
-        return any(lane.health.judges_since(job.submitted_at) for lane in self._asked(job))
+        return any(upstream.health.judges_since(job.submitted_at) for upstream in self._asked(job))
 
-    def _asked(self, job: Job) -> list[Lane]:
-        return [self._lanes[name] for name in job.invalid_at | job.refused_at]
+    def _asked(self, job: Job) -> list[Upstream]:
+        return [self._upstreams[name] for name in job.invalid_at | job.refused_at]
 
     def _quiet(self, job: Job) -> bool:
         """Whether nothing is left that the sources of `job` could judge."""
         names = job.invalid_at | job.refused_at
-        if any(self._lanes[name].live for name in names):
+        if any(self._upstreams[name].live for name in names):
             return False
         return not any(names & (set(other.call.sources) - other.barred) for other in self._host.waiting_jobs())
 
@@ -76,7 +76,7 @@ class Undecided:
                 self._host.fail(job, "refused", f"{problem} (it answers others)", invalid=True)
             else:
                 self._host.fail(job, "no_source", problem)
-        elif not judges and all(lane.health.garbled for lane in self._asked(job)):
+        elif not judges and all(upstream.health.garbled for upstream in self._asked(job)):
             self._host.fail(job, "garbage", f"{problem} (most replies of this source are invalid)")
         else:
             self._host.fail(job, "invalid", problem, invalid=True)

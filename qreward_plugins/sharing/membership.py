@@ -28,7 +28,7 @@ from .member import Demand, Member
 from .messages import Answer, Report, SourceNews
 
 if TYPE_CHECKING:
-    from ..scheduling import Dispatcher, Lane
+    from ..scheduling import Dispatcher, Upstream
 
 _log = logging.getLogger("qreward_plugins.sharing")
 
@@ -63,8 +63,8 @@ class Channel(Protocol):
 
 @dataclass
 class _Known:
-    """What this process knows of one source beside its lane. Tuples hold two times: when the pause ends, and when the
-    open circuit may be tried again.
+    """What this process knows of one source beside its upstream. Tuples hold two times: when the pause ends, and when
+    the open circuit may be tried again.
     """
 
     from_others: tuple[float, ...] = (-math.inf, -math.inf)
@@ -78,23 +78,23 @@ class _Known:
     recovered: bool = False
     """Whether the circuit closed again and the keeper has not confirmed a report of it."""
 
-    def own(self, lane: Lane, now: float) -> tuple[float, ...]:
+    def own(self, upstream: Upstream, now: float) -> tuple[float, ...]:
         """Return the times that this process observed itself; minus infinity if none."""
-        ends = zip(_ends(lane, now), self.from_others, strict=True)
+        ends = zip(_ends(upstream, now), self.from_others, strict=True)
         return tuple(end if end > max(now, told) + _ROUNDING_S else -math.inf for end, told in ends)
 
 
 class Membership:
     """Keeps the shares of one engine's sources up to date while the event loop runs in which it was started.
 
-    `lanes` maps the shared key of each source (`source_keys`) to a lane with a `SharedQuota`. Times are seconds of the
-    event loop's clock.
+    `upstreams` maps the shared key of each source (`source_keys`) to an upstream with a `SharedQuota`. Times are
+    seconds of the event loop's clock.
     """
 
-    def __init__(self, lanes: Mapping[str, Lane], channel: Channel) -> None:
-        self._lanes = lanes
+    def __init__(self, upstreams: Mapping[str, Upstream], channel: Channel) -> None:
+        self._upstreams = upstreams
         self._channel = channel
-        quotas = {key: lane.quota for key, lane in lanes.items() if isinstance(lane.quota, SharedQuota)}
+        quotas = {key: upstream.quota for key, upstream in upstreams.items() if isinstance(upstream.quota, SharedQuota)}
         self.member = Member(secrets.token_hex(8), quotas)
         self._dispatcher: Dispatcher | None = None
         self._task: asyncio.Task[None] | None = None
@@ -106,7 +106,7 @@ class Membership:
         self._overdue = False
         self._lost = False
         self._late: set[asyncio.Future[Answer | None]] = set()
-        self._known: dict[str, _Known] = {key: _Known() for key in lanes}
+        self._known: dict[str, _Known] = {key: _Known() for key in upstreams}
 
     def start(self, dispatcher: Dispatcher) -> None:
         """Start to report what waits in `dispatcher`, in the running event loop; drop the state of an earlier loop."""
@@ -124,9 +124,9 @@ class Membership:
         assert self._dispatcher is not None
         if not self._urgent.is_set():
             now = self._dispatcher.now()
-            for key, lane in self._lanes.items():
-                demand = self._demand(lane)
-                if self._learned(key, lane, demand, now) or self.member.report_due(key, demand, now):
+            for key, upstream in self._upstreams.items():
+                demand = self._demand(upstream)
+                if self._learned(key, upstream, demand, now) or self.member.report_due(key, demand, now):
                     self._urgent.set()
                     return
 
@@ -171,10 +171,10 @@ class Membership:
         assert self._dispatcher is not None
         now = self._sent_at = self._dispatcher.now()
         self._urgent.clear()
-        demands = {key: self._demand(lane) for key, lane in self._lanes.items()}
+        demands = {key: self._demand(upstream) for key, upstream in self._upstreams.items()}
         for key, demand in demands.items():
             self._known[key].waited = demand.requests > 0
-        news = {key: self._news(key, lane, now) for key, lane in self._lanes.items()}
+        news = {key: self._news(key, upstream, now) for key, upstream in self._upstreams.items()}
         call = asyncio.ensure_future(self._channel.exchange(self.member.report(now, demands, news)))
         urgent = asyncio.ensure_future(self._urgent.wait())
         try:
@@ -221,11 +221,11 @@ class Membership:
         self._looked_at, self._silent_s, self._overdue, self._lost = now, 0.0, False, False
         self._end_at(self.member.valid_until)
         for key, said in answer.sources.items():
-            if key in self._lanes:
-                lane, known = self._lanes[key], self._known[key]
-                before = _ends(lane, now)
-                lane.told(now, **said.news._asdict())
-                after = _ends(lane, now)
+            if key in self._upstreams:
+                upstream, known = self._upstreams[key], self._known[key]
+                before = _ends(upstream, now)
+                upstream.told(now, **said.news._asdict())
+                after = _ends(upstream, now)
                 known.from_others = tuple(
                     new if new > old else told for old, new, told in zip(before, after, known.from_others, strict=True)
                 )
@@ -275,11 +275,11 @@ class Membership:
                 "the quota keeper has not answered for %g s: requests to sources with limits stop until it does",
                 TTL_S,
             )
-            for lane in self._lanes.values():
-                assert isinstance(lane.quota, SharedQuota)
-                if limits := lane.quota.limits():
+            for upstream in self._upstreams.values():
+                assert isinstance(upstream.quota, SharedQuota)
+                if limits := upstream.quota.limits():
                     # Completion tokens count when the reply comes, possibly a window later in another worker's share.
-                    self._dispatcher.call_back(lane, sent=not {"concurrency", "tokens"}.isdisjoint(limits))
+                    self._dispatcher.call_back(upstream, sent=not {"concurrency", "tokens"}.isdisjoint(limits))
 
     async def _wait_until(self, moment: float) -> None:
         assert self._dispatcher is not None
@@ -287,11 +287,11 @@ class Membership:
         if left_s > 0:
             await asyncio.sleep(left_s)
 
-    def _demand(self, lane: Lane) -> Demand:
+    def _demand(self, upstream: Upstream) -> Demand:
         assert self._dispatcher is not None
-        return Demand(*self._dispatcher.waiting_for(lane))
+        return Demand(*self._dispatcher.waiting_for(upstream))
 
-    def _learned(self, key: str, lane: Lane, demand: Demand, now: float) -> bool:
+    def _learned(self, key: str, upstream: Upstream, demand: Demand, now: float) -> bool:
         """Return whether the last report is outdated in a way that matters to other workers.
 
         It is if the source asked for a pause, its circuit opened or closed, or calls no longer wait for it here, so
@@ -300,22 +300,22 @@ class Membership:
         if self.member.must_await_answer(now):
             return False
         known = self._known[key]
-        if (known.rested and lane.breaker.closed) or (known.waited and not demand.requests):
+        if (known.rested and upstream.breaker.closed) or (known.waited and not demand.requests):
             return True
-        return any(end > said + _ROUNDING_S for end, said in zip(known.own(lane, now), known.reported, strict=True))
+        return any(end > said + _ROUNDING_S for end, said in zip(known.own(upstream, now), known.reported, strict=True))
 
-    def _news(self, key: str, lane: Lane, now: float) -> SourceNews:
+    def _news(self, key: str, upstream: Upstream, now: float) -> SourceNews:
         known = self._known[key]
-        known.reported = known.own(lane, now)
+        known.reported = known.own(upstream, now)
         pause_s, rest_s = (max(0.0, end - now) for end in known.reported)
-        known.recovered = known.recovered or (known.rested and lane.breaker.closed)
-        known.rested = not lane.breaker.closed
-        return SourceNews(pause_s, rest_s, known.recovered, lane.speed.typical)
+        known.recovered = known.recovered or (known.rested and upstream.breaker.closed)
+        known.rested = not upstream.breaker.closed
+        return SourceNews(pause_s, rest_s, known.recovered, upstream.speed.typical)
 
 
-def _ends(lane: Lane, now: float) -> tuple[float, float]:
+def _ends(upstream: Upstream, now: float) -> tuple[float, float]:
     """Return when the pause of a source ends and when its open circuit may be tried; `now` if there is none."""
-    return now + lane.pauses.left_s(now), now + lane.breaker.rest_s(now)
+    return now + upstream.pauses.left_s(now), now + upstream.breaker.rest_s(now)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

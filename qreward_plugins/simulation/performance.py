@@ -248,16 +248,16 @@ class _Performance:
             return
         loop = asyncio.get_running_loop()
         now, queue, able, stalls = loop.time(), dispatcher._planner.queue, set(), self._record.stalls
-        for name, lane in self._engine.lanes.items():
+        for name, upstream in self._engine.upstreams.items():
             job = queue.first(name)
-            if lane.health.unusable:
+            if upstream.health.unusable:
                 continue
-            if lane.breaker.wait_s(now) == math.inf:
+            if upstream.breaker.wait_s(now) == math.inf:
                 stalls.append(f"at {now:.6f} s the breaker of {name} waits for a probe, and none is under way")
-            elif lane.quota.wait_s(0, now) == math.inf:
+            elif upstream.quota.wait_s(0, now) == math.inf:
                 stalls.append(f"at {now:.6f} s the quota of {name} waits for a request to end, and none is under way")
             elif job is not None:
-                wait_s = lane.wait_s(lane.tokens(job.request), now)
+                wait_s = upstream.wait_s(upstream.tokens(job.request), now)
                 if wait_s <= 0:
                     if not self._spared_rightly(job, name, now):
                         able.add(name)
@@ -280,12 +280,12 @@ class _Performance:
 
     def _spared_rightly(self, job: Job, name: str, now: float) -> bool:
         """Whether `job` is kept from a source because a cheaper one will take it long before its deadline."""
-        dispatcher, lanes = self._engine._dispatcher, self._engine.lanes
+        dispatcher, upstreams = self._engine._dispatcher, self._engine.upstreams
         assert dispatcher is not None
         # Read as it was when it was last used: to ask would be to change it.
         spared = dispatcher._planner.forecast._spared
         ready_at = [
-            max(now + lanes[other].wait_s(lanes[other].tokens(job.request), now), job.rested_at.get(other, now))
+            max(now + upstreams[other].wait_s(upstreams[other].tokens(job.request), now), job.rested_at.get(other, now))
             for other in set(job.call.sources) - job.barred - spared
         ]
         return name in spared and any(at < job.deadline_at for at in ready_at)
@@ -300,10 +300,10 @@ class _Performance:
         for name, server in self._servers.items():
             if server.open:
                 left.append(f"{when} {server.open} requests were under way at {name}")
-        for name, lane in self._engine.lanes.items():
-            quota = lane.quota
+        for name, upstream in self._engine.upstreams.items():
+            quota = upstream.quota
             held = {
-                "attempts": len(lane.live),
+                "attempts": len(upstream.live),
                 "requests in flight": quota.in_flight,
                 "reserved requests": quota.requests.held,
                 "reserved tokens": quota.tokens.held,

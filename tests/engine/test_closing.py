@@ -101,7 +101,7 @@ def test_a_call_that_swallows_its_cancellation_does_not_hold_up_closing(caplog):
         return engine
 
     engine = run(main())
-    assert all(lane.quota.in_flight == 0 and not lane.live for lane in engine.lanes.values())
+    assert all(upstream.quota.in_flight == 0 and not upstream.live for upstream in engine.upstreams.values())
     assert "source a: a call did not end" in caplog.text
 
 
@@ -200,9 +200,9 @@ def test_whatever_fails_or_is_cancelled_closing_ends_and_leaves_nothing(ways, st
 
     engine = run(main())
     logging.getLogger("qreward_plugins").setLevel(logging.NOTSET)
-    for lane in engine.lanes.values():
-        assert lane.quota.in_flight == 0
-        assert not lane.live
+    for upstream in engine.upstreams.values():
+        assert upstream.quota.in_flight == 0
+        assert not upstream.live
     for source in sources.values():
         assert source.closed or source.way not in ("well", "slowly")
 

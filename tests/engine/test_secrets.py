@@ -143,7 +143,12 @@ def test_no_secret_comes_out_anywhere(secrets, status, form):
                 ]
                 outcomes = await engine.score_all(samples)
                 facts = [engine.facts().of(outcome) for outcome in outcomes]
-                return outcomes, facts, engine.statistics(), [repr(lane.source) for lane in engine.lanes.values()]
+                return (
+                    outcomes,
+                    facts,
+                    engine.statistics(),
+                    [repr(upstream.source) for upstream in engine.upstreams.values()],
+                )
 
         try:
             told = asyncio.run(main())

@@ -73,7 +73,7 @@ def test_a_picture_is_drawn(timeline, tmp_path):
 
 
 def test_a_picture_shows_the_step(timeline, tmp_path):
-    """As text, which SVG keeps: one lane for each source that was asked, the makespan, and what the colours mean."""
+    """As text, which SVG keeps: one band for each source that was asked, the makespan, and what the colours mean."""
     import matplotlib
 
     path = tmp_path / "plan.svg"

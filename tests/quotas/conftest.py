@@ -81,7 +81,7 @@ class Server:
 
 @dataclass
 class Client:
-    """Sends as soon as the quota allows, whenever there is work; pauses on 429 as a lane does."""
+    """Sends as soon as the quota allows, whenever there is work; pauses on 429 as an upstream does."""
 
     server: Server
     limits: dict[str, object] = field(default_factory=dict)

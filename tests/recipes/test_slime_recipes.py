@@ -306,7 +306,7 @@ def test_the_configuration_is_valid_and_holds_no_key(monkeypatch):
     assert not re.search(r"api_key:", (RECIPES / "qreward.yaml").read_text())
     monkeypatch.setenv("HOSTED_API_KEY", KEY)
     engine = RewardEngine(config)
-    assert set(engine.lanes) == {"own", "hosted"}
+    assert set(engine.upstreams) == {"own", "hosted"}
     assert engine.judges["quality"].sources == ("own", "hosted")
 
 

@@ -88,7 +88,7 @@ def test_the_judges_of_the_recipe_are_valid_for_its_reward_workers(compose, name
     settings = load_settings(config)
     assert failure_policy(settings, config) == policy
     engine = RewardEngine(settings, processes=processes_of(config))
-    assert set(engine.lanes) == {"local", "hosted"}
+    assert set(engine.upstreams) == {"local", "hosted"}
     assert engine.judges["quality"].sources == ("local", "hosted")
 
 

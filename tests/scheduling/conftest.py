@@ -17,7 +17,7 @@ from qreward_plugins.errors import InvalidReply
 from qreward_plugins.observers import Observers, SourceStatistics, Statistics
 from qreward_plugins.quotas import Quota
 from qreward_plugins.samples import Cause, Failed, Outcome, Sample, Scored, Verdict
-from qreward_plugins.scheduling import Answer, Batch, Call, Dispatcher, Job, Lane, Member, ReadyQueue
+from qreward_plugins.scheduling import Answer, Batch, Call, Dispatcher, Job, Member, ReadyQueue, Upstream
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.simulation import SimulatedSource, run
 from qreward_plugins.sources.base import Request
@@ -75,8 +75,8 @@ class PlainJudge:
 class Desk(Dispatcher):
     """A dispatcher that takes samples and gives outcomes. `on_late` is told a sample and the verdict that came late."""
 
-    def __init__(self, lanes, *, on_late=None, **options) -> None:
-        super().__init__(lanes, keeps_late=on_late is not None, **options)
+    def __init__(self, upstreams, *, on_late=None, **options) -> None:
+        super().__init__(upstreams, keeps_late=on_late is not None, **options)
         self.on_late = on_late
 
     def score(self, sample, judge: PlainJudge, *, deadline_s: float, batch: Batch | None = None, member=None):
@@ -161,14 +161,14 @@ class Played:
 
 
 class Stage:
-    """Sources, their lanes and a judge; `dispatcher()` and `sample()` inside a virtual-time run, or `play()` a batch.
+    """Sources, their upstreams and a judge. Use `dispatcher()` and `sample()` in virtual time, or `play()` a batch.
 
     `sent` lists every request that came to a source.
     """
 
     def __init__(self) -> None:
         self.sources: dict[str, SimulatedSource] = {}
-        self.lanes: dict[str, Lane] = {}
+        self.upstreams: dict[str, Upstream] = {}
         self.judge = PlainJudge(())
         self.sent: list[Sent] = []
         self.statistics = Statistics()
@@ -193,19 +193,21 @@ class Stage:
         simulated = SimulatedSource(name, behaviour=noted, **source)
         quota = Quota(Limits.model_validate(limits or {}), source=name)
         self.sources[name] = simulated
-        self.lanes[name] = Lane(simulated, quota, timeout_s=timeout_s, price=Price(per_request=price), weight=weight)
+        self.upstreams[name] = Upstream(
+            simulated, quota, timeout_s=timeout_s, price=Price(per_request=price), weight=weight
+        )
         self.judge.sources = (*self.judge.sources, name)
         return simulated
 
     def knows(self, name: str, seconds: float, *, size: int = 10, answers: int = 40) -> None:
         """Let it be known that `name` takes `seconds` for a request of `size`, and in proportion for others."""
         for _ in range(answers):
-            self.lanes[name].speed.learn(size, seconds)
+            self.upstreams[name].speed.learn(size, seconds)
 
     def dispatcher(self, *, seed: int = 0, rng=None, max_attempts: int = 6, on_late=None, **scheduling) -> Desk:
         settings = Scheduling(**{"hedge": False, **scheduling})
         return Desk(
-            self.lanes,
+            self.upstreams,
             rng=rng or random.Random(seed),
             max_attempts=max_attempts,
             settings=settings,
@@ -215,7 +217,7 @@ class Stage:
 
     def counted(self, name: str) -> SourceStatistics:
         """What was counted of a source so far."""
-        gauges = {each: lane.gauges(0.0) for each, lane in self.lanes.items()}
+        gauges = {each: upstream.gauges(0.0) for each, upstream in self.upstreams.items()}
         return self.statistics.snapshot(gauges, waiting=0).sources[name]
 
     def sample(self, size: int = 10, **fields) -> Sample:
@@ -265,11 +267,11 @@ class Stage:
 
     def attempt(self, job: Job, source: str, *, started_at: float, expected_s: float, **fields) -> Attempt:
         """An attempt under way, without a task."""
-        lane = self.lanes[source]
-        reservation = lane.reserve(job.request, started_at)
+        upstream = self.upstreams[source]
+        reservation = upstream.reserve(job.request, started_at)
         attempt = Attempt(
             job,
-            lane,
+            upstream,
             job.request,
             reservation,
             started_at,
@@ -277,13 +279,13 @@ class Stage:
             **{"probe": False, "hedge": False, **fields},
         )
         job.live.append(attempt)
-        lane.started(attempt)
+        upstream.started(attempt)
         return attempt
 
     def idle(self) -> bool:
         """Whether nothing is held any more."""
         return all(source.in_flight == 0 for source in self.sources.values()) and all(
-            lane.quota.in_flight == 0 for lane in self.lanes.values()
+            upstream.quota.in_flight == 0 for upstream in self.upstreams.values()
         )
 
 

@@ -171,7 +171,7 @@ def test_each_wait_is_laid_at_the_source_that_came_next(stage):
     stage.add("b", behaviour=lambda *_: 3.0)
     for name in "ab":
         stage.knows(name, 3.0)
-    stage.lanes["b"].throttled(4.0, 0.0, 0.0)
+    stage.upstreams["b"].throttled(4.0, 0.0, 0.0)
     played = stage.play([10, 10])
     assert spent(played.report) == approx({("queue", "a"): 3.0, ("pause", "b"): 1.0, ("service", "b"): 3.0})
 
@@ -277,6 +277,6 @@ def test_parts_add_up_whatever_happened(new_stage, specs, sizes, hedge, deadline
     assert (report.samples, report.scored + report.failed) == (len(sizes), len(sizes))
     # A cut-off may end an attempt before it is sent.
     unsent = report.attempts - len(stage.sent)
-    assert 0 <= unsent <= sum(stage.counted(name).cancelled for name in stage.lanes)
-    assert report.hedges == sum(stage.counted(name).hedges for name in stage.lanes)
-    assert {part.source for part in report.parts} <= {"", *stage.lanes}
+    assert 0 <= unsent <= sum(stage.counted(name).cancelled for name in stage.upstreams)
+    assert report.hedges == sum(stage.counted(name).hedges for name in stage.upstreams)
+    assert {part.source for part in report.parts} <= {"", *stage.upstreams}

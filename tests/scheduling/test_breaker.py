@@ -81,7 +81,7 @@ def test_quick_errors_in_a_burst_do_not_close_a_source_that_answers_most(stage):
         dispatcher = stage.dispatcher()
         futures = [dispatcher.score(stage.sample(), stage.judge, deadline_s=300) for _ in range(100)]
         await asyncio.sleep(1)
-        assert stage.lanes["a"].breaker.closed
+        assert stage.upstreams["a"].breaker.closed
         outcomes = await asyncio.gather(*futures)
         await dispatcher.aclose()
         return outcomes

@@ -62,7 +62,7 @@ class Faulty:
 def scored_by(stage, source, *, count=1, deadline_s=30.0, meanwhile=None):
     """Score samples at this source, and look for lost jobs on the way; `meanwhile` runs beside it."""
     stage.add("a")
-    stage.lanes["a"].source = source
+    stage.upstreams["a"].source = source
 
     async def main():
         dispatcher = stage.dispatcher()
@@ -76,7 +76,7 @@ def scored_by(stage, source, *, count=1, deadline_s=30.0, meanwhile=None):
         ended_at = dispatcher.now()
         await dispatcher.aclose()
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        assert stage.lanes["a"].quota.in_flight == 0
+        assert stage.upstreams["a"].quota.in_flight == 0
         return [future.result() for future in futures], ended_at
 
     return run(main())
@@ -144,16 +144,16 @@ class Connecting:
 @pytest.mark.parametrize("of_it", ["passes it on", "fails", "hangs"])
 def test_what_is_not_sent_because_its_share_has_ended_is_asked_again_and_held_against_nobody(stage, of_it):
     async def share_ends(stage, futures):
-        stage.lanes["a"].quota.valid_until = 0.3
+        stage.upstreams["a"].quota.valid_until = 0.3
         await asyncio.sleep(5)
-        stage.lanes["a"].quota.valid_until = math.inf
+        stage.upstreams["a"].quota.valid_until = math.inf
 
     source = Connecting(of_it)
     outcomes, _ = scored_by(stage, source, count=3, meanwhile=share_ends)
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
     assert len(source.written) == 3
     assert stage.counted("a").transient == 0
-    assert stage.lanes["a"].breaker.failures_in_row == 0
+    assert stage.upstreams["a"].breaker.failures_in_row == 0
 
 
 # Nothing is sent after the outcome is out
@@ -182,7 +182,7 @@ def test_a_job_that_a_cutoff_ends_while_it_is_put_in_the_queue_is_not_sent(stage
 @pytest.mark.parametrize("late", [False, True])
 def test_what_was_not_sent_when_the_outcome_was_out_is_not_sent_any_more(stage, given_up, late):
     stage.add("a")
-    source = stage.lanes["a"].source = Connecting("passes it on")
+    source = stage.upstreams["a"].source = Connecting("passes it on")
 
     async def main():
         dispatcher = stage.dispatcher(on_late=(lambda *_: None) if late else None)
@@ -200,7 +200,7 @@ def test_what_was_not_sent_when_the_outcome_was_out_is_not_sent_any_more(stage, 
 
     run(main())
     assert source.written == []
-    assert stage.lanes["a"].quota.in_flight == 0
+    assert stage.upstreams["a"].quota.in_flight == 0
 
 
 # Whatever is cancelled
@@ -229,7 +229,7 @@ def test_whatever_is_cancelled_by_whomever_every_job_ends_by_its_deadline_and_no
             await asyncio.sleep(0.5)
             return Reply(text="1")
 
-    stage.lanes["a"].source = Any()
+    stage.upstreams["a"].source = Any()
 
     async def main():
         dispatcher = stage.dispatcher(hedge=True)
@@ -247,4 +247,4 @@ def test_whatever_is_cancelled_by_whomever_every_job_ends_by_its_deadline_and_no
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     run(main())
-    assert all(lane.quota.in_flight == 0 and not lane.live for lane in stage.lanes.values())
+    assert all(upstream.quota.in_flight == 0 and not upstream.live for upstream in stage.upstreams.values())

@@ -175,7 +175,7 @@ def test_a_source_that_came_back_is_used_again(stage):
     outcomes, finished = score(stage, [10] * 8)
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
     assert 30 < finished < 80
-    assert stage.lanes["a"].breaker.closed
+    assert stage.upstreams["a"].breaker.closed
     assert len(source.arrivals) < 50, "a probe a second"
 
 
@@ -226,7 +226,7 @@ def test_a_rejected_request_is_not_repeated_there(stage):
     (outcome,), _ = score(stage, [10])
     assert outcome.verdict.source == "b"
     assert len(rejecting.arrivals) == 1
-    assert stage.lanes["a"].health.unusable == ""
+    assert stage.upstreams["a"].health.unusable == ""
 
 
 def test_an_unusable_source_is_taken_out_for_everybody(stage, caplog):

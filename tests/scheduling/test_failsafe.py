@@ -42,7 +42,7 @@ class Unreachable:
 @pytest.mark.parametrize("outage_s", [20.0, 600.0, 5000.0])
 def test_who_cannot_reach_its_judge_waits_for_it_and_uses_it_at_once(stage, outage_s, samples, max_attempts):
     stage.add("a", timeout_s=30)
-    stage.lanes["a"].source = source = Unreachable("a", outage_s)
+    stage.upstreams["a"].source = source = Unreachable("a", outage_s)
     played = stage.play([10] * samples, deadline_s=4 * 3600, max_attempts=max_attempts)
     assert played.all_scored
     assert played.finished_at <= outage_s + 6
@@ -195,9 +195,9 @@ def test_an_observer_that_raises_stops_nothing(stage, caplog):
 
 def test_a_request_that_breaks_the_scheduler_costs_its_sample_only(stage, caplog):
     stage.add("a", behaviour=lambda *_: 0.5)
-    lane = stage.lanes["a"]
-    reserve = lane.reserve
-    lane.reserve = lambda request, now, **more: broken() if request.size == 13 else reserve(request, now, **more)
+    upstream = stage.upstreams["a"]
+    reserve = upstream.reserve
+    upstream.reserve = lambda request, now, **more: broken() if request.size == 13 else reserve(request, now, **more)
     played = stage.play([10, 13, 10, 10])
     assert [isinstance(outcome, Scored) for outcome in played.outcomes] == [True, False, True, True]
     assert (played.outcomes[1].cause, played.outcomes[1].reason) == (Cause.INFRA, "bug")
@@ -216,7 +216,7 @@ def test_a_source_with_tokens_left_is_probed_with_what_fits(new_stage, sizes, li
     stage = new_stage()
     behaviour = lambda number, request, now: fault if now < outage_s else 0.1  # noqa: E731
     stage.add("a", timeout_s=10, limits={"tokens_per_minute": limit}, behaviour=behaviour)
-    lane = stage.lanes["a"]
+    upstream = stage.upstreams["a"]
     stalled_s = 0.0
 
     async def main():
@@ -227,8 +227,8 @@ def test_a_source_with_tokens_left_is_probed_with_what_fits(new_stage, sizes, li
             await asyncio.sleep(0.5)
             now = dispatcher.now()
             waiting = dispatcher._planner.queue.jobs("a")
-            idle = not (lane.live or lane.breaker.closed)
-            ready = idle and any(lane.wait_s(lane.tokens(job.request), now) <= 0 for job in waiting)
+            idle = not (upstream.live or upstream.breaker.closed)
+            ready = idle and any(upstream.wait_s(upstream.tokens(job.request), now) <= 0 for job in waiting)
             stalled_s = stalled_s + 0.5 if ready else 0.0
             assert stalled_s < 2
         await dispatcher.aclose()

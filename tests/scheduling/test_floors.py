@@ -95,7 +95,7 @@ def test_the_second_try_goes_back_where_the_other_source_is_gone(stage):
     answers = iter(["bad"])
     stage.add("a", limits={"concurrency": 1}, answer=lambda request: Reply(text=next(answers, "1")))
     stage.add("b", limits={"concurrency": 1}, behaviour=lambda *_: 1e9)
-    stage.lanes["b"].breaker.trip(0.0)
+    stage.upstreams["b"].breaker.trip(0.0)
     played = stage.play([10])
     assert played.all_scored
     assert played.finished_at < 10

@@ -18,7 +18,7 @@ def forecast_of(stage, check, **options):
 
     async def main():
         queue = ReadyQueue()
-        return check(Forecast(stage.lanes, queue, **options), queue)
+        return check(Forecast(stage.upstreams, queue, **options), queue)
 
     return run(main())
 
@@ -29,7 +29,7 @@ def end_of(stage, sizes, *, source="a", now=0.0):
     def check(forecast, queue):
         for size in sizes:
             stage.queued(queue, size)
-        return forecast.end(stage.lanes[source], now)
+        return forecast.end(stage.upstreams[source], now)
 
     return forecast_of(stage, check)
 
@@ -39,13 +39,13 @@ def test_an_unknown_source_is_expected_to_be_like_the_known_ones(stage):
         stage.add(name)
 
     def check(forecast, queue):
-        guess = forecast.expected_s(stage.lanes["a"], 10)
+        guess = forecast.expected_s(stage.upstreams["a"], 10)
         assert (guess, forecast.guesses) == (FIRST_GUESS_S, True)
         stage.knows("b", 2.0)
         stage.knows("c", 6.0)
-        assert forecast.expected_s(stage.lanes["a"], 10) == pytest.approx(4.0)
-        assert forecast.expected_s(stage.lanes["a"], 20) == pytest.approx(8.0)
-        assert forecast.expected_s(stage.lanes["b"], 10) == pytest.approx(2.0)
+        assert forecast.expected_s(stage.upstreams["a"], 10) == pytest.approx(4.0)
+        assert forecast.expected_s(stage.upstreams["a"], 20) == pytest.approx(8.0)
+        assert forecast.expected_s(stage.upstreams["b"], 10) == pytest.approx(2.0)
         assert not forecast.guesses
 
     forecast_of(stage, check)
@@ -112,7 +112,7 @@ def test_what_is_under_way_counts(stage):
     def check(forecast, queue):
         stage.attempt(stage.job(), "a", started_at=0.0, expected_s=33.0)
         stage.queued(queue, 10)
-        assert forecast.end(stage.lanes["a"], 1.0) == pytest.approx(33.0, rel=0.05)
+        assert forecast.end(stage.upstreams["a"], 1.0) == pytest.approx(33.0, rel=0.05)
 
     forecast_of(stage, check)
 
@@ -122,11 +122,11 @@ def test_sources_that_are_out_or_rest_take_no_part(stage):
         stage.add(name, limits={"concurrency": 10})
         stage.knows(name, 2.0)
     together = end_of(stage, [10] * 200)
-    stage.lanes["b"].breaker.trip(0.0)
+    stage.upstreams["b"].breaker.trip(0.0)
     resting = end_of(stage, [10] * 200)
     assert resting == pytest.approx(2 * together, rel=0.15)
-    stage.lanes["b"].breaker.succeeded()
-    stage.lanes["b"].health.take_out("its key was refused")
+    stage.upstreams["b"].breaker.succeeded()
+    stage.upstreams["b"].health.take_out("its key was refused")
     assert end_of(stage, [10] * 200) == pytest.approx(resting, rel=0.05)
 
 
@@ -139,7 +139,7 @@ def test_work_that_is_not_shared_ends_on_its_own(stage):
         for sources, jobs in (("a", 50), ("bc", 20), ("c", 10)):
             for _ in range(jobs):
                 stage.queued(queue, 10, sources=sources)
-        ends = [forecast.end(stage.lanes[name], 0.0) for name in "abc"]
+        ends = [forecast.end(stage.upstreams[name], 0.0) for name in "abc"]
         assert ends[0] == pytest.approx(50, rel=0.1)
         assert ends[1] == ends[2] == pytest.approx(15, rel=0.2)
 
@@ -153,11 +153,11 @@ def test_it_notices_when_the_queue_grew(stage):
     def check(forecast, queue):
         for _ in range(10):
             stage.queued(queue, 10)
-        before = forecast.end(stage.lanes["a"], 0.0)
+        before = forecast.end(stage.upstreams["a"], 0.0)
         for _ in range(90):
             stage.queued(queue, 10)
-        assert forecast.end(stage.lanes["a"], 0.0) > 5 * before
-        assert forecast.end(stage.lanes["a"], 1.0) == pytest.approx(101, rel=0.1)
+        assert forecast.end(stage.upstreams["a"], 0.0) > 5 * before
+        assert forecast.end(stage.upstreams["a"], 1.0) == pytest.approx(101, rel=0.1)
 
     forecast_of(stage, check)
 
@@ -171,9 +171,9 @@ def test_who_is_full_is_not_free_now(stage, known):
         job = stage.job()
         if known:
             stage.knows("a", 4.0)
-        assert forecast.wait_s(stage.lanes["a"], job, 0.0) == 0.0
+        assert forecast.wait_s(stage.upstreams["a"], job, 0.0) == 0.0
         stage.attempt(stage.job(), "a", started_at=0.0, expected_s=4.0)
-        assert forecast.wait_s(stage.lanes["a"], job, 0.0) > 0.5
+        assert forecast.wait_s(stage.upstreams["a"], job, 0.0) > 0.5
 
     forecast_of(stage, check)
 
@@ -181,19 +181,19 @@ def test_who_is_full_is_not_free_now(stage, known):
 def test_waits_of_sources_that_will_not_answer_soon(stage):
     for name in "abcd":
         stage.add(name, limits={"requests_per_minute": 1})
-    lanes = stage.lanes
-    lanes["a"].health.take_out("its key was refused")
-    lanes["b"].breaker.trip(0.0)
-    lanes["b"].breaker.started()
+    upstreams = stage.upstreams
+    upstreams["a"].health.take_out("its key was refused")
+    upstreams["b"].breaker.trip(0.0)
+    upstreams["b"].breaker.started()
     for _ in range(FAILURES_TO_OPEN - 1):
-        lanes["c"].health.failed(0.0, probe=False)
+        upstreams["c"].health.failed(0.0, probe=False)
 
     def check(forecast, queue):
         job = stage.job()
-        waits = [forecast.wait_s(lanes[name], job, 0.0) for name in "abc"]
+        waits = [forecast.wait_s(upstreams[name], job, 0.0) for name in "abc"]
         assert waits == [math.inf, RESTING_WAIT_S, DEAD_WAIT_S]
-        lanes["d"].reserve(job.request, 0.0).sent(0.0)
-        assert forecast.wait_s(lanes["d"], job, 10.0) == pytest.approx(50.0, abs=1.0)
+        upstreams["d"].reserve(job.request, 0.0).sent(0.0)
+        assert forecast.wait_s(upstreams["d"], job, 10.0) == pytest.approx(50.0, abs=1.0)
 
     forecast_of(stage, check)
 
@@ -207,7 +207,7 @@ def test_only_the_cheapest_that_end_in_half_of_the_time_are_used(stage):
         def check(forecast, queue):
             for _ in range(jobs):
                 stage.queued(queue, 10, deadline_s=deadline_s)
-            return {name for name, lane in stage.lanes.items() if forecast.spared(lane, 0.0)}
+            return {name for name, upstream in stage.upstreams.items() if forecast.spared(upstream, 0.0)}
 
         return forecast_of(stage, check, thrifty=thrifty)
 

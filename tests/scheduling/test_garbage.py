@@ -54,8 +54,8 @@ def test_a_source_that_answers_well_again_is_used_again(stage):
     played = stage.play([10] * 400)
     assert played.all_scored
     assert played.shares["a"] > 100
-    assert stage.lanes["a"].breaker.closed
-    assert not stage.lanes["a"].health.garbled
+    assert stage.upstreams["a"].breaker.closed
+    assert not stage.upstreams["a"].health.garbled
 
 
 def test_after_a_probe_that_was_well_the_garbage_from_before_is_forgotten(stage):
@@ -70,8 +70,8 @@ def test_after_a_probe_that_was_well_the_garbage_from_before_is_forgotten(stage)
     stage.add("a", limits={"concurrency": 5}, answer=answer)
     stage.add("b", limits={"concurrency": 5})
     stage.judge.invalid_retries = 5
-    trips, trip = [], stage.lanes["a"].breaker.trip
-    stage.lanes["a"].breaker.trip = lambda now: trips.append(now) or trip(now)
+    trips, trip = [], stage.upstreams["a"].breaker.trip
+    stage.upstreams["a"].breaker.trip = lambda now: trips.append(now) or trip(now)
     played = stage.play([10] * 400)
     assert played.all_scored
     assert played.shares["a"] > 100
@@ -82,7 +82,7 @@ def test_where_everybody_answers_garbage_nobody_rests(stage):
     for name in "ab":
         stage.add(name, limits={"concurrency": 5}, answer=bad)
     played = stage.play([10] * 100)
-    assert [lane.breaker.closed for lane in stage.lanes.values()] == [True, True]
+    assert [upstream.breaker.closed for upstream in stage.upstreams.values()] == [True, True]
     # Two tries each, as if nothing were wrong with the sources; but it is said that something is.
     assert len(stage.sent) == 200
     assert played.finished_at < 60
@@ -94,7 +94,7 @@ def test_the_only_source_of_a_judge_does_not_rest(stage):
     source = stage.add("a", limits={"concurrency": 5}, answer=bad)
     stage.play([10] * 50)
     assert len(source.arrivals) == 100
-    assert stage.lanes["a"].breaker.closed
+    assert stage.upstreams["a"].breaker.closed
 
 
 @pytest.mark.parametrize("state", ["out", "resting"])
@@ -102,13 +102,13 @@ def test_an_alternative_that_cannot_serve_is_none(stage, state):
     source = stage.add("a", limits={"concurrency": 5}, answer=bad)
     stage.add("b", behaviour=lambda *_: SourceUnusable("its key was refused") if state == "out" else 1.0)
     if state == "out":
-        stage.lanes["b"].health.take_out("its key was refused")
+        stage.upstreams["b"].health.take_out("its key was refused")
     else:
         for _ in range(5):
-            stage.lanes["b"].breaker.trip(0.0)
-            stage.lanes["b"].breaker.failed(0.0, probe=True, in_flight=0)
+            stage.upstreams["b"].breaker.trip(0.0)
+            stage.upstreams["b"].breaker.failed(0.0, probe=True, in_flight=0)
     stage.play([10] * 30, deadline_s=50)
-    assert stage.lanes["a"].breaker.closed
+    assert stage.upstreams["a"].breaker.closed
     assert len(source.arrivals) >= 30
 
 
@@ -118,7 +118,7 @@ def test_a_source_that_errs_now_and_then_does_not_rest(stage):
     stage.add("b", limits={"concurrency": 5})
     stage.judge.invalid_retries = 5
     trips = []
-    stage.lanes["a"].breaker.trip = lambda now: trips.append(now) or True
+    stage.upstreams["a"].breaker.trip = lambda now: trips.append(now) or True
     assert stage.play([10] * 300).all_scored
     assert trips == []
 
@@ -128,6 +128,6 @@ def test_a_few_invalid_verdicts_at_first_are_no_reason(stage):
     stage.add("a", limits={"concurrency": 1}, answer=lambda request: Reply(text=next(answers, "1")))
     stage.add("b", limits={"concurrency": 1})
     trips = []
-    stage.lanes["a"].breaker.trip = lambda now: trips.append(now) or True
+    stage.upstreams["a"].breaker.trip = lambda now: trips.append(now) or True
     assert stage.play([10] * 60).all_scored
     assert trips == []

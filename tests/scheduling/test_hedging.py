@@ -55,8 +55,8 @@ def hedges(monkeypatch):
             noted.append(
                 Hedge(
                     now,
-                    attempt.lane.name,
-                    oldest.lane.name,
+                    attempt.upstream.name,
+                    oldest.upstream.name,
                     oldest.age(now),
                     len(planner.queue),
                     len(attempt.job.live),
@@ -145,7 +145,7 @@ def test_the_only_source_is_asked_again_when_an_attempt_hangs(stage, hedges):
 def test_a_source_that_looks_dead_gets_no_hedges(stage, hedges):
     alike(stage, "abc", straggler=lambda name, number, request, now: 12.0 if name == "a" else None)
     for name in "bc":
-        stage.lanes[name].breaker.failures_in_row = 4
+        stage.upstreams[name].breaker.failures_in_row = 4
     stage.judge.sources = ("a", "b")
     played = stage.play([10], hedge=True)
     assert played.all_scored
@@ -156,7 +156,7 @@ def test_the_quickest_other_source_is_asked(stage, hedges):
     alike(stage, "ab", straggler=first_takes(50.0))
     stage.add("quick", limits={"concurrency": 1}, behaviour=lambda *_: 1.0)
     stage.knows("quick", 1.0)
-    stage.lanes["quick"].throttled(0.5, 0.0, 0.0)  # it asks for a pause, so another one is asked first
+    stage.upstreams["quick"].throttled(0.5, 0.0, 0.0)  # it asks for a pause, so another one is asked first
     stage.play([10], hedge=True)
     assert [hedge.source for hedge in hedges] == ["quick"]
 
@@ -250,10 +250,10 @@ def chosen(stage):
             for name in "ab":
                 stage.add(name, limits={"concurrency": 500})
                 stage.knows(name, USUAL_S)
-                stage.lanes[name].heard(1000.0)  # neither of them is silent
+                stage.upstreams[name].heard(1000.0)  # neither of them is silent
             queue, batch = ReadyQueue(), Batch(0, 0.0)
-            forecast = Forecast(stage.lanes, queue)
-            hedging = Hedges(stage.lanes, queue, forecast, budget=budget, on_older=lambda *_: None)
+            forecast = Forecast(stage.upstreams, queue)
+            hedging = Hedges(stage.upstreams, queue, forecast, budget=budget, on_older=lambda *_: None)
             jobs = [stage.job(batch=batch, member=member) for _ in range(samples)]
             counts = []
             for number, age in enumerate(ages):
@@ -264,9 +264,9 @@ def chosen(stage):
                     hedging.watch(attempt, attempt.started_at)
                 hedging.advance(now)
                 counts.append(len(list(hedging.choose(now, drained=drained))))
-                for attempt in list(stage.lanes["a"].live):
+                for attempt in list(stage.upstreams["a"].live):
                     attempt.reservation.release(now)
-                stage.lanes["a"].live.clear()
+                stage.upstreams["a"].live.clear()
             return counts
 
         return run(main())
@@ -374,9 +374,9 @@ def test_the_loser_is_cancelled_and_what_it_held_is_given_back(stage, hedges):
     for name in "ab":
         stage.add(name, limits=limits, behaviour=lambda number, request, now, name=name: seconds[name])
         stage.knows(name, 2.0)
-    stage.lanes["b"].throttled(0.2, 0.0, 0.0)  # so that the first attempt goes to a
+    stage.upstreams["b"].throttled(0.2, 0.0, 0.0)  # so that the first attempt goes to a
     played = stage.play([10], hedge=True)
-    a = stage.lanes["a"]
+    a = stage.upstreams["a"]
     assert [hedge.source for hedge in hedges] == ["b"]
     assert (played.outcomes[0].verdict.source, played.outcomes[0].verdict.attempts) == ("b", 2)
     assert (stage.sources["a"].cancelled, stage.counted("a").cancelled, stage.counted("b").cancelled) == (1, 1, 0)

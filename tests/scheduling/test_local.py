@@ -68,8 +68,8 @@ def test_no_innocent_sample_is_lost_to_those_that_hang_or_crash(stage, fault, sh
     work_s = 512 * 0.01 / workers
     slices_s = bad * SHORTEST_SLICE_S / workers if fault == "hangs" else 0.0
     assert max(outcome.verdict.latency_s for outcome in innocent) <= 2 * work_s + 1.1 * slices_s + FIRST_SLICE_S + 1
-    assert stage.lanes["f"].breaker.closed
-    assert stage.lanes["f"].state(played.finished_at) == "up"
+    assert stage.upstreams["f"].breaker.closed
+    assert stage.upstreams["f"].state(played.finished_at) == "up"
 
 
 def test_the_last_try_has_the_whole_time_limit(stage):
@@ -213,7 +213,7 @@ def test_what_hangs_is_no_silence_and_is_not_asked_of_the_same_function_at_once(
     assert sum(outcome.reason == "hung" for outcome in played.outcomes if not isinstance(outcome, Scored)) == 8
     assert len([sent for sent in stage.sent if is_bad(sent.size)]) == 16
     assert played.report.hedges == 0
-    assert stage.lanes["f"].quota.concurrency == 8
+    assert stage.upstreams["f"].quota.concurrency == 8
 
 
 def test_a_function_whose_service_is_down_for_a_while_loses_nobody(stage):

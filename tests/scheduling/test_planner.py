@@ -111,12 +111,12 @@ def placed(stage, job_fields, *, in_flight=1):
     """What the planner does with one job of such a history, while something else is under way."""
 
     async def main():
-        planner = Planner(stage.lanes, Scheduling(), on_misfit=lambda job: None, on_older=lambda *_: None)
+        planner = Planner(stage.upstreams, Scheduling(), on_misfit=lambda job: None, on_older=lambda *_: None)
         job = stage.job()
         for name, value in job_fields.items():
             setattr(job, name, value)
         planner.queue.push(job, job.eligible(0.0))
-        return [placement.lane.name for placement in planner.placements(0.0, in_flight=lambda: in_flight)]
+        return [placement.upstream.name for placement in planner.placements(0.0, in_flight=lambda: in_flight)]
 
     return run(main())
 
@@ -125,7 +125,7 @@ def placed(stage, job_fields, *, in_flight=1):
 def test_a_failure_counts_against_the_source_where_it_happened(stage, failed_at, goes_to):
     # Slow would be done at 3 s, fast at 4.2 s.
     two_speeds(stage, slow_s=3.0)
-    stage.lanes["fast"].throttled(3.2, 0.0, 0.0)
+    stage.upstreams["fast"].throttled(3.2, 0.0, 0.0)
     assert placed(stage, {"failures": bool(failed_at), "attempts": 1, "last_source": failed_at}) == goes_to
 
 
@@ -238,7 +238,7 @@ def trickled(stage, submissions, *, then=300.0):
 
 def test_a_slow_source_takes_a_job_when_nothing_at_all_is_under_way(stage):
     two_speeds(stage, slow_s=20.0)
-    stage.lanes["fast"].throttled(5.0, 0.0, 0.0)  # it asks for a pause of 5 s, and would be done at 6 s
+    stage.upstreams["fast"].throttled(5.0, 0.0, 0.0)  # it asks for a pause of 5 s, and would be done at 6 s
     played = stage.play([10])
     assert [(at, source) for at, source, _ in stage.sent] == [(0.0, "slow")]
     assert played.finished_at == pytest.approx(20.0)
@@ -268,7 +268,7 @@ def test_whoever_idles_by_choice_does_so_no_longer_than_said(stage, monkeypatch)
 
     def noted(planner, now, *, in_flight):
         yield from placements(planner, now, in_flight=in_flight)
-        idle = stage.lanes["slow"].quota.in_flight < 2
+        idle = stage.upstreams["slow"].quota.in_flight < 2
         asked.append((now, bool(planner.queue) and idle))
 
     monkeypatch.setattr(Planner, "placements", noted)

@@ -50,7 +50,7 @@ def test_probes_that_hang_leave_a_place_for_the_next(stage, concurrency, latency
         behaviour=down_until(30.0, HANGS, latency_s=latency_s),
     )
     stage.knows("a", 0.08)
-    stage.lanes["a"].breaker.trip(0.0)
+    stage.upstreams["a"].breaker.trip(0.0)
     played = stage.play([10] * 6)
     assert played.all_scored
     assert min(outcome.verdict.latency_s for outcome in played.outcomes) <= 30 + 30 + 2 * latency_s
@@ -168,7 +168,7 @@ def test_a_dead_key_ends_a_batch_at_once_and_clearly(stage, caplog):
     assert all("401: the key was refused" in outcome.detail for outcome in played.outcomes)
     assert played.finished_at < 1
     assert len(source.arrivals) <= 32 + PROBES_TO_OUT
-    assert stage.lanes["a"].state(played.finished_at) == "out"
+    assert stage.upstreams["a"].state(played.finished_at) == "out"
     assert "401" in "".join(record.message for record in caplog.records if record.levelname == "ERROR")
 
 
@@ -191,7 +191,7 @@ def test_a_source_that_is_out_is_asked_by_every_batch_and_comes_back(stage):
     assert [scored for scored, _ in batches] == [0, 0, 0, 40]
     assert batches[0][1] <= 8 + PROBES_TO_OUT
     assert [asked for _, asked in batches[1:3]] == [PROBES_OF_OUT] * 2
-    assert stage.lanes["a"].state(60.0) == "up"
+    assert stage.upstreams["a"].state(60.0) == "up"
 
 
 def test_samples_one_by_one_probe_a_source_that_is_out(stage):
@@ -228,7 +228,7 @@ def test_responses_that_a_firewall_blocks_take_nothing_from_the_others(stage, sh
     assert {outcome.reason for outcome in played.outcomes[:bad]} == {"no_source"}
     assert all("403" in outcome.detail and outcome.attempts == 1 for outcome in played.outcomes[:bad])
     assert played.finished_at < 2 * (200 * 2.0 / 16)
-    assert stage.lanes["a"].state(played.finished_at) == "up"
+    assert stage.upstreams["a"].state(played.finished_at) == "up"
 
 
 def test_what_is_blocked_at_one_source_is_tried_at_the_other(stage):

@@ -95,7 +95,7 @@ def test_retries_come_back_no_faster_than_their_budget_allows(stage):
 
 def test_successes_earn_retries(stage):
     stage.add("a", limits={"concurrency": 50})
-    budget = stage.lanes["a"].retries
+    budget = stage.upstreams["a"].retries
     for _ in range(100):
         budget.withdraw(0.0)
     assert stage.play([10] * 50).all_scored

@@ -31,7 +31,7 @@ def hanging(stage, *, usual_s=1.0, since_s=4.5, until_s=float("inf"), places=10,
 def test_a_source_that_hangs_is_noticed_long_before_its_time_limit(stage, usual_s):
     hanging(stage, usual_s=usual_s, since_s=4.5 * usual_s)
     played = stage.play([10] * 200, max_attempts=2)
-    a = stage.lanes["a"]
+    a = stage.upstreams["a"]
     assert played.all_scored
     assert stage.counted("a").timeouts == 0
     # 50 of 200 come from a before it hangs, the rest takes b some 15 rounds.
@@ -59,7 +59,7 @@ def test_a_source_with_noise_and_stragglers_is_not_taken_for_silent(stage):
     stage.knows("a", 1.0)
     played = stage.play([10] * 600, hedge=True)
     assert played.all_scored
-    assert stage.lanes["a"].breaker.closed
+    assert stage.upstreams["a"].breaker.closed
     assert stage.counted("a").transient == 0
     assert max(outcome.verdict.attempts for outcome in played.outcomes) <= 4
 
@@ -68,8 +68,8 @@ def test_one_attempt_that_hangs_is_no_silence(stage):
     stage.add("a", limits={"concurrency": 5}, behaviour=lambda number, *_: HANGS if number == 3 else 1.0)
     stage.knows("a", 1.0)
     trips = []
-    trip = stage.lanes["a"].breaker.trip
-    stage.lanes["a"].breaker.trip = lambda now: trips.append(now) or trip(now)
+    trip = stage.upstreams["a"].breaker.trip
+    stage.upstreams["a"].breaker.trip = lambda now: trips.append(now) or trip(now)
     assert stage.play([10] * 100).all_scored
     assert trips == []
 
@@ -91,7 +91,7 @@ def test_a_source_that_hung_for_a_while_is_used_again(stage):
     hanging(stage, until_s=20.0)
     played = stage.play([10] * 600, deadline_s=1000)
     assert played.all_scored
-    assert stage.lanes["a"].breaker.closed
+    assert stage.upstreams["a"].breaker.closed
     assert sum(at > 25 for at in stage.sources["a"].arrivals) > 50
     assert played.finished_at < 55
 
@@ -129,7 +129,7 @@ def test_a_hopeless_attempt_is_given_up_at_most_twice(stage, seconds):
     if seconds < LIMIT_S:
         assert played.outcomes[0].verdict.attempts == 1 + MAX_RESTARTS
         assert played.finished_at == pytest.approx(at[-1] + seconds)
-    assert stage.lanes["a"].breaker.closed
+    assert stage.upstreams["a"].breaker.closed
 
 
 def test_an_attempt_of_a_few_seconds_is_not_given_up_however_little_was_expected(stage):
@@ -171,7 +171,7 @@ def test_who_is_hedged_is_not_given_up_as_well(stage):
 def test_a_source_whose_speed_was_told_by_others_has_not_fallen_silent_before_it_ever_answered(stage):
     """A process that begins may be slow to send and to read: all that it knows is how fast the source was elsewhere."""
     stage.add("a", limits={"concurrency": 20}, behaviour=lambda *_: 2.5)
-    stage.lanes["a"].told(0.0, pause_s=0.0, rest_s=0.0, recovered=False, typical=(10.0, 0.1))
+    stage.upstreams["a"].told(0.0, pause_s=0.0, rest_s=0.0, recovered=False, typical=(10.0, 0.1))
     played = stage.play([10] * 20)
     assert played.all_scored
     assert stage.sources["a"].cancelled == 0

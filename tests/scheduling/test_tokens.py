@@ -188,20 +188,20 @@ def test_what_was_answered_is_learned_so_that_english_uses_the_limit(stage):
 def test_estimates_of_what_is_under_way_rise_with_an_answer_that_shows_more(stage):
     async def main():
         stage.add("a", limits={"tokens_per_minute": 1_000_000})
-        lane = stage.lanes["a"]
+        upstream = stage.upstreams["a"]
         text = english(2000, random.Random(4))
         for _ in range(40):
             request = stage.judge.request(Sample([{"role": "user", "content": "?"}], text), attempt=0)
-            lane._estimates.learn(request, Usage(500, 10))
+            upstream._estimates.learn(request, Usage(500, 10))
         waiting = stage.attempt(stage.job(2000), "a", started_at=0.0, expected_s=1.0)
         job = stage.job(1)
         job.request = request
         same = stage.attempt(job, "a", started_at=0.0, expected_s=1.0)
         assert same.reservation.tokens < 700
-        lane.answered(same, Reply(text="1", usage=Usage(1900, 10)), 1.0)
+        upstream.answered(same, Reply(text="1", usage=Usage(1900, 10)), 1.0)
         assert same.reservation.tokens >= 1900
         assert waiting.reservation.tokens == 2040
-        assert lane.quota.tokens.spent(1.0) == same.reservation.tokens + waiting.reservation.tokens
+        assert upstream.quota.tokens.spent(1.0) == same.reservation.tokens + waiting.reservation.tokens
 
     run(main())
 
@@ -256,14 +256,14 @@ def test_what_single_replies_state_never_bars_later_samples(new_stage, absurd, w
 def test_a_provider_that_adds_a_long_prompt_of_its_own_is_believed_once_several_replies_say_so(stage):
     stage.add("a", limits={"tokens_per_minute": 50_000}, answer=lambda request: Reply("1", usage=Usage(3000, 10)))
     score(stage, [english(200, random.Random(n)) for n in range(20)])
-    assert stage.lanes["a"].tokens(stage.judge.request(stage.sample(200), attempt=0)) >= 3000
+    assert stage.upstreams["a"].tokens(stage.judge.request(stage.sample(200), attempt=0)) >= 3000
 
 
 def test_reasoning_that_is_counted_beyond_max_tokens_is_believed_once_several_replies_say_so(stage):
     stage.add("a", limits={"tokens_per_minute": 90_000}, answer=lambda request: Reply("1", usage=Usage(50, 2000)))
     stage.judge.completion_tokens = 100
     score(stage, [english(200, random.Random(n)) for n in range(20)])
-    assert stage.lanes["a"].tokens(stage.judge.request(stage.sample(200), attempt=0)) >= 2000
+    assert stage.upstreams["a"].tokens(stage.judge.request(stage.sample(200), attempt=0)) >= 2000
 
 
 # Estimates beyond the limit

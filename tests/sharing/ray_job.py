@@ -50,7 +50,7 @@ class Worker:
 
     async def shares(self, source: str = "a") -> dict[str, float]:
         """What it may use of the limits of a source."""
-        return dict(self._engine.lanes[source].quota.share)
+        return dict(self._engine.upstreams[source].quota.share)
 
     async def close(self) -> None:
         await self._engine.aclose()

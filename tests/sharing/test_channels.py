@@ -31,7 +31,7 @@ def engine(shared, **fields):
 
 
 def is_shared(engine):
-    return isinstance(engine.lanes["a"].quota, SharedQuota)
+    return isinstance(engine.upstreams["a"].quota, SharedQuota)
 
 
 def test_auto_shares_wherever_ray_is_initialised(up):
@@ -51,18 +51,18 @@ def test_ray_shares_or_says_why_it_cannot(up):
 def test_local_divides_the_limit_among_the_processes_that_it_is_told_of(up):
     made = engine("local", processes=4)
     assert not is_shared(made)
-    assert made.lanes["a"].quota.concurrency == 2
+    assert made.upstreams["a"].quota.concurrency == 2
 
 
 def test_off_gives_every_process_the_whole_limit(up):
     made = engine("off", processes=4)
     assert not is_shared(made)
-    assert made.lanes["a"].quota.concurrency == 8
+    assert made.upstreams["a"].quota.concurrency == 8
 
 
 def test_nothing_is_sent_before_the_keeper_has_given_something(up):
     if up:
-        assert engine("auto", processes=4).lanes["a"].quota.concurrency == 0
+        assert engine("auto", processes=4).upstreams["a"].quota.concurrency == 0
 
 
 def test_a_shared_engine_can_tell_how_it_is_before_it_has_a_share(up):

@@ -85,7 +85,7 @@ def test_a_report_is_replaced_at_once_when_work_waits_that_the_keeper_does_not_k
         office, source = Office(), a_source(requests_per_window=10)
         async with an_engine(office, source, limits(10)) as busy, an_engine(office, source, limits(10)) as idle:
             await asyncio.gather(busy.score_all(samples(1)), idle.score_all(samples(1, 1)))
-            share = busy.lanes["a"].quota.share["requests"]
+            share = busy.upstreams["a"].quota.share["requests"]
             await until(20.0 + HOLD_S / 2)  # in the middle of a report that is held
             began, asked = 20.0 + HOLD_S / 2, len(office.sent_by(busy))
             assert share < 10
@@ -148,12 +148,12 @@ def test_while_the_keeper_is_certainly_gone_its_shares_are_kept_and_nothing_more
         async with an_engine(office, source, limits(20)) as one, an_engine(office, source, limits(20)) as other:
             await asyncio.gather(one.score_all(samples(1)), other.score_all(samples(1, 1)))
             await until(15.0)
-            share = one.lanes["a"].quota.share["requests"]
+            share = one.upstreams["a"].quota.share["requests"]
             assert 0 < share < 20
             office.mode = "lost"
             scoring = asyncio.ensure_future(one.score_all(samples(200, 10)))
             await until(15.0 + 10 * WINDOW_S)
-            assert one.lanes["a"].quota.share["requests"] == share
+            assert one.upstreams["a"].quota.share["requests"] == share
             sent = [at for at in source.arrivals if at >= 15.0]
             assert in_any_window(sent) == share
             assert len(sent) >= 9 * share
@@ -174,7 +174,7 @@ def test_one_that_was_lost_once_and_is_silent_since_is_no_reason_to_go_on():
             office.mode = "unavailable"
             await until(15.0 + 4 * TTL_S)
             assert max(source.arrivals) < 16.0 + 2 * TTL_S
-            assert engine.lanes["a"].quota.share["requests"] == 0
+            assert engine.upstreams["a"].quota.share["requests"] == 0
             await stop(scoring)
 
     run(main())
@@ -193,7 +193,7 @@ def test_deaths_that_are_heard_of_late_prolong_nothing():
                 office.mode = "lost" if len(office.reports) % 2 else "unavailable"
                 await until(moment / 10)
             assert max(source.arrivals) < 15.0 + 2 * TTL_S
-            assert engine.lanes["a"].quota.share["requests"] == 0
+            assert engine.upstreams["a"].quota.share["requests"] == 0
             await stop(scoring)
 
     run(main())
@@ -259,11 +259,11 @@ def test_what_was_not_sent_is_called_back_when_the_shares_end():
             source.gate = asyncio.Event()
             scoring += [asyncio.ensure_future(engine.score(sample)) for sample in samples(2, 3)]
             await asyncio.sleep(SOON_S)
-            assert engine.lanes["a"].quota.in_flight == 5
+            assert engine.upstreams["a"].quota.in_flight == 5
             office.mode = "silent"
             await asyncio.sleep(TTL_S + 0.1)
             # Three are under way, which counts for nobody any more; two waited for a connection, and wait in the queue.
-            assert (len(source.arrivals), source.in_flight, engine.lanes["a"].quota.in_flight) == (3, 3, 3)
+            assert (len(source.arrivals), source.in_flight, engine.upstreams["a"].quota.in_flight) == (3, 3, 3)
             assert engine.statistics().waiting == 2
             source.gate.set()
             await asyncio.sleep(10.0)
@@ -377,10 +377,10 @@ def test_a_keeper_whose_answers_are_all_too_late_is_not_ended():
             office.delay_s = TTL_S
             await asyncio.sleep(5 * SILENT_AFTER_S)
             assert office.ended == 0
-            assert engine.lanes["a"].quota.share["requests"] == 0
+            assert engine.upstreams["a"].quota.share["requests"] == 0
             office.delay_s = 0.0
             await asyncio.sleep(2 * TTL_S)
-            assert engine.lanes["a"].quota.share["requests"] == 50
+            assert engine.upstreams["a"].quota.share["requests"] == 50
 
     run(main())
 
@@ -397,7 +397,7 @@ def test_whoever_did_not_run_for_a_minute_does_not_end_the_keeper():
                 await asyncio.sleep(0.3)
             await asyncio.sleep(HOLD_S)
             assert office.ended == 0
-            assert engine.lanes["a"].quota.share["requests"] == 50
+            assert engine.upstreams["a"].quota.share["requests"] == 50
 
     run(main())
 
@@ -422,7 +422,7 @@ def test_what_one_is_told_by_a_source_all_know():
             await until(5.0)
             first = asyncio.ensure_future(one.score(samples(1, 2)[0]))
             await asyncio.sleep(1.0)
-            assert other.lanes["a"].pauses.left_s(6.0) > 6.5
+            assert other.upstreams["a"].pauses.left_s(6.0) > 6.5
             began = asyncio.get_running_loop().time()
             assert isinstance(await other.score(samples(1, 3)[0]), Scored)
             assert isinstance(await first, Scored)
@@ -456,9 +456,9 @@ def test_what_was_told_is_not_told_on():
             await until(5.0)
             first = asyncio.ensure_future(one.score(samples(1, 9)[0]))
             await asyncio.sleep(2.0)
-            assert all(engine.lanes["a"].state(7.0) == "paused" for engine in engines)
+            assert all(engine.upstreams["a"].state(7.0) == "paused" for engine in engines)
             await until(told[0] + 6.0 + 2 * 0.8)
-            assert {engine.lanes["a"].state(asyncio.get_running_loop().time()) for engine in engines} == {"up"}
+            assert {engine.upstreams["a"].state(asyncio.get_running_loop().time()) for engine in engines} == {"up"}
             pauses = [
                 (report.worker, source.news.pause_s)
                 for _, report in office.reports
@@ -484,10 +484,10 @@ def test_a_rest_and_its_end_are_everybody_s():
             await asyncio.gather(one.score_all(samples(20)), other.score_all(samples(20, 20)))
             broken["is"] = True
             scoring = asyncio.ensure_future(one.score_all(samples(10, 50)))
-            await comes(lambda: not one.lanes["a"].breaker.closed)
+            await comes(lambda: not one.upstreams["a"].breaker.closed)
             await asyncio.sleep(SOON_S)
             now = asyncio.get_running_loop().time()
-            assert other.lanes["a"].state(now) == "resting"
+            assert other.upstreams["a"].state(now) == "resting"
             # It is still resting after the other's probes have failed a few times; then the other's succeeds.
             await asyncio.sleep(20.0)
             broken["is"] = False
@@ -511,11 +511,11 @@ def test_that_a_source_is_well_again_is_said_until_the_keeper_has_heard_it():
             await engine.score_all(samples(20))
             broken["is"] = True
             scoring = asyncio.ensure_future(engine.score_all(samples(10, 50)))
-            await comes(lambda: not engine.lanes["a"].breaker.closed)
+            await comes(lambda: not engine.upstreams["a"].breaker.closed)
             await asyncio.sleep(SOON_S)
             office.mode = "silent"
             broken["is"] = False
-            await comes(lambda: engine.lanes["a"].breaker.closed)
+            await comes(lambda: engine.upstreams["a"].breaker.closed)
             asked = len(office.reports)
             await comes(lambda: len(office.reports) > asked)
             await asyncio.sleep(1.0)  # nobody answers that one
@@ -535,10 +535,10 @@ def test_a_worker_that_comes_late_knows_how_long_an_answer_takes():
         async with an_engine(office, source, limits(100)) as one, an_engine(office, source, limits(100)) as late:
             await one.score_all(samples(25))
             await asyncio.sleep(HOLD_S)
-            assert not late.lanes["a"].speed.known
+            assert not late.upstreams["a"].speed.known
             scoring = asyncio.ensure_future(late.score(samples(1)[0]))
             await asyncio.sleep(SOON_S)
-            assert late.lanes["a"].speed.mean_s == pytest.approx(7.0)
+            assert late.upstreams["a"].speed.mean_s == pytest.approx(7.0)
             await scoring
 
     run(main())
@@ -554,7 +554,7 @@ def test_what_a_closed_engine_had_is_the_others_at_once():
         async with staying:
             async with an_engine(office, source, limits(10)) as leaving:
                 await asyncio.gather(leaving.score_all(samples(1)), staying.score_all(samples(1, 1)))
-                await comes(lambda: leaving.lanes["a"].quota.share["requests"] >= 4)
+                await comes(lambda: leaving.upstreams["a"].quota.share["requests"] >= 4)
             began = asyncio.get_running_loop().time()
             assert (await office.actor.statistics())["workers"] == 1
             outcomes = await staying.score_all(samples(8, 2))

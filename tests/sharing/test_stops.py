@@ -77,12 +77,12 @@ def test_a_process_that_was_stopped_writes_nothing_under_a_share_that_has_ended(
         async with RewardEngine(tree, sources={"a": source}, channel=Near()) as engine:
             source.gate = asyncio.Event()
             scoring = asyncio.ensure_future(engine.score_all(samples))
-            while len(engine.lanes["a"].live) < 4:  # noqa: ASYNC110 -- in virtual time
+            while len(engine.upstreams["a"].live) < 4:  # noqa: ASYNC110 -- in virtual time
                 await asyncio.sleep(0.01)
             source.gate.set()  # connected: the next step of each attempt is to write
             loop._now += 3 * TTL_S  # and the process is stopped before that step
             went_on_at = loop.time()
-            valid_until = engine.lanes["a"].quota.valid_until
+            valid_until = engine.upstreams["a"].quota.valid_until
             assert valid_until < went_on_at
             outcomes = await scoring
             assert all(isinstance(outcome, Scored) for outcome in outcomes)

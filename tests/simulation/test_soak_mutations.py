@@ -18,7 +18,7 @@ from qreward_plugins.judges.llm import LLMJudge
 from qreward_plugins.quotas import Quota, Reservation
 from qreward_plugins.quotas.pace import Pace
 from qreward_plugins.samples import Scored, Verdict
-from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, Lane, batches
+from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, Upstream, batches
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.scheduling.planner import Planner
 from qreward_plugins.scoring import Scoring
@@ -185,7 +185,7 @@ def nobody_wakes_up(monkeypatch):
 
 def never_idle_is_forgotten(monkeypatch):
     monkeypatch.setattr(Planner, "_never_idle", lambda self, now: iter(()))
-    monkeypatch.setattr(Planner, "_pick", lambda self, lane, now, *, near: None)
+    monkeypatch.setattr(Planner, "_pick", lambda self, upstream, now, *, near: None)
 
 
 def a_busy_loop(monkeypatch):
@@ -209,7 +209,7 @@ def a_pause_without_end(monkeypatch):
 
         return mutated
 
-    around(monkeypatch, Lane, "throttled", wrap)
+    around(monkeypatch, Upstream, "throttled", wrap)
 
 
 def dice_without_a_seed(monkeypatch):
@@ -224,8 +224,8 @@ def dice_without_a_seed(monkeypatch):
 
 def blame_forgets_a_part(monkeypatch):
     def wrap(report):
-        def mutated(batch, lanes):
-            made = report(batch, lanes)
+        def mutated(batch, upstreams):
+            made = report(batch, upstreams)
             return replace(made, parts=made.parts[:-1])
 
         return mutated

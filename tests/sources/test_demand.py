@@ -12,7 +12,7 @@ from qreward_plugins.config.models import Limits, Price
 from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.quotas import Quota
 from qreward_plugins.samples import Sample
-from qreward_plugins.scheduling import Lane
+from qreward_plugins.scheduling import Upstream
 from qreward_plugins.sources import HTTPSource, OpenAISource, Request
 
 SAMPLE = Sample([{"role": "user", "content": "?"}], "An answer.")
@@ -23,9 +23,9 @@ def openai(parameters=None, **limits):
     return OpenAISource("a", OpenAISource.Config.model_validate({**node, "limits": limits}))
 
 
-def lane(source):
+def upstream(source):
     limits = Limits(tokens_per_minute=10_000_000)
-    return Lane(source, Quota(limits, source="a"), timeout_s=60, price=Price())
+    return Upstream(source, Quota(limits, source="a"), timeout_s=60, price=Price())
 
 
 def ask(text="Grade it.", max_tokens=512, **parameters):
@@ -64,7 +64,7 @@ BOUNDS = [
 def test_the_reservation_is_made_from_the_parameters_that_are_sent(parameters, completion):
     source = openai(parameters)
     request = ask()
-    assert lane(source).tokens(request) == pytest.approx(completion + len("Grade it.") + 40, abs=130)
+    assert upstream(source).tokens(request) == pytest.approx(completion + len("Grade it.") + 40, abs=130)
     # The very same parameters are in the body.
     body = json.loads(source._encode(request))
     assert {key: body[key] for key in parameters} == parameters
@@ -80,32 +80,32 @@ def test_what_a_server_may_generate_is_never_more_than_what_is_reserved(source, 
     asked = openai(source)
     body = json.loads(asked._encode(ask(max_tokens=judge)))
     most = body.get("max_completion_tokens", body["max_tokens"]) * max(body.get("n", 1), body.get("best_of", 1))
-    assert lane(asked).tokens(ask(max_tokens=judge)) >= most
+    assert upstream(asked).tokens(ask(max_tokens=judge)) >= most
 
 
 @pytest.mark.parametrize("value", [None, -1, 0, "many", True])
 def test_parameters_that_take_the_bound_away_are_a_mistake_where_tokens_are_limited(value):
     with pytest.raises(ConfigurationError, match=r"sources\.a\.parameters\.max_tokens: .*tokens_per_minute"):
         openai({"max_tokens": value}, tokens_per_minute=1000)
-    assert lane(openai({"max_tokens": value})).tokens(ask()) >= 512
+    assert upstream(openai({"max_tokens": value})).tokens(ask()) >= 512
     openai({"max_tokens": value, "max_completion_tokens": 300}, tokens_per_minute=1000)
 
 
 def test_messages_schemas_and_tools_of_the_parameters_are_part_of_the_prompt():
-    plain, heavy = lane(openai()).tokens(ask()), lane(openai({"tools": [{"name": "x" * 5000}]})).tokens(ask())
+    plain, heavy = upstream(openai()).tokens(ask()), upstream(openai({"tools": [{"name": "x" * 5000}]})).tokens(ask())
     assert heavy >= plain + 5000
     other = openai({"messages": [{"role": "user", "content": "y" * 7000}]})
-    assert lane(other).tokens(ask()) >= 7000 + 512
+    assert upstream(other).tokens(ask()) >= 7000 + 512
 
 
 def test_images_count():
     parts = [{"type": "text", "text": "Look."}, {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]
     source = openai({"messages": [{"role": "user", "content": parts}]})
-    assert lane(source).tokens(ask()) >= 4096 + 512
+    assert upstream(source).tokens(ask()) >= 4096 + 512
 
 
 def test_what_a_service_is_sent_counts_whichever_part_of_the_sample_it_is():
     node = {"kind": "http", "url": "http://service.invalid/score", "body": {"r": "response", "e": "extras"}}
     source = HTTPSource("a", HTTPSource.Config.model_validate(node))
     request = Request(Sample([{"role": "user", "content": "?"}], "short", extras={"context": "z" * 9000}))
-    assert lane(source).tokens(request) >= 9000
+    assert upstream(source).tokens(request) >= 9000

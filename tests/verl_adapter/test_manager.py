@@ -127,7 +127,7 @@ def test_the_limits_are_shared_by_the_reward_workers(compose, tokenizer, judge_o
     with JudgeServer(right) as server:
         limits = ["+qreward.sources.a.limits.requests_per_minute=600", "+qreward.sources.a.limits.concurrency=9"]
         manager = load_reward_manager(compose(*judge_overrides(a=server), *limits, "reward.num_workers=4"), tokenizer)
-        quota = manager.engine.lanes["a"].quota
+        quota = manager.engine.upstreams["a"].quota
         asyncio.run(manager.aclose())
         assert (quota.burst, quota.concurrency) == (150, 2)
         with pytest.raises(ConfigurationError, match="at most 9 processes"):

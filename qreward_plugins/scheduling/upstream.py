@@ -1,16 +1,23 @@
-"""A lane: one source as the scheduler sees it, with its quota, its speed, its health, and what was learned of it."""
+"""An upstream: one source as the scheduler sees it, with its quota, health and speed, and what was learned of it.
+
+The word is that of proxies, which call a server that they send requests to an upstream.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from ..config import Config
 from ..config.models import Price
+from ..errors import ConfigurationError, Mistake
 from ..observers import SourceGauges
-from ..quotas import Quota, QuotaUse, Reservation, RetryBudget
-from ..sources.base import Reply, Request, Source
+from ..quotas import Quota, QuotaUse, Reservation, RetryBudget, SharedQuota
+from ..sources import Source, open_source
+from ..sources.base import Reply, Request
 from .breaker import Breaker
 from .health import Health
 from .holds import Hold, Holds
@@ -26,7 +33,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger("qreward_plugins.scheduling")
 
 
-class Lane:
+class Upstream:
     """One source as the scheduler sees it. Times are seconds of the event loop's clock."""
 
     def __init__(
@@ -268,6 +275,33 @@ class Lane:
             retries_put_off=retries.put_off,
             learned=_learned(use),
         )
+
+
+def open_upstreams(
+    config: Config, opened: Mapping[str, Source], *, processes: int, shared: bool = False
+) -> dict[str, Upstream]:
+    """The upstreams of `config` by name. `opened` are sources that take the place of those that it would open;
+    `processes` share the limits equally; with `shared` a keeper says how much of them is this one's.
+
+    Raises `ConfigurationError` with every limit that cannot be shared, and whatever opening a source raises.
+    """
+    upstreams: dict[str, Upstream] = {}
+    mistakes: list[Mistake] = []
+    for name, node in config.sources.items():
+        source = opened.get(name) or open_source(name, node)
+        try:
+            quota = (
+                SharedQuota(node.limits, source=name, slots=source.slots)
+                if shared
+                else Quota(node.limits, source=name, processes=processes, slots=source.slots)
+            )
+        except ConfigurationError as error:
+            mistakes.extend(error.mistakes)
+            continue
+        upstreams[name] = Upstream(source, quota, timeout_s=node.timeouts.total_s, price=node.price, weight=node.weight)
+    if mistakes:
+        raise ConfigurationError(mistakes)
+    return upstreams
 
 
 def _learned(use: QuotaUse) -> str:

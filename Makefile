@@ -24,6 +24,8 @@ demo: $(INSTALLED) ## Train a tiny model with verl on the CPU, rewarded by two j
 
 JOBS ?= 2
 
+# Where the environment forbids it, each of the many subprocesses of the tests would compile the package anew.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: $(INSTALLED) lint types ## Lint, type-check and test everything, in JOBS processes
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 

@@ -29,6 +29,10 @@ _IMAGE_MODES = frozenset({"1", "L", "LA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV",
 """Modes of Pillow images that their pixels describe completely; images with a palette are rejected."""
 
 
+MOST_VALUES = 1_000_000
+"""Most values in one, nested ones included. A list that contains another twice, 40 times over, would not end."""
+
+
 class Unencodable(Exception):
     """The value has an unsupported type, is nested too deeply, or is too large."""
 
@@ -39,10 +43,10 @@ def encoded(value: Any) -> bytes:
 
 
 class _Encoder:
-    """Encodes one value. Rejects more than a million nested values or 64 levels, and so recursive values."""
+    """Encodes one value. Rejects more than `MOST_VALUES` values or 64 levels, and so recursive values."""
 
     def __init__(self) -> None:
-        self._values_left = 1_000_000
+        self._values_left = MOST_VALUES
 
     def encoded(self, value: Any, depth: int = 0) -> bytes:
         self._values_left -= 1

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import os
+import io
 import shutil
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -20,24 +21,19 @@ OURS = {"qreward", "hydra", "defaults"}
 @pytest.fixture(scope="module")
 def compose():
     """The configuration that `recipes/verl/run.sh NAME` hands to verl, as verl's own entry point composes it."""
-    environment = {**os.environ, "QREWARD_CONFIG": str(RECIPES / "judges.yaml")}
+    from verl.trainer import main_ppo
+
     composed = {}
 
     def make(name):
         if name not in composed:
-            command = [
-                sys.executable,
-                "-m",
-                "verl.trainer.main_ppo",
-                "--config-dir",
-                str(RECIPES),
-                "--config-name",
-                name,
-            ]
-            command += ["--cfg", "job", "--resolve"]
-            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
-            assert done.returncode == 0, done.stderr
-            composed[name] = OmegaConf.create(done.stdout)
+            command = ["main_ppo", "--config-dir", str(RECIPES), "--config-name", name, "--cfg", "job", "--resolve"]
+            printed = io.StringIO()
+            with pytest.MonkeyPatch.context() as patch, redirect_stdout(printed):
+                patch.setenv("QREWARD_CONFIG", str(RECIPES / "judges.yaml"))
+                patch.setattr(sys, "argv", command)
+                main_ppo.main()
+            composed[name] = OmegaConf.create(printed.getvalue())
         return composed[name]
 
     return make

@@ -168,9 +168,11 @@ def test_a_reward_function_that_hangs_dies_or_lies_costs_its_own_samples_only(ru
         f"reward.custom_reward_function.path={functions}",
         "reward.custom_reward_function.name=hanging",
         "reward.num_workers=1",
-        "+qreward.sources.compute_score.timeouts.total_s=2",
+        ONE_WORKER,
+        "+qreward.sources.compute_score.timeouts.total_s=1",
         "+qreward.engine.deadline_s=120",
-        "+qreward.engine.max_attempts=2",
+        # Every other try of what hangs or dies starts another worker process.
+        "+qreward.engine.max_attempts=1",
     )
     for text, result in zip(texts, results, strict=True):
         if text == "fine":

@@ -115,15 +115,23 @@ def test_rows_that_fill_up_a_batch_are_no_siblings(tmp_path):
     assert step.metrics["qreward/failed_rate"] == 1 / 4
 
 
-def test_the_one_step_off_trainer_is_told_from_v1():
-    """Finding 6: it inherits `use_v1: true`, and one failed sample would end its run."""
-    named = {"experimental": "one_step_off", "val_rows": ROWS}
+@pytest.mark.parametrize("trainer", ["one_step_off", "fully_async"])
+def test_the_experimental_trainers_are_told_from_v1(trainer):
+    """Finding 6: they inherit `use_v1: true`, and one failed sample would end their run."""
+    named = {"experimental": trainer, "val_rows": ROWS}
     workers = "actor_rollout_ref.rollout.agent.num_workers=2"
     with JudgeServer(faults=Faults(script=one_in_four)) as server, play(server, workers, **named) as fake:
-        step, validation = fake.step(), fake.validate()
-    assert step.metrics["qreward/failed_rate"] > 0
+        steps = [fake.step() for _ in range(5)]
+        validation = fake.validate()
+    for step in steps:
+        imputed = [info["qreward/imputed"] for info in step.extra_info]
+        assert imputed == [info["qreward/missing"] for info in step.extra_info]
+        assert all(step.advantages[row] == 0.0 for row, value in enumerate(imputed) if value)
+    counted = {name for _, metrics in fake.tracked for name in metrics if metrics.get("qreward/failed_rate")}
+    assert "qreward/failed_rate" in counted
     assert validation.metrics["qreward/val/samples"] == 2
-    with JudgeServer() as server, pytest.raises(ConfigurationError, match="one_step_off"):
+    assert validation.metrics["qreward/val/failed_rate"] in (0.0, 0.5, 1.0)
+    with JudgeServer() as server, pytest.raises(ConfigurationError, match=trainer):
         play(server, "algorithm.adv_estimator=gae", **named)
 
 

@@ -55,6 +55,11 @@ class AgentLoops:
         parts = batch.chunk(self.config.actor_rollout_ref.rollout.agent.num_workers)
         return VerlDataProto.concat(await asyncio.gather(*map(self._generate_part, parts)))
 
+    async def generate_sequences_single(self, batch: VerlDataProto) -> VerlDataProto:
+        """The rows of one prompt, as the fully asynchronous trainer has them generated: by one agent loop worker."""
+        batch.non_tensor_batch[_NUMBER] = np.arange(len(batch))
+        return await self._generate_part(batch)
+
     async def _generate_part(self, batch: VerlDataProto) -> VerlDataProto:
         columns = batch.non_tensor_batch
         names = [name for name in columns if name not in (_NUMBER, "__do_sample__", "agent_name")]

@@ -80,6 +80,12 @@ class TrainerBase(ABC):
     def start(self) -> None:
         """Start the reward workers, then the tracker."""
         self._setup()
+        self._start_tracker()
+
+    async def aclose(self) -> None:  # noqa: B027 (in most trainers nothing does)
+        """End what runs ahead of the steps, on the event loop of the actors."""
+
+    def _start_tracker(self) -> None:
         tracking = sys.modules["verl.utils.tracking"].Tracking
         self.logger = tracking(
             project_name=self.config.trainer.project_name,
@@ -173,10 +179,14 @@ class TrainerBase(ABC):
     def _new_uid(self) -> str:
         return str(uuid.UUID(int=self._rng.getrandbits(128), version=4))
 
-    def _log(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
-        """Hand the metrics to the tracker, and return what came of them."""
+    def _log(self, metrics: Mapping[str, Any], step: int | None = None) -> dict[str, Any]:
+        """Hand the metrics to the tracker, and return what came of them. `step`: None is that of the training loop."""
         before = len(self.setup.told)
-        self.logger.log(data=dict(metrics), step=self.global_steps)
+        self.logger.log(data=dict(metrics), step=self.global_steps if step is None else step)
+        return self._told_since(before)
+
+    def _told_since(self, before: int) -> dict[str, Any]:
+        """What the tracker got after its first `before` lines."""
         told: dict[str, Any] = {}
         for _, data in self.setup.told[before:]:
             told |= data

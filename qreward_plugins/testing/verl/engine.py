@@ -6,7 +6,7 @@ import inspect
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 from ..held import HeldGenerations
@@ -72,6 +72,8 @@ class VerlEngine:
     def __init__(self, respond: Respond, hold: Hold | None, tokenizer: Any, seed: int) -> None:
         self.tokenizer = tokenizer
         self.held: HeldGenerations[VerlDraft] = HeldGenerations()
+        self.weights: int | None = None
+        """The version of the weights, where the trainer tells it apart from its steps."""
         self._respond, self._hold, self._seed = respond, hold, seed
         self._asked: Counter[str] = Counter()
 
@@ -90,18 +92,26 @@ class VerlEngine:
             list(columns["raw_prompt"]), tokenize=False, add_generation_prompt=True
         )
         draft = VerlDraft(columns, prompt, str(columns["uid"]), number, validate, global_step, greedy)
-        self._asked["val" if validate else "train"] += 1
-        rng = random.Random(f"{self._seed}/{validate}/{global_step}/{self._asked.total()}")
+        began = self.weights
+        split = "val" if validate else "train"
+        self._asked[split] += 1
+        # How far generation got depends on time where it goes on beside the steps; who was asked how often does not.
+        step = global_step if self.weights is None else ""
+        rng = random.Random(f"{self._seed}/{split}/{step}/{self._asked[split]}")
         written = self._respond(draft, rng)
         written = await written if inspect.isawaitable(written) else written
-        if self._hold is not None and self._hold(draft):
-            await self.held.wait(draft)
+        whole = self._hold is None or not self._hold(draft) or await self.held.wait(draft)
         if isinstance(written, str):
             written = VerlOutput([written], num_turns=2)
         outputs = [written] if isinstance(written, VerlOutput) else list(written)
-        return [self._tokens(output, prompt, response_length, global_step) for output in outputs]
+        version = global_step if global_step < 1 else global_step - 1
+        first = version if began is None else began
+        last = self.weights if whole and self.weights is not None else first
+        versions = {"global_steps": last, "min_global_steps": first, "max_global_steps": last}
+        made = [self._tokens(output, prompt, response_length, versions) for output in outputs]
+        return made if whole else [_half(output) for output in made]
 
-    def _tokens(self, output: VerlOutput, prompt: str, limit: int, global_step: int) -> AgentOutput:
+    def _tokens(self, output: VerlOutput, prompt: str, limit: int, versions: Mapping[str, int]) -> AgentOutput:
         ids: list[int] = []
         mask: list[int] = []
         for place, part in enumerate(output.parts):
@@ -110,9 +120,7 @@ class VerlEngine:
                 tokens.append(self.tokenizer.eos_token_id)
             ids += tokens
             mask += [1 - place % 2] * len(tokens)
-        version = global_step if global_step < 1 else global_step - 1
-        told: dict[str, Any] = {"turn_scores": [], "tool_rewards": []}
-        told |= dict.fromkeys(("global_steps", "min_global_steps", "max_global_steps"), version)
+        told: dict[str, Any] = {"turn_scores": [], "tool_rewards": [], **versions}
         return AgentOutput(
             prompt_ids=list(self.tokenizer(output.prompt if output.prompt is not None else prompt)["input_ids"]),
             response_ids=ids[:limit],
@@ -121,3 +129,9 @@ class VerlEngine:
             reward_score=output.reward_score,
             extra_fields={**told, **output.extra_fields},
         )
+
+
+def _half(output: AgentOutput) -> AgentOutput:
+    """What was written of an output that was aborted."""
+    end = len(output.response_ids) // 2
+    return replace(output, response_ids=output.response_ids[:end], response_mask=output.response_mask[:end])

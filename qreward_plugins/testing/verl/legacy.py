@@ -50,8 +50,17 @@ class LegacyTrainer(TrainerBase):
             baseline = self._scored(output.slice(len(prompts), None))
             batch.batch["reward_baselines"] = np.asarray(_scores_of(baseline)).sum(axis=-1)
         batch = self._scored(batch.repeat(count).union(sampled))
+        batch, metrics = self._trained(batch)
+        return self._step_of(batch, self._log(metrics), calls)
+
+    def _trained(self, batch: VerlDataProto) -> tuple[VerlDataProto, dict[str, Any]]:
+        """The batch with all that is computed before it trains, and its metrics."""
         batch.batch["token_level_scores"] = _scores_of(batch)
         batch, metrics = self._advance(batch, sys.modules[self.advantages_of].compute_advantage)
+        return batch, {**metrics, **self._metrics(batch)}
+
+    def _step_of(self, batch: VerlDataProto, told: dict[str, Any], calls: int) -> VerlStep:
+        """The step that trains `batch`. `told`: what the tracker got; `calls`: the reward calls before it."""
         keys = batch.meta_info.get("reward_extra_keys", [])
         uids = [str(uid) for uid in batch.non_tensor_batch["uid"]]
         return VerlStep(
@@ -61,7 +70,7 @@ class LegacyTrainer(TrainerBase):
             uids=uids,
             sessions=[uids[:row].count(uid) for row, uid in enumerate(uids)],
             extra_info=[{key: batch.non_tensor_batch[key][row] for key in keys} for row in range(len(batch))],
-            metrics=self._log({**metrics, **self._metrics(batch)}),
+            metrics=told,
             reward_calls=self.agent_loops.reward_calls - calls,
             padding=[False] * len(batch),
         )

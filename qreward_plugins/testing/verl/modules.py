@@ -15,6 +15,9 @@ from typing import Any
 
 from ..stand_in_modules import stand_in_modules
 from .base import Tracking
+from .fully_async import ROLLOUTER as FULLY_ASYNC_ROLLOUTER
+from .fully_async import TRAINER as FULLY_ASYNC
+from .fully_async import FullyAsyncRollouter, FullyAsyncTrainer, TrainingStopException
 from .legacy import MODULE as LEGACY
 from .legacy import LegacyTrainer
 from .protocol import VerlDataProto, VerlDataProtoItem, pad_to_divisor
@@ -85,7 +88,10 @@ def _contents(registry: Registry, queue: TransferQueue) -> dict[str, Mapping[str
     }
     legacy = _anew(LegacyTrainer, __module__=LEGACY, __name__="RayPPOTrainer")
     v1 = _anew(V1Trainer, __module__=V1, __name__="PPOTrainer")
-    one_step_off = type("OneStepOffRayTrainer", (legacy,), {"__module__": ONE_STEP_OFF, "advantages_of": SEPARATION})
+    separate = {"advantages_of": SEPARATION}
+    one_step_off = type("OneStepOffRayTrainer", (legacy,), {**separate, "__module__": ONE_STEP_OFF})
+    rollouter = type("FullyAsyncRollouter", (FullyAsyncRollouter, legacy), {"__module__": FULLY_ASYNC_ROLLOUTER})
+    fully_async = type("FullyAsyncTrainer", (FullyAsyncTrainer, legacy), {**separate, "__module__": FULLY_ASYNC})
     advantages = {"apply_kl_penalty": apply_kl_penalty, "compute_advantage": compute_advantage}
     validation = {"process_validation_metrics": validation_metrics}
     padding = {"pad_dataproto_to_divisor": pad_to_divisor}
@@ -101,6 +107,9 @@ def _contents(registry: Registry, queue: TransferQueue) -> dict[str, Mapping[str
         f"{reward_loop}.reward_manager.dapo": {"DAPORewardManager": DAPORewardManager},
         f"{reward_loop}.reward_manager.naive": {"NaiveRewardManager": NaiveRewardManager},
         f"{reward_loop}.reward_manager.registry": {"REWARD_MANAGER": registry.classes, **managers},
+        "verl.experimental.fully_async_policy": {},
+        FULLY_ASYNC: {"FullyAsyncTrainer": fully_async, "TrainingStopException": TrainingStopException},
+        FULLY_ASYNC_ROLLOUTER: {"FullyAsyncRollouter": rollouter},
         "verl.experimental.one_step_off_policy": {},
         ONE_STEP_OFF: {"OneStepOffRayTrainer": one_step_off},
         "verl.experimental.separation": {},

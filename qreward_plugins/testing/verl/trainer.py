@@ -29,6 +29,7 @@ from .base import LogProbs, Setup, Values
 from .configuration import check_config, compose_config
 from .data import DEFAULT_ROWS, Row
 from .engine import Hold, Respond, VerlDraft, VerlEngine, answer_by_chance
+from .fully_async import TRAINER as FULLY_ASYNC
 from .legacy import MODULE as LEGACY
 from .modules import ONE_STEP_OFF, verl_stand_in
 from .results import VerlStep, VerlValidation
@@ -38,6 +39,10 @@ from .v1 import MODULE as V1
 T = TypeVar("T")
 
 _CLOSING_S = 60.0
+_EXPERIMENTAL = {
+    "one_step_off": (ONE_STEP_OFF, "OneStepOffRayTrainer"),
+    "fully_async": (FULLY_ASYNC, "FullyAsyncTrainer"),
+}
 
 
 class FakeVerlTrainer:
@@ -46,8 +51,10 @@ class FakeVerlTrainer:
     `config`: overrides as on verl's command line (`"reward.reward_manager.name=qreward"`, `"+reward_manager=qreward"`),
     a mapping laid over verl's defaults, or a composed configuration. The defaults are verl's, but for
     `data.train_batch_size` and `actor_rollout_ref.rollout.n`, which are 4, and the lengths of prompts and responses, 64
-    tokens. `trainer.use_v1` and `trainer.v1.trainer_mode` choose the trainer; `experimental="one_step_off"` plays that
-    one, which is made of the legacy trainer.
+    tokens. `trainer.use_v1` and `trainer.v1.trainer_mode` choose the trainer; `experimental` plays one that is
+    made of the legacy trainer: "one_step_off", or "fully_async". That one generates beside the steps, so the same seed
+    gives the same responses, but which of them make a batch is a matter of time. Its `step` raises verl's
+    `TrainingStopException` where its run ends: at the end of the data, and after a reward manager raised.
 
     `rows`: the data set, each row a question or a mapping as in verl's parquet files, with `ground_truth` for short;
     `val_rows`: that of the validation. `reward`: the reward function, in place of `reward.custom_reward_function.path`.
@@ -85,10 +92,11 @@ class FakeVerlTrainer:
         seed: int = 0,
         timeout_s: float | None = 60.0,
     ) -> None:
-        if experimental not in (None, "one_step_off"):
-            raise ValueError(f"experimental is None or 'one_step_off', not {experimental!r}")
-        self.config = compose_config(config)
-        check_config(self.config)
+        if experimental not in (None, *_EXPERIMENTAL):
+            raise ValueError(f"experimental is None or one of {list(_EXPERIMENTAL)}, not {experimental!r}")
+        self.config = compose_config(config, f"{experimental}_ppo_trainer" if experimental else "ppo_trainer")
+        if experimental != "fully_async":
+            check_config(self.config)
         self._timeout_s = timeout_s
         self._ended: BaseException | None = None
         self._background: ThreadPoolExecutor | None = None
@@ -162,6 +170,8 @@ class FakeVerlTrainer:
         """End what still runs, close the reward managers, stop the threads. May be called more than once."""
         try:
             if self._finalizer.alive:
+                if hasattr(self, "_trainer"):
+                    self._loop.run(self._trainer.aclose(), _CLOSING_S)
                 self._loop.run(self._ray.aclose(), _CLOSING_S)
         finally:
             self._finalizer()
@@ -207,7 +217,8 @@ class FakeVerlTrainer:
 
 def _trainer_class(config: DictConfig, experimental: str | None) -> Any:
     if experimental is not None:
-        return sys.modules[ONE_STEP_OFF].OneStepOffRayTrainer
+        module, name = _EXPERIMENTAL[experimental]
+        return getattr(sys.modules[module], name)
     return sys.modules[V1].PPOTrainer if config.trainer.use_v1 else sys.modules[LEGACY].RayPPOTrainer
 
 

@@ -26,14 +26,12 @@ from qreward_plugins.testing.verl.reward_managers import DAPORewardManager, Naiv
 from qreward_plugins.testing.verl.shaping import compute_advantage  # noqa: E402
 from qreward_plugins.testing.verl.transfer_queue import Prompt, ReplayBuffer, TransferQueue  # noqa: E402
 
+from .agreement import PaddingTokenizer, as_real, both, of_worker, real_output, same  # noqa: E402
+
 pytestmark = pytest.mark.filterwarnings("default")  # verl's own
 
 WITHIN_ONE_BIT = {"grpo_vectorized"}
 """torch takes the square root of a vector with MKL there, which rounds the last bit either way."""
-
-
-def same(real, fake):
-    return np.array_equal(np.asarray(real), np.asarray(fake), equal_nan=True)
 
 
 def a_batch(rng, *, groups, nan=False):
@@ -51,17 +49,6 @@ def a_batch(rng, *, groups, nan=False):
     if nan:
         rewards[0, 0] = math.nan
     return rewards, mask, np.array(uids, dtype=object)
-
-
-def both(real, fake):
-    """The results, or the texts of the errors."""
-    results = []
-    for play in (real, fake):
-        try:
-            results.append(play())
-        except Exception as error:
-            results.append(f"{type(error).__name__}: {error}")
-    return results
 
 
 @pytest.mark.parametrize("norm", [True, False], ids=["by std", "not by std"])
@@ -248,29 +235,6 @@ COLUMNS = {
 }
 
 
-def real_output(output):
-    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
-
-    return AgentLoopOutput(
-        prompt_ids=output.prompt_ids,
-        response_ids=output.response_ids,
-        response_mask=output.response_mask,
-        num_turns=output.num_turns,
-        metrics=AgentLoopMetrics(),
-        extra_fields=copy.deepcopy(output.extra_fields),
-    )
-
-
-def of_worker(*names, **more):
-    """An object with these methods of verl's agent loop worker."""
-    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
-
-    worker = SimpleNamespace(processor=None, distillation_enabled=False, **more)
-    for name in names:
-        setattr(worker, name, getattr(AgentLoopWorker, name).__get__(worker))
-    return worker
-
-
 @pytest.mark.parametrize("outputs", OUTPUTS, ids=["one output", "two outputs"])
 def test_what_run_single_gets(outputs):
     seen = []
@@ -360,20 +324,9 @@ def test_a_batch_of_the_legacy_trainer(infos, scores):
 
     def real():
         padded = []
-        tokenizer = SimpleNamespace(pad_token_id=0, padding_side="left")
-
-        def pad(columns, *, max_length, return_attention_mask, **_):
-            ids, fill = columns["input_ids"], [0] * (max_length - len(columns["input_ids"]))
-            there = [1] * len(ids)
-            left = tokenizer.padding_side == "left"
-            found = {"input_ids": torch.tensor([fill + ids if left else ids + fill])}
-            found["attention_mask"] = torch.tensor([fill + there if left else there + fill])
-            return found
-
-        tokenizer.pad = pad
         worker = of_worker(
             *("_pad_token_ids", "_compute_position_ids", "_compute_multi_modal_inputs", "_postprocess"),
-            tokenizer=tokenizer,
+            tokenizer=PaddingTokenizer(),
             reward_loop_worker_handles=[object()],
         )
         for output in outputs:
@@ -532,17 +485,6 @@ def plain(value):
     if isinstance(value, dict):
         return {name: plain(each) for name, each in value.items()}
     return value.item() if isinstance(value, torch.Tensor) else value
-
-
-def as_real(data):
-    """The same rows as verl's `DataProto`."""
-    from tensordict import TensorDict
-    from verl import DataProto
-
-    tensors = {name: torch.tensor(np.asarray(values)) for name, values in data.batch.items()}
-    return DataProto(
-        batch=TensorDict(tensors, batch_size=len(data)), non_tensor_batch=data.non_tensor_batch, meta_info={}
-    )
 
 
 def composed(overrides):

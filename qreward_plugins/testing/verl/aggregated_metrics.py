@@ -1,0 +1,72 @@
+"""One line of metrics for several steps, as verl's fully asynchronous trainer makes it (`MetricsAggregator` in
+experimental/fully_async_policy/detach_utils.py), but for what is made of seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+_BY_NAME: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("sum", ("timing_s/",)),
+    ("avg", ("mean", "avg", "average")),
+    ("max", ("max", "maximum")),
+    ("min", ("min", "minimum")),
+    ("sum", ("sum", "total")),
+)
+"""What is done with a metric whose name contains one of the texts; the first that fits. Else it is averaged."""
+
+_KNOWN = {
+    "perf/time_per_step": "sum",
+    "timing_s/agent_loop/tool_calls/min": "min",
+    "timing_s/agent_loop/tool_calls/mean": "avg",
+    "timing_s/agent_loop/tool_calls/max": "max",
+    "fully_async/count/total_generated_samples": "last",
+    "fully_async/count/stale_samples_processed": "last",
+    "fully_async/count/stale_trajectory_processed": "last",
+    "fully_async/count/current_param_version": "last",
+    "fully_async/count/dropped_stale_samples": "last",
+    "training/global_step": "last",
+    "dynamic_resource/mq_size": "last",
+    "dynamic_resource/train_compute_time_s": "sum",
+    "dynamic_resource/train_allocated_time_s": "sum",
+}
+
+
+class MetricsAggregator:
+    """The metrics of the steps since the last `reset`."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[float]] = {}
+
+    def add_step_metrics(self, metrics: Mapping[str, Any]) -> None:
+        """Add the metrics of a step. What is no number is left out."""
+        for name, value in metrics.items():
+            if isinstance(value, (int, float, np.number)):
+                self._values.setdefault(name, []).append(float(value))
+
+    def get_aggregated_metrics(self) -> dict[str, float]:
+        """One value for each metric; empty where no step was added."""
+        return {name: _one_of(name, values) for name, values in self._values.items()}
+
+    def reset(self) -> None:
+        """Forget the steps."""
+        self._values.clear()
+
+
+def _one_of(name: str, values: list[float]) -> float:
+    way = _KNOWN.get(name) or _way_of(name.lower())
+    if way == "last":
+        return values[-1]
+    if way == "avg":
+        return sum(values) / len(values)
+    return max(values) if way == "max" else min(values) if way == "min" else sum(values)
+
+
+def _way_of(name: str) -> str:
+    return next((way for way, texts in _BY_NAME if any(text in name for text in texts)), "avg")
+
+
+__all__ = ["MetricsAggregator"]

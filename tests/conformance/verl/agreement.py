@@ -1,0 +1,75 @@
+"""Playing the same on verl and on `FakeVerlTrainer`, and comparing what comes of it."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+
+import numpy as np
+
+
+def same(real, fake):
+    return np.array_equal(np.asarray(real), np.asarray(fake), equal_nan=True)
+
+
+def both(real, fake):
+    """The results, or the texts of the errors."""
+    results = []
+    for play in (real, fake):
+        try:
+            results.append(play())
+        except Exception as error:
+            results.append(f"{type(error).__name__}: {error}")
+    return results
+
+
+def as_real(data):
+    """The same rows as verl's `DataProto`."""
+    import torch
+    from tensordict import TensorDict
+    from verl import DataProto
+
+    tensors = {name: torch.tensor(np.array(values)) for name, values in data.batch.items()}
+    return DataProto(
+        batch=TensorDict(tensors, batch_size=len(data)), non_tensor_batch=data.non_tensor_batch, meta_info={}
+    )
+
+
+class PaddingTokenizer:
+    """Pads token ids as the tokenizers of transformers do."""
+
+    pad_token_id = 0
+    padding_side = "left"
+
+    def pad(self, columns, *, max_length, return_attention_mask, **_):
+        import torch
+
+        ids, fill = columns["input_ids"], [0] * (max_length - len(columns["input_ids"]))
+        there = [1] * len(ids)
+        left = self.padding_side == "left"
+        found = {"input_ids": torch.tensor([fill + ids if left else ids + fill])}
+        found["attention_mask"] = torch.tensor([fill + there if left else there + fill])
+        return found
+
+
+def real_output(output):
+    from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
+
+    return AgentLoopOutput(
+        prompt_ids=output.prompt_ids,
+        response_ids=output.response_ids,
+        response_mask=output.response_mask,
+        num_turns=output.num_turns,
+        metrics=AgentLoopMetrics(),
+        extra_fields=copy.deepcopy(output.extra_fields),
+    )
+
+
+def of_worker(*names, **more):
+    """An object with these methods of verl's agent loop worker."""
+    from verl.experimental.agent_loop.agent_loop import AgentLoopWorker
+
+    worker = SimpleNamespace(processor=None, distillation_enabled=False, **more)
+    for name in names:
+        setattr(worker, name, getattr(AgentLoopWorker, name).__get__(worker))
+    return worker

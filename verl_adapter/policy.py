@@ -72,17 +72,38 @@ def warn_of_short_waiting(trainer: DictConfig, processes: int) -> None:
     A reward worker is an async Ray actor and carries 1,000 calls at once; a waiting sample holds one of them. Nothing
     else in verl is held up by it: an agent loop worker awaits the reward in a task of its own, after generation.
     """
-    samples = int(OmegaConf.select(trainer, "data.train_batch_size") or 0) * samples_per_prompt(trainer)
+    samples = _prompts_at_once(trainer) * samples_per_prompt(trainer)
     if samples > MAX_WAITING * processes:
         _log.warning(
             "Up to %d failed samples wait for their siblings in each of %d reward workers; one more closes the group "
-            "that waits longest, at the mean of what is scored by then. In an outage, a step of %d samples could have "
-            "more of them; with reward.num_workers=%d none would be cut short.",
+            "that waits longest, at the mean of what is scored by then. In an outage, the %d samples that verl scores "
+            "at once could have more of them; with reward.num_workers=%d none would be cut short.",
             MAX_WAITING,
             processes,
             samples,
             -(-samples // MAX_WAITING),
         )
+
+
+def _prompts_at_once(trainer: DictConfig) -> int:
+    """The prompts whose samples are scored at the same time: a batch, or as many as the fully asynchronous trainer
+    begins before it waits (fully_async_rollouter.py: `set_max_required_samples`; its `data.train_batch_size` is 0).
+    """
+    if trainer_of(trainer).name != "fully_async":
+        return int(OmegaConf.select(trainer, "data.train_batch_size") or 0)
+
+    def number(path: str, default: float) -> float:
+        value = OmegaConf.select(trainer, path)
+        return default if value is None else float(value)
+
+    rollout = "actor_rollout_ref.rollout"
+    devices = number("rollout.nnodes", 1) * number("rollout.n_gpus_per_node", 1)
+    for name in ("tensor_model_parallel_size", "data_parallel_size", "pipeline_model_parallel_size"):
+        devices //= number(f"{rollout}.{name}", 1)
+    begun = devices * number("async_training.concurrent_samples_per_replica", 16)
+    ahead = number("actor_rollout_ref.actor.ppo_mini_batch_size", 1) * number("async_training.require_batches", 1)
+    ahead *= 1 + number("async_training.staleness_threshold", 1)
+    return int(min(begun, ahead * number("async_training.trigger_parameter_sync_step", 1)))
 
 
 def takes_any_keys(trainer: DictConfig) -> bool:

@@ -168,6 +168,20 @@ def test_validation_runs_beside_generation_and_begins_no_prompt():
     assert all(step == -1 for validate, step in begun if not validate), "verl says no step while it generates ahead"
 
 
+def test_an_exception_in_validation_ends_the_run():
+    def reward(data_source, solution_str, ground_truth, extra_info):
+        if ground_truth == "4":
+            raise ValueError("no score for four")
+        return 1.0
+
+    with fully_async(reward=reward, val_rows=[{"prompt": "What is 2 + 2?", "ground_truth": "4"}]) as fake:
+        fake.step()
+        with pytest.raises(ValueError, match="no score for four"):
+            fake.validate()
+        with pytest.raises(RuntimeError, match="the run has ended"):
+            fake.step()
+
+
 @pytest.mark.parametrize(
     ("override", "error"),
     [

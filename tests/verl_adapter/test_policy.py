@@ -119,6 +119,23 @@ def test_more_samples_than_may_wait_are_spoken_of(trainer_of, caplog):
     assert said("reward.num_workers=9") == ""
 
 
+def test_the_fully_asynchronous_trainer_scores_as_many_at_once_as_it_may_begin(trainer_of, caplog):
+    """Its batch size is 0, and its engines or its staleness set the limit."""
+
+    def said(*overrides):
+        caplog.clear()
+        tree = ["data.train_batch_size=0", "actor_rollout_ref.rollout.n=8", "rollout.n_gpus_per_node=8"]
+        tree += ["async_training.staleness_threshold=0.5", "async_training.trigger_parameter_sync_step=4"]
+        trainer = trainer_of(*tree, "actor_rollout_ref.actor.ppo_mini_batch_size=256", *overrides)
+        warn_of_short_waiting(trainer, int(trainer.reward.num_workers))
+        return caplog.text
+
+    assert "the 5120 samples" in said("rollout.nnodes=10"), "40 engines of two devices, 16 prompts each"
+    assert "reward.num_workers=11 none" in said("rollout.nnodes=10")
+    assert "the 12288 samples" in said("rollout.nnodes=100"), "256 prompts, half as many more, four times"
+    assert said("rollout.nnodes=7") == ""
+
+
 def advantages(estimator, scores, groups, config=None):
     """What verl makes of the scores of responses of three tokens each."""
     import numpy as np

@@ -38,8 +38,8 @@ class FullyAsyncRollouter(LegacyTrainer):
     """`FullyAsyncRollouter`: generates one prompt after another, up to the staleness that is allowed.
 
     An exception of a reward manager ends generation, and what was scored by then is still trained. verl notices it
-    when it next looks at finished prompts: at a pause, at the end, or where no more may be generated at once. The
-    monitor that looks after a paused rollouter every ten seconds is not played: it would find nothing.
+    when it next looks at finished prompts: at a pause, at the end, or where no more may be generated at once. Its
+    monitor, which looks every ten seconds whether a pause is over, is not played: only new weights end a pause.
     """
 
     def __init__(self, config: Any, setup: Setup) -> None:

@@ -481,9 +481,11 @@ def played(overrides, steps):
 
 
 @pytest.mark.parametrize("every", [1, 2])
-@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
-def test_steps_and_what_the_tracker_gets(monkeypatch, every, estimator):
+@pytest.mark.parametrize(("estimator", "frequency"), [("grpo", -1), ("rloo", 7)])
+def test_steps_and_what_the_tracker_gets(monkeypatch, every, estimator, frequency):
+    """No version of the weights is validated here, but a frequency decides whether the last one is logged."""
     overrides = [
+        f"trainer.test_freq={frequency}",
         f"async_training.trigger_parameter_sync_step={every}",
         f"algorithm.adv_estimator={estimator}",
         "rollout.total_rollout_steps=22",

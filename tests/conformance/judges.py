@@ -27,8 +27,6 @@ ITEMS = 64
 """Items in the data set."""
 
 _BEST = 10
-_COLD_S = 1.0
-"""Seconds that a judge takes for an answer after it was away."""
 
 
 @dataclass(frozen=True, order=True)
@@ -113,8 +111,9 @@ class Judge:
     answers: int | None = None
     """After so many answers it answers no more and is stopped."""
     away_s: float | None = None
-    """After `answers` it is stopped for so many seconds only. From then on it takes a second for an answer, as one does
-    whose caches are cold."""
+    """After `answers` it is stopped for so many seconds only."""
+    cold_s: float = 1.0
+    """Seconds that it takes for an answer from then on, as one does whose caches are cold."""
     away_as: str | None = None
     """The fault that every request meets while it is away; None: it is stopped, and connections are refused."""
     referenced: bool = True
@@ -186,7 +185,7 @@ class RunningJudge:
             assert call.blocks["reference"] == label_of(draft.item), f"judged with another reference: {call.blocks}"
         number, self._asked = self._asked, self._asked + 1
         if self._back:
-            await asyncio.sleep(_COLD_S)
+            await asyncio.sleep(self.judge.cold_s)
         elif self.judge.answers is not None and self.judge.away_as is None and number >= self.judge.answers:
             await asyncio.Event().wait()
         if self.judge.prose(draft) and draft not in self._told_prose:

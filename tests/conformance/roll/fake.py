@@ -12,6 +12,7 @@ import torch
 
 from qreward_plugins.testing import FakeRollTrainer, RollDataProto, RollDraft, roll_stand_in
 
+from ..bad_minutes import shorter
 from ..judges import GROUP_SIZE, ITEMS, Draft, dying, item_of, read_response
 from .played import Played, PlayedSample, PlayedStep
 from .rows import item_row
@@ -30,7 +31,7 @@ def play(scenario: Scenario) -> Played:
         roll_stand_in(over_installed=True),
         _heard("roll_adapter", logging.WARNING) as said,
         _heard("asyncio", logging.ERROR) as complaints,
-        scenario.judge.start() as judge,
+        shorter(scenario.judge).start() as judge,
         dying(judge),
         FakeRollTrainer(_rewards(scenario, judge.base_url), **_flags(scenario)) as trainer,
     ):

@@ -9,8 +9,10 @@ from typing import Any, Literal
 
 from qreward_plugins.testing import Faults, Latency
 
+from .. import bad_minutes
+from ..bad_minutes import AWAY, AWAY_S, STEP
 from ..functions import PATH as FUNCTION
-from ..judges import GROUP_SIZE, GROUPS, ITEMS, Draft, Judge, hanging, tenth, uneven
+from ..judges import GROUPS, ITEMS, Draft, Judge, hanging, tenth, uneven
 
 DOMAIN = "judged"
 TAG = "judged_tag"
@@ -237,46 +239,25 @@ ON_FAILURE = (
     Scenario("raise", _UNEVEN, "unspoilt", engine=_PATIENT, on_failure="raise", error="RewardMissing"),
 )
 
-_STEP = GROUPS * GROUP_SIZE
-_AWAY_S = 4.0
-_AWAY = {"deadline_s": 20.0}
-"""What a judge that is away for a short time, and cold afterwards, leaves time for."""
-
-BAD_MINUTES = (
-    Scenario("away", Judge(answers=_STEP, away_s=_AWAY_S), "all", engine=_AWAY, steps=3),
-    Scenario("hanging", Judge(), "unspoilt", engine=_AWAY, prompts=48, judged_by="function"),
-    Scenario("prose", Judge(prose=tenth), "all", steps=3, prompts=16),
-    Scenario(
-        "everything",
-        Judge(prose=tenth, answers=100, away_s=_AWAY_S),
-        "unspoilt",
-        engine=_AWAY,
-        steps=2,
-        prompts=16,
-        judged_by="both",
-    ),
-)
-"""What costs a run a minute or a few samples, and no innocent one: a judge that is away and comes back, a reward
-function that never ends for 2 % of the samples, and prose in place of one verdict in ten; at last all of them at once.
-The minute is a few seconds here."""
+BAD_MINUTES = tuple(Scenario(name, **plan) for name, plan in bad_minutes.BAD_MINUTES.items())
 
 MORE_BAD_MINUTES = (
-    Scenario("away-group", Judge(answers=_STEP + 3, away_s=_AWAY_S), "all", "group", engine=_AWAY, steps=2),
-    Scenario("away-batch", Judge(answers=_STEP + 3, away_s=_AWAY_S), "all", "batch", engine=_AWAY, steps=2),
-    Scenario("away-503", Judge(answers=_STEP + 3, away_s=_AWAY_S, away_as="error_503"), "all", engine=_AWAY, steps=2),
+    Scenario("away-group", Judge(answers=STEP + 3, away_s=AWAY_S), "all", "group", engine=AWAY, steps=2),
+    Scenario("away-batch", Judge(answers=STEP + 3, away_s=AWAY_S), "all", "batch", engine=AWAY, steps=2),
+    Scenario("away-503", Judge(answers=STEP + 3, away_s=AWAY_S, away_as="error_503"), "all", engine=AWAY, steps=2),
     Scenario(
         "away-silent",
-        Judge(answers=_STEP + 3, away_s=_AWAY_S, away_as="hang"),
+        Judge(answers=STEP + 3, away_s=AWAY_S, away_as="hang"),
         "all",
-        engine=_AWAY,
+        engine=AWAY,
         steps=2,
         patience_s=2.5,
     ),
-    Scenario("away-val", Judge(answers=3, away_s=_AWAY_S), "all", engine=_AWAY, validation=True),
-    Scenario("away-workers", Judge(answers=_STEP + 3, away_s=_AWAY_S), "all", engine=_AWAY, steps=2, workers=2),
-    Scenario("hanging-batch", Judge(), "unspoilt", "batch", engine=_AWAY, prompts=48, judged_by="function"),
+    Scenario("away-val", Judge(answers=3, away_s=AWAY_S), "all", engine=AWAY, validation=True),
+    Scenario("away-workers", Judge(answers=STEP + 3, away_s=AWAY_S), "all", engine=AWAY, steps=2, workers=2),
+    Scenario("hanging-batch", Judge(), "unspoilt", "batch", engine=AWAY, prompts=48, judged_by="function"),
     Scenario("prose-group", Judge(prose=tenth), "all", "group", prompts=16),
-    Scenario("away-async", Judge(answers=_STEP + 3, away_s=_AWAY_S), "all", engine=_AWAY, asynchronous=True, steps=3),
+    Scenario("away-async", Judge(answers=STEP + 3, away_s=AWAY_S), "all", engine=AWAY, asynchronous=True, steps=3),
 )
 """The same in other ways to ask, and a judge that is away in other ways. The fake trainer does not play them, because
 each takes some seconds."""

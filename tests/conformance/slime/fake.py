@@ -8,6 +8,7 @@ from typing import Any
 import slime_adapter
 from qreward_plugins.testing import FakeSlimeTrainer, SlimeSample, slime_stand_in
 
+from ..bad_minutes import shorter
 from ..judges import GROUP_SIZE, ITEMS, Draft, dying, item_of, label_of, prompt_of, read_response
 from .played import Played, PlayedSample, PlayedStep
 from .rollouts import parts_of
@@ -19,7 +20,7 @@ def play(scenario: Scenario) -> Played:
     steps: list[PlayedStep] = []
     evaluations: list[PlayedStep] = []
     error: Exception | None = None
-    with slime_stand_in(), scenario.judge.start() as judge, dying(judge):
+    with slime_stand_in(), shorter(scenario.judge).start() as judge, dying(judge):
         config = scenario.config(judge.base_url)
         with FakeSlimeTrainer(**_flags(scenario), qreward=config, timeout_s=WATCHDOG_S) as trainer:
             if scenario.mode == "fan_out":

@@ -314,16 +314,17 @@ def broken(*_):
     return TransientError("reset")
 
 
+async def stubborn(leaves, sample, ask):
+    while True:
+        try:
+            return await leaves["small"].judge(sample, ask)
+        except JudgeFailed:
+            continue
+
+
 @pytest.mark.parametrize("small", [broken, lambda *_: 60.0])
 @pytest.mark.parametrize("journal", [None, Remembered()])
 def test_a_judge_that_asks_until_it_is_answered_lets_its_deadline_and_others_run(small, journal):
-    async def stubborn(leaves, sample, ask):
-        while True:
-            try:
-                return await leaves["small"].judge(sample, ask)
-            except JudgeFailed:
-                continue
-
     async def main(engine, sources):
         return await engine.score(sample(), deadline_s=5.0), now()
 
@@ -504,13 +505,6 @@ async def both(leaves, sample, ask):
 
 @pytest.mark.anyio
 async def test_a_judge_that_asks_what_cannot_be_asked_until_it_is_answered_ends_at_its_deadline():
-    async def stubborn(leaves, sample, ask):
-        while True:
-            try:
-                return await leaves["small"].judge(sample, ask)
-            except JudgeFailed:
-                continue
-
     class Unprintable:
         def __str__(self):
             raise ValueError

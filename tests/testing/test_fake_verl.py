@@ -45,6 +45,20 @@ def saying(*words):
     return lambda draft, rng: words[draft.number % len(words)]
 
 
+def own_manager(folder, run_single):
+    """A file with a manager of one's own, by the body of its `run_single`, and the overrides that select it."""
+    path = folder / "mine.py"
+    path.write_text(
+        "from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase\n"
+        "class Mine(RewardManagerBase):\n"
+        "    def __init__(self, config, tokenizer, compute_score, **_):\n"
+        "        super().__init__(config, tokenizer, compute_score)\n"
+        "    async def run_single(self, data):\n" + run_single
+    )
+    keys = {"source": "importlib", "name": "Mine", "module.path": path}
+    return path, [f"reward.reward_manager.{key}={value}" for key, value in keys.items()]
+
+
 @BOTH
 def test_a_step_has_scores_at_the_last_token_and_advantages_by_group(trainer):
     with FakeVerlTrainer([GRPO, *trainer], reward=right, respond=in_turns) as fake:
@@ -305,24 +319,13 @@ def test_a_mapping_is_laid_over_the_defaults():
 
 
 def test_a_manager_of_ones_own_is_found_by_its_path(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase\n"
-        "class Mine(RewardManagerBase):\n"
-        "    def __init__(self, config, tokenizer, compute_score, **_):\n"
-        "        super().__init__(config, tokenizer, compute_score)\n"
-        "    async def run_single(self, data):\n"
+    _, chosen = own_manager(
+        tmp_path,
         "        item = data[-1:][0]\n"
         "        ids = item.batch['responses'][: int(item.batch['attention_mask'].sum())]\n"
-        "        return {'reward_score': float(len(ids)), 'reward_extra_info': {'seen': len(data)}}\n"
+        "        return {'reward_score': float(len(ids)), 'reward_extra_info': {'seen': len(data)}}\n",
     )
-    overrides = [
-        GRPO,
-        "reward.reward_manager.source=importlib",
-        "reward.reward_manager.name=Mine",
-        f"reward.reward_manager.module.path={path}",
-    ]
-    with FakeVerlTrainer(overrides, respond=saying("one two")) as fake:
+    with FakeVerlTrainer([GRPO, *chosen], respond=saying("one two")) as fake:
         assert fake.step().scores == [3.0] * 16
 
 
@@ -400,27 +403,20 @@ def test_a_reward_worker_carries_a_thousand_calls_at_once():
 
 @BOTH
 def test_with_a_colocated_reward_model_a_whole_batch_is_scored_after_the_rollout(trainer, tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text(
-        "from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase\n"
-        "class Mine(RewardManagerBase):\n"
-        "    def __init__(self, config, tokenizer, compute_score, **_):\n"
-        "        super().__init__(config, tokenizer, compute_score)\n"
-        "    async def run_single(self, data):\n"
+    path, chosen = own_manager(
+        tmp_path,
         "        columns = sorted(data.non_tensor_batch)\n"
         "        score = float(data.batch['attention_mask'][0, data.batch['prompts'].shape[1] :].sum())\n"
         "        return {'reward_score': score, 'reward_extra_info': {'columns': ','.join(columns)}}\n"
         "def compute_score(**_):\n"
-        "    return 0.0\n"
+        "    return 0.0\n",
     )
     overrides = [
         GRPO,
         *trainer,
         "reward.reward_model.enable=True",
         f"reward.custom_reward_function.path={path}",
-        "reward.reward_manager.source=importlib",
-        "reward.reward_manager.name=Mine",
-        f"reward.reward_manager.module.path={path}",
+        *chosen,
     ]
     with FakeVerlTrainer(overrides, respond=saying("one", "one two", "one two three", "one")) as fake:
         step = fake.step()

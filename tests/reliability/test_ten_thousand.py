@@ -6,6 +6,7 @@ The servers run in processes of their own, so that every descriptor, thread and 
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import Counter
 
 from qreward_plugins import Cause, Failed, RewardEngine, Scored
@@ -33,9 +34,11 @@ INVALID = {kind.value for kind in FaultKind if kind.stage == "verdict"} - {"null
 KINDS = {kind.value for kind in FaultKind} - LEFT_OUT
 TRANSIENT = KINDS - THROTTLES - REJECTIONS - HARMLESS - INVALID
 
-# A throttle stops a whole source for a second and an overdue reply holds a slot for three, so these are rare.
+# A throttle stops a whole source for a second and an overdue reply holds a slot for three: one of each at each server.
 RARE = THROTTLES | OVERDUE
-RATES = {kind: 0.0003 if kind in RARE else (0.2 - 0.0003 * len(RARE)) / (len(KINDS) - len(RARE)) for kind in KINDS}
+RATES = {kind: 0.2 / (len(KINDS) - len(RARE)) for kind in sorted(KINDS - RARE)}
+SCRIPTED = 3_000
+"""Of so many requests to a server each has its own fault or none; those after them meet the rates."""
 
 # What each server allows in any second: one is short of requests, the other of tokens.
 LIMITS = {
@@ -44,10 +47,18 @@ LIMITS = {
 }
 
 
+def script(seed):
+    rng = random.Random(seed)
+    faults = rng.choices([None, *RATES], [0.8, *RATES.values()], k=SCRIPTED)
+    for kind, place in zip(sorted(RARE), rng.sample(range(SCRIPTED), len(RARE)), strict=True):
+        faults[place] = kind
+    return faults
+
+
 def judge_server(limits, seed):
     return JudgeServerProcess(
         limits=limits,
-        faults=Faults(rates=dict(sorted(RATES.items())), drip_interval_s=0.2, huge_bytes=2_000_000),
+        faults=Faults(rates=RATES, script=script(seed), drip_interval_s=0.2, huge_bytes=2_000_000),
         latency=Latency(median_s=0.02, sigma=0.6),
         seed=seed,
     )

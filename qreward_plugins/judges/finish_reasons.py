@@ -15,6 +15,7 @@ A verdict in an unfinished reply may be a draft or half of the answer, so it doe
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Literal
 
 _CUT_OFF = re.compile(r"length|max_?(?:\w+_)?tokens|incomplete|truncated|token_limit|error_limit")
@@ -24,6 +25,7 @@ _BROKEN = re.compile(
 )
 
 
+@lru_cache(64)
 def why_no_verdict(finish_reason: str) -> Literal["", "cut off", "withheld", "broken"]:
     """Return why a reply with this `finish_reason` cannot hold a verdict, or "" if it can."""
     reason = finish_reason.strip().lower().replace("-", "_").replace(" ", "_")

@@ -67,6 +67,8 @@ class Attempt:
     """Whether the scheduler cancelled it. A cancellation by anything else (a function, a library) is a failure."""
     withheld: bool = False
     """Whether it was not sent because this process's share of the source's limits had ended."""
+    due_at: float = math.inf
+    """When its time limit is up."""
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
 
@@ -104,7 +106,10 @@ class Attempt:
 
         The time limit runs from when the request is sent; connecting or starting a worker process is not part of it.
         """
-        self.timer = loop.call_later(START_WITHIN_S + self.upstream.timeout_s, self._expire)
+        now, timeout_s = loop.time(), self.upstream.timeout_s
+        self.due_at = now + START_WITHIN_S + timeout_s
+        # Sending the request moves the time at which the limit is up. This is the earliest that it can be.
+        self.timer = loop.call_at(now + timeout_s, self._expire)
         self.task = loop.create_task(self._run(on_end))
         return self.task
 
@@ -186,9 +191,7 @@ class Attempt:
             raise asyncio.CancelledError
         self.reservation.sent(now)
         self.sent_at = now
-        if self.timer is not None:
-            self.timer.cancel()
-            self.timer = loop.call_later(self.upstream.timeout_s, self._expire)
+        self.due_at = now + self.upstream.timeout_s
 
     def _no_answer(self) -> TransientError:
         """What it means that the time is up: a function that was called hangs because of its arguments."""
@@ -200,7 +203,11 @@ class Attempt:
         return SampleFault(said, reason="hung") if upstream.local else TransientError(said)
 
     def _expire(self) -> None:
-        """End the attempt because the source took too long."""
+        """End the attempt if its time limit is up."""
+        loop = asyncio.get_running_loop()
+        if loop.time() < self.due_at:
+            self.timer = loop.call_at(self.due_at, self._expire)
+            return
         self.timed_out = True
         self.cancel()
 

@@ -84,6 +84,8 @@ class Dispatcher:
         )
         self.batches = Batches(self._loop, upstreams, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
+        self._due: dict[float, tuple[asyncio.TimerHandle, dict[Job, None]]] = {}
+        """The jobs by their deadline, with the timer that expires them."""
         self._in_flight = 0
         self._arrived: list[Job] = []
         self._max_attempts = max_attempts
@@ -174,10 +176,25 @@ class Dispatcher:
         job.probes_left = self._max_attempts
         self._jobs[job] = None
         batch.add(job)
-        job.deadline_timer = self._loop.call_at(job.deadline_at, self.expire, job)
+        self._expire_at_deadline(job)
         self._arrived.append(job)
         self._ask_for_pump()
         return job
+
+    def _expire_at_deadline(self, job: Job) -> None:
+        """See to it that a job ends by its deadline. The jobs of a batch have the same one, and share a timer."""
+        due = self._due.get(job.deadline_at)
+        if due is None:
+            timer = self._loop.call_at(job.deadline_at, self._expire_all, job.deadline_at)
+            due = self._due[job.deadline_at] = (timer, {})
+        due[1][job] = None
+
+    def _expire_all(self, deadline_at: float) -> None:
+        for job in list(self._due[deadline_at][1]):
+            try:
+                self.expire(job)
+            except Exception as error:
+                self._bug(job, error)
 
     def drop(self, job: Job) -> None:
         """End a job that its caller has lost interest in, and cancel its attempts."""
@@ -238,7 +255,7 @@ class Dispatcher:
             upstream = self._upstreams[name]
             if upstream.misfit(job.request):
                 job.barred.add(name)
-        if all(name in job.barred for name in job.call.sources):
+        if job.barred.issuperset(job.call.sources):
             self.fail(job, job.refused_for or "no_source", self._why_no_source(job))
             return
         job.avoids = frozenset()
@@ -254,7 +271,7 @@ class Dispatcher:
         """Queue a job where it fits; one that fits nowhere, as far as estimates go, waits until nothing else does."""
         fitting = frozenset(name for name in eligible if not self._upstreams[name].oversize(job.request))
         if fitting:
-            if any(self._upstreams[name].up(now) for name in fitting):
+            if fitting != eligible and any(self._upstreams[name].up(now) for name in fitting):
                 job.avoids, eligible = eligible - fitting, fitting
             self._planner.queue.push(job, eligible)
         else:
@@ -436,9 +453,9 @@ class Dispatcher:
         self._ask_for_pump()
         now = self._loop.time()
         attempt.settle(now, task)
-        self._retry_policy.tell(
-            attempt, "cancelled" if task.cancelled() else TransientError("it broke the scheduler"), now
-        )
+        if not attempt.told:
+            broken = TransientError("it broke the scheduler")
+            self._retry_policy.tell(attempt, "cancelled" if task.cancelled() else broken, now)
         if not task.cancelled() and task.exception() is not None:
             _log.error("an attempt at %s broke the dispatcher", attempt.upstream.name, exc_info=task.exception())
             self.fail(attempt.job, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
@@ -494,9 +511,13 @@ class Dispatcher:
             # What waited behind it may be able to go now.
             self._planner.queue.discard(job)
             self._ask_for_pump()
-        for timer in (job.deadline_timer, job.rest_timer):
-            if timer is not None:
-                timer.cancel()
+        timer, due = self._due[job.deadline_at]
+        del due[job]
+        if not due:
+            timer.cancel()
+            del self._due[job.deadline_at]
+        if job.rest_timer is not None:
+            job.rest_timer.cancel()
         keep = isinstance(result, Unanswered) and self._retry_policy.keeps_late
         current = asyncio.current_task(self._loop)
         for attempt in job.live:

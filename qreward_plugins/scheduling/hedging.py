@@ -90,10 +90,10 @@ class Hedges:
     def watch(self, attempt: Attempt, now: float) -> None:
         """Look at an attempt again when it reaches the next of the ages at which something may have to be done."""
         age_s, expected_s = now - attempt.started_at, attempt.expected_s
-        next_s = next((at for stage in _STAGES if (at := stage * expected_s) > age_s), _LATER * age_s)
-        if next_s < LEAST_AGE_S:
+        if age_s < LEAST_AGE_S:
             next_s = LEAST_AGE_S
         else:
+            next_s = next((at for stage in _STAGES if (at := stage * expected_s) > age_s), _LATER * age_s)
             next_s = min(next_s, next((floor_s for floor_s in _FLOORS_S if floor_s > age_s), next_s))
         due = max(attempt.started_at + next_s, math.nextafter(now, math.inf))
         heapq.heappush(self._coming, (due, next(self._numbers), attempt))

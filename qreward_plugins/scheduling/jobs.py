@@ -125,7 +125,6 @@ class Job:
     """When its first attempt started."""
     entry: int = 0
     """The job's live entry in the queue; 0: it is not queued."""
-    deadline_timer: asyncio.TimerHandle | None = None
     rest_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -155,6 +154,8 @@ class Job:
         """The sources that this job may go to now, as far as its own history says."""
         if self.rests_until > now:
             return frozenset()
+        if not (self.barred or self.avoids or self.rested_at):
+            return frozenset(self.call.sources)
         return frozenset(
             name
             for name in self.call.sources
@@ -165,6 +166,8 @@ class Job:
         """When the next of the sources that this job keeps away from may be asked again; None: it rests from none."""
         if self.rests_until > now:
             return self.rests_until
+        if not self.rested_at:
+            return None
         resting = [at for name, at in self.rested_at.items() if at > now and name not in self.barred]
         return min(resting, default=None)
 

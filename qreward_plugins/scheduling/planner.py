@@ -223,8 +223,8 @@ class Planner:
         return head
 
     def _hopeless(self, job: Job, upstream: Upstream, now: float) -> bool:
-        pressed = (upstream.name, job.rank.priority) in self.queue.pressed
-        if job.hopeless or not pressed or self.forecast.guesses:
+        pressed = self.queue.pressed
+        if not pressed or job.hopeless or (upstream.name, job.rank.priority) not in pressed or self.forecast.guesses:
             return False
         able = [self._upstreams[name] for name in job.call.sources if name not in job.barred]
         each_s = (self.forecast.expected_s(other, job.size) for other in able if not other.health.unusable)

@@ -207,8 +207,9 @@ class RetryPolicy:
             if reply.usage is not None:
                 job.usage = reply.usage if job.usage is NO_USAGE else job.usage + reply.usage
             self.tell(attempt, ending, now, cost_usd)
-            alternative = self._alternative(job, upstream)
-            upstream.health.judged(attempt.result == "valid", now, probe=attempt.decides, alternative=alternative)
+            valid = attempt.result == "valid"
+            alternative = not valid and self._alternative(job, upstream)
+            upstream.health.judged(valid, now, probe=attempt.decides, alternative=alternative)
             if was_open and upstream.breaker.closed:
                 self._recovered(upstream, now - attempt.started_at, now)
             elif upstream.local:

@@ -116,7 +116,7 @@ class TokenEstimates:
             prompt_tokens=min(usage.prompt_tokens, math.ceil(prompt)),
             completion_tokens=min(usage.completion_tokens, math.ceil(completion)),
         )
-        return believed, believed != usage
+        return (usage, False) if believed == usage else (believed, True)
 
     def learn(self, request: Request, usage: Usage, *, cut_down: bool = False) -> bool:
         """Learn from the `usage` that `credible` returned for a request; return whether an estimate rose.

@@ -190,7 +190,7 @@ class Upstream:
                 reply.usage.completion_tokens,
                 request.size,
             )
-        return reply if usage == reply.usage else dataclasses.replace(reply, usage=usage, usage_doubted=cut_down)
+        return reply if usage is reply.usage else dataclasses.replace(reply, usage=usage, usage_doubted=cut_down)
 
     def answered(self, attempt: Attempt, reply: Reply, now: float) -> float:
         """Learn from a reply; return its cost in dollars."""

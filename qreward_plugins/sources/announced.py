@@ -66,7 +66,7 @@ def announced_limits(headers: Mapping[str, str]) -> dict[str, float]:
     same for `tokens`. Limits that are absent or unreadable are left out. `headers` must ignore case.
     """
     found: dict[str, float] = {}
-    if not any("ratelimit" in name.lower() for name in headers):
+    if "ratelimit" not in " ".join(headers).lower():
         return found
     for what, spelling in _SPELLINGS:
         for fact, suffix in _FACTS.items():

@@ -6,8 +6,7 @@ flight that has not failed recently. The scheduler tracks the health of the sour
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 COOL_OFF_S = 5.0
@@ -22,6 +21,13 @@ class Replica:
     in_flight: int = 0
     last_used: int = 0
     failed_at: float | None = None
+
+    def __enter__(self) -> Replica:
+        self.in_flight += 1
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.in_flight -= 1
 
     def failed(self, now: float) -> None:
         """Record that it was unreachable or answered 5xx; `now` is the event loop's time in seconds."""
@@ -39,17 +45,14 @@ class Replicas:
         self._replicas = [Replica(url) for url in base_urls]
         self._uses = 0
 
-    @contextmanager
-    def borrow(self, now: float) -> Iterator[Replica]:
-        """Choose a replica, and count a request in flight until the block ends. `now` is the event loop's time (s)."""
+    def borrow(self, now: float) -> Replica:
+        """Choose a replica for a `with` block, which counts as a request in flight. `now` is the event loop's time in
+        seconds.
+        """
         replica = min(self._replicas, key=lambda r: (_is_cooling_off(r, now), r.in_flight, r.last_used))
         self._uses += 1
         replica.last_used = self._uses
-        replica.in_flight += 1
-        try:
-            yield replica
-        finally:
-            replica.in_flight -= 1
+        return replica
 
 
 def _is_cooling_off(replica: Replica, now: float) -> bool:

@@ -34,6 +34,8 @@ needs a few for each of them."""
 class Pending:
     """A sample without an outcome: a member of its batch, with the future that its caller waits for."""
 
+    __slots__ = ("_scoring", "future", "member", "over", "sample")
+
     def __init__(self, scoring: Scoring, sample: Sample, batch: Batch, future: asyncio.Future[Outcome]) -> None:
         self._scoring = scoring
         self.sample = sample
@@ -61,6 +63,8 @@ class Pending:
 
 class Calling(Pending):
     """A sample whose judge is a leaf: the caller of its one call."""
+
+    __slots__ = ("_job", "_judge")
 
     def __init__(
         self, scoring: Scoring, sample: Sample, batch: Batch, future: asyncio.Future[Outcome], judge: Leaf

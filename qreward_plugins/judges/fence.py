@@ -30,11 +30,11 @@ def draw_nonce(key: bytes, *texts: str, attempt: int = 0) -> str:
     The nonce is a keyed hash (BLAKE2b, RFC 7693) of the texts and the attempt number. So it does not depend on the
     order in which samples are scheduled, and it cannot be guessed without `key`.
     """
-    digest = hashlib.blake2b(key=key[:64], digest_size=NONCE_LENGTH // 2)
+    pieces: list[bytes] = []
     for text in texts:
         encoded = text.encode("utf-8", "surrogatepass")
-        digest.update(len(encoded).to_bytes(8, "big"))
-        digest.update(encoded)
+        pieces += (len(encoded).to_bytes(8, "big"), encoded)
+    digest = hashlib.blake2b(b"".join(pieces), key=key[:64], digest_size=NONCE_LENGTH // 2)
     counter = 0
     while True:
         candidate = digest.copy()

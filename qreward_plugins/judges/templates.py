@@ -263,7 +263,9 @@ class Template:
             return self._constant
         pieces: list[str] = []
         size = 0
-        for piece in self._template.generate({**values, "range": page.range}):
+        # `generate` does the same, and rewrites tracebacks, which nobody sees here.
+        context = self._template.new_context({**values, "range": page.range}, shared=True)
+        for piece in self._template.root_render_func(context):
             size += len(piece)
             if size > self.max_chars:
                 raise OverflowError(f"the rendered text is longer than {self.max_chars:,} characters")

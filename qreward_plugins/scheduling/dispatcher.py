@@ -519,10 +519,9 @@ class Dispatcher:
         if job.rest_timer is not None:
             job.rest_timer.cancel()
         keep = isinstance(result, Unanswered) and self._retry_policy.keeps_late
-        current = asyncio.current_task(self._loop)
         for attempt in job.live:
             # What was sent is paid for, and may yet give an answer; what was not is not to be sent any more.
-            if attempt.task is not current and not (keep and attempt.sent):
+            if not attempt.result and not (keep and attempt.sent):
                 attempt.cancel()
         self.batches.ended(job, result)
         if result is not None:

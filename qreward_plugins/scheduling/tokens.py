@@ -64,7 +64,8 @@ class TokenEstimates:
         self._alike: dict[Kind, tuple[float, int]] = {}
         """Results of `_by_similar_kind`; cleared when something is learned."""
         self._added = _Repeated(_MOST_ADDED)
-        self._factor = _Repeated(_MOST_FACTOR)
+        self._beyond = _Repeated(_MOST_FACTOR - 1)
+        """By how many times its bound a completion is longer."""
         self._per_byte = _FIRST_TOKENS_PER_BYTE
         self._completion = 0.0
         self.doubted = False
@@ -86,7 +87,7 @@ class TokenEstimates:
 
     def completion(self, request: Request) -> int:
         """The most completion tokens of `request`; 0 if its body states no bound."""
-        return math.ceil(request.demand(self._source).completion * max(1.0, self._factor.value))
+        return math.ceil(request.demand(self._source).completion * (1 + self._beyond.value))
 
     def least(self, request: Request) -> int:
         """The least tokens that a limit must have room for: the completion that the parameters allow, and one prompt
@@ -106,10 +107,7 @@ class TokenEstimates:
             return None, False  # a server that does not count states zeros
         prompt, completion = demand.prompt + self._added.value, self._most_completion(demand)
         self._added.note(usage.prompt_tokens - demand.prompt)
-        if demand.completion:
-            self._factor.note(usage.completion_tokens / demand.completion)
-        else:
-            self._factor.note(usage.completion_tokens / _UNBOUNDED_COMPLETION)
+        self._beyond.note(usage.completion_tokens / (demand.completion or _UNBOUNDED_COMPLETION) - 1)
         if usage.prompt_tokens <= prompt and usage.completion_tokens <= completion:
             return usage, False
         believed = Usage(
@@ -157,8 +155,7 @@ class TokenEstimates:
         return found
 
     def _most_completion(self, demand: Demand) -> float:
-        factor = max(1.0, self._factor.value)
-        return (demand.completion or _UNBOUNDED_COMPLETION) * factor + _COMPLETION_SLACK
+        return (demand.completion or _UNBOUNDED_COMPLETION) * (1 + self._beyond.value) + _COMPLETION_SLACK
 
 
 class _Seen:
@@ -195,7 +192,8 @@ class _Repeated:
 
     def note(self, stated: float) -> None:
         self._stated.append(min(max(0.0, stated), self._most))
-        if len(self._stated) >= _WITNESSES:
+        # Nearly all replies state nothing more than was expected, and change nothing.
+        if (stated > 0 or self.value) and len(self._stated) >= _WITNESSES:
             self.value = sorted(self._stated)[-_WITNESSES]
 
 

@@ -62,8 +62,11 @@ class Texture:
     four: int = 0
 
     @classmethod
-    def of(cls, texts: Iterable[str | bytes]) -> Texture:
+    def of(cls, texts: Iterable[str | bytes], *, beside: Texture | None = None) -> Texture:
+        """Count the bytes of `texts`, and add those of `beside`."""
         size = dense = two = three = four = 0
+        if beside is not None:
+            size, dense, two, three, four = beside.size, beside.dense, beside.two, beside.three, beside.four
         for text in texts:
             data = str.encode(text, "utf-8", "surrogatepass") if isinstance(text, str) else text
             size += len(data)
@@ -88,15 +91,6 @@ class Texture:
             SHARES * self.two // size,
             SHARES * self.three // size,
             SHARES * self.four // size,
-        )
-
-    def __add__(self, other: Texture) -> Texture:
-        return Texture(
-            self.size + other.size,
-            self.dense + other.dense,
-            self.two + other.two,
-            self.three + other.three,
-            self.four + other.four,
         )
 
 

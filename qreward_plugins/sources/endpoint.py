@@ -181,7 +181,7 @@ class Endpoint(SourceKind):
         texts, overhead = of_messages(messages) if isinstance(messages, (list, tuple)) else ([], 0)
         parameters, completion = self._demand_of_parameters(body)
         return Demand(
-            Texture.of(texts) + parameters,
+            Texture.of(texts, beside=parameters),
             overhead,
             request.max_completion_tokens if completion is None else completion,
         )

@@ -51,11 +51,11 @@ def recorded(path, outcomes):
 
 def planned(config, path, count) -> Plan:
     with_journal = {**config, "engine": {"journal": {"path": str(path)}, "deadline_s": 36_000}}
-    return plan(with_journal, samples=count, seeds=5, advise=False)
+    return plan(with_journal, samples=count, seeds=3, advise=False)
 
 
 CASES = {
-    "places": ({"a": {"concurrency": 8}}, {"a": Server("a", seconds_per_unit=3.0, concurrency=8)}, 400, "places"),
+    "places": ({"a": {"concurrency": 8}}, {"a": Server("a", seconds_per_unit=3.0, concurrency=8)}, 200, "places"),
     "requests": (
         {"a": {"requests_per_minute": 120, "concurrency": 64}},
         {"a": Server("a", seconds_per_unit=4.0, concurrency=64, requests_per_minute=120)},
@@ -68,7 +68,7 @@ CASES = {
             "a": Server("a", seconds_per_unit=1.0, concurrency=8, straggler_share=0.01),
             "b": Server("b", seconds_per_unit=6.0, concurrency=16, error_share=0.02),
         },
-        600,
+        300,
         "places",
     ),
 }
@@ -76,7 +76,7 @@ CASES = {
 
 @pytest.mark.parametrize(("limits", "servers", "count", "bottleneck"), CASES.values(), ids=CASES.keys())
 def test_a_plan_from_a_journal_is_within_a_tenth_of_the_step(tmp_path, tree, limits, servers, count, bottleneck):
-    """Most of what the journal holds of these steps is waiting: 400 samples for 8 places."""
+    """Most of what the journal holds of these steps is waiting: 200 samples for 8 places."""
     config, path = tree(**limits), tmp_path / "verdicts.sqlite"
     outcomes, step_s = measured(config, servers, count)
     recorded(path, outcomes)
@@ -153,6 +153,6 @@ def test_latencies_of_an_older_journal_are_not_taken_for_service_times(tmp_path,
 
 
 def test_there_is_one_figure_for_the_step_as_it_is(tree):
-    found = plan(tree(a={"concurrency": 8}, b={"concurrency": 4}), samples=48, seeds=3)
+    found = plan(tree(a={"concurrency": 8}, b={"concurrency": 4}), samples=24, seeds=2)
     assert found.advice
     assert {advice.now_s for advice in found.advice} == {found.step_s.p50}

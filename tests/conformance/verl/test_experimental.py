@@ -10,7 +10,8 @@ import os
 
 import pytest
 
-from .runs import EXPERIMENTAL, HELD_OUT, STEPS, train
+from .checks import OF_TRAINED_SAMPLES
+from .runs import EXPERIMENTAL, GROUP, HELD_OUT, PROMPTS, STEPS, train
 
 pytestmark = [
     pytest.mark.trainer,
@@ -28,6 +29,8 @@ def outcome(request, tmp_path_factory):
 
 
 def test_the_run_goes_on_to_its_end(outcome):
+    assert len(outcome.rows) == STEPS * PROMPTS * GROUP
+    assert {len(group) for group in outcome.groups.values()} == {GROUP}
     steps = [step for step, metrics in outcome.metrics.items() if "critic/rewards/mean" in metrics]
     assert max(steps) == STEPS, "of the first, the fully asynchronous one writes no line"
     for step in steps:
@@ -38,6 +41,11 @@ def test_the_run_goes_on_to_its_end(outcome):
 def test_samples_failed_and_were_counted_as_such(outcome):
     rates = [metrics["qreward/failed_rate"] for metrics in outcome.metrics.values() if "qreward/failed_rate" in metrics]
     assert max(rates) > 0.2
+
+
+@pytest.mark.parametrize("holds", OF_TRAINED_SAMPLES)
+def test_what_is_trained_in_place_of_a_reward(outcome, holds):
+    holds(outcome)
 
 
 def test_validation_leaves_the_failed_out_of_its_means(outcome):

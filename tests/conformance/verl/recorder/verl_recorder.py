@@ -6,7 +6,9 @@ is the one that starts a tracker, and only then are the trainer's modules there 
 
 from __future__ import annotations
 
+import copy
 import functools
+import inspect
 import json
 import os
 import sys
@@ -42,11 +44,13 @@ _raw = {}
 
 
 def _keeping_raw(compute):
+    """Note what verl's own function makes of the batch, whoever has wrapped it by now."""
+
     @functools.wraps(compute)
     def kept(data, *args, **kwargs):
-        data = compute(data, *args, **kwargs)
-        _raw["advantages"] = data.batch["advantages"].clone()
-        return data
+        raw = inspect.unwrap(compute)(copy.deepcopy(data), *args, **kwargs)
+        _raw["advantages"] = raw.batch["advantages"].clone()
+        return compute(data, *args, **kwargs)
 
     return kept
 

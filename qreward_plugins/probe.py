@@ -20,7 +20,7 @@ from .errors import InputError, InvalidReply, SourceError, TransientError
 from .judges import JudgeFailed, Leaf, kind_of
 from .samples import Sample, Verdict
 from .scheduling import Upstream
-from .sources import TEXT, Reply, Request
+from .sources import LOGITS, TEXT, Reply, Request
 from .trial import Trial, try_out
 
 END_WITHIN_S = 1.0
@@ -141,7 +141,7 @@ async def _ask(judge: Leaf, upstream: Upstream, sample: Sample, turn: _Turn) -> 
             problem, turn.silent_to = f"no answer within {upstream.timeout_s:g} s", judge.name
         except (SourceError, InvalidReply) as error:
             problem = str(error)
-        if reply is not None and judge.asks == TEXT:
+        if reply is not None and judge.asks in (TEXT, LOGITS):
             trial = await _trial(judge, upstream, sample)
     return Probe(
         judge.name,

@@ -242,6 +242,7 @@ sources: Kinds[SourceKind] = Kinds(
     "qreward_plugins.sources.kind:SourceKind",
     {
         "openai": "qreward_plugins.sources.openai:OpenAISource",
+        "reward_model": "qreward_plugins.sources.reward_model:RewardModelSource",
         "http": "qreward_plugins.sources.service:HTTPSource",
         "function": "qreward_plugins.sources.function:FunctionSource",
     },
@@ -253,6 +254,7 @@ judges: Kinds[Judge] = Kinds(
     "qreward_plugins.judges.base:Judge",
     {
         "llm": "qreward_plugins.judges.llm:LLMJudge",
+        "reward_model": "qreward_plugins.judges.reward_model:RewardModelJudge",
         "function": "qreward_plugins.judges.function:FunctionJudge",
         "sum": "qreward_plugins.judges.sums:SumJudge",
     },

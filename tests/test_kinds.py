@@ -301,7 +301,7 @@ def test_no_secret_of_a_foreign_kind_is_shown(length, change):
         ("no_such_module:X", r"the class no_such_module:X cannot be imported: ModuleNotFoundError"),
         (":", r"cannot be imported"),
         ("os:path", r"does not inherit"),
-        ("lenght", r"unknown kind 'lenght'\. Did you mean `length`\? Allowed here: openai, http, function, broken, "),
+        ("lenght", r"unknown kind 'lenght'\. Did you mean `length`\? Allowed here: openai, reward_model, http, "),
     ],
 )
 def test_a_kind_that_cannot_be_used_is_one_mistake(length, kind, text):
@@ -417,7 +417,7 @@ def test_a_judge_of_another_package_asks(twice, kind):
         ({"facter": 1}, "facter", "unknown key. Did you mean `factor`?"),
         ({"factor": "x"}, "factor", "must be a number, not 'x'."),
         ({"sources": "b"}, "sources", "there is no source `b`. Sources: `a`."),
-        ({"kind": "twcie"}, "kind", "unknown kind 'twcie'. Did you mean `twice`? Allowed here: llm, function, sum, "),
+        ({"kind": "twcie"}, "kind", "unknown kind 'twcie'. Did you mean `twice`? Allowed here: llm, reward_model, "),
         ({"kind": "silent"}, "kind", "the kind 'silent' of twice-kind 1.2: the class twice_kind:Silent lacks judge."),
         ({"kind": "os:path"}, "kind", "the class os:path does not inherit qreward_plugins.judges.Judge."),
     ],

@@ -135,7 +135,8 @@ class KeyCheck:
         """
         kind, place = node.get("kind"), (*path, "kind")
         guess = nearest(kind, names) if isinstance(kind, str) else None
-        guess = guess or _by_keys(node, by_kind)
+        likely = [guess] if guess else _by_keys(node, by_kind)
+        guess = likely[0] if len(likely) == 1 else None
         if "kind" in node:
             if not isinstance(kind, Broken):
                 near = did_you_mean(kind, names) if isinstance(kind, str) else ""
@@ -148,7 +149,7 @@ class KeyCheck:
             self.findings.append(Finding(self.written(place), "unknown key", "Did you mean `kind`?"))
             guess = value if isinstance(value, str) and value in names else guess
         else:
-            options = " or ".join(f"`kind: {name}`" for name in ([guess] if guess else names))
+            options = " or ".join(f"`kind: {name}`" for name in likely or names)
             self.findings.append(Finding(self.written(place), "the key is missing", f"Add {options}."))
         if guess is None:
             return None
@@ -170,9 +171,8 @@ def _strangers(node: Mapping[Any, Any], by_kind: Mapping[str, Shape]) -> list[st
     ]
 
 
-def _by_keys(node: Mapping[Any, Any], by_kind: Mapping[str, Shape]) -> str | None:
-    """Return the kind that allows the most keys of the node; None if several kinds tie."""
+def _by_keys(node: Mapping[Any, Any], by_kind: Mapping[str, Shape]) -> list[str]:
+    """Return the kinds that allow the most keys of the node: more than one if they tie."""
     counts = {kind: sum(key in choice["properties"] for key in node) for kind, choice in by_kind.items()}
     best = max(counts.values(), default=0)
-    winners = [kind for kind, count in counts.items() if count == best]
-    return winners[0] if len(winners) == 1 else None
+    return [kind for kind, count in counts.items() if count == best]

@@ -10,6 +10,7 @@ from .function import FunctionJudge
 from .leaf import Leaf
 from .llm import LLMJudge
 from .opening import kind_of, open_judge
+from .reward_model import RewardModelJudge
 from .router import JudgeRouter
 from .sums import SumJudge
 
@@ -29,6 +30,7 @@ __all__ = [
     "LLMJudge",
     "Leaf",
     "Opening",
+    "RewardModelJudge",
     "SourceName",
     "SumJudge",
     "kind_of",

@@ -74,6 +74,15 @@ def conversation_text(messages: Sequence[Message]) -> str:
     )
 
 
+def conversation_turns(messages: Sequence[Message]) -> list[Message]:
+    """Return the messages of the prompt as pairs of role and text. Raises `InputError` for messages that cannot be
+    written as text.
+    """
+    return [
+        {"role": str(message.get("role", "user")), "content": _turn_text(message)} for message in _checked(messages)
+    ]
+
+
 def reference_text(ground_truth: Any) -> str | None:
     """Return the ground truth as text: a string unchanged, any other value as JSON; None if there is none.
 

@@ -16,14 +16,16 @@ if TYPE_CHECKING:
     from .endpoint import Endpoint
     from .function import FunctionSource
     from .http import HTTPReply
-    from .kind import TEXT, VALUE, SourceKind
+    from .kind import LOGITS, TEXT, VALUE, SourceKind
     from .openai import OpenAISource
     from .opening import kind_of, open_source
     from .provider import Provider
     from .replies import Answer, Problem, json_of, usage_of
+    from .reward_model import RewardModelSource
     from .service import HTTPSource
 
 __all__ = [
+    "LOGITS",
     "TEXT",
     "VALUE",
     "Answer",
@@ -40,6 +42,7 @@ __all__ = [
     "Provider",
     "Reply",
     "Request",
+    "RewardModelSource",
     "Source",
     "SourceConfig",
     "SourceKind",
@@ -54,6 +57,7 @@ __all__ = [
 
 _CONFIG = "..config.source_models"
 _HOMES = {
+    "LOGITS": ".kind",
     "TEXT": ".kind",
     "VALUE": ".kind",
     "Answer": ".replies",
@@ -68,6 +72,7 @@ _HOMES = {
     "OpenAISource": ".openai",
     "Problem": ".replies",
     "Provider": ".provider",
+    "RewardModelSource": ".reward_model",
     "SourceConfig": _CONFIG,
     "SourceKind": ".kind",
     "URLs": _CONFIG,

@@ -29,7 +29,7 @@ class CompletionAnswer(Answer):
     def read(self) -> Reply | QRewardError:
         body = json_of(self.http.body)
         if not isinstance(body, dict):
-            return self.unreadable(f"{self._content_type()} that is not a JSON object", self.http.body)
+            return self.unreadable(f"{self.content_type()} that is not a JSON object", self.http.body)
         if body.get("error"):
             return self.error_of(Problem.of(body))
         return self._completion(body)

@@ -40,7 +40,8 @@ class Endpoint(SourceKind):
     (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`; `~/.netrc` is not read), the size limit of replies, errors by status,
     `Retry-After`, and redaction of secrets.
 
-    `name` is its name in the configuration. `mistakes` are the mistakes that the kind found in `config`.
+    `name` is its name in the configuration. `mistakes` are the mistakes that the kind found in `config`. `path`
+    replaces `PATH` if the path depends on the configuration.
 
     Raises ConfigurationError with `mistakes` and those that depend on the environment: an unset variable for the key,
     a URL or header that cannot be sent.
@@ -61,7 +62,9 @@ class Endpoint(SourceKind):
 
     usual_latency_s = 0.5
 
-    def __init__(self, name: str, config: EndpointConfig, *, mistakes: Sequence[Mistake] = ()) -> None:
+    def __init__(
+        self, name: str, config: EndpointConfig, *, mistakes: Sequence[Mistake] = (), path: str | None = None
+    ) -> None:
         super().__init__(name, config)
         self._url_key = config.URL_KEY
         self._max_reply_bytes = config.max_reply_bytes
@@ -69,7 +72,7 @@ class Endpoint(SourceKind):
         self._parameters = _parameters(f"sources.{name}.parameters", config, found)
         _check_bound(f"sources.{name}.parameters", config, found)
         headers = _headers(f"sources.{name}", config, self.KEY_HEADER, found)
-        self._urls = _urls(f"sources.{name}.{config.URL_KEY}", config.urls, self.PATH, found)
+        self._urls = _urls(f"sources.{name}.{config.URL_KEY}", config.urls, self.PATH if path is None else path, found)
         if found or mistakes:
             raise ConfigurationError([*found, *mistakes])
         self._replicas = Replicas(config.urls)

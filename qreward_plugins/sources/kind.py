@@ -19,6 +19,9 @@ from .provider import Provider
 
 TEXT = "text"
 """The source reads messages and writes a text: `Request.messages` in, `Reply.text` out."""
+LOGITS = "logits"
+"""The source reads a conversation and answers with numbers: `Request.messages` in, whose last turn is the response;
+in `Reply.value` a mapping of labels to logits out."""
 VALUE = "value"
 """The source scores a sample: `Request.sample` in, `Reply.value` out."""
 
@@ -38,7 +41,7 @@ class SourceKind(ABC):
     """The model of its configuration. A secret is a `SecretStr`, or a value in a `FreeMapping`."""
 
     answers: ClassVar[tuple[str, ...]] = ()
-    """The types of answer that it gives: `TEXT`, `VALUE`, or a word of your own that your judges ask for."""
+    """The types of answer that it gives: `TEXT`, `LOGITS`, `VALUE`, or a word of your own that your judges ask for."""
 
     local: bool = False
     """Whether it works in processes or threads of this machine. If a local call hangs, the sample is at fault and not

@@ -128,7 +128,7 @@ class Answer(ABC):
         detail = self.redactor.of(problem.message or self.http.body)
         return f"source {self.name!r} ({self.url}) {said}" + (f" ({detail})" if detail else "")
 
-    def _content_type(self) -> str:
+    def content_type(self) -> str:
         kind = self.http.headers.get("Content-Type", "").partition(";")[0].strip() or "no content type"
         return self.redactor.of(kind, 80)
 

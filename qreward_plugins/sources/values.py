@@ -28,19 +28,9 @@ class ValueAnswer(Answer):
     score_key: str | None = None
 
     def read(self) -> Reply | QRewardError:
-        try:
-            text = self.http.body.decode("utf-8-sig")
-        except UnicodeDecodeError:
-            return self.unreadable("text that is not UTF-8", self.http.body)
-        if too_deep(text):
-            return self.unreadable(f"JSON nested more than {MAX_NESTING} deep", self.http.body)
-        flaws: list[str] = []
-        try:
-            said = strict_decoder(flaws).decode(text)
-        except (json.JSONDecodeError, RecursionError):
-            return self.unreadable(f"{self._content_type()} that is not JSON", self.http.body)
-        if flaws:
-            return InvalidReply(f"source {self.name!r} gave no valid value: its reply {flaws[0]}")
+        said = read_json(self)
+        if isinstance(said, QRewardError):
+            return said
         value = said if self.score_key is None else _at(said, self.score_key)
         if not _is_there(value):
             if isinstance(said, Mapping) and _is_error(said.get("error")):
@@ -53,6 +43,24 @@ class ValueAnswer(Answer):
             model=name_of(said.get("model")) if isinstance(said, Mapping) else "",
             announced=announced_limits(self.http.headers),
         )
+
+
+def read_json(answer: Answer) -> Any:
+    """Return the body of a reply, read strictly as JSON; or the error that it is, a `QRewardError`."""
+    try:
+        text = answer.http.body.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        return answer.unreadable("text that is not UTF-8", answer.http.body)
+    if too_deep(text):
+        return answer.unreadable(f"JSON nested more than {MAX_NESTING} deep", answer.http.body)
+    flaws: list[str] = []
+    try:
+        said = strict_decoder(flaws).decode(text)
+    except (json.JSONDecodeError, RecursionError):
+        return answer.unreadable(f"{answer.content_type()} that is not JSON", answer.http.body)
+    if flaws:
+        return InvalidReply(f"source {answer.name!r} gave no valid value: its reply {flaws[0]}")
+    return said
 
 
 def _at(said: Any, score_key: str) -> Any:

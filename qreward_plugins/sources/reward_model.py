@@ -1,0 +1,279 @@
+"""Defines `RewardModelSource`: a reward model behind an inference server that answers with numbers, not with text.
+
+Servers differ in the path, the body and the place of the numbers, so each protocol is one value of `_PROTOCOLS`. All of
+them are asked for raw numbers: servers apply a softmax or a sigmoid by default, a softmax over one number is 1 for
+every response, and a sigmoid makes good responses equal in float32. `RewardModelJudge` applies an activation if one is
+wanted.
+
+The bodies and replies follow the files of the projects: vLLM 0.32 (`entrypoints/pooling/*/protocol.py`), SGLang
+(`managers/io_struct.py`, `openai/protocol.py`), text-embeddings-inference 1.7 (`docs/openapi.json`) and OpenRLHF
+(`cli/serve_rm.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Field
+from yarl import URL
+
+from ..config.source_models import BaseURLs, EndpointConfig, ModelName
+from ..errors import InputError, InvalidReply, Mistake, QRewardError
+from ..samples import Message, fits_float32
+from ..spent import Usage
+from .announced import announced_limits
+from .base import Reply, Request
+from .chat_template import ChatTemplate
+from .endpoint import Endpoint
+from .http import HTTPReply
+from .kind import LOGITS
+from .replies import Answer, Problem, name_of, usage_of
+from .values import read_json
+
+ProtocolName = Literal[
+    "vllm_classify",
+    "vllm_pooling",
+    "vllm_score",
+    "vllm_rerank",
+    "sglang_classify",
+    "sglang_embeddings",
+    "tei_predict",
+    "tei_rerank",
+    "openrlhf",
+]
+MOST_LOGITS = 1000
+"""Most numbers of one reply: a reply with more is a vector of an embedding model."""
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How servers of one kind are asked for the numbers of one response.
+
+    `form` says what they read. `messages`: the conversation, which the server renders; or its text. `text`: the text of
+    the conversation. `pair`: the prompt and the response as two texts.
+
+    `body` makes the body from the name of the model and from what is read. `logits` returns the numbers of a reply by
+    label, or by position ("0", "1" ...); it may raise LookupError, TypeError or ValueError.
+    """
+
+    path: str
+    form: Literal["messages", "text", "pair"]
+    body: Callable[[str, Mapping[str, Any]], dict[str, Any]]
+    logits: Callable[[Any], Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsAnswer(Answer):
+    """One HTTP reply of a reward model."""
+
+    protocol: Protocol
+
+    def read(self) -> Reply | QRewardError:
+        said = read_json(self)
+        if isinstance(said, QRewardError):
+            return said
+        if isinstance(said, Mapping) and said.get("error"):
+            return self.error_of(Problem.of(said))
+        try:
+            logits = dict(self.protocol.logits(said))
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return InvalidReply(
+                f"source {self.name!r} gave no numbers: its reply is not one of POST {self.protocol.path}; check "
+                "`protocol`"
+            )
+        if not 0 < len(logits) <= MOST_LOGITS:
+            return InvalidReply(
+                f"source {self.name!r} gave {len(logits):,} numbers for one response: it is not served as a "
+                "reward model"
+            )
+        wrong = [label for label, logit in logits.items() if not _is_logit(logit)]
+        if wrong:
+            return InvalidReply(f"source {self.name!r} gave a logit that is no finite number (label {wrong[0]!r})")
+        return Reply(
+            value={label: float(logit) for label, logit in logits.items()},
+            usage=_usage(said),
+            model=name_of(said.get("model")) if isinstance(said, Mapping) else "",
+            announced=announced_limits(self.http.headers),
+        )
+
+
+class RewardModelSource(Endpoint):
+    """A reward model behind vLLM, SGLang, text-embeddings-inference or OpenRLHF: it answers with raw numbers.
+
+    `Reply.value` maps labels (or positions, "0", "1" ...) to logits. Raises ConfigurationError as every `Endpoint`
+    does, and for a chat template that is missing, not needed or broken.
+    """
+
+    class Config(EndpointConfig):
+        """A reward model (a sequence classifier) behind an inference server."""
+
+        URL_KEY: ClassVar[str] = "base_url"
+
+        base_url: BaseURLs
+        """URL of the server without a path, e.g. `http://localhost:8000`; or a list of replicas that share the limits
+        of this source."""
+
+        model: ModelName
+        """Name of the model on the server (for vLLM its `--served-model-name`)."""
+
+        protocol: ProtocolName = "vllm_classify"
+        """How the server is asked. `vllm_classify` (default) and `vllm_pooling`: a sequence classifier behind vLLM.
+        `vllm_score`, `vllm_rerank`: a model with one label behind vLLM, which reads prompt and response as two texts.
+        `sglang_classify`, `sglang_embeddings`: SGLang with `--is-embedding`. `tei_predict`, `tei_rerank`: a classifier,
+        or one that reads two texts, behind text-embeddings-inference. `openrlhf`: OpenRLHF's `serve_rm`. For any other
+        service use the kind `http`."""
+
+        chat_template: Annotated[str, Field(min_length=1)] | None = None
+        """Path to the reward model's folder, its `tokenizer_config.json`, or a Jinja file; the conversation is then
+        rendered here. Default: the server renders it, which only `vllm_classify` and `vllm_pooling` can do. Protocols
+        that read two texts use none."""
+
+    answers = (LOGITS,)
+    usual_latency_s = 0.2
+    ANSWER = LogitsAnswer
+
+    def __init__(self, name: str, config: Config) -> None:
+        self._protocol_name = config.protocol
+        self._protocol = protocol = _PROTOCOLS[config.protocol]
+        self._model = config.model
+        self._template: ChatTemplate | None = None
+        where = f"sources.{name}.chat_template"
+        mistakes: list[Mistake] = []
+        if protocol.form == "pair" and config.chat_template:
+            said = f"{config.protocol} sends prompt and response as two texts and renders no conversation."
+            mistakes.append(Mistake(where, said, "Leave it out, or use another protocol."))
+        elif protocol.form == "text" and not config.chat_template:
+            said = f"{config.protocol} takes a finished text, so the conversation is rendered here."
+            mistakes.append(Mistake(where, said, "Set it to the folder of the reward model."))
+        super().__init__(name, config, mistakes=mistakes, path=protocol.path)
+        if config.chat_template:
+            self._template = ChatTemplate(config.chat_template, where=where)
+
+    @property
+    def model(self) -> str:
+        return self._model
+
+    @property
+    def reads(self) -> object:
+        return self._protocol_name
+
+    def body(self, request: Request) -> Mapping[str, Any]:
+        """Return the body. Raises `InputError` if the chat template refuses the messages."""
+        messages = request.messages
+        if not messages or messages[-1]["role"] != "assistant":
+            raise InputError("the last message is not the response, a turn of the assistant")
+        prompt = {"prompt": _plain(messages[:-1]), "response": messages[-1]["content"]}
+        if self._protocol.form == "pair":
+            return self._protocol.body(self._model, prompt)
+        if self._template is not None:
+            return self._protocol.body(self._model, {"text": self._template.render(messages), **prompt})
+        return self._protocol.body(self._model, {"messages": [dict(message) for message in messages]})
+
+    def answer(self, url: URL, http: HTTPReply) -> LogitsAnswer:
+        return LogitsAnswer(self._name, url, self._model, self._url_key, http, self._http.redactor, self._protocol)
+
+
+def _usage(said: Any) -> Usage | None:
+    # SGLang states it in `meta_info`. Nothing is generated, and not every server says so.
+    stated = (said.get("usage") or said.get("meta_info")) if isinstance(said, Mapping) else None
+    return usage_of({"completion_tokens": 0, **stated}) if isinstance(stated, Mapping) else None
+
+
+def _is_logit(logit: Any) -> bool:
+    return isinstance(logit, (int, float)) and not isinstance(logit, bool) and fits_float32(logit)
+
+
+def _plain(messages: Sequence[Message]) -> str:
+    """Return a prompt as one text: its only turn, or all turns, each below its role."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in messages)
+
+
+def _input(read: Mapping[str, Any]) -> dict[str, Any]:
+    return {"messages": read["messages"]} if "messages" in read else {"input": read["text"]}
+
+
+def _numbered(numbers: Any) -> dict[str, Any]:
+    if not isinstance(numbers, list):
+        raise TypeError
+    return {str(position): number for position, number in enumerate(numbers)}
+
+
+def _only(items: Any) -> Any:
+    """Return the only item of a list: one response was sent. Raises ValueError for more or none."""
+    if not isinstance(items, list):
+        raise TypeError
+    (item,) = items
+    return item
+
+
+_PROTOCOLS: Mapping[ProtocolName, Protocol] = {
+    "vllm_classify": Protocol(
+        "/classify",
+        "messages",
+        lambda model, read: {"model": model, **_input(read), "use_activation": False},
+        lambda said: _numbered(_only(said["data"])["probs"]),
+    ),
+    "vllm_pooling": Protocol(
+        "/pooling",
+        "messages",
+        lambda model, read: {"model": model, **_input(read), "task": "classify", "use_activation": False},
+        lambda said: _numbered(_only(said["data"])["data"]),
+    ),
+    "vllm_score": Protocol(
+        "/score",
+        "pair",
+        lambda model, read: {
+            "model": model,
+            "queries": read["prompt"],
+            "documents": read["response"],
+            "use_activation": False,
+        },
+        lambda said: {"0": _only(said["data"])["score"]},
+    ),
+    "vllm_rerank": Protocol(
+        "/rerank",
+        "pair",
+        lambda model, read: {
+            "model": model,
+            "query": read["prompt"],
+            "documents": [read["response"]],
+            "use_activation": False,
+        },
+        lambda said: {"0": _only(said["results"])["relevance_score"]},
+    ),
+    "sglang_classify": Protocol(
+        "/classify",
+        "text",
+        lambda model, read: {"text": read["text"]},
+        lambda said: _numbered((_only(said) if isinstance(said, list) else said)["embedding"]),
+    ),
+    "sglang_embeddings": Protocol(
+        "/v1/embeddings",
+        "text",
+        lambda model, read: {"model": model, "input": read["text"]},
+        lambda said: _numbered(_only(said["data"])["embedding"]),
+    ),
+    "tei_predict": Protocol(
+        "/predict",
+        "text",
+        lambda model, read: {"inputs": read["text"], "raw_scores": True},
+        lambda said: {one["label"]: one["score"] for one in (said[0] if isinstance(said[0], list) else said)},
+    ),
+    "tei_rerank": Protocol(
+        "/rerank",
+        "pair",
+        lambda model, read: {"query": read["prompt"], "texts": [read["response"]], "raw_scores": True},
+        lambda said: {"0": _only(said)["score"]},
+    ),
+    "openrlhf": Protocol(
+        "/get_reward",
+        "text",
+        lambda model, read: {"query": [read["text"]], "prompts": [read["prompt"]]},
+        lambda said: {"0": _only(said["rewards"])},
+    ),
+}
+"""`POST /v1/classify` of SGLang is not among them: it always applies a softmax."""

@@ -355,6 +355,47 @@ def test_remax_takes_the_greedy_response_as_its_baseline():
         assert fake.step().advantages == [-1.0, 0.0, 0.0, 0.0] * 4
 
 
+KL = [GRPO, "algorithm.use_kl_in_reward=True", "algorithm.kl_ctrl.kl_coef=0.5"]
+
+
+def drifted(name, batch):
+    """The actor has drifted off its reference by 0.2 in each token."""
+    return {"old_log_probs": -1.0, "ref_log_prob": -1.2, "rollout_log_probs": -1.0}[name]
+
+
+@BOTH
+def test_the_kl_penalty_is_taken_off_every_token_before_advantages(trainer):
+    reward = scoring(good=1.0, poor=0.0)
+    with FakeVerlTrainer([*KL, *trainer], reward=reward, respond=saying("good", "poor so"), log_probs=drifted) as fake:
+        step = fake.step()
+    mask = step.batch.batch["response_mask"]
+    assert step.batch.batch["token_level_rewards"] - step.batch.batch["token_level_scores"] == pytest.approx(
+        -0.1 * mask
+    )
+    # 2 tokens and 3: 1 - 0.2 and 0 - 0.3.
+    assert step.metrics["critic/rewards/max"] == pytest.approx(0.8)
+    assert step.metrics["critic/rewards/min"] == pytest.approx(-0.3)
+    assert step.metrics["critic/score/min"] == 0.0
+    assert step.metrics["actor/reward_kl_penalty"] == pytest.approx(0.2)
+    assert step.metrics["actor/reward_kl_penalty_coeff"] == 0.5
+    assert step.advantages[0] == pytest.approx(0.55 / (0.55 * math.sqrt(4 / 3)), abs=1e-4)
+
+
+@BOTH
+def test_an_adaptive_coefficient_follows_the_divergence(trainer):
+    control = ["algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.horizon=160", "algorithm.kl_ctrl.target_kl=0.1"]
+    with FakeVerlTrainer([*KL, *control, *trainer], reward=right, log_probs=drifted) as fake:
+        steps = [fake.step() for _ in range(3)]
+    # Twice the target, of which 20 % count; 16 rows of a horizon of 160.
+    told = [step.metrics["actor/reward_kl_penalty_coeff"] for step in steps]
+    assert told == pytest.approx([0.5, 0.5 * 1.02, 0.5 * 1.02**2])
+
+
+def test_an_unknown_controller_does_not_start():
+    with pytest.raises(NotImplementedError):
+        FakeVerlTrainer([*KL, "algorithm.kl_ctrl.type=wild"], reward=right)
+
+
 def test_it_runs_where_there_is_neither_verl_nor_torch_nor_ray():
     program = """
 import importlib.abc, json, sys

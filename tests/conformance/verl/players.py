@@ -1,0 +1,256 @@
+"""One scenario, two players: a training in verl, and the same in its stand-in, as tables of the same form.
+
+The model's answers are scripted in both, so every row of every batch can be compared. Nothing else is played in verl.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+
+from qreward_plugins.testing import FakeVerlTrainer, VerlOutput
+from qreward_plugins.testing.tokenizer import WordTokenizer
+
+from .runs import CONFIGURATIONS, CPU, PROGRAMS, RECORDER, recipe
+
+sys.path.insert(0, str(RECORDER))
+try:
+    import verl_script
+finally:
+    sys.path.remove(str(RECORDER))
+
+SCRIPT = RECORDER / "verl_script.py"
+GRPO = "algorithm.adv_estimator=grpo"
+LEGACY = "trainer.use_v1=False"
+
+FUNCTION = """
+sources:
+  compute_score: {kind: function, function: "verl_adapter:compute_score", mode: thread}
+judges:
+  compute_score: {kind: function, sources: [compute_score]}
+engine: {max_attempts: 1, seed: 0}
+groups: {wait_s: 20}
+"""
+
+_SHARED = (
+    "data.shuffle=False",
+    "data.train_batch_size=4",
+    "data.max_prompt_length=64",
+    "data.max_response_length=32",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.rollout.val_kwargs.n=2",
+    "actor_rollout_ref.rollout.agent.num_workers=1",
+    "reward.num_workers=2",
+    f"reward.custom_reward_function.path={SCRIPT}",
+    "reward.custom_reward_function.name=score",
+)
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A training that both play: overrides as on verl's command line, and which of the scripts the model follows.
+
+    `experimental`: one of verl's experimental trainers.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+    script: str = "failing"
+    experimental: str | None = None
+    steps: int = 2
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a training left behind. `error`: what ended it, if anything did."""
+
+    rows: list[dict]
+    metrics: dict[int, dict]
+    seconds: float
+    error: str = ""
+
+    @property
+    def table(self) -> dict[tuple, dict]:
+        """The rows by what the model wrote, which is never the same twice."""
+        table = {tuple(row["responses"]): row for row in self.rows}
+        assert len(table) == len(self.rows)
+        return table
+
+
+COLUMNS = ("responses", "response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns")
+
+seconds: dict[str, dict[str, float]] = {}
+"""How long each scenario took in each player; the summary of a test run prints it."""
+
+
+@dataclass
+class Players:
+    """Plays scenarios, each once."""
+
+    folder: Path
+    outcomes: dict[tuple[str, str], Outcome] = field(default_factory=dict)
+
+    def play(self, player: str, scenario: Scenario) -> Outcome:
+        """The outcome of a scenario with `player`, "verl" or "fake"."""
+        key = (player, scenario.name)
+        if key not in self.outcomes:
+            before = time.perf_counter()
+            if player == "verl":
+                rows, metrics, error = self._verl(scenario)
+            else:
+                rows, metrics, error = self._fake(scenario)
+            took = time.perf_counter() - before
+            seconds.setdefault(scenario.name, {})[player] = took
+            self.outcomes[key] = Outcome(rows, metrics, took, error)
+        return self.outcomes[key]
+
+    @functools.cached_property
+    def _assets(self) -> SimpleNamespace:
+        import pandas
+
+        modules = recipe()
+        sizes = modules.tasks.Sizes(
+            learning_steps=4, habit_steps=1, val_questions=4, train_questions=8, warm_up_questions=20
+        )
+        assets = modules.tasks.prepare(self.folder / "assets", sizes)
+        for path, split, count in (
+            (assets.train, "train", verl_script.QUESTIONS),
+            (assets.val, "val", verl_script.HELD_OUT),
+        ):
+            pandas.DataFrame(verl_script.rows(split, count)).to_parquet(path)
+        return SimpleNamespace(assets=assets, training=modules.training)
+
+    @functools.cached_property
+    def tokenizer(self):
+        """The recipe's, in both players; where only the stand-in plays, words, which takes no time."""
+        if not os.environ.get("QREWARD_VERL"):
+            return WordTokenizer()
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._assets.assets.tokenizer)
+
+    def _configuration(self, folder: Path) -> Path:
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "qreward.yaml"
+        path.write_text(FUNCTION)
+        return path
+
+    def _verl(self, scenario: Scenario) -> tuple[list[dict], dict[int, dict], str]:
+        out = self.folder / "verl" / scenario.name
+        record = out / "rows.jsonl"
+        configuration = self._configuration(out)
+        algorithm = scenario.experimental or "grpo"
+        error = ""
+        try:
+            self._assets.training.train(
+                self._assets.assets,
+                out,
+                algorithm=algorithm,
+                steps=scenario.steps,
+                **({"program": PROGRAMS[algorithm], "configurations": CONFIGURATIONS} if algorithm in PROGRAMS else {}),
+                environment={
+                    "QREWARD_CONFIG": str(configuration),
+                    "PYTHONPATH": os.pathsep.join((str(CPU), str(RECORDER), os.environ.get("PYTHONPATH", ""))),
+                    "VERL_USE_EXTERNAL_MODULES": "verl_cpu,verl_scripted",
+                    "VERL_RECORD": str(record),
+                    "VERL_SCRIPT": scenario.script,
+                },
+                on_step=lambda step: None,
+                overrides=(
+                    *_SHARED,
+                    "actor_rollout_ref.rollout.agent.default_agent_loop=scripted",
+                    *scenario.overrides,
+                ),
+            )
+        except self._assets.training.TrainingFailed as failure:
+            error = f"{failure}\n{(out / f'{algorithm}.log').read_text(errors='replace')}"
+        metrics: dict[int, dict] = {}
+        log = out / f"{algorithm}.jsonl"
+        for line in log.read_text().splitlines() if log.exists() else ():
+            data = json.loads(line)
+            metrics.setdefault(data["step"], {}).update(data["data"])
+        rows = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
+        return rows, metrics, error
+
+    def _log_probs(self, scenario: Scenario) -> Callable:
+        """What verl's policies said of the same rows; without verl, something else."""
+        real = self.outcomes.get(("verl", scenario.name))
+        table = real.table if real is not None else {}
+
+        def log_probs(name, data):
+            out = np.zeros(data.batch["response_mask"].shape, np.float32)
+            for row, ids in enumerate(np.asarray(data.batch["responses"])):
+                length = int(np.flatnonzero(ids)[-1]) + 1 if ids.any() else 0
+                said = table.get(tuple(ids[:length].tolist()), {}).get(name)
+                said = (
+                    said
+                    if said is not None
+                    else [-0.5 - 0.01 * place * (name == "old_log_probs") for place in range(length)]
+                )
+                out[row, : len(said)] = said
+            return out
+
+        return log_probs
+
+    def _fake(self, scenario: Scenario) -> tuple[list[dict], dict[int, dict], str]:
+        configuration = self._configuration(self.folder / "fake" / scenario.name)
+        several = LEGACY not in scenario.overrides and scenario.experimental is None
+
+        def respond(draft, rng):
+            info = draft.columns["extra_info"]
+            told = verl_script.outputs(scenario.script, info, draft.number, several=several)
+            return [VerlOutput(parts, num_turns=2 if len(parts) == 1 else len(parts) + 1) for parts in told]
+
+        rows: list[dict] = []
+        metrics: dict[int, dict] = {}
+        try:
+            with FakeVerlTrainer(
+                [GRPO, "+reward_manager=qreward", f"+qreward.config={configuration}", *_SHARED, *scenario.overrides],
+                rows=verl_script.rows("train", verl_script.QUESTIONS),
+                val_rows=verl_script.rows("val", verl_script.HELD_OUT),
+                respond=respond,
+                tokenizer=self.tokenizer,
+                experimental=scenario.experimental,
+                log_probs=self._log_probs(scenario),
+            ) as trainer:
+                metrics[0] = dict(trainer.validate().metrics)
+                for _ in range(scenario.steps):
+                    step = trainer.step()
+                    rows += rows_of(step)
+                    metrics[step.global_step] = dict(step.metrics)
+                metrics[scenario.steps].update(trainer.validate().metrics)
+        except Exception as error:
+            return rows, metrics, f"{type(error).__name__}: {error}"
+        return rows, metrics, ""
+
+
+def rows_of(step):
+    """The rows of a step of the stand-in, as they are recorded of verl."""
+    data = step.batch
+    lengths = data.non_tensor_batch.get("response_length")
+    if lengths is None:
+        lengths = np.asarray(data.batch["attention_mask"])[:, data.batch["prompts"].shape[1] :].sum(axis=1)
+    columns = {name: np.asarray(data.batch[name]) for name in COLUMNS}
+    return [
+        {
+            "step": step.global_step,
+            "uid": uid,
+            "info": step.extra_info[row],
+            **{name: values[row][: int(lengths[row])].tolist() for name, values in columns.items()},
+        }
+        for row, uid in enumerate(step.uids)
+        if not step.padding[row]
+    ]

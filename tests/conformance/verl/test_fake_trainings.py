@@ -1,0 +1,185 @@
+"""Whole trainings row by row, and the findings that the real trainers showed: one scenario, two players.
+
+The stand-in always plays; verl itself with QREWARD_VERL=1.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+
+from .players import COLUMNS, LEGACY, Scenario
+
+NEEDS_VERL = [
+    pytest.mark.trainer,
+    pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl"),
+]
+PLAYERS = pytest.mark.parametrize("player", ["fake", pytest.param("verl", marks=NEEDS_VERL)])
+
+FUNCTION_V1 = Scenario("function-v1", ())
+FUNCTION_LEGACY = Scenario("function-legacy", (LEGACY,))
+HUGE_V1 = Scenario("huge-v1", (), script="huge")
+HUGE_LEGACY = Scenario("huge-legacy", (LEGACY,), script="huge")
+NAIVE_V1 = Scenario("naive-v1", ("reward.reward_manager.name=naive",), script="sound")
+DAPO_LEGACY = Scenario(
+    "dapo-legacy",
+    (
+        LEGACY,
+        "reward.reward_manager.name=dapo",
+        "+reward.reward_kwargs.max_resp_len=16",
+        "+reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 8, penalty_factor: 0.5, log: true}",
+    ),
+    script="sound",
+)
+KL = (
+    "algorithm.use_kl_in_reward=True",
+    "algorithm.kl_ctrl.kl_coef=0.1",
+    "actor_rollout_ref.ref.strategy=fsdp2",
+)
+KL_V1 = Scenario("kl-in-reward-v1", KL)
+KL_LEGACY = Scenario("kl-in-reward-legacy", (LEGACY, *KL, "algorithm.kl_penalty=k2", "algorithm.adv_estimator=rloo"))
+ONE_STEP_OFF = Scenario("one-step-off", (), experimental="one_step_off")
+FILTER_V1 = Scenario(
+    "filter-by-acc-v1",
+    (
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.metric=acc",
+        "trainer.v1.sampler.custom_sampler.path=null",
+    ),
+    script="uniform",
+)
+NO_MANAGER = Scenario("reward-model-without-manager", ("reward.reward_model.enable=True",), script="sound")
+
+COMPARED = [FUNCTION_V1, FUNCTION_LEGACY, HUGE_V1, NAIVE_V1, DAPO_LEGACY, KL_V1, KL_LEGACY, ONE_STEP_OFF]
+
+MEASURED = ("qreward/latency_s",)
+"""Extra info that is a time."""
+
+
+def plain(value):
+    return value.item() if hasattr(value, "item") else value
+
+
+def same(one, other):
+    return one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
+
+
+@pytest.mark.trainer
+@pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl")
+@pytest.mark.parametrize("scenario", COMPARED, ids=lambda scenario: scenario.name)
+def test_every_row_of_a_training_is_the_same(players, scenario):
+    real, fake = players.play("verl", scenario), players.play("fake", scenario)
+    assert (real.error, fake.error) == ("", "")
+    assert len(fake.rows) >= 16 * scenario.steps
+    assert set(fake.table) == set(real.table)
+    groups: dict[str, str] = {}
+    for written, row in fake.table.items():
+        other = real.table[written]
+        assert row["step"] == other["step"]
+        assert groups.setdefault(row["uid"], other["uid"]) == other["uid"]
+        for name in COLUMNS:
+            assert row[name] == other[name], (name, row, other)
+        assert list(row["info"]) == list(other["info"])
+        for name, value in row["info"].items():
+            assert name in MEASURED or same(plain(value), other["info"][name]), name
+    assert len(set(groups.values())) == len(groups)
+    for step, metrics in fake.metrics.items():
+        for name, value in metrics.items():
+            if not any(each in name for each in MEASURED):
+                assert real.metrics[step][name] == pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True), (step, name)
+
+
+@PLAYERS
+def test_one_step_off_goes_on_where_samples_fail(players, player):
+    """Finding 6: it inherits `use_v1: true`, and one failed sample would end its run, of validation, too."""
+    outcome = players.play(player, ONE_STEP_OFF)
+    assert outcome.error == ""
+    assert {row["step"] for row in outcome.rows} == {1, 2}
+    assert all(math.isfinite(value) for row in outcome.rows for value in row["advantages"])
+    assert outcome.metrics[0]["qreward/val/failed_rate"] == 0.5
+    assert outcome.metrics[0]["val-core/sums/acc/mean@1"] == 1.0
+    for step in (1, 2):
+        assert outcome.metrics[step]["qreward/failed_rate"] == 0.25
+
+
+@PLAYERS
+def test_the_first_sample_has_the_keys_of_all(players, player):
+    """Finding 7: the legacy trainer takes the keys of the first sample for all, and the first one fails here."""
+    outcome = players.play(player, FUNCTION_LEGACY)
+    assert outcome.error == ""
+    assert len({tuple(row["info"]) for row in outcome.rows}) == 1
+    first = min(outcome.rows, key=lambda row: row["step"])["info"]
+    assert {"acc", "qreward/missing", "qreward/returned"} <= set(first)
+    assert sum(row["info"]["qreward/missing"] for row in outcome.rows) == 8
+
+
+@PLAYERS
+@pytest.mark.parametrize("scenario", [FUNCTION_V1, FUNCTION_LEGACY], ids=lambda scenario: scenario.name)
+def test_the_advantage_of_a_failed_sample_is_zero_and_its_score_the_mean_of_its_siblings(players, player, scenario):
+    outcome = players.play(player, scenario)
+    for row in outcome.rows:
+        missing = row["info"]["qreward/missing"] == 1.0
+        assert missing == (row["info"]["qreward/imputed"] == 1.0)
+        if missing:
+            assert set(row["advantages"]) == {0.0}
+            assert sum(row["token_level_scores"]) == pytest.approx(1.75 / 3)
+
+
+@PLAYERS
+def test_what_a_function_returns_keeps_its_names_and_a_number_is_acc(players, player):
+    """Finding 10."""
+    outcome = players.play(player, FUNCTION_V1)
+    for row in outcome.rows:
+        info, score = row["info"], sum(row["token_level_scores"])
+        if info["qreward/missing"]:
+            assert info["acc"] is None
+        elif score == 0.5:
+            assert info["acc"] is False
+            assert info["style"] > 1
+            assert isinstance(info["why"], str)
+        else:
+            assert info["acc"] == score
+    assert outcome.metrics[0]["val-core/sums/acc/mean@1"] == 1.0
+    assert "val-core/sums/acc/mean@2" not in outcome.metrics[0], "a session that failed is nobody's wrong answer"
+
+
+@PLAYERS
+def test_a_filter_by_acc_has_its_metric(players, player):
+    """Finding 10: without `acc` of a function that returns a number, the filter ends the run."""
+    outcome = players.play(player, FILTER_V1)
+    assert outcome.error == ""
+    groups: dict[tuple, set] = {}
+    for row in outcome.rows:
+        groups.setdefault((row["step"], row["uid"]), set()).add(row["info"]["acc"])
+    assert len(groups) == 4 * FILTER_V1.steps
+    assert all(len(values) > 1 for values in groups.values()), "groups of one value are replaced"
+    evicted = [outcome.metrics[step].get("training/filter_groups/evicted_samples", 0) for step in (1, 2)]
+    assert evicted[0] >= 1
+    assert all(step["qreward/failed_rate"] == 0.0 for number, step in outcome.metrics.items() if number)
+
+
+@PLAYERS
+@pytest.mark.parametrize("scenario", [HUGE_V1, HUGE_LEGACY], ids=lambda scenario: scenario.name)
+def test_no_score_is_too_large_for_float32(players, player, scenario):
+    """Finding 15: 1e39 is infinite in float32. A row of training that is called `test` is one of training, too."""
+    outcome = players.play(player, scenario)
+    assert outcome.error == ""
+    for row in outcome.rows:
+        assert all(math.isfinite(value) for name in COLUMNS for value in row[name])
+        huge = row["info"]["qreward/missing"] == 1.0
+        assert huge == (row["info"]["qreward/cause"] != "")
+    for step in (1, 2):
+        assert outcome.metrics[step]["qreward/samples"] == 16
+        assert outcome.metrics[step]["qreward/failed_rate"] == 0.25
+
+
+@PLAYERS
+def test_a_reward_model_that_bypasses_managers_ends_the_run_before_it_begins(players, player):
+    """Finding 16."""
+    outcome = players.play(player, NO_MANAGER)
+    assert outcome.rows == []
+    assert outcome.metrics == {}
+    assert "ConfigurationError" in outcome.error
+    assert "reward.reward_model.enable" in outcome.error

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from qreward_plugins.testing import FakeVerlTrainer
+
 # Ray phones home and verl imports optional parts with a word; neither belongs to a test.
 os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -76,6 +78,36 @@ def make_data():
         return DataProto(batch=batch, non_tensor_batch=non_tensor)
 
     return make
+
+
+ROW = {"prompt": "What is 17 plus 25?", "ground_truth": "42", "data_source": "test/add", "extra_info": {"index": 3}}
+
+
+@pytest.fixture
+def run():
+    """Have `FakeVerlTrainer` score responses to one question, and return what came of each: the manager's result, or
+    the exception for which V1 dropped it. At least one must be left. `row`: other columns of the question.
+    """
+
+    def run(responses, *overrides, row=None, **named):
+        ours = [
+            "+reward_manager=qreward",
+            "data.train_batch_size=1",
+            "reward.num_workers=1",
+            "actor_rollout_ref.rollout.agent.num_workers=1",
+            f"actor_rollout_ref.rollout.n={len(responses)}",
+        ]
+        named.setdefault("respond", lambda draft, rng: responses[draft.number])
+        with FakeVerlTrainer([*ours, *overrides], rows=[{**ROW, **(row or {})}], **named) as fake:
+            step = fake.step()
+        results = {session: error for _, session, error in step.dropped}
+        for place, session in enumerate(step.sessions):
+            if not step.padding[place]:
+                result = {"reward_score": step.scores[place], "reward_extra_info": step.extra_info[place]}
+                results[session] = result
+        return [results[number] for number in range(len(responses))]
+
+    return run
 
 
 @pytest.fixture

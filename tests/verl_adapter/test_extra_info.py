@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 
-import numpy as np
 import pytest
 
 from qreward_plugins import ConfigurationError
-from qreward_plugins.testing import JudgeServer
+from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
 from verl_adapter import trainer
 
 LEGACY = "trainer.use_v1=False"
-OURS = "reward.reward_manager.name=qreward"
 
 FUNCTIONS = """
 def rule(data_source, solution_str, ground_truth, extra_info):
@@ -28,47 +25,27 @@ def rule(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+GRPO = "algorithm.adv_estimator=grpo"
+
+
 @pytest.fixture
 def rule(tmp_path):
     path = tmp_path / "functions.py"
     path.write_text(FUNCTIONS)
     return [
-        "reward.num_workers=1",
+        GRPO,
         f"reward.custom_reward_function.path={path}",
         "reward.custom_reward_function.name=rule",
-        # What it returns is the matter here; a worker process would import torch and verl for each manager.
         "+qreward.sources.compute_score.mode=thread",
     ]
 
 
 @pytest.fixture
-def infos(compose, tokenizer, make_data):
-    """The extra info of one response after the other, each of another reward worker if `workers` says so."""
-    from verl.trainer.ppo.reward import load_reward_manager
-
-    def infos(texts, *overrides, workers=1, **columns):
-        async def main():
-            grpo = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2", "+qreward.groups.wait_s=0.01")
-            config = compose(OURS, *grpo, *overrides)
-            managers = [load_reward_manager(config, tokenizer) for _ in range(workers)]
-            try:
-                told = []
-                for number, text in enumerate(texts):
-                    data = make_data([text], uid=f"u{number}", columns=columns)
-                    told.append((await managers[number % workers].run_single(data))["reward_extra_info"])
-                return told
-            finally:
-                for manager in managers:
-                    await manager.aclose()
-
-        return asyncio.run(main())
-
-    return infos
-
-
-def legacy_columns(infos):
-    """As verl's agent loop makes columns of the extra info of samples (agent_loop.py, `_postprocess`)."""
-    return {key: np.array([info[key] for info in infos]) for key in list(infos[0])}
+def infos(run):
+    """The extra info of each of the responses to one question."""
+    return lambda texts, *overrides, **named: [
+        result["reward_extra_info"] for result in run(texts, *overrides, **named)
+    ]
 
 
 TEXTS = ["raise", "It is 42, more", "It is 7", "number", "raise"]
@@ -77,10 +54,9 @@ TEXTS = ["raise", "It is 42, more", "It is 7", "number", "raise"]
 @pytest.mark.parametrize("order", [TEXTS, TEXTS[1:], TEXTS[3:] + TEXTS[:3]])
 @pytest.mark.parametrize("workers", [1, 2])
 def test_where_sample_0_speaks_for_all_every_sample_has_its_keys(infos, rule, order, workers):
-    told = infos(order, *rule, LEGACY, workers=workers)
-    assert len({tuple(info) for info in told}) == 1, "the order, too: batches of several workers are compared"
-    columns = legacy_columns(told)
-    values = trainer._unpacked({name: column.tolist() for name, column in columns.items()})
+    each_a_batch = f"actor_rollout_ref.rollout.agent.num_workers={len(order)}"
+    told = infos(order, *rule, LEGACY, each_a_batch, f"reward.num_workers={workers}")
+    values = trainer._unpacked({key: [info[key] for info in told] for key in told[0]})
     at = order.index("It is 42, more")
     assert (values["turns"][at], values["pred"][at], values["bonus"][at], values["acc"][at]) == (3, "It i", 0.5, True)
     failed = order.index("raise")
@@ -88,8 +64,11 @@ def test_where_sample_0_speaks_for_all_every_sample_has_its_keys(infos, rule, or
     assert "qreward/returned" not in values
 
 
-def test_what_a_function_returns_has_its_own_names_and_values(infos, rule):
-    first, more, seven, number, failed = infos(TEXTS, *rule)
+def test_what_a_function_returns_has_its_own_names_and_values(rule):
+    overrides = ["+reward_manager=qreward", *rule, "reward.num_workers=1", "actor_rollout_ref.rollout.n=5"]
+    with FakeVerlTrainer(overrides, respond=lambda draft, rng: TEXTS[draft.number]) as fake:
+        fake.step()
+        first, more, seven, number, failed = fake.step().extra_info[:5]
     naive = {"score": 0.5, "acc": True, "turns": 3, "pred": "It i", "none": None, "bonus": 0.5}
     assert {key: more[key] for key in naive} == naive
     assert more["acc"] is True
@@ -101,44 +80,42 @@ def test_what_a_function_returns_has_its_own_names_and_values(infos, rule):
     assert failed.keys() >= naive.keys(), "what was seen once is there from then on"
 
 
-def test_validation_of_v1_and_legacy_takes_them(infos, rule):
-    from verl.trainer.ppo.metric_utils import process_validation_metrics
-
-    for overrides in ([LEGACY], []):
-        columns = {}
-        for row, info in enumerate(infos(TEXTS, *rule, *overrides)):
-            for key in {**columns, **info}:
-                columns.setdefault(key, [None] * row).append(info.get(key))
-        metrics = process_validation_metrics(["s"] * 5, [f"u{row}" for row in range(5)], trainer._unpacked(columns))
-        assert metrics["s"]["turns"]["mean@1"] == 3.0
-        assert metrics["s"]["acc"]["mean@1"] == pytest.approx((1 + 0 + 0.25) / 3)
-
-
-FILTER = "algorithm.filter_groups.enable=True"
+@pytest.mark.parametrize("which", [(), (LEGACY,)], ids=["v1", "legacy"])
+def test_validation_takes_them(rule, which):
+    rows = [{"prompt": text, "ground_truth": "42", "data_source": "s"} for text in TEXTS]
+    overrides = ["+reward_manager=qreward", *rule, *which]
+    respond = lambda draft, rng: draft.columns["prompt"][0]["content"]  # noqa: E731
+    with FakeVerlTrainer(overrides, val_rows=rows, respond=respond) as fake:
+        metrics = fake.validate().metrics
+    assert metrics["val-aux/s/turns/mean@1"] == 3.0
+    assert metrics["val-core/s/acc/mean@1"] == pytest.approx((1 + 0 + 0.25) / 3)
 
 
 @pytest.mark.parametrize("metric", ["acc", "turns", "bonus", "score"])
-def test_a_filter_of_groups_finds_a_number_or_nan(infos, rule, compose, metric):
-    filters = f"+algorithm.filter_groups={{enable: true, metric: {metric}}}"
-    values = [float(info[metric]) for info in infos(TEXTS, *rule, filters)]
-    assert math.isnan(values[0])
+def test_a_filter_of_groups_finds_a_number_or_nan(infos, rule, metric):
+    filters = ["algorithm.filter_groups.enable=true", f"algorithm.filter_groups.metric={metric}"]
+    values = [float(info[metric]) for info in infos(TEXTS, *rule, *filters)]
+    assert math.isnan(values[0]), "verl does not replace a group for it"
     expected = {"acc": [1, 0, 0.25], "turns": [3, 3], "bonus": [0.5], "score": [0.5, 0.5]}[metric]
     assert [value for value in values if not math.isnan(value)] == expected
-    assert float(np.std([values[0], 1.0, 1.0])) != 0.0, "verl does not replace a group for it"
-    (marked,) = infos(["raise"], *rule, filters, extra_info=[{"qreward_validation": True}])
-    assert marked[metric] is None if metric in marked else metric != "acc"
+    named = {"val_rows": ["?"], "respond": lambda draft, rng: "raise"}
+    with FakeVerlTrainer(["+reward_manager=qreward", *rule, *filters], **named) as fake:
+        validation = fake.validate()
+    assert validation.extra_info.get(metric, [None]) == [None]
 
 
 def test_a_filter_that_no_judge_feeds_is_an_error_at_the_start(infos, judge_overrides):
-    filters = "+algorithm.filter_groups={enable: true, metric: acc}"
-    with JudgeServer(lambda call: 5.0) as server:
+    filters = [GRPO, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc"]
+    grades = lambda call: float(call.blocks["response"])  # noqa: E731
+    with JudgeServer(grades) as server:
         with pytest.raises(ConfigurationError, match=r"no judge gives 'acc'.*`correct_at`"):
-            infos(["7"], *judge_overrides(a=server), filters)
+            infos(["7", "1"], *judge_overrides(a=server), *filters)
         bar = "+qreward.judges.quality.correct_at=0.5"
-        assert infos(["7"], *judge_overrides(a=server), filters, bar)[0]["acc"] == 1.0
+        assert infos(["7", "1"], *judge_overrides(a=server), *filters, bar)[0]["acc"] == 1.0
         style = "+qreward.judges.quality.criteria.style='is it well written?'"
-        named = "+algorithm.filter_groups={enable: true, metric: qreward/score/style}"
-        assert infos(["7"], *judge_overrides(a=server), named, style)[0]["qreward/score/style"] == 0.5
+        named = [*filters[:2], "algorithm.filter_groups.metric=qreward/score/style"]
+        told = infos(["7", "1"], *judge_overrides(a=server), *named, style)
+        assert told[0]["qreward/score/style"] == pytest.approx(0.7)
 
 
 def test_gdpo_never_adds_up_nothing(infos, rule):
@@ -156,10 +133,12 @@ def test_gdpo_never_adds_up_nothing(infos, rule):
 def test_a_judge_that_defines_no_correctness_says_nothing_of_it(infos, rule, judge_overrides):
     with JudgeServer(lambda call: 5.0) as server:
         overrides = [
+            GRPO,
             *judge_overrides(a=server),
             "+qreward.judges.quality.sources=[a]",
             "+qreward.judges.strict={kind: llm, sources: [a], correct_at: 1.0}",
             "+qreward.routes={origin: strict, *: quality}",
         ]
-        told = infos(["7", "7"], *overrides, data_source=["other"]) + infos(["7"], *overrides, data_source=["origin"])
+        told = infos(["7", "7"], *overrides, row={"data_source": "other"})
+        told += infos(["7", "7"], *overrides, row={"data_source": "origin"})[:1]
     assert [info["acc"] for info in told] == [None, None, 0.0]

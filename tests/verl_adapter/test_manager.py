@@ -1,4 +1,4 @@
-"""`run_single` on real DataProto, through verl's own loader, against judge servers."""
+"""`run_single` for the rollouts of `FakeVerlTrainer`, which hands out what verl does, against judge servers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from qreward_plugins import ConfigurationError, RewardMissing
-from qreward_plugins.testing import Faults, JudgeServer
+from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer, VerlOutput
 
 FUNCTIONS = """
 import asyncio, os, time
@@ -33,8 +33,8 @@ def hanging(data_source, solution_str, ground_truth, extra_info):
 """
 
 
+IN_A_THREAD = "+qreward.sources.compute_score.mode=thread"
 ONE_WORKER = "+qreward.sources.compute_score.workers=1"
-"""Each worker process imports verl, which takes seconds."""
 
 
 @pytest.fixture
@@ -44,29 +44,11 @@ def functions(tmp_path):
     return path
 
 
-@pytest.fixture
-def run(compose, tokenizer):
-    """Load the manager as verl does, run each DataProto once, and return its results or exceptions."""
-    from verl.trainer.ppo.reward import load_reward_manager
-
-    def run(batches, *overrides):
-        async def main():
-            manager = load_reward_manager(compose(*overrides), tokenizer)
-            try:
-                return await asyncio.gather(*(manager.run_single(data) for data in batches), return_exceptions=True)
-            finally:
-                await manager.aclose()
-
-        return asyncio.run(main())
-
-    return run
-
-
 def right(call):
     return 10.0 if call.blocks["reference"] in call.blocks["response"] else 0.0
 
 
-def test_a_rollout_is_judged(run, make_data, judge_overrides):
+def test_a_rollout_is_judged(run, judge_overrides):
     seen = []
 
     def score(call):
@@ -75,38 +57,52 @@ def test_a_rollout_is_judged(run, make_data, judge_overrides):
 
     with JudgeServer(score) as server:
         overrides = [*judge_overrides(a=server), "+qreward.judges.quality.correct_at=0.5"]
-        good, bad = run([make_data(["It is 42."]), make_data(["It is 7."])], *overrides)
+        good, bad = run(["It is 42.", "It is 7."], *overrides)
     assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
-    assert type(good["reward_score"]) is float
     assert good["reward_extra_info"].keys() == bad["reward_extra_info"].keys()
     assert (good["reward_extra_info"]["acc"], bad["reward_extra_info"]["acc"]) == (1.0, 0.0)
     assert good["reward_extra_info"]["qreward/source"] == "a"
     assert {"question": "What is 17 plus 25?", "response": "It is 42.", "reference": "42"} in seen
 
 
-def test_of_several_outputs_the_last_is_judged_without_its_padding(run, make_data, judge_overrides):
+def test_of_several_outputs_the_last_is_judged_without_its_padding(run, judge_overrides):
     seen = []
+    outputs = [VerlOutput(["a much longer first output"]), VerlOutput(["It is 42."])]
     with JudgeServer(lambda call: seen.append(call.blocks["response"]) or 5.0) as server:
-        run([make_data(["a much longer first output", "It is 42."])], *judge_overrides(a=server))
+        run([outputs], *judge_overrides(a=server))
     assert seen == ["It is 42."]
 
 
-def test_older_verl_without_response_len(run, make_data, judge_overrides):
-    seen = []
-    with JudgeServer(lambda call: seen.append(call.blocks["response"]) or 5.0) as server:
-        run([make_data(["It is 42."], response_len=False)], *judge_overrides(a=server))
-    assert seen == ["It is 42."]
+def test_older_verl_without_response_len(judge_overrides, monkeypatch):
+    """Up to 0.7 verl passed one output, without its length, and padded as the batch is."""
+    from qreward_plugins.testing.verl import agent_loop
+
+    seen, made = [], agent_loop.reward_input
+
+    def without_lengths(outputs, columns):
+        data = made(outputs, columns)
+        del data.non_tensor_batch["response_len"], data.non_tensor_batch["prompt_len"]
+        return data
+
+    monkeypatch.setattr(agent_loop, "reward_input", without_lengths)
+    with (
+        JudgeServer(lambda call: seen.append(call.blocks["response"]) or 5.0) as server,
+        FakeVerlTrainer(judge_overrides(a=server), respond=lambda draft, rng: "It is 42.") as fake,
+    ):
+        fake.step()
+    assert set(seen) == {"It is 42."}
 
 
-def test_a_failed_sample_is_left_out_by_one_clear_exception(run, make_data, judge_overrides):
-    with JudgeServer(right, faults=Faults(rates={"error_400": 1.0})) as server:
-        (failure,) = run([make_data(["It is 42."])], *judge_overrides(a=server))
+def test_a_failed_sample_is_left_out_by_one_clear_exception(run, judge_overrides):
+    with JudgeServer(right, faults=Faults(script=["error_400"])) as server:
+        results = run(["It is 42."] * 2, *judge_overrides(a=server))
+    (failure,) = [result for result in results if isinstance(result, Exception)]
     assert isinstance(failure, RewardMissing)
     assert "leave it out of training" in str(failure)
     assert "400" in str(failure)
 
 
-def test_a_failed_sample_with_a_constant_has_the_same_keys(run, make_data, judge_overrides):
+def test_a_failed_sample_with_a_constant_has_the_same_keys(run, judge_overrides):
     with JudgeServer(right, faults=Faults(script=["error_400"])) as server:
         overrides = [
             *judge_overrides(a=server),
@@ -114,35 +110,49 @@ def test_a_failed_sample_with_a_constant_has_the_same_keys(run, make_data, judge
             "+qreward.judges.quality.correct_at=0.5",
             "+qreward.judges.quality.criteria.style='is it well written?'",
         ]
-        failed, other = run([make_data(["It is 42."]), make_data(["It is 42."])], *overrides)
+        failed, other = run(["It is 42."] * 2, *overrides)
     failed, other = sorted((failed, other), key=lambda result: -result["reward_extra_info"]["qreward/failed"])
     assert (failed["reward_score"], failed["reward_extra_info"]["qreward/failed"]) == (-0.5, 1.0)
     assert failed["reward_extra_info"]["qreward/cause"] == "infra/no_source"
     assert failed["reward_extra_info"].keys() >= {"acc", "qreward/score/style", "qreward/latency_s"}
 
 
-def test_the_limits_are_shared_by_the_reward_workers(compose, tokenizer, judge_overrides):
-    from verl.trainer.ppo.reward import load_reward_manager
-
+def test_the_limits_are_shared_by_the_reward_workers(judge_overrides):
     with JudgeServer(right) as server:
         limits = ["+qreward.sources.a.limits.requests_per_minute=600", "+qreward.sources.a.limits.concurrency=9"]
-        manager = load_reward_manager(compose(*judge_overrides(a=server), *limits, "reward.num_workers=4"), tokenizer)
-        quota = manager.engine.upstreams["a"].quota
-        asyncio.run(manager.aclose())
-        assert (quota.burst, quota.concurrency) == (150, 2)
+        with FakeVerlTrainer([*judge_overrides(a=server), *limits, "reward.num_workers=4"]) as fake:
+            fake.step()
+        assert server.report().peak_concurrency <= 9
+        local = "+qreward.engine.shared=local"
+        with FakeVerlTrainer([*judge_overrides(a=server), *limits, local, "reward.num_workers=4"]) as fake:
+            for manager in fake.reward_managers:
+                quota = manager.engine.upstreams["a"].quota
+                assert (quota.burst, quota.concurrency) == (150, 2)
         with pytest.raises(ConfigurationError, match="at most 9 processes"):
-            load_reward_manager(compose(*judge_overrides(a=server), *limits, "reward.num_workers=10"), tokenizer)
+            FakeVerlTrainer([*judge_overrides(a=server), *limits, local, "reward.num_workers=10"])
 
 
-def test_the_default_reward_function_needs_no_configuration(run, make_data):
-    data = [make_data([text], data_source="openai/gsm8k") for text in ("so it is #### 42", "so it is #### 41")]
-    good, bad = run(data, "reward.reward_manager.name=qreward", "reward.num_workers=1", ONE_WORKER)
+def test_verls_own_reward_function_needs_no_configuration(compose, tokenizer, make_data):
+    """In the real verl: its stand-in has none of its graders."""
+    from verl.trainer.ppo.reward import load_reward_manager
+
+    async def main():
+        config = compose("reward.reward_manager.name=qreward", "reward.num_workers=1", IN_A_THREAD)
+        manager = load_reward_manager(config, tokenizer)
+        data = [make_data([text], data_source="openai/gsm8k") for text in ("so it is #### 42", "so it is #### 41")]
+        try:
+            return await asyncio.gather(*map(manager.run_single, data))
+        finally:
+            await manager.aclose()
+
+    good, bad = asyncio.run(main())
+    assert type(good["reward_score"]) is float
     assert (good["reward_score"], bad["reward_score"]) == (1.0, 0.0)
     assert good["reward_extra_info"]["qreward/source"] == "compute_score"
 
 
 @pytest.mark.parametrize("name", ["rule", "rule_async"])
-def test_a_custom_reward_function_needs_no_configuration(run, make_data, functions, name):
+def test_a_custom_reward_function_needs_no_configuration(run, functions, name):
     overrides = [
         "reward.reward_manager.name=qreward",
         f"reward.custom_reward_function.path={functions}",
@@ -152,7 +162,7 @@ def test_a_custom_reward_function_needs_no_configuration(run, make_data, functio
     ]
     if name == "rule":
         overrides.append("+reward.custom_reward_function.reward_kwargs.bonus=0.25")
-    good, bad = run([make_data(["It is 42."]), make_data(["It is 7."])], *overrides)
+    good, bad = run(["It is 42.", "It is 7."], *overrides)
     bonus = 0.25 if name == "rule" else 0.0
     assert (good["reward_score"], bad["reward_score"]) == (1.0 + bonus, bonus)
     if name == "rule":
@@ -160,10 +170,10 @@ def test_a_custom_reward_function_needs_no_configuration(run, make_data, functio
         assert good["reward_extra_info"]["qreward/score/turns"] == 2.0
 
 
-def test_a_reward_function_that_hangs_dies_or_lies_costs_its_own_samples_only(run, make_data, functions):
+def test_a_reward_function_that_hangs_dies_or_lies_costs_its_own_samples_only(run, functions):
     texts = ["hang", "die", "raise", "nan", *["fine"] * 6]
     results = run(
-        [make_data([text]) for text in texts],
+        texts,
         "reward.reward_manager.name=qreward",
         f"reward.custom_reward_function.path={functions}",
         "reward.custom_reward_function.name=hanging",
@@ -181,7 +191,7 @@ def test_a_reward_function_that_hangs_dies_or_lies_costs_its_own_samples_only(ru
             assert isinstance(result, RewardMissing), (text, result)
 
 
-def test_the_tree_may_stand_in_a_file_with_inline_keys_over_it(run, make_data, tmp_path, monkeypatch):
+def test_the_tree_may_stand_in_a_file_with_inline_keys_over_it(run, tmp_path, monkeypatch):
     with JudgeServer(right) as server:
         path = tmp_path / "judges.yaml"
         path.write_text(
@@ -189,53 +199,44 @@ def test_the_tree_may_stand_in_a_file_with_inline_keys_over_it(run, make_data, t
             "judges: {quality: {kind: llm, reward_range: [0, 1]}}\n"
         )
         choose = "reward.reward_manager.name=qreward"
-        (by_key,) = run([make_data(["It is 42."])], choose, f"+qreward.config={path}")
+        (by_key,) = run(["It is 42."], choose, f"+qreward.config={path}")
         (laid_over,) = run(
-            [make_data(["It is 42."])],
+            ["It is 42."],
             choose,
             f"+qreward.config={path}",
             "+qreward.judges.quality.reward_range=[0,5]",
         )
         monkeypatch.setenv("QREWARD_CONFIG", str(path))
-        (by_environment,) = run([make_data(["It is 42."])], choose)
+        (by_environment,) = run(["It is 42."], choose)
     assert [by_key["reward_score"], laid_over["reward_score"], by_environment["reward_score"]] == [1.0, 5.0, 1.0]
 
 
-def test_mistakes_are_reported_when_the_manager_is_made(compose, tokenizer, judge_overrides):
-    from verl.trainer.ppo.reward import load_reward_manager
-
+def test_mistakes_are_reported_when_the_manager_is_made(judge_overrides):
     with JudgeServer(right) as server:
         overrides = [*judge_overrides(a=server), "+qreward.judges.quality.temprature=0", "+qreward.routes.x=qualty"]
         with pytest.raises(ConfigurationError) as caught:
-            load_reward_manager(compose(*overrides), tokenizer)
+            FakeVerlTrainer(overrides)
     message = str(caught.value)
     assert "judges.quality.temprature" in message
     assert "`temperature`" in message
     assert "qualty" in message
 
 
-def test_the_legacy_trainer_cannot_leave_samples_out_and_is_told_so(compose, tokenizer):
-    from verl.trainer.ppo.reward import load_reward_manager
-
+def test_the_legacy_trainer_cannot_leave_samples_out_and_is_told_so():
     choose = ("reward.reward_manager.name=qreward", "trainer.use_v1=False")
     with pytest.raises(ConfigurationError, match=r"trainer\.use_v1=True"):
-        load_reward_manager(compose(*choose), tokenizer)
-    manager = load_reward_manager(compose(*choose, "+qreward.on_failure.constant=0"), tokenizer)
-    asyncio.run(manager.aclose())
+        FakeVerlTrainer(choose)
+    FakeVerlTrainer([*choose, "+qreward.on_failure.constant=0"]).close()
 
 
-def test_a_key_that_verl_would_print_is_warned_of(compose, tokenizer, judge_overrides, caplog):
-    from verl.trainer.ppo.reward import load_reward_manager
-
+def test_a_key_that_verl_would_print_is_warned_of(judge_overrides, caplog):
     with JudgeServer(right) as server:
-        config = compose(*judge_overrides(a=server), "+qreward.sources.a.api_key=sk-0123456789abcdef")
-        manager = load_reward_manager(config, tokenizer)
-        asyncio.run(manager.aclose())
+        FakeVerlTrainer([*judge_overrides(a=server), "+qreward.sources.a.api_key=sk-0123456789abcdef"]).close()
     assert "api_key_env" in caplog.text
     assert "sk-0123456789abcdef" not in caplog.text
 
 
-def test_scores_are_assembled_by_verl(compose, run, make_data, judge_overrides):
+def test_scores_are_assembled_by_verl(compose, make_data):
     from verl.trainer.ppo.reward import resolve_reward_manager_cls
 
     data = make_data(["It is 42.", "No."])

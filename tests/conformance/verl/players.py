@@ -45,7 +45,7 @@ _SHARED = (
     "data.shuffle=False",
     "data.train_batch_size=4",
     "data.max_prompt_length=64",
-    "data.max_response_length=32",
+    "data.max_response_length=48",
     "actor_rollout_ref.actor.ppo_mini_batch_size=4",
     "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
     "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=8",
@@ -152,6 +152,7 @@ class Players:
         out = self.folder / "verl" / scenario.name
         record = out / "rows.jsonl"
         configuration = self._configuration(out)
+        record.unlink(missing_ok=True)
         algorithm = scenario.experimental or "grpo"
         error = ""
         try:

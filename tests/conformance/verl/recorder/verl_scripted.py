@@ -13,6 +13,7 @@ import sys
 from collections import Counter
 
 import verl_script
+from torch.distributed.fsdp import CPUOffloadPolicy
 from verl.experimental.agent_loop.agent_loop import (
     AgentLoopBase,
     AgentLoopMetrics,
@@ -26,6 +27,18 @@ _COLUMNS = (
     *("responses", "response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns"),
     *("old_log_probs", "ref_log_prob", "rollout_log_probs", "rollout_is_weights"),
 )
+
+
+_offload = CPUOffloadPolicy.__init__
+
+
+@functools.wraps(_offload)
+def _without_pinning(self, pin_memory=True):
+    # verl pins the memory of a reference policy, which needs an accelerator.
+    _offload(self, pin_memory=False)
+
+
+CPUOffloadPolicy.__init__ = _without_pinning
 
 
 @register("scripted")

@@ -10,9 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from omegaconf import DictConfig
 
 from qreward_plugins import Failed, Outcome, RewardEngine, Sample, group_means
@@ -24,6 +23,9 @@ from .rewards import ExtraInfo
 from .rollouts import response_ids, to_sample, unreadable
 from .settings import load_settings, reward_function_sources
 from .shared_engines import shared_engine
+
+if TYPE_CHECKING:
+    import torch
 
 
 class QRewardBatchManager:
@@ -63,13 +65,14 @@ class QRewardBatchManager:
         With `return_dict` the result is `{"reward_tensor": ..., "reward_extra_info": {key: list}}`.
         """
         if "rm_scores" in data.batch.keys():  # noqa: SIM118 (a TensorDict refuses `in`)
-            rewards = data.batch["rm_scores"]
-            return {"reward_tensor": rewards, "reward_extra_info": {}} if return_dict else rewards
+            there: torch.Tensor = data.batch["rm_scores"]
+            return {"reward_tensor": there, "reward_extra_info": {}} if return_dict else there
         read = [self._read(data[index]) for index in range(len(data))]
         scored = iter(self._portal.score_all(sample for sample, failed, _ in read if failed is None))
         outcomes: list[Outcome] = [next(scored) if failed is None else failed for _, failed, _ in read]
         samples = [sample for sample, _, _ in read]
-        rewards = torch.zeros_like(data.batch["responses"], dtype=torch.float32)
+        # Zeros of its shape and device without an import of torch, which takes seconds.
+        rewards: torch.Tensor = data.batch["responses"].float() * 0.0
         numbers = [number_of(outcome, self._on_failure) for outcome in outcomes]
         means = group_means(numbers, [sample.group_id for sample in samples])
         for index, (number, mean) in enumerate(zip(numbers, means, strict=True)):

@@ -40,6 +40,7 @@ class Setup:
     val_rows: Sequence[Row]
     run: Callable[[Coroutine[Any, Any, Any]], Any]
     seed: int
+    reward: Any = None
     values: Values | None = None
     log_probs: LogProbs | None = None
     told: list[tuple[int, dict[str, Any]]] = field(default_factory=list)
@@ -77,6 +78,10 @@ class TrainerBase(ABC):
         assert metrics, f"val_metrics={metrics!r}"
         return VerlValidation(self.global_steps, self._log(metrics), **self._seen)
 
+    def close(self) -> None:
+        """Close what no actor holds."""
+        self._seen = {}
+
     def start(self) -> None:
         """Start the reward workers, then the tracker."""
         self._setup()
@@ -97,7 +102,7 @@ class TrainerBase(ABC):
     def _setup(self) -> None:
         """Reward workers, from a method of the trainer."""
         manager: type[RewardLoopManager] = sys.modules["verl.experimental.reward_loop.reward_loop"].RewardLoopManager
-        self.reward_loop_manager = manager(config=self.config)
+        self.reward_loop_manager: Any = manager(config=self.config)
         self.agent_loops = self._make_agent_loops(self.reward_loop_manager.reward_loop_worker_handles)
 
     def _make_agent_loops(self, workers: Any) -> AgentLoops:

@@ -49,7 +49,7 @@ class LegacyTrainer(TrainerBase):
         if self._estimator == "remax":
             baseline = self._scored(output.slice(len(prompts), None))
             batch.batch["reward_baselines"] = np.asarray(_scores_of(baseline)).sum(axis=-1)
-        batch = self._scored(batch.repeat(count).union(sampled))
+        batch = self._rewarded(self._scored(batch.repeat(count).union(sampled)), validates=False)
         batch, metrics = self._trained(batch)
         return self._step_of(batch, self._log(metrics), calls)
 
@@ -94,7 +94,7 @@ class LegacyTrainer(TrainerBase):
             output = self._scored(self.setup.run(self.agent_loops.generate_sequences(asked)))
             output = output.slice(0, len(asked) - missing)
             texts += [self._text(ids) for ids in output.batch["responses"]]
-            batch = batch.union(output)
+            batch = self._rewarded(batch.union(output), validates=True)
             uids += list(batch.non_tensor_batch["uid"])
             scores = [float(value) for value in np.asarray(_scores_of(batch)).sum(axis=-1)]
             infos["reward"] += scores
@@ -121,6 +121,10 @@ class LegacyTrainer(TrainerBase):
         """With the scores of a colocated reward model, if there is one."""
         if self.use_rm and "rm_scores" not in batch.batch:
             return batch.union(self.reward_loop_manager.compute_rm_score(batch))
+        return batch
+
+    def _rewarded(self, batch: VerlDataProto, *, validates: bool) -> VerlDataProto:
+        """With its scores, where a whole batch is scored in the trainer's process."""
         return batch
 
     def _metrics(self, batch: VerlDataProto) -> dict[str, Any]:

@@ -15,6 +15,8 @@ from typing import Any
 
 from ..stand_in_modules import stand_in_modules
 from .base import Tracking
+from .batch_contract import REGISTRY as BATCH_REGISTRY
+from .batch_contract import AbstractRewardManager, BatchTrainer, batch_registry
 from .fully_async import ROLLOUTER as FULLY_ASYNC_ROLLOUTER
 from .fully_async import TRAINER as FULLY_ASYNC
 from .fully_async import FullyAsyncRollouter, FullyAsyncTrainer, TrainingStopException
@@ -24,7 +26,15 @@ from .protocol import VerlDataProto, VerlDataProtoItem, pad_to_divisor
 from .reward_functions import default_compute_score, get_custom_reward_fn, load_extern_object
 from .reward_loop import MODULE as REWARD_LOOP
 from .reward_loop import RewardLoopManager, RewardLoopWorker, load_manager, resolve_manager
-from .reward_managers import DAPORewardManager, NaiveRewardManager, Registry, RewardManagerBase
+from .reward_managers import (
+    DAPORewardManager,
+    GDPORewardManager,
+    NaiveRewardManager,
+    RateLimitedRewardManager,
+    Registry,
+    RemoteRewardManager,
+    RewardManagerBase,
+)
 from .shaping import apply_kl_penalty, compute_advantage
 from .trajectories import compute_advantage_for_multi_trajectories
 from .transfer_queue import MODULE as REPLAY_BUFFER
@@ -37,10 +47,12 @@ _log = logging.getLogger("verl")
 
 SEPARATION = "verl.experimental.separation.ray_trainer"
 ONE_STEP_OFF = "verl.experimental.one_step_off_policy.ray_trainer"
+BATCH_CONTRACT = "verl.trainer.ppo.ray_trainer_0_4"
+"""A name of ours: the trainer of verl 0.4 to 0.7 has the name of today's."""
 _OURS = ("verl_adapter",)
 """Packages that are imported anew on the stand-ins, and that are put back afterwards."""
 
-_registries: list[Registry] = []
+_registries: list[tuple[Registry, Registry]] = []
 
 
 @contextmanager
@@ -48,29 +60,31 @@ def verl_stand_in(modules: Mapping[str, Mapping[str, Any]] | None = None) -> Ite
     """Let reward managers import a few names from where verl 0.9 has them, for a `FakeVerlTrainer`; also where verl is
     installed.
 
-    They are `verl.DataProto`, the registry of reward managers (`register`, `get_reward_manager_cls`), their base class
-    and the managers `naive` and `dapo`, `load_reward_manager`, `get_custom_reward_fn` and `resolve_reward_manager_cls`,
-    `default_compute_score`, `load_extern_object`, `RewardLoopManager` and `RewardLoopWorker`, the trainers, `Tracking`,
-    and `transfer_queue`. Anything else under `verl` is a `ModuleNotFoundError`. `modules` are there as well.
+    They are `verl.DataProto`, both registries of reward managers (`register`, `get_reward_manager_cls`), their base
+    classes and the managers (`remote` and, of the older ones, `prime` cannot be made), `load_reward_manager`,
+    `get_custom_reward_fn` and `resolve_reward_manager_cls`, `default_compute_score`, `load_extern_object`,
+    `RewardLoopManager` and `RewardLoopWorker`, the trainers, `Tracking`, and `transfer_queue`. Anything else under
+    `verl` is a `ModuleNotFoundError`. `modules` are there as well.
 
     As an import of verl does, entering it loads the entry points of the group `verl.plugins`
     (`VERL_USE_EXTERNAL_PLUGINS`) and the modules that `VERL_USE_EXTERNAL_MODULES` names. `verl_adapter` is imported
     anew on the stand-ins. A `FakeVerlTrainer` enters it by itself; a test does, in a fixture or in `conftest.py`, whose
     own modules import verl. Leaving it takes the modules away again. For one thread at a time.
     """
-    queue, registry = TransferQueue(), Registry()
+    queue, registry, batch = TransferQueue(), Registry(), batch_registry()
     for outer in _registries:
-        registry.classes |= {name: cls for name, cls in outer.classes.items() if not _is_ours(cls)}
-    contents = {**_contents(registry, queue), **(modules or {})}
+        for mine, theirs in zip((registry, batch), outer, strict=True):
+            mine.classes |= {name: cls for name, cls in theirs.classes.items() if not _is_ours(cls)}
+    contents = {**_contents(registry, batch, queue), **(modules or {})}
     path = str(Path(__file__).with_name("worker_path"))
     with stand_in_modules(contents, proof="verl", over_installed=True, anew=_OURS):
         sys.path.insert(0, path)
-        _registries.append(registry)
+        _registries.append((registry, batch))
         try:
             _load_plugins()
             yield queue
         finally:
-            _registries.remove(registry)
+            _registries.remove((registry, batch))
             sys.path.remove(path)
 
 
@@ -78,11 +92,14 @@ def _is_ours(cls: type[Any]) -> bool:
     return cls.__module__.split(".")[0] in _OURS
 
 
-def _contents(registry: Registry, queue: TransferQueue) -> dict[str, Mapping[str, Any]]:
+def _contents(registry: Registry, batch: Registry, queue: TransferQueue) -> dict[str, Mapping[str, Any]]:
     loop = {"RewardLoopWorker": RewardLoopWorker, "RewardLoopManager": _anew(RewardLoopManager, registry=registry)}
     managers = {
         "DAPORewardManager": DAPORewardManager,
+        "GDPORewardManager": GDPORewardManager,
         "NaiveRewardManager": NaiveRewardManager,
+        "RateLimitedRewardManager": RateLimitedRewardManager,
+        "RemoteRewardManager": RemoteRewardManager,
         "register": registry.register,
         "get_reward_manager_cls": registry.get,
     }
@@ -134,6 +151,13 @@ def _contents(registry: Registry, queue: TransferQueue) -> dict[str, Mapping[str
         "verl.utils.import_utils": {"load_extern_object": load_extern_object},
         "verl.utils.reward_score": {"default_compute_score": default_compute_score},
         "verl.utils.tracking": {"Tracking": _anew(Tracking, told=[])},
+        "verl.workers": {},
+        BATCH_REGISTRY: {
+            "AbstractRewardManager": AbstractRewardManager,
+            "get_reward_manager_cls": batch.get,
+            "register": batch.register,
+        },
+        BATCH_CONTRACT: {"RayPPOTrainer": _anew(BatchTrainer, __module__=LEGACY, __name__="RayPPOTrainer")},
         "transfer_queue": {"kv_batch_get": queue.kv_batch_get},
     }
 

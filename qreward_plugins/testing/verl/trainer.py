@@ -26,12 +26,13 @@ from ..background_loop import BackgroundLoop
 from ..tokenizer import WordTokenizer
 from .actors import FakeRay
 from .base import LogProbs, Setup, Values
+from .batch_contract import VERSIONS
 from .configuration import check_config, compose_config
 from .data import DEFAULT_ROWS, Row
 from .engine import Hold, Respond, VerlDraft, VerlEngine, answer_by_chance
 from .fully_async import TRAINER as FULLY_ASYNC
 from .legacy import MODULE as LEGACY
-from .modules import ONE_STEP_OFF, verl_stand_in
+from .modules import BATCH_CONTRACT, ONE_STEP_OFF, verl_stand_in
 from .results import VerlStep, VerlValidation
 from .reward_loop import Played
 from .v1 import MODULE as V1
@@ -89,15 +90,21 @@ class FakeVerlTrainer:
         log_probs: LogProbs | None = None,
         tokenizer: Any = None,
         experimental: str | None = None,
+        version: str = "0.9",
         seed: int = 0,
         timeout_s: float | None = 60.0,
     ) -> None:
         if experimental not in (None, *_EXPERIMENTAL):
             raise ValueError(f"experimental is None or one of {list(_EXPERIMENTAL)}, not {experimental!r}")
+        if version not in ("0.9", *VERSIONS):
+            raise ValueError(f"version is '0.9', or one of {', '.join(VERSIONS)} for their rewards, not {version!r}")
+        if version != "0.9" and experimental is not None:
+            raise ValueError(f"the trainer {experimental} is that of version '0.9'")
         self.config = compose_config(config, f"{experimental}_ppo_trainer" if experimental else "ppo_trainer")
         if experimental != "fully_async":
             check_config(self.config)
         self._timeout_s = timeout_s
+        self._trainer: Any = None
         self._ended: BaseException | None = None
         self._background: ThreadPoolExecutor | None = None
         self._engine = VerlEngine(respond, hold, tokenizer if tokenizer is not None else WordTokenizer(), seed)
@@ -110,8 +117,8 @@ class FakeVerlTrainer:
             manager = sys.modules["verl.experimental.reward_loop.reward_loop"].RewardLoopManager
             manager.played = Played(self._ray, self._engine.tokenizer, reward)
             told = sys.modules["verl.utils.tracking"].Tracking.told
-            setup = Setup(self._engine, rows, val_rows, self._run, seed, values, log_probs, told)
-            self._trainer = _trainer_class(self.config, experimental)(self.config, setup, queue)
+            setup = Setup(self._engine, rows, val_rows, self._run, seed, reward, values, log_probs, told)
+            self._trainer = _trainer_class(self.config, experimental, version)(self.config, setup, queue)
             self._trainer.start()
             self._wait_for_workers()
         except BaseException:
@@ -169,6 +176,8 @@ class FakeVerlTrainer:
     def close(self) -> None:
         """End what still runs, close the reward managers, stop the threads. May be called more than once."""
         try:
+            if self._trainer is not None:
+                self._trainer.close()
             if self._finalizer.alive:
                 if hasattr(self, "_trainer"):
                     self._loop.run(self._trainer.aclose(), _CLOSING_S)
@@ -215,7 +224,9 @@ class FakeVerlTrainer:
         return f"verl would wait for ever: after {self._timeout_s} s {waiting}"
 
 
-def _trainer_class(config: DictConfig, experimental: str | None) -> Any:
+def _trainer_class(config: DictConfig, experimental: str | None, version: str) -> Any:
+    if version != "0.9":
+        return sys.modules[BATCH_CONTRACT].RayPPOTrainer
     if experimental is not None:
         module, name = _EXPERIMENTAL[experimental]
         return getattr(sys.modules[module], name)

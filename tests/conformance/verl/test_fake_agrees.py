@@ -16,13 +16,11 @@ from omegaconf import OmegaConf
 pytest.importorskip("verl", reason="verl is not installed (pip install 'qreward-plugins[demo]')")
 torch = pytest.importorskip("torch")
 
-from qreward_plugins.testing.tokenizer import WordTokenizer  # noqa: E402
 from qreward_plugins.testing.verl import advantages, agent_loop, float_sums, metrics, trajectories, validation  # noqa: E402
 from qreward_plugins.testing.verl.agent_loop_tq import queue_fields  # noqa: E402
 from qreward_plugins.testing.verl.configuration import compose_config  # noqa: E402
 from qreward_plugins.testing.verl.engine import AgentOutput  # noqa: E402
 from qreward_plugins.testing.verl.protocol import TensorColumns, VerlDataProto  # noqa: E402
-from qreward_plugins.testing.verl.reward_managers import DAPORewardManager, NaiveRewardManager  # noqa: E402
 from qreward_plugins.testing.verl.shaping import compute_advantage  # noqa: E402
 from qreward_plugins.testing.verl.transfer_queue import Prompt, ReplayBuffer, TransferQueue  # noqa: E402
 
@@ -431,60 +429,6 @@ def test_the_group_filter(monkeypatch, metric):
     assert one[2] == other[2]
     assert len(one[0]) == len(other[0]) == 4
     assert asked == []
-
-
-@pytest.mark.parametrize("name", ["naive", "dapo"])
-@pytest.mark.parametrize("kind", ["number", "mapping", "async", "raises"])
-def test_verls_own_managers(name, kind):
-    from verl.experimental.reward_loop.reward_manager import get_reward_manager_cls
-
-    def number(data_source, solution_str, ground_truth, extra_info):
-        return float(len(solution_str)) + (extra_info.get("num_turns") or 0)
-
-    def mapping(data_source, solution_str, ground_truth, extra_info):
-        return {"score": 1.0, "text": solution_str, "truth": ground_truth}
-
-    async def later(data_source, solution_str, ground_truth, extra_info):
-        return 0.5
-
-    def raises(**_):
-        raise ValueError("no")
-
-    function = {"number": number, "mapping": mapping, "async": later, "raises": raises}[kind]
-    config = OmegaConf.create(
-        {
-            "reward": {
-                "reward_kwargs": {
-                    "max_resp_len": 4,
-                    "overlong_buffer_cfg": {"enable": True, "len": 3, "penalty_factor": 1.0, "log": True},
-                }
-            }
-        }
-    )
-    tokenizer = WordTokenizer()
-    ids = tokenizer("What is it ? It is forty two")["input_ids"]
-    outputs = [AgentOutput(ids[:4], ids[4:6], [1, 1], 2), AgentOutput(ids[:4], ids[4:], [1] * 4, 2)]
-
-    def play(cls, data):
-        async def main():
-            return await cls(config, tokenizer, function).run_single(data)
-
-        return asyncio.run(main())
-
-    fake_data = agent_loop.reward_input(outputs, copy.deepcopy(COLUMNS))
-    fake_cls = {"naive": NaiveRewardManager, "dapo": DAPORewardManager}[name]
-    one, other = both(
-        lambda: play(get_reward_manager_cls(name), as_real(agent_loop.reward_input(outputs, copy.deepcopy(COLUMNS)))),
-        lambda: play(fake_cls, fake_data),
-    )
-    assert plain(one) == other
-
-
-def plain(value):
-    """Without tensors: verl's penalty is one, as it is made of a length that is one."""
-    if isinstance(value, dict):
-        return {name: plain(each) for name, each in value.items()}
-    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 def composed(overrides):

@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch")
 from qreward_plugins.testing.verl import shaping  # noqa: E402
 from qreward_plugins.testing.verl.protocol import TensorColumns, VerlDataProto  # noqa: E402
 
-from .test_fake_agrees import a_batch, both, same  # noqa: E402
+from .agreement import both, same  # noqa: E402
+from .test_fake_agrees import a_batch  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # verl's own
 

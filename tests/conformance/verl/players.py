@@ -20,7 +20,7 @@ import numpy as np
 from qreward_plugins.testing import FakeVerlTrainer, VerlOutput
 from qreward_plugins.testing.tokenizer import WordTokenizer
 
-from .runs import CONFIGURATIONS, CPU, PROGRAMS, RECORDER, recipe
+from .runs import CONFIGURATIONS, CPU, EXPERIMENTAL, RECORDER, recipe
 
 sys.path.insert(0, str(RECORDER))
 try:
@@ -161,7 +161,11 @@ class Players:
                 out,
                 algorithm=algorithm,
                 steps=scenario.steps,
-                **({"program": PROGRAMS[algorithm], "configurations": CONFIGURATIONS} if algorithm in PROGRAMS else {}),
+                **(
+                    {"program": EXPERIMENTAL[algorithm], "configurations": CONFIGURATIONS}
+                    if algorithm in EXPERIMENTAL
+                    else {}
+                ),
                 environment={
                     "QREWARD_CONFIG": str(configuration),
                     "PYTHONPATH": os.pathsep.join((str(CPU), str(RECORDER), os.environ.get("PYTHONPATH", ""))),

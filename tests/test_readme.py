@@ -1,4 +1,4 @@
-"""The README's examples are run, so that they cannot go stale."""
+"""The examples in the README and the pages of docs/ are run, so that they cannot go stale."""
 
 from __future__ import annotations
 
@@ -12,16 +12,23 @@ import slime_adapter
 from qreward_plugins import load_config
 
 ROOT = Path(__file__).parents[1]
-TEXT = (ROOT / "README.md").read_text()
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page: page.read_text() for page in PAGES}
 FENCED = re.compile(r"^( *)```(\w+)\n(.*?)^\1```$", re.DOTALL | re.MULTILINE)
+MOST_LINES_OF_README = 450
 
 
 def blocks(language):
     return [
-        "\n".join(line.removeprefix(indent) for line in body.splitlines())
-        for indent, found, body in FENCED.findall(TEXT)
+        pytest.param("\n".join(line.removeprefix(indent) for line in body.splitlines()), id=f"{page.stem}-{number}")
+        for page, text in TEXTS.items()
+        for number, (indent, found, body) in enumerate(FENCED.findall(text))
         if found == language
     ]
+
+
+def bodies(language):
+    return [body for block in blocks(language) for body in block.values]
 
 
 @pytest.mark.parametrize("block", blocks("yaml"))
@@ -46,7 +53,7 @@ def test_every_program_compiles(block):
     ],
 )
 def test_the_examples_without_a_provider_run(capsys, contains, output):
-    (program,) = [block for block in blocks("python") if contains in block]
+    (program,) = [block for block in bodies("python") if contains in block]
     try:
         exec(program, {"__name__": "readme"})
     finally:
@@ -59,13 +66,28 @@ def test_every_command_and_target_exists():
 
     from qreward_plugins.cli.app import app
 
-    shell = "\n".join(blocks("bash"))
-    commands = set(re.findall(r"^qreward ([a-z-]+)", shell, re.MULTILINE))
+    commands = set(re.findall(r"^qreward ([a-z-]+)", "\n".join(bodies("bash")), re.MULTILINE))
     assert commands == set(get_command(app).commands)
-    targets = set(re.findall(r"`?make ([a-z]+)", TEXT))
+    targets = {target for text in TEXTS.values() for target in re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)}
     assert targets <= set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 
 
-def test_every_link_leads_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", TEXT):
-        assert (ROOT / target).exists(), target
+def anchors(page):
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(FENCED, "", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_every_link_leads_somewhere(page):
+    for target in re.findall(r"\]\(([^)]+)\)", TEXTS[page]):
+        path, _, anchor = target.partition("#")
+        leads_to = page.parent / path if path else page
+        assert leads_to.exists(), target
+        assert not anchor or anchor in anchors(leads_to), target
+
+
+def test_the_readme_leads_to_every_page_and_is_short():
+    text = TEXTS[ROOT / "README.md"]
+    assert all(f"](docs/{page.name}" in text for page in PAGES[1:])
+    assert len(text.splitlines()) <= MOST_LINES_OF_README

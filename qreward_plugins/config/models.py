@@ -104,7 +104,7 @@ class EngineConfig(Node):
 
 
 class Constant(Node):
-    """Train failed samples with a fixed reward. Read the README before you choose it."""
+    """Train failed samples with a fixed reward. See docs/failures.md before you choose it."""
 
     constant: Number
     """The reward of a failed sample."""

@@ -1,12 +1,12 @@
-"""qreward for ROLL: a reward worker, a rollout loop, and what fills the rewards of agentic trajectories.
+"""qreward for ROLL: a reward worker, a rollout loop, and a mixin that rewards agentic trajectories.
 
     rewards:
       my_domain:
         worker_cls: roll_adapter.QRewardWorker
     user_defined_rollout_loop_cls: roll_adapter.QRewardRolloutLoop
 
-ROLL imports what stands before the last dot and looks the class up in it, in the driver and in its actors. The classes
-load on first use, because looking at this package must import neither ROLL nor torch.
+ROLL imports the part before the last dot and looks the class up in it, in the driver and in its actors. The classes
+load on first use, because importing this package must import neither ROLL nor torch.
 """
 
 from __future__ import annotations

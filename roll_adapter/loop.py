@@ -1,9 +1,9 @@
 """`QRewardRolloutLoop`: ROLL's rollout loop, which masks failed samples and replaces groups with too few rewards.
 
-A reward worker cannot touch the mask of a sample, and in the streaming path it may see the samples of a group one by
-one. The loop sees the whole group when all of its rewards are in: it gives failed samples the mean of the scored ones,
-so that they move nothing, zeroes their response mask, so that they are not in the loss, and only then lets ROLL's own
-filter look at the group. Returning None has ROLL take another prompt, without end; so a gate counts.
+A reward worker cannot change the mask of a sample, and in the streaming path it gets the samples of a group one by one.
+The loop sees the whole group with all of its rewards. It gives failed samples the mean of the scored ones, so that they
+move nothing, and zeroes their response mask, which keeps them out of the loss. Then ROLL's own filter sees the group.
+If the loop returns None, ROLL takes another prompt, without limit; so a `GroupGate` counts dropped groups.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _REWARDS = ("response_level_rewards", "scores")
 
 
 class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
-    """ROLL's `user_defined_rollout_loop_cls`. It works with every reward worker: where another one gives NaN or
-    infinity, that is a failed sample.
+    """ROLL's `user_defined_rollout_loop_cls`. It works with every reward worker: a reward of NaN or infinity from
+    another one is a failed sample.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
     async def process_new_prompt(self, context: Any) -> Any:
         """Generate and score one prompt, as ROLL's own loop does (scheduler/user_defined_rollout_loop.py).
 
-        Returns the responses; None where ROLL has to take another prompt. In validation nothing is dropped, and a
-        failed sample gets the tag `<tag>/qreward_failed`, so that `val_correct/<tag>/mean` is that of the scored ones.
-        Raises `JudgeUnavailable` when too many groups in a row had too few rewards, which ends the training.
+        Returns the responses, or None to have ROLL take another prompt. In validation nothing is dropped, and a failed
+        sample gets the tag `<tag>/qreward_failed`, so that `val_correct/<tag>/mean` covers only scored samples. Raises
+        `JudgeUnavailable` after `groups.give_up_after` dropped groups in a row, which ends the training.
         """
-        watched = _WatchedContext(context)
+        recording = _RecordingContext(context)
         count = context.meta_info["generation_config"]["num_return_sequences"]
         data, domain = context.get_request_data(meta_info=context.meta_info)
         requests = expand_requests(
@@ -52,17 +52,17 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
         )
         async with context.do_generate_and_reward(max_concurrency=count):
             groups = await asyncio.gather(
-                *[self._generate_and_reward(context=watched, req=request, domain=domain) for request in requests]
+                *[self._generate_and_reward(context=recording, req=request, domain=domain) for request in requests]
             )
         if any(group is None for group in groups):
             return None
         responses = [response for group in groups for response in group]
-        causes = [watched.cause_of(response) for response in responses]
+        causes = [recording.cause_of(response) for response in responses]
         if context.is_val:
             _leave_out(responses, causes)
             return responses
         failed = [cause for cause in causes if cause]
-        if not self._gate_of(domain, watched.groups).admit(len(responses), failed, detail=watched.detail):
+        if not self._gate_of(domain, recording.groups).admit(len(responses), failed, detail=recording.detail):
             return None
         _make_neutral(responses, causes)
         return responses if query_filter(responses, context.pipeline_config) else None
@@ -74,32 +74,32 @@ class QRewardRolloutLoop(UserDefinedRolloutLoop):  # type: ignore[misc]
         return gate
 
 
-class _WatchedContext:
-    """ROLL's `RolloutContext`, which remembers the causes of failed samples by the names of their rollouts."""
+class _RecordingContext:
+    """Wraps ROLL's `RolloutContext` and records the causes of failed samples, by rollout id."""
 
     def __init__(self, context: Any) -> None:
         self._context = context
         self._causes: dict[str, str] = {}
         self.detail = ""
-        """What became of one of the failed samples, as their reward worker says it."""
+        """The detail of one failure, from its reward worker."""
         self.groups = Groups()
-        """When a group is worth training, as its reward workers say."""
+        """The domain's `groups`, from its reward workers."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
     async def compute_rewards(self, req: Any, domain: str) -> Any:
         rewards = await self._context.compute_rewards(req=req, domain=domain)
-        if (told := rewards.meta_info.pop(GROUPS, None)) is not None:
-            self.groups = Groups(**told)
+        if (groups := rewards.meta_info.pop(GROUPS, None)) is not None:
+            self.groups = Groups(**groups)
         self.detail = rewards.meta_info.pop(DETAIL, "") or self.detail
         causes = rewards.meta_info.pop(FAILED, None) or [""] * len(rewards)
-        # The context has named the rollouts of `req` for the call.
+        # The context has set the rollout ids of `req` for the call.
         self._causes.update(zip(map(str, req.non_tensor_batch["rollout_id"]), causes, strict=True))
         return rewards
 
     def cause_of(self, response: Any) -> str:
-        """Why a response has no reward; empty where it has one."""
+        """Why a response has no reward; empty if it has one."""
         cause = self._causes.get(str(response.non_tensor_batch["rollout_id"][0]), "")
         if not cause and not all(math.isfinite(_number(response, key)) for key in _REWARDS):
             return "not a finite reward"
@@ -107,7 +107,7 @@ class _WatchedContext:
 
 
 def _make_neutral(responses: Sequence[Any], causes: Sequence[str]) -> None:
-    """Give failed responses the means of the scored ones, and take them out of the loss."""
+    """Give failed responses the mean of the scored ones, and mask them out of the loss."""
     failed = [response for response, cause in zip(responses, causes, strict=True) if cause]
     scored = [response for response, cause in zip(responses, causes, strict=True) if not cause]
     for key in _REWARDS:
@@ -119,8 +119,10 @@ def _make_neutral(responses: Sequence[Any], causes: Sequence[str]) -> None:
 
 
 def _leave_out(responses: Sequence[Any], causes: Sequence[str]) -> None:
-    """Take failed responses of a validation out of their tag's mean. ROLL counts the scores that equal 1 by tag and
-    over all, and fixes how many responses there are (rlvr_pipeline.py, `val`): over all they count as wrong.
+    """Take failed responses of a validation out of their tag's mean.
+
+    ROLL counts the scores that equal 1, by tag and over all, and divides by a fixed number of responses over all
+    (rlvr_pipeline.py, `val`). So there they count as wrong.
     """
     for response, cause in zip(responses, causes, strict=True):
         if not cause:

@@ -1,9 +1,9 @@
-"""Outcomes in ROLL's terms: three tensors, numeric metrics, and word of the failed ones for the rollout loop.
+"""Turns outcomes into ROLL's tensors and metrics, and reports failed samples to the rollout loop.
 
-ROLL concatenates what the workers of all domains return and breaks at a tensor that only one of them has, so there are
-exactly its three. Training takes `response_level_rewards`; `scores` are what validation and the difficulty mask count
-(rlvr_pipeline.py: `val_correct` is the share of scores that equal 1), so where a judge defines correctness they are 1.0
-and 0.0.
+ROLL concatenates the results of the workers of all domains and breaks at a tensor that only some of them have, so these
+are exactly ROLL's three. Training uses `response_level_rewards`. Validation and the difficulty mask use `scores`
+(rlvr_pipeline.py: `val_correct` is the share of scores that equal 1), so they are 1.0 or 0.0 if a judge defines
+correctness.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ FAILED = "qreward_failed"
 """The key of `meta_info` that holds the cause of every sample of the call, empty for the scored ones."""
 
 DETAIL = "qreward_detail"
-"""The key of `meta_info` that says in words why one sample of the call failed; empty: none did."""
+"""The key of `meta_info` that holds the detail of one failure; empty if no sample failed."""
 
 GROUPS = "qreward_groups"
-"""The key of `meta_info` that tells the rollout loop, which runs in another process, the domain's `groups`."""
+"""The key of `meta_info` that holds the domain's `groups`, for the rollout loop in another process."""
 
 
 def tensors(
@@ -33,8 +33,8 @@ def tensors(
     """The tensors of a reward worker: `token_level_rewards` (B, width) of zeros, `response_level_rewards` and `scores`
     (B,), in 32 bits.
 
-    `right_or_wrong`: scores are counted where they equal 1, so that a failed sample's must not be the stand-in that its
-    reward is; it is 0.0 then.
+    `right_or_wrong`: ROLL counts the scores that equal 1. Then a failed sample's score is 0.0 instead of the stand-in
+    that its reward is.
     """
     scores = [_score(reward, outcome, right_or_wrong) for reward, outcome in zip(rewards, outcomes, strict=True)]
     return {
@@ -55,8 +55,8 @@ def _score(reward: float, outcome: Outcome, right_or_wrong: bool) -> float:
 class Metrics:
     """Turns the outcomes of a call into ROLL's metrics: numbers, with the same keys in every call.
 
-    The suffix of a key says how ROLL reduces it over calls (utils/functionals.py, `reduce_metrics`). In the streaming
-    path every sample carries the metrics of its call, so sums are given per sample there, and add up to the right one.
+    The suffix of a key sets how ROLL reduces it over calls (utils/functionals.py, `reduce_metrics`). In the streaming
+    path every sample carries the metrics of its call, so each carries its share of a sum.
     """
 
     def __init__(self, facts: Facts, sources: Sequence[str]) -> None:
@@ -66,39 +66,39 @@ class Metrics:
     def of(self, outcomes: Sequence[Outcome], *, streamed: bool) -> tuple[dict[str, float], list[dict[str, Any]]]:
         """The metrics of a call, and the facts of its samples."""
         facts = [self._facts.of(outcome) for outcome in outcomes]
-        told = summary(facts)
-        if not told:
+        totals = summary(facts)
+        if not totals:
             return {}, facts
         share = 1.0 / len(facts) if streamed else 1.0
         answered = Counter(source for fact in facts if not fact["cause"] for source in self._sources_of(fact["source"]))
         numbers = {
-            **{metric.name: told[metric.name] for metric in METRICS if metric.mean},
-            **{f"{metric.name}_sum": share * told[metric.name] for metric in METRICS if not metric.mean},
+            **{metric.name: totals[metric.name] for metric in METRICS if metric.mean},
+            **{f"{metric.name}_sum": share * totals[metric.name] for metric in METRICS if not metric.mean},
             "latency_s_mean": sum(fact["latency_s"] for fact in facts) / len(facts),
-            "latency_s_p99": told["latency_s/p99"],
-            "latency_s@max": told["latency_s/max"],
+            "latency_s_p99": totals["latency_s/p99"],
+            "latency_s@max": totals["latency_s/max"],
             **{f"source/{name}_sum": share * answered[name] for name in self._sources},
             **{
-                f"score/{name}_mean": told[f"score/{name}"]
+                f"score/{name}_mean": totals[f"score/{name}"]
                 for name in self._facts.components
-                if f"score/{name}" in told
+                if f"score/{name}" in totals
             },
         }
         return {f"qreward/{name}": value for name, value in numbers.items()}, facts
 
     @property
     def defines_correct(self) -> bool:
-        """Whether some judge says what is correct."""
+        """Whether some judge defines correctness."""
         return self._facts.defines_correct
 
     def _sources_of(self, source: str) -> Sequence[str]:
-        """The sources that a verdict came from: that of a sum names the sources of all its parts."""
+        """The sources of a verdict. A sum joins those of its parts by `+`."""
         return (source,) if source in self._sources else source.split("+")
 
 
 class Validations:
     """Counts the samples of a validation for the metrics of the next training step, because ROLL logs no metrics of
-    workers in a validation (rlvr_pipeline.py, `val`).
+    reward workers in a validation (rlvr_pipeline.py, `val`).
     """
 
     def __init__(self) -> None:
@@ -107,8 +107,8 @@ class Validations:
         self._failed = 0
 
     def count(self, step: Any, causes: Sequence[str]) -> bool:
-        """Count the samples of a call in `step`'s validation, one cause each ("" if scored); return whether it had the
-        first failed sample of this validation.
+        """Count the samples of a call in `step`'s validation, with one cause each ("" if scored). Return whether it has
+        the first failed sample of this validation.
         """
         if step != self._step:
             self._step, self._samples, self._failed = step, 0, 0
@@ -117,7 +117,9 @@ class Validations:
         return before == 0 < self._failed
 
     def metrics(self) -> dict[str, float]:
-        """The share of failed samples in the last validation; empty before the first one. If ROLL samples ahead, a step
-        has rewards from before and after a validation, and its metric is the mean of both shares.
+        """The share of failed samples in the last validation; empty before the first one.
+
+        If ROLL samples ahead, a step mixes rewards from before and after a validation, and its metric is the mean of
+        both shares.
         """
         return {"qreward/val/failed_rate": self._failed / self._samples} if self._samples else {}

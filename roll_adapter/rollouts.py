@@ -1,11 +1,12 @@
-"""ROLL's rollouts as samples: the rows of a `DataProto` become `Sample`s.
+"""Turns ROLL's rollouts into samples: each row of a `DataProto` becomes one `Sample`.
 
-The prompt is taken from the data set's messages where ROLL still carries them, and else read back out of the tokens,
-without padding and with the special tokens that tell the turns apart.
+The prompt is the data set's messages if ROLL still carries them. Otherwise it is decoded from the tokens, without
+padding and with the special tokens that separate the turns.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -20,13 +21,14 @@ _HEAVY_COLUMNS = frozenset({"multi_modal_data", "multi_modal_inputs", "routed_ex
 
 
 def to_samples(data: Any, tokenizer: Any) -> list[Sample]:
-    """The rows of a batch (roll/distributed/scheduler/protocol.py) as samples, in order; `tokenizer` is the actor's.
+    """Turn the rows of a batch (roll/distributed/scheduler/protocol.py) into samples, in order; `tokenizer` is the
+    actor's.
 
-    The data source is the row's tag, else its domain; the group is its prompt in this step. Decoding is slow: keep it
-    off the event loop.
+    The data source is the row's tag, else its domain. The group is its prompt in this step. Decoding is slow: do not
+    call this on the event loop.
     """
-    # ROLL moves the padding of each row to its end and keeps the masks for what results, not for `prompts` and
-    # `responses`, which were cut before (utils/functionals.py, `postprocess_generate`).
+    # ROLL moves the padding of each row to its end. The masks fit the result, but not `prompts` and `responses`,
+    # which were cut out before (utils/functionals.py, `postprocess_generate`).
     rows, written, asked = (data.batch[name] for name in ("input_ids", "response_mask", "prompt_mask"))
     texts = tokenizer.batch_decode(
         [row[mask.bool()] for row, mask in zip(rows, written, strict=True)], skip_special_tokens=True
@@ -53,8 +55,8 @@ def to_samples(data: Any, tokenizer: Any) -> list[Sample]:
 
 
 def prompt_of(data: Any, row: int) -> str:
-    """What tells the prompt of a row from those of others in the same call. In ROLL's batch path that is the number of
-    the prompt in the batch (generate_scheduler.py, `origin_prompt_id`), because a data set may repeat its ids.
+    """The identifier of a row's prompt within its call. In ROLL's batch path this is the number of the prompt in the
+    batch (generate_scheduler.py, `origin_prompt_id`), because a data set may repeat its ids.
     """
     if "origin_prompt_id" in data.batch.keys():  # noqa: SIM118 (a TensorDict refuses `in`)
         return str(int(data.batch["origin_prompt_id"][row]))
@@ -63,13 +65,13 @@ def prompt_of(data: Any, row: int) -> str:
 
 
 def is_streamed(data: Any) -> bool:
-    """Whether the call is of ROLL's streaming path, which names each rollout; the batch path does not."""
+    """Whether the call comes from ROLL's streaming path. Only that path sets rollout ids."""
     return "rollout_id" in data.non_tensor_batch
 
 
 def is_validation(data: Any) -> bool:
-    """Whether the call is of a validation. ROLL does not say so, but only training carries `collect_unfinished`
-    (rlvr_pipeline.py), and only calls of a pipeline carry either.
+    """Whether the call belongs to a validation. ROLL does not mark it, but only training has `collect_unfinished`
+    (rlvr_pipeline.py), and only calls of a pipeline have `is_offload_states`.
     """
     return "is_offload_states" in data.meta_info and "collect_unfinished" not in data.meta_info
 
@@ -80,22 +82,17 @@ def _prompt(columns: Mapping[str, Any], decode: Callable[[], str]) -> list[Messa
 
 def _messages(columns: Mapping[str, Any]) -> list[Message]:
     """The data set's messages, which may be a list or its JSON text, up to the first answer."""
-    told = columns.get("messages")
-    if isinstance(told, str):
+    turns = columns.get("messages")
+    if isinstance(turns, str):
         try:
-            told = json.loads(told)
+            turns = json.loads(turns)
         except ValueError:
             return []
-    if not isinstance(told, (list, tuple)) or not all(isinstance(turn, Mapping) for turn in told):
+    if not isinstance(turns, (list, tuple)) or not all(isinstance(turn, Mapping) for turn in turns):
         return []
-    asked = []
-    for turn in messages_of(told):
-        if turn["role"] == "assistant":
-            break
-        asked.append(turn)
-    return asked
+    return list(itertools.takewhile(lambda turn: turn["role"] != "assistant", messages_of(turns)))
 
 
 def _plain(value: Any) -> Any:
-    """A numpy scalar as Python's own."""
+    """A numpy scalar as a Python value."""
     return value.item() if hasattr(value, "item") and getattr(value, "ndim", None) == 0 else value

@@ -1,9 +1,8 @@
-"""Where the configuration of a ROLL run comes from, and what ROLL's own configuration adds to it.
+"""Loads the configuration of a ROLL run.
 
-ROLL reads its YAML with dacite, which drops every key that a dataclass does not have without a word
-(configs/base_config.py), so the tree must stand where ROLL keeps free-form settings: in
-`rewards.<domain>.reward_manager_config`, a list that holds this one tree. Workers check it when they are initialised,
-before training begins.
+ROLL reads its YAML with dacite, which drops unknown keys without a message (configs/base_config.py). So the tree must
+be where ROLL keeps free-form settings: in `rewards.<domain>.reward_manager_config`, a list with this one tree. Workers
+check it when they are initialised, before training begins.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from qreward_plugins.sharing import may_share
 _log = logging.getLogger("roll_adapter")
 
 DEADLINE_SHARE = 0.8
-"""Share of ROLL's `rpc_timeout` that a sample may take at most: a call that is over it ends the training."""
+"""Most of ROLL's `rpc_timeout` that a sample may take. A call that exceeds the timeout ends the training."""
 
 
 def load_settings(
@@ -40,24 +39,24 @@ def load_settings(
         domain: the domain's name, for messages.
         rpc_timeout_s: ROLL's `rpc_timeout` in seconds; the deadline is cut to stay below it.
         warn: whether to warn of keys that ROLL prints.
-        variables: the environment variables to read it with; default: those of this process.
+        variables: the environment variables to resolve it with; default: those of this process.
 
-    Raises `ConfigurationError` with every mistake.
+    Raises `ConfigurationError` with all mistakes.
     """
     origin = f"rewards.{domain}.reward_manager_config"
     trees = list(getattr(worker_config, "reward_manager_config", None) or [])
     if len(trees) > 1:
-        problem = f"holds {len(trees)} trees; a domain has one."
-        raise ConfigurationError([Mistake(origin, problem, "Put all sources and judges into one.")])
-    # The workers of other domains ask, too, and theirs is another environment.
+        problem = f"has {len(trees)} trees, but a domain has one configuration."
+        raise ConfigurationError([Mistake(origin, problem, "Put all sources and judges into one tree.")])
+    # Workers of other domains also call this, and their environment differs.
     path = (getattr(worker_config, "system_envs", None) or {}).get(ENVIRONMENT)
     tree = trees[0] if trees else path
     settings = load_layers(tree, origin=f"{origin}[0]", printed_by="ROLL" if warn else None, variables=variables)
     allowed_s = DEADLINE_SHARE * rpc_timeout_s if rpc_timeout_s else settings.engine.deadline_s
     if settings.engine.deadline_s > allowed_s:
         _log.warning(
-            "engine.deadline_s of the domain %s is cut from %g to %g s: ROLL ends the training when a call takes "
-            "longer than rpc_timeout (%g s).",
+            "engine.deadline_s of the domain %s is reduced from %g to %g s, because ROLL ends the training when a call "
+            "takes longer than rpc_timeout (%g s).",
             domain,
             settings.engine.deadline_s,
             allowed_s,
@@ -70,15 +69,16 @@ def load_settings(
 
 
 def domain_of(cluster_name: str | None, rewards: Mapping[str, Any]) -> str:
-    """The domain that a worker belongs to, by the name of its cluster, which ROLL makes of it (rlvr_pipeline.py)."""
+    """The domain of a worker, from the name that ROLL gives its cluster (rlvr_pipeline.py)."""
     name = (cluster_name or "").removeprefix("reward-")
     return name if name in rewards or len(rewards) != 1 else next(iter(rewards))
 
 
 def processes_of(settings: Config, rewards: Mapping[str, Any], *, domain: str | None = None) -> int:
-    """How many workers share the limits of these settings: those of every domain that has a source of them, too, and
-    of every domain whose sources cannot be known here. `domain` is the one of the process that asks, whose
-    `system_envs` are in its environment.
+    """The number of workers that share the limits of these settings.
+
+    These are the workers of every domain that has one of the same sources, and of every domain whose sources this
+    process cannot determine. `domain` is this process's domain, whose `system_envs` are in its environment.
     """
     own = _envs(rewards.get(domain)) if domain is not None else {}
     workers = 0
@@ -89,7 +89,7 @@ def processes_of(settings: Config, rewards: Mapping[str, Any], *, domain: str | 
 
 
 def is_ours(config: Any) -> bool:
-    """Whether the workers of a domain are `QRewardWorker`s, or of a class that is made of it."""
+    """Whether the workers of a domain are `QRewardWorker`s or of a subclass."""
     from roll.utils.import_utils import safe_import_class
 
     from .worker import QRewardWorker
@@ -101,15 +101,15 @@ def is_ours(config: Any) -> bool:
 
 
 def _may_share_with(settings: Config, config: Any, domain: str, own: Mapping[str, str]) -> bool:
-    """Whether the workers of another domain may use a source of `settings`, as far as this process can tell.
+    """Whether the workers of another domain may use a source of `settings`.
 
-    Their environment is assumed to be this one's, without this domain's `system_envs` (`own`) and with theirs.
+    Their environment is assumed to be this process's, without this domain's `system_envs` (`own`) and with theirs.
     """
     theirs = {name: value for name, value in os.environ.items() if name not in own} | _envs(config)
     try:
         other = load_settings(config, domain=domain, warn=False, variables=theirs)  # its own workers warn
     except ConfigurationError:
-        return True  # its variables may be set for its own workers only; they say what is wrong with it
+        return True  # some variables may be set in its workers only, which report real mistakes
     return may_share(settings, other, their_environment=theirs)
 
 

@@ -1,12 +1,12 @@
-"""`QRewardTrajectoryMixin`: the reward of a finished trajectory, for ROLL's agentic pipelines.
+"""`QRewardTrajectoryMixin`: rewards finished trajectories in ROLL's agentic pipelines.
 
-Agentic pipelines know no reward workers: rewards come from `env.step`, and each environment runs in a thread of its
-own. The mixin goes before an env manager and scores a trajectory when ROLL is about to make a rollout of it. All env
-managers of a process share one engine, in a thread beside theirs, and so its limits.
+Agentic pipelines have no reward workers. Rewards come from `env.step`, and each environment runs in its own thread. The
+mixin precedes an env manager and scores a trajectory just before ROLL turns it into a rollout. All env managers of a
+process share one engine, and so its limits; the engine has its own thread.
 
 ROLL spreads the trajectories of a group over environment workers (`max_env_num_per_worker`). They meet in its queue
-(rollout_scheduler.py, `GroupQueue.put`), but then their rewards are final. So a failed trajectory waits for its group
-on the barrier of the job. It blocks its own environment only; its siblings have environments of their own.
+(rollout_scheduler.py, `GroupQueue.put`), but by then their rewards are final. So a failed trajectory waits for its
+group on the job's barrier. This blocks only its own environment; its siblings have others.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ _numbers = itertools.count()
 
 
 class QRewardTrajectoryMixin:
-    """Adds a judge's reward to the trajectories of an env manager:
+    """Adds a judge's reward to each trajectory of an env manager:
 
         class JudgedEnvManager(QRewardTrajectoryMixin, TrajEnvManager): ...
 
-    The configuration is the environment's own (`custom_envs.<tag>.qreward`: the tree, or the path of a file), or the
-    file that `QREWARD_CONFIG` names; it is read once. The judge's reward is multiplied with
-    `custom_envs.<tag>.qreward_weight` (default 1.0) and added to that of the last step. A failed trajectory adds the
-    mean of what its group's scored trajectories got, and is masked out of the loss (`on_failure: auto`, `neutral` and
-    `exclude`). In training it waits for them, `groups.wait_s` at most. Then the group is closed at the mean of what is
-    scored, and a trajectory that comes later adds that mean and is masked, too.
+    The configuration is `custom_envs.<tag>.qreward` (the tree, or the path of a file), or the file that
+    `QREWARD_CONFIG` names; it is read once. The judge's reward is multiplied with `custom_envs.<tag>.qreward_weight`
+    (default 1.0) and added to the reward of the last step.
+
+    With `on_failure: auto`, `neutral` and `exclude`, a failed trajectory adds the mean of its group's scored
+    trajectories, and is masked out of the loss. In training it waits for them, at most `groups.wait_s`. Then the group
+    closes at the mean of its scored trajectories; a trajectory that comes later adds that mean and is masked, too.
     """
 
     env_config: Any
@@ -45,8 +46,10 @@ class QRewardTrajectoryMixin:
     _qreward_waiting: tuple[EnginePortal, GroupKey] | None = None
 
     def formulate_rollouts(self, rollout_cache: Any) -> Any:
-        """Score the trajectory, then make ROLL's rollout of it. Blocks this thread until the outcome is there, and if
-        it failed, until its group is closed. Raises `ConfigurationError`, and `RewardMissing` with `on_failure: raise`.
+        """Score the trajectory, then make ROLL's rollout of it.
+
+        Blocks this thread until the outcome is there; if it is a failure, until its group is closed. Raises
+        `ConfigurationError`, and `RewardMissing` with `on_failure: raise`.
         """
         turns = _acted(rollout_cache.history)
         if not turns:
@@ -59,7 +62,7 @@ class QRewardTrajectoryMixin:
         own = float(turns[-1].get("reward") or 0.0)
         reward = own + self._weight() * number
         if fits_float32(own) and not fits_float32(reward):
-            # ROLL would hold it as infinity, which spoils the advantages of the whole group.
+            # It would be infinite in ROLL, which spoils the advantages of the whole group.
             reward, excluded, failed = own, True, True
         turns[-1]["reward"] = reward
         turns[-1]["metrics"] = {
@@ -74,14 +77,14 @@ class QRewardTrajectoryMixin:
         return rollout
 
     def stop(self) -> None:
-        """ROLL's call before it shuts down. From then on no sibling is played to its end, so the waiting ends."""
+        """ROLL's call before it shuts down. No sibling will finish any more, so this ends the waiting."""
         super().stop()  # type: ignore[misc]
         if self._qreward_waiting is not None:
             portal, key = self._qreward_waiting
             portal.end_waiting(key)
 
     def trajectory_sample(self, rollout_cache: Any) -> Sample:
-        """The sample that a judge sees: the first turn's messages as the prompt, all that came after them as the
+        """The sample that a judge sees: the first turn's messages as the prompt, and everything after them as the
         response. Override it to show a judge something else.
         """
         turns = _acted(rollout_cache.history)
@@ -102,8 +105,8 @@ class QRewardTrajectoryMixin:
         return _settings_of(self.env_config.get("qreward"), self.env_config.get("tag"))
 
     def _qreward_processes(self) -> int:
-        """How many engines share the limits: one for each environment worker of training and of validation, and there
-        one for each configuration with a source of this one's.
+        """The number of engines that share the limits: in each environment worker of training and validation, one for
+        each configuration that has a source in common with this one.
         """
         pipeline = getattr(self, "pipeline_config", None)
         workers = [getattr(pipeline, name, None) for name in ("train_env_manager", "val_env_manager")]
@@ -112,7 +115,7 @@ class QRewardTrajectoryMixin:
 
     @cached_property
     def _qreward_others(self) -> int:
-        """How many other configurations of environments have a source of this one's."""
+        """The number of other environments' configurations that have a source in common with this one."""
         mine = self._qreward_settings
         others: list[Config] = []
         for tag, node in (getattr(getattr(self, "pipeline_config", None), "custom_envs", None) or {}).items():
@@ -132,22 +135,22 @@ class QRewardTrajectoryMixin:
         return 1.0 if weight is None else float(weight)
 
     def _number(self, portal: EnginePortal, outcome: Outcome, rollout_cache: Any) -> tuple[float, bool]:
-        """The judge's number, and whether it is only the mean of the group."""
+        """The number to add, and whether it is only the mean of the group."""
         policy = portal.config.on_failure
         number = number_of(outcome, policy)
         if policy not in ("auto", "neutral", "exclude"):
             assert number is not None
             return number, False
         cache, mode, seed = rollout_cache, getattr(self, "mode", None), getattr(self, "group_seed", None)
-        # ROLL's own name of the group (`traj_group_id`), whose trajectories it compares.
+        # ROLL's own name of the group of trajectories that it compares (`traj_group_id`).
         group = (cache.tag, cache.group_id, getattr(self, "episode_id", None), seed)
         size = getattr(getattr(self, "worker_config", None), "group_size", 1)
         if mode == "train" and size > 1 and None not in group:
-            # An environment plays two trajectories of one group when its siblings fall behind.
+            # An environment may play two trajectories of one group if its siblings fall behind.
             sample = f"{cache.env_id}/{next(_numbers)}"
             mean = self._settled(portal, Report(("_".join(map(str, group)), ""), sample, number, size))
         else:
-            # A validation waits for nobody; and without the name of its group a trajectory cannot find its siblings.
+            # A validation does not wait, and a trajectory without a group name cannot find its siblings.
             mean = _mean_here((mode, *group), number)
         if mean is not None:
             return mean, True
@@ -155,7 +158,7 @@ class QRewardTrajectoryMixin:
         return number, False
 
     def _settled(self, portal: EnginePortal, report: Report) -> float | None:
-        """The mean that a trajectory adds in place of its own number; None: its own stands."""
+        """The mean that a trajectory adds instead of its own number; None to keep its own."""
         assert report.key is not None
         self._qreward_waiting = portal, report.key
         try:
@@ -168,7 +171,7 @@ class QRewardTrajectoryMixin:
 
 
 def _mean_here(key: Hashable, number: float | None) -> float | None:
-    """The mean of what this process knows of a group by now, for a failed trajectory; None for a scored one."""
+    """For a failed trajectory, the mean of its group so far in this process; None for a scored one."""
     if number is None:
         return _means.mean(key)
     _means.add(key, number)
@@ -180,12 +183,12 @@ def _settings_of(tree: Any, tag: Any) -> Config:
 
 
 def _acted(history: Sequence[Any]) -> list[Any]:
-    """The turns in which the policy has said something; the last entry may be a turn that was only opened."""
+    """The turns in which the policy has responded; the last entry may be a turn without a response yet."""
     return [turn for turn in history if turn.get("llm_response") is not None]
 
 
 def _written(messages: Sequence[Message]) -> str:
-    """A dialogue as text; what the policy says alone needs no names."""
+    """A dialogue as text. A single message needs no role."""
     if len(messages) == 1:
         return messages[0]["content"]
     return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)

@@ -1,9 +1,9 @@
-"""`QRewardWorker`: the core behind ROLL's contract of a reward worker.
+"""`QRewardWorker`: ROLL's reward worker.
 
-ROLL makes an actor with any async method serve a thousand calls at once on one event loop (executor/cluster.py), so one
-worker carries a whole batch that is streamed to it sample by sample; nothing here may block that loop. An exception of
-a worker ends the training, and so does a NaN some steps later, so a failed sample is a finite number and a word to the
-rollout loop.
+ROLL lets an actor with any async method serve a thousand calls at once on one event loop (executor/cluster.py). So one
+worker carries a whole batch that is streamed to it sample by sample, and nothing here may block that loop. An exception
+of a worker ends the training, and so does a NaN some steps later. So a failed sample gets a finite number, and its
+cause goes to the rollout loop.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         super().__init__(worker_config=worker_config)
         self._means = RunningMeans()
         self._validations = Validations()
-        self._told = False
+        self._warned = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[untyped-decorator]
     def initialize(self, pipeline_config: Any) -> None:
-        """ROLL's call before training. Raises `ConfigurationError` with every mistake of the configuration."""
+        """ROLL's call before training. Raises `ConfigurationError` with all mistakes in the configuration."""
         super().initialize(pipeline_config)
         rewards = pipeline_config.rewards
         self._domain = domain_of(self.cluster_name, rewards)
@@ -60,8 +60,8 @@ class QRewardWorker(Worker):  # type: ignore[misc]
     async def compute_rewards(self, data: DataProto) -> DataProto:
         """Score a batch of any size: `token_level_rewards` (B, R), `response_level_rewards` (B,) and `scores` (B,).
 
-        All numbers are finite. A failed sample gets the mean of the scored samples of its prompt that this worker knows
-        (0.0 while there are none), and its cause in `meta_info["qreward_failed"]`, by which `QRewardRolloutLoop` masks
+        All numbers are finite. A failed sample gets the mean of its prompt's samples that this worker has scored so
+        far (0.0 if there are none). `meta_info["qreward_failed"]` has its cause, by which `QRewardRolloutLoop` masks
         it. Raises `RewardMissing` with `on_failure: raise`.
         """
         loop = asyncio.get_running_loop()
@@ -73,14 +73,14 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         metrics, facts = self._metrics.of(outcomes, streamed=streamed)
         rewards, causes = self._rewards(data, outcomes, [str(fact["cause"]) for fact in facts])
         if validation:
-            # `on_failure` does not apply: nothing trains on a validation.
+            # `on_failure` does not apply, because nothing trains on a validation.
             causes = [outcome.label if isinstance(outcome, Failed) else "" for outcome in outcomes]
             if self._validations.count(data.meta_info.get("global_step"), causes):
-                self._tell_of_failed_validation(streamed=streamed)
+                self._warn_of_failed_validation(streamed=streamed)
         else:
             metrics |= self._validations.metrics()
             if any(causes):
-                self._tell_of_missing_loop(streamed=streamed)
+                self._warn_of_missing_loop(streamed=streamed)
         return DataProto.from_dict(
             tensors=tensors(
                 data.batch["responses"].shape[-1],
@@ -102,7 +102,7 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         self._decoder.shutdown()
 
     def _rewards(self, data: Any, outcomes: list[Outcome], causes: list[str]) -> tuple[list[float], list[str]]:
-        """The number of every sample, and the cause of those that are only stand-ins."""
+        """The number of every sample, and its cause if the number is a stand-in, else ""."""
         policy = self.engine.config.on_failure
         numbers = [number_of(outcome, policy) for outcome in outcomes]
         step = data.meta_info.get("global_step")
@@ -115,26 +115,26 @@ class QRewardWorker(Worker):  # type: ignore[misc]
         ]
         return rewards, [cause if number is None else "" for cause, number in zip(causes, numbers, strict=True)]
 
-    def _tell_of_failed_validation(self, *, streamed: bool) -> None:
+    def _warn_of_failed_validation(self, *, streamed: bool) -> None:
         if self._loop_is_ours and streamed:
             counted = "ROLL counts it as wrong in val_correct/all/mean, and leaves it out of the means of the tags"
         elif streamed:
             counted = f"ROLL counts it as wrong; set {LOOP_KEY}: {LOOP} to leave it out of the means of the tags"
         else:
             counted = (
-                "ROLL counts it as wrong; it calls no rollout loop, which could leave it out, with generate_opt_level 0"
+                "ROLL counts it as wrong; with generate_opt_level 0 it calls no rollout loop that could leave it out"
             )
         _log.warning(
             "A sample of the domain %s has no reward in this validation. %s. qreward/val/failed_rate of the next "
-            "training step says how many there are.",
+            "training step gives the share of such samples.",
             self._domain,
             counted,
         )
 
-    def _tell_of_missing_loop(self, *, streamed: bool) -> None:
-        if self._told or (self._loop_is_ours and streamed):
+    def _warn_of_missing_loop(self, *, streamed: bool) -> None:
+        if self._warned or (self._loop_is_ours and streamed):
             return
-        self._told = True
+        self._warned = True
         remedy = (
             f"Set {LOOP_KEY}: {LOOP} to keep such samples out of the loss and of their group."
             if streamed

@@ -1,4 +1,4 @@
-"""qreward for slime: a reward function and the hooks around it, each reached by the path that slime's flags take.
+"""qreward for slime: a reward function and hooks, which slime's flags name by path.
 
     --custom-rm-path slime_adapter.reward
     --custom-reward-post-process-path slime_adapter.post_process
@@ -7,9 +7,9 @@
     --custom-eval-rollout-log-function-path slime_adapter.log_eval
     --eval-function-path slime_adapter.eval_rollout          (where --group-rm is set)
 
-slime's `load_function` takes what stands before the last dot for a module and looks the rest up in it, so everything a
-flag may name is an attribute of this package. The names load on first use: slime imports this in processes that never
-score, and looking at it must import neither slime nor torch.
+slime's `load_function` imports the part before the last dot as a module and looks the rest up in it. So everything that
+a flag may name is an attribute of this package. The names load on first use, because slime also imports this package in
+processes that never score; importing it must import neither slime nor torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Evaluation for runs with `--group-rm`, which slime's own evaluation refuses.
+"""Evaluation for runs with `--group-rm`.
 
-Evaluation has no groups, and slime asserts that `group_rm` is off there (slime/rollout/sglang_rollout.py); a run with
-it that evaluates dies at its first evaluation. The reward function takes single samples as well as groups, so all that
-is needed is slime's evaluation with that one flag off.
+slime asserts that `group_rm` is off in evaluation, which has no groups (slime/rollout/sglang_rollout.py), so such a run
+ends at its first evaluation. The reward function takes single samples, too. So this runs slime's evaluation with that
+flag off.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Dynamic sampling filters: groups with too few rewards are replaced by other prompts, and not for ever.
+"""Dynamic sampling filters, which replace groups with too few rewards by other prompts.
 
-slime resamples until its batch is full and knows no end to it (slime/rollout/sglang_rollout.py), so while a judge is
-down a filter that drops failed groups would keep generating and judging in vain. The gate of the core ends that run
-with an error that says what the judge answered.
+slime resamples until its batch is full, without limit (slime/rollout/sglang_rollout.py). While a judge is down, a
+filter that drops failed groups would do so for ever. So the core's `GroupGate` ends such a run, with an error that says
+what the judge answered.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from .samples import ROLLOUT_SAMPLE, flat, has_reward, record_of
 from .settings import adapter_of
 
 REASON = "qreward_failed"
-"""What slime counts the dropped groups under: `rollout/dynamic_filter/drop_qreward_failed`."""
+"""The name under which slime counts the dropped groups: `rollout/dynamic_filter/drop_qreward_failed`."""
 
 
 @dataclass
 class FilterOutput:
-    """slime's `DynamicFilterOutput`, where slime is not installed."""
+    """Stands for slime's `DynamicFilterOutput` if slime is not installed."""
 
     keep: bool
     reason: str | None = None
@@ -30,11 +30,11 @@ class FilterOutput:
 
 
 def drop_failed_groups(args: Any, samples: Sequence[ROLLOUT_SAMPLE], **_: Any) -> Any:
-    """slime's `--dynamic-sampling-filter-path`: keep a group when at least `groups.min_scored` of its samples have a
-    reward (default: all of them).
+    """slime's `--dynamic-sampling-filter-path`: keep a group if at least `groups.min_scored` of its samples have a
+    reward.
 
-    Returns slime's `DynamicFilterOutput`. Raises `JudgeUnavailable` when `groups.give_up_after` groups in a row had too
-    few.
+    Returns slime's `DynamicFilterOutput`. Raises `JudgeUnavailable` after `groups.give_up_after` dropped groups in
+    a row.
     """
     group = list(flat(samples))
     settle(group)
@@ -45,8 +45,8 @@ def drop_failed_groups(args: Any, samples: Sequence[ROLLOUT_SAMPLE], **_: Any) -
 
 
 def drop_failed_and_flat_groups(args: Any, samples: Sequence[ROLLOUT_SAMPLE], **kwargs: Any) -> Any:
-    """`drop_failed_groups`, and then slime's own filter against groups whose rewards are all the same (as in DAPO;
-    slime/rollout/filter_hub/dynamic_sampling_filters.py). slime takes the path of one filter only.
+    """`drop_failed_groups`, then slime's own filter, which drops groups whose rewards are all equal (as in DAPO;
+    slime/rollout/filter_hub/dynamic_sampling_filters.py). slime accepts the path of one filter only.
     """
     output = drop_failed_groups(args, samples, **kwargs)
     if not output.keep:

@@ -1,10 +1,10 @@
-"""Keeps failed samples out of training, and takes them back when their verdict comes late.
+"""Masks failed samples, and unmasks them if their verdict comes late.
 
-A sample may fail first and be scored later: slime scores the samples of some aborted groups again, and with
-`--partial-rollout` it keeps complete samples for a later rollout without asking again, so scoring goes on behind the
-abort. Meanwhile a failed sample has the mean of its siblings, which other threads score. So all writes about a failure
-happen here, under one lock: an earlier result never overwrites a later one, and nothing changes after a hook of slime
-has read the sample.
+A sample may fail first and be scored later. slime scores the samples of some aborted groups again. With
+`--partial-rollout` it keeps complete samples for a later rollout without asking again, so scoring continues after the
+abort. Meanwhile a failed sample has the mean of its siblings, which other threads score. So all changes of a failed
+sample happen here, under one lock: an earlier result never overwrites a later one, and nothing changes after a hook of
+slime has read the sample.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from typing import Any
 from .samples import ROLLOUT_SAMPLE, keep_record, mask, record_of
 
 _BEFORE = "before"
-"""`remove_sample` and `loss_mask` before `fail` changed them, and the loss mask that it set (`masked`)."""
+"""`remove_sample` and `loss_mask` from before `fail`, and the loss mask that it set (`masked`)."""
 _OPEN = "open"
-"""Whether the reward may still change: a stand-in follows the siblings, or a verdict is on its way."""
+"""Whether the reward may still change: to the siblings' new mean, or to a late verdict."""
 _PENDING = "pending"
-"""Whether a verdict is still to come."""
+"""Whether a verdict may still come."""
 _LATE = "late"
-"""The reward of a late verdict. It is kept because slime may still assign the stand-in that it was given earlier."""
+"""The reward of a late verdict. It is kept because slime may still assign the stand-in that was returned earlier."""
 
 _lock = threading.Lock()
 
 
 def fail(args: Any, sample: ROLLOUT_SAMPLE, record: Mapping[str, Any]) -> None:
-    """Mark a sample as failed and keep it out of the loss."""
+    """Mark a sample as failed and mask it."""
     with _lock:
         _unmask(sample)
         before = {name: getattr(sample, name, None) for name in ("remove_sample", "loss_mask")}
@@ -40,14 +40,14 @@ def fail(args: Any, sample: ROLLOUT_SAMPLE, record: Mapping[str, Any]) -> None:
 
 
 def score(sample: ROLLOUT_SAMPLE, record: Mapping[str, Any]) -> None:
-    """Mark a sample as scored; it trains as if it had never failed."""
+    """Mark a sample as scored and undo an earlier failure."""
     with _lock:
         _unmask(sample)
         keep_record(sample, {**record, "excluded": False})
 
 
 def stand_in(sample: ROLLOUT_SAMPLE, reward: Any) -> None:
-    """Give a failed sample the mean of its siblings, unless it was scored in the meantime or is in use already."""
+    """Give a failed sample the mean of its siblings, unless it was scored meanwhile or settled."""
     with _lock:
         record = record_of(sample)
         if record.get("excluded") and record.get(_OPEN):
@@ -55,14 +55,14 @@ def stand_in(sample: ROLLOUT_SAMPLE, reward: Any) -> None:
 
 
 def expect(samples: Iterable[ROLLOUT_SAMPLE]) -> None:
-    """Mark failed samples whose verdicts are still to come."""
+    """Mark failed samples whose verdicts may still come."""
     with _lock:
         for sample in samples:
             keep_record(sample, {**record_of(sample), _PENDING: True})
 
 
 def write_late(sample: ROLLOUT_SAMPLE, reward: Any, record: Mapping[str, Any]) -> bool:
-    """Write a verdict into its sample, unless the sample is in use already; return whether it was written."""
+    """Write a late verdict into its sample, unless the sample is settled; return whether it was written."""
     with _lock:
         if not record_of(sample).get(_PENDING):
             return False
@@ -73,7 +73,7 @@ def write_late(sample: ROLLOUT_SAMPLE, reward: Any, record: Mapping[str, Any]) -
 
 
 def settle(samples: Iterable[ROLLOUT_SAMPLE]) -> None:
-    """From here on these samples stay as they are."""
+    """Apply late verdicts, and refuse all later changes of these samples."""
     with _lock:
         for sample in samples:
             record = record_of(sample)
@@ -85,8 +85,8 @@ def settle(samples: Iterable[ROLLOUT_SAMPLE]) -> None:
 
 
 def _unmask(sample: ROLLOUT_SAMPLE) -> None:
-    """Undo `fail`. A loss mask that slime has replaced since (it masks off-policy tokens) stays, and so does the mask
-    of tokens that were generated since.
+    """Undo `fail`. Keep a loss mask that slime has set since (it masks off-policy tokens), and the mask of tokens that
+    were generated since.
     """
     before = record_of(sample).get(_BEFORE)
     if before is None:

@@ -1,8 +1,8 @@
-"""slime's log hooks: what the rewards of a step took and cost, beside slime's own metrics.
+"""slime's log hooks: metrics of how rewards were scored, and what they cost.
 
-A hook that returns False leaves logging to slime, and what it puts into slime's dict of extra metrics is logged with
-the rest. In evaluation and in fully-async rollouts there is no such dict; then the hook logs by itself, on the axes
-that slime's trackers know (`rollout/`, `eval/`).
+A hook that returns False leaves logging to slime, which also logs the hook's entries in its dict of extra metrics. In
+evaluation and in fully-async rollouts there is no such dict. Then the hook logs by itself, on the axes of slime's
+trackers (`rollout/`, `eval/`).
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def log_rollout(
 ) -> bool:
     """slime's `--custom-rollout-log-function-path`: adds `rollout/qreward/...` to the step's metrics; returns False.
 
-    It is the first hook that sees the whole batch, before slime's own metrics read the rewards, so samples that have
-    none get a stand-in here.
+    It is the first hook that sees the whole batch, before slime's own metrics read the rewards. So samples without a
+    reward get a stand-in here.
     """
     unscored = [sample for sample in samples if getattr(sample, "reward", None) is None]
     if unscored and any(record_of(sample) for sample in samples):
@@ -38,7 +38,7 @@ def log_rollout(
     numbers = _summary(samples)
     if numbers:
         numbers.update(_blame(adapter_of(args).portal.last_batch()))
-    _hand_over(
+    _log(
         args,
         rollout_id,
         {f"rollout/qreward/{name}": value for name, value in numbers.items()},
@@ -50,11 +50,11 @@ def log_rollout(
 
 
 def log_eval(rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: dict[str, Any] | None) -> bool:
-    """slime's `--custom-eval-rollout-log-function-path`: leaves failed samples out of the means that slime takes of
-    `data`, and adds `eval/<data set>/qreward/...`; returns False.
+    """slime's `--custom-eval-rollout-log-function-path`: removes failed samples from `data`, of which slime takes
+    means, and adds `eval/<data set>/qreward/...`; returns False.
 
-    With `--log-passrate`, which wants whole groups, all samples of a prompt with a failed one are left out. A data set
-    without any reward is taken out of `data`, because slime cannot average nothing; its failure rate is logged.
+    `--log-passrate` needs whole groups, so with it all samples of a prompt with a failed one are removed. A data set
+    without any reward is removed from `data`, because slime cannot average nothing; its failure rate is logged.
     """
     metrics: dict[str, Any] = {}
     for name in list(data):
@@ -67,7 +67,7 @@ def log_eval(rollout_id: int, args: Any, data: dict[str, Any], extra_metrics: di
             del data[name]
         elif not all(kept):
             data[name] = {key: _only(value, kept) for key, value in data[name].items()}
-    _hand_over(args, rollout_id, metrics, extra_metrics, "eval/step")
+    _log(args, rollout_id, metrics, extra_metrics, "eval/step")
     args.logged_eval_rollout_id = rollout_id  # slime's contract tests look for it
     return False
 
@@ -77,7 +77,7 @@ def _summary(samples: Iterable[ROLLOUT_SAMPLE]) -> dict[str, float]:
 
 
 def _kept(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> list[bool]:
-    """Which samples of a data set count; slime sorts them by prompt."""
+    """Whether each sample of a data set counts; slime sorts them by prompt."""
     scored = [not record_of(sample) or has_reward(args, sample) for sample in samples]
     size = getattr(args, "n_samples_per_eval_prompt", 1) if getattr(args, "log_passrate", False) else 1
     if size > 1 and len(samples) % size == 0:
@@ -101,10 +101,10 @@ def _blame(report: BatchReport | None) -> dict[str, float]:
     }
 
 
-def _hand_over(
+def _log(
     args: Any, rollout_id: int, metrics: dict[str, Any], extra_metrics: dict[str, Any] | None, step_key: str
 ) -> None:
-    """Give metrics to slime's dict, or log them where slime has none."""
+    """Put metrics into slime's dict, or log them if there is none."""
     if extra_metrics is not None:
         extra_metrics.update(metrics)
     elif metrics:
@@ -113,7 +113,7 @@ def _hand_over(
 
 
 def _module(name: str) -> Any:
-    """A module of slime's that moved from `utils` (v0.3.1) to `observability`."""
+    """A module of slime, which moved from `utils` (v0.3.1) to `observability`."""
     try:
         return import_module(f"slime.observability.{name}")
     except ModuleNotFoundError:

@@ -1,9 +1,8 @@
-"""slime's reward normalisation, with the failed samples left out of it.
+"""slime's reward normalisation over the scored samples only.
 
-Without a hook slime normalises in `_post_process_rewards` (slime/ray/rollout.py), where a failed sample counts like any
-other: `remove_sample` zeroes its loss mask later and its reward still moves its group. This hook computes the very
-numbers of slime where nothing failed, its peculiarities included, and elsewhere takes mean and standard deviation over
-the scored samples alone.
+Without a hook slime normalises in `_post_process_rewards` (slime/ray/rollout.py), where the reward of a failed sample
+counts: `remove_sample` zeroes only its loss mask, and later. Where nothing failed, this hook returns exactly slime's
+numbers. Elsewhere it takes mean and standard deviation over the scored samples.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ GROUP_ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus_baseline")
 """The estimators whose rewards slime normalises within groups."""
 
 SCALED_ESTIMATORS = ("grpo", "gspo", "cispo")
-"""Those of them that it divides by the standard deviation with `--grpo-std-normalization`."""
+"""The estimators whose rewards slime divides by the standard deviation with `--grpo-std-normalization`."""
 
 EPSILON = 1e-6
-"""What slime adds to the standard deviation."""
+"""slime adds this to the standard deviation."""
 
 
 def post_process(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> tuple[list[Any], list[Any]]:
     """slime's `--custom-reward-post-process-path`: the raw and the normalised rewards of a batch, in order.
 
-    A sample without a finite reward of its own, whoever scored it, gets `remove_sample = True`, the mean of its group's
-    scored samples as raw reward, and a normalised reward of 0.0 where the estimator works on groups. Nothing that is
-    returned is None, NaN or infinite.
+    A sample without a finite reward, also if another function scored it, gets `remove_sample = True`, the mean of its
+    group's scored samples as raw reward, and a normalised reward of 0.0 if the estimator works on groups. All returned
+    numbers are finite.
     """
     settle(samples)
     scored = [has_reward(args, sample) for sample in samples]
@@ -61,38 +60,38 @@ def _normalized(args: Any, raw: Sequence[float], scored: Sequence[bool], *, scal
     import torch
 
     size = getattr(args, "n_samples_per_prompt", 1)
-    # Where rollouts became several samples slime takes the whole batch for one group, and so does this.
+    # If rollouts became several samples, slime treats the whole batch as one group, and so does this hook.
     regular = len(raw) == size * getattr(args, "rollout_batch_size", 0)
     shape = (-1, size if regular else len(raw))
-    there = torch.tensor(scored).reshape(shape)
-    if there.shape[1] < 2:
-        return [0.0] * len(raw)  # slime divides by a deviation that one sample does not have
-    normalized = _by_group(torch.tensor(raw, dtype=torch.float).reshape(shape), there, scale=scale)
+    present = torch.tensor(scored).reshape(shape)
+    if present.shape[1] < 2:
+        return [0.0] * len(raw)  # slime divides by the deviation, which is undefined for one sample
+    normalized = _by_group(torch.tensor(raw, dtype=torch.float).reshape(shape), present, scale=scale)
     exact = torch.tensor(raw, dtype=torch.double).reshape(shape)
     # Sums and deviations of large rewards overflow in float32, even where the normalized rewards would not.
-    large = exact.abs().amax(dim=-1) * 2 * there.shape[1] > FLOAT32_MAX
+    large = exact.abs().amax(dim=-1) * 2 * present.shape[1] > FLOAT32_MAX
     if large.any():
-        limited = _by_group(exact[large], there[large], scale=scale).clamp(-FLOAT32_MAX, FLOAT32_MAX)
+        limited = _by_group(exact[large], present[large], scale=scale).clamp(-FLOAT32_MAX, FLOAT32_MAX)
         normalized[large] = limited.float()
     return normalized.flatten().tolist()
 
 
-def _by_group(rewards: torch.Tensor, there: torch.Tensor, *, scale: bool) -> torch.Tensor:
+def _by_group(rewards: torch.Tensor, present: torch.Tensor, *, scale: bool) -> torch.Tensor:
     centered = rewards - rewards.mean(dim=-1, keepdim=True)
     normalized = centered / (centered.std(dim=-1, keepdim=True) + EPSILON) if scale else centered
     for row in range(len(rewards)):
-        if not there[row].all():
-            normalized[row] = _over_scored(rewards[row], there[row], scale=scale)
+        if not present[row].all():
+            normalized[row] = _over_scored(rewards[row], present[row], scale=scale)
     return normalized
 
 
-def _over_scored(rewards: torch.Tensor, there: torch.Tensor, *, scale: bool) -> torch.Tensor:
-    """One group, normalised over the scored samples; the others get 0.0, and so does a sample that is alone."""
+def _over_scored(rewards: torch.Tensor, present: torch.Tensor, *, scale: bool) -> torch.Tensor:
+    """Normalise one group over its scored samples. The others get 0.0, and so does a single scored sample."""
     import torch
 
     normalized = torch.zeros_like(rewards)
-    count = int(there.sum())
+    count = int(present.sum())
     if count > 1:
-        centered = rewards[there] - rewards[there].mean()
-        normalized[there] = centered / (centered.std() + EPSILON) if scale else centered
+        centered = rewards[present] - rewards[present].mean()
+        normalized[present] = centered / (centered.std() + EPSILON) if scale else centered
     return normalized

@@ -1,7 +1,7 @@
-"""slime's samples as the core's, and where on slime's sample our facts are kept.
+"""Turns slime's samples into the core's, and keeps our facts on slime's samples.
 
-slime's `Sample` (slime/utils/types.py) is taken by its attributes and never imported, so that these functions also take
-the samples of a fake trainer, and the bare objects that slime's contract tests hand to plugins.
+These functions read the attributes of slime's `Sample` (slime/utils/types.py) and never import it. So they also accept
+the samples of a fake trainer, and the bare objects of slime's contract tests.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ RECORD = "qreward"
 """The key of `sample.metadata` that holds the record of a sample."""
 
 ROLLOUT_SAMPLE = Any
-"""slime's `Sample`, or what looks like one."""
+"""slime's `Sample`, or an object with the same attributes."""
 
 
 def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
-    """One rollout as the core's sample. `metadata` becomes its extras; the data source is `metadata["data_source"]`,
-    else what slime itself calls the source (slime/utils/data.py: `source`, `metadata["source_name"]`), else `rm_type`.
+    """Turn one rollout into a core sample. `metadata` becomes its extras. The data source is `metadata["data_source"]`,
+    else slime's own name of it (slime/utils/data.py: `source`, `metadata["source_name"]`), else `rm_type`.
     """
     metadata = metadata_of(sample)
     extras = mapping_or_unreadable(getattr(sample, "metadata", None))
@@ -48,23 +48,21 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
 
 
 def metadata_of(sample: ROLLOUT_SAMPLE) -> Mapping[str, Any]:
-    """The sample's metadata; empty where it has none that is a mapping."""
+    """The sample's metadata; empty if it is no mapping."""
     metadata = getattr(sample, "metadata", None)
     return metadata if isinstance(metadata, Mapping) else {}
 
 
 def record_of(sample: ROLLOUT_SAMPLE) -> Mapping[str, Any]:
-    """The record of a sample that was scored here: its facts, whether its reward is a stand-in (`excluded`), and what
-    `late` needs to undo a failure; empty for any other sample.
+    """The record of a sample that this adapter has scored: its facts, whether its reward is a stand-in (`excluded`),
+    and what `late` needs to undo a failure. Empty for other samples.
     """
     record = metadata_of(sample).get(RECORD)
     return record if isinstance(record, Mapping) else {}
 
 
 def keep_record(sample: ROLLOUT_SAMPLE, record: Mapping[str, Any]) -> None:
-    """Put the record on the sample. Samples of one rollout may share their metadata, so it is never changed in
-    place.
-    """
+    """Put the record on the sample, in new metadata: samples of one rollout may share a metadata object."""
     sample.metadata = {**metadata_of(sample), RECORD: dict(record)}
 
 
@@ -85,18 +83,18 @@ def has_reward(args: Any, sample: ROLLOUT_SAMPLE) -> bool:
 
 
 def value_of(args: Any, sample: ROLLOUT_SAMPLE) -> Any:
-    """The value that trains, as `Sample.get_reward_value` picks it (slime/utils/types.py); None where there is none."""
+    """The value that trains, as `Sample.get_reward_value` picks it (slime/utils/types.py); None if there is none."""
     reward, key = getattr(sample, "reward", None), getattr(args, "reward_key", None)
     return reward.get(key) if key and isinstance(reward, Mapping) else reward
 
 
 FLOAT32_MAX = 3.4028234663852886e38
-"""Trainers compute with 32 bits; what is larger is infinite there."""
+"""Trainers compute in 32 bits, where larger numbers are infinite."""
 
 
 def mask(args: Any, sample: ROLLOUT_SAMPLE) -> None:
-    """Keep a sample out of the loss. slime zeroes the loss mask of a removed sample when it converts the batch; but its
-    REINFORCE++ ends the run at a sample without any token in the loss (slime/utils/ppo_utils.py), so there one is left.
+    """Keep a sample out of the loss: slime zeroes the loss mask of a sample with `remove_sample`. But its REINFORCE++
+    ends the run at a sample without a token in the loss (slime/utils/ppo_utils.py), so there the last token stays.
     """
     if getattr(args, "advantage_estimator", None) == "reinforce_plus_plus":
         mask_but_one_token(sample)
@@ -113,7 +111,7 @@ def mask_but_one_token(sample: ROLLOUT_SAMPLE) -> None:
 
 
 def finite(value: Any) -> float | None:
-    """A value as a number that is finite in 32 bits; None where it is none."""
+    """A value as a number that is finite in 32 bits; None if it is not."""
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -122,7 +120,7 @@ def finite(value: Any) -> float | None:
 
 
 def flat(samples: Any) -> Iterator[ROLLOUT_SAMPLE]:
-    """The samples of a group, whose rollouts may each have become several."""
+    """The samples of a group. Each of its rollouts may have become several samples."""
     for sample in samples:
         if isinstance(sample, (list, tuple)):
             yield from flat(sample)

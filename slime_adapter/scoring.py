@@ -1,8 +1,8 @@
-"""The reward function: a sample, a group, or the several samples that one rollout became, each to its reward.
+"""The reward function: scores a sample, a group, or the several samples that one rollout became.
 
-slime puts what comes back straight into training. It ends the job at an exception, breaks at None, and makes a whole
-group NaN for one NaN; so every sample gets a finite number here, and what is only a stand-in is masked with
-`remove_sample` and marked on the sample for the post-process hook, which leaves it out of the group's statistics.
+slime trains on the returned rewards as they are. It ends the job at an exception, breaks at None, and one NaN makes a
+whole group NaN. So every sample gets a finite number. A failed sample gets a stand-in, `remove_sample`, and a mark for
+the post-process hook, which leaves it out of the group's statistics.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _aborts = Aborts()
 
 
 async def reward(args: Any, sample: ROLLOUT_SAMPLE | Sequence[ROLLOUT_SAMPLE], **_: Any) -> Any:
-    """The reward of a sample, or the rewards of several in order: with `--group-rm` the group, without it what a custom
-    generate function made of one rollout.
+    """The reward of a sample, or the rewards of several in order: of a group with `--group-rm`, else of the samples
+    that a custom generate function made of one rollout.
 
     A reward is a float; with `--reward-key` or `--eval-reward-key` a dict that has those keys and `score`, `failed`,
     `cause` and every component. A failed sample gets the mean of its scored siblings, `remove_sample = True` and
@@ -45,19 +45,19 @@ async def reward(args: Any, sample: ROLLOUT_SAMPLE | Sequence[ROLLOUT_SAMPLE], *
 
 
 async def reward_sample(args: Any, sample: ROLLOUT_SAMPLE, **kwargs: Any) -> Any:
-    """`reward` under the parameter names that slime's contract tests want of a function for single samples."""
+    """`reward`, with the parameter names that slime's contract tests require of a function for single samples."""
     return await reward(args, sample, **kwargs)
 
 
 async def reward_group(args: Any, samples: Sequence[ROLLOUT_SAMPLE], **_: Any) -> list[Reward]:
-    """`reward` for several samples; slime's contract tests want this parameter name with `--group-rm`."""
+    """`reward` for several samples, with the parameter name that slime's contract tests require with `--group-rm`."""
     samples = list(samples)
     return await _score(args, samples, size=len(samples) if getattr(args, "group_rm", False) else None)
 
 
 def give_stand_ins(args: Any, samples: Sequence[ROLLOUT_SAMPLE]) -> None:
-    """Treat samples that never came to be scored as failed ones. slime asks for no reward where the server cut a
-    generation short, and breaks at the None that such a sample trains with.
+    """Treat samples that slime never asked to score as failed: it asks for no reward if the server aborted a
+    generation, and then breaks at the sample's reward of None.
     """
     rewards = _write(args, adapter_of(args), samples, [_ABORTED] * len(samples), size=None)
     for sample, reward in zip(samples, rewards, strict=True):
@@ -71,7 +71,7 @@ async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | No
     judged = [sample for sample in samples if not is_aborted(sample)]
     outcomes: Sequence[Outcome] = [_ABORTED] * len(judged)
     late: Future[Any] | None = None
-    # slime keeps the samples of a partial rollout for a later one and does not ask again, so late verdicts count.
+    # slime keeps the samples of a partial rollout for a later one without asking again, so late verdicts count.
     kept, over = bool(getattr(args, "partial_rollout", False)), aborted(args)
     if judged and (kept or not over):
         work = _submit(adapter, judged)
@@ -83,8 +83,8 @@ async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | No
         finally:
             if late is None:
                 work.cancel()
-    told = iter(outcomes)
-    by_sample = [_ABORTED if is_aborted(sample) else next(told) for sample in samples]
+    scored = iter(outcomes)
+    by_sample = [_ABORTED if is_aborted(sample) else next(scored) for sample in samples]
     rewards = _write(args, adapter, samples, by_sample, size=size)
     for sample in samples:
         sample.non_generation_time = getattr(sample, "non_generation_time", 0.0) + (loop.time() - began)
@@ -95,7 +95,7 @@ async def _score(args: Any, samples: Sequence[ROLLOUT_SAMPLE], *, size: int | No
 
 
 def _submit(adapter: Adapter, samples: Sequence[ROLLOUT_SAMPLE]) -> Future[Any]:
-    """Hand samples to the engine: several as one batch, single ones as they come."""
+    """Submit samples to the engine: several as one batch, or a single one."""
     if len(samples) == 1:
         return adapter.portal.submit(to_sample(samples[0]))
     return adapter.portal.submit_all([to_sample(sample) for sample in samples])
@@ -113,8 +113,8 @@ def _arrived(
     loop: asyncio.AbstractEventLoop,
     work: Future[Any],
 ) -> None:
-    """Write verdicts that came after slime took its samples back. Called in the engine's thread; the writing is done in
-    slime's event loop, where slime itself writes to the samples.
+    """Write late verdicts into their samples. Called in the engine's thread; it writes in slime's event loop, where
+    slime itself writes to the samples.
     """
     if work.cancelled() or work.exception() is not None:
         return
@@ -140,7 +140,7 @@ def _write(
     *,
     size: int | None,
 ) -> list[Reward]:
-    """Mark the samples with their outcomes, and return their rewards. `size` is the size of a whole group, if known."""
+    """Write the outcomes into the samples, and return their rewards. `size` is the size of a whole group, if known."""
     rewards: dict[int, Reward] = {}
     failed: list[tuple[int, dict[str, Any]]] = []
     for place, (sample, outcome) in enumerate(zip(samples, outcomes, strict=True)):
@@ -153,11 +153,11 @@ def _write(
             continue
         score(sample, facts)
         rewards[place] = _as_reward(args, facts, reward)
-        known = None if group_of(sample) is None else size  # a data source of an evaluation has no end
+        known = None if group_of(sample) is None else size  # the samples of an evaluation's data source are not counted
         adapter.means.add(_key_of(sample), _trained(args, rewards[place]), size=known)
     for place, facts in failed:
         sample = samples[place]
-        adapter.tell_of_missing_hook(args)
+        adapter.warn_of_missing_hook(args)
         fail(args, sample, facts)
         follow = partial(_follow, args, ref(sample), facts)
         if group_of(sample) is None:
@@ -176,16 +176,16 @@ def _follow(args: Any, sample_ref: ref[ROLLOUT_SAMPLE], facts: Mapping[str, Any]
 
 
 def _as_reward(args: Any, facts: Mapping[str, Any], number: float) -> Reward:
-    """A number as slime wants it: alone, or in a dict when the reward has a key."""
+    """A number in slime's form: a float, or a dict if rewards have a key."""
     keys = {getattr(args, name, None) for name in ("reward_key", "eval_reward_key")} - {None, ""}
     if not keys:
         return number
     components = {name.removeprefix("score/"): value for name, value in facts.items() if name.startswith("score/")}
-    told: dict[str, Any] = {**components, "score": number, "failed": facts["failed"], "cause": facts["cause"]}
+    reward: dict[str, Any] = {**components, "score": number, "failed": facts["failed"], "cause": facts["cause"]}
     for key in map(str, keys):
-        if told.get(key) is None or facts["failed"]:
-            told[key] = number
-    return told
+        if reward.get(key) is None or facts["failed"]:
+            reward[key] = number
+    return reward
 
 
 def _trained(args: Any, reward: Reward) -> float:
@@ -194,6 +194,6 @@ def _trained(args: Any, reward: Reward) -> float:
 
 
 def _key_of(sample: ROLLOUT_SAMPLE) -> tuple[str, Any]:
-    """Whose mean a failed sample gets: its group's, and in evaluation, where there is none, its data source's."""
+    """The key of the mean that a failed sample gets: its group, or its data source in an evaluation without groups."""
     group = group_of(sample)
     return ("eval", str(metadata_of(sample).get("data_source", ""))) if group is None else ("group", group)

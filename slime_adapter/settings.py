@@ -1,8 +1,8 @@
-"""Where the configuration of a slime run comes from, and what belongs to one configuration in a process.
+"""Loads the configuration of a slime run, and keeps the state that belongs to it.
 
-slime calls a bare function from whatever event loop it has at the moment (train and eval share one, fully-async rollout
-has another, tests make one each), with `args` as the only context. So what must outlive a call is kept here, by
-configuration: the core's portal with its queue and limits, the gate that drops groups, and what is known of groups.
+slime calls a bare function with `args` as the only context, from different event loops (training and evaluation share
+one, a fully-async rollout has another). So the state that outlives a call is kept here, by configuration: the core's
+portal with its queue and limits, the gate that drops groups, and the means of groups.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ POST_PROCESS_FLAG = "--custom-reward-post-process-path slime_adapter.post_proces
 
 
 class Adapter:
-    """What one configuration needs in this process. Raises `ConfigurationError`."""
+    """The state of one configuration in this process. Raises `ConfigurationError`."""
 
     def __init__(self, config: Config) -> None:
         self.config = config
@@ -33,19 +33,19 @@ class Adapter:
         self.facts = self.portal.facts()
         self.gate = GroupGate(config.groups)
         self.last_failure = ""
-        """What became of the last sample that got no reward, in words."""
+        """The detail of the last failure."""
         self.means = RunningMeans()
-        self._told = False
+        self._warned = False
 
-    def tell_of_missing_hook(self, args: Any) -> None:
-        """Say once which flag keeps failed samples out of the groups' statistics, where it is not set."""
-        if self._told or self.config.on_failure not in ("auto", "neutral", "exclude"):
+    def warn_of_missing_hook(self, args: Any) -> None:
+        """Warn once if the flag that keeps failed samples out of the groups' statistics is not set."""
+        if self._warned or self.config.on_failure not in ("auto", "neutral", "exclude"):
             return
-        self._told = True
+        self._warned = True
         if getattr(args, "custom_reward_post_process_path", None) is None:
             _log.warning(
-                "A sample has no reward. It is masked and gets the mean of its group, but it still counts in its "
-                "group's standard deviation. Add %s to leave it out of that, too.",
+                "A sample has no reward. It is masked and gets the mean of its group, but still counts in its group's "
+                "standard deviation. Add %s to prevent that.",
                 POST_PROCESS_FLAG,
             )
 
@@ -55,11 +55,11 @@ _adapters: list[tuple[tuple[Any, ...], Adapter]] = []
 
 
 def adapter_of(args: Any) -> Adapter:
-    """The adapter for slime's `args`; made with the first call for a configuration.
+    """The adapter for slime's `args`; the first call for a configuration makes it.
 
     The tree is `args.qreward` (slime makes every top-level key of the file behind `--custom-config-path` an attribute),
     or the file that `QREWARD_CONFIG` names; without either, the reward server of `--rm-url`. Raises
-    `ConfigurationError` with every mistake.
+    `ConfigurationError` with all mistakes.
     """
     inline, url = getattr(args, "qreward", None), getattr(args, "rm_url", None)
     key = (inline, url, os.environ.get(ENVIRONMENT))
@@ -73,7 +73,7 @@ def adapter_of(args: Any) -> Adapter:
 
 
 def close() -> None:
-    """Close the engines of this process; what waits for a reward there fails. Without a call they close at exit."""
+    """Close the engines of this process; pending rewards fail. Engines that are not closed here close at exit."""
     with _lock:
         _adapters.clear()
     close_process_portals()

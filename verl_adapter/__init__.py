@@ -2,7 +2,7 @@
 
 An installed package registers itself in every process of a verl run (entry point `verl.plugins`, verl >= 0.9). Where
 verl has no such entry points, name the class: `reward.reward_manager.source=importlib`, `name=QRewardManager`,
-`module.path=pkg://verl_adapter`. The classes load on first use, because looking at this package must not import torch.
+`module.path=pkg://verl_adapter`. The classes load on first use, because importing this package must not import torch.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""`QRewardBatchManager`: the contract of verl 0.4 to 0.7.0, one sync call for a whole batch.
+"""`QRewardBatchManager`: verl's reward manager of 0.4 to 0.7.0, with one sync call for a whole batch.
 
-Here all samples of a group are at hand, so a failed one can be made neutral: it gets the mean of its group's scored
-samples, which leaves the group's mean as it is and gives the sample an advantage of zero. A group that failed as a
-whole gets one constant, so that every advantage in it is zero.
+All samples of a group are in the batch. So a failed sample gets the mean of its group's scored samples: the mean of the
+group stays the same, and the sample's advantage is zero. If all samples of a group fail, all get the same constant, and
+every advantage is zero.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class QRewardBatchManager:
 
     The arguments are verl's (trainer/ppo/reward.py of 0.4 to 0.7.0). `qreward` is the inline tree, which verl takes
     from `reward_model.reward_kwargs.qreward`; without it `QREWARD_CONFIG` names a file. `reward_fn_key` is the column
-    that holds the data source. `num_examine`, how many samples to print, is taken and not heeded: a journal shows
-    every one. Managers that score alike share one engine, and so the limits. Raises `ConfigurationError`.
+    that holds the data source. `num_examine`, how many samples to print, is ignored: use a journal to see every sample.
+    Managers with the same configuration and function share one engine, and so the limits. Raises `ConfigurationError`.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class QRewardBatchManager:
         numbers = [number_of(outcome, self._on_failure) for outcome in outcomes]
         means = group_means(numbers, [sample.group_id for sample in samples])
         for index, (number, mean) in enumerate(zip(numbers, means, strict=True)):
-            # verl of these versions has no way to leave a sample out; being neutral to its group is the nearest to it.
+            # These versions of verl cannot leave a sample out; the mean of its group comes closest.
             rewards[index, read[index][2]] = mean if number is None else number
         if not return_dict:
             return rewards
@@ -113,13 +113,13 @@ def _make_engine(settings: Config, trainer: DictConfig | None, compute_score: Co
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
     """One list for each key, as long as the batch. Missing values are NaN, or "" in a list of texts, because these
-    versions of verl take means over all that is not a text. A key for which all values are missing is left out.
+    versions of verl average everything that is not a text. A key without any value is left out.
     """
     columns: dict[str, list[Any]] = {}
     for key in dict.fromkeys(key for row in rows for key in row):
         values = [row.get(key) for row in rows]
-        there = [value for value in values if value is not None]
-        if there:
-            nothing = "" if isinstance(there[0], str) else math.nan
-            columns[key] = [nothing if value is None else value for value in values]
+        present = [value for value in values if value is not None]
+        if present:
+            missing = "" if isinstance(present[0], str) else math.nan
+            columns[key] = [missing if value is None else value for value in values]
     return columns

@@ -1,8 +1,7 @@
-"""verl's reward function as a source: where it runs, how a worker process comes by it, and which of its arguments are
-secrets.
+"""Runs verl's reward function as a source, and finds the secrets among its arguments.
 
-Sync functions run in worker processes that can be killed. What verl hands over is often not picklable (a function out
-of a file that is no importable module), so a worker is told how verl itself finds the function and loads it anew.
+Sync functions run in worker processes, which can be killed. The function that verl passes is often not picklable (it
+comes from a file that is no importable module). So a worker loads it itself, in the way verl does.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from qreward_plugins.sources import FunctionSource
 
 ComputeScore = Callable[..., Any]
 
-_TELLING_CHARS = 8
-_MOST_WRAPPED = 8
+_SHORTEST_SECRET_CHARS = 8
+_DEEPEST_WRAPPER = 8
 
 
 def open_reward_function(
@@ -37,11 +36,11 @@ def open_reward_function(
     """The source that runs verl's reward function.
 
     Args:
-        node: its configuration; sync functions run in worker processes unless `mode: thread` is asked for.
+        node: its configuration; sync functions run in worker processes unless it has `mode: thread`.
         trainer: verl's configuration, from which a worker process loads the function.
         compute_score: the function that verl loaded in this process.
         kwargs: what verl adds to every call (the router's address and the reward model's tokenizer).
-        processes: how many reward workers there are; together they start no more workers than there are processors.
+        processes: the number of reward workers; together they start no more worker processes than there are processors.
     """
     if node.workers is None:
         node = node.model_copy(update={"workers": max(1, (os.cpu_count() or 1) // processes)})
@@ -56,19 +55,21 @@ def open_reward_function(
 
 
 def reward_secrets(trainer: DictConfig | None, compute_score: ComputeScore | None = None) -> tuple[str, ...]:
-    """The secrets among the arguments that verl binds to its reward function: what its configuration has under a key
-    that names one (`reward_kwargs.api_key`), and values of environment variables that name one. Of a URL only the
-    password and the query count.
+    """The secrets among the arguments that verl binds to its reward function.
 
-    verl resolves its configuration, so which values came from the environment shows in the values only. `compute_score`
-    is what verl made of them; older versions hand over nothing else.
+    These are values under a key whose name suggests a secret (`reward_kwargs.api_key`), and values of environment
+    variables with such a name. Of a URL only the password and the query count. verl resolves its configuration, so a
+    value from the environment is recognised by its text. Older versions of verl pass only `compute_score`, to which the
+    arguments are bound.
     """
     given: list[Any] = list(_bound(compute_score))
     for key in ("reward.custom_reward_function", "custom_reward_function"):
         given.append(_container(None if trainer is None else OmegaConf.select(trainer, f"{key}.reward_kwargs")))
     url = None if trainer is None else OmegaConf.select(trainer, "reward.sandbox_fusion.url")
     found = [str(url)] if url else []
-    variables = [value for name, value in os.environ.items() if names_secret(name) and len(value) >= _TELLING_CHARS]
+    variables = [
+        value for name, value in os.environ.items() if names_secret(name) and len(value) >= _SHORTEST_SECRET_CHARS
+    ]
     for tree in given:
         found += secrets_in(with_secrets(tree))
         found += [text for text in _texts(tree) if "://" in text]
@@ -77,8 +78,8 @@ def reward_secrets(trainer: DictConfig | None, compute_score: ComputeScore | Non
 
 
 def _bound(function: Any, depth: int = 0) -> Iterator[Any]:
-    """The mappings of arguments that are bound to a function, by `partial` or in a closure."""
-    if depth > _MOST_WRAPPED:
+    """The mappings of arguments bound to a function, by `partial` or in a closure."""
+    if depth > _DEEPEST_WRAPPER:
         return
     if isinstance(function, partial):
         yield _container(function.keywords)
@@ -95,12 +96,12 @@ def _bound(function: Any, depth: int = 0) -> Iterator[Any]:
 def _content(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # it is empty yet
+    except ValueError:  # still empty
         return None
 
 
 def _container(value: Any) -> Any:
-    """A tree of plain mappings and lists."""
+    """The value as plain mappings and lists."""
     if OmegaConf.is_config(value):
         return OmegaConf.to_container(value, resolve=True)
     if isinstance(value, Mapping):
@@ -119,7 +120,7 @@ def _texts(tree: Any) -> Iterator[str]:
 
 
 def load_reward_function(custom: Mapping[str, Any] | None) -> ComputeScore:
-    """Load verl's reward function in this process: the custom one of `custom`, or verl's default."""
+    """Load verl's reward function in this process: the one that `custom` names, or verl's default."""
     if custom is None:
         return _default()
     from verl.trainer.ppo.reward import get_custom_reward_fn

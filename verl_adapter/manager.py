@@ -1,12 +1,12 @@
-"""`QRewardManager`: the core behind verl's contract of one async call per trajectory (verl >= 0.7).
+"""`QRewardManager`: verl's reward manager with one async call per trajectory (verl >= 0.7).
 
 verl starts `reward.num_workers` processes, each with one manager, and calls `run_single` on the process's event loop
-while the rollout still runs. The engine is made in the constructor, so that mistakes of the configuration end the run
-before the first rollout, and it binds to the loop with the first call.
+while the rollout still runs. The constructor makes the engine, so that mistakes in the configuration end the run before
+the first rollout. The engine binds to the loop with the first call.
 
 The siblings of a sample are scored in other processes. So every outcome is reported to the group barrier of the job
-(`qreward_plugins.groups`), where a failed sample waits for the mean of its group. In validation nothing waits: a failed
-sample is left out of the means, which `trainer` sees to. A row that cannot be read is a failed sample like any other.
+(`qreward_plugins.groups`), where a failed sample waits for the mean of its group. In validation nothing waits:
+`trainer_hooks` leaves failed samples out of the means. A row that cannot be read is a failed sample.
 """
 
 from __future__ import annotations
@@ -22,30 +22,25 @@ from verl.experimental.reward_loop.reward_manager.base import RewardManagerBase
 from qreward_plugins import Cause, Failed, Outcome, RewardEngine, RewardMissing, Sample
 from qreward_plugins.groups import GroupBarrier, Report, number_of
 
-from . import trainer
+from . import trainer_hooks
 from .functions import ComputeScore, open_reward_function, reward_secrets
-from .policy import (
-    failure_policy,
-    samples_per_prompt,
-    takes_any_keys,
-    warn_of_short_waiting,
-)
-from .rewards import ExtraInfo, Reads
+from .policy import failure_policy, samples_per_prompt, takes_any_keys, warn_of_short_waiting
+from .rewards import ExtraInfo, KeysRead
 from .rollouts import is_padding, looks_like_validation, response_ids, session_of, to_sample, unreadable
 from .settings import load_settings, processes_of, reward_function_sources
 from .startup import refuse_impossible, warn_of_ignored_settings
 from .trainers import trainer_of
 
-UNSEEN = 0.0
-"""The score of a failed sample in validation: it takes the place of none, and is left out of every mean."""
+UNUSED = 0.0
+"""The score of a failed sample in validation, which is left out of every mean. verl needs a number."""
 
-_NOT_JUDGED = Failed(Cause.INFRA, "padding", "the row only fills up a batch; verl drops its score")
+_NOT_JUDGED = Failed(Cause.INFRA, "padding", "the row only fills up a batch, and verl drops its score")
 
 
 class QRewardManager(RewardManagerBase):  # type: ignore[misc]
     """verl's reward manager `qreward`.
 
-    The arguments are verl's (trainer/ppo/reward.py). Raises `ConfigurationError` with every mistake of the
+    The arguments are verl's (trainer/ppo/reward.py). Raises `ConfigurationError` with all mistakes in the
     configuration.
     """
 
@@ -57,7 +52,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         reward_router_address: str | None = None,
         reward_model_tokenizer: Any = None,
     ) -> None:
-        # verl 0.7.0 takes two arguments here and later versions three; all that they set is set below.
+        # Not super().__init__: it takes two arguments in verl 0.7.0 and three later. All that it sets is set here.
         self.config = config
         self.tokenizer = tokenizer
         self.compute_score = compute_score
@@ -85,7 +80,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self._extra_info = ExtraInfo(
             self.engine,
             any_keys=takes_any_keys(config),
-            reads=Reads.of(config, settings),
+            reads=KeysRead.of(config, settings),
             secrets=reward_secrets(config, compute_score),
         )
         self._decoder = ThreadPoolExecutor(max_workers=1, thread_name_prefix="qreward-decode")
@@ -93,14 +88,14 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
     async def run_single(self, data: DataProto) -> dict[str, Any]:
         """Score one trajectory: `{"reward_score": float, "reward_extra_info": {...}}`.
 
-        Of several outputs of one trajectory the last is judged, as in verl. A sample without a reward gets the mean of
-        its group's scored samples (`on_failure: neutral`; it waits for them, `groups.wait_s` at most), raises
-        `RewardMissing` (`exclude` and `raise`), or gets the constant that the configuration names. In validation its
-        score stands for nothing and `qreward/missing` is 1.0. A row that only fills up a batch is not judged at all.
+        If one trajectory has several outputs, the last one is judged, as in verl. For a failed sample, `on_failure`
+        decides: `neutral` waits for its siblings, at most `groups.wait_s`, and returns their mean; `exclude` and
+        `raise` raise `RewardMissing`; `{constant: x}` returns x. In validation it returns a number that no mean
+        counts, and `qreward/missing` is 1.0. A row that only fills up a batch is not judged.
         """
         item = data[-1:][0]
         if is_padding(item):
-            return {"reward_score": UNSEEN, "reward_extra_info": self._extra_info.of(_NOT_JUDGED, imputed=False)}
+            return {"reward_score": UNUSED, "reward_extra_info": self._extra_info.of(_NOT_JUDGED, imputed=False)}
         sample, outcome = await self._scored(item)
         validation = sample.split == "val"
         if validation:
@@ -128,20 +123,20 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         await self._barrier.settle(_report(outcome, "val"))
         if self._policy == "raise":
             number_of(outcome, self._policy)
-        return UNSEEN if outcome.reward is None else float(outcome.reward)
+        return UNUSED if outcome.reward is None else float(outcome.reward)
 
     async def _trained(self, outcome: Outcome, sample: Sample, item: Any) -> tuple[float, bool]:
         """The number that a sample trains on, and whether it is the mean of its group."""
-        # Data sets may call rows of training "test", so what a row looks like counts only if the trainer marks nothing.
-        unlike_training = self._trainer.marks_validation is False and looks_like_validation(item)
-        leaves_out = unlike_training and self._trainer.leaves_out
+        # A data set may call its training rows "test", so a row's own split counts only if the trainer marks no rows.
+        seems_validation = self._trainer.marks_validation is False and looks_like_validation(item)
+        leaves_out = seems_validation and self._trainer.leaves_out
         neutral = self._policy == "neutral" and sample.group_id is not None and not leaves_out
-        report = _report(outcome, "val" if unlike_training else "train")
+        report = _report(outcome, "val" if seems_validation else "train")
         if neutral:
             key = (str(sample.group_id), "" if sample.step is None else str(sample.step))
             session, generation = session_of(item)
             report = report._replace(key=key, sample=session, generation=generation, size=self._group_size)
-        mean = await self._barrier.settle(report, wait=not unlike_training)
+        mean = await self._barrier.settle(report, wait=not seems_validation)
         if mean is not None:
             return mean, True
         number = number_of(outcome, self._policy)
@@ -164,5 +159,5 @@ def _report(outcome: Outcome, split: Literal["train", "val"]) -> Report:
     return Report(None, "", verdict.score, None, split, cut=verdict.cut, floor=verdict.basis == "floor")
 
 
-# The trainer's process makes no manager, but it imports this module, because it looks the class up.
-trainer.install()
+# The trainer's process makes no manager, but it imports this module to look the class up.
+trainer_hooks.install()

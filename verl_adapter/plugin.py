@@ -1,8 +1,8 @@
 """The entry point of the group `verl.plugins`: importing it registers `qreward` with verl.
 
-verl imports this in every process and swallows whatever goes wrong at log level DEBUG (verl/__init__.py), after which
-the run would end with "reward manager is not registered" and no reason. So the reason is said here, loudly. The same
-goes for the key that selected reward managers up to verl 0.8 and that 0.9 reads and drops without a word.
+verl imports this in every process and logs errors at level DEBUG only (verl/__init__.py). Then the run would end with
+"reward manager is not registered" and no reason, so errors are logged here. verl 0.9 also ignores, without a message,
+the key that selected reward managers up to 0.8; a warning says so.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def _load() -> None:
         _log.exception("qreward could not register its reward manager with verl")
         raise
     if not registered:
-        _log.error("qreward found no registry of reward managers in this verl; versions from 0.4 on have one")
+        _log.error("qreward found no registry of reward managers in this verl; verl 0.4 or later is required")
     override = ignored_selection(sys.argv[1:])
     if override is not None:
         _log.warning("this verl ignores %r; select the reward manager with %s=%s", override, _KEY, NAME)

@@ -1,8 +1,8 @@
-"""What becomes of a failed sample in this verl run: `on_failure`, resolved by the trainer's configuration.
+"""Resolves `on_failure` for a verl run: what happens to a failed sample, given verl's configuration.
 
-Being neutral takes an advantage estimator that compares the samples of a group, and leaving a sample out takes verl's
-V1 trainer: in the legacy one and those made of it, and where a batch is scored at once by a colocated reward model, an
-exception of a reward manager ends the run (`trainers` has the table). Whatever would end the run at the first failed
+`neutral` needs an advantage estimator that compares the samples of a group. `exclude` needs verl's V1 trainer. In the
+legacy trainer and those derived from it, and where a colocated reward model scores a whole batch at once, an exception
+of a reward manager ends the run (see the table in `trainers`). A policy that would end the run at the first failed
 sample is refused before the first rollout.
 """
 
@@ -24,11 +24,11 @@ _log = logging.getLogger("verl_adapter")
 MEAN_BASED = frozenset(
     {"grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "gpg", "reinforce_plus_plus_baseline"}
 )
-"""Estimators to which the mean of the scored siblings is neutral (trainer/ppo/core_algos.py).
+"""Estimators for which the mean of the scored siblings is neutral (trainer/ppo/core_algos.py).
 
-The baseline of a sample is the mean of its group, which an imputed mean leaves as it is. `grpo_passk` has none: an
-imputed sample is never the one that is rewarded, but the best one's lead is taken from the mean where the runner-up is
-below it. `reinforce_plus_plus_baseline` whitens over the batch afterwards.
+The baseline of a sample is the mean of its group, which an imputed mean leaves unchanged. `grpo_passk` has no such
+baseline: an imputed sample is never the rewarded one, but the best sample's lead is measured from the mean where the
+runner-up is below it. `reinforce_plus_plus_baseline` whitens over the batch afterwards.
 """
 
 _NOT_GROUPED = frozenset({"gae", "reinforce_plus_plus", "remax"})
@@ -36,28 +36,28 @@ _BY_COMPONENT = frozenset({"gdpo"})
 
 
 def failure_policy(config: Config, trainer: DictConfig) -> FailurePolicy:
-    """`on_failure` without its `auto`.
+    """`on_failure` with `auto` resolved.
 
-    `auto` is `neutral` where the estimator is in `MEAN_BASED`, and else `exclude`; in the legacy trainer, which cannot
-    exclude, and in those made of it, it is `neutral` for every estimator that compares the samples of a group. Raises
-    `ConfigurationError`.
+    `auto` is `neutral` if the estimator is in `MEAN_BASED`, else `exclude`. The legacy trainer and those derived from
+    it cannot exclude; there it is `neutral` for every estimator that compares the samples of a group. Raises
+    `ConfigurationError` for a policy that cannot work.
     """
     chosen = config.on_failure
     if isinstance(chosen, Constant) or chosen == "raise":
         return chosen
-    not_neutral, not_excluded = _why_not_neutral(trainer), _why_not_excluded(trainer)
+    neutral_problem, exclude_problem = _neutral_problem(trainer), _exclude_problem(trainer)
     if chosen == "neutral":
-        if not_neutral:
-            raise _refused("neutral", not_neutral, "" if not_excluded else "exclude")
+        if neutral_problem:
+            raise _refused("neutral", neutral_problem, "" if exclude_problem else "exclude")
         return "neutral"
     if chosen == "exclude":
-        if not_excluded:
-            raise _refused("exclude", not_excluded, "" if not_neutral else "neutral")
+        if exclude_problem:
+            raise _refused("exclude", exclude_problem, "" if neutral_problem else "neutral")
         return "exclude"
-    if not not_neutral and (estimator_of(trainer) in MEAN_BASED or not_excluded):
+    if not neutral_problem and (estimator_of(trainer) in MEAN_BASED or exclude_problem):
         return "neutral"
-    if not_excluded:
-        raise _refused("auto", f"{not_excluded} And it cannot be made neutral to its group, because {not_neutral}", "")
+    if exclude_problem:
+        raise _refused("auto", f"{exclude_problem} And `neutral` is impossible, because {neutral_problem}", "")
     return "exclude"
 
 
@@ -67,17 +67,17 @@ def samples_per_prompt(trainer: DictConfig) -> int:
 
 
 def warn_of_short_waiting(trainer: DictConfig, processes: int) -> None:
-    """Say once where more samples of a step could wait for their siblings than the reward workers let wait.
+    """Warn if more samples of a step could wait for their siblings than the reward workers can let wait.
 
-    A reward worker is an async Ray actor and carries 1,000 calls at once; a waiting sample holds one of them. Nothing
-    else in verl is held up by it: an agent loop worker awaits the reward in a task of its own, after generation.
+    A reward worker is an async Ray actor and carries 1,000 calls at once; a waiting sample takes one of them. It delays
+    nothing else in verl: an agent loop worker awaits the reward in a task of its own, after generation.
     """
     samples = _prompts_at_once(trainer) * samples_per_prompt(trainer)
     if samples > MAX_WAITING * processes:
         _log.warning(
-            "Up to %d failed samples wait for their siblings in each of %d reward workers; one more closes the group "
-            "that waits longest, at the mean of what is scored by then. In an outage, the %d samples that verl scores "
-            "at once could have more of them; with reward.num_workers=%d none would be cut short.",
+            "At most %d failed samples can wait for their siblings in each of %d reward workers; one more closes the "
+            "group that waits longest, at the mean of its samples scored so far. In an outage the %d samples that verl "
+            "scores at once may exceed that. Set reward.num_workers=%d to let all of them wait.",
             MAX_WAITING,
             processes,
             samples,
@@ -112,14 +112,14 @@ def takes_any_keys(trainer: DictConfig) -> bool:
 
 
 def _is_scored_at_once(trainer: DictConfig) -> bool:
-    """Whether rewards are computed for a whole batch, after the rollout: the reward model takes turns on its GPUs."""
+    """Whether a whole batch is scored after the rollout, because reward model and rollout share the GPUs."""
     return bool(OmegaConf.select(trainer, "reward.reward_model.enable")) and not OmegaConf.select(
         trainer, "reward.reward_model.enable_resource_pool"
     )
 
 
 def _trains_what_is_left(trainer: DictConfig) -> bool:
-    """Whether V1 trains a group without the samples that are left out; its asynchronous modes replace the group."""
+    """Whether V1 trains a group without its excluded samples; its asynchronous modes replace the group instead."""
     return str(OmegaConf.select(trainer, "trainer.v1.trainer_mode") or "sync") == "sync"
 
 
@@ -128,37 +128,37 @@ def estimator_of(trainer: DictConfig) -> str:
     return str(OmegaConf.select(trainer, "algorithm.adv_estimator") or "gae")
 
 
-def _why_not_neutral(trainer: DictConfig) -> str:
+def _neutral_problem(trainer: DictConfig) -> str:
     estimator = estimator_of(trainer)
     if estimator in _NOT_GROUPED:
         return f"the advantage estimator `{estimator}` does not compare the samples of a group."
     if estimator in _BY_COMPONENT:
-        return f"the advantage estimator `{estimator}` takes the components of a reward, and a failed sample has none."
+        return f"the advantage estimator `{estimator}` uses the components of a reward, and a failed sample has none."
     if samples_per_prompt(trainer) < 2:
         return "a group has one sample (actor_rollout_ref.rollout.n)."
     if trainer_of(trainer).leaves_out and _is_scored_at_once(trainer):
-        return "verl does not tell a reward manager the groups while its reward model takes turns with the rollout."
+        return "verl tells a reward manager no groups while reward model and rollout share the GPUs."
     return ""
 
 
-def _why_not_excluded(trainer: DictConfig) -> str:
+def _exclude_problem(trainer: DictConfig) -> str:
     kind = trainer_of(trainer)
     if kind.name == "legacy":
         return "the legacy trainer ends the run when a sample has no reward; leaving it out needs trainer.use_v1=True."
     if not kind.leaves_out:
         return (
-            f"verl's {kind.name} trainer, which is made of the legacy one, ends the run when a sample has no reward; "
+            f"verl's {kind.name} trainer, which derives from the legacy one, ends the run when a sample has no reward; "
             "leaving it out needs verl.trainer.main_ppo with trainer.use_v1=True, which has asynchronous modes, too "
             "(trainer.v1.trainer_mode)."
         )
     if estimator_of(trainer) == "grpo_passk" and _trains_what_is_left(trainer):
         return (
-            "`grpo_passk` ends the run at a group of one sample, and so does a single row with which verl fills up the "
-            "batch in place of a sample that was left out."
+            "`grpo_passk` ends the run at a group of one sample, and verl fills up the batch with such a single row in "
+            "place of a sample that was left out."
         )
     if _is_scored_at_once(trainer):
         return (
-            "verl ends the run when a sample has no reward while its reward model takes turns with the rollout; "
+            "verl ends the run when a sample has no reward while reward model and rollout share the GPUs; "
             "leaving it out needs reward.reward_model.enable_resource_pool=True."
         )
     return ""
@@ -166,7 +166,7 @@ def _why_not_excluded(trainer: DictConfig) -> str:
 
 def _refused(policy: str, why: str, instead: str) -> ConfigurationError:
     others = "".join(f"`{other}`, " for other in (instead,) if other)
-    remedy = f"Or choose {others}`{{constant: x}}`, or `raise` to end it knowingly."
+    remedy = f"Or choose {others}`{{constant: x}}`, or `raise` to end the run at a failed sample."
     return ConfigurationError(
         [Mistake("on_failure", f"`{policy}` is impossible here: {why}", remedy)], origin="qreward"
     )

@@ -1,14 +1,14 @@
 """Turns outcomes into verl's `reward_extra_info`, with the same keys for every sample.
 
-Where verl collects rows, it takes the keys of the first for all, over all processes (verl 0.9.1:
+Where verl collects rows, it uses the keys of the first row for all, over all processes (verl 0.9.1:
 experimental/agent_loop/agent_loop.py, reward_loop.py, and protocol.py for batches). So every sample has all keys that
-are known before the first is scored: the facts, the components that the configuration names, and the keys that verl's
-configuration reads. A reward function may return more. These keys keep their names, as with verl's `naive` manager. The
-V1 trainer accepts other keys from each sample; for the other trainers they are sent as one JSON text, which `trainer`
-unpacks for the means of a validation.
+are known before the first one is scored: the facts, the components that the configuration names, and the keys that
+verl's configuration reads. A reward function may return more keys, which keep their names, as with verl's `naive`
+manager. The V1 trainer accepts different keys from each sample. For the other trainers they are sent as one JSON text,
+which `trainer_hooks` unpacks for the means of a validation.
 
 The values of a sample without a verdict are None, which verl's validation skips. The metric of a group filter is NaN
-instead, because verl calls float() on it. verl then does not take the group for one of equal rewards.
+instead, because verl calls float() on it. verl then does not treat the group as one of equal rewards.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ from qreward_plugins.sources import VALUE, kind_of
 from qreward_plugins.sources.redactor import Redactor
 
 MISSING = "qreward/missing"
-"""1.0 for a sample without a reward of its own: its score is a stand-in."""
+"""1.0 for a failed sample: its score is a stand-in."""
 
 IMPUTED = "qreward/imputed"
-"""1.0 for a sample that trains on the mean of its group: one without a reward, or one that came too late to count."""
+"""1.0 for a sample that trains on the mean of its group: a failed one, or one that was scored too late to count."""
 
 RETURNED = "qreward/returned"
-"""What a reward function returned beside its score, as JSON, for trainers that want the same keys of every sample."""
+"""What a reward function returned besides its score, as JSON, for trainers that need the same keys from all samples."""
 
-_OURS = "qreward/"
+_PREFIX = "qreward/"
 _MOST_NAMES = 200
-_TAKEN = frozenset({"reward"})
+_RESERVED = frozenset({"reward"})
 """Names of verl's own columns in a validation."""
-_GIVEN = "A criterion is called qreward/score/NAME; for `acc`, give a judge `correct_at`."
-_GIVEN_TO_FILTERS = " `reward` is the score itself."
+_REMEDY = "A criterion is called qreward/score/NAME; for `acc`, give a judge `correct_at`."
+_REMEDY_FOR_FILTERS = " `reward` is the score itself."
 
 
 @dataclass(frozen=True)
-class Reads:
+class KeysRead:
     """The keys of the extra info that verl itself reads in training.
 
-    `metric`: the one that groups are filtered by, None without a filter. `parts`: the rewards that GDPO adds up.
+    `metric`: the key that groups are filtered by; None without a filter. `parts`: the rewards that GDPO adds up.
     `stand_in`: the value of `parts` for a failed sample; None if failed samples never train.
     """
 
@@ -58,8 +58,8 @@ class Reads:
     stand_in: float | None = None
 
     @classmethod
-    def of(cls, trainer: DictConfig, config: Config) -> Reads:
-        """What this run reads."""
+    def of(cls, trainer: DictConfig, config: Config) -> KeysRead:
+        """The keys that this run reads."""
         filters = OmegaConf.select(trainer, "algorithm.filter_groups")
         metric = str(filters.get("metric") or "") if filters is not None and filters.get("enable") else ""
         is_gdpo = OmegaConf.select(trainer, "algorithm.adv_estimator") == "gdpo"
@@ -67,7 +67,7 @@ class Reads:
         constant = config.on_failure
         return cls(
             # `reward` is verl's own: the score itself.
-            metric=metric if metric and metric not in _TAKEN else None,
+            metric=metric if metric and metric not in _RESERVED else None,
             parts=tuple(str(key) for key in parts or ()),
             stand_in=constant.constant if isinstance(constant, Constant) else None,
         )
@@ -76,12 +76,12 @@ class Reads:
 class ExtraInfo:
     """Turns outcomes of an engine into `reward_extra_info`.
 
-    `any_keys`: verl accepts other keys from each sample. `secrets`: what the reward function was given and must not
-    come out in what it returns.
+    `any_keys`: verl accepts different keys from each sample. `secrets`: arguments of the reward function, which are
+    redacted in what it returns.
     """
 
     def __init__(
-        self, engine: RewardEngine, *, any_keys: bool, reads: Reads = Reads(), secrets: Iterable[str] = ()
+        self, engine: RewardEngine, *, any_keys: bool, reads: KeysRead = KeysRead(), secrets: Iterable[str] = ()
     ) -> None:
         self._facts = engine.facts()
         self._declared = self._facts.components
@@ -103,7 +103,7 @@ class ExtraInfo:
         return info
 
     def checked(self, outcome: Outcome) -> Outcome:
-        """The outcome; a failure instead if GDPO's rewards are not all in its verdict, because NaN would train."""
+        """The outcome, or a failure if its verdict lacks one of GDPO's rewards, because NaN would train."""
         if not isinstance(outcome, Scored) or not self._reads.parts:
             return outcome
         info = self._info(outcome, imputed=False)
@@ -118,9 +118,9 @@ class ExtraInfo:
         own = self._own(outcome)
         facts = self._facts.of(outcome)
         info: dict[str, Any] = {
-            _OURS + key: value for key, value in facts.items() if key != "acc" and not key.startswith("score/")
+            _PREFIX + key: value for key, value in facts.items() if key != "acc" and not key.startswith("score/")
         }
-        info |= {f"{_OURS}score/{name}": facts[f"score/{name}"] for name in self._declared}
+        info |= {f"{_PREFIX}score/{name}": facts[f"score/{name}"] for name in self._declared}
         info |= {
             MISSING: float(outcome.reward is None),
             IMPUTED: float(imputed),
@@ -137,7 +137,7 @@ class ExtraInfo:
         return info
 
     def _refuse_unknown_keys(self, config: Config) -> None:
-        """Raise `ConfigurationError` for keys that verl reads and no judge gives."""
+        """Raise `ConfigurationError` for keys that verl reads and no judge provides."""
         in_charge = judges_in_charge(config)
         asked = {name for judge in in_charge for name in (judge, *parts_of(config, judge))}
         if asked & self._functions:
@@ -147,7 +147,7 @@ class ExtraInfo:
         read = [("algorithm.filter_groups.metric", self._reads.metric)]
         read += [("algorithm.gdpo_reward_keys", part) for part in self._reads.parts]
         mistakes = [
-            Mistake(path, f"no judge gives {key!r}.", _GIVEN + (_GIVEN_TO_FILTERS if "filter" in path else ""))
+            Mistake(path, f"no judge provides {key!r}.", _REMEDY + (_REMEDY_FOR_FILTERS if "filter" in path else ""))
             for path, key in read
             if key is not None and key not in known
         ]
@@ -162,18 +162,18 @@ class ExtraInfo:
             info |= dict.fromkeys(self._reads.parts, self._reads.stand_in)
 
     def _own(self, outcome: Outcome) -> dict[str, Any]:
-        """The extra info that verl's `naive` manager would make of the reward function's value."""
+        """The extra info that verl's `naive` manager would make from the reward function's value."""
         if not isinstance(outcome, Scored) or outcome.verdict.basis == "floor":
             return {}
         verdict = outcome.verdict
         rest = {name: value for name, value in verdict.components.items() if name not in self._declared}
-        own: dict[str, Any] = {f"{_OURS}score/{name}": value for name, value in rest.items()}
+        own: dict[str, Any] = {f"{_PREFIX}score/{name}": value for name, value in rest.items()}
         is_function = verdict.judge in self._functions
         returned = _numbers_of(verdict) if is_function and verdict.returned is None else verdict.returned
         own |= {
             key: self._without_secrets(_plain(value))
             for key, value in (returned or {}).items()
-            if isinstance(key, str) and not key.startswith(_OURS) and key not in _TAKEN
+            if isinstance(key, str) and not key.startswith(_PREFIX) and key not in _RESERVED
         }
         judge = self._judges.get(verdict.judge)
         if judge is not None and getattr(judge, "correct_at", None) is not None:
@@ -192,8 +192,8 @@ class ExtraInfo:
         return [self._without_secrets(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def without_text(column: Iterable[Any]) -> list[Mapping[str, Any]]:
-    """The rows of a column `RETURNED`, read."""
+def read_returned(column: Iterable[Any]) -> list[Mapping[str, Any]]:
+    """The mappings in a column `RETURNED`."""
     return [json.loads(text) if isinstance(text, str) and text else {} for text in column]
 
 
@@ -203,7 +203,7 @@ def _numbers_of(verdict: Verdict) -> dict[str, Any] | None:
 
 
 def _of_functions(config: Config) -> Iterable[str]:
-    """The judges that ask functions only."""
+    """The judges that ask only functions."""
     for name, judge in config.judges.items():
         if judge_kind_of(judge).asks == VALUE and all(
             kind_of(config.sources[source]).local for source in sources_of(config, name)
@@ -212,10 +212,10 @@ def _of_functions(config: Config) -> Iterable[str]:
 
 
 def _named_by(config: Config, judges: Iterable[str]) -> Iterable[str]:
-    """The keys of functions' mappings that the configuration names."""
+    """The keys of functions' return values that the configuration names."""
     for name in judges:
         named: tuple[str, ...] = getattr(config.judges[name], "components", ())
-        yield from (key for key in named if key not in _TAKEN and key != "acc")
+        yield from (key for key in named if key not in _RESERVED and key != "acc")
 
 
 def _plain(value: Any) -> Any:

@@ -1,7 +1,7 @@
-"""verl's rollouts as samples: one row of a `DataProto` becomes one `Sample`.
+"""Turns verl's rollouts into samples: one row of a `DataProto` becomes one `Sample`.
 
-What verl's own managers hand to a reward function is kept key by key (verl/experimental/reward_loop/reward_manager/
-naive.py), so that a function which worked there finds the same `extra_info` here.
+A reward function gets the same `extra_info` as from verl's own managers, key by key
+(verl/experimental/reward_loop/reward_manager/naive.py), so that it works here as it did there.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from qreward_plugins.sample_check import Unreadable, mapping_or_unreadable, name
 Decode = Callable[[Any], str]
 
 VALIDATION = "qreward_validation"
-"""The key in `extra_info` by which `trainer` marks the rows of validation, for verl itself does not."""
+"""The key in `extra_info` with which `trainer_hooks` marks validation rows. verl does not mark them."""
 
 PADDING = "qreward_padding"
-"""The key in `extra_info` by which `trainer` marks copies that only fill up a batch: verl drops their scores."""
+"""The key in `extra_info` with which `trainer_hooks` marks copies that fill up a batch. verl drops their scores."""
 
 _VALIDATION_SPLITS = frozenset({"val", "valid", "validation", "dev", "test", "eval", "evaluation"})
 
@@ -27,8 +27,8 @@ _VALIDATION_SPLITS = frozenset({"val", "valid", "validation", "dev", "test", "ev
 def response_ids(item: Any) -> Any:
     """The token ids of the response of one row (`DataProtoItem`), without padding.
 
-    verl pads several outputs of one trajectory to the right, where the attention mask no longer lines up with the
-    responses; its column `response_len` is right then, and older versions that lack it pass single outputs only.
+    If one trajectory has several outputs, verl pads them to the right, and the attention mask does not line up with the
+    responses. Then the column `response_len` is right. Older versions lack it, but pass single outputs only.
     """
     ids = item.batch["responses"]
     length = item.non_tensor_batch.get("response_len")
@@ -38,9 +38,7 @@ def response_ids(item: Any) -> Any:
 
 
 def to_sample(item: Any, response: str, decode: Decode, *, data_source_column: str = "data_source") -> Sample:
-    """One row as a sample; `response` is its decoded response, `decode` decodes the prompt where its text is
-    missing.
-    """
+    """Turn one row with the decoded `response` into a sample. `decode` decodes the prompt if its text is missing."""
     columns: Mapping[str, Any] = item.non_tensor_batch
     info = columns.get("extra_info")
     step = _plain(columns.get("global_steps"))
@@ -76,15 +74,13 @@ def _ground_truth(columns: Mapping[str, Any]) -> Any:
 
 
 def _data_source(columns: Mapping[str, Any], column: str) -> Any:
-    """The name in the column; what is none (None, NaN) stays, to be found as that sample's failure."""
+    """The name in the column. A value that is no name (None, NaN) is kept, and fails that sample later."""
     value = columns.get(column, "")
     return value if value is None else name_or_unreadable(value)
 
 
 def looks_like_validation(item: Any) -> bool:
-    """Whether a row that is not marked says of itself that it is not from the training set, as those do that verl's own
-    data scripts make (`extra_info.split`).
-    """
+    """Whether the row's own `extra_info.split`, which verl's data scripts write, names another split than training."""
     info = item.non_tensor_batch.get("extra_info")
     return isinstance(info, Mapping) and str(info.get("split", "")).lower() in _VALIDATION_SPLITS
 
@@ -96,9 +92,9 @@ def is_padding(item: Any) -> bool:
 
 
 def session_of(item: Any) -> tuple[str, str]:
-    """Return (session, generation): the first identifies a sample in its group, the second its present response.
+    """Return (session, generation): the session identifies a sample in its group, the generation its current response.
 
-    Only the V1 trainer names sessions, in which it may generate a response anew; elsewhere each call is a session.
+    Only the V1 trainer names sessions, and it may regenerate a response within one. Elsewhere each call is a session.
     """
     response = uuid.uuid4().hex
     session = _plain(item.non_tensor_batch.get("session_id"))
@@ -106,7 +102,7 @@ def session_of(item: Any) -> tuple[str, str]:
 
 
 def unreadable(item: Any, error: Exception) -> tuple[Sample, Failed]:
-    """The failure of a row that `to_sample` raised `error` for, and a sample with its group, step and split."""
+    """The failure of a row for which `to_sample` raised `error`, and a sample with its group, step and split."""
     columns: Mapping[str, Any] = item.non_tensor_batch
     info = columns.get("extra_info")
     uid, step = columns.get("uid"), _plain(columns.get("global_steps"))
@@ -135,5 +131,5 @@ def _messages(item: Any, decode: Decode) -> list[Message]:
 
 
 def _plain(value: Any) -> Any:
-    """A numpy scalar as Python's own."""
+    """A numpy scalar as a Python value."""
     return value.item() if hasattr(value, "item") else value

@@ -1,8 +1,8 @@
-"""Where the qreward tree comes from in a verl run, and what verl's own configuration adds to it.
+"""Loads the qreward configuration of a verl run.
 
-The tree may stand inline (`+qreward.sources...`, or a config group `+qreward=name`), in a file that `+qreward.config`
-or the environment variable `QREWARD_CONFIG` names, or in both, inline keys winning. Without judges of its own it is
-completed by one that runs verl's reward function, so that whoever has a function needs no configuration at all.
+The tree may be inline (`+qreward.sources...`, or a config group `+qreward=name`), in a file that `+qreward.config` or
+the environment variable `QREWARD_CONFIG` names, or in both; inline keys win. A tree without judges gets one that runs
+verl's reward function, so a user who has a function needs no configuration.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def load_settings(trainer: DictConfig | None, tree: Any = None) -> Config:
 
     Args:
         trainer: verl's configuration; its node `qreward` is the inline tree.
-        tree: an inline tree that takes the place of that node.
+        tree: an inline tree that replaces that node.
 
-    Raises `ConfigurationError` with every mistake.
+    Raises `ConfigurationError` with all mistakes.
     """
     inline = tree if tree is not None else (trainer.get("qreward") if trainer is not None else None)
     return load_layers(inline, default=_REWARD_FUNCTION, printed_by="verl")

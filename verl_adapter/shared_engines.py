@@ -1,7 +1,7 @@
-"""Shares one engine among the reward managers of a process that score alike.
+"""Shares one engine among managers of a process that have the same sources, judges and reward function.
 
 Older versions of verl make two managers in one process, for training and validation. Two engines would each use the
-whole of every limit, so managers with the same sources, judges and reward function share one engine.
+whole of every limit.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ _open: list[_Shared] = []
 def shared_engine(
     settings: Config, function: Any, make: Callable[[], RewardEngine]
 ) -> Iterator[tuple[RewardEngine, EnginePortal]]:
-    """Enter this process's engine for `settings` and the reward function `function` (None: no judge calls it).
+    """Yield this process's engine for `settings` and the reward function `function` (None: no judge calls it), and its
+    portal.
 
-    Yields the engine and its portal. The first who enters makes the engine by `make`; it is closed when the last one
-    leaves. Any thread may enter.
+    `make` makes the engine for the first user; it closes when the last user leaves. Any thread may enter.
     """
-    # The trainer's side handles failed samples, so these keys do not separate engines.
+    # The manager handles failed samples, so managers that differ only in these keys share an engine.
     settings = settings.model_copy(update={"on_failure": "auto", "groups": Groups()})
     with _lock:
-        shared = next((known for known in _open if _is(known, settings, function)), None)
+        shared = next((known for known in _open if _matches(known, settings, function)), None)
         if shared is None:
             engine, resources = make(), ExitStack()
             portal = resources.enter_context(engine.portal())
@@ -64,7 +64,7 @@ def shared_engine(
                 shared.resources.close()
 
 
-def _is(known: _Shared, settings: Config, function: Any) -> bool:
+def _matches(known: _Shared, settings: Config, function: Any) -> bool:
     # A forked process inherits this list, but not the threads of the engines in it.
     return known.process == os.getpid() and known.settings == settings and _same(known.function, function)
 
@@ -83,7 +83,7 @@ def _same(one: Any, other: Any) -> bool:
         if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
             return _all_same(one, other)
         return type(one) is type(other) and bool(one == other)
-    except Exception:  # `==` of foreign objects may raise anything
+    except Exception:  # `==` of a user's objects may raise anything
         return False
 
 

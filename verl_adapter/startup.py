@@ -1,9 +1,9 @@
-"""Checks verl's configuration before training starts: for settings with which verl asks no reward manager, ends the run
-in its first step, or ignores what would change rewards (verl 0.9.1).
+"""Checks verl's configuration before training starts (verl 0.9.1).
 
-The V1 trainer takes scores, log probabilities and the critic's values out of its queue of transfers, and no column of a
-row but `uid` (trainer/ppo/v1/trainer_base.py: `PPOTrainer._compute_advantage`). An estimator that needs more raises
-there, after a whole batch was generated and scored.
+Some settings make verl ask no reward manager, end the run in its first step, or ignore what would change rewards. The
+V1 trainer reads scores, log probabilities and the critic's values from its transfer queue, and of the other columns
+only `uid` (trainer/ppo/v1/trainer_base.py: `PPOTrainer._compute_advantage`). An estimator that needs more raises there,
+after a whole batch was generated and scored.
 """
 
 from __future__ import annotations
@@ -26,46 +26,44 @@ _BEYOND_V1 = {
     "optimal_token_baseline": "the actor's sum_pi_squared",
     "tir_optimal_token_baseline": "the actor's sum_pi_squared",
 }
-"""By estimator, what it needs and only the trainers made of the legacy one hand over (trainer/ppo/ray_trainer.py:
+"""What an estimator needs and only the legacy trainer and those derived from it provide (trainer/ppo/ray_trainer.py:
 `compute_advantage`).
 """
 
 _INSTEAD_OF_GDPO = (
-    "`grpo` takes one score, which a judge of `kind: sum` weighs from several; or set trainer.use_v1=False, with "
+    "Use `grpo` with a judge of `kind: sum`, which weighs several scores into one; or set trainer.use_v1=False, with "
     "qreward.on_failure={constant: x} or `raise`."
 )
 _INSTEAD = "Choose another estimator, or set trainer.use_v1=False."
 
 
 def refuse_impossible(config: DictConfig, trainer: Trainer) -> None:
-    """Raise `ConfigurationError` with all settings of verl's configuration that its `trainer` cannot run with rewards
-    of a reward manager.
-    """
+    """Raise `ConfigurationError` with all settings with which `trainer` cannot run on a reward manager's rewards."""
     mistakes = [*_bypass(config), *_estimator(config, trainer)]
     if mistakes:
         raise ConfigurationError(mistakes, origin="verl's configuration")
 
 
 def warn_of_ignored_settings(config: DictConfig, trainer: Trainer) -> None:
-    """Warn of keys of verl's configuration that would change rewards or groups, but that nothing in this run reads."""
+    """Warn of settings that would change rewards or groups, but have no effect in this run."""
     for path in ("reward.reward_kwargs", "reward_model.reward_kwargs"):
         overlong = OmegaConf.select(config, f"{path}.overlong_buffer_cfg")
         if overlong is not None and overlong.get("enable"):
             _log.warning(
-                "%s.overlong_buffer_cfg is of verl's `dapo` reward manager: qreward takes no penalty off long "
-                "responses. A reward function that does, or a judge of its own in a sum, has the same effect.",
+                "%s.overlong_buffer_cfg works only with verl's `dapo` reward manager; qreward does not penalise long "
+                "responses. Use a reward function that does, or add a judge for it to a sum.",
                 path,
             )
     if trainer.name != "v1" and OmegaConf.select(config, "algorithm.filter_groups.enable"):
         _log.warning(
-            "algorithm.filter_groups is read by verl's V1 trainer only (trainer.use_v1=True): the %s trainer trains "
-            "on every group.",
+            "Only verl's V1 trainer (trainer.use_v1=True) reads algorithm.filter_groups; the %s trainer trains on "
+            "every group.",
             trainer.name,
         )
 
 
 def _bypass(config: DictConfig) -> Iterator[Mistake]:
-    """verl asks its own reward model and no manager (experimental/reward_loop/reward_loop.py:
+    """Settings with which verl asks its own reward model and no manager (experimental/reward_loop/reward_loop.py:
     `RewardLoopWorker.compute_score`).
     """
     if not OmegaConf.select(config, "reward.reward_model.enable"):
@@ -75,9 +73,8 @@ def _bypass(config: DictConfig) -> Iterator[Mistake]:
     yield Mistake(
         "reward.reward_model.enable",
         "verl scores every sample with its own reward model and asks no reward manager, qreward included.",
-        "Name a reward function in reward.custom_reward_function.path; verl leaves the reward to the manager then. Or "
-        "set reward.reward_model.enable=False, serve the model yourself, and make it a source of qreward (kind: http, "
-        "or openai).",
+        "Set reward.custom_reward_function.path; verl then asks the manager. Or set reward.reward_model.enable=False, "
+        "serve the model yourself, and make it a source of qreward (kind: http or openai).",
     )
 
 
@@ -87,20 +84,20 @@ def _estimator(config: DictConfig, trainer: Trainer) -> Iterator[Mistake]:
     if trainer.name == "v1" and needed is not None:
         yield Mistake(
             "algorithm.adv_estimator",
-            f"`{estimator}` needs {needed}, which verl's V1 trainer does not hand to an estimator: the first step "
+            f"`{estimator}` needs {needed}, which verl's V1 trainer does not pass to an estimator. The first step "
             "would end the run.",
             _INSTEAD_OF_GDPO if estimator == "gdpo" else _INSTEAD,
         )
     elif estimator == "gdpo" and not OmegaConf.select(config, "algorithm.gdpo_reward_keys"):
         yield Mistake(
             "algorithm.gdpo_reward_keys",
-            "`gdpo` needs the names of the rewards that it adds up: the first step would end the run.",
+            "`gdpo` needs the names of the rewards that it adds up. The first step would end the run.",
             "Name keys of what the reward function returns, or criteria (qreward/score/NAME).",
         )
     if estimator == "grpo_passk" and samples_per_prompt(config) < 2:
         yield Mistake(
             "actor_rollout_ref.rollout.n",
-            "`grpo_passk` compares the two best samples of a group, and a group has one: the first step would end the "
-            "run.",
+            "`grpo_passk` compares the two best samples of a group, and a group has one sample. The first step would "
+            "end the run.",
             "Set it to 2 or more, or choose another estimator.",
         )

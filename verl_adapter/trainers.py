@@ -1,4 +1,4 @@
-"""Finds out which of verl's trainers a run uses, and what it does with a sample without a reward (verl 0.9.1):
+"""Detects which of verl's trainers a run uses, and what it does with a sample without a reward (verl 0.9.1):
 
 | trainer (`Trainer`) | a reward manager raises in training | it raises in validation | keys of extra info |
 |---|---|---|---|
@@ -9,10 +9,10 @@
 | `fully_async` | generation stops; the run ends early, without an error | the run ends | those of sample 0 |
 | any of them, colocated reward model | the run ends | the run ends | those of sample 0 |
 
-A score of None ends all of them (there are no `rm_scores` then); NaN trains. The experimental trainers derive from the
-legacy one and inherit `trainer.use_v1: true`, so that key says nothing about them. Therefore `trainer` looks at the
-calling trainer when verl's reward workers are started, and writes it into their configuration; without this note, the
-trainer is read off the other keys.
+A score of None ends all of them, because there are no `rm_scores` then; NaN trains. The experimental trainers derive
+from the legacy one and inherit `trainer.use_v1: true`, so that key says nothing about them. So when verl starts its
+reward workers, `trainer_hooks` looks which trainer is calling, and writes it into their configuration. If it is not
+written there, the other keys tell the trainer.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ V1_MODULE = "verl.trainer.ppo.v1.trainer_base"
 
 Name = Literal["v1", "legacy", "one_step_off", "fully_async"]
 
-_TOLD = "qreward_trainer"
-_MADE_OF_LEGACY: tuple[tuple[str, Name], ...] = (
+_KEY = "qreward_trainer"
+_LEGACY_SUBCLASSES: tuple[tuple[str, Name], ...] = (
     ("verl.experimental.fully_async_policy.", "fully_async"),
     ("verl.experimental.one_step_off_policy.", "one_step_off"),
 )
@@ -41,7 +41,7 @@ _MADE_OF_LEGACY: tuple[tuple[str, Name], ...] = (
 class Trainer:
     """The trainer of a run.
 
-    `marks_validation`: it marks the rows of a validation, so that rows without a mark are of training; None: unknown.
+    `marks_validation`: it marks the rows of a validation, so that rows without a mark are training rows. None: unknown.
     """
 
     name: Name
@@ -55,27 +55,27 @@ class Trainer:
 
 def trainer_of(config: DictConfig) -> Trainer:
     """The trainer of the run whose verl configuration is `config`."""
-    told = config.get(_TOLD)
-    if told is not None:
-        return Trainer(told.name, told.marks_validation)
+    noted = config.get(_KEY)
+    if noted is not None:
+        return Trainer(noted.name, noted.marks_validation)
     if config.get("async_training") is not None:
         return Trainer("fully_async")
-    # Only the configuration of one_step_off has a node `rollout` at the top, with nodes of its own for the rollout.
+    # Only the configuration of one_step_off has a top-level `rollout` with a number of nodes.
     if OmegaConf.select(config, "rollout.nnodes") is not None:
         return Trainer("one_step_off")
     return Trainer("v1" if OmegaConf.select(config, "trainer.use_v1") else "legacy")
 
 
-def telling(config: DictConfig, trainer: Trainer) -> DictConfig:
-    """A copy of verl's configuration that tells a reward worker its trainer."""
-    told = copy.deepcopy(config)
-    with open_dict(told):
-        told[_TOLD] = {"name": trainer.name, "marks_validation": trainer.marks_validation}
-    return told
+def with_trainer(config: DictConfig, trainer: Trainer) -> DictConfig:
+    """A copy of verl's configuration that names the trainer, for reward workers."""
+    copied = copy.deepcopy(config)
+    with open_dict(copied):
+        copied[_KEY] = {"name": trainer.name, "marks_validation": trainer.marks_validation}
+    return copied
 
 
 def calling_trainer() -> Name | None:
-    """The trainer whose method is on the call stack, by its class; None if there is none that is known here."""
+    """The trainer whose method is on the call stack, by its class; None if no known trainer is."""
     v1 = getattr(sys.modules.get(V1_MODULE), "PPOTrainer", None)
     legacy = getattr(sys.modules.get(LEGACY_MODULE), "RayPPOTrainer", None)
     frame: FrameType | None = sys._getframe(1)
@@ -93,7 +93,7 @@ def _name_of(owner: Any, v1: type[Any] | None, legacy: type[Any] | None) -> Name
     if legacy is None or not isinstance(owner, legacy):
         return None
     for cls in type(owner).__mro__:
-        for module, name in _MADE_OF_LEGACY:
+        for module, name in _LEGACY_SUBCLASSES:
             if cls.__module__.startswith(module):
                 return name
     return "legacy"

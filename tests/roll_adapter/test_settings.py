@@ -72,7 +72,7 @@ def test_the_deadline_is_cut_to_stay_below_rolls_own(caplog) -> None:
     node = reward(tree(engine={"deadline_s": 100}))
     with caplog.at_level(logging.WARNING, "roll_adapter"):
         assert load_settings(node, domain="d", rpc_timeout_s=50).engine.deadline_s == 40.0
-    assert "engine.deadline_s of the domain d is cut from 100 to 40 s" in caplog.text
+    assert "engine.deadline_s of the domain d is reduced from 100 to 40 s" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING, "roll_adapter"):
         assert load_settings(node, domain="d", rpc_timeout_s=3600).engine.deadline_s == 100.0

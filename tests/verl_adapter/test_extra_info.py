@@ -8,7 +8,7 @@ import pytest
 
 from qreward_plugins import ConfigurationError
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
-from verl_adapter import trainer
+from verl_adapter import trainer_hooks
 
 LEGACY = "trainer.use_v1=False"
 
@@ -56,7 +56,7 @@ TEXTS = ["raise", "It is 42, more", "It is 7", "number", "raise"]
 def test_where_sample_0_speaks_for_all_every_sample_has_its_keys(infos, rule, order, workers):
     each_a_batch = f"actor_rollout_ref.rollout.agent.num_workers={len(order)}"
     told = infos(order, *rule, LEGACY, each_a_batch, f"reward.num_workers={workers}")
-    values = trainer._unpacked({key: [info[key] for info in told] for key in told[0]})
+    values = trainer_hooks._unpacked({key: [info[key] for info in told] for key in told[0]})
     at = order.index("It is 42, more")
     assert (values["turns"][at], values["pred"][at], values["bonus"][at], values["acc"][at]) == (3, "It i", 0.5, True)
     failed = order.index("raise")

@@ -107,15 +107,15 @@ def test_every_estimator_of_this_verl_is_known_here():
     assert names == MEAN_BASED | OTHER_BASELINES | NOT_GROUPED | {"gdpo"}
 
 
-def test_more_samples_than_may_wait_are_spoken_of(trainer_of, caplog):
+def test_more_samples_than_may_wait_are_warned_of(trainer_of, caplog):
     def said(*overrides):
         caplog.clear()
         trainer = trainer_of("data.train_batch_size=512", "actor_rollout_ref.rollout.n=8", *overrides)
         warn_of_short_waiting(trainer, int(trainer.reward.num_workers))
         return caplog.text
 
-    assert "500 failed samples" in said("reward.num_workers=8")
-    assert "reward.num_workers=9 none" in said("reward.num_workers=8")
+    assert "At most 500 failed samples" in said("reward.num_workers=8")
+    assert "Set reward.num_workers=9" in said("reward.num_workers=8")
     assert said("reward.num_workers=9") == ""
 
 

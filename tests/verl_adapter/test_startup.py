@@ -120,7 +120,7 @@ def test_a_filter_of_groups_that_no_trainer_reads_is_warned_of(compose, tokenize
         overrides = [OURS, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", trainer]
         manager = load_reward_manager(compose(*overrides, "algorithm.filter_groups.enable=True"), tokenizer)
         asyncio.run(manager.aclose())
-        return "algorithm.filter_groups is read by verl's V1 trainer only" in caplog.text
+        return "Only verl's V1 trainer (trainer.use_v1=True) reads algorithm.filter_groups" in caplog.text
 
     assert said(LEGACY)
     assert not said(V1)

@@ -15,10 +15,10 @@ import pytest
 
 from qreward_plugins import ConfigurationError
 from qreward_plugins.config import Constant
-from verl_adapter import trainer as hooks
+from verl_adapter import trainer_hooks as hooks
 from verl_adapter.policy import failure_policy, takes_any_keys
 from verl_adapter.settings import load_settings
-from verl_adapter.trainers import Trainer, calling_trainer, telling, trainer_of
+from verl_adapter.trainers import Trainer, calling_trainer, trainer_of, with_trainer
 
 FULLY_ASYNC = ("+async_training.staleness_threshold=0.1", "+rollout.nnodes=1")
 ONE_STEP_OFF = ("+rollout.nnodes=1", "+rollout.n_gpus_per_node=1")
@@ -64,7 +64,7 @@ def test_without_that_the_configuration_says_it(compose):
         assert config.trainer.use_v1
         assert trainer_of(config) == Trainer(name)
         assert not takes_any_keys(config)
-        told = telling(config, Trainer("v1", marks_validation=True))
+        told = with_trainer(config, Trainer("v1", marks_validation=True))
         assert trainer_of(told) == Trainer("v1", marks_validation=True)
         assert trainer_of(config) == Trainer(name), "the trainer's own configuration is left as it is"
 
@@ -144,7 +144,7 @@ def start_workers(monkeypatch):
     monkeypatch.setattr(
         reward_loop.ray, "nodes", lambda: [{"NodeID": "1" * 56, "Alive": True, "Resources": {"CPU": 1}}]
     )
-    monkeypatch.setattr(hooks.OutcomeNumbers, "attach", classmethod(lambda cls: SimpleNamespace()))
+    monkeypatch.setattr(hooks, "attach", lambda: SimpleNamespace())
     monkeypatch.setattr(hooks, "_marks_rows", lambda: True)
     monkeypatch.setattr(reward_loop.ray.util.scheduling_strategies, "NodeAffinitySchedulingStrategy", lambda **_: None)
 
@@ -204,7 +204,7 @@ def test_the_module_of_the_separated_trainers_is_wrapped_too(monkeypatch):
 
     separated = SimpleNamespace(compute_advantage=compute_advantage)
     monkeypatch.setitem(sys.modules, hooks._SEPARATED, separated)
-    monkeypatch.setitem(sys.modules, hooks._LEGACY, None)
-    monkeypatch.setitem(sys.modules, hooks._V1, None)
+    monkeypatch.setitem(sys.modules, hooks.LEGACY_MODULE, None)
+    monkeypatch.setitem(sys.modules, hooks.V1_MODULE, None)
     hooks._wrap_trainers(SimpleNamespace())
     assert separated.compute_advantage.__wrapped__ is compute_advantage

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from verl_adapter import trainer
+from verl_adapter import trainer_hooks
+from verl_adapter.metrics import OutcomeMetrics, warn_once
 from verl_adapter.rewards import IMPUTED, MISSING
 from verl_adapter.rollouts import PADDING, VALIDATION, is_padding
 
@@ -24,7 +25,7 @@ def imported():
         importlib.import_module("verl.trainer.ppo.v1.trainer_base")
 
 
-class Counts(trainer.OutcomeNumbers):
+class Counts(OutcomeMetrics):
     """Numbers of an actor that answers this next."""
 
     def __init__(self):
@@ -53,7 +54,7 @@ def test_metrics_are_of_what_was_scored_since_the_last():
         "qreward/imputed_rate": 6 / 32,
     }
     assert numbers.since_last() == {}
-    assert not numbers.none_imputed()
+    assert numbers.may_have_imputed()
 
 
 def test_an_actor_that_was_started_anew_counts_from_zero_and_one_that_is_silent_gives_nothing():
@@ -66,7 +67,7 @@ def test_an_actor_that_was_started_anew_counts_from_zero_and_one_that_is_silent_
     assert numbers.since_last()["qreward/failed_rate"] == 0.25
     assert numbers.since_last() == {}
     numbers.answer = ("third", {})
-    assert not numbers.none_imputed(), "what the lost one knew is not known any more"
+    assert numbers.may_have_imputed(), "what the lost one knew is not known any more"
 
 
 @pytest.mark.parametrize("infos", [[{"index": 1}, None, {"index": 3}], None])
@@ -76,13 +77,13 @@ def test_rows_with_which_verl_fills_up_a_batch_are_marked(make_data, infos):
     data = make_data(["a", "b", "c"], columns={"extra_info": infos} if infos else {})
     if infos is None:
         del data.non_tensor_batch["extra_info"]
-    padded, count = trainer._marking_padding(pad_dataproto_to_divisor)(data, 8)
+    padded, count = trainer_hooks._mark_padding(pad_dataproto_to_divisor)(data, 8)
     assert (len(padded), count) == (8, 5)
     assert [is_padding(padded[row]) for row in range(8)] == [False] * 3 + [True] * 5
     if infos:
         assert padded.non_tensor_batch["extra_info"].tolist()[:4] == [*infos, {"index": 1, PADDING: True}]
         assert data.non_tensor_batch["extra_info"].tolist() == infos
-    same, count = trainer._marking_padding(pad_dataproto_to_divisor)(data, 3)
+    same, count = trainer_hooks._mark_padding(pad_dataproto_to_divisor)(data, 3)
     assert (same is data, count) == (True, 0)
 
 
@@ -110,7 +111,7 @@ def test_a_group_that_failed_whole_is_none_of_equal_rewards_to_the_filter_of_ver
     buffer._dapo_classification_cache = {"train": {}}
     classify = getattr(ReplayBuffer._dapo_filtered_keys, "__wrapped__", ReplayBuffer._dapo_filtered_keys)
     assert classify(buffer, "train")[0] == {"failed", "equal"}
-    kept = trainer._keeping_the_failed(classify)
+    kept = trainer_hooks._keep_failed_groups(classify)
     for _ in range(2):
         assert kept(buffer, "train") == ({"equal"}, {0.5: 1})
     assert read.count(("train", "extra_fields")) == 2, "one a group"
@@ -119,7 +120,7 @@ def test_a_group_that_failed_whole_is_none_of_equal_rewards_to_the_filter_of_ver
 def test_rows_of_validation_are_marked_and_no_other_column_is_touched():
     from verl.utils.dataset.rl_dataset import collate_fn
 
-    marked = pickle.loads(pickle.dumps(trainer.MarkedRows(collate_fn)))
+    marked = pickle.loads(pickle.dumps(trainer_hooks.MarkedRows(collate_fn)))
     rows = [{"data_source": "a", "extra_info": {"index": 1}}, {"data_source": "b", "extra_info": {"index": 2}}]
     columns = marked(rows)
     assert columns["extra_info"].tolist() == [{"index": 1, VALIDATION: True}, {"index": 2, VALIDATION: True}]
@@ -132,7 +133,7 @@ def test_a_validation_marks_its_rows_once():
     class Trainer:
         val_dataloader = SimpleNamespace(collate_fn=lambda rows: {"extra_info": rows})
 
-        @trainer._marking_rows
+        @trainer_hooks._mark_validation
         def _validate(self, merged=False):
             return self.val_dataloader.collate_fn([{}]), merged
 
@@ -164,7 +165,7 @@ def test_failed_samples_are_in_no_mean_of_validation_and_are_counted(which):
 
         turns, more = [2, 2, 2], {"expected_acc_counts": {("math", f"u{number}"): 1 for number in range(3)}}
     update = vars(Trainer)["_val_metrics_update"]
-    metrics = trainer._leaving_out_the_missing(getattr(update, "__wrapped__", update))(
+    metrics = trainer_hooks._without_missing(getattr(update, "__wrapped__", update))(
         None, ["math"] * 3, ["u0", "u1", "u2"], infos, turns, **more
     )
     assert metrics["val-aux/math/reward/mean@1"] == 0.75
@@ -193,7 +194,7 @@ def test_the_advantage_of_an_imputed_sample_is_exactly_zero():
         },
     )
     original = getattr(compute_advantage, "__wrapped__", compute_advantage)
-    result = trainer._neutral_by_columns(original)(data, adv_estimator=AdvantageEstimator.GRPO)
+    result = trainer_hooks._neutral_by_columns(original)(data, adv_estimator=AdvantageEstimator.GRPO)
     assert (result.batch["advantages"][5:] == 0).all()
     assert (result.batch["returns"][5:] == 0).all()
     assert (result.batch["advantages"][:5] != 0).all()
@@ -211,7 +212,7 @@ def test_in_v1_what_is_imputed_stands_in_the_queue(monkeypatch):
         )
         monkeypatch.setitem(sys.modules, "transfer_queue", queue)
         data = SimpleNamespace(batch={"advantages": torch.ones(3, 2), "returns": torch.ones(3, 2)})
-        compute = trainer._neutral_by_keys(numbers, lambda data, batch_keys: data)
+        compute = trainer_hooks._neutral_by_keys(numbers, lambda data, batch_keys: data)
         return compute(data, batch_keys=["a", "b", "c"]).batch["advantages"][:, 0].tolist()
 
     numbers = Counts()
@@ -223,10 +224,10 @@ def test_in_v1_what_is_imputed_stands_in_the_queue(monkeypatch):
 
 
 def test_a_queue_that_cannot_be_read_leaves_the_advantages_as_they_are(monkeypatch, caplog):
-    trainer._warn_once.cache_clear()
+    warn_once.cache_clear()
     monkeypatch.setitem(sys.modules, "transfer_queue", SimpleNamespace())
-    assert trainer._in_queue(["a"], IMPUTED, "train", "so") == []
-    assert trainer._in_queue(["a"], IMPUTED, "train", "so") == []
+    assert trainer_hooks._in_queue(["a"], IMPUTED, "train", "so") == []
+    assert trainer_hooks._in_queue(["a"], IMPUTED, "train", "so") == []
     assert caplog.text.count("cannot be read") == 1
 
 
@@ -243,8 +244,8 @@ def tracking(monkeypatch):
             self.lines.append((step, data))
 
     monkeypatch.setattr(tracking, "Tracking", Tracking)
-    trainer.install()
-    trainer.install()
+    trainer_hooks.install()
+    trainer_hooks.install()
     return Tracking
 
 
@@ -253,7 +254,7 @@ def test_a_tracker_gets_the_counts_of_the_barrier_in_a_run_of_ours_only(tracking
 
     numbers = Counts()
     attached = []
-    monkeypatch.setattr(trainer.OutcomeNumbers, "attach", lambda: attached.append(1) or numbers)
+    monkeypatch.setattr(trainer_hooks, "attach", lambda: attached.append(1) or numbers)
 
     def lines(*overrides):
         logger = tracking("p", "e", config=OmegaConf.to_container(compose(*overrides)))
@@ -285,10 +286,10 @@ def test_a_trainer_is_wrapped_once_with_the_classes_made_of_it(monkeypatch):
         return data
 
     module = SimpleNamespace(RayPPOTrainer=Base, compute_advantage=compute_advantage)
-    monkeypatch.setitem(sys.modules, trainer._LEGACY, module)
-    monkeypatch.setitem(sys.modules, trainer._V1, None)
+    monkeypatch.setitem(sys.modules, trainer_hooks.LEGACY_MODULE, module)
+    monkeypatch.setitem(sys.modules, trainer_hooks.V1_MODULE, None)
     for _ in range(2):
-        trainer._wrap_trainers(Counts())
+        trainer_hooks._wrap_trainers(Counts())
     assert Base._validate.__wrapped__.__name__ == "_validate"
     assert not hasattr(Base._validate.__wrapped__, "__wrapped__")
     assert module.compute_advantage.__wrapped__ is compute_advantage
@@ -302,8 +303,8 @@ def test_a_trainer_that_validates_in_another_way_gets_no_marks_and_it_is_said(mo
             return "other"
 
     module = SimpleNamespace(RayPPOTrainer=Other)
-    monkeypatch.setitem(sys.modules, trainer._LEGACY, module)
-    monkeypatch.setitem(sys.modules, trainer._V1, None)
-    trainer._wrap_trainers(Counts())
+    monkeypatch.setitem(sys.modules, trainer_hooks.LEGACY_MODULE, module)
+    monkeypatch.setitem(sys.modules, trainer_hooks.V1_MODULE, None)
+    trainer_hooks._wrap_trainers(Counts())
     assert not hasattr(Other._validate, "__wrapped__")
     assert "_val_metrics_update" in caplog.text

@@ -60,13 +60,13 @@ class RewardEngine:
     """Scores samples over the sources of one configuration.
 
     Args:
-        config: what `load_config` takes: a path to a YAML file, the same tree as a mapping or DictConfig, or a
-        `Config`. processes: how many processes share the sources' limits, where no keeper shares them out; this engine
-        keeps to an equal part of each then. sources: opened sources by name, which are used instead of those of the
-        configuration. channel: the connection to a keeper, instead of the one that `engine.shared` selects.
+        config: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`.
+        processes: the number of processes that share the limits without a keeper; each keeps to an equal part.
+        sources: opened sources by name, used instead of those of the configuration.
+        channel: the connection to a keeper, instead of the one that `engine.shared` selects.
         observers: called with every event, after those that the configuration names; see `observers`.
 
-    Raises `ConfigurationError` with every mistake of the configuration.
+    Raises `ConfigurationError` with all mistakes in the configuration.
 
     Use it as an async context manager, or call `aclose`. It serves one event loop at a time: the loop of the first
     call, and when that loop is closed, the loop of the next call. Sync code uses `portal`.
@@ -243,7 +243,7 @@ class RewardEngine:
         if self._scoring is not None and self._loop is loop:
             steps.append({"the scheduler": self._scoring.aclose})
             if self._membership is not None:
-                steps.append({"the way to the quota keeper": self._membership.aclose})
+                steps.append({"the connection to the quota keeper": self._membership.aclose})
         steps.append({f"source {name}": upstream.source.aclose for name, upstream in self._upstreams.items()})
         for step in steps:
             try:

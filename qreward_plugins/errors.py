@@ -4,25 +4,25 @@
     ├── ConfigurationError      the YAML, dict or DictConfig has mistakes; lists all of them
     ├── InputError              samples that cannot be read or turned into a request
     ├── JournalError            the record of verdicts cannot be read or written
-    ├── EngineError             the engine was used in a way it cannot serve (closed, wrong event loop)
-    ├── RewardMissing           an adapter's way to leave a failed sample out of training; carries the Failed
-    ├── JudgeUnavailable        so many groups in a row have no reward that replacing them cannot end
-    ├── KeeperError             the keeper of shared limits cannot be heard
-    │   ├── KeeperLost          ... and there certainly is none any more
-    │   └── KeeperSilent        ... which may be well all the same
-    ├── InvalidReply            a source answered, but not with a valid answer
+    ├── EngineError             the engine is closed, or serves another event loop
+    ├── RewardMissing           a failed sample is to be left out of training; carries the Failed
+    ├── JudgeUnavailable        too many groups in a row have too few rewards
+    ├── KeeperError             the keeper of shared limits does not answer
+    │   ├── KeeperLost          the keeper has certainly ended
+    │   └── KeeperSilent        the keeper may still be running
+    ├── InvalidReply            a source replied, but not with a valid answer
     └── SourceError             one attempt at one source failed
-        ├── Throttled           429, or 503 with Retry-After: the source asks for a pause
+        ├── Throttled           429, 529, or 503 with Retry-After: the source asks for a pause
         ├── TransientError      time-outs, resets, 5xx, garbled replies: another try may help
-        │   ├── NotStarted      a local function could not begin the call: the sample is not to blame
-        │   └── SampleFault     this sample hung or crashed a local function: tried once more, after all others
+        │   ├── NotStarted      a local function could not start the call; this is not the sample's fault
+        │   └── SampleFault     this sample hung or crashed a local function
         └── PermanentError      the source will not answer this request
             ├── SampleRefused   this sample cannot be sent, or the function raised on it
             └── SourceUnusable  the source may refuse every request: 401, 403, 404
 
-The classes of `SourceError` are what the scheduler decides by, so a source maps every foreign exception to one of them
-at its boundary. Messages are made of facts of ours (names, statuses, paths, limits) and scrubbed excerpts of replies;
-no key, header or prompt ever gets into one.
+The scheduler decides by the classes of `SourceError`, so a source maps every exception of its libraries to one of them.
+Messages contain our own facts (names, statuses, paths, limits) and redacted excerpts of replies. No key, header or
+prompt ever gets into one.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class QRewardError(Exception):
 class Mistake:
     """One mistake in a configuration.
 
-    `path` is where it stands ("sources.fast.limits.concurency"), `problem` says what is wrong, `remedy` what to write.
+    `path` is the key ("sources.fast.limits.concurency"), `problem` says what is wrong, `remedy` what to write.
     """
 
     path: str
@@ -73,11 +73,11 @@ def _rebuild_configuration_error(mistakes: Sequence[Mistake], origin: str) -> Co
 
 
 class InputError(QRewardError):
-    """Samples that cannot be read, or that cannot be turned into a request."""
+    """Samples cannot be read, or cannot be turned into a request."""
 
 
 def input_problem(error: Exception) -> str:
-    """Why a sample cannot be turned into a request. Foreign errors are only named: their text may hold the sample."""
+    """Why a sample cannot be turned into a request. Of other errors only the type: their text may hold the sample."""
     return str(error) if isinstance(error, InputError) else f"the sample cannot be read ({type(error).__name__})"
 
 
@@ -90,7 +90,7 @@ class EngineError(QRewardError):
 
 
 class RewardMissing(QRewardError):
-    """A sample has no reward, and its configuration says to leave it out rather than to train on a made-up number."""
+    """A sample has no reward, and `on_failure` says to leave it out of training."""
 
     def __init__(self, failed: Failed) -> None:
         self.failed = failed
@@ -101,35 +101,35 @@ class RewardMissing(QRewardError):
 
 
 class JudgeUnavailable(QRewardError):
-    """So many groups in a row had too few rewards that replacing them would go on for ever."""
+    """Too many groups in a row had too few rewards; replacing them would not end."""
 
 
 class KeeperError(QRewardError):
-    """The keeper of the limits that processes share cannot be heard."""
+    """The keeper of the limits that processes share does not answer."""
 
 
 class KeeperLost(KeeperError):
-    """There certainly is no keeper any more, and nobody who could have given a share of it away."""
+    """The keeper has certainly ended, so it can give no share to anybody."""
 
 
 class KeeperSilent(KeeperError):
-    """The keeper did not answer, whatever the reason; it may be well."""
+    """The keeper did not answer, but it may still be running."""
 
 
 class InvalidReply(QRewardError):
-    """A source answered, but the reply is no answer to the question: no valid verdict (not one unique strict JSON, not
-    finite, out of range), or a refusal.
+    """A source replied, but not with a valid answer: not one unique strict JSON object, a score that is not finite or
+    out of range, or a refusal.
     """
 
 
 InvalidVerdict = InvalidReply
-"""The former name, for sources that were written for it."""
+"""The former name, for sources that use it."""
 
 
 class SourceError(QRewardError):
     """One attempt at one source failed.
 
-    `status` is the HTTP status where there was one.
+    `status` is the HTTP status, if there was one.
     """
 
     def __init__(self, message: str, *, status: int | None = None) -> None:
@@ -138,7 +138,7 @@ class SourceError(QRewardError):
 
 
 class Throttled(SourceError):
-    """The source asks for a pause: `retry_after_s` is its own word in seconds from now, None if it gave none."""
+    """The source asks for a pause of `retry_after_s` seconds from now; None if it named no time."""
 
     def __init__(self, message: str, *, status: int | None = None, retry_after_s: float | None = None) -> None:
         super().__init__(message, status=status)
@@ -150,15 +150,15 @@ class TransientError(SourceError):
 
 
 class NotStarted(TransientError):
-    """A local function could not begin the call: no worker process can be started, or too many threads hang."""
+    """A local function could not start the call: no worker process can be started, or too many threads hang."""
 
 
 class SampleFault(TransientError):
     """A local function hung on this sample and was killed, or its worker process died.
 
-    It does not count against the source: other samples neither wait nor go elsewhere. The sample is tried once more,
-    after all others, unless the call already had its whole time limit. If that fails, too, `reason` is the reason of
-    its failure: "hung" or "crashed".
+    It does not count against the source: other samples neither wait nor go elsewhere. The sample gets one more try,
+    after all others, unless the call already had its whole time limit. If that fails, too, its failure has this
+    `reason`: "hung" or "crashed".
     """
 
     def __init__(self, message: str, *, reason: str = "hung") -> None:
@@ -187,7 +187,7 @@ class SourceUnusable(PermanentError):
 
     One request may also have provoked it: a firewall blocks some responses with a 403. So the scheduler takes the
     source out only after refusals of many different samples. `certain`: no request can have provoked it, because the
-    source is closed or its function cannot be loaded; one is then enough.
+    source is closed or its function cannot be loaded; then one is enough.
     """
 
     def __init__(self, message: str, *, status: int | None = None, certain: bool = False) -> None:

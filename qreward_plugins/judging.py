@@ -1,7 +1,7 @@
-"""One sample on its way to its outcome: what its judge asks, bound to its deadline, batch and record.
+"""Judges one sample: binds its judge's calls to its deadline, batch and journal.
 
-A sample whose judge is a leaf is one call, which takes no task of its own. All others are judged in a task, and so are
-those of leaves whose answers are recorded, because the journal has to be waited for.
+A sample whose judge is a leaf makes one call and needs no task. All others are judged in a task. With a journal,
+samples of leaves are, too, because the journal is awaited.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 _log = logging.getLogger("qreward_plugins.engine")
 
 STEPS_TO_END = 50
-"""Steps of the event loop in which a judge has to end after its deadline; one that awaits judges that await others
-needs a few for each of them."""
+"""Steps of the event loop in which a judge must end after its deadline. A judge of judges needs a few for each level.
+"""
 
 
 class Pending:
-    """A sample without an outcome: a member of its batch, with the future that its caller waits for."""
+    """A sample without an outcome yet: a member of its batch, with the future that its caller awaits."""
 
     __slots__ = ("_scoring", "future", "member", "over", "sample")
 
@@ -44,7 +44,7 @@ class Pending:
         self.over = False
 
     def end(self, outcome: Outcome) -> None:
-        """Give the outcome to the caller, unless the sample has one."""
+        """Give the outcome to the caller, unless the sample has one already."""
         if self.over:
             return
         self.over = True
@@ -54,7 +54,7 @@ class Pending:
         self._scoring.batches.leave(self.member, scored=isinstance(outcome, Scored))
 
     def leave(self) -> None:
-        """Note that the caller has lost interest."""
+        """End the sample without an outcome, because its caller no longer waits."""
         if not self.over:
             self.over = True
             self._scoring.dropped(self.sample)
@@ -89,7 +89,7 @@ class Calling(Pending):
             self.future.add_done_callback(self._done)
 
     def ended(self, result: Answer[Any] | Unanswered) -> None:
-        # The job holds this object in turn, and memory must not wait for the garbage collector.
+        # The job refers to this object; memory must not wait for the garbage collector.
         self._job = None
         judge = self._judge
         outcome: Outcome
@@ -100,7 +100,7 @@ class Calling(Pending):
         self.end(outcome)
 
     def late(self, answer: Answer[Any]) -> None:
-        """Nobody waits for it: there is no journal."""
+        """Ignore a late answer: there is no journal to record it."""
 
     def _done(self, _: object) -> None:
         """Drop the call if the future was cancelled."""
@@ -111,7 +111,7 @@ class Calling(Pending):
 
 
 class Judging(Pending):
-    """A sample that is judged in a task: what its judge asks with, bound to the sample's deadline, batch and record."""
+    """A sample that is judged in a task. It is the `ask` of its judge."""
 
     def __init__(
         self,
@@ -139,12 +139,12 @@ class Judging(Pending):
     async def __call__(self, call: Call[T]) -> Answer[T]:
         """Ask; see `judges.base.Ask`. Raises `EngineError` in any other event loop than the engine's."""
         if asyncio.get_running_loop() is not self._loop:
-            raise EngineError("a judge asks in the engine's event loop only, not in a loop or thread of its own")
+            raise EngineError("a judge may ask only in the engine's event loop, not in another loop or thread")
         try:
             return await self._ask(call)
         except CallFailed:
-            # A refused call has not waited for anything. A judge that asks until it gets an answer would keep everybody
-            # else, and its own deadline, from running.
+            # A refused call does not wait. Without this, a judge that asks until it gets an answer would block the
+            # event loop, its own deadline included.
             await asyncio.sleep(0)
             raise
 
@@ -156,7 +156,7 @@ class Judging(Pending):
             known = await self._recall(call, keys)
             if known is not None:
                 self._recalled = True
-                # As after a failure: what was recorded a moment ago is known without waiting.
+                # As after a failure: the journal may answer without waiting.
                 await asyncio.sleep(0)
                 return known
             self._check()
@@ -180,7 +180,7 @@ class Judging(Pending):
     def _check(self) -> None:
         """Raise `CallFailed` if nothing may be asked any more."""
         if self.over or self._scoring.now() >= self._due_at:
-            raise CallFailed(Unanswered("deadline", "it was asked after the deadline of its sample"))
+            raise CallFailed(Unanswered("deadline", "the call was made after the deadline of its sample"))
 
     async def _recall(self, call: Call[T], keys: Mapping[str, str]) -> Answer[T] | None:
         batch = self.member.batch
@@ -200,11 +200,11 @@ class Judging(Pending):
         try:
             outcome = _scored(await self.judge.judge(self.sample, self), self.judge)
         except asyncio.CancelledError:
-            # Whoever cancels all tasks, as the end of `asyncio.run` does, cancels the caller a few steps later.
+            # `asyncio.run` cancels all tasks at its end, the caller a few steps later.
             self.give_up("bug", "the judge was cancelled by another task")
             raise
         except (KeyboardInterrupt, GeneratorExit):
-            # The latter is how a coroutine ends whose event loop was closed.
+            # A coroutine whose event loop was closed ends with GeneratorExit.
             raise
         except BaseException as error:
             if self.over:
@@ -214,7 +214,7 @@ class Judging(Pending):
             return
         outcome = self._with_spent(outcome)
         if self._scoring.journal is not None and not self._recorded and outcome.failure is not None:
-            # Nothing was asked about it, such as about an empty response; the record is of all samples.
+            # No call was made, for example for an empty response; the journal records all samples.
             try:
                 await self._record(None, outcome)
             except JournalError:
@@ -222,7 +222,7 @@ class Judging(Pending):
         self.end(outcome)
 
     async def _record(self, key: str | None, outcome: Outcome) -> None:
-        """Record an outcome. Raises `JournalError`, which then is what the caller of the engine gets."""
+        """Record an outcome. Raises `JournalError`, and passes it to the caller of the engine."""
         try:
             await self._scoring.record(key, self.sample, outcome, self._due_at)
         except JournalError as error:
@@ -239,12 +239,12 @@ class Judging(Pending):
         spent = self._total()
         if isinstance(outcome, Failed):
             return replace(outcome, spent=spent)
-        # What was paid for is counted, wherever the last answer came from.
+        # An outcome from the journal may still have paid attempts of other calls.
         cached = outcome.verdict.cached and self._recalled and not spent.attempts
         return Scored(replace(outcome.verdict, cached=cached, spent=NOTHING if cached else spent))
 
     def _total(self) -> Spent:
-        """What everything that it asked took, and the time since it was handed in."""
+        """What its calls took, and the time since it was submitted."""
         asked = sum((asked.spent() for asked in self._asked), self._spent)
         return replace(asked, latency_s=self._scoring.now() - self._started_at)
 
@@ -253,7 +253,7 @@ class Judging(Pending):
         self._stop()
 
     def give_up(self, reason: str, detail: str, *, steps: int = STEPS_TO_END) -> None:
-        """End it with a failure, unless it ends by itself within so many steps of the event loop."""
+        """End it with a failure, unless it ends by itself within `steps` steps of the event loop."""
         if self.over:
             return
         if steps:
@@ -269,7 +269,7 @@ class Judging(Pending):
         self.give_up("closed", "the engine was closed before the sample was scored", steps=0)
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """Make sure that there is an outcome, whatever ended the task."""
+        """Ensure an outcome, whatever ended the task."""
         if not (self.over or task.cancelled()):
             error = task.exception()
             self.give_up("bug", f"the judge was ended by a {type(error).__name__}", steps=0)
@@ -295,7 +295,7 @@ class Judging(Pending):
 
 
 class _Asked:
-    """One call of a judge that is under way."""
+    """One running call of a judge."""
 
     def __init__(self, scoring: Scoring, sample: Sample, call: Call[Any], keys: Mapping[str, str]) -> None:
         self._scoring = scoring
@@ -306,7 +306,7 @@ class _Asked:
         self._job: Job | None = None
 
     async def result(self, member: Member, due_at: float) -> Answer[Any] | Unanswered:
-        """Make the call, and wait for what comes of it. Cancelling it drops the call."""
+        """Make the call and await its result. Cancelling this drops the call."""
         self._job = self._scoring.dispatcher.start(self._call, self, member=member, deadline_at=due_at)
         try:
             return await self._future
@@ -323,7 +323,7 @@ class _Asked:
             self._scoring.record_late(self._keys.get(answer.source), self._sample, outcome.verdict)
 
     def outcome(self, result: Answer[Any] | Unanswered) -> Outcome | None:
-        """What is recorded of a result; None for an answer that is no verdict."""
+        """The outcome to record for a result; None for an answer that is no verdict."""
         name = self._call.name
         if isinstance(result, Answer):
             return Scored(judged(result, name)) if isinstance(result.value, Verdict) else None
@@ -334,31 +334,31 @@ class _Asked:
         return Scored(instead) if isinstance(instead, Verdict) else failed(result, name)
 
     def spent(self) -> Spent:
-        """What it took so far."""
+        """What it has taken so far."""
         return NOTHING if self._job is None else self._job.spent(self._scoring.now())
 
     def expire(self) -> None:
-        """Fail it, because the deadline of its sample has come."""
+        """Fail it at the deadline of its sample."""
         if self._job is not None:
             self._scoring.dispatcher.expire(self._job)
 
     def drop(self) -> None:
-        """End the call, because its judge does not wait for it any more."""
+        """End the call, because its judge no longer waits for it."""
         if self._job is not None:
             self._scoring.dispatcher.drop(self._job)
 
     def cancel(self) -> None:
-        """End it, and whatever still waits for it, because its sample has its outcome."""
+        """End the call and the wait for it, because its sample has its outcome."""
         self.drop()
         self._future.cancel()
 
     def forget(self) -> None:
-        """Let go of the job, which holds this object in turn: memory must not wait for the garbage collector."""
+        """Release the job, which refers to this object: memory must not wait for the garbage collector."""
         self._job = None
 
 
 def _scored(verdict: Verdict, judge: Judge) -> Scored:
-    """The outcome of a verdict. Raises TypeError for one that whoever reads outcomes would stumble over."""
+    """The outcome of a verdict. Raises TypeError for a verdict with fields of a wrong type."""
     if not isinstance(verdict, Verdict):
         raise TypeError(f"judge {judge.name} returned a {type(verdict).__name__}, not a Verdict")
     wrong = _wrong_fields(verdict)
@@ -371,12 +371,12 @@ _TEXTS = ("rationale", "judge", "source", "model")
 
 
 def _wrong_fields(verdict: Any) -> str:
-    """The fields of a verdict that are not what `Verdict` says; "" if there are none."""
+    """The fields of a verdict that have a wrong type; "" if there are none."""
     failure = verdict.failure
     if failure is not None and not _is_failed(failure):
         return "failure"
     if (verdict.basis == "floor") != (failure is not None):
-        return "basis: it is a floor where `failure` says what it stands in for, and only there"
+        return "basis: it must be 'floor' exactly if `failure` is set"
     wrong = [name for name in _TEXTS if not isinstance(getattr(verdict, name), str)]
     if not isinstance(verdict.correct, (bool, NoneType)):
         wrong.append("correct")
@@ -394,14 +394,14 @@ def _is_failed(failed: object) -> TypeGuard[Failed]:
 
 
 def _failure(error: BaseException, judge: Judge) -> Failed:
-    """What an error of a judge means for its sample: a bug in a judge costs the sample, not the run."""
+    """The failure of a sample whose judge raised `error`. A bug in a judge costs its sample, not the run."""
     if isinstance(error, JudgeFailed):
-        said = getattr(error, "failed", None)
-        if _is_failed(said):
-            return said
+        failure = getattr(error, "failed", None)
+        if _is_failed(failure):
+            return failure
     elif isinstance(error, CallFailed):
-        why = getattr(error, "why", None)
-        if isinstance(why, Unanswered):
-            return failed(why, judge.name)
+        result = getattr(error, "why", None)
+        if isinstance(result, Unanswered):
+            return failed(result, judge.name)
     _log.error("unexpected %s from judge %s", type(error).__name__, judge.name, exc_info=error)
     return Failed(Cause.INFRA, "bug", f"unexpected {type(error).__name__}; see the log", judge=judge.name)

@@ -1,4 +1,4 @@
-"""Scores the samples of one event loop: joins routes and judges with dispatcher, journal and observers."""
+"""Scores the samples of one event loop: connects routes and judges with dispatcher, journal and observers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ CLOSE_WITHIN_S = 5.0
 
 
 class Scoring:
-    """Takes the samples of one event loop to their outcomes, and tells `observers` of them.
+    """Takes the samples of one event loop to their outcomes, and emits events to `observers`.
 
-    `sources` are those of the judges, by name. `reuse`: what is on record in `journal` is not asked for again.
+    `sources` are the judges' sources, by name. `reuse`: use recorded answers of `journal` instead of asking again.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Scoring:
         self._observers = observers
         self._judging: dict[Judging, None] = {}
         self.dispatcher: Dispatcher
-        """Set by whoever makes it: the two call each other."""
+        """Set after construction, because dispatcher and scoring call each other."""
 
     @property
     def batches(self) -> Batches:
@@ -63,9 +63,9 @@ class Scoring:
         return self.dispatcher.now()
 
     def submit(self, sample: Sample | Rejected, batch: Batch, due_at: float) -> asyncio.Future[Outcome]:
-        """Take a sample in; the future has its outcome at `due_at`, on the event loop's clock, at the latest.
+        """Submit a sample. The future has its outcome by `due_at`, on the event loop's clock.
 
-        Cancelling the future cancels what is under way.
+        Cancelling the future cancels its calls.
         """
         self._observers.emit(events.submitted(named(sample), self.now()))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
@@ -84,14 +84,14 @@ class Scoring:
         return future
 
     def cut_off(self, batch: Batch) -> None:
-        """End what is left of a batch that was cut off."""
+        """Fail the samples of a batch that are still judged when it is cut off."""
         for judging in [judging for judging in self._judging if judging.member.batch is batch]:
             judging.give_up("cutoff", "the batch stopped waiting, its quorum was in")
 
     async def aclose(self) -> None:
         """Fail every sample that has no outcome (`infra/closed`), and close the dispatcher. May be called again.
 
-        A judge that swallows its cancellation is waited for a few seconds, and named and abandoned then.
+        A judge that swallows its cancellation is abandoned after a few seconds, with a warning.
         """
         judging = {each.task: each for each in self._judging}
         self.dispatcher.close()
@@ -104,19 +104,19 @@ class Scoring:
             _log.warning("judge %s did not end within %g s of being cancelled, and is abandoned", name, CLOSE_WITHIN_S)
 
     def ended(self, sample: Sample, outcome: Outcome) -> None:
-        """Tell observers the outcome of a sample."""
+        """Emit the outcome of a sample."""
         self._observers.emit(events.ended(sample, outcome, self.now()))
 
     def dropped(self, sample: Sample) -> None:
-        """Tell observers that a sample ends without an outcome."""
+        """Emit that a sample ends without an outcome."""
         self._observers.emit(events.dropped(sample, self.now()))
 
     # The journal
 
     async def recall(self, call: Call[T], keys: Mapping[str, str], due_at: float) -> Answer[T] | None:
-        """The answer to `call` that is on record; None if there is none, or it does not suit any more.
+        """The recorded answer to `call`; None if there is none, or if the judge no longer accepts it.
 
-        A slow disk gets half of the time that is left, so that there is time to ask.
+        A slow disk gets half of the remaining time, so that there is time to ask.
         """
         if self.journal is None or not self._reuse or not keys or call.recall is None:
             return None
@@ -128,28 +128,28 @@ class Scoring:
         try:
             value = call.recall(recorded)
         except (InvalidReply, ValueError, LookupError, TypeError, AttributeError):
-            # Numbers that another range maps beyond float32, or a row that was made by hand.
+            # Another range may map its number beyond float32, or somebody edited the row.
             return None
         return Answer(value, recorded.source, recorded.model, recorded=True)
 
     def keys(self, call: Call[Any]) -> Mapping[str, str]:
-        """The keys under which the answers of its sources are recorded."""
+        """The keys of the call's answers in the journal, by source."""
         return {} if self.journal is None else question_keys(call, self._sources)
 
     async def record(self, key: str | None, sample: Sample, outcome: Outcome, due_at: float) -> None:
-        """Record what came of a call. The entry is safe at once; a slow disk is waited for until `due_at`."""
+        """Record the outcome of a call. The entry is queued at once; this waits for a slow disk until `due_at`."""
         if self.journal is not None:
             with anyio.move_on_after(max(0.0, due_at - self.now())):
                 await self.journal.put(key, sample, outcome)
 
     def note(self, sample: Sample, outcome: Outcome) -> None:
-        """Record an outcome that nothing was recorded for, without waiting: its sample's time is up."""
+        """Record an outcome without waiting, because its sample's time is up."""
         if self.journal is not None:
             with contextlib.suppress(JournalError):
                 self.journal.note(None, sample, outcome)
 
     def record_late(self, key: str | None, sample: Sample, verdict: Verdict) -> None:
-        """Record a verdict that came after its sample's outcome: it is paid for, and may be asked for again."""
+        """Record a verdict that came after its sample's outcome: it is paid for, and may be needed again."""
         if self.journal is not None:
             self.journal.note(key, sample, Scored(verdict))
             self._observers.emit(events.late(sample, verdict, self.now()))

@@ -1,4 +1,4 @@
-"""What something took: attempts, tokens, time and money, as one value that can be added."""
+"""What a call or a verdict took: attempts, tokens, time and money, as one value that can be added."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ NO_USAGE = Usage()
 class Spent:
     """What a call, or a verdict made of several calls, took.
 
-    `usage` and `cost_usd` (US dollars) count every attempt that the source reported usage for. `latency_s` is the time
-    from submission to the end, in seconds, with waiting and retries.
+    `usage` and `cost_usd` (US dollars) count every attempt whose usage the source reported. `latency_s` is the time
+    from submission to the end in seconds, with waiting and retries.
     """
 
     attempts: int = 0
@@ -37,7 +37,7 @@ class Spent:
     cost_usd: float = 0.0
 
     def __add__(self, other: Spent) -> Spent:
-        """The sum. Of the latencies it takes the longer one: what is added up runs at the same time."""
+        """The sum; its latency is the longer one, because both run at the same time."""
         return Spent(
             self.attempts + other.attempts,
             self.usage + other.usage,

@@ -1,10 +1,10 @@
-"""What the samples of one prompt share: their mean, the gate, and the barrier at which they meet.
+"""Groups, the samples of one prompt: their mean, the gate, and the barrier.
 
-- `group_means`, `mean_of`, `Mean`: the mean of a group, for who has all of its rewards at hand.
-- `number_of`: the number that an outcome trains as; None where its group's mean is to be imputed.
+- `group_means`, `mean_of`, `Mean`: the mean of a group whose rewards are all known.
+- `number_of`: the number that an outcome trains as; None if its group's mean is to be imputed.
 - `RunningMeans`: the means of groups that one process scores sample by sample, without waiting.
-- `GroupBarrier`: a failed sample waits for its siblings, which other processes may score, `groups.wait_s` at most.
-- `GroupGate`: which groups are worth training, and when to give up.
+- `GroupBarrier`: lets a failed sample wait for its siblings in other processes, at most `groups.wait_s`.
+- `GroupGate`: decides which groups are trained, and when to give up.
 """
 
 from ._actor import Report, barrier_actor

@@ -1,9 +1,9 @@
-"""The far side of a barrier: an actor of the Ray job, and an object of this process where there is no Ray.
+"""The barrier's actor: an actor of the Ray job, or without Ray an object of this process.
 
-A process sends its reports in order, all since its last call in one call. A sample that waits for its group has a call
-of its own, which is answered when the group is complete or closed. Ray starts the actor anew when its process is lost;
-the new one knows nothing, so every answer says which start it is from. Outcomes are counted here, because all of them
-are reported here.
+A process sends its reports in order; each call carries all reports since the last one. A sample that waits for its
+group has its own call, which is answered when the group closes. If the actor's process is lost, Ray restarts the actor,
+which then has no state. So every answer names the start that it comes from. The actor counts outcomes, because all of
+them are reported to it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ NAME = "qreward-groups"
 
 
 class Report(NamedTuple):
-    """What became of a sample.
+    """The outcome of a sample.
 
-    `reward` is None for a sample without a number to train on; `failure` is the cause ("infra", "verdict", "policy") of
-    one without a verdict, and empty for any other. `sample` tells the samples of a group apart, and `generation` the
-    responses of a sample that is generated anew. `size` is how many samples the group has, None if that is not known.
-    `cut`: the judge saw the sample without its middle. `floor`: the reward is a floor. With `key` None the sample is
-    only counted.
+    `reward` is None for a sample without a number to train on. `failure` is the cause of a failed sample ("infra",
+    "verdict", "policy"), else empty. `sample` identifies it in its group, and `generation` identifies its response,
+    which may be regenerated. `size` is the number of samples in the group; None if unknown. `cut`: the judge saw the
+    sample without its middle. `floor`: the reward is a floor. With `key` None the sample is only counted.
     """
 
     key: GroupKey | None
@@ -43,13 +42,13 @@ class Report(NamedTuple):
 
 
 class Close(NamedTuple):
-    """Close this group early, because no worker waits for it any longer."""
+    """Close this group early, because its failed samples can wait no longer."""
 
     key: GroupKey
 
 
 class Memory(NamedTuple):
-    """What a process remembers of a group, for a barrier that was started anew."""
+    """A process's record of a group, for an actor that was restarted."""
 
     key: GroupKey
     size: int | None
@@ -58,50 +57,48 @@ class Memory(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """One answer for each thing that was sent (`BarrierState.report`, the mean for a `Close`), and the start."""
+    """One answer for each item sent (see `BarrierState.report`; the mean for a `Close`), and the actor's start."""
 
     start: str
     means: list[float | None]
 
 
 class BarrierActor:
-    """The far side. All methods are coroutines, because that makes a Ray actor serve its calls on one event loop."""
+    """All methods are coroutines, so that a Ray actor serves its calls on one event loop."""
 
     def __init__(self) -> None:
         self._start = uuid.uuid4().hex
-        self._state = BarrierState(self._tell)
-        self._parked: dict[GroupKey, set[asyncio.Future[float]]] = {}
+        self._state = BarrierState(self._wake)
+        self._waiting: dict[GroupKey, set[asyncio.Future[float]]] = {}
         self._counts: Counter[str] = Counter()
 
-    async def send(self, things: Sequence[Report | Close | Memory]) -> Answers:
-        """Take these in, in their order."""
-        return Answers(self._start, [self._take(thing) for thing in things])
+    async def send(self, items: Sequence[Report | Close | Memory]) -> Answers:
+        """Handle these in order."""
+        return Answers(self._start, [self._take(item) for item in items])
 
     async def mean(self, key: GroupKey) -> float:
-        """The mean of a group, as soon as it is closed. This call is parked until then; cancelling it is harmless."""
+        """The mean of a group, once it is closed; this call waits until then. It may be cancelled."""
         known = self._state.mean(key)
         if known is not None:
             return known
-        parked: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._parked.setdefault(key, set()).add(parked)
+        waiter: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(key, set()).add(waiter)
         try:
-            return await parked
+            return await waiter
         finally:
-            waiting = self._parked.get(key, set())
-            waiting.discard(parked)
+            waiting = self._waiting.get(key, set())
+            waiting.discard(waiter)
             if not waiting:
-                self._parked.pop(key, None)
+                self._waiting.pop(key, None)
 
     async def end(self, start: str) -> None:
-        """Parked for as long as this start lasts: the call returns at once if it is another one by now, and fails when
-        the actor is lost.
-        """
+        """Wait while this start lasts: return at once if the actor has another start, and fail if the actor is lost."""
         if start == self._start:
             await asyncio.get_running_loop().create_future()
 
     async def counts(self) -> tuple[str, dict[str, int]]:
-        """The start, and how many samples were what since then: "train/samples", "train/failed",
-        "train/failed/infra" and so on, "train/imputed", "train/cut", "train/floor"; the same with "val".
+        """The start, and the counts of samples since then: "train/samples", "train/failed", "train/failed/<cause>",
+        "train/imputed", "train/cut", "train/floor"; the same with "val".
         """
         return self._start, dict(self._counts)
 
@@ -132,16 +129,16 @@ class BarrierActor:
         if report.floor:
             self._counts[f"{report.split}/floor"] += 1
 
-    def _tell(self, key: GroupKey, mean: float) -> None:
-        for parked in self._parked.pop(key, set()):
-            if not parked.done():
-                parked.set_result(mean)
+    def _wake(self, key: GroupKey, mean: float) -> None:
+        for waiter in self._waiting.pop(key, set()):
+            if not waiter.done():
+                waiter.set_result(mean)
 
 
 class Link(Protocol):
-    """What a process needs of the far side."""
+    """The connection of a process to the barrier's actor."""
 
-    async def send(self, things: Sequence[Report | Close | Memory]) -> Answers: ...
+    async def send(self, items: Sequence[Report | Close | Memory]) -> Answers: ...
 
     async def mean(self, key: GroupKey) -> float: ...
 
@@ -149,13 +146,13 @@ class Link(Protocol):
 
 
 class _RemoteLink:
-    """The far side in its Ray actor."""
+    """A connection to a Ray actor."""
 
     def __init__(self, handle: Any) -> None:
         self._handle = handle
 
-    async def send(self, things: Sequence[Report | Close | Memory]) -> Answers:
-        return await self._handle.send.remote(things)  # type: ignore[no-any-return]
+    async def send(self, items: Sequence[Report | Close | Memory]) -> Answers:
+        return await self._handle.send.remote(items)  # type: ignore[no-any-return]
 
     async def mean(self, key: GroupKey) -> float:
         return await self._handle.mean.remote(key)  # type: ignore[no-any-return]
@@ -165,14 +162,12 @@ class _RemoteLink:
 
 
 def connect() -> Link:
-    """The far side of this Ray job, started if there is none; without Ray one of this process. Blocks; raises what Ray
-    raises.
+    """Connect to this job's actor, and start it if needed; without Ray, make one in this process. Blocks; raises Ray's
+    errors.
     """
     return _RemoteLink(barrier_actor()) if named_actors.ray_is_up() else BarrierActor()
 
 
 def barrier_actor() -> Any:
-    """The Ray handle of this job's `BarrierActor`, started if there is none; its `counts` say what the outcomes came
-    to. Blocks; raises what Ray raises.
-    """
+    """The Ray handle of this job's `BarrierActor`, which is started if needed. Blocks; raises Ray's errors."""
     return named_actors.get_or_start(NAME, BarrierActor)

@@ -1,14 +1,13 @@
-"""`GroupBarrier`: where a failed sample waits for its siblings, whichever process scores them.
+"""`GroupBarrier`: lets a failed sample wait for its siblings, whichever process scores them.
 
-The barrier never ends a run, and holds a process up for a bounded time only. Reports are sent in one call at a time;
-each call carries all reports since the last one. If the actor is lost, this process finds or starts another and sends
-it what it remembers, so that waiting samples still get the mean of their group. While no actor can be reached, a scored
-sample keeps its own reward after `answer_s`, and a failed one gets the mean of what this process knows when its waiting
-ends.
+The barrier never ends a run, and delays a process only for a bounded time. It makes one call at a time to the actor;
+each carries all reports since the last one. If the actor is lost, this process finds or starts another and sends its
+own records, so that waiting samples still get the mean of their group. While no actor can be reached, a scored sample
+keeps its own reward after `answer_s`, and a failed one gets the mean that this process knows when its waiting ends.
 
-Waiting must not deadlock either. A failed sample that waits may hold one of the calls that its process can carry at
-once (1,000 in a Ray actor with async methods), and its siblings may queue for one of these very calls. So at most
-`max_waiting` wait in a process; one more closes the group that has waited longest, at what is scored by then.
+Waiting must not deadlock. A waiting sample may occupy one of the calls that its process can carry at once (1,000 in a
+Ray actor with async methods), and its siblings may queue for these calls. So at most `max_waiting` samples wait in a
+process. One more closes the group that has waited longest, at the mean of its scored samples.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ MAX_WAITING = 500
 """Half of the calls that an async Ray actor carries at once by default."""
 
 ANSWER_S = 5.0
-"""How long the actor may take to answer before it counts as lost, in seconds."""
+"""Most seconds for an answer of the actor; after that it counts as lost."""
 
 RECENT = 4_096
-"""Groups whose reports this process remembers for an actor that is started anew, at most."""
+"""Most groups whose reports this process keeps for an actor that is restarted."""
 
 _BATCH = 2_000
 _PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
@@ -43,7 +42,7 @@ _PAUSES_S = (0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
 
 @dataclass(slots=True)
 class _Waiting:
-    """The failed samples of a group that wait here, for one number."""
+    """The failed samples of a group that wait in this process."""
 
     mean: asyncio.Future[float]
     samples: int = 0
@@ -60,14 +59,14 @@ class _Request:
 class GroupBarrier:
     """The barrier for the samples that one process scores on one event loop.
 
-    With Ray the processes of a job meet on an actor, which the first of them starts; without Ray the samples of this
-    object meet.
+    With Ray, the processes of a job share an actor, which the first of them starts. Without Ray, only the samples of
+    this object meet.
 
     Args:
-        wait_s: how long a failed sample waits for its siblings at most, in seconds from its failure.
-        max_waiting: how many wait at once at most; None: any number.
-        answer_s: how long the actor may take to answer, in seconds.
-        connect: finds or starts the actor; called in a thread of its own, may block and raise.
+        wait_s: most seconds that a failed sample waits for its siblings, from its failure.
+        max_waiting: most samples that wait at once; None for any number.
+        answer_s: most seconds for an answer of the actor.
+        connect: finds or starts the actor; it runs in its own thread, and may block and raise.
     """
 
     def __init__(
@@ -96,16 +95,17 @@ class GroupBarrier:
 
     @property
     def waiting(self) -> int:
-        """How many failed samples wait here, without those whose waiting is being ended."""
+        """The number of failed samples that wait, without those whose waiting is being ended."""
         return sum(waiting.samples for waiting in self._waiting.values() if not waiting.ending)
 
     async def settle(self, report: Report, *, wait: bool = True) -> float | None:
-        """The number that a sample trains on in place of its own; None: its own stands, or it was only to be counted.
+        """Report a sample. Return the number that it trains on instead of its own; None if it keeps its own, or was
+        only counted.
 
-        A failed sample of a group always gets a number; it waits for its siblings, `wait_s` and the time of one answer
-        at most, and without `wait` not at all. Whatever else there is takes `answer_s` at most, and no time while it is
-        known that the actor cannot be reached. May be cancelled, and the report counts all the same. Raises ValueError
-        for a reward that is not finite, and nothing else.
+        A failed sample of a group always gets a number. It waits for its siblings at most `wait_s` and the time of one
+        answer; without `wait` not at all. A scored sample waits at most `answer_s`, and not at all while the actor is
+        known to be unreachable. A cancelled call still counts its report. Raises ValueError for a reward that is not
+        finite, and nothing else.
         """
         if report.reward is not None and not math.isfinite(report.reward):
             raise ValueError(f"a reward must be finite, not {report.reward}")
@@ -126,12 +126,12 @@ class GroupBarrier:
         return mean
 
     def end_waiting(self, key: GroupKey) -> None:
-        """Close a group that failed samples wait for here, at what is scored by now."""
+        """Close a group that failed samples wait for, at the mean of its scored samples so far."""
         if key in self._waiting:
             self._end(key, self._waiting[key])
 
     async def aclose(self) -> None:
-        """End everything that is under way here; whoever waits gets what this process knows."""
+        """End all tasks. Waiting samples get the mean that this process knows."""
         self._closed = True
         for key in list(self._waiting):
             self._settled(key, self._known_mean(key))
@@ -143,7 +143,7 @@ class GroupBarrier:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _ask(self, report: Report) -> float | None:
-        """The actor's answer; None, too, when it does not come in time."""
+        """The actor's answer; also None if it does not come in time."""
         if self._closed:
             return None
         request = self._enqueue(report)
@@ -155,7 +155,7 @@ class GroupBarrier:
             request.answer.cancel()
 
     async def _wait(self, report: Report, key: GroupKey, wait_s: float) -> float:
-        """What the group of a failed sample is closed at, by its siblings, by time, or by one too many that wait."""
+        """The mean at which the group of a failed sample closes: by its last sibling, by time, or to make room."""
         if self._closed:
             return self._known_mean(key)
         waiting = self._waiting.get(key)
@@ -198,7 +198,7 @@ class GroupBarrier:
         return self._own(key, None).mean_so_far()
 
     def _settled(self, key: GroupKey, mean: float) -> None:
-        """The group is closed; the first number that was heard stands."""
+        """Note that the group is closed. The first mean that this process got stands."""
         own = self._own(key, None)
         if own.mean is None:
             own.mean = mean
@@ -225,7 +225,7 @@ class GroupBarrier:
         return request
 
     def _drop_unwanted(self) -> None:
-        """Without a connection, requests that nobody expects an answer to; what is in them is remembered."""
+        """Without a connection, drop requests whose answer nobody awaits; `_recent` keeps their reports."""
         self._unsent = [request for request in self._unsent if not request.answer.done()]
 
     async def _send(self) -> None:
@@ -257,7 +257,7 @@ class GroupBarrier:
             self._waiting[key].watch = self._spawn(self._watch(key, self._waiting[key]))
 
     async def _guard(self) -> None:
-        """Notice at once when the actor is lost: others may wait for what this process knows, and has said already."""
+        """Detect a lost actor at once: other processes may wait for reports that this process has sent already."""
         while True:
             link = await self._connected()
             try:
@@ -295,14 +295,14 @@ class GroupBarrier:
             except Exception as error:
                 self._unreachable = True
                 if number == 0:
-                    _log.warning("the group barrier does not answer (%s); trying again until it does", _words(error))
+                    _log.warning("the group barrier does not answer (%s); trying again", _described(error))
                 await asyncio.sleep(_PAUSES_S[min(number, len(_PAUSES_S) - 1)])
             else:
                 self._start, self._link, self._unreachable = answers.start, link, False
                 return
 
     def _memories(self) -> list[Memory]:
-        """What an actor is told when it is found, without the reports that are still to be sent."""
+        """The records for a new actor, without the reports that are still to be sent."""
         queued = {
             (request.thing.key, request.thing.sample) for request in self._unsent if isinstance(request.thing, Report)
         }
@@ -316,7 +316,7 @@ class GroupBarrier:
     def _lost(self, link: Link, error: Exception | None) -> None:
         if self._link is link:
             self._link = None
-            _log.info("the group barrier is lost (%s)", "it was started anew" if error is None else _words(error))
+            _log.info("the group barrier is lost (%s)", "it was restarted" if error is None else _described(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -329,5 +329,5 @@ def _has_result(future: asyncio.Future[Any]) -> bool:
     return future.done() and not future.cancelled()
 
 
-def _words(error: Exception) -> str:
+def _described(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error)[:200]}"

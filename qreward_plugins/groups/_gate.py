@@ -1,7 +1,7 @@
-"""Which groups are worth training, for frameworks that can replace a prompt (slime, ROLL).
+"""Decides which groups are trained, for frameworks that can replace a prompt (slime, ROLL).
 
-A group with too few rewards is better dropped than trained. But a judge that is down would have prompts replaced for
-ever, so the gate ends the run after too many dropped groups in a row.
+A group with too few rewards is dropped. While a judge is down, prompts would be replaced for ever, so the gate ends the
+run after too many dropped groups in a row.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import JudgeUnavailable
 
 
 class GroupGate:
-    """Decides which groups are trained, and ends the run when too many in a row are not. Any thread may ask it."""
+    """Drops groups with too few rewards, and ends the run after too many in a row. Thread-safe."""
 
     def __init__(self, settings: Groups) -> None:
         self._settings = settings
@@ -27,8 +27,8 @@ class GroupGate:
     def admit(self, size: int, causes: Iterable[str], *, detail: str = "") -> bool:
         """Whether a group of `size` samples has enough rewards (`groups.min_scored`).
 
-        `causes` has one entry for each failed sample. `detail` says in full why one of them failed; it becomes part of
-        the error. Raises `JudgeUnavailable` when `groups.give_up_after` groups in a row had too few.
+        `causes` has one entry for each failed sample. `detail` is the detail of one failure, for the error message.
+        Raises `JudgeUnavailable` after `groups.give_up_after` dropped groups in a row.
         """
         failed = list(causes)
         wanted = self._settings.min_scored
@@ -47,7 +47,7 @@ class GroupGate:
             self._start_over()
         raise JudgeUnavailable(
             f"{dropped} groups in a row had fewer than {enough} samples with a reward ({reasons}).{last} Replacing "
-            "them would not end. `qreward check` asks every source; groups.give_up_after is how many groups are tried."
+            "them would not end. `qreward check` tests every source; groups.give_up_after sets the number of groups."
         )
 
     def _start_over(self) -> None:

@@ -1,8 +1,8 @@
-"""The number that a failed sample gets: the mean of the scored samples of its group.
+"""The mean of a group's scored samples, which a failed sample gets.
 
-A group-based estimator compares the samples of one prompt with each other, so a number made up for one of them moves
-the baseline of all. The mean of the scored ones moves nothing: the group's mean stays where it was, and the failed
-sample's own advantage is zero. This holds in every framework, so it is computed here and nowhere else.
+A group-based estimator compares the samples of one prompt, so an invented number for one of them moves the baseline of
+all. The mean of the scored samples moves nothing: the group's mean stays the same, and the failed sample's advantage is
+zero. All frameworks use this module for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ UNSCORED = 0.0
 """The mean of a group without any score. With one constant for all its samples, no sample has an advantage."""
 
 KEPT = 4096
-"""Unfinished groups that `RunningMeans` remembers at most; the one that was touched longest ago is forgotten first."""
+"""Most unfinished groups in `RunningMeans`; the least recently used is dropped first."""
 
 Tell = Callable[[float], None]
 
@@ -33,7 +33,7 @@ class Mean:
     """The mean of finite rewards that come one by one.
 
     It is the exact mean, rounded once. So it does not depend on the order of the rewards, never overflows, equals the
-    rewards where all are equal, and is the same bit for bit wherever a group is looked at. No reward is kept.
+    rewards if all are equal, and has the same bits in every process. No reward is kept.
     """
 
     __slots__ = ("_total", "scored")
@@ -45,7 +45,7 @@ class Mean:
             self.add(reward)
 
     def add(self, reward: float) -> None:
-        """Take in the reward of one more sample. Raises ValueError if it is not finite."""
+        """Add the reward of one more sample. Raises ValueError if it is not finite."""
         if not math.isfinite(reward):
             raise ValueError(f"a reward must be finite, not {reward}")
         numerator, denominator = float(reward).as_integer_ratio()
@@ -68,9 +68,9 @@ def mean_of(rewards: Iterable[float | None]) -> float:
 def group_means(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> list[float]:
     """For every sample the mean reward of the scored samples of its group.
 
-    `rewards[i]` belongs to the group `groups[i]`; None: that sample failed. A group without any reward has the mean of
-    all scored samples, and 0.0 where there are none at all: any one number is neutral to a group that failed whole.
-    Raises ValueError for a reward that is not finite: it would be the mean of its whole group.
+    `rewards[i]` belongs to the group `groups[i]`; None: that sample failed. A group without any reward gets the mean
+    of all scored samples, or 0.0 without any: every constant is neutral to such a group. Raises ValueError for a reward
+    that is not finite.
     """
     scored: dict[Hashable, list[float]] = {}
     for reward, group in zip(rewards, groups, strict=True):
@@ -84,8 +84,8 @@ def group_means(rewards: Sequence[float | None], groups: Sequence[Hashable]) -> 
 def number_of(outcome: Outcome, policy: FailurePolicy) -> float | None:
     """The number that an outcome trains as under `on_failure`: its reward, or the policy's constant if it has none.
 
-    None: it has no number of its own. The adapter imputes its group's mean, or leaves it out of training. Raises
-    `RewardMissing` with the policy `raise`.
+    None if it has no number: the adapter imputes its group's mean, or leaves it out of training. Raises `RewardMissing`
+    with the policy `raise`.
     """
     if outcome.reward is not None:
         return float(outcome.reward)
@@ -98,7 +98,7 @@ def number_of(outcome: Outcome, policy: FailurePolicy) -> float | None:
 
 
 class _Group:
-    """What is kept of a group whose samples are still being scored. Its rewards are not: an evaluation never ends."""
+    """A group whose samples are still being scored. Its rewards are not kept: an evaluation has no last sample."""
 
     __slots__ = ("failed", "followers", "mean")
 
@@ -109,11 +109,11 @@ class _Group:
 
 
 class RunningMeans:
-    """The means of groups whose samples one process scores one by one. Any thread may use it. Nobody waits here.
+    """The means of groups whose samples one process scores one by one. Thread-safe; nothing waits.
 
-    It is for frameworks in which a later hook sees the whole group: until then a failed sample has the mean of the
-    siblings that are scored, and with `follow` it is told the new mean whenever another reward comes in. `size` is the
-    number of samples after which nothing more is to come and the group is forgotten; None: not known.
+    It is for frameworks in which a later hook sees the whole group. Until then a failed sample has the mean of the
+    siblings scored so far; with `follow` it gets the new mean after each of them. `size` is the number of samples after
+    which the group is complete and dropped; None if unknown.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ class RunningMeans:
         self._groups: OrderedDict[Hashable, _Group] = OrderedDict()
 
     def add(self, key: Hashable, reward: float, *, size: int | None = None) -> None:
-        """Take in the reward of a scored sample, and tell its failed siblings the new mean."""
+        """Add the reward of a scored sample, and give its failed siblings the new mean."""
         with self._lock:
             group = self._touch(key)
             group.mean.add(reward)
@@ -130,7 +130,7 @@ class RunningMeans:
             self._forget_if_complete(key, group, size)
 
     def follow(self, key: Hashable, tell: Tell, *, size: int | None = None) -> None:
-        """Take in a failed sample: call `tell` with the mean (0.0 while nothing is scored), now and on each change."""
+        """Add a failed sample: call `tell` with the mean (0.0 before the first score), now and on each change."""
         with self._lock:
             group = self._touch(key)
             group.failed += 1
@@ -139,7 +139,7 @@ class RunningMeans:
             self._forget_if_complete(key, group, size)
 
     def mean(self, key: Hashable) -> float:
-        """The mean of what is scored of a group by now; 0.0 if nothing is."""
+        """The mean of a group's scored samples so far; 0.0 without any."""
         with self._lock:
             return self._groups[key].mean.value if key in self._groups else UNSCORED
 

@@ -1,11 +1,11 @@
-"""The state of a barrier: what was reported of each group, and the means of groups that are closed.
+"""The state of a barrier: the reports of each group, and the means of closed groups.
 
-A failed sample is neutral to its group when it gets the mean of the scored ones. So a group with a failed sample is
-closed at that mean as soon as all of its samples have reported, or early, when somebody can wait no longer. From then
-on the mean must not move: whoever comes late, scored or not, gets it, too. A group in which nothing is scored is closed
-at one constant. A group without a failed sample stays open, because nobody needs its mean.
+A failed sample is neutral to its group if it gets the mean of the scored samples. So a group with a failed sample
+closes at that mean as soon as all of its samples have reported, or earlier if a sample can wait no longer. After that
+the mean must not change: late samples, scored or not, get it, too. A group without a scored sample closes at a
+constant. A group without a failed sample stays open, because no sample needs its mean.
 
-This is a state machine without clocks, tasks and processes: who waits, and for how long, is not known here.
+This is a state machine without clocks, tasks or processes.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import TypeAlias
 from ._means import mean_of
 
 GroupKey: TypeAlias = "tuple[str, str]"
-"""What names a group: its uid, and the step."""
+"""The name of a group: its uid, and the step."""
 
 DETAILED = 8_192
-"""Groups of which every report is kept, at most."""
+"""Most groups whose reports are kept."""
 
 REMEMBERED = 65_536
-"""Closed groups of which the mean is remembered, at most."""
+"""Most closed groups whose mean is kept."""
 
 
 @dataclass(slots=True)
 class GroupRecord:
-    """What is known of a group: how many samples it has (None: unknown), their rewards, and the mean it is closed at.
+    """A group: its number of samples (None if unknown), their rewards, and the mean at which it is closed.
 
-    `rewards` holds None for a failed sample. `generations` says which response of a sample its reward is for.
+    `rewards` holds None for a failed sample. `generations` identifies the response that a reward belongs to.
     """
 
     size: int | None = None
@@ -40,7 +40,7 @@ class GroupRecord:
     mean: float | None = None
 
     def take(self, sample: str, reward: float | None, generation: str) -> None:
-        """Record what became of this response of a sample."""
+        """Record the outcome of this response of a sample."""
         self.rewards[sample] = reward
         self.generations[sample] = generation
 
@@ -53,15 +53,15 @@ class GroupRecord:
         return self.size is not None and len(self.rewards) >= self.size and None in self.rewards.values()
 
     def mean_so_far(self) -> float:
-        """The mean that the group is closed at, or that of what is scored by now."""
+        """The mean at which the group is closed, or the mean of its scored samples so far."""
         return mean_of(self.rewards.values()) if self.mean is None else self.mean
 
 
 class BarrierState:
-    """The groups that are being scored, and the means of those that are closed.
+    """The groups that are being scored, and the means of closed groups.
 
-    `on_close` is called with every group that closes, and its mean. Memory is bounded: of the groups that were touched
-    longest ago first the reports are forgotten (an open group is closed for that), then the mean.
+    `on_close` is called with every group that closes, and its mean. Memory is bounded: the least recently used groups
+    lose first their reports (an open group closes then), later their means.
     """
 
     def __init__(
@@ -80,14 +80,13 @@ class BarrierState:
     def report(
         self, key: GroupKey, sample: str, reward: float | None, size: int | None = None, *, generation: str = ""
     ) -> float | None:
-        """Take in what became of a sample: its reward, or None for a failed one.
+        """Record the outcome of a sample: its reward, or None if it failed. Return the number that it trains on.
 
-        `sample` tells the samples of a group apart, and `generation` the responses of a sample that is generated anew:
-        a report that comes twice counts once, and a new response takes the place of the earlier one. `size` is how many
-        samples there are, None if that is not known. The answer is the number that the sample trains on. None: for a
-        scored sample its own reward, for a failed one that its group is open, and `on_close` will tell. Where the group
-        is closed already, a new response that is scored trains on its own reward, and one that failed on the group's
-        mean.
+        None means: a scored sample trains on its own reward; the group of a failed one is open, and `on_close` will
+        give its mean. `sample` identifies the sample in its group, and `generation` its response: a repeated report
+        counts once, and a regenerated response replaces the earlier one. In a closed group, a regenerated response
+        trains on its own reward if it is scored, else on the group's mean. `size` is the number of samples in the
+        group; None if unknown.
         """
         if key not in self._groups and key in self._means:
             return self.mean(key)
@@ -108,11 +107,11 @@ class BarrierState:
         return None if anew and reward is not None else group.mean
 
     def knows(self, key: GroupKey, sample: str, generation: str = "") -> bool:
-        """Whether this response of a sample of a group has reported, as far as that is remembered."""
+        """Whether this response of a sample has reported; False also if its group is no longer kept."""
         return key in self._groups and self._groups[key].knows(sample, generation)
 
     def mean(self, key: GroupKey) -> float | None:
-        """The mean that a group is closed at; None: it is open, or not known."""
+        """The mean at which a group is closed; None if it is open or unknown."""
         if key in self._groups:
             return self._touch(key).mean
         if key in self._means:
@@ -120,19 +119,16 @@ class BarrierState:
         return self._means.get(key)
 
     def close(self, key: GroupKey) -> float:
-        """Close a group early, at the mean of what is scored by now, and return the mean that it is closed at."""
+        """Close a group early, at the mean of its scored samples so far. Return the mean at which it is closed."""
         mean = self.mean(key)
         return self._close(key, self._touch(key)) if mean is None else mean
 
     def restore(self, key: GroupKey, size: int | None, rewards: Mapping[str, float | None], mean: float | None) -> None:
-        """Take in what somebody remembers of a group: reports, and the mean that it was closed at, if it was.
-
-        What is known here already stands.
-        """
+        """Merge a process's record of a group: reports, and the mean if it was closed. Reports known already stand."""
         if mean is None or self.mean(key) is not None:
             known = self._groups.get(key)
             for sample, reward in rewards.items():
-                # Of two responses of a sample nobody knows here which is the later one.
+                # It is unknown here which of two responses of a sample is the later one.
                 generation = known.generations.get(sample, "") if known else ""
                 self.report(key, sample, reward, size, generation=generation)
             return

@@ -15,7 +15,7 @@ import anyio
 
 from ..config import Config
 from ..config.judge_models import JudgeConfig
-from ..errors import QRewardError
+from ..errors import InputError, QRewardError
 from ..samples import Failed, Sample, Verdict
 from ..scheduling.calls import Answer, Call, T
 from ..sources.base import Reply, Request
@@ -99,7 +99,7 @@ class Judge(ABC):
         `share` (0 to 1) is the place of its score in the score range. Every kind that asks sources must define this
         method to be planned.
         """
-        raise NotImplementedError
+        raise InputError(f"{cls.__name__} defines no `rehearsed`, so `qreward plan` cannot simulate its replies")
 
     @abstractmethod
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:

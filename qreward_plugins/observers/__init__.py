@@ -1,6 +1,6 @@
-"""Events of an engine, and who reads them: statistics, the log, and observers of the user.
+"""Events of an engine, and their observers: statistics, logs, and those of the user.
 
-`events.py` has all events. `statistics.py` counts them: a new metric is a field and a line there.
+`events.py` defines all events. `statistics.py` counts them: a new metric is a field and a line there.
 """
 
 from .base import Observer, Observers, with_names

@@ -1,12 +1,12 @@
-"""Observers, and how events reach them.
+"""Calls observers with events.
 
-An observer is anything that can be called with an event. The engine calls it from its event loop's thread, in the order
-in which things happen, and waits for it: an observer must return at once, and must hand work that takes long to a
-thread of its own. Several engines in several threads call an observer that they share at the same time.
+An observer is a callable that takes an event. The engine calls it in the thread of its event loop, in the order of
+events, and waits for it. So an observer must return at once, and do slow work in a thread of its own. Engines in
+several threads may call a shared observer at the same time.
 
-What an observer does never changes an outcome. One that raises is cut off: it gets no more events, and one warning
-names it. So is one that holds up the event loop for more than `BUDGET_S` seconds at once, or for more than a share of
-`SHARE` of the time over long.
+An observer never changes an outcome. It is cut off if it raises, or if it blocks the event loop for more than
+`BUDGET_S` seconds at once, or for more than the share `SHARE` of the time in the long run. Then it gets no more events,
+and one warning names it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from .events import EngineClosed, Event, SourceStateChanged, capped
 _log = logging.getLogger("qreward_plugins.observers")
 
 BUDGET_S = 0.25
-"""Seconds of the event loop that an observer may take at once. What it takes is withdrawn from this budget."""
+"""Most seconds of the event loop that an observer may take at once: its budget when full."""
 SHARE = 0.05
-"""Seconds by which its budget fills up again in each second, until it is `BUDGET_S`."""
+"""Seconds by which the budget of an observer refills in each second."""
 
 _NAME_CHARS = 120
 _MESSAGE_CHARS = 200
 
 
 class Observer(Protocol):
-    """Is called with every event, from the event loop. What it returns is ignored."""
+    """Called with every event, in the event loop. Its return value is ignored."""
 
     def __call__(self, event: Event, /) -> object: ...
 
@@ -45,16 +45,16 @@ Named: TypeAlias = tuple[str, Observer]
 
 
 class Reader(Protocol):
-    """An observer of this package: what it does with which type of event."""
+    """An observer of this package, which handles some types of events."""
 
     def reads(self) -> Mapping[type, Callable[[Any], None]]: ...
 
 
 class Observers:
-    """Tells events to the observers of an engine.
+    """Sends events to the observers of an engine.
 
-    `ours` are observers of this package: they are quick, do not raise, see outcomes as they are, and name the events
-    that they want. `theirs` are those of the user, with their names; they are watched.
+    `ours` are observers of this package: they are quick, do not raise, get outcomes unshortened, and name the events
+    that they read. `theirs` are the user's, with their names; their time is limited.
     """
 
     def __init__(self, ours: Iterable[Reader] = (), theirs: Iterable[Named] = ()) -> None:
@@ -67,41 +67,41 @@ class Observers:
 
     @property
     def watched(self) -> bool:
-        """Whether the user has an observer: what only these want to know is looked for only then."""
+        """Whether the user has an observer. Events for nobody else are emitted only then."""
         return bool(self._theirs)
 
     def emit(self, event: Event) -> None:
-        """Tell an event to everybody. Call it from the event loop. Raises nothing."""
-        # By type, because this comes several times for every sample.
+        """Send an event to all observers. Call it from the event loop. Raises nothing."""
+        # By type, because this runs several times for every sample.
         for read in self._readers.get(type(event), ()):
             read(event)
         if self._theirs:
-            self._tell(event)
+            self._send(event)
 
     def state(self, at: float, source: str, state: str, trouble: str) -> None:
-        """Tell that a source is in this state, unless that is known."""
+        """Emit the state of a source if it has changed."""
         before = self._states.get(source, "up")
         if state != before:
             self._states[source] = state
             self.emit(SourceStateChanged(at, source, state, before, one_line(trouble, _MESSAGE_CHARS)))
 
     def close(self, at: float) -> None:
-        """Tell the user's observers that the engine is closed, and let go of them. May be called again."""
+        """Send `EngineClosed` to the user's observers, and release them. May be called again."""
         if self._theirs:
-            self._tell(EngineClosed(at))
+            self._send(EngineClosed(at))
             self._theirs.clear()
 
-    def _tell(self, event: Event) -> None:
-        told = capped(event)
+    def _send(self, event: Event) -> None:
+        shortened = capped(event)
         for each in tuple(self._theirs):
-            problem = each.problem_with(told)
+            problem = each.problem_with(shortened)
             if problem and each in self._theirs:
                 self._theirs.remove(each)
                 _log.warning("observer %s %s; it gets no more events, and scoring goes on", each.name, problem)
 
 
 class _Watched:
-    """An observer of the user, and what is left of its time."""
+    """An observer of the user, and the rest of its time budget."""
 
     def __init__(self, name: str, observer: Observer) -> None:
         self.name = name
@@ -110,7 +110,7 @@ class _Watched:
         self._ended_at = math.inf
 
     def problem_with(self, event: Event) -> str:
-        """Tell it an event; return why it must be cut off, "" if it need not be."""
+        """Send it an event; return why it must be cut off, else ""."""
         clock = asyncio.get_running_loop().time
         began_at = clock()
         try:
@@ -120,34 +120,34 @@ class _Watched:
         except BaseException as error:
             # A CancelledError or SystemExit would end the scheduler's step as well.
             said = _described(error)
-            # Somebody may keep the error, and its frames hold the scheduler's jobs.
+            # The observer may keep the error, and its frames refer to the scheduler's jobs.
             error.__traceback__ = None
             return f"raised {said}"
         if returned is not None and inspect.iscoroutine(returned):
             returned.close()
             return "returned a coroutine: an observer is a plain function"
         ended_at = clock()
-        # After a loop was closed, the clock of the next one may begin anew.
+        # The clock of another event loop may start at another time.
         self._left_s = min(BUDGET_S, self._left_s + SHARE * max(0.0, began_at - self._ended_at))
         self._left_s -= ended_at - began_at
         self._ended_at = ended_at
         if self._left_s >= 0:
             return ""
         return (
-            f"held up the event loop: its last call took {ended_at - began_at:.3g} s, and it may take {BUDGET_S:g} s "
-            f"at once and {SHARE:.0%} of the time over long"
+            f"blocked the event loop: its last call took {ended_at - began_at:.3g} s; allowed are {BUDGET_S:g} s at "
+            f"once and {SHARE:.0%} of the time in the long run"
         )
 
 
 def with_names(observers: Iterable[Observer]) -> list[Named]:
-    """The observers with their names. Raises `ConfigurationError` for what is none."""
+    """The observers with their names. Raises `ConfigurationError` for an object that is no observer."""
     found = [(_name(observer), observer) for observer in observers]
     check((f"observers[{number}]", observer) for number, (_, observer) in enumerate(found))
     return found
 
 
 def check(observers: Iterable[tuple[str, object]]) -> None:
-    """Raise `ConfigurationError` if any of these, given with the place that names it, is no observer."""
+    """Raise `ConfigurationError` for all of these that are no observers. Each has the key that names it."""
     mistakes = [Mistake(place, problem, _REMEDY) for place, each in observers if (problem := _problem(each))]
     if mistakes:
         raise ConfigurationError(mistakes, origin="observers")
@@ -158,19 +158,19 @@ _REMEDY = "An observer is a function, or an object with `__call__`, that takes o
 
 def _problem(observer: object) -> str:
     if isinstance(observer, type):
-        return f"it is the class {_name(observer)}, not an object of it."
+        return f"the class {_name(observer)} is no observer; pass an object of it."
     if not callable(observer):
         return f"an object of type {_name(type(observer))} cannot be called."
     called: Any = observer if inspect.isroutine(observer) else getattr(type(observer), "__call__", observer)  # noqa: B004
     while hasattr(called, "func"):
         called = called.func
     if inspect.iscoroutinefunction(called) or inspect.isgeneratorfunction(called) or inspect.isasyncgenfunction(called):
-        return f"{_name(observer)} is asynchronous or a generator, so that calling it does nothing."
+        return f"{_name(observer)} is asynchronous or a generator, so calling it does nothing."
     return ""
 
 
 def _name(observer: Any) -> str:
-    # Not its repr, which may show what was bound to it.
+    # Not its repr, which may show bound arguments.
     name = getattr(observer, "__qualname__", None) or type(observer).__qualname__
     return one_line(str(name), _NAME_CHARS)
 

@@ -1,15 +1,15 @@
-"""Events: what happens while samples are scored, as immutable values.
+"""Events of scoring, as immutable values.
 
-Every event has `at`, the event loop's clock in seconds. Texts that come from data sets, sources and judges are cut to
-`NAME_CHARS`, `DETAIL_CHARS` and `RATIONALE_CHARS`; they may hold line breaks and control characters, so escape them
+Every event has `at`, the event loop's clock in seconds. Texts from data sets, sources and judges are shortened to
+`NAME_CHARS`, `DETAIL_CHARS` and `RATIONALE_CHARS`. They may contain line breaks and control characters, so escape them
 before you print them. No event holds a credential, a prompt or a response.
 
     SampleSubmitted  ->  SampleEnded or SampleDropped            one of each for a sample
     AttemptStarted   ->  AttemptEnded                            a pair for each request to a source
     CallEnded                                                    one for each question of a judge
 
-Several calls may belong to a sample, and several attempts to a call. A call's attempts that are cancelled because
-another one answered end after it. To come with a new metric, count these events; `statistics.py` shows how.
+A sample may have several calls, and a call several attempts. Attempts that are cancelled because another one answered
+end after their call. For a new metric, count these events as `statistics.py` does.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ..telemetry import BatchReport
 NAME_CHARS = 80
 """Most characters of a sample's id and data source."""
 DETAIL_CHARS = 1_000
-"""Most characters of a sentence that says what went wrong."""
+"""Most characters of the detail of a failure."""
 RATIONALE_CHARS = 10_000
 """Most characters of a rationale."""
 MOST_COMPONENTS = 100
-"""Most components of a verdict: a function may make up any number."""
+"""Most components of a verdict; a function may return any number."""
 
 AttemptResult = Literal["answered", "invalid", "throttled", "failed", "refused", "cancelled"]
 """`answered`: a valid reply. `invalid`: a reply that is no verdict. `throttled`: the source asks for a pause (429).
@@ -38,7 +38,7 @@ request (400, 401, 403, 404 ...). `cancelled`: the scheduler ended it, mostly be
 
 
 class SampleSubmitted(NamedTuple):
-    """A sample was handed in."""
+    """A sample was submitted."""
 
     at: float
     sample_id: str
@@ -46,7 +46,7 @@ class SampleSubmitted(NamedTuple):
 
 
 class SampleEnded(NamedTuple):
-    """A sample has its outcome, which holds what it took in all: attempts, tokens, seconds and US dollars."""
+    """A sample has its outcome, which includes what it took: attempts, tokens, seconds and US dollars."""
 
     at: float
     sample_id: str
@@ -63,25 +63,25 @@ class SampleDropped(NamedTuple):
 
 
 class CallEnded(NamedTuple):
-    """One question of a judge is answered, or failed."""
+    """One call of a judge was answered, or failed."""
 
     at: float
     call: int
     """Number of the call, unique within an event loop."""
     judge: str
     source: str
-    """The source that was asked last; "" if none was."""
+    """The source of the last attempt; "" without any."""
     reason: str
     """Why it has no answer ("deadline", "exhausted", "dropped" ...); "" if it has one."""
     size: int
-    """Bytes of what is asked, in UTF-8."""
+    """Size of the call in bytes of UTF-8."""
     waited_s: float
-    """Seconds from the question to its first attempt; to its end if it had none."""
+    """Seconds from the call to its first attempt; to its end if it had none."""
     attempts: int
 
 
 class AttemptStarted(NamedTuple):
-    """A request goes to a source."""
+    """A request is sent to a source."""
 
     at: float
     call: int
@@ -90,9 +90,9 @@ class AttemptStarted(NamedTuple):
     judge: str
     source: str
     hedge: bool
-    """Whether another attempt of the call is under way."""
+    """Whether another attempt of the call is running."""
     in_flight: int
-    """Attempts at this source that are under way now, this one included."""
+    """Running attempts at this source, this one included."""
 
 
 class AttemptEnded(NamedTuple):
@@ -111,19 +111,19 @@ class AttemptEnded(NamedTuple):
     cost_usd: float
     """US dollars, by the configured price."""
     timed_out: bool
-    """Whether it failed because its time limit was up."""
+    """Whether it exceeded its time limit."""
     late: bool
-    """Whether its call had ended before: the answer changes no outcome."""
+    """Whether its call had ended before, so that the answer changes no outcome."""
     detail: str
     """What went wrong; "" for a valid reply."""
 
 
 class SourceStateChanged(NamedTuple):
-    """A source takes requests again, or no longer.
+    """A source started or stopped taking requests.
 
     `state` and `before` are "up", "paused" (it asked for a pause), "resting" (its circuit is open), "garbled" (most of
     its replies are invalid) or "out" (it refuses everything). The scheduler looks at states when it places requests, so
-    a pause that ends while nothing waits is told later.
+    the end of a pause in which nothing waits is emitted later.
     """
 
     at: float
@@ -131,7 +131,7 @@ class SourceStateChanged(NamedTuple):
     state: str
     before: str
     trouble: str
-    """Why it takes no requests, with the last error; "" if it does."""
+    """Why it takes no requests, with the last error; "" if it takes them."""
 
 
 class LateVerdict(NamedTuple):
@@ -145,7 +145,7 @@ class LateVerdict(NamedTuple):
 
 
 class BatchEnded(NamedTuple):
-    """All samples of a batch have ended. Samples that are scored one by one are one batch while any is under way."""
+    """All samples of a batch have ended. Samples scored one by one form one batch until none of them is left."""
 
     at: float
     report: BatchReport
@@ -172,7 +172,7 @@ Event: TypeAlias = (
 
 
 def submitted(sample: Sample, at: float) -> SampleSubmitted:
-    """The event of a sample that was handed in."""
+    """The event of a submitted sample."""
     return SampleSubmitted(at, short(sample.id), short(sample.data_source))
 
 
@@ -192,7 +192,7 @@ def late(sample: Sample, verdict: Verdict, at: float) -> LateVerdict:
 
 
 def short(text: object, chars: int = NAME_CHARS) -> str:
-    """At most `chars` characters of `text`; "" for None. Cheap where nothing has to be cut."""
+    """At most `chars` characters of `text`; "" for None. Cheap for short texts."""
     if type(text) is str and len(text) <= chars:
         return text
     if text is None:
@@ -201,10 +201,7 @@ def short(text: object, chars: int = NAME_CHARS) -> str:
 
 
 def capped(event: Event) -> Event:
-    """The event with as much of its texts as an observer gets.
-
-    Done only for observers of the user: outcomes are the one thing in an event that others fill without a limit.
-    """
+    """The event with its outcome's texts shortened, for the user's observers. All other texts have limits already."""
     if type(event) is not SampleEnded:
         return event
     outcome = event.outcome
@@ -237,7 +234,7 @@ def _scored(scored: Scored) -> Scored:
             rationale=verdict.rationale[:RATIONALE_CHARS],
             components={short(name): value for name, value in islice(components.items(), MOST_COMPONENTS)},
             failure=failure,
-            # What a function returned may hold anything, the response included.
+            # The value that a function returned may contain the response.
             returned=None,
             raw=None,
         )

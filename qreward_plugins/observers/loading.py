@@ -1,4 +1,4 @@
-"""Loads the observers that a configuration names: a factory by its path, or by the name that a package registers."""
+"""Loads the observers that a configuration names: factories by their paths, or by registered names."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ _MESSAGE_CHARS = 300
 
 
 def load_observers(paths: Sequence[str]) -> list[Named]:
-    """Import the factories at `paths` and call each without arguments; the observers that they return, with their
-    paths as names.
+    """Import the factories at `paths` and call each without arguments. Return their observers, named by the paths.
 
     A path is `package.module:factory`, `path/to/file.py:factory`, or a name that a package registers as an entry point
-    of the group `qreward_plugins.observers`. Raises `ConfigurationError` with every path that leads to no observer.
+    of the group `qreward_plugins.observers`. Raises `ConfigurationError` with every path that gives no observer.
     """
     found: list[Named] = []
     mistakes: list[Mistake] = []
@@ -53,8 +52,10 @@ def _made(path: str, key: str) -> Observer:
             return made  # type: ignore[no-any-return]
         made.close()
         problem = f"the factory {path} is asynchronous."
-    # Raised outside the `except`, so that it does not carry the foreign error.
-    raise ConfigurationError([Mistake(key, problem, "It is called without arguments, and returns the observer.")])
+    # Raised outside the `except`, so that its context does not hold the factory's error.
+    raise ConfigurationError(
+        [Mistake(key, problem, "A factory is a function without arguments that returns an observer.")]
+    )
 
 
 def _registered(name: str, key: str) -> str:

@@ -1,4 +1,4 @@
-"""Observers that log: failed samples, one line for each cause and then counts, and what a batch waited for."""
+"""Observers that log failed samples, and what a batch waited for."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _log = logging.getLogger("qreward_plugins.engine")
 _batch_log = logging.getLogger("qreward_plugins.scheduling")
 
 FIRST_REST_S = 60.0
-"""Seconds after a line for which its cause is only counted; doubled after every further line."""
+"""Seconds after a line in which its cause is only counted. It doubles with every further line."""
 LONGEST_REST_S = 3600.0
-"""Longest such time, in seconds."""
+"""Most seconds in which a cause is only counted."""
 
 
 @dataclass(slots=True)
 class _Cause:
-    told_at: float
+    logged_at: float
     rest_s: float = FIRST_REST_S
     more: int = 0
 
@@ -30,19 +30,19 @@ class _Cause:
 class FailureLog:
     """Warns of failed samples.
 
-    The first failure of each kind (cause, reason, judge and source) is logged at once. Further ones are counted and
-    logged together, the next line after `FIRST_REST_S` seconds at the earliest, then after twice that, and so on.
+    The first failure of each kind (cause, reason, judge and source) is logged at once. Further ones are counted, and
+    logged in one line after at least `FIRST_REST_S` seconds, then after twice that, and so on.
     """
 
     def __init__(self) -> None:
         self._causes: dict[tuple[str, str, str, str], _Cause] = {}
 
     def reads(self) -> Mapping[type, Callable[[Any], None]]:
-        """What it does with which type of event."""
+        """The handler of each type of event."""
         return {SampleEnded: self.ended}
 
     def ended(self, event: SampleEnded) -> None:
-        """Warn of an outcome that is a failure, or whose score is a floor in its place."""
+        """Warn of a failure, or of a floor in its place."""
         failed = event.outcome.failure
         if failed is not None:
             self._note(event, failed)
@@ -53,16 +53,19 @@ class FailureLog:
         known = self._causes.get(key)
         if known is None:
             self._causes[key] = _Cause(now)
-            _log.warning("%s", _told(event, failed))
+            _log.warning("%s", _described(event, failed))
             return
         known.more += 1
-        if now - known.told_at < known.rest_s:
+        if now - known.logged_at < known.rest_s:
             return
-        waited_s, more = now - known.told_at, known.more
-        known.told_at, known.more = now, 0
+        waited_s, more = now - known.logged_at, known.more
+        known.logged_at, known.more = now, 0
         known.rest_s = min(2 * known.rest_s, LONGEST_REST_S)
         _log.warning(
-            "%d more samples failed so in the last %.0f s; the last was %s", more, waited_s, _told(event, failed)
+            "%d more samples failed in this way in the last %.0f s; the last was %s",
+            more,
+            waited_s,
+            _described(event, failed),
         )
 
 
@@ -70,7 +73,7 @@ class BatchLog:
     """Logs in one line what a batch of several samples waited for."""
 
     def reads(self) -> Mapping[type, Callable[[Any], None]]:
-        """What it does with which type of event."""
+        """The handler of each type of event."""
         return {BatchEnded: self.ended}
 
     def ended(self, event: BatchEnded) -> None:
@@ -79,8 +82,8 @@ class BatchLog:
             _batch_log.info("%s", event.report.describe())
 
 
-def _told(event: SampleEnded, failed: Failed) -> str:
-    # Names come from data sets and details from servers, so both may hold line breaks and control characters.
+def _described(event: SampleEnded, failed: Failed) -> str:
+    # Names come from data sets and details from servers, so both may contain line breaks and control characters.
     name = one_line(event.sample_id, NAME_CHARS) if event.sample_id else "sample"
     where = f" ({one_line(event.data_source, NAME_CHARS)})" if event.data_source else ""
     return f"{name}{where}: {one_line(failed.describe(), DETAIL_CHARS)}"

@@ -1,9 +1,8 @@
-"""Statistics: an observer that counts events, and frozen snapshots of its counts.
+"""Statistics: an observer that counts events, and snapshots of its counts.
 
-A new number is a field of a snapshot and a line of `Statistics` here, and nothing elsewhere, as long as the events
-tell it. Snapshots are plain dataclasses of numbers and names, so that they can be printed, logged, compared and turned
-to JSON without holding on to anything alive. Latencies are kept for the last `RECENT` answers of a source only: memory
-must not grow with the length of a run.
+A new number is a field of a snapshot and a line of `Statistics`, if the events contain it. Snapshots are plain
+dataclasses of numbers and names, to be printed, logged, compared and turned into JSON. Only the last `RECENT` latencies
+of a source are kept, because memory must not grow with the length of a run.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ RECENT = 4096
 
 @dataclass(frozen=True)
 class SourceStatistics:
-    """One source so far. Latencies are seconds of answered attempts, the last `RECENT` of them; NaN before the
-    first. `retries`: those that its failures caused, `retries_put_off` the part of them that had to wait for the retry
-    budget. `learned`: what was found out about its limits beyond what was declared, in words; empty: nothing.
+    """One source so far. Latencies are seconds of the last `RECENT` answered attempts; NaN before the first.
+    `retries` are the retries that its failures caused; `retries_put_off` of them had to wait for the retry budget.
+    `learned` describes learned limits; empty if there are none.
     """
 
     name: str
@@ -62,8 +61,8 @@ class SourceStatistics:
 
 @dataclass(frozen=True)
 class EngineStatistics:
-    """The engine so far. `failed` counts samples without a number by cause and reason ("infra/deadline"); `floors`
-    counts scored ones whose score is a floor, by what it stands in for ("policy/empty").
+    """The engine so far. `failed` counts failed samples by cause and reason ("infra/deadline"). `floors` counts scored
+    samples whose score is a floor, by the failure that it replaces ("policy/empty").
     """
 
     submitted: int
@@ -75,7 +74,7 @@ class EngineStatistics:
     sources: Mapping[str, SourceStatistics]
     floors: Mapping[str, int] = field(default_factory=dict)
     waits: WaitBySize | None = None
-    """How long short and long samples waited for a source; None: they are too few, or all alike."""
+    """How long short and long samples waited for a source; None for fewer than 3, or if all have one size."""
 
     @property
     def failed_total(self) -> int:
@@ -84,7 +83,7 @@ class EngineStatistics:
 
 @dataclass(frozen=True)
 class SourceGauges:
-    """How a source stands now, as the scheduler sees it; see `SourceStatistics`."""
+    """The present state of a source in the scheduler; see `SourceStatistics`."""
 
     state: str
     in_flight: int
@@ -97,7 +96,7 @@ class SourceGauges:
 
 
 class _Source:
-    """What is counted of one source."""
+    """The counters of one source."""
 
     __slots__ = (
         "answered",
@@ -153,11 +152,11 @@ class _Source:
 
 
 class Statistics:
-    """Counts what happens."""
+    """Counts events."""
 
     def __init__(self) -> None:
         self.last_batch: BatchReport | None = None
-        """The batch that ended last; None: none has."""
+        """The batch that ended last; None if none has ended."""
         self._submitted = self._scored = self._cached = self._attempts = 0
         self._failed: Counter[str] = Counter()
         self._floors: Counter[str] = Counter()
@@ -165,7 +164,7 @@ class Statistics:
         self._sources: defaultdict[str, _Source] = defaultdict(_Source)
 
     def reads(self) -> Mapping[type, Callable[[Any], None]]:
-        """How it counts each type of event."""
+        """The handler of each type of event."""
         return {
             SampleSubmitted: self._sample_submitted,
             SampleEnded: self._sample_ended,
@@ -176,8 +175,8 @@ class Statistics:
         }
 
     def snapshot(self, gauges: Mapping[str, SourceGauges], *, waiting: int) -> EngineStatistics:
-        """What was counted so far. `gauges` tell how the sources stand, `waiting` how many calls have no attempt under
-        way.
+        """The counts so far. `gauges` are the present states of the sources; `waiting` is the number of calls without a
+        running attempt.
         """
         return EngineStatistics(
             submitted=self._submitted,

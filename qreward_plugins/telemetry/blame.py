@@ -1,8 +1,7 @@
-"""What a batch waited for: the critical path of its last reward, in parts that add up to the time it took.
+"""What a batch waited for: the critical path of its last outcome, in parts that add up to the time it took.
 
-An engineer who sees a slow step wants one sentence: which source, and was it quota, a straggler or errors. Averages
-over all samples cannot say it, because most of them waited for nothing that mattered; the path that led to the last
-outcome can.
+It tells an engineer why a step was slow: which source, and whether it was quota, a straggler or errors. Averages over
+all samples cannot tell that, because most waits did not delay the last outcome.
 """
 
 from __future__ import annotations
@@ -14,16 +13,16 @@ from typing import Literal, get_args
 from .waiting import WaitBySize
 
 PartKind = Literal["arrival", "queue", "quota", "pause", "service", "straggler", "retry"]
-"""`arrival`: the sample was handed in later than the first. `queue`: the source was busy with other samples. `quota`:
-its limits were spent. `pause`: it asked for a pause, or rested after failures. `service`: an attempt took what it
-usually takes. `straggler`: it took longer. `retry`: attempts that failed, and the rest after them."""
+"""`arrival`: the sample was submitted later than the first. `queue`: the source was busy with other samples. `quota`:
+its limits were spent. `pause`: it asked for a pause, or its circuit was open. `service`: an attempt took its usual
+time. `straggler`: an attempt took longer. `retry`: attempts that failed, and the backoff after them."""
 
 PART_KINDS: tuple[PartKind, ...] = get_args(PartKind)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Some of the time that a batch took, and the source it was spent on (empty: none)."""
+    """A part of the time of a batch, and the source that it was spent on (empty: none)."""
 
     kind: PartKind
     source: str
@@ -33,7 +32,7 @@ class Part:
 @dataclass(frozen=True)
 class BatchReport:
     """A batch that has ended. `makespan_s` is the time from its start to its last outcome, in seconds; `parts` are the
-    critical path of that outcome in order and add up to it.
+    critical path of that outcome, in order, and add up to it.
     """
 
     samples: int
@@ -54,7 +53,7 @@ class BatchReport:
         return total
 
     def by_source(self) -> Mapping[str, Mapping[PartKind, float]]:
-        """The makespan by source and kind, the source that was waited for longest first."""
+        """The makespan by source and kind; the source with the longest time comes first."""
         total: dict[str, dict[PartKind, float]] = {}
         for part in self.parts:
             kinds = total.setdefault(part.source, {})

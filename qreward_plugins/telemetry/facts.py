@@ -1,7 +1,7 @@
-"""Turns an outcome into a flat mapping with the same keys for every sample, and many of these into summary numbers.
+"""Turns an outcome into a flat mapping with the same keys for every sample, and sums many of these up.
 
-Frameworks read the keys of one sample and expect them in all, so a key that is there only for scored samples would
-break a run hours later. Every key is always there; its value is None where a failed sample has none.
+Frameworks read the keys of one sample and expect them in all. A key that only scored samples have would break a run
+hours later. So every key is always present, with the value None if a failed sample has none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..samples import Failed, Outcome, Scored
 from .waiting import percentile
 
 MOST_COMPONENTS = 1_000
-"""Most names of components that are kept, because a function may make up new ones for every sample."""
+"""Most names of components that are kept: a function may return new names for every sample."""
 
 COMPONENT = "score/"
 """Prefix of the keys of components."""
@@ -25,15 +25,15 @@ COMPONENT = "score/"
 class Facts:
     """Turns outcomes into mappings.
 
-    `components` are the names of components that the judges are configured to give. A function judge may return others;
-    they are added when they first occur. `defines_correct`: a judge is configured to say of every response whether it
-    is correct. The key `acc` is there then, or once a verdict says so.
+    `components` are the names of components in the judges' configurations. A function judge may return others, which
+    are added when they first occur. `defines_correct`: a judge is configured to define correctness, which adds the key
+    `acc`; a verdict that defines it adds it, too.
     """
 
     def __init__(self, components: Iterable[str], *, defines_correct: bool) -> None:
         self._components: dict[str, None] = dict.fromkeys(components)
         self.defines_correct = defines_correct
-        """Whether any judge is known to define correctness; adds the key `acc`."""
+        """Whether some judge is known to define correctness."""
 
     @property
     def components(self) -> tuple[str, ...]:
@@ -43,14 +43,14 @@ class Facts:
     def of(self, outcome: Outcome) -> dict[str, Any]:
         """The facts of an outcome.
 
-        `failed`, `floor`, `cached` and `cut` are 0.0 or 1.0. `cause` says why the sample failed, or why its score is
-        a floor ("infra/deadline", "policy/empty"); "" for one that was judged.
-        `latency_s` is in seconds, `cost_usd` in US dollars. `score/<name>` is a component or None. `acc` is 0.0 or 1.0,
-        and None for a sample without a reward or of a judge that does not define correctness.
+        `failed`, `floor`, `cached` and `cut` are 0.0 or 1.0. `cause` says why the sample failed, or why its score is a
+        floor ("infra/deadline", "policy/empty"); "" for a judged sample. `latency_s` is in seconds, `cost_usd` in US
+        dollars. `score/<name>` is a component or None. `acc` is 0.0 or 1.0, or None for a failed sample and for a
+        judge that does not define correctness.
         """
         verdict = outcome.verdict if isinstance(outcome, Scored) else None
         failure = outcome.failure
-        told = outcome if isinstance(outcome, Failed) else outcome.verdict
+        result = outcome if isinstance(outcome, Failed) else outcome.verdict
         components = verdict.components if verdict is not None else {}
         correct = verdict.correct if verdict is not None else None
         if len(self._components) < MOST_COMPONENTS:
@@ -60,12 +60,12 @@ class Facts:
             "failed": float(verdict is None),
             "floor": float(verdict is not None and verdict.basis == "floor"),
             "cause": failure.label if failure is not None else "",
-            "source": told.source,
-            "judge": told.judge,
-            "attempts": float(told.attempts),
-            "latency_s": float(told.latency_s),
-            "tokens": float(told.usage.total_tokens),
-            "cost_usd": float(told.cost_usd),
+            "source": result.source,
+            "judge": result.judge,
+            "attempts": float(result.attempts),
+            "latency_s": float(result.latency_s),
+            "tokens": float(result.usage.total_tokens),
+            "cost_usd": float(result.cost_usd),
             "cached": float(verdict is not None and verdict.cached),
             "cut": float(verdict is not None and verdict.cut),
         }
@@ -82,7 +82,7 @@ Fact: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Metric:
-    """A number of many outcomes: what `of` gives for each, added up, or its mean."""
+    """A number over many outcomes: the sum of `of`, or its mean."""
 
     name: str
     of: Callable[[Fact], float]
@@ -106,32 +106,32 @@ METRICS: tuple[Metric, ...] = (
     Metric("cached_rate", lambda fact: fact["cached"], mean=True),
     Metric("cut_rate", lambda fact: fact["cut"], mean=True),
 )
-"""The sums and means that frameworks log. What is added here is logged by slime and by ROLL under its name."""
+"""The sums and means that slime and ROLL log, under these names."""
 
 
 def summary(facts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
-    """Numbers for a metrics board out of the facts of many outcomes; empty where there are none.
+    """Metrics of many outcomes, from their facts; empty without any.
 
-    Counts and shares cover all of them; latencies are seconds from submission to outcome; components are means over the
+    Counts and shares cover all of them. Latencies are seconds from submission to outcome. Components are means over the
     samples that have them.
     """
-    told = list(facts)
-    if not told:
+    rows = list(facts)
+    if not rows:
         return {}
-    latencies = [fact["latency_s"] for fact in told]
+    latencies = [fact["latency_s"] for fact in rows]
     numbers = {
         **{
-            metric.name: _mean(map(metric.of, told)) if metric.mean else math.fsum(map(metric.of, told))
+            metric.name: _mean(map(metric.of, rows)) if metric.mean else math.fsum(map(metric.of, rows))
             for metric in METRICS
         },
         **{f"latency_s/p{share}": percentile(latencies, share / 100) for share in (50, 95, 99)},
         "latency_s/max": max(latencies),
     }
-    sources = Counter(fact["source"] for fact in told if fact["source"] and not fact["failed"])
+    sources = Counter(fact["source"] for fact in rows if fact["source"] and not fact["failed"])
     for source, count in sorted(sources.items()):
         numbers[f"source_share/{source}"] = count / sources.total()
-    for name in dict.fromkeys(key for fact in told for key in fact if key.startswith(COMPONENT) or key == "acc"):
-        values = [fact[name] for fact in told if fact.get(name) is not None and not fact["failed"]]
+    for name in dict.fromkeys(key for fact in rows for key in fact if key.startswith(COMPONENT) or key == "acc"):
+        values = [fact[name] for fact in rows if fact.get(name) is not None and not fact["failed"]]
         if values:
             numbers[name] = _mean(values)
     return numbers

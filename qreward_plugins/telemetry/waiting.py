@@ -1,4 +1,4 @@
-"""Measures how long short and long requests wait for a source. An order that is unfair to either biases rewards."""
+"""Measures how long short and long requests wait for a source. An order that favours one of them biases rewards."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 KEPT = 4096
-"""Most waits that are kept; of more, an even sample is kept, so that memory does not grow with the run."""
+"""Most waits that are kept. Of more, an even sample is kept, so that memory does not grow with the run."""
 
 
 def percentile(values: Iterable[float], share: float) -> float:
-    """The nearest-rank percentile (`share` from 0 to 1) of `values`; NaN where there are none."""
+    """The nearest-rank percentile (`share` from 0 to 1) of `values`; NaN without any."""
     ranked = sorted(values)
     if not ranked:
         return math.nan

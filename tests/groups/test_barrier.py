@@ -292,7 +292,7 @@ def test_a_cancelled_wait_leaves_nothing_behind_and_its_report_counts(play):
         with pytest.raises(asyncio.CancelledError):
             await waiting
         assert client.waiting == 0
-        await until(lambda: not spy.actor._parked)
+        await until(lambda: not spy.actor._waiting)
         assert await client.settle(failed("1", size=2)) == 0.0
 
     play(scenario)

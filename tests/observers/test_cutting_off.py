@@ -73,7 +73,7 @@ def test_an_observer_that_is_slow_once_is_cut_off(make_engine, make_sample, capl
     outcomes = outcomes_of(make_engine([slow]), [make_sample(number) for number in range(5)])
     assert all(outcome.reward is not None for outcome in outcomes)
     assert slow.calls == 1
-    assert "observer Faulty held up the event loop: its last call took 0.26 s" in caplog.text
+    assert "observer Faulty blocked the event loop: its last call took 0.26 s" in caplog.text
 
 
 def test_an_observer_that_is_slow_in_total_is_cut_off(make_engine, make_sample, caplog):
@@ -81,7 +81,7 @@ def test_an_observer_that_is_slow_in_total_is_cut_off(make_engine, make_sample, 
     outcomes = outcomes_of(make_engine([slow]), [make_sample(number) for number in range(200)])
     assert all(outcome.reward is not None for outcome in outcomes)
     assert 10 <= slow.calls < 20
-    assert caplog.text.count("held up the event loop") == 1
+    assert caplog.text.count("blocked the event loop") == 1
 
 
 def test_an_observer_that_takes_its_share_of_the_time_stays(make_engine, make_sample, caplog):
@@ -94,7 +94,7 @@ def test_an_observer_that_takes_its_share_of_the_time_stays(make_engine, make_sa
 
     run(main())
     assert steady.calls == 100
-    assert "held up" not in caplog.text
+    assert "blocked" not in caplog.text
 
 
 @pytest.mark.filterwarnings("error")

@@ -22,7 +22,9 @@ def test_one_cause_is_one_line_and_then_a_count_once_a_minute(caplog):
         "sample-0 (math): infra failure (exhausted) after 6 attempts: source 'a' answered 500",
     ]
     log.ended(ended(sample(512), GONE, at=61.0))
-    assert caplog.messages[1].startswith("512 more samples failed so in the last 61 s; the last was sample-512 (math)")
+    assert caplog.messages[1].startswith(
+        "512 more samples failed in this way in the last 61 s; the last was sample-512 (math)"
+    )
     log.ended(ended(sample(513), GONE, at=130.0))
     assert len(caplog.messages) == 2
 

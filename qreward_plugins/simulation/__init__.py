@@ -1,14 +1,14 @@
-"""Virtual time: the production code, run by a clock that jumps, over servers that keep strict books.
+"""Runs the production code in virtual time, over simulated servers with strict limits.
 
-Two kinds of sources: `SimulatedServer` plays a `Server` with hidden work, luck and faults, which is what scenarios are
-made of; `SimulatedSource` does what a test tells it, request by request.
+There are two kinds of sources. `SimulatedServer` plays a `Server` with hidden work, random latency and faults, for
+scenarios. `SimulatedSource` does what a test says, request by request.
 """
 
 from .answers import score_of
 from .bound import Job, makespan_bound_s
-from .chance import random_faults, random_servers
 from .clock import Deadlock, VirtualTimeLoop, run
 from .draws import Draw, Luck
+from .random_servers import random_faults, random_servers
 from .scenarios import SCENARIOS, Scenario, scenario
 from .servers import Fault, Server
 from .simulated_server import Served, SimulatedServer

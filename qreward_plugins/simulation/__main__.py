@@ -1,5 +1,5 @@
-"""`python -m qreward_plugins.simulation`: soak the scheduler, or with `--cluster` the shares that processes keep of a
-limit; or play one trial and show what happened.
+"""`python -m qreward_plugins.simulation`: soak the scheduler, or with `--cluster` the sharing of limits; or play one
+trial and show it.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from rich.table import Table
 
 from .cluster_plan import random_plan
 from .cluster_soak import ClusterFinding, ClusterTally, check_cluster, soak_clusters_in_processes
-from .performance import play
 from .promises import broken_promises, replay_differs
 from .soak import REPLAY_EVERY, Finding, Tally, cores, soak_in_processes
 from .trial import random_trial
+from .trial_player import play
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit code: 0 if every promise was kept, 1 if not."""
+    """Run the command. Return 0 if every promise was kept, else 1."""
     parser = argparse.ArgumentParser(
         prog="python -m qreward_plugins.simulation",
         description="Play random trials of the whole engine in virtual time, and check its promises.",
@@ -151,7 +151,7 @@ def _table(tally: Tally, findings: int, wall_s: float) -> Table:
         ("scored", f"{tally.scored:,}"),
         *((f"scored with a floor: {reason}", f"{count:,}") for reason, count in tally.floors.most_common()),
         *((f"failed: {reason}", f"{count:,}") for reason, count in tally.failures.most_common()),
-        ("given up by their callers", f"{tally.given_up:,}"),
+        ("cancelled by their callers", f"{tally.given_up:,}"),
         ("attempts", f"{tally.attempts:,}"),
         ("hedges", f"{tally.hedges:,}"),
         ("throttled", f"{tally.throttled:,}"),

@@ -1,8 +1,8 @@
-"""The clairvoyant bound: how soon a batch could be finished by somebody who knows everything beforehand.
+"""The clairvoyant bound: the shortest time for a batch if all sizes, speeds and faults were known beforehand.
 
-It is the smallest time T that breaks none of these necessary conditions, and never less than the longest single request
-takes on the fastest server. Stragglers, lost work and the constant part of latency are not charged, so 1.0 times the
-bound is not always within reach.
+It is the smallest time T that satisfies these necessary conditions, and at least the time of the longest single request
+on the fastest server. Stragglers, lost work and the constant part of latency are not counted, so a schedule may not
+reach 1.0 times the bound.
 
 1. Count, work and tokens together. Let the credit of a request be min(1, work / a, tokens / b) for any a, b > 0. In one
    window a server admits N requests, W of work and K tokens, so the credit that it earns is at most min(N, W / a,
@@ -34,19 +34,19 @@ _BINS = 256
 _FIRST_PRICES = 24
 _REFINEMENTS = 4
 _SPREAD = 0.02, 30.0
-"""From which to which part of the mean the thresholds a and b are tried."""
+"""The range of the thresholds a and b, as parts of the mean."""
 _ERROR_PART = 0.3
 
 
 Prices: TypeAlias = tuple[float, float]
-"""What a unit of work and a token cost, in credit."""
+"""The credit of a unit of work and of a token."""
 Window: TypeAlias = tuple[float, float, float]
-"""Requests, work and tokens that one server can take in and do in one window."""
+"""Requests, work and tokens that one server can handle in one window."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One request, as somebody sees it who knows everything."""
+    """One request, with its hidden properties."""
 
     work: float
     tokens: float = 0.0
@@ -54,10 +54,10 @@ class Job:
 
 
 def makespan_bound_s(servers: Sequence[Server], jobs: Sequence[Job]) -> float:
-    """Seconds from 0 before which nobody can have all `jobs` answered by `servers`; infinity: nobody ever can
-    (or not within a million seconds).
+    """The lower bound in seconds for `servers` to answer all `jobs`; infinity if that is impossible (or not within a
+    million seconds).
 
-    Errors are charged as they are expected, by their share; service noise as its mean, which is 1.
+    Errors count with their expected share, and service noise with its mean, which is 1.
     """
     if not jobs:
         return 0.0
@@ -71,7 +71,7 @@ def makespan_bound_s(servers: Sequence[Server], jobs: Sequence[Job]) -> float:
     for _ in range(_REFINEMENTS):
         if bound_s in (longest_s, math.inf):
             break
-        # The bound is the highest that any prices give, and the best ones lie between those that were tried.
+        # The bound is the highest over all prices; the best prices lie between the tried ones.
         work_price, token_price = search.tightest(bound_s, prices)[1]
         steps = [spacing ** (step / 3) for step in (-2, -1, 0, 1, 2)]
         spacing = spacing ** (1 / 3)
@@ -118,19 +118,19 @@ class _Batch:
         return found
 
     def arrived(self, at_s: float) -> int:
-        """How many jobs have arrived."""
+        """The number of arrived jobs."""
         return bisect_right(self.arrivals, at_s)
 
 
 class _Supply:
-    """What one server can take in and do, window by window."""
+    """The capacity of one server, window by window."""
 
     def __init__(self, server: Server) -> None:
         self.server = server
         self.window_s = server.window_s
         self.phases = phases(server.faults)
         self.success = 1.0 - server.error_share
-        # A request that fails has held its place for a part of its service time.
+        # A failed request has occupied its place for a part of its service time.
         wasted = _ERROR_PART * server.error_share / self.success if self.success > 0 else 0.0
         places = server.concurrency if server.concurrency is not None else ENDLESS
         self.work_per_s = places / server.seconds_per_unit / (1 + wasted)
@@ -142,12 +142,12 @@ class _Supply:
 
     @cached_property
     def dies_s(self) -> float:
-        """When it dies for good; infinity: never."""
+        """When it dies permanently; infinity: never."""
         last = self.phases[-1]
         return last.start_s if last.dead else math.inf
 
     def windows(self, until_s: float) -> Iterator[Window]:
-        """Each window until then, the last one perhaps cut short."""
+        """Each window until then; the last one may be shorter."""
         whole = int(until_s // self.window_s)
         while len(self._whole) < whole:
             start_s = len(self._whole) * self.window_s
@@ -176,7 +176,7 @@ class _Supply:
         if server.requests_per_minute is not None and server.requests_per_window is not None:
             requests = server.requests_per_window * self.success
             if server.window == "bucket":
-                # What refilled while it was closed is there when it opens again, up to the burst.
+                # The bucket refills, up to the burst, while the server is closed.
                 rested = start_s == 0 or open_s < end_s - start_s - 1e-9
                 requests = server.requests_per_minute / 60.0 * open_s + (server.burst if rested else 0)
                 requests *= self.success
@@ -185,7 +185,7 @@ class _Supply:
 
 
 def _with_carry_over(windows: Sequence[Window], places: float, work_price: float, token_price: float) -> float:
-    """The most credit of one server whose windows are unlike each other.
+    """The most credit of one server with different windows.
 
     A request that is charged to the work of its window may be worked on in later ones. That matters only where the next
     one charges requests or tokens instead, and concerns at most as many requests as there are places. (Sliding windows
@@ -201,7 +201,7 @@ def _with_carry_over(windows: Sequence[Window], places: float, work_price: float
 
 
 class _Search:
-    """Looks for the smallest time that breaks no condition."""
+    """Finds the smallest time that satisfies all conditions."""
 
     def __init__(self, supplies: Sequence[_Supply], batch: _Batch) -> None:
         self.supplies = supplies
@@ -213,7 +213,7 @@ class _Search:
         self._recycle = all(supply.recycles and supply.window_s == window_s for supply in supplies)
 
     def least_time_s(self, low_s: float, prices: Sequence[Prices]) -> float:
-        """The smallest time from `low_s` on that is feasible at all prices; infinity: none is."""
+        """The smallest time from `low_s` on that is feasible at all prices; infinity if none is."""
         if self._feasible(low_s, prices):
             return low_s
         high_s = max(60.0, 2 * low_s)
@@ -264,7 +264,7 @@ class _Search:
 
 
 def _alone_s(servers: Sequence[Server], job: Job) -> float:
-    """When a job would be done that has the servers to itself."""
+    """When a job would end if it had the servers for itself."""
     best = math.inf
     for server in servers:
         last = phases(server.faults)[-1] if server.faults else None
@@ -292,7 +292,7 @@ def _bins(jobs: Sequence[Job], *, tokens_matter: bool) -> Iterator[tuple[float, 
         for group in _parts_of(sorted(stratum, key=lambda job: job.tokens) if within > 1 else stratum, within):
             count = len(group)
             work, tokens = sum(job.work for job in group) / count, sum(job.tokens for job in group) / count
-            # What takes nothing still costs a request where that alone is charged.
+            # A job without work or tokens still costs a request.
             yield max(work, _LEAST), max(tokens, _LEAST), float(count)
 
 

@@ -1,4 +1,4 @@
-"""P4, checked against the record of a trial: nothing is sent more often than attempts, retries and hedges may be."""
+"""Checks P4 against the record of a trial: attempts, retries and hedges keep to their budgets."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ def bounded(trial: Trial, record: Record) -> Iterator[str]:
         sent, judge = per_sample.get(name, []), trial.judge_of(sample)
         retries = trial.config["judges"][judge]["invalid_retries"] if judge is not None else 0
         throttled = sum(one.ending == "throttled" for one in sent)
-        # Failed attempts are bounded, and those among them that were probes of a resting source once more. Some are not
-        # counted that the engine ended itself, and those at a source that failed several and answered nobody meanwhile.
+        # Failed attempts are bounded; probes of a source with an open circuit count once more. Attempts that the engine
+        # ended do not count, nor do those at a source that failed several samples and answered none meanwhile.
         limits = {source: node["timeouts"]["total_s"] for source, node in trial.config["sources"].items()}
         excused = sum(_excused(one, sent[0], by_source[one.source], limits[one.source]) for one in sent)
         excused += min(sum(one.ending == "cancelled" for one in sent), MAX_RESTARTS + MAX_RESCUES)
         most = 2 * engine["max_attempts"] + retries + MAX_HEDGES + throttled + excused
-        # Where only poisoned samples wait, their failures cannot be told from an outage, and probes are free.
+        # If only poisoned samples wait, their failures look like an outage, and probes are free.
         if len(sent) > most and poison_of(sample) is None:
             yield f"{name} was sent {len(sent)} times, {throttled} of them throttled; {most} is the most"
         most_hedges = MAX_HEDGES if scheduling["hedge"] else 0
@@ -45,7 +45,7 @@ def bounded(trial: Trial, record: Record) -> Iterator[str]:
             yield f"{name} was hedged {hedges[name]} times; {most_hedges} is the most"
         most_live = max((_live(sent, one.started_at) for one in sent), default=0)
         if most_live > MAX_LIVE:
-            yield f"{most_live} requests of {name} were under way at once; {MAX_LIVE} is the most"
+            yield f"{most_live} requests of {name} were in flight at once; {MAX_LIVE} is the most"
     for call in record.calls:
         if call.call.kind == "batch":
             count = sum(hedges.get(sample.id or "", 0) for sample in call.call.samples)
@@ -63,7 +63,7 @@ def bounded(trial: Trial, record: Record) -> Iterator[str]:
 
 
 def hedges_of(record: Record) -> int:
-    """How many requests began while another one of the same sample was under way."""
+    """The number of requests that began while another one of the same sample was in flight."""
     return sum(map(_hedges, _per_sample(record).values()))
 
 
@@ -92,7 +92,7 @@ def _excused(one: Sent, first: Sent, sent: list[Sent], timeout_s: float) -> bool
 
 
 def _hedges(sent: list[Sent]) -> int:
-    """How many of one sample's requests began while another one was under way."""
+    """The number of a sample's requests that began while another one was in flight."""
     count = 0
     for number, one in enumerate(sent):
         count += any(other.ended_at > one.started_at + _ROUNDING_S for other in sent[:number])
@@ -100,12 +100,12 @@ def _hedges(sent: list[Sent]) -> int:
 
 
 def _live(sent: list[Sent], at: float) -> int:
-    """How many of one sample's requests were under way."""
+    """The number of a sample's requests in flight."""
     return sum(one.started_at <= at and one.ended_at > at + _ROUNDING_S for one in sent)
 
 
 def _retries(record: Record, per_sample: dict[str, list[Sent]]) -> Iterator[str]:
-    """What is sent again because a source failed is within the budget of that source, from the start to any time."""
+    """Retries because of a source keep to that source's budget, from the start to any time."""
     again: dict[str, list[float]] = defaultdict(list)
     answered: dict[str, list[float]] = defaultdict(list)
     for sent in record.sent:

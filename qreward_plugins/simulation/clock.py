@@ -1,7 +1,7 @@
-"""An asyncio event loop in virtual time: it runs until nothing is left to do now, and then jumps to the next timer.
+"""An asyncio event loop in virtual time: it runs until nothing is ready, and then jumps to the next timer.
 
-Tests of timing rules become exact and instant: a batch that waits for three one-minute windows takes milliseconds and
-always the same number of steps. The production code needs no change, because it takes time from `loop.time()` alone.
+Tests of timing rules are exact and instant: a batch that waits for three one-minute windows takes milliseconds, and
+always the same steps. The production code needs no change, because it takes time only from `loop.time()`.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ _EARLY_S = 2e-9
 
 
 class Deadlock(RuntimeError):
-    """Nothing is ready, no timer is set, and the main coroutine has not finished: in real time it would hang for
-    ever.
-    """
+    """Nothing is ready, no timer is set, and the main coroutine has not finished: in real time it would hang."""
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Never waits: where a real selector would block until a timer, it moves the loop's clock to that timer."""
+    """A selector that never waits: it moves the loop's clock to the next timer instead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,8 +30,8 @@ class _JumpingSelector(selectors.SelectSelector):
         self._unasked = 0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
-        # Asking the operating system is most of what a step costs, and a loop without sockets has only its own wake-up
-        # pipe there, whose callbacks are queued already when something is written to it.
+        # The system call is most of a step's cost. A loop without sockets has only its own wake-up pipe there, whose
+        # callbacks are queued before anything is written to it.
         self._unasked += 1
         ready: list[tuple[selectors.SelectorKey, int]] = []
         if self._unasked >= _ASK_EVERY or timeout is None or len(self.get_map()) > 1:
@@ -44,13 +42,13 @@ class _JumpingSelector(selectors.SelectSelector):
         if ready or self.loop is None or timeout == 0:
             return ready
         if timeout is None:
-            raise Deadlock("nothing is left to do, and the main coroutine still waits")
+            raise Deadlock("nothing is ready, and the main coroutine still waits")
         self.loop.jump()
         return ready
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """An event loop whose `time()` starts at 0 and moves only when nothing else is left to do."""
+    """An event loop whose `time()` starts at 0 and advances only when nothing is ready."""
 
     _scheduled: list[asyncio.TimerHandle]
 
@@ -73,15 +71,16 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def catch_up(self) -> None:
         """Move the clock to a timer that is about to run.
 
-        The base class runs timers up to a nanosecond early. Who sets the same timer again, because it is not time yet,
-        would do so for ever in a time that stands still.
+        The base class runs timers up to a nanosecond early. A callback that sets the same timer again, because it is
+        too early, would do so for ever while the time stands still.
         """
         if self._scheduled and self._scheduled[0].when() - self._now <= _EARLY_S:
             self.jump()
 
 
 def run(main: Coroutine[Any, Any, T], *, loop: VirtualTimeLoop | None = None) -> T:
-    """Run `main` in a new virtual-time loop, or in `loop`, which is closed then, as `asyncio.run` does in real time.
+    """Run `main` in a new virtual-time loop, or in `loop`, as `asyncio.run` does in real time. The loop is closed
+    after.
 
     Raises `Deadlock`.
     """

@@ -1,8 +1,8 @@
-"""A cluster in virtual time: nodes with clocks of their own, a network that loses, doubles and disorders, and a keeper
-that dies and comes back; the shares' protocol itself is the real one.
+"""A cluster in virtual time, which runs the real protocol of shared limits.
 
-There is one true time, which only servers live in. Every node has its own clock, and whatever a node does happens as an
-event of the cluster, so that a stopped process does nothing, and then everything at once, in any order.
+Nodes have their own clocks, the network loses, duplicates and reorders messages, and the keeper dies and restarts. Only
+servers use the true time. All actions of a node are events of the cluster, so a stopped process does nothing until it
+resumes, and then everything at once, in any order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 from ..sharing.messages import Report
 from .cluster_nodes import KeeperNode, Node
 from .cluster_plan import Plan, Trouble
-from .cluster_server import WitnessServer
+from .cluster_server import RecordingServer
 from .cluster_worker import SimulatedWorker
 
 
@@ -27,11 +27,11 @@ class Cluster:
         self.plan = plan
         self.rng = random.Random(f"cluster events {plan.seed}")
         self.now = 0.0
-        self.servers = {source.key: WitnessServer(source, self.rng) for source in plan.sources}
+        self.servers = {source.key: RecordingServer(source, self.rng) for source in plan.sources}
         self.workers: dict[str, SimulatedWorker] = {}
         self.keepers: list[KeeperNode] = [KeeperNode(self, 0)]
         self.registered = True
-        """Whether the name of the keeper stands for one, dead or alive."""
+        """Whether the keeper's name is registered, even for a dead keeper."""
         self.parted: dict[str, int] = {}
         self._lossy = 0
         self._counter = itertools.count()
@@ -44,11 +44,11 @@ class Cluster:
             self.at(trouble.at_s, self._befall, trouble)
 
     def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
-        """Do something at a true time."""
+        """Schedule a call at a true time."""
         heapq.heappush(self._events, (max(when, self.now), next(self._counter), what, arguments))
 
     def run(self, until: float) -> float:
-        """Play until all work is done, or until then; return when it was done."""
+        """Play until all work is done, or until `until`; return the end."""
         events = self._events
         while events and events[0][0] <= until:
             self.now, _, what, arguments = heapq.heappop(events)
@@ -59,13 +59,13 @@ class Cluster:
         return until
 
     def unfinished(self) -> int:
-        """Requests of living workers that were not answered yet, and those that are still to come."""
+        """Requests of living workers that are unanswered or still to come."""
         return sum(worker.unfinished for worker in self.workers.values() if worker.alive)
 
     # Messages
 
     def send(self, worker: str, slow_s: float, what: Callable[..., None], *arguments: Any) -> None:
-        """A message to a worker, or from it, arrives: later, twice, or not at all."""
+        """Send a message to or from a worker: it arrives later, twice, or never."""
         least_s, mean_s = self.plan.message_s
         node: Node = what.__self__  # type: ignore[attr-defined]
         lost = 0.7 if self._lossy else self.plan.lost
@@ -78,20 +78,20 @@ class Cluster:
     # The name of the keeper
 
     def look_up(self, worker: SimulatedWorker) -> None:
-        """Somebody asks for the keeper's name; where it stands for nobody, a new one is started."""
+        """A worker looks the keeper up. If none is registered, a new one starts."""
         if not self.registered:
             self._start_keeper()
         self.send(worker.name, 0.0, worker.found, len(self.keepers) - 1)
 
     def report(self, worker: SimulatedWorker, handle: int, report: Report) -> None:
-        """A worker's report goes to the keeper of a handle."""
+        """Send a worker's report to the keeper of a handle."""
         keeper = self.keepers[handle]
         self.send(worker.name, 0.0, keeper.take_in, report)
         if not keeper.alive and not (self.registered and handle == len(self.keepers) - 1):
             self.send(worker.name, 0.0, worker.lost, handle)
 
     def end_keeper(self, handle: int) -> None:
-        """Somebody ends a keeper that does not answer."""
+        """End a keeper that does not answer."""
         self._kill_keeper(self.keepers[handle])
 
     def _start_keeper(self) -> None:
@@ -112,7 +112,7 @@ class Cluster:
             if worker.handle == keeper.number:
                 self.send(worker.name, 0.0, worker.lost, keeper.number)
 
-    # What goes wrong
+    # Faults
 
     def _befall(self, trouble: Trouble) -> None:
         end = self.now + trouble.lasts_s

@@ -1,5 +1,5 @@
-"""The processes of a simulated cluster: each with a clock of its own, and stopped, it does nothing; then everything at
-once, in any order.
+"""The processes of a simulated cluster. Each has its own clock. A stopped process does nothing until it resumes, and
+then everything at once, in any order.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Node:
-    """A process with a clock. What happens to it while it is stopped happens when it goes on."""
+    """A process with a clock. Events during a stop happen when it resumes."""
 
     def __init__(self, cluster: Cluster, clock: tuple[float, float]) -> None:
         self.cluster = cluster
@@ -27,21 +27,21 @@ class Node:
 
     @property
     def stopped(self) -> bool:
-        """Whether it does nothing."""
+        """Whether it is stopped."""
         return self._stops > 0
 
     def now(self) -> float:
-        """What its clock shows."""
+        """The time of its clock."""
         offset, rate = self._clock
         return offset + rate * self.cluster.now
 
     def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
-        """Do something when its clock shows `when`."""
+        """Schedule a call at a time of its clock."""
         offset, rate = self._clock
         self.cluster.at((when - offset) / rate, self.happen, what, *arguments)
 
     def happen(self, what: Callable[..., None], *arguments: Any) -> None:
-        """Something happens to it now."""
+        """Deliver an event now, or on resumption."""
         if not self.alive:
             return
         if self.stopped:
@@ -54,7 +54,7 @@ class Node:
         self._stops += 1
 
     def resume(self) -> None:
-        """Let it go on: everything that came meanwhile happens at once, in any order."""
+        """Resume it: all events since the stop happen at once, in any order."""
         self._stops -= 1
         if self._stops:
             return
@@ -76,7 +76,7 @@ class KeeperNode(Node):
         self._wake_at = math.inf
 
     def take_in(self, report: Report) -> None:
-        """A report comes."""
+        """Receive a report."""
         now = self.now()
         if self.keeper is None:
             self.keeper = Keeper(now, boot=str(self.number), first=self.number == 0)

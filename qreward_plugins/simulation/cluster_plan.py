@@ -1,8 +1,7 @@
-"""What happens to a cluster of workers that share sources: their limits, their work, and everything that goes wrong.
+"""The plan of a simulated cluster: the limits and work of its workers, and all faults.
 
-A plan is drawn from a seed and says all that chance decides beforehand, so that one that breaks a promise can be read
-before it is played. What chance decides on the way (how long a message takes, whether it is lost) comes from the same
-seed.
+A plan is drawn from a seed and can be read before it is played. Random events during play (how long a message takes,
+whether it is lost) come from the same seed.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from ..config.models import Limits
 TroubleKind = Literal["kill", "stop", "part", "loss", "kill keeper", "stop keeper", "slow keeper"]
 
 MOST_SENT = 400
-"""Requests of one source's work, so that a plan is played in milliseconds."""
+"""Most requests of one source, so that a plan runs in milliseconds."""
 _LAST_TROUBLE_S = 90.0
 _KINDS = (
     ("requests",),
@@ -37,26 +36,26 @@ _KINDS = (
 
 @dataclass(frozen=True)
 class SharedSource:
-    """A server with limits that it enforces strictly, and how long things take there."""
+    """A server with strict limits, and its latencies."""
 
     key: str
     limits: dict[str, Any]
     """As in the configuration."""
     way_s: tuple[float, float]
-    """Least and most seconds that a request is under way to it."""
+    """Least and most seconds that a request takes to reach it."""
     service_s: tuple[float, float]
     """Least and most seconds that it works on a request."""
     connect_s: tuple[float, float] = (0.0, 0.0)
     """Least and most seconds from the reservation of a request to its writing."""
 
     def declared(self) -> Limits:
-        """The limits as the quotas take them."""
+        """The limits, for the quotas."""
         return Limits.model_validate(self.limits)
 
 
 @dataclass(frozen=True)
 class Work:
-    """Requests that come to a worker: `count` of them, every `every_s` seconds from `at_s` on."""
+    """`count` requests for a worker, every `every_s` seconds from `at_s` on."""
 
     at_s: float
     worker: int
@@ -65,12 +64,12 @@ class Work:
     every_s: float = 0.0
     prompt_tokens: float = 0.0
     completion_tokens: float = 0.0
-    """The most that is asked for; what comes is between none and all of it."""
+    """The most tokens that are requested; the answer has between none and all of them."""
 
 
 @dataclass(frozen=True)
 class Trouble:
-    """Something that goes wrong at `at_s` for `lasts_s` seconds; a killed worker stays dead."""
+    """A fault at `at_s` that lasts `lasts_s` seconds; a killed worker stays dead."""
 
     at_s: float
     kind: TroubleKind
@@ -80,17 +79,17 @@ class Trouble:
 
 @dataclass(frozen=True)
 class Worker:
-    """A worker process: when it begins, whether it leaves when its work is done, and how its clock goes."""
+    """A worker process: when it starts, whether it leaves after its work, and its clock."""
 
     joins_s: float = 0.0
     leaves: bool = False
     clock: tuple[float, float] = (0.0, 1.0)
-    """What it shows at the beginning, in seconds, and its seconds in one true second."""
+    """Its initial time in seconds, and its seconds per true second."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is decided beforehand."""
+    """Everything that is decided before play."""
 
     seed: int
     sources: tuple[SharedSource, ...]
@@ -98,20 +97,20 @@ class Plan:
     work: tuple[Work, ...]
     troubles: tuple[Trouble, ...] = ()
     message_s: tuple[float, float] = (0.001, 0.01)
-    """Least seconds that a message takes, and the mean of what comes on top."""
+    """Least seconds of a message, and the mean of its additional seconds."""
     lost: float = 0.0
-    """Part of the messages that is lost at any time."""
+    """Share of the messages that are lost."""
     doubled: float = 0.0
-    """Part of the messages that comes twice."""
+    """Share of the messages that arrive twice."""
     restarts: bool = True
-    """Whether a keeper that was killed is started anew under the same name, or by the worker who notices."""
+    """Whether a killed keeper restarts under the same name; otherwise the worker that notices starts one."""
     keeper_clock: tuple[float, float] = (0.0, 1.0)
 
     def describe(self) -> str:
-        """The plan, for people."""
+        """The plan as text."""
         lines = [
             f"seed {self.seed}: {len(self.workers)} workers, messages {self.message_s}, lost {self.lost:.0%}, doubled"
-            f" {self.doubled:.0%}, keeper {'restarts' if self.restarts else 'is started by who notices'}"
+            f" {self.doubled:.0%}, keeper {'restarts' if self.restarts else 'is started by a worker that notices'}"
         ]
         lines += [f"  {source}" for source in self.sources]
         lines += [f"  {number}: {worker}" for number, worker in enumerate(self.workers) if len(self.workers) <= 12]
@@ -120,7 +119,7 @@ class Plan:
         return "\n".join(lines)
 
     def quiet_at(self) -> float:
-        """When nothing goes wrong any more, and no more work comes."""
+        """When all faults are over and all work has come."""
         ends = [work.at_s + work.count * work.every_s for work in self.work]
         ends += [trouble.at_s + trouble.lasts_s for trouble in self.troubles]
         ends += [worker.joins_s for worker in self.workers]
@@ -247,7 +246,7 @@ def _troubles(rng: random.Random, workers: int) -> list[Trouble]:
     if rng.random() < 0.25:
         return []
     found: list[Trouble] = []
-    # Troubles that come together are worse than those that come one by one.
+    # Simultaneous faults are worse than single ones.
     first_s, last_s = rng.choice(((0.0, _LAST_TROUBLE_S), (0.0, _LAST_TROUBLE_S), (8.0, 11.0), (20.0, 30.0)))
     for _ in range(rng.choice((1, 1, 2, 3, 5))):
         at_s, lasts_s = rng.uniform(first_s, last_s), rng.choice((0.3, 2.0, 8.0, 15.0, 30.0, 90.0))
@@ -256,7 +255,7 @@ def _troubles(rng: random.Random, workers: int) -> list[Trouble]:
         )  # fmt: skip
         kind = rng.choice(kinds)
         found.append(Trouble(at_s, kind, rng.randrange(workers) if kind in ("kill", "stop", "part") else -1, lasts_s))
-    if rng.random() < 0.15:  # a keeper that dies again and again
+    if rng.random() < 0.15:  # a keeper that dies repeatedly
         start_s, every_s = rng.uniform(0, 40), rng.choice((1.0, 5.0, 12.0, 25.0))
         found += [Trouble(start_s + every_s * number, "kill keeper") for number in range(rng.randint(2, 5))]
     return found

@@ -1,8 +1,8 @@
-"""A server that many workers share, as a witness: it lets everything in, and notes every limit that was broken.
+"""A server that many workers share: it admits everything, and records every broken limit.
 
-A real server would throttle what is too much, and the workers would slow down; nobody would learn that they broke their
-own promise. What counts is when a request comes in here, not when somebody thinks that he sent it. A completion counts
-some time between the request's coming in and its end, as providers differ in that.
+A real server would throttle excess requests, and the workers would slow down, so a broken promise would not show. The
+arrival of a request here counts, not its sending time. A completion counts at some time between the arrival of its
+request and its end, because providers differ in that.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 import random
 
-from .books import RequestBucket, RequestWindow, TokenWindow
 from .cluster_plan import SharedSource
+from .strict_limits import RequestBucket, RequestWindow, TokenWindow
 
 
-class WitnessServer:
+class RecordingServer:
     """One source's server. Times are true seconds."""
 
     def __init__(self, source: SharedSource, rng: random.Random) -> None:
         limits = source.declared()
         self.broken: list[str] = []
         self.came = 0
-        """Requests that came in."""
+        """Requests that arrived."""
         self.came_from: dict[str, int] = {}
         self._source = source
         self._counts_at = rng.choice((0.0, 0.5, 1.0))
@@ -47,7 +47,7 @@ class WitnessServer:
         return came_at + self._counts_at * (ends_at - came_at)
 
     def come(self, request: object, worker: str, prompt_tokens: float, now: float) -> None:
-        """A request comes in."""
+        """A request arrives."""
         self.came += 1
         self.came_from[worker] = self.came_from.get(worker, 0) + 1
         if self._window is not None:
@@ -65,7 +65,7 @@ class WitnessServer:
             self._break(f"{len(self._in_flight)} in flight, {self._concurrency:g} allowed", now)
 
     def spend(self, tokens: float, now: float) -> None:
-        """Tokens count."""
+        """Count tokens."""
         if self._tokens is not None and tokens > 0:
             self._tokens.enter(math.ceil(tokens), now)
             used = self._tokens.used(now)

@@ -1,7 +1,7 @@
-"""The soak of the shares' protocol: cluster after cluster, each with its troubles, and what must hold in all of them.
+"""The soak of the sharing protocol: plays random clusters with faults, and checks two promises.
 
-No limit is ever broken, whatever goes wrong; and once nothing goes wrong any more, everything that waits is sent in a
-time that follows from the limits: nobody waits for ever, and nobody deadlocks over who has what.
+No fault breaks a limit. After the last fault, all waiting requests are sent within a time that follows from the limits,
+so no worker waits for ever and there is no deadlock over shares.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from .promises import Broken
 from .soak import Finding, pool, shards
 
 SILENCE_S = 40.0
-"""Seconds after which the last worker has noticed that a keeper is of no use, and there is another."""
+"""Seconds after which all workers have noticed a lost keeper, and there is another."""
 SLACK = 2.5
-"""How many times as long as it takes one process at best it may take all of them."""
+"""The time allowed to all processes, as a multiple of the best time of one process."""
 _FINGERPRINTS = 2**64
 
 
 @dataclass
 class ClusterTally:
-    """What happened, added up."""
+    """The sums over all clusters."""
 
     plans: int = 0
     requests: int = 0
-    """Requests that came in at servers."""
+    """Requests that arrived at servers."""
     reports: int = 0
     keepers: int = 0
     virtual_s: float = 0.0
     slowest: tuple[float, int] = (0.0, -1)
-    """The largest part of the time allowed that was taken once all was quiet, and the seed."""
+    """The largest used share of the allowed time after the last fault, and its seed."""
     fingerprint: int = 0
 
     def add(self, other: ClusterTally) -> None:
@@ -54,37 +54,37 @@ class ClusterTally:
 
 @dataclass(frozen=True)
 class ClusterFinding(Finding):
-    """A seed whose cluster broke something."""
+    """A seed whose cluster broke a promise."""
 
     def describe(self) -> str:
-        """What it broke, and how to play it again."""
+        """The broken promises, and how to replay the seed."""
         lines = [f"cluster {self.seed} broke {broken}" for broken in self.broken]
         return "\n".join([*lines, f"  replay: python -m qreward_plugins.simulation --cluster --seed {self.seed}"])
 
 
 @dataclass(frozen=True)
 class ClusterSoaked:
-    """What became of a range of seeds."""
+    """The results of a range of seeds."""
 
     tally: ClusterTally
     findings: tuple[ClusterFinding, ...]
 
     def describe(self, *, most: int = 3) -> str:
-        """The first findings with their plans, for people."""
+        """The first findings with their plans, as text."""
         return "\n\n".join(f"{one.describe()}\n{random_plan(one.seed).describe()}" for one in self.findings[:most])
 
 
 def time_allowed_s(plan: Plan) -> float:
-    """How long a cluster may take for all its work, once no more comes and nothing goes wrong."""
+    """Most seconds for a cluster to finish its work after the last fault."""
     rests = [_rest_s(source) for source in plan.sources]
-    # Whoever fell silent counts as spent for a window; the heir of a keeper waits for more than that.
+    # A silent worker's share counts as spent for a window; a new keeper waits longer than that.
     recovery_s = SILENCE_S + 2 * TTL_S + MARGIN_S + 2 * max(rests)
     messages_s = 20 * sum(plan.message_s) / (1 - plan.lost) ** 2
     return recovery_s + messages_s + SLACK * max(_work_s(plan, source) for source in plan.sources)
 
 
 def check_cluster(seed: int) -> tuple[Cluster, ClusterTally, list[Broken]]:
-    """Play the plan of a seed and check what must hold."""
+    """Play the plan of a seed and check the promises."""
     plan = random_plan(seed)
     cluster = Cluster(plan)
     quiet_at, allowed_s = plan.quiet_at(), time_allowed_s(plan)
@@ -126,7 +126,7 @@ def soak_clusters(first: int, last: int) -> ClusterSoaked:
 
 
 def soak_clusters_in_processes(first: int, last: int, *, jobs: int) -> Generator[ClusterSoaked, None, None]:
-    """Play the plans in `jobs` processes; yields what became of each shard as it comes. Closing it ends the soak."""
+    """Play the plans in `jobs` processes; yield the results of each shard. Closing it ends the soak."""
     with pool(jobs) as processes:
         running: list[Future[ClusterSoaked]] = []
         try:
@@ -139,7 +139,7 @@ def soak_clusters_in_processes(first: int, last: int, *, jobs: int) -> Generator
 
 
 def _rest_s(source: SharedSource) -> float:
-    """Seconds after which nothing that was spent counts any more."""
+    """Seconds after which all spent requests and tokens have left the windows."""
     limits = source.declared()
     window_s = limits.window_s
     if limits.requests_per_minute is not None:
@@ -167,7 +167,7 @@ def _work_s(plan: Plan, source: SharedSource) -> float:
         needs.append(math.ceil(count / limits.concurrency) * (takes_s + 1.0))
     if limits.tokens_per_minute is not None:
         whole = limits.tokens_per_minute * limits.window_s / 60.0
-        # Tokens are held while a request is under way, and spent for a window after that.
+        # Tokens are reserved while a request is in flight, and spent for a window after that.
         needs.append(
             sum(
                 one.count / max(1, math.floor(whole / max(1.0, one.prompt_tokens + one.completion_tokens)))

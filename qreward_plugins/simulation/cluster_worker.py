@@ -1,8 +1,7 @@
-"""A worker of a simulated cluster: a queue for each source, the real quotas and the real member, and a client that
-reports as the real one does.
+"""A worker of a simulated cluster: a queue for each source, the real quotas and member, and a simulated client.
 
-It sends what its quotas allow, oldest first. It looks once more at the moment of writing whether its shares are valid:
-a process that was stopped between the two finds out there.
+It sends what its quotas allow, oldest first. At the moment of writing it checks again whether its shares are valid,
+because the process may have been stopped in between.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ LONGEST_BACKOFF_S = 2.0
 
 
 class SimulatedRequest:
-    """One request of a worker, from when it comes up until it is answered."""
+    """One request of a worker."""
 
     def __init__(self, source: SharedSource, prompt_tokens: float, completion_tokens: float, came_at: float) -> None:
         self.source = source
@@ -38,7 +37,7 @@ class SimulatedRequest:
         self.came_at = came_at
         self.reservation: Reservation | None = None
         self.tries = 0
-        """Counts its attempts; what is still under way of an earlier one is not heard any more."""
+        """The number of its attempts; answers to earlier ones are ignored."""
 
 
 class SimulatedWorker(Node):
@@ -48,12 +47,12 @@ class SimulatedWorker(Node):
         super().__init__(cluster, worker.clock)
         self.name = name
         self.handle: int | None = None
-        """The keeper that it knows."""
+        """The handle of its keeper."""
         self.quotas = {source.key: SharedQuota(source.declared(), source=source.key) for source in sources}
         self.member = Member(name, self.quotas)
         self.unfinished = 0
         self.waited_s = 0.0
-        """The longest that a request waited to be sent, in true seconds."""
+        """The longest wait of a request, in true seconds."""
         self.reports = 0
         self._leaves = worker.leaves
         self._left = False
@@ -73,7 +72,7 @@ class SimulatedWorker(Node):
     # Work
 
     def expect(self, work: Work) -> None:
-        """Take note of work that will come."""
+        """Schedule future work."""
         self.unfinished += work.count
         if work.every_s:
             for number in range(work.count):
@@ -89,7 +88,7 @@ class SimulatedWorker(Node):
         self._pump(work.source)
 
     def _pump(self, key: str) -> None:
-        """Send what may be sent."""
+        """Send all requests that the quotas allow."""
         queue, quota, now, rng = self._queues[key], self.quotas[key], self.now(), self.cluster.rng
         wait_s = math.inf
         while queue:
@@ -162,7 +161,7 @@ class SimulatedWorker(Node):
             self._leave()
 
     def _call_back(self, request: SimulatedRequest) -> None:
-        """Cancel an attempt; its request waits again."""
+        """Cancel an attempt, and queue its request again."""
         assert request.reservation is not None
         self.cluster.servers[request.source.key].end((request, request.tries))
         request.tries += 1
@@ -191,13 +190,13 @@ class SimulatedWorker(Node):
             self.cluster.report(self, self.handle, self._report)
 
     def found(self, handle: int) -> None:
-        """The keeper's name stands for this one."""
+        """Use this keeper."""
         if self.handle is None and self._report is not None:
             self.handle, self._known_at = handle, self._looked_up_at
             self.cluster.report(self, handle, self._report)
 
     def answered(self, answer: Answer) -> None:
-        """An answer comes."""
+        """Receive an answer."""
         now = self.now()
         if not self.member.accept(answer, now) or self._left:
             return
@@ -210,7 +209,7 @@ class SimulatedWorker(Node):
             self._pump(key)
 
     def lost(self, handle: int) -> None:
-        """The keeper of this handle is dead."""
+        """The keeper of this handle has died."""
         if handle == self.handle and not self._left:
             self.handle = None
             now = self.now()
@@ -240,7 +239,7 @@ class SimulatedWorker(Node):
             self._exchange()
 
     def _look(self) -> None:
-        """See whether something waits that the keeper should know of."""
+        """Report to the keeper if a request waits."""
         if self._report is None or self._next_at < math.inf:
             return
         now = self.now()
@@ -255,7 +254,7 @@ class SimulatedWorker(Node):
         return Demand(len(queue), math.fsum(tokens), tokens[0])
 
     def _end(self) -> None:
-        """The shares may have ended: take back what counts for somebody else now."""
+        """Cancel attempts whose share has ended."""
         if not self.member.expire(self.now()):
             return
         for request in list(self._in_flight):
@@ -270,7 +269,7 @@ class SimulatedWorker(Node):
         if self.handle is not None:
             self.cluster.report(self, self.handle, last_report)
 
-    # What befalls it
+    # Faults
 
     def kill(self) -> None:
         """End the process, as SIGKILL does, and its connections with it."""
@@ -279,7 +278,7 @@ class SimulatedWorker(Node):
 
     def stop(self) -> None:
         super().stop()
-        # Nothing can take back what a stopped process has in flight: it is the server who ends it, or answers before.
+        # A stopped process cannot cancel its requests in flight; the server ends or answers them.
         offset_free_s = self.member.valid_until - self.now()
         if offset_free_s < math.inf:
             self.cluster.at(self.cluster.now + offset_free_s, self._abandon)

@@ -1,8 +1,8 @@
-"""Luck: everything that is random about a simulated request, as a keyed hash.
+"""Random numbers of simulated requests, from a keyed hash.
 
-Two policies are compared fairly only on the same luck. So what happens to a request does not depend on when it is sent,
-where to, or what else was drawn before, but only on the seed, the sample, and how many requests of that sample came
-before it. A hash (BLAKE2b, RFC 7693) also costs a fraction of what seeding a generator for every request would.
+A fair comparison of two policies needs the same random numbers. So those of a request depend only on the seed, the
+sample, and the number of earlier requests of that sample; not on its time, its server or other draws. A hash (BLAKE2b,
+RFC 7693) is also much cheaper than seeding a generator for every request.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _UNIT = 2.0**-64
 
 
 class Draw(NamedTuple):
-    """The luck of one request. `normal` is standard normal, the others are uniform in 0 to 1."""
+    """The random numbers of one request. `normal` is standard normal, the others are uniform in 0 to 1."""
 
     normal: float
     straggler: float
@@ -27,9 +27,9 @@ class Draw(NamedTuple):
 
 
 class Luck:
-    """Draws for the requests of any number of samples, the same for the same `seed`.
+    """Draws random numbers for requests, the same for the same `seed`.
 
-    One `Luck` is shared by all servers of a run: it counts the requests of each sample over all of them.
+    All servers of a run share one `Luck`, which counts the requests of each sample over all of them.
     """
 
     def __init__(self, seed: int = 0) -> None:
@@ -37,7 +37,7 @@ class Luck:
         self._requests: dict[str, int] = {}
 
     def draw(self, sample_id: str) -> Draw:
-        """The luck of the next request of this sample."""
+        """The random numbers of the next request of this sample."""
         number = self._requests.get(sample_id, 0)
         self._requests[sample_id] = number + 1
         digest = blake2b(f"{sample_id}/{number}".encode("utf-8", "surrogatepass"), digest_size=48, key=self._key)
@@ -47,12 +47,12 @@ class Luck:
         )
 
     def requests(self, sample_id: str) -> int:
-        """How many requests of this sample there were."""
+        """The number of requests of this sample so far."""
         return self._requests.get(sample_id, 0)
 
 
 def share(text: str) -> float:
-    """A number from 0 to below 1 that looks random and is always the same for the same text."""
+    """A pseudo-random number from 0 to below 1, determined by the text."""
     digest = blake2b(text.encode("utf-8", "surrogatepass"), digest_size=6).digest()
     return int.from_bytes(digest, "little") / 2**48
 

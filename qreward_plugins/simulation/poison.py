@@ -1,8 +1,8 @@
-"""Poisoned samples: responses that provoke the worst that a server can answer, and nobody else's requests do.
+"""Poisoned samples: responses that provoke faults of a server, which no other sample's requests do.
 
-A policy writes what it likes, and some of it makes a provider's firewall answer with a block page, a tokenizer crash,
-or a judge write for ever. Promise P11 says that such a sample costs only itself, so trials with poisoned samples have
-servers without any other fault, and every sample that is not poisoned must be scored.
+A policy may write text that a provider's firewall blocks, that crashes a tokenizer, or that makes a judge write for
+ever. By promise P11 such a sample costs only itself. So in trials with poisoned samples the servers have no other
+fault, and every other sample must be scored.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ ABSURD_LIMITS: Mapping[str, float] = {
     "tokens_reset_s": 86_400.0,
 }
 DEADLINE_S = 7200.0
-"""More than the samples of a trial need, poisoned ones included."""
+"""More than all samples of a trial need."""
 _KEY = "poison"
 _SHARE_OF_TRIALS = 0.2
 
 
 _LOOK_LIKE_THE_SOURCE = ("blocked", "missing", "redirected")
-"""What looks like a source that answers nobody, if many samples provoke it."""
+"""Replies that look like a failed source if many samples provoke them."""
 _MOST_ALIKE = 2
 _MOST = 1000
 
 
 @dataclass
 class Poisoner:
-    """Decides which samples of a trial are poisoned, and how: a `share` of them, `most` at most."""
+    """Decides which samples of a trial are poisoned, and how: a `share` of them, at most `most`."""
 
     kinds: tuple[Poison, ...]
     share: float
@@ -59,7 +59,7 @@ class Poisoner:
     rng: random.Random
 
     def extras(self) -> dict[str, Any]:
-        """What the next sample carries in its extras."""
+        """The extras of the next sample."""
         if not self.most or self.rng.random() >= self.share:
             return {}
         self.most -= 1
@@ -67,7 +67,7 @@ class Poisoner:
 
 
 def poisoner_of(seed: int) -> Poisoner | None:
-    """The poisoner of the trial of this seed; None for most trials, which have none."""
+    """The poisoner of this seed's trial; None for most trials."""
     rng = random.Random(f"poison {seed}")
     if rng.random() >= _SHARE_OF_TRIALS:
         return None
@@ -99,7 +99,7 @@ def healthy(server: Server) -> Server:
 
 
 def error_of(poison: Poison | None, server: str) -> SourceError | None:
-    """What a poisoned request is answered with instead of a verdict; None if it is answered with one."""
+    """The error of a poisoned request; None if it gets a verdict."""
     if poison == "blocked":
         return SourceUnusable(f"{server} answered with status 403", status=403)
     if poison == "missing":

@@ -1,10 +1,9 @@
-"""The promises, checked against the record of a trial.
+"""Checks the promises against the record of a trial.
 
-What a client can keep is checked, no more and no less. So three things that a strict server complains of are not held
-against the engine: limits that it was never told (it has to run into them to learn them), a token bucket that was
-declared as a limit and not as a bucket (the same), and places that a server keeps for requests which their client
-has cancelled. In their stead it is checked what the client knows: the requests that it waits for are never more than
-the declared concurrency, and a declared bucket is never overdrawn by the times at which requests were sent.
+Only promises that a client can keep are checked. So three complaints of a strict server do not count: undeclared limits
+and undeclared token buckets, which the engine can learn only by exceeding them, and places that a server keeps for
+cancelled requests. Instead, the checks use what the client knows: it never awaits more requests than the declared
+concurrency, and by the sending times of its requests it never overdraws a declared bucket.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Any
 
 from ..samples import Cause, Failed, Scored, Verdict
 from .answers import score_of
-from .books import RequestBucket
 from .budgets import bounded
 from .poison import poison_of
 from .record import CallRecord, Given, Record
+from .strict_limits import RequestBucket
 from .trial import EMPTY, Trial
 
 _ROUNDING_S = 1e-6
@@ -38,9 +37,9 @@ class Broken:
 
 
 def broken_promises(trial: Trial, record: Record) -> list[Broken]:
-    """Every promise that was broken, the first few times it was; empty: all were kept."""
+    """Every broken promise, with its first few cases; empty if all were kept."""
     if record.aborted:
-        # What the end of the world leaves behind says nothing.
+        # An aborted trial proves nothing else.
         return [Broken("liveness", record.aborted)]
     found = []
     for promise, check in _CHECKS.items():
@@ -86,7 +85,7 @@ def _answered(trial: Trial, record: Record) -> Iterator[str]:
 
 
 def _cut_off(call: CallRecord) -> Iterator[str]:
-    """What a cut-off promises: the batch ends when it is late enough and every group is in, and not before."""
+    """A cut-off batch ends when its time is over and every group has its quorum, and not before."""
     if call.call.cutoff is None or call.given_up or call.refused:
         return
     after_s, quorum = call.call.cutoff
@@ -105,9 +104,9 @@ def _cut_off(call: CallRecord) -> Iterator[str]:
 
 
 def _in_at(group: list[Given], quorum: float) -> float:
-    """When the share `quorum` of a group had a reward, of those samples that had not failed by then; infinity: never.
+    """When the share `quorum` of a group's samples, without those failed by then, had a reward; infinity: never.
 
-    Those that were cut off do not count as failed: the question is whether that was right.
+    Samples that were cut off do not count as failed, because this checks the cut-off.
     """
     rewarded, expected = 0, len(group)
     if math.ceil(quorum * expected - 1e-9) <= 0:
@@ -126,7 +125,7 @@ def _in_at(group: list[Given], quorum: float) -> float:
 
 
 def _true(trial: Trial, record: Record) -> Iterator[str]:
-    """P2: a score is what the server gave for this sample, and there is no other number."""
+    """P2: every score is the server's score of that sample."""
     answers = {(sent.source, sent.sample, round(sent.ended_at, 6)) for sent in record.sent if sent.ending == "valid"}
     for given in record.given():
         sample, outcome = given.sample, given.outcome
@@ -141,15 +140,15 @@ def _true(trial: Trial, record: Record) -> Iterator[str]:
             yield from _floor(trial, given, verdict)
             continue
         if name is None or sample.response == EMPTY:
-            yield f"{sample.id} was scored, and nobody was to judge it"
+            yield f"{sample.id} was scored, but has no judge"
             continue
         node = trial.config["judges"][name]
         low, high = node["reward_range"]
         right = low + (high - low) * score_of(sample.id or "") / 10.0
         if not _is_reward(verdict) or abs(verdict.score - right) > 1e-9:
-            yield f"{sample.id} was given {verdict.score!r}, the server said {right!r}"
+            yield f"{sample.id} has the score {verdict.score!r}, the server gave {right!r}"
         if verdict.judge != name or verdict.source not in node["sources"]:
-            yield f"{sample.id} was scored by {verdict.judge} at {verdict.source}, it was for {name}"
+            yield f"{sample.id} was scored by {verdict.judge} at {verdict.source}, not by {name}"
         elif (verdict.source, sample.id, round(given.ended_at, 6)) not in answers:
             yield f"{sample.id} was scored at {given.ended_at:.6f} s, and {verdict.source} gave no valid answer then"
 
@@ -199,14 +198,14 @@ def _limited(trial: Trial, record: Record) -> Iterator[str]:
             continue
         known_bucket = server.window == "bucket" and server.declares_window
         for at, limit in watched.violations:
-            # A client cannot know of a bucket that nobody declared, nor of the network's jitter in front of it.
+            # A client cannot know an undeclared bucket, nor the jitter of the network.
             if limit == "requests" and server.window == "bucket":
                 continue
             if limit == "concurrency" and not server.cancel_frees:
                 continue
             yield f"{server.name} was over its {limit} at {at:.6f} s"
         if server.concurrency is not None and watched.most_open > server.concurrency:
-            yield f"{watched.most_open} requests were under way at {server.name}, it takes {server.concurrency}"
+            yield f"{watched.most_open} requests were in flight at {server.name}, its limit is {server.concurrency}"
         if known_bucket and server.requests_per_minute is not None:
             bucket = RequestBucket(server.requests_per_minute, server.burst)
             for sent in record.sent:
@@ -228,7 +227,7 @@ def _clean(trial: Trial, record: Record) -> Iterator[str]:
 
 
 def _final(trial: Trial, record: Record) -> Iterator[str]:
-    """P6: an outcome stays as it was given, it is that of the first valid answer, and nobody works on it any more."""
+    """P6: an outcome never changes, is that of the first valid answer, and no attempt of it follows."""
     known: dict[str, Given] = {}
     for given in record.given():
         known[given.sample.id or ""] = given
@@ -257,7 +256,7 @@ def _final(trial: Trial, record: Record) -> Iterator[str]:
 
 
 def _unharmed(trial: Trial, record: Record) -> Iterator[str]:
-    """P11: what one response provokes costs that sample only."""
+    """P11: a fault that a response provokes costs only its sample."""
     if not trial.poisoned:
         return
     for given in record.given():
@@ -269,12 +268,12 @@ def _unharmed(trial: Trial, record: Record) -> Iterator[str]:
 
 
 def _alive(trial: Trial, record: Record) -> Iterator[str]:
-    """Something that waits and a source that can send come together."""
+    """A waiting call gets a source that can send."""
     yield from record.stalls
 
 
 def _blamed(trial: Trial, record: Record) -> Iterator[str]:
-    """The parts of a batch's report add up to its makespan, and the makespan is what was seen."""
+    """The parts of a batch's report add up to its makespan, which is the recorded one."""
     for report in record.reports:
         total_s = math.fsum(part.seconds for part in report.parts)
         if abs(total_s - report.makespan_s) > _ROUNDING_S:
@@ -296,7 +295,7 @@ Check = Callable[[Trial, Record], Iterator[str]]
 
 _CHECKS: dict[str, Check] = {
     "P1 one outcome by the deadline": _answered,
-    "P2 nothing but what the server said": _true,
+    "P2 only the servers' scores": _true,
     "P3 no limit broken": _limited,
     "P4 attempts within their budgets": bounded,
     "P5 nothing left behind": _clean,
@@ -312,7 +311,7 @@ _REASONS = ("no_route", "empty", "exhausted", "invalid", "refused", "garbage", "
 
 
 def replay_differs(first: Record, second: Record) -> Broken | None:
-    """P7: what was different when a trial was played again."""
+    """P7: the first difference between two plays of a trial."""
     one, other = first.text(), second.text()
     if one == other:
         return None

@@ -1,7 +1,7 @@
-"""What is seen of a trial from outside: every request at its server, every outcome at its caller.
+"""The record of a trial from outside: every request at its server, every outcome at its caller.
 
-The promises are checked against this record and not against what the engine says of itself, so it is written by the
-servers and by the callers. The engine's own word is kept beside it, to be compared.
+Servers and callers write it. The promises are checked against this record, not against the engine's own counts, which
+are kept for comparison.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Ending = Literal["under way", "valid", "invalid", "throttled", "failed", "cancel
 
 @dataclass(eq=False, slots=True)
 class Sent:
-    """One request of one sample to one server, as its client lived through it. Times are seconds of the trial."""
+    """One request of a sample to a server, as its client saw it. Times are seconds of the trial."""
 
     source: str
     sample: str
@@ -38,7 +38,7 @@ class Sent:
 
 @dataclass(eq=False, slots=True)
 class Given:
-    """What one sample's caller was given: its outcome, or None where the caller had lost interest or was refused."""
+    """What a sample's caller got: its outcome, or None if the caller cancelled or was refused."""
 
     sample: Sample
     call: Call
@@ -46,10 +46,10 @@ class Given:
     due_at: float
     ended_at: float = math.nan
     returned_at: float = math.nan
-    """When the caller had it in hand; a batch and a stream give it later than it was known."""
+    """When the caller got it; batches and streams return it later than it was known."""
     outcome: Outcome | None = None
     words: str = ""
-    """The outcome in words at the moment it was given, so that a later change would show."""
+    """The outcome as text when it was given, to detect later changes."""
 
 
 @dataclass(eq=False, slots=True)
@@ -63,16 +63,16 @@ class CallRecord:
     refused: bool = False
     """Whether the engine was closed."""
     given_up: bool = False
-    """Whether the caller lost interest before it ended."""
+    """Whether the caller cancelled it."""
     alone: bool = True
-    """Whether no other call was under way in its step."""
+    """Whether no other call ran in its step."""
     report: BatchReport | None = None
-    """What the engine said of its last batch when the call ended."""
+    """The engine's report of its last batch when the call ended."""
 
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """All that was seen of a trial."""
+    """Everything recorded of a trial."""
 
     sent: list[Sent] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
@@ -80,24 +80,24 @@ class Record:
     closed_at: float = math.nan
     ended_at: float = 0.0
     aborted: str = ""
-    """Why it could not be played to its end; empty: it was."""
+    """Why it was aborted; empty if it was played to its end."""
     stalls: list[str] = field(default_factory=list)
-    """What should have moved and did not."""
+    """Calls that should have progressed and did not."""
     left: list[str] = field(default_factory=list)
-    """What was left behind when nothing was under way, or after closing."""
+    """Objects left when nothing was in flight, or after closing."""
     alarms: list[str] = field(default_factory=list)
-    """Unexpected errors, wherever they surfaced."""
+    """Unexpected errors."""
     counted: dict[str, int] = field(default_factory=dict)
-    """What the engine counted: submitted, scored, failed."""
+    """The engine's counts: submitted, scored, failed."""
     servers: dict[str, WatchedServer] = field(default_factory=dict)
     trace: Trace | None = None
 
     def given(self) -> list[Given]:
-        """Everything that callers were given, in the order of the calls."""
+        """Everything that callers got, in the order of the calls."""
         return [given for call in self.calls for given in call.given]
 
     def text(self) -> str:
-        """The record as text: two trials were the same if these are, byte for byte."""
+        """The record as text. Two trials were the same if their texts are equal."""
         lines = [
             f"{given.sample.id} {given.submitted_at!r} {given.ended_at!r} {given.returned_at!r} {given.words}\n"
             for given in self.given()
@@ -107,7 +107,7 @@ class Record:
 
 
 class WatchedServer(SimulatedServer):
-    """A simulated server that writes down its clients' requests, and says when one begins or ends."""
+    """A simulated server that records its clients' requests."""
 
     def __init__(
         self, server: Server, luck: Luck, *, record: Record, on_change: Callable[[int], None], trace: Trace | None
@@ -116,7 +116,7 @@ class WatchedServer(SimulatedServer):
         self._record = record
         self._on_change = on_change
         self.open = 0
-        """Requests whose clients wait for them."""
+        """Requests that a client awaits."""
         self.most_open = 0
 
     async def serve(

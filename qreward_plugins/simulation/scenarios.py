@@ -1,8 +1,8 @@
-"""Scenarios: what a batch of samples meets, by name, with the servers, the samples and the bound.
+"""Scenarios for a batch, by name: servers, samples and the bound.
 
-A scenario is a pure function of its name, the number of samples and the seed. The same samples and the same luck come
-to all scenarios of a seed, so that policies and scenarios are compared on equal terms. Sizes are lognormal(0, 0.6) with
-mean 1, and what a client sees of them, the length of the text, is off by a lognormal factor with sigma 0.4.
+A scenario is a pure function of its name, the number of samples and the seed. All scenarios of a seed have the same
+samples and random numbers, so that policies and scenarios can be compared. Sizes are lognormal(0, 0.6) with mean 1. The
+length of the text, which a client sees, differs from the size by a lognormal factor with sigma 0.4.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ T = TypeVar("T")
 SIZE_SIGMA = 0.6
 SIGHT_SIGMA = 0.4
 BYTES_PER_UNIT = 3150
-"""Size of a request of work 1 as its client sees it: with its answer, a mean request takes about 1000 tokens."""
+"""Bytes of a request with work 1. With its answer, a mean request takes about 1000 tokens."""
 GROUP_SIZE = 8
 MAX_TOKENS = 512
 JUDGE = {
@@ -40,16 +40,13 @@ JUDGE = {
     "response_format": "none",
     "max_response_chars": 1_000_000,
 }
-"""The judge of all scenarios: few words of its own, and the response is never cut, so that it makes the size of a
+"""The judge of all scenarios: its own text is short and it never cuts the response, which so sets the size of a
 request."""
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """Servers and samples, and how the samples come.
-
-    `count` samples are there at once, or come over the first `spread_s` seconds.
-    """
+    """Servers and samples. `count` samples arrive at once, or over the first `spread_s` seconds."""
 
     name: str
     title: str
@@ -59,7 +56,7 @@ class Scenario:
     seed: int = 0
 
     def samples(self) -> list[Sample]:
-        """The samples; their hidden work is `extras["work"]`, their id holds the seed."""
+        """The samples. Their hidden work is `extras["work"]`; their id contains the seed."""
         own_bytes = _bytes_of_judge()
         samples = []
         for number, (work, seen, _) in enumerate(self._drawn):
@@ -77,13 +74,13 @@ class Scenario:
         return samples
 
     def arrivals(self) -> list[float]:
-        """When each sample comes, in seconds from the start, ascending."""
+        """The arrival of each sample, in seconds from the start, ascending."""
         return sorted(self.spread_s * when for _, _, when in self._drawn)
 
     def config(self, **engine: Any) -> dict[str, Any]:
         """A configuration for `RewardEngine`, with one LLM judge over all servers; `engine` are keys of its `engine:`.
 
-        Deadlines and attempts are ample, so that what is measured is the makespan.
+        Deadlines and attempts are ample, because only the makespan is measured.
         """
         return {
             "sources": {
@@ -106,7 +103,7 @@ class Scenario:
         return {server.name: SimulatedServer(server, luck, trace=trace) for server in self.servers}
 
     async def play(self, score: Callable[[Sample], Awaitable[T]]) -> list[T]:
-        """Hand every sample to `score` when it comes; returns the results in order. Cancelling it cancels them all."""
+        """Pass every sample to `score` at its arrival; return the results in order. Cancelling it cancels them all."""
         started_s = asyncio.get_running_loop().time()
 
         async def one(sample: Sample, arrives_s: float) -> T:
@@ -126,7 +123,7 @@ class Scenario:
         return makespan_bound_s(self.servers, self.jobs())
 
     def jobs(self) -> list[Job]:
-        """The samples as somebody sees them who knows everything."""
+        """The samples with their hidden properties."""
         own_bytes = _bytes_of_judge()
         jobs = []
         for number, ((work, seen, _), arrives_s) in enumerate(zip(self._drawn, self.arrivals(), strict=True)):
@@ -137,7 +134,7 @@ class Scenario:
 
     @cached_property
     def _drawn(self) -> list[tuple[float, float, float]]:
-        """For each sample its work, what is seen of it, and when it comes as a part of the spread."""
+        """For each sample its work, its visible size, and its arrival as a share of the spread."""
         rng = random.Random(f"scenario {self.seed}")
         drawn = []
         for _ in range(self.count):
@@ -147,17 +144,17 @@ class Scenario:
 
 
 def scenario(name: str, samples: int = 512, seed: int = 0) -> Scenario:
-    """The scenario `name` (one of `SCENARIOS`) with so many samples.
+    """The scenario `name` (one of `SCENARIOS`) with this many samples.
 
-    Raises `ValueError` for a name that there is not.
+    Raises `ValueError` for an unknown name.
     """
     if name not in _SCENARIOS:
-        raise ValueError(f"there is no scenario {name!r}; there are {', '.join(SCENARIOS)}")
+        raise ValueError(f"unknown scenario {name!r}; known: {', '.join(SCENARIOS)}")
     title, servers, faults = _SCENARIOS[name]
     made = Scenario(name, title, servers, samples, spread_s=60.0 if name == "streamed" else 0.0, seed=seed)
     if faults is None:
         return made
-    # Faults come at a part of the time that the batch would take at best.
+    # Faults start at a share of the batch's best time.
     healthy_s = made.bound_s()
     first = replace(servers[0], faults=tuple(_at(healthy_s, fault) for fault in faults))
     return replace(made, servers=(first, *servers[1:]))
@@ -264,7 +261,7 @@ def _normal(rng: random.Random) -> float:
 
 @lru_cache(maxsize=1)
 def _bytes_of_judge() -> int:
-    """What the judge adds to the size of a request."""
+    """The bytes that the judge adds to a request."""
     node = LLMJudge.Config.model_validate(JUDGE)
     judge = LLMJudge("quality", node, sources=["a"], key=b"simulated")
     return judge.request(Sample([{"role": "user", "content": "?"}], "x"), attempt=0).size - 1

@@ -1,8 +1,8 @@
-"""What is true of a simulated server, and what a client is told of it: the two need not agree.
+"""Describes simulated servers: their true limits and speed, and what they tell a client, which may differ.
 
-A `Server` is a description and holds no state; `SimulatedServer` plays it. The model is that of a judge behind a rate
-limit: the work of a request is hidden from the client, service takes the work times the server's seconds per unit times
-noise, and beside the healthy life there are stragglers, errors and a schedule of faults.
+A `Server` has no state; `SimulatedServer` plays it. It models a judge behind a rate limit. The work of a request is
+hidden from the client. Service takes work times the server's seconds per unit times noise. There are stragglers, errors
+and scheduled faults.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ FaultKind = Literal["refuse", "hang", "slow", "errors", "throttle"]
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """Something that goes wrong from `start_s` (inclusive) to `end_s` (exclusive), in seconds of the simulation.
+    """A fault from `start_s` (inclusive) to `end_s` (exclusive), in seconds of the simulation.
 
-    Several faults of one kind in a row make a server that flaps. Raises `ValueError` for values that make no sense.
+    Several faults of one kind make a flapping server. Raises `ValueError` for invalid values.
     """
 
     start_s: float
     end_s: float
     kind: FaultKind
-    """`refuse`: connections are refused, and those that are open break when it begins. `hang`: what comes, and what is
-    under way when it begins, is never answered. `slow`: a brownout, work goes on `factor` times slower. `errors`: a
-    share `factor` of the requests that come fails with status 500. `throttle`: whatever comes gets a 429 that asks for
-    a pause of `factor` seconds, whether a limit is broken or not."""
+    """`refuse`: connections are refused, and open ones break at its start. `hang`: requests during it, and in flight at
+    its start, are never answered. `slow`: a brownout, work is `factor` times slower. `errors`: a share `factor` of the
+    requests fails with status 500. `throttle`: every request gets a 429 with a pause of `factor` seconds, even within
+    the limits."""
     factor: float = 1.0
 
     def __post_init__(self) -> None:
         if self.kind not in ("refuse", "hang", "slow", "errors", "throttle"):
             raise ValueError(f"a fault's kind is refuse, hang, slow, errors or throttle, not {self.kind!r}")
         if not 0 <= self.start_s < self.end_s:
-            raise ValueError(f"a fault lasts from start_s to a later end_s, not {self.start_s!r} to {self.end_s!r}")
+            raise ValueError(f"a fault needs start_s < end_s, not {self.start_s!r} and {self.end_s!r}")
         if not (math.isfinite(self.factor) and self.factor >= 0):
             raise ValueError(f"the factor of a fault is a finite number from 0 on, not {self.factor!r}")
         if self.kind == "slow" and self.factor < 1:
@@ -45,7 +45,7 @@ class Fault:
 
 @dataclass(frozen=True)
 class Server:
-    """The truth about one simulated server, and what its clients know.
+    """One simulated server, and what its clients know.
 
     Times are seconds. Raises `ValueError` for limits that cannot be enforced.
     """
@@ -53,12 +53,12 @@ class Server:
     name: str
 
     requests_per_minute: float | None = None
-    """Requests it admits a minute. None: any number."""
+    """Requests admitted per minute. None: any number."""
     tokens_per_minute: float | None = None
-    """Tokens it admits a minute, prompt and completion together, counted in sliding windows when a request arrives.
+    """Tokens admitted per minute, prompt and completion together, counted in sliding windows when a request arrives.
     None: any number."""
     concurrency: int | None = None
-    """Requests it works on at once. None: any number."""
+    """Requests served at once. None: any number."""
     window: Literal["sliding", "bucket"] = "sliding"
     """How requests are counted: at most the limit in any `window_s`, or a token bucket of `burst` that refills."""
     burst: int = 1
@@ -69,16 +69,16 @@ class Server:
     seconds_per_unit: float = 3.0
     """Service time of a request with a work of 1."""
     overhead_s: float = 0.05
-    """What every answer takes beside that."""
+    """Seconds added to every answer."""
     noise: float = 0.25
     """Sigma of the lognormal noise, with mean 1, on service times."""
     straggler_share: float = 0.0
     straggler_factor: float = 10.0
-    """How much longer than others a straggler takes."""
+    """Factor on the service time of a straggler."""
     error_share: float = 0.0
     """Share of requests that fail with status 500, after `overhead_s` and 0.3 of their service time."""
     invalid_share: float = 0.0
-    """Share of replies that are no valid verdict."""
+    """Share of replies without a valid verdict."""
     faults: tuple[Fault, ...] = ()
 
     declared: bool = True
@@ -86,14 +86,15 @@ class Server:
     declares_window: bool = False
     """Whether the client's configuration also says how they are counted."""
     announces: Literal["right", "wrong"] | None = None
-    """What replies say of the limits, as `x-ratelimit-*` headers do: the truth, `wrong_by` times the truth, nothing."""
+    """The limits announced by replies, as by `x-ratelimit-*` headers: the true ones, `wrong_by` times these, or none.
+    """
     wrong_by: float = 3.0
     retry_after: Literal["seconds", "none"] = "seconds"
-    """Whether a 429 says when to come back."""
+    """Whether a 429 has a Retry-After."""
     cancel_frees: bool = True
-    """Whether a cancelled request gives its place back at once, or keeps it until the work would have ended."""
+    """Whether a cancelled request frees its place at once, or only when its work would have ended."""
     network_s: tuple[float, float] = (0.01, 0.06)
-    """From when to when after sending a request arrives, and is counted; uniform."""
+    """Least and most seconds from sending a request to its arrival, where it is counted; uniform."""
 
     price_per_request: float = 0.0
     """US dollars."""
@@ -132,7 +133,7 @@ class Server:
         return self._per_window(self.tokens_per_minute)
 
     def limits(self) -> dict[str, Any]:
-        """What a user who knows what this server declares would write to `limits:` of the source."""
+        """The `limits:` node of our configuration for this server."""
         if not self.declared:
             return {}
         node: dict[str, Any] = {
@@ -158,7 +159,7 @@ class Server:
         }
 
     def describe(self) -> str:
-        """One line of everything that is not as it is by default, to be pasted into a test."""
+        """Everything that differs from the defaults, in one line for a test."""
         said = [f"{self.name!r}"]
         for field in fields(self)[1:]:
             value = getattr(self, field.name)
@@ -167,28 +168,28 @@ class Server:
         return f"Server({', '.join(said)})"
 
     def _per_window(self, per_minute: float | None) -> int | None:
-        # A product like 0.7 * 60 may come out a hair below the whole number that it means.
+        # Floating point may put a product like 0.7 * 60 just below the whole number.
         return None if per_minute is None else math.floor(per_minute * self.window_s / 60.0 + 1e-9)
 
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A stretch of time in which nothing about a server's faults changes."""
+    """A period without a change in a server's faults."""
 
     start_s: float
     end_s: float
     dead: bool
     """Whether it refuses or hangs."""
     hangs: bool
-    """Whether it hangs, and does not refuse as well."""
+    """Whether it hangs and does not refuse."""
     speed: float
-    """Work done in a second, as a part of what a healthy server does; what is dead does none."""
+    """Work per second, as a share of a healthy server's; 0 if it is dead."""
     closed: bool
-    """Whether no new request gets in: dead, or throttling everything."""
+    """Whether it admits no new request: it is dead, or throttles everything."""
 
 
 def phases(faults: Sequence[Fault]) -> tuple[Phase, ...]:
-    """The phases of a schedule of faults, from 0 to infinity without gaps."""
+    """The phases of scheduled faults, from 0 to infinity without gaps."""
     edges = sorted({0.0, math.inf, *(fault.start_s for fault in faults), *(fault.end_s for fault in faults)})
     found = []
     for start_s, end_s in itertools.pairwise(edges):

@@ -1,13 +1,12 @@
-"""A server in virtual time: it plays a `Server`, keeps strict books, and can stand where a real source would.
+"""A server in virtual time: it plays a `Server` with strict limits, and is a source for the engine.
 
-A request that was sent arrives, whatever its client does meanwhile: one that is cancelled on the way is counted like
-any other. A refused request is not counted, and every refusal that a limit caused is on record in `violations`.
-Two refusals are no violations: throttling by a fault, because the client kept to its limits, and a request that is
-larger than the whole token window, because an engine never withholds a sample for an estimate: it sends such a request
-alone, and the server admits none of it.
+A sent request arrives even if its client cancels it on the way, and is counted then. A refused request is not counted,
+and every refusal because of a limit is recorded in `violations`. Two refusals are no violations: throttling by a fault,
+because the client kept to its limits; and a request larger than the whole token window, because the engine never
+withholds a sample for an estimate. It sends such a request alone, and the server refuses it.
 
-The arrival and the end of a request are plain timers rather than tasks, because thousands of runs with thousands of
-requests each have to be cheap.
+The arrival and the end of a request are timers, not tasks, because thousands of runs with thousands of requests must be
+cheap.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ from ..errors import SourceError, Throttled, TransientError
 from ..sources.base import Reply, Request
 from ..spent import Usage
 from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
-from .books import RequestBucket, RequestWindow, TokenWindow
 from .draws import Draw, Luck
 from .poison import ABSURD_LIMITS, ABSURD_TOKENS, HANGS_S, Poison, error_of, poison_of
 from .servers import Server, phases
+from .strict_limits import RequestBucket, RequestWindow, TokenWindow
 from .trace import Trace
 
 REFUSAL_S = 0.1
-"""Round trip of what is turned away: a refused connection, a 429."""
+"""Round trip of a refused request: a refused connection, or a 429."""
 CONCURRENCY_RETRY_AFTER_S = 1.0
-"""What a server that is full asks for: it cannot know when a place gets free."""
+"""Retry-After of a full server, which cannot know when a place gets free."""
 
 _SIZE = "window as a whole"
 _BROKEN_AFTER_S = 0.01
@@ -39,14 +38,14 @@ _ERROR_PART = 0.3
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """An answer, before anybody put it into words."""
+    """An answer, before it is turned into a reply."""
 
     prompt_tokens: int
     completion_tokens: int
     valid: bool
-    """Whether the verdict in it is."""
+    """Whether its verdict is valid."""
     announced: Mapping[str, float]
-    """The limits that the server states of itself, spelled as in `Reply.announced`."""
+    """The announced limits, as in `Reply.announced`."""
 
 
 class SimulatedServer:
@@ -55,8 +54,8 @@ class SimulatedServer:
     `luck` is shared by the servers of one run. `answer` writes the reply of a request whose verdict is valid (default:
     a verdict as LLM judges read it). Use it in one run of one event loop.
 
-    `arrivals` are the times at which requests arrived, `violations` (time, limit) of the requests that a limit turned
-    away, `in_flight` the places that are taken, `peak_in_flight` the most that ever were. `sent`, `answered`,
+    `arrivals` are the arrival times of requests, `violations` (time, limit) of the requests refused because of a limit,
+    `in_flight` the taken places, `peak_in_flight` the most ever taken. `sent`, `answered`,
     `throttled`, `failed` and `cancelled` count requests.
     """
 
@@ -95,7 +94,7 @@ class SimulatedServer:
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Answer `request`, whose hidden work is `request.sample.extras["work"]`, with a verdict.
 
-        Raises one `SourceError`, or never returns: what hangs waits until it is cancelled.
+        Raises one `SourceError`, or hangs until it is cancelled.
         """
         on_sent()
         sample = request.sample
@@ -124,9 +123,9 @@ class SimulatedServer:
         *,
         poison: Poison | None = None,
     ) -> Served:
-        """Serve one request of a sample, sent now, of so much hidden `work` (1 is the mean) and so many tokens.
+        """Serve one request of a sample, sent now, with this hidden `work` (1 is the mean) and these tokens.
 
-        Raises one `SourceError`: `Throttled` (429), `TransientError` (status 500, or None where the connection broke)
+        Raises one `SourceError`: `Throttled` (429), `TransientError` (status 500, or None if the connection broke)
         or what `poison` provokes. A request that hangs never ends; cancelling it is safe at any time.
         """
         loop = asyncio.get_running_loop()
@@ -158,7 +157,7 @@ class SimulatedServer:
         for fault in server.faults:
             if fault.start_s <= now < fault.end_s:
                 if fault.kind == "refuse":
-                    self._turn_away(call, TransientError(f"{self.name} refuses connections"), "refused")
+                    self._refuse(call, TransientError(f"{self.name} refuses connections"), "refused")
                     return
                 if fault.kind == "throttle":
                     storm_s = fault.factor
@@ -205,7 +204,7 @@ class SimulatedServer:
                 call.loop.call_at(hung_until_s, self._forget, call)
 
     def _end(self, call: _Call, error: SourceError | None) -> None:
-        """The end of a request that had a place."""
+        """End a request that had a place."""
         call.held = False
         self.in_flight -= 1
         future = call.future
@@ -224,7 +223,7 @@ class SimulatedServer:
         future.set_result(Served(*used, valid, announced))
 
     def _forget(self, call: _Call) -> None:
-        """A server that comes back from a hang drops what was under way then; whoever waits for it is not told."""
+        """Drop a request in flight after a hang, without telling its client."""
         if call.held:
             call.held = False
             self.in_flight -= 1
@@ -234,7 +233,7 @@ class SimulatedServer:
             self._note(call, words)
             call.future.set_exception(error)
 
-    # Parts of them
+    # Helpers
 
     def _over(self, call: _Call, now: float) -> tuple[str, float]:
         """The limit that a request would break, and the seconds until it would not; "": none."""
@@ -257,9 +256,9 @@ class SimulatedServer:
         self.throttled += 1
         retry_after_s = wait_s if self.server.retry_after == "seconds" else None
         error = Throttled(f"{self.name} {why}", status=429, retry_after_s=retry_after_s)
-        self._turn_away(call, error, f"throttled: {why}, {wait_s:.6f} s")
+        self._refuse(call, error, f"throttled: {why}, {wait_s:.6f} s")
 
-    def _turn_away(self, call: _Call, error: SourceError, words: str) -> None:
+    def _refuse(self, call: _Call, error: SourceError, words: str) -> None:
         if not isinstance(error, Throttled):
             self.failed += 1
         call.loop.call_at(max(call.loop.time(), call.sent_at + REFUSAL_S), self._give_answer, call, error, words)
@@ -276,7 +275,7 @@ class SimulatedServer:
             if left_s <= room_s:
                 return max(now, phase.start_s) + left_s / phase.speed, error
             left_s -= room_s
-        # The first phase that is dead decides: a connection that breaks, or one that nobody answers any more.
+        # The first dead phase decides: the connection breaks, or is never answered.
         if phase.hangs:
             return math.inf, None
         return max(now, phase.start_s) + _BROKEN_AFTER_S, TransientError(f"{self.name} broke the connection")
@@ -312,7 +311,7 @@ class SimulatedServer:
 
 
 class _Call:
-    """One request on its way, in work, or answered."""
+    """One request: on its way, in service, or answered."""
 
     __slots__ = (
         "completion_tokens",

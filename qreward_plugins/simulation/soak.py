@@ -1,8 +1,8 @@
-"""The soak: trial after trial, on all cores, until one breaks a promise or the seeds run out.
+"""The soak: plays trials on all cores, until one breaks a promise or the seeds run out.
 
-A shard is a range of seeds that one process works off; what comes back is small, so that a hundred thousand trials fit
-in memory. The fingerprint of a soak adds up the schedules of all its trials in any order: two runs of the same seeds,
-in other processes or with other hash seeds, have the same one, or promise P7 is broken.
+A shard is a range of seeds for one process. Its result is small, so that a hundred thousand trials fit in memory. The
+fingerprint of a soak sums the schedules of its trials in any order. Two runs of the same seeds, in other processes or
+with other hash seeds, have the same fingerprint, or promise P7 is broken.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from itertools import pairwise
 
 from ..samples import Scored
 from .budgets import hedges_of
-from .performance import play
 from .promises import Broken, broken_promises, replay_differs
 from .record import Record
 from .trial import Trial, random_trial
+from .trial_player import play
 
 SHARD = 50
 """Seeds of a shard."""
 REPLAY_EVERY = 16
-"""One trial in so many is played twice."""
+"""One trial in this many is played twice."""
 _FINGERPRINTS = 2**64
 
 
 @dataclass
 class Tally:
-    """What happened in the trials, added up."""
+    """The sums over all trials."""
 
     trials: int = 0
     replayed: int = 0
@@ -47,7 +47,7 @@ class Tally:
     failures: Counter[str] = field(default_factory=Counter)
     """Failed samples by cause and reason."""
     given_up: int = 0
-    """Samples whose callers lost interest, or that a closed engine refused."""
+    """Samples whose callers cancelled, or that a closed engine refused."""
     virtual_s: float = 0.0
     fingerprint: int = 0
 
@@ -95,20 +95,20 @@ class Finding:
     broken: tuple[Broken, ...]
 
     def describe(self) -> str:
-        """Which promises, what happened, and how to play it again."""
+        """The broken promises, and how to replay the seed."""
         lines = [f"seed {self.seed} broke {broken}" for broken in self.broken]
         return "\n".join([*lines, f"  replay: {replay_command(self.seed)}"])
 
 
 @dataclass(frozen=True)
 class Soaked:
-    """What became of a range of seeds."""
+    """The results of a range of seeds."""
 
     tally: Tally
     findings: tuple[Finding, ...]
 
     def describe(self, *, most: int = 3) -> str:
-        """The first findings with their trials, for people."""
+        """The first findings with their trials, as text."""
         said = [f"{finding.describe()}\n{random_trial(finding.seed).describe()}" for finding in self.findings[:most]]
         if len(self.findings) > most:
             said.append("more seeds: " + ", ".join(str(finding.seed) for finding in self.findings[most:]))
@@ -116,7 +116,7 @@ class Soaked:
 
 
 def replay_command(seed: int) -> str:
-    """What plays the trial of this seed again, and shows what happened in it."""
+    """The command that replays this seed with its trace."""
     return f"python -m qreward_plugins.simulation --seed {seed} --trace"
 
 
@@ -156,14 +156,14 @@ def shards(first: int, last: int, size: int = SHARD) -> list[tuple[int, int]]:
 
 
 def pool(jobs: int) -> ProcessPoolExecutor:
-    """Processes that soak. They are started afresh: what a process that forks has in its threads is not for them."""
+    """A pool of spawned processes; forked ones would inherit the state of threads."""
     return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
 
 
 def soak_in_processes(
     first: int, last: int, *, jobs: int, replay_every: int = REPLAY_EVERY
 ) -> Generator[Soaked, None, None]:
-    """Play the trials in `jobs` processes; yields what became of each shard as it comes. Closing it ends the soak."""
+    """Play the trials in `jobs` processes; yield the results of each shard. Closing it ends the soak."""
     with pool(jobs) as processes:
         running: list[Future[Soaked]] = []
         try:
@@ -177,6 +177,6 @@ def soak_in_processes(
 
 def cores() -> int:
     """Processors that this process may use."""
-    # Not every system can tell which ones a process may use.
+    # Not every system has this call.
     affinity = getattr(os, "sched_getaffinity", None)
     return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

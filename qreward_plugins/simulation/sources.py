@@ -1,7 +1,7 @@
-"""Simulated sources: they answer in virtual time, keep strict books of their limits, and fail on command.
+"""Simulated sources: they answer in virtual time, enforce their limits strictly, and fail on command.
 
-A simulated source stands where a real one would, so the scheduling code under test is the production code. It counts
-the way a strict provider does, in sliding windows of arrivals, and records every request that should not have come.
+They replace real sources, so a test runs the production scheduling code. They count as a strict provider does, in
+sliding windows of arrivals, and record every request over a limit.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ Behaviour = Callable[[int, Request, float], "float | SourceError"]
 
 @dataclass
 class SimulatedSource:
-    """A source whose answers take what `behaviour` says.
+    """A source whose answers take as long as `behaviour` says.
 
-    `requests_per_window`, `tokens_per_window` and `concurrency` are enforced strictly: what comes beyond them is
-    answered `Throttled` with the time until a slot is free, and recorded in `violations` as (time, limit).
+    `requests_per_window`, `tokens_per_window` and `concurrency` are enforced strictly: a request over one of them gets
+    `Throttled` with the time until it fits, and is recorded in `violations` as (time, limit).
     """
 
     name: str
@@ -40,7 +40,7 @@ class SimulatedSource:
     local: bool = False
     """Whether it stands for a function in this machine's processes."""
     spare: int = 0
-    """How many calls it can take beside its limit of concurrency: last tries of samples that hung."""
+    """Calls that it can take beyond its concurrency: last tries of samples that hung."""
 
     arrivals: list[float] = field(default_factory=list)
     violations: list[tuple[float, str]] = field(default_factory=list)

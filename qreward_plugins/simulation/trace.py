@@ -1,12 +1,12 @@
-"""What happened in a simulated run, line by line: two runs are the same if their traces are, byte for byte."""
+"""The trace of a simulated run. Two runs are the same if their traces are equal."""
 
 from __future__ import annotations
 
 
 class Trace:
-    """A record of a run in text: one line each for what was sent, answered, throttled, failed and cancelled.
+    """One line for each request that was sent, answered, throttled, failed or cancelled.
 
-    A line is the time in seconds with six decimals, the source, the sample, and what happened.
+    A line has the time in seconds with six decimals, the source, the sample, and the event.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,7 @@
-"""A trial: servers, a configuration of the engine and calls of it, all drawn from one seed.
+"""A trial: servers, a configuration of the engine and calls, all drawn from one seed.
 
-Nobody would think of a batch with a cut-off and a caller that loses interest while a source with unknown limits comes
-back from a hang. So the combinations are drawn, and a number stands for each: a trial that broke a promise is played
-again from its seed for as long as it takes to understand it.
+Random draws give combinations that no test author thinks of, such as a batch with a cut-off and a cancelled caller
+while a source with unknown limits recovers from a hang. A trial that broke a promise is replayed from its seed.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from ..samples import Sample
-from .chance import random_servers
 from .draws import normal
 from .poison import DEADLINE_S, TIMEOUT_S, Poisoner, healthy, poisoner_of
+from .random_servers import random_servers
 from .scenarios import JUDGE
 from .servers import Server
 
 DATA_SOURCES = ("math/easy", "math/hard", "code", "chat")
 EMPTY = "  \n"
 _LARGEST_BYTES = 12_000
-"""So that a request fits every token limit that servers by chance have."""
+"""So that a request fits the token limits of all random servers."""
 _LARGEST_TOKENS = 6000
 _OVERSIZE_BYTES = 200_000
 _STRATEGIES = ("round_robin", "weighted", "least_requests", "least_tokens")
@@ -78,18 +77,18 @@ class Step:
 
 @dataclass(frozen=True)
 class Trial:
-    """Everything that happens in one simulated run, but for what the production code does."""
+    """One simulated run, without what the production code does."""
 
     seed: int
     servers: tuple[Server, ...]
     config: dict[str, Any]
     steps: tuple[Step, ...]
     poisoned: bool = False
-    """Whether its servers are healthy but for what poisoned samples provoke: then all others must be scored."""
+    """Whether its servers have only the faults that poisoned samples provoke. Then all other samples must be scored."""
 
     @property
     def awaits(self) -> bool:
-        """Whether its judges are awaited by others, as those of a sum are, so that each sample is judged in a task."""
+        """Whether other judges await its judges, as in a sum, so that each sample is judged in a task."""
         return self.seed % 4 == 1
 
     def samples(self) -> Iterator[Sample]:
@@ -97,14 +96,14 @@ class Trial:
         return (sample for step in self.steps for call in step.calls for sample in call.samples)
 
     def judge_of(self, sample: Sample) -> str | None:
-        """Name of the judge that has to score `sample`; None: no route leads to one."""
+        """Name of the judge of `sample`; None if no route leads to one."""
         routes: dict[str, str] = self.config["routes"]
         if not routes:
             return str(next(iter(self.config["judges"])))
         return next((judge for pattern, judge in routes.items() if fnmatchcase(sample.data_source, pattern)), None)
 
     def describe(self) -> str:
-        """Every choice that was made, for people, in lines."""
+        """All drawn choices as text."""
         engine = self.config["engine"]
         with_poison = ", with poisoned samples" if self.poisoned else ""
         lines = [f"trial {self.seed}{with_poison}{', judges awaited by others' if self.awaits else ''}"]

@@ -1,4 +1,4 @@
-"""Servers for tests and demos: a judge that behaves like a provider, with limits, latency and faults."""
+"""For tests and demos: a judge server with limits, latency and faults, and fake trainers of verl, slime and ROLL."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The background event loop of a fake trainer: what lives in actors and schedulers there lives on it here."""
+"""The background event loop of a fake trainer, which runs what a real trainer runs in actors and schedulers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 
 class BackgroundLoop:
-    """A thread with an event loop, started when first needed. It runs until it is closed, as sampling ahead goes on
-    while a trainer trains.
+    """A thread with an event loop, started on first use. It runs until it is closed, also between calls, because
+    trainers sample ahead while they train.
 
-    `name` is that of the thread, `owner` who is closed with it.
+    `name` is the name of the thread; `owner` names the closed object in errors.
     """
 
     def __init__(self, name: str, owner: str) -> None:
@@ -28,20 +28,21 @@ class BackgroundLoop:
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop, which runs from here on. Raises `RuntimeError` if it is closed."""
+        """The running loop. Raises `RuntimeError` if it is closed."""
         with self._lock:
             return self._running()
 
     def run(
         self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None = None, why: Callable[[], str] | None = None
     ) -> T:
-        """Run it to its end and return its result, from any other thread. If the caller stops waiting, it is cancelled.
+        """Run it to its end and return its result; call this from another thread. If the caller stops waiting, it is
+        cancelled.
 
-        Raises what it raises, `RuntimeError` if the loop is closed, and `TimeoutError` with the words of `why` after
-        `timeout_s` seconds.
+        Raises its errors, `RuntimeError` if the loop is closed, and `TimeoutError` after `timeout_s` seconds, with the
+        message that `why` returns.
         """
         try:
-            # Under the lock, because a loop that `close` has stopped would keep the coroutine for ever.
+            # Under the lock, because a stopped loop would never run the coroutine.
             with self._lock:
                 future = asyncio.run_coroutine_threadsafe(coroutine, self._running())
         except BaseException:
@@ -52,8 +53,8 @@ class BackgroundLoop:
         except concurrent.futures.TimeoutError:
             if future.done():
                 raise
-            # Before the cancellation, which takes away what it counts.
-            message = why() if why is not None else f"nothing came for {timeout_s} s"
+            # Before the cancellation, which changes what the message counts.
+            message = why() if why is not None else f"no result within {timeout_s} s"
         finally:
             future.cancel()
         raise TimeoutError(message)

@@ -1,7 +1,7 @@
-"""What a judge server is asked, and the OpenAI-shaped bodies it answers with.
+"""The requests of a judge server, and the OpenAI-shaped bodies of its replies.
 
-Requests are read strictly, so that a client's mistake shows up in a test rather than at a provider. Tokens are counted
-by a rule that anybody can repeat (UTF-8 bytes by four, rounded up), so that tests can predict usage to the token.
+Requests are read strictly, so that a client's mistake shows in a test and not at a provider. Tokens are counted by a
+simple rule (UTF-8 bytes by four, rounded up), so that tests can predict usage exactly.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ OTHER_MODEL = "somebody-else"
 
 
 def count_tokens(text: str) -> int:
-    """The server's tokens of a text: its UTF-8 bytes by four, rounded up."""
+    """The tokens of a text, as the server counts them: its UTF-8 bytes by four, rounded up."""
     return -(-len(text.encode("utf-8", "surrogatepass")) // 4)
 
 
 @dataclass(frozen=True)
 class JudgeCall:
-    """One chat completion request, as the scorer gets it; one to score a sample is a `ScoreCall`."""
+    """A chat completion request, as the scorer gets it. A scoring request is a `ScoreCall`."""
 
     model: str
     messages: Sequence[Mapping[str, object]]
@@ -42,7 +42,7 @@ class JudgeCall:
 
     @cached_property
     def prompt(self) -> str:
-        """The text of the last user message, or "" where there is none."""
+        """The text of the last user message, or ""."""
         for message in reversed(self.messages):
             if message.get("role") == "user":
                 return text_of(message.get("content"))
@@ -54,7 +54,7 @@ class JudgeCall:
 
     @property
     def nonce(self) -> str | None:
-        """The identifier that fences the last user message, None where nothing is fenced."""
+        """The identifier in the fences of the last user message; None without fences."""
         return self._fences[0]
 
     @property
@@ -64,7 +64,7 @@ class JudgeCall:
 
     @property
     def score_range(self) -> tuple[float, float]:
-        """The range in which a score is asked for: that of the schema of `response_format`, else 0 to 1."""
+        """The requested score range: that of the schema of `response_format`, else 0 to 1."""
         node = _below(self._schema, "properties", "score")
         low, high = (node.get("minimum"), node.get("maximum")) if isinstance(node, Mapping) else (None, None)
         if isinstance(low, (int, float)) and isinstance(high, (int, float)):
@@ -73,7 +73,7 @@ class JudgeCall:
 
     @property
     def criteria(self) -> tuple[str, ...]:
-        """The components that are asked for beside the score: those that the schema of `response_format` names."""
+        """The requested components: those in the schema of `response_format`."""
         components = _below(self._schema, "properties", "components", "properties")
         return tuple(components) if isinstance(components, Mapping) else ()
 
@@ -94,14 +94,14 @@ class JudgeCall:
 
 
 def _below(node: object, *keys: str) -> object:
-    """The value below these keys, one below the other; None where there is none."""
+    """The value at this path of keys; None if there is none."""
     for key in keys:
         node = node.get(key) if isinstance(node, Mapping) else None
     return node
 
 
 class Refused(Exception):
-    """The server does not take this request: the client's mistake."""
+    """The server refuses this request, because of the client's mistake."""
 
     def __init__(self, status: int, message: str, code: str | None = None) -> None:
         super().__init__(message)
@@ -110,7 +110,7 @@ class Refused(Exception):
 
 
 def read_object(body: bytes) -> dict[str, Any]:
-    """Read a body. Raises `Refused` for what is no JSON object."""
+    """Read a body. Raises `Refused` if it is no JSON object."""
     try:
         fields = orjson.loads(body)
     except orjson.JSONDecodeError:
@@ -121,7 +121,7 @@ def read_object(body: bytes) -> dict[str, Any]:
 
 
 def read_call(body: bytes, models: Sequence[str]) -> JudgeCall:
-    """Read the body of a chat completion request. Raises `Refused` with what is wrong with it."""
+    """Read the body of a chat completion request. Raises `Refused` with the mistake."""
     fields = read_object(body)
     model = fields.pop("model", None)
     if not isinstance(model, str):
@@ -144,7 +144,7 @@ def read_call(body: bytes, models: Sequence[str]) -> JudgeCall:
 
 
 def check_messages(messages: Sequence[object]) -> None:
-    """Raises `Refused` for what is no message."""
+    """Raise `Refused` if one of these is no message."""
     for message in messages:
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise Refused(400, "every message must be an object with a role")
@@ -155,8 +155,8 @@ def check_messages(messages: Sequence[object]) -> None:
 def overlap_score(call: JudgeCall) -> float:
     """The built-in scorer: deterministic, and plausible enough for a demo.
 
-    With a reference: the share of its distinct words that the response has. Without: a share that depends on nothing
-    but the response. In the range that is asked for, rounded to three digits; each criterion gets it as well.
+    With a reference: the share of its distinct words that the response contains. Without: a share that depends only on
+    the response. The score is in the requested range, rounded to three digits; each criterion gets the same.
     """
     response = call.blocks.get("response", call.prompt)
     wanted = _words(call.blocks.get("reference", ""))
@@ -210,14 +210,14 @@ class Completion:
         return count_tokens(self.content or self.refusal or "")
 
     def cut(self, max_tokens: int | None) -> Completion:
-        """The completion with at most this many tokens: cut in the middle, `finish_reason` "length", if it has more."""
+        """The completion with at most this many tokens. A longer one is truncated, with `finish_reason` "length"."""
         if max_tokens is None or self.content is None or self.tokens <= max_tokens:
             return self
         kept = self.content.encode("utf-8", "surrogatepass")[: 4 * max_tokens].decode("utf-8", "ignore")
         return Completion(kept, "length", self.refusal)
 
     def reply(self, call: JudgeCall, number: int) -> CompletionReply:
-        """The reply that carries it, the `number`-th of its server."""
+        """The reply with it, the `number`-th of its server."""
         return CompletionReply(self._body(call, number))
 
     def _body(self, call: JudgeCall, number: int) -> dict[str, object]:
@@ -241,7 +241,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class CompletionReply:
-    """The body of a chat completion, and what faults make of it."""
+    """The body of a chat completion, and its faulty variants."""
 
     fields: Mapping[str, object]
 
@@ -280,7 +280,7 @@ def error_body(status: int, message: str, code: str | None = None) -> dict[str, 
 
 
 def duration(seconds: float) -> str:
-    """A duration as `x-ratelimit-reset-*` states it: "20ms", "1.5s", "6m0s". Rounded up to the millisecond."""
+    """A duration in the form of `x-ratelimit-reset-*`: "20ms", "1.5s", "6m0s". Rounded up to the millisecond."""
     milliseconds = max(0, math.ceil(seconds * 1000 - 1e-6))
     if milliseconds < 1000:
         return f"{milliseconds}ms"
@@ -289,7 +289,7 @@ def duration(seconds: float) -> str:
 
 
 def text_of(content: object) -> str:
-    """The text of a message's content, whose parts are put together."""
+    """The text of a message's content; its parts are joined."""
     if isinstance(content, str):
         return content
     if isinstance(content, list):

@@ -1,8 +1,8 @@
-"""The listening socket of a judge server and the connections it accepted, so that stopping leaves none behind.
+"""The listening socket of a judge server and its connections. Stopping leaves none of them open.
 
-asyncio's own `Server` loses connections that it accepted in the same round of the loop in which it is closed (their
-sockets stay open until they are collected; CPython 3.10 and 3.11), and tests that treat warnings as errors notice. So
-accepting is done here: a connection is known from the moment it exists.
+asyncio's own `Server` loses connections that it accepts in the same step of the loop in which it is closed: their
+sockets stay open until they are garbage collected (CPython 3.10 and 3.11), which fails tests that treat warnings as
+errors. So this module accepts connections itself and knows each one from the start.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ _OUT_OF_DESCRIPTORS_PAUSE_S = 0.05
 
 
 class Connections(web.Server):
-    """Accepts on `listener` (which it takes over) from `open()` until `close()`, both on the running loop."""
+    """Accepts on `listener`, which it owns, from `open()` until `close()`, both on the running loop."""
 
     def __init__(self, listener: socket.socket, handler: JudgeHandler, tally: Tally) -> None:
-        # With handler_cancellation a request ends when its client goes away, and frees its slot.
+        # With handler_cancellation a request ends when its client disconnects, and frees its slot.
         super().__init__(handler, request_factory=_request, handler_cancellation=True, access_log=None)
         self._listener = listener
         self._tally = tally
@@ -38,12 +38,12 @@ class Connections(web.Server):
         self._closed = False
 
     def open(self) -> None:
-        """Begin to accept."""
+        """Start to accept."""
         if not self._closed:
             self._running_loop.add_reader(self._listener, self._accept)
 
     async def close(self) -> None:
-        """Accept no more, abort every connection, which cancels what is in flight, and wait until all are gone."""
+        """Stop accepting, abort every connection, which cancels its request, and wait until all are closed."""
         self._closed = True
         self._running_loop.remove_reader(self._listener)
         self._listener.close()
@@ -68,7 +68,7 @@ class Connections(web.Server):
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError:
-                # Out of descriptors, most likely: the listener stays readable, so look away for a while.
+                # Probably out of file descriptors. The listener stays readable, so pause before the next try.
                 self._running_loop.remove_reader(self._listener)
                 self._running_loop.call_later(_OUT_OF_DESCRIPTORS_PAUSE_S, self.open)
                 return
@@ -81,7 +81,7 @@ class Connections(web.Server):
         try:
             await self._running_loop.connect_accepted_socket(self, connection)
         except OSError:
-            connection.close()  # reset before anything was said
+            connection.close()  # the client has reset it already
 
 
 def _request(

@@ -1,8 +1,8 @@
-"""What can go wrong at a provider, by name, and when.
+"""The faults that a judge server can play, by name, and when it plays them.
 
-Every kind here was seen in the wild or follows from HTTP; a client that survives all of them survives a provider. A
-kind is chosen for each admitted request in this order: an outage that covers the moment, the script while it lasts,
-then the rates. The rates are drawn from the server's seed in order of arrival.
+Every kind was seen at a provider or follows from HTTP. For each admitted request the fault is chosen in this order: a
+current outage, the script until its end, then the rates. The rates are drawn from the server's seed in order of
+arrival.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ FaultStage = Literal["status", "connection", "reply", "verdict"]
 
 
 class FaultKind(str, Enum):
-    """The kinds of faults. `says` tells what happens, `stage` where: instead of an answer ("status", "connection"),
-    to the HTTP reply that carries the answer ("reply"), or to the answer itself ("verdict"). They are told in the words
-    of chat completions; `faulty_scores` has what the faults of a verdict are to a score."""
+    """The kinds of faults. `says` describes the fault. `stage` says what it affects: there is no answer ("status",
+    "connection"), the HTTP reply is faulty ("reply"), or the answer itself ("verdict"). The descriptions are for chat
+    completions; `faulty_scores` lists the faults of scores."""
 
     _value_: str
     stage: FaultStage
@@ -48,12 +48,12 @@ class FaultKind(str, Enum):
     ERROR_413 = "error_413", "status", "HTTP 413, prompt too large"
     ERROR_422 = "error_422", "status", "HTTP 422, invalid parameters"
     ERROR_425 = "error_425", "status", "HTTP 425, too early"
-    ERROR_429 = "error_429", "status", "HTTP 429 without a word on when to come back"
+    ERROR_429 = "error_429", "status", "HTTP 429 without a hint when to retry"
     ERROR_429_SECONDS = "error_429_seconds", "status", "HTTP 429, Retry-After in seconds"
     ERROR_429_DATE = "error_429_date", "status", "HTTP 429, Retry-After as an HTTP date"
     ERROR_429_HUGE = "error_429_huge", "status", "HTTP 429, Retry-After of three years"
     ERROR_429_NEGATIVE = "error_429_negative", "status", "HTTP 429, Retry-After of -5"
-    ERROR_429_RESET = "error_429_reset", "status", "HTTP 429, only x-ratelimit-reset-requests says when to come back"
+    ERROR_429_RESET = "error_429_reset", "status", "HTTP 429, only x-ratelimit-reset-requests says when to retry"
     ERROR_500 = "error_500", "status", "HTTP 500"
     ERROR_502 = "error_502", "status", "HTTP 502 with a gateway's HTML page"
     ERROR_503 = "error_503", "status", "HTTP 503"
@@ -65,7 +65,7 @@ class FaultKind(str, Enum):
 
     RESET = "reset", "connection", "the connection is reset before any answer"
     CLOSE = "close", "connection", "the connection is closed without an answer"
-    HANG = "hang", "connection", "no answer until the client goes away or the server stops"
+    HANG = "hang", "connection", "no answer until the client disconnects or the server stops"
 
     SLOW_HEADERS = "slow_headers", "reply", "status line and headers drip in byte by byte"
     SLOW_BODY = "slow_body", "reply", "the body drips in byte by byte"
@@ -86,8 +86,8 @@ class FaultKind(str, Enum):
     WRONG_MODEL = "wrong_model", "reply", "a good answer that names another model"
     HUGE_BODY = "huge_body", "reply", "a body of Faults.huge_bytes"
     HUGE_HEADER = "huge_header", "reply", "a good answer with a header of 1 MiB"
-    BAD_GZIP = "bad_gzip", "reply", "Content-Encoding: gzip over something that is not"
-    GZIP_BOMB = "gzip_bomb", "reply", "a small gzip body that inflates to Faults.huge_bytes"
+    BAD_GZIP = "bad_gzip", "reply", "Content-Encoding: gzip with a body that is not gzip"
+    GZIP_BOMB = "gzip_bomb", "reply", "a small gzip body that decompresses to Faults.huge_bytes"
 
     NULL_CONTENT = "null_content", "verdict", "the message's content is null"
     CUT_OFF = "cut_off", "verdict", "the verdict stops in the middle, finish_reason is length"
@@ -108,7 +108,7 @@ class FaultKind(str, Enum):
 
     @property
     def has_answer(self) -> bool:
-        """Whether the scorer is asked: the fault spoils an answer rather than replacing it."""
+        """Whether the scorer is called: the fault modifies an answer instead of replacing it."""
         return self.stage in ("reply", "verdict")
 
 
@@ -116,16 +116,16 @@ _KINDS: Mapping[str, FaultKind] = {str(kind): kind for kind in FaultKind}
 
 
 def fault_kind(name: str) -> FaultKind:
-    """Return the kind with this name. Raises `ValueError` with near names where there is none."""
+    """Return the kind with this name. Raises `ValueError` with similar names if there is none."""
     if name in _KINDS:
         return _KINDS[name]
     near = difflib.get_close_matches(str(name), _KINDS, n=3) or _KINDS
-    raise ValueError(f"there is no fault {name!r}; did you mean {', '.join(near)}?")
+    raise ValueError(f"unknown fault {name!r}; did you mean {', '.join(near)}?")
 
 
 @dataclass(frozen=True)
 class Outage:
-    """From `start_s` until before `end_s` (seconds since the server's first start) every request meets `fault`."""
+    """From `start_s` until before `end_s` (seconds since the server's first start) every request gets `fault`."""
 
     start_s: float
     end_s: float
@@ -133,28 +133,30 @@ class Outage:
 
     def __post_init__(self) -> None:
         if not 0 <= self.start_s < self.end_s:
-            raise ValueError(f"an outage is from start_s >= 0 to a later end_s, not {self.start_s!r} to {self.end_s!r}")
+            raise ValueError(f"an outage needs 0 <= start_s < end_s, not {self.start_s!r} and {self.end_s!r}")
         object.__setattr__(self, "fault", fault_kind(self.fault))
 
 
 @dataclass(frozen=True)
 class Faults:
-    """The faults a judge server plays, each named by a `FaultKind` or its value. Raises `ValueError` for bad ones."""
+    """The faults that a judge server plays, each a `FaultKind` or its value. Raises `ValueError` for invalid ones."""
 
     rates: Mapping[str, float] = field(default_factory=dict)
-    """Share of the requests, 0 to 1, that meet each kind. Together at most 1."""
+    """Share of the requests, 0 to 1, that get each kind. Together at most 1."""
     script: Sequence[str | None] | Callable[[int], str | None] = ()
-    """The fault of the k-th admitted request (k = 0, 1, ...), or None for a good answer. Past the end of a sequence the
-    rates take over; a callable covers every request."""
+    """The fault of the k-th admitted request (k = 0, 1, ...), or None for a good answer. After a sequence the rates
+    apply; a callable covers every request."""
     outages: Sequence[Outage] = ()
     retry_after_s: int = 1
-    """What `error_429_seconds`, `error_429_date`, `error_429_reset` and `error_503_seconds` announce, in seconds."""
+    """The pause that `error_429_seconds`, `error_429_date`, `error_429_reset` and `error_503_seconds` ask for, in
+    seconds.
+    """
     huge_bytes: int = 64 * 1024 * 1024
-    """Size of `huge_body`, and of what `gzip_bomb` inflates to."""
+    """Size of `huge_body`, and of the decompressed `gzip_bomb`, in bytes."""
     drip_interval_s: float = 0.05
     """Seconds between two bytes of `slow_headers` and `slow_body`."""
     redirect_to: str = "http://elsewhere.invalid/v1/chat/completions"
-    """Where `redirect` points. Give the address of a second judge server to see what follows it."""
+    """The target of `redirect`. Use a second judge server to see whether a client follows it."""
 
     def __post_init__(self) -> None:
         rates = {fault_kind(name): rate for name, rate in self.rates.items()}
@@ -162,10 +164,10 @@ class Faults:
             if not 0 <= rate <= 1:
                 raise ValueError(f"the rate of fault {kind.value!r} is a share between 0 and 1, not {rate!r}")
         if math.fsum(rates.values()) > 1 + 1e-9:
-            raise ValueError(f"the fault rates add up to {math.fsum(rates.values()):.3f}: one request meets one fault")
+            raise ValueError(f"the fault rates add up to {math.fsum(rates.values()):.3f}: a request gets one fault")
         if callable(self.script):
             if rates:
-                raise ValueError("a callable script covers every request: leave the rates out, or script a sequence")
+                raise ValueError("a callable script covers every request: omit the rates, or use a sequence")
         elif isinstance(self.script, str):
             raise ValueError(f"the fault script is a sequence of faults: write [{self.script!r}]")
         else:
@@ -192,7 +194,7 @@ class FaultPlan:
         """The fault of the next request, which arrived `elapsed_s` after the server's start. None: a good answer."""
         index = self._next
         self._next += 1
-        # Drawn whatever the outcome, so that an outage or a script does not shift what later requests meet.
+        # Drawn for every request, so that an outage or a script does not change the faults of later requests.
         drawn = self._rng.random() if self._bounds else 1.0
         for outage in self._faults.outages:
             if outage.start_s <= elapsed_s < outage.end_s:

@@ -1,8 +1,7 @@
-"""What bad servers and networks do: the faults that spoil HTTP itself, down to the bytes.
+"""Plays the faults of HTTP replies and connections.
 
-Most of these cannot be said through an HTTP library, which is there to prevent them, so they write to the transport
-and return a `Written` to tell aiohttp that nothing is left to send. A reset is a real one (RST, by SO_LINGER 0), not a
-polite end of the stream.
+An HTTP library prevents most of these. So they write to the transport, and return a `Written`, which makes aiohttp send
+nothing. A reset is a real one (RST, by SO_LINGER 0), not a normal end of the stream.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ _NESTING = 100_000
 
 
 class ReplyForms(Protocol):
-    """The body of a good reply, and what it is with these faults."""
+    """The body of a good reply, and its faulty variants."""
 
     @property
     def good(self) -> bytes: ...
 
     @property
     def cuttable(self) -> bytes:
-        """As good, in a form of which no part is a reply by itself."""
+        """A good body of which no prefix is a valid reply."""
         ...
 
     @property
@@ -55,13 +54,13 @@ class ReplyForms(Protocol):
 
     @property
     def around_filler(self) -> tuple[bytes, bytes]:
-        """What stands around any number of letters in a huge reply."""
+        """The start and the end of a huge reply, around its filler."""
         ...
 
 
 @dataclass(frozen=True)
-class Spoilable:
-    """What a fault has to work with: the request, the reply (None for faults without an answer), the settings."""
+class FaultInput:
+    """The input of a fault: the request, the reply (None for faults without an answer), and the settings."""
 
     request: web.BaseRequest
     forms: ReplyForms | None
@@ -79,15 +78,15 @@ class Spoilable:
 
     @property
     def transport(self) -> asyncio.Transport:
-        """The connection. Raises `ConnectionResetError` where the client has gone."""
+        """The connection. Raises `ConnectionResetError` if the client has disconnected."""
         transport = self.request.transport
         if not isinstance(transport, asyncio.Transport) or transport.is_closing():
-            raise ConnectionResetError("the client has gone")
+            raise ConnectionResetError("the client has disconnected")
         return transport
 
 
 class Written(web.StreamResponse):
-    """A reply whose bytes are on the wire already, or never will be (`status` 0). The connection ends with it."""
+    """A reply that was written already, or that has no bytes (`status` 0). The connection ends with it."""
 
     def __init__(self, status: int) -> None:
         super().__init__(status=status or 200)
@@ -101,10 +100,10 @@ class Written(web.StreamResponse):
         return None
 
 
-async def play(kind: FaultKind, reply: Spoilable) -> web.StreamResponse:
-    """Do what this fault does to the connection, and return what aiohttp is to send, or a `Written`.
+async def play(kind: FaultKind, reply: FaultInput) -> web.StreamResponse:
+    """Play this fault, and return the response for aiohttp to send, or a `Written`.
 
-    Cancelled when the client goes away or the server stops. Raises `ConnectionError` where the client has gone.
+    Cancelled when the client disconnects or the server stops. Raises `ConnectionError` if the client has disconnected.
     """
     if kind in _PLAYERS:
         return await _PLAYERS[kind](reply)
@@ -112,13 +111,13 @@ async def play(kind: FaultKind, reply: Spoilable) -> web.StreamResponse:
 
 
 def sent_status(response: web.StreamResponse) -> int:
-    """The status that the client got to see, 0 for none."""
+    """The status that the client saw; 0 for none."""
     return response.sent_status if isinstance(response, Written) else response.status
 
 
-def _error(kind: FaultKind, reply: Spoilable) -> web.StreamResponse:
+def _error(kind: FaultKind, reply: FaultInput) -> web.StreamResponse:
     status = int(kind.value.split("_")[1])
-    headers: dict[str, str] = {}  # none of the announced ones: some kinds must not say when to come back
+    headers: dict[str, str] = {}  # without the announced limits: some kinds must not say when to retry
     after_s = reply.faults.retry_after_s
     if kind in (FaultKind.ERROR_429_SECONDS, FaultKind.ERROR_503_SECONDS):
         headers["Retry-After"] = str(after_s)
@@ -139,11 +138,11 @@ def _error(kind: FaultKind, reply: Spoilable) -> web.StreamResponse:
     return web.Response(status=status, body=body, content_type=_JSON, headers=headers)
 
 
-async def _redirect(reply: Spoilable) -> web.StreamResponse:
+async def _redirect(reply: FaultInput) -> web.StreamResponse:
     return web.Response(status=307, headers={**reply.headers, "Location": reply.faults.redirect_to})
 
 
-async def _redirect_loop(reply: Spoilable) -> web.StreamResponse:
+async def _redirect_loop(reply: FaultInput) -> web.StreamResponse:
     return web.Response(status=307, headers={**reply.headers, "Location": reply.request.path})
 
 
@@ -152,46 +151,46 @@ def _reset_now(transport: asyncio.Transport) -> None:
     transport.abort()
 
 
-async def _reset(reply: Spoilable) -> web.StreamResponse:
+async def _reset(reply: FaultInput) -> web.StreamResponse:
     _reset_now(reply.transport)
     return Written(0)
 
 
-async def _close(reply: Spoilable) -> web.StreamResponse:
+async def _close(reply: FaultInput) -> web.StreamResponse:
     reply.transport.close()
     return Written(0)
 
 
-async def _hang(reply: Spoilable) -> web.StreamResponse:
+async def _hang(reply: FaultInput) -> web.StreamResponse:
     await asyncio.get_running_loop().create_future()
-    raise AssertionError("nothing resolves a hang but its cancellation")
+    raise AssertionError("a hang ends only by cancellation")
 
 
 def _head(length: int, *, content_type: str = _JSON, extra: str = "") -> bytes:
     return f"HTTP/1.1 200 OK\r\nContent-Type: {content_type}\r\n{extra}Content-Length: {length}\r\n\r\n".encode("ascii")
 
 
-async def _drip(reply: Spoilable, data: bytes) -> None:
+async def _drip(reply: FaultInput, data: bytes) -> None:
     for position in range(len(data)):
         reply.transport.write(data[position : position + 1])
         await asyncio.sleep(reply.faults.drip_interval_s)
 
 
-async def _slow_headers(reply: Spoilable) -> web.StreamResponse:
+async def _slow_headers(reply: FaultInput) -> web.StreamResponse:
     body = reply.body
     await _drip(reply, _head(len(body)))
     reply.transport.write(body)
     return Written(200)
 
 
-async def _slow_body(reply: Spoilable) -> web.StreamResponse:
+async def _slow_body(reply: FaultInput) -> web.StreamResponse:
     body = reply.body
     reply.transport.write(_head(len(body)))
     await _drip(reply, body)
     return Written(200)
 
 
-async def _mid_body_reset(reply: Spoilable) -> web.StreamResponse:
+async def _mid_body_reset(reply: FaultInput) -> web.StreamResponse:
     body = reply.reply.cuttable
     transport = reply.transport
     transport.write(_head(len(body)) + body[: len(body) // 2])
@@ -199,37 +198,37 @@ async def _mid_body_reset(reply: Spoilable) -> web.StreamResponse:
     return Written(200)
 
 
-async def _truncated_body(reply: Spoilable) -> web.StreamResponse:
+async def _truncated_body(reply: FaultInput) -> web.StreamResponse:
     body = reply.body
     reply.transport.write(_head(len(body) + 64) + body)
     return Written(200)
 
 
-async def _short_length(reply: Spoilable) -> web.StreamResponse:
+async def _short_length(reply: FaultInput) -> web.StreamResponse:
     body = reply.reply.cuttable
     reply.transport.write(_head(len(body) // 2) + body)
     return Written(200)
 
 
-async def _bad_chunk(reply: Spoilable) -> web.StreamResponse:
+async def _bad_chunk(reply: FaultInput) -> web.StreamResponse:
     head = f"HTTP/1.1 200 OK\r\nContent-Type: {_JSON}\r\nTransfer-Encoding: chunked\r\n\r\n".encode("ascii")
     reply.transport.write(head + b"forty-two\r\n" + reply.body + b"\r\n0\r\n\r\n")
     return Written(200)
 
 
-async def _close_after(reply: Spoilable) -> web.StreamResponse:
+async def _close_after(reply: FaultInput) -> web.StreamResponse:
     body = reply.body
     reply.transport.write(_head(len(body), extra="Connection: keep-alive\r\n") + body)
     return Written(200)
 
 
-async def _huge_header(reply: Spoilable) -> web.StreamResponse:
+async def _huge_header(reply: FaultInput) -> web.StreamResponse:
     body = reply.body
     reply.transport.write(_head(len(body), extra=f"x-filler: {'x' * _HUGE_HEADER_CHARS}\r\n") + body)
     return Written(200)
 
 
-async def _huge_body(reply: Spoilable) -> web.StreamResponse:
+async def _huge_body(reply: FaultInput) -> web.StreamResponse:
     response = web.StreamResponse(headers={"Content-Type": _JSON})
     await response.prepare(reply.request)
     for chunk in _huge_json(reply.faults.huge_bytes, *reply.reply.around_filler):
@@ -238,18 +237,18 @@ async def _huge_body(reply: Spoilable) -> web.StreamResponse:
     return response
 
 
-async def _gzip_bomb(reply: Spoilable) -> web.StreamResponse:
+async def _gzip_bomb(reply: FaultInput) -> web.StreamResponse:
     body = _bomb(reply.faults.huge_bytes, *reply.reply.around_filler)
     return web.Response(body=body, content_type=_JSON, headers={**reply.headers, "Content-Encoding": "gzip"})
 
 
-async def _bad_gzip(reply: Spoilable) -> web.StreamResponse:
+async def _bad_gzip(reply: FaultInput) -> web.StreamResponse:
     headers = {**reply.headers, "Content-Encoding": "gzip"}
     return web.Response(body=b"\x1f\x8bnot gzip at all", content_type=_JSON, headers=headers)
 
 
 def _huge_json(size: int, head: bytes, tail: bytes) -> Iterator[bytes]:
-    """A reply of `size` bytes (or a little more), in chunks: a client without a cap would read it all."""
+    """A reply of `size` bytes (or slightly more), in chunks."""
     yield head
     for start in range(0, size - len(head) - len(tail), _CHUNK_BYTES):
         yield b"a" * min(_CHUNK_BYTES, size - len(head) - len(tail) - start)
@@ -262,35 +261,35 @@ def _bomb(size: int, head: bytes, tail: bytes) -> bytes:
     return b"".join([*map(compressor.compress, _huge_json(size, head, tail)), compressor.flush()])
 
 
-def _with_body(body: bytes, content_type: str = _JSON) -> Callable[[Spoilable], Awaitable[web.StreamResponse]]:
-    async def player(reply: Spoilable) -> web.StreamResponse:
+def _with_body(body: bytes, content_type: str = _JSON) -> Callable[[FaultInput], Awaitable[web.StreamResponse]]:
+    async def player(reply: FaultInput) -> web.StreamResponse:
         return web.Response(body=body, content_type=content_type, headers=reply.headers)
 
     return player
 
 
-async def _no_choices(reply: Spoilable) -> web.StreamResponse:
+async def _no_choices(reply: FaultInput) -> web.StreamResponse:
     return web.Response(body=reply.reply.without_verdict, content_type=_JSON, headers=reply.headers)
 
 
-async def _wrong_model(reply: Spoilable) -> web.StreamResponse:
+async def _wrong_model(reply: FaultInput) -> web.StreamResponse:
     return web.Response(body=reply.reply.of_another_model, content_type=_JSON, headers=reply.headers)
 
 
-async def _truncated_json(reply: Spoilable) -> web.StreamResponse:
+async def _truncated_json(reply: FaultInput) -> web.StreamResponse:
     body = reply.reply.cuttable
     return web.Response(body=body[: len(body) // 2], content_type=_JSON, headers=reply.headers)
 
 
-async def _invalid_utf8(reply: Spoilable) -> web.StreamResponse:
+async def _invalid_utf8(reply: FaultInput) -> web.StreamResponse:
     return web.Response(body=reply.reply.invalid_utf8, content_type=_JSON, headers=reply.headers)
 
 
-async def _no_content(reply: Spoilable) -> web.StreamResponse:
+async def _no_content(reply: FaultInput) -> web.StreamResponse:
     return web.Response(status=204, headers=reply.headers)
 
 
-_PLAYERS: Mapping[FaultKind, Callable[[Spoilable], Awaitable[web.StreamResponse]]] = {
+_PLAYERS: Mapping[FaultKind, Callable[[FaultInput], Awaitable[web.StreamResponse]]] = {
     FaultKind.REDIRECT: _redirect,
     FaultKind.REDIRECT_LOOP: _redirect_loop,
     FaultKind.RESET: _reset,

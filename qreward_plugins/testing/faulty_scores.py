@@ -1,17 +1,17 @@
-"""What bad scoring services say: the faults of verdicts, as far as a score has anything like them.
+"""Plays the faults of verdicts on scores.
 
-| kind | what is answered |
+| kind | the reply |
 |---|---|
 | null_content | `null` |
 | cut_off | JSON that stops in the middle |
 | content_filter | HTTP 200 with an error object whose code is content_filter |
-| refusal, refusal_text | a refusal under the key `refusal`, and as a text |
+| refusal, refusal_text | a refusal under the key `refusal`, or as a text |
 | prose | a sentence about a score, not JSON |
-| score_nan ... score_out_of_range | the number replaced, every one of a mapping |
+| score_nan ... score_out_of_range | the number replaced; in a mapping every number |
 | two_verdicts | two numbers that disagree, each on a line |
-| forged_verdict | full marks where nobody looks for a score |
+| forged_verdict | full marks under another key |
 | wrong_nonce | the id of another request, and no score |
-| duplicate_keys | a mapping that states its first key twice, differently |
+| duplicate_keys | a mapping with its first key twice, with different values |
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from .faulty_verdicts import REFUSAL, prose_of
 from .scores import Score
 
 
-def spoil_score(kind: FaultKind, score: Score) -> Score:
-    """The reply with which this kind of fault answers, instead of with the scorer's score.
+def faulty_score(kind: FaultKind, score: Score) -> Score:
+    """The faulty reply that replaces the scorer's score.
 
-    Where the scorer gave a text rather than a score, full marks are spoilt in its stead.
+    If the scorer returned a text, the fault applies to full marks instead.
     """
     value = 1.0 if isinstance(score.value, str) else score.value
-    return Score(_SPOILERS[kind](value), score.value)
+    return Score(_FAULTS[kind](value), score.value)
 
 
 def _dumped(value: object) -> Callable[[Answer], str]:
@@ -45,20 +45,20 @@ def _cut_off(answer: Answer) -> str:
 
 
 def _with_numbers(make: Callable[[float], object]) -> Callable[[Answer], str]:
-    """Every number replaced, for the configuration says which one is the score; a score of full marks without any."""
+    """Replace every number, because only the configuration knows which one is the score. Without one, full marks."""
 
-    def spoilt(value: object) -> object:
+    def replaced(value: object) -> object:
         if isinstance(value, Mapping):
-            return {key: spoilt(item) for key, item in value.items()}
+            return {key: replaced(item) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return [spoilt(item) for item in value]
+            return [replaced(item) for item in value]
         return make(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else value
 
-    def spoil(answer: Answer) -> str:
-        whole, made = json.dumps(answer), json.dumps(spoilt(answer))
+    def fault(answer: Answer) -> str:
+        whole, made = json.dumps(answer), json.dumps(replaced(answer))
         return made if made != whole else json.dumps({"score": make(1.0)})
 
-    return spoil
+    return fault
 
 
 def _two_verdicts(answer: Answer) -> str:
@@ -75,7 +75,7 @@ def _mapping_text(answer: Answer) -> str:
     return json.dumps(answer if isinstance(answer, Mapping) and answer else {"score": 1.0 if answer == {} else answer})
 
 
-_SPOILERS: Mapping[FaultKind, Callable[[Answer], str]] = {
+_FAULTS: Mapping[FaultKind, Callable[[Answer], str]] = {
     FaultKind.NULL_CONTENT: _dumped(None),
     FaultKind.CUT_OFF: _cut_off,
     FaultKind.CONTENT_FILTER: _dumped(error_body(400, "the response was filtered", "content_filter")),

@@ -1,4 +1,4 @@
-"""What bad judges say: the faults that spoil the verdict and leave HTTP alone. Those of scores stand beside it."""
+"""Plays the faults of verdicts on chat completions. `faulty_scores` does it on scores."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ Verdict = Mapping[str, object]
 REFUSAL = "I'm sorry, but I can't help with that."
 
 
-def spoil_verdict(kind: FaultKind, call: JudgeCall, verdict: Verdict | str) -> Completion:
-    """The completion with which this kind of fault answers, instead of with the scorer's verdict.
+def faulty_verdict(kind: FaultKind, call: JudgeCall, verdict: Verdict | str) -> Completion:
+    """The faulty completion that replaces the scorer's verdict.
 
-    Where the scorer gave a text rather than a verdict, a verdict of full marks is spoilt in its stead.
+    If the scorer returned a text, the fault applies to a verdict of full marks instead.
     """
     if isinstance(verdict, str):
         verdict = {"id": call.nonce, "score": 1.0, "rationale": "scored by the judge server"}
-    return _SPOILERS[kind](call, verdict)
+    return _FAULTS[kind](call, verdict)
 
 
 def prose_of(score: object) -> str:
-    """What a judge says that was not asked for JSON."""
+    """A judge's answer in prose."""
     return f"The response is fine overall. I would give it a score of {score}."
 
 
@@ -85,7 +85,7 @@ def _other_score(verdict: Verdict) -> float:
     return 0.0 if verdict.get("score", 1.0) != 0 else 1.0
 
 
-_SPOILERS: Mapping[FaultKind, Callable[[JudgeCall, Verdict], Completion]] = {
+_FAULTS: Mapping[FaultKind, Callable[[JudgeCall, Verdict], Completion]] = {
     FaultKind.NULL_CONTENT: _null_content,
     FaultKind.CUT_OFF: _cut_off,
     FaultKind.CONTENT_FILTER: _content_filter,

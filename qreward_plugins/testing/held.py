@@ -1,4 +1,4 @@
-"""Generations that wait until a test lets them finish, so that their order is the test's and no clock's."""
+"""Generations that wait until a test releases them, so that the test sets their order."""
 
 from __future__ import annotations
 
@@ -11,9 +11,7 @@ T = TypeVar("T")
 
 
 class HeldGenerations(Generic[T]):
-    """What is being generated and held. `wait` belongs to one event loop; everything else may be called from any
-    thread.
-    """
+    """The held generations. `wait` belongs to one event loop; all other methods are thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -36,7 +34,7 @@ class HeldGenerations(Generic[T]):
                 self._changed.notify_all()
 
     def release(self, which: Callable[[T], bool] | None = None) -> int:
-        """Let those for which `which` is true finish (default: all), and say how many."""
+        """Release those for which `which` is true (default: all); return their number."""
         with self._changed:
             chosen = [ticket for item, ticket in self._held.values() if which is None or which(item)]
             for ticket in chosen:

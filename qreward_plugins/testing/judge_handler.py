@@ -1,7 +1,7 @@
-"""What a judge server does with one request, in the order a provider does it: key, body, limits, judge, answer.
+"""Handles the requests of a judge server in a provider's order: key, body, limits, judge, answer.
 
-Everything here runs on the server's own event loop, so the limits need no lock, and what has to be exact (a request is
-counted at the moment it arrived) is done before the first await that follows.
+Everything here runs on the server's event loop, so the limits need no lock. A request is counted before the first await
+after its arrival, so its time is exact.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from aiohttp import web
 
 from .calls import Answer, JudgeCall, Refused, duration, error_body
 from .faults import FaultKind, FaultPlan, Faults
-from .faulty_replies import Spoilable, Written, play, sent_status
+from .faulty_replies import FaultInput, Written, play, sent_status
 from .latency import Latency
 from .limits import Excess, Ledger, LimitKind, ServerLimits
 from .report import Tally, Violation
-from .routes import Route, Spoken, routes
+from .routes import Content, Route, routes
 
 Scorer = Callable[[JudgeCall], Answer | Awaitable[Answer]]
 
 _JSON = "application/json"
 
-# A client that closes a connection and sends on another may be seen the other way round. Before a request over the
-# concurrency limit counts as a violation, this much time is given for an abandoned one to turn out to be gone.
+# If a client closes a connection and sends on another, the server may see these in the other order. So a request over
+# the concurrency limit waits this long for an abandoned one to end before it counts as a violation.
 _ABANDONED_GRACE_S = 0.02
 
 
@@ -43,7 +43,7 @@ class Throttle(Exception):
 
 
 class ScorerFailed(Exception):
-    """The scorer raised, or returned something that is no answer."""
+    """The scorer raised, or returned an invalid answer."""
 
 
 class JudgeHandler:
@@ -68,7 +68,7 @@ class JudgeHandler:
         self._tokens = limits.token_ledger()
         self._slots = Slots(limits.concurrency)
         self._latency = latency
-        # Two streams, so that the latencies stay the same when faults are added.
+        # Two generators, so that the latencies stay the same when faults are added.
         self._latency_rng = random.Random(f"{seed}/latency")
         self._faults = faults
         self._plan = FaultPlan(faults, random.Random(f"{seed}/faults"))
@@ -86,7 +86,7 @@ class JudgeHandler:
         self._gate = asyncio.Event()
 
     def open_gate(self) -> None:
-        """Let held answers go. Call it on the server's loop."""
+        """Release held answers. Call it on the server's loop."""
         if self._gate is not None:
             self._gate.set()
             self._gate = asyncio.Event()
@@ -106,7 +106,7 @@ class JudgeHandler:
             return _json({"object": "list", "data": models})
         if route[1] in (*self._routes, "/health", "/v1/models"):
             return _refusal(Refused(405, f"{route[0]} is not allowed here"))
-        return _refusal(Refused(404, f"there is nothing here: ask {', '.join(self._routes)}, /v1/models or /health"))
+        return _refusal(Refused(404, f"unknown path; use {', '.join(self._routes)}, /v1/models or /health"))
 
     async def _answer(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         try:
@@ -149,7 +149,7 @@ class JudgeHandler:
             raise Refused(401, "incorrect API key provided", "invalid_api_key")
 
     async def _admit(self, call: JudgeCall, arrived_s: float) -> None:
-        """Charge the request to the limits, or raise `Throttle` and leave them as they were."""
+        """Charge the request to the limits, or raise `Throttle` and charge nothing."""
         if self._requests is not None and (excess := self._requests.take(1, arrived_s)):
             raise Throttle("requests", excess)
         if self._tokens is not None and (excess := self._tokens.take(call.prompt_tokens, arrived_s)):
@@ -179,15 +179,15 @@ class JudgeHandler:
         delay_s = self._latency.draw(self._latency_rng)
         playing = False
         try:
-            spoken = None
+            content = None
             if fault is None or fault.has_answer:
-                spoken = await self._say(route, call, fault)
-                self._charge(call, spoken, arrived_s)
+                content = await self._content(route, call, fault)
+                self._charge(call, content, arrived_s)
             if delay_s > 0:
                 await asyncio.sleep(delay_s)
             while self.held and self._gate is not None:
                 await self._gate.wait()
-            reply = None if spoken is None else spoken.reply(call, number)
+            reply = None if content is None else content.reply(call, number)
             if fault is None or fault.stage == "verdict":
                 assert reply is not None, "there is an answer"
                 response: web.StreamResponse = web.Response(
@@ -199,7 +199,7 @@ class JudgeHandler:
             playing = True
             self._tally.faulted(fault)
             if fault.stage != "verdict":
-                response = await play(fault, Spoilable(request, reply, self._announced(), self._faults))
+                response = await play(fault, FaultInput(request, reply, self._announced(), self._faults))
             if status := sent_status(response):
                 self._tally.sent(status)
             return response
@@ -214,23 +214,23 @@ class JudgeHandler:
                 self._tally.abandoned()
             raise
 
-    async def _say(self, route: Route, call: JudgeCall, fault: FaultKind | None) -> Spoken:
+    async def _content(self, route: Route, call: JudgeCall, fault: FaultKind | None) -> Content:
         try:
             answer = self._score(call)
             if inspect.isawaitable(answer):
                 answer = await answer
-            return route.say(call, answer, fault)
+            return route.content(call, answer, fault)
         except Exception as error:
             self._tally.scorer_failed(error)
             raise ScorerFailed from error
 
-    def _charge(self, call: JudgeCall, spoken: Spoken, arrived_s: float) -> None:
-        """Charge the tokens of what is said, or give everything back and raise `Throttle`."""
-        if self._tokens is not None and (excess := self._tokens.take(spoken.tokens, self._elapsed_s())):
+    def _charge(self, call: JudgeCall, content: Content, arrived_s: float) -> None:
+        """Charge the completion's tokens, or give everything back and raise `Throttle`."""
+        if self._tokens is not None and (excess := self._tokens.take(content.tokens, self._elapsed_s())):
             self._give_back(call, arrived_s)
             self._tally.spent(prompt_tokens=-call.prompt_tokens)
             raise Throttle("tokens", excess)
-        self._tally.spent(completion_tokens=spoken.tokens)
+        self._tally.spent(completion_tokens=content.tokens)
 
     def _throttled(self, throttle: Throttle, arrived_s: float) -> web.StreamResponse:
         kind, excess = throttle.kind, throttle.excess
@@ -256,7 +256,7 @@ class JudgeHandler:
 
 
 class Slots:
-    """At most `limit` requests in flight (None: any number), fair to clients whose goodbye comes late."""
+    """At most `limit` requests in flight (None: any number). It waits shortly for late disconnects."""
 
     def __init__(self, limit: int | None, grace_s: float = _ABANDONED_GRACE_S) -> None:
         self._limit = limit
@@ -265,7 +265,7 @@ class Slots:
         self._waiting: dict[asyncio.Future[bool], None] = {}  # in order of arrival
 
     async def enter(self) -> bool:
-        """Take a slot. False where none is free, nor turns out to have been abandoned within the grace."""
+        """Take a slot. False if none is free, and none is abandoned within the grace."""
         if self._limit is None or self._taken < self._limit:
             self._taken += 1
             return True
@@ -284,7 +284,7 @@ class Slots:
             self._waiting.pop(handed_over, None)
 
     def leave(self, *, gone: bool) -> None:
-        """Free a slot. `gone`: its client abandoned it, so whoever waits for just that gets it."""
+        """Free a slot. `gone`: its client abandoned it, so a waiting request gets it."""
         if gone and any(_resolve(handed_over, True) for handed_over in self._waiting):
             return
         self._taken -= 1

@@ -1,4 +1,4 @@
-"""The judge server in a process of its own, for benchmarks: what it costs is then not charged to what is measured."""
+"""The judge server in its own process, for benchmarks, so that its CPU time is not measured with the client's."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ class _Settings(TypedDict):
 
 
 class JudgeServerProcess:
-    """A `JudgeServer` in a spawned process. Everything passed must be picklable: `score` a function of a module.
+    """A `JudgeServer` in a spawned process. All arguments must be picklable, so `score` must be a module-level
+    function.
 
-    `with` starts and stops it. Raises `JudgeServerError` where the server cannot start or its process has died. The
+    `with` starts and stops it. Raises `JudgeServerError` if the server cannot start or its process has died. The
     process ends with its parent.
     """
 
@@ -82,7 +83,7 @@ class JudgeServerProcess:
 
     @property
     def pid(self) -> int:
-        """The process's number, to stop it or kill it. Raises `JudgeServerError` when it does not run."""
+        """The process id, to stop or kill it. Raises `JudgeServerError` if it does not run."""
         if self._process is None or self._process.pid is None:
             raise JudgeServerError("the judge server's process is not running: start() it first")
         return self._process.pid
@@ -104,7 +105,7 @@ class JudgeServerProcess:
             raise
 
     def report(self) -> Report:
-        """A snapshot of what the server saw so far."""
+        """A snapshot of the server's counts."""
         if self._pipe is None:
             raise JudgeServerError("the judge server's process is not running: start() it first")
         self._send("report")
@@ -159,7 +160,7 @@ class JudgeServerProcess:
 
 
 def _main(pipe: Connection, score: Scorer, settings: _Settings) -> None:
-    # Ctrl-C reaches the whole process group; when to stop is the parent's decision.
+    # Ctrl-C reaches the whole process group, but the parent decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = JudgeServer(score, **settings)
     try:

@@ -1,7 +1,7 @@
-"""A judge on loopback that behaves like a provider, limits, latency and faults included.
+"""A judge server on loopback that behaves like a provider, with limits, latency and faults.
 
-It runs on its own thread with its own event loop, so the same server serves sync tests, any event loop, and worker
-processes, and a client that blocks its loop cannot slow the server that is to expose it.
+It has its own thread and event loop. So it serves sync tests, any event loop and worker processes, and a client that
+blocks its own loop cannot slow the server.
 
     with JudgeServer(lambda call: 0.5, limits=ServerLimits(requests_per_minute=600)) as server:
         ...  # point a source to server.base_url
@@ -33,25 +33,29 @@ _BACKLOG = 4096
 
 
 class JudgeServerError(RuntimeError):
-    """The judge server cannot do this: its address is taken, it is not running, or what was waited for did not come."""
+    """The judge server's address is taken, it is not running, or `wait_for` timed out."""
 
 
 class JudgeServer:
     """An OpenAI-compatible judge: POST /v1/chat/completions (not streaming), GET /v1/models, GET /health. It also
-    scores samples as they are: POST /score, whose body is that of slime's remote reward model: `{"prompt": text or
-    messages, "response": text, "label": anything}`.
+    scores samples: POST /score, with the body of slime's remote reward model: `{"prompt": text or messages,
+    "response": text, "label": anything}`.
 
-    `score` gets a `JudgeCall` and returns (or, if async, resolves to) a float, which becomes the verdict
-    `{"id": nonce, "score": ..., "rationale": ...}`, with that number for each of `JudgeCall.criteria`, too, where the
-    request asks for any; a mapping, which becomes a verdict with the id added; or a str, which is the content as it is.
-    Asked for a score it gets a `ScoreCall`, a `JudgeCall` with the same blocks, and the reply is the number, the
-    mapping or the str itself. Async scorers run on the server's loop; sync ones block it, so they must not wait. An
-    exception of the scorer is an HTTP 500 and is in the report.
+    `score` gets a `JudgeCall` and returns one of these; it may be async:
 
-    `with` and `async with` start and stop it. All methods are thread-safe. It can be started again after `stop()`, on
-    the same port and with its counts going on: clients see a server that was down for a while. With `port=0` (the
+    - a float, which becomes the verdict `{"id": nonce, "score": ..., "rationale": ...}`; requested criteria get the
+      same number,
+    - a mapping, which becomes a verdict with the id added,
+    - a str, which becomes the content unchanged.
+
+    For a scoring request `score` gets a `ScoreCall`, a `JudgeCall` with the same blocks, and the reply is the number,
+    the mapping or the str itself. Async scorers run on the server's loop; sync ones block it, so they must not wait. An
+    exception of the scorer becomes an HTTP 500 and is in the report.
+
+    `with` and `async with` start and stop it. All methods are thread-safe. It can be restarted after `stop()`, on the
+    same port and with its counts: clients see a server that was down for a while. With `port=0` (the
     default) the system picks a free port at the first start. `seed` fixes the drawn latencies and faults. With an
-    `api_key` a request without it is a 401; the key is in no repr, report or log.
+    `api_key`, a request without it gets a 401; the key is in no repr, report or log.
     """
 
     def __init__(
@@ -128,7 +132,7 @@ class JudgeServer:
             ready.wait()
 
     def stop(self) -> None:
-        """Cut every connection, end hangs at once and join the thread. Idempotent. Not from within the scorer."""
+        """Close every connection, end hangs, and join the thread. Idempotent. The scorer must not call it."""
         with self._control:
             thread = self._thread
             if thread is None:
@@ -150,7 +154,7 @@ class JudgeServer:
         self.stop()
 
     async def __aenter__(self) -> JudgeServer:
-        # Binding a socket and joining the thread take a millisecond: not worth a worker thread that would outlive them.
+        # Binding a socket and joining the thread take a millisecond, which needs no worker thread.
         self.start()
         return self
 
@@ -160,7 +164,7 @@ class JudgeServer:
         self.stop()
 
     def report(self) -> Report:
-        """A snapshot of what the server saw so far."""
+        """A snapshot of the server's counts."""
         return self._tally.snapshot(self._elapsed_s())
 
     def wait_for(self, predicate: Callable[[Report], bool], *, timeout_s: float = 10.0) -> Report:
@@ -171,15 +175,15 @@ class JudgeServer:
         """
         report = self._tally.wait_for(predicate, self._elapsed_s, timeout_s)
         if report is None:
-            raise JudgeServerError(f"waited {timeout_s:g} s for nothing; the report is {self.report()}")
+            raise JudgeServerError(f"the condition did not hold within {timeout_s:g} s; the report is {self.report()}")
         return report
 
     def hold(self) -> None:
-        """Keep back all answers until `release()`: requests stay in flight, so that a test can look at them."""
+        """Hold all answers until `release()`, so that a test can look at the requests in flight."""
         self._handler.held = True
 
     def release(self) -> None:
-        """Let the held answers go, and do not hold any more."""
+        """Release the held answers, and stop holding."""
         self._handler.held = False
         self._on_loop(self._handler.open_gate)
 
@@ -188,7 +192,7 @@ class JudgeServer:
         return f"[{self._host}]" if ":" in self._host else self._host
 
     def _elapsed_s(self) -> float:
-        # The clock of every asyncio loop, read without one: reports are asked for from other threads.
+        # The clock of asyncio loops, read without a loop, because other threads ask for reports.
         return 0.0 if self._first_start_s is None else time.monotonic() - self._first_start_s
 
     def _listen(self) -> socket.socket:
@@ -206,11 +210,11 @@ class JudgeServer:
 
     def _on_loop(self, action: Callable[[], None]) -> None:
         if self._loop is not None:
-            with suppress(RuntimeError):  # the loop is closed: the server has stopped in the meantime
+            with suppress(RuntimeError):  # the loop is closed: the server has stopped meanwhile
                 self._loop.call_soon_threadsafe(action)
 
     def _run(self, listener: socket.socket, ready: threading.Event) -> None:
-        # Whatever loop the process prefers, this one: the faults reach down to sockets that other loops hide.
+        # Not the process's preferred loop: faults need the sockets, which other loops hide.
         loop = asyncio.SelectorEventLoop()
         try:
             loop.run_until_complete(self._serve(listener, ready))
@@ -238,8 +242,8 @@ class JudgeServer:
 def serve_forever(server: JudgeServer) -> None:
     """Run the server until SIGINT or SIGTERM, then stop it. Prints nothing. For a process of its own.
 
-    Starts the server if it does not run. Must be called from the main thread (`ValueError` otherwise); the former
-    signal handlers are put back at the end. Raises `JudgeServerError` if the server cannot start.
+    Starts the server if it does not run. Call it from the main thread (`ValueError` otherwise). It restores the former
+    signal handlers at the end. Raises `JudgeServerError` if the server cannot start.
     """
     # SimpleQueue.put is safe in a signal handler; Event.set is not.
     received: SimpleQueue[int] = SimpleQueue()

@@ -1,4 +1,4 @@
-"""How long a judge server takes: a lognormal body and a tail of stragglers, the shape that LLM endpoints show."""
+"""The latency of a judge server: lognormal with stragglers, as LLM endpoints have it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Latency:
-    """Time between a request and its answer, on top of what the scorer takes. Raises `ValueError` for bad values."""
+    """Time between a request and its answer, besides the scorer's own. Raises `ValueError` for invalid values."""
 
     median_s: float = 0.0
     """Median in seconds. 0 answers at once."""
@@ -28,7 +28,7 @@ class Latency:
             raise ValueError(f"Latency.stragglers is a share between 0 and 1, not {self.stragglers!r}")
 
     def draw(self, rng: random.Random) -> float:
-        """Draw one latency in seconds. Takes the same numbers from `rng` whatever the settings are."""
+        """Draw one latency in seconds. It always draws as many numbers from `rng`, whatever the settings."""
         spread = rng.gauss(0.0, 1.0)
         straggles = rng.random() < self.stragglers
         return self.median_s * math.exp(self.sigma * spread) * (self.straggler_factor if straggles else 1.0)

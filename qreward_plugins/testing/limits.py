@@ -1,9 +1,8 @@
-"""The limits a judge server enforces, exactly, on what arrives.
+"""The limits that a judge server enforces exactly on arriving requests.
 
-Two laws are in use at providers and they ask for opposite behaviour, so both are here: a sliding window (spend it at
-once, then as it recycles) and a token bucket (pace). Both are pure: the time is an argument, so that tests run them in
-virtual time. They are deliberately independent of the client's own quotas in `qreward_plugins.quotas`: a server that
-shared that code would share its mistakes.
+Providers use two algorithms, which need opposite behaviour of a client: a sliding window (spend it at once) and a token
+bucket (pace). Both are pure: the time is an argument, so tests run them in virtual time. They do not use the client's
+quotas in `qreward_plugins.quotas`, because shared code would share its mistakes.
 """
 
 from __future__ import annotations
@@ -20,16 +19,16 @@ _BUCKET_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What a judge server allows. `None` means no limit.
+    """The limits of a judge server. `None` means no limit.
 
-    Over a limit the server answers 429 and records a violation; what it rejects does not count as used.
-    Raises `ValueError` for values that cannot be enforced.
+    Over a limit the server answers 429 and records a violation; rejected requests do not count as used. Raises
+    `ValueError` for values that cannot be enforced.
     """
 
     requests_per_minute: float | None = None
     """Requests per 60 s. In a window of another length: `requests_per_minute * window_s / 60`, rounded down."""
     tokens_per_minute: float | None = None
-    """Tokens per 60 s: the prompt's are charged at arrival, the completion's once the scorer has answered."""
+    """Tokens per 60 s: the prompt's are charged on arrival, the completion's after the scorer has answered."""
     concurrency: int | None = None
     """Requests in flight at once."""
     window_s: float = 60.0
@@ -42,7 +41,7 @@ class ServerLimits:
     announce: bool = True
     """Send `x-ratelimit-limit-*`, `x-ratelimit-remaining-*` and `x-ratelimit-reset-*` with every answer."""
     retry_after: Literal["seconds", "milliseconds", "none"] = "seconds"
-    """What a 429 says about coming back. "seconds": `Retry-After` in whole seconds, rounded up (RFC 9110, 10.2.3).
+    """What a 429 says about retrying. "seconds": `Retry-After` in whole seconds, rounded up (RFC 9110, 10.2.3).
     "milliseconds": `retry-after-ms` in addition. "none": nothing."""
 
     def __post_init__(self) -> None:
@@ -78,40 +77,40 @@ class ServerLimits:
         if self.kind == "bucket":
             rate_per_s = per_minute / 60.0
             return TokenBucket(rate_per_s, capacity=max(1.0, rate_per_s * self.burst_s))
-        # A product like 0.7 * 60 may come out a hair below the whole number that it means.
+        # Floating point may put a product like 0.7 * 60 just below the whole number.
         return SlidingWindow(math.floor(per_minute * self.window_s / 60.0 + 1e-9), self.window_s)
 
 
 @dataclass(frozen=True)
 class Excess:
-    """Why something was not admitted: `over` units above the limit, `retry_after_s` seconds too early."""
+    """Why a request was not admitted: it is `over` units above the limit, and `retry_after_s` seconds too early."""
 
     over: float
     retry_after_s: float
 
 
 class Ledger(Protocol):
-    """What a limit has let through. `now_s` is any monotonic time in seconds, never less than in the call before."""
+    """The use of a limit. `now_s` is any monotonic time in seconds, never less than in the last call."""
 
     @property
     def limit(self) -> float:
-        """The most that is let through at once."""
+        """The most that is admitted at once."""
 
     def take(self, amount: float, now_s: float) -> Excess | None:
-        """Admit `amount` and record it (None), or leave the ledger as it is and say how far it is over the limit."""
+        """Admit `amount` and record it (None), or change nothing and return how far it is over the limit."""
 
     def give_back(self, amount: float, taken_at_s: float) -> None:
         """Undo a `take` of this amount at that time."""
 
     def remaining(self, now_s: float) -> float:
-        """What would still be admitted now."""
+        """The amount that would be admitted now."""
 
     def reset_s(self, now_s: float) -> float:
         """Seconds until all of the limit is free again if nothing more comes."""
 
 
 class SlidingWindow:
-    """At most `limit` in any half-open window `(t - window_s, t]`, counted over what was admitted."""
+    """At most `limit` admitted in any half-open window `(t - window_s, t]`."""
 
     def __init__(self, limit: float, window_s: float) -> None:
         self._limit = limit
@@ -166,7 +165,8 @@ class SlidingWindow:
 class TokenBucket:
     """A bucket of `capacity` that fills at `rate_per_s`, full at the beginning.
 
-    Something larger than the bucket passes when the bucket is full, and leaves it in debt: else it would never pass.
+    An amount larger than the bucket passes when the bucket is full, and leaves it in debt; otherwise it would never
+    pass.
     """
 
     def __init__(self, rate_per_s: float, capacity: float) -> None:

@@ -1,8 +1,8 @@
-"""What a judge server saw, counted while it runs.
+"""Counts what a judge server sees.
 
 Tests assert on these numbers (above all: no violation), so each has one exact meaning, and the ends of the requests
-add up: once nothing is in flight, `requests == answered + violations_total + refused + abandoned + scorer_errors_total
-+ sum(faults.values())`. The tally is written on the server's thread and read from any, hence the lock; its memory is
+add up: when nothing is in flight, `requests == answered + violations_total + refused + abandoned + scorer_errors_total
++ sum(faults.values())`. The server's thread writes the tally and any thread reads it, so it has a lock. Its memory is
 bounded.
 """
 
@@ -32,31 +32,32 @@ class Violation:
     at_s: float
     """When, in seconds since the server's first start."""
     over: float
-    """How far over the limit it would have gone: requests, tokens, or requests in flight."""
+    """How far it was over the limit: requests, tokens, or requests in flight."""
     early_s: float | None
     """How much later it would have been admitted, in seconds. None for concurrency."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """A snapshot of what a judge server saw. Counts are of requests for completions and scores, since it was made."""
+    """A snapshot of a judge server's counts of requests for completions and scores."""
 
     elapsed_s: float
     """Seconds since the first start."""
     requests: int
     """Requests that arrived."""
     answered: int
-    """Answers of the scorer that were sent as they are."""
+    """Answers of the scorer that were sent without a fault."""
     refused: int
-    """Requests that were the client's mistake: no valid key, no such model, not what is asked here."""
+    """Requests with a client's mistake: an invalid key, an unknown model, an invalid body."""
     abandoned: int
-    """Requests whose client went away (or whose server stopped) before the answer, those that met a fault apart."""
+    """Requests whose client disconnected (or whose server stopped) before the answer, without those that got a fault.
+    """
     in_flight: int
     """Admitted requests without an answer so far."""
     peak_concurrency: int
     """The most requests in flight at once."""
     throttled: int
-    """Answers with status 429, those of injected faults included."""
+    """Answers with status 429, also those of faults."""
     statuses: Mapping[int, int]
     """Answers by HTTP status."""
     faults: Mapping[str, int]
@@ -71,7 +72,7 @@ class Report:
     prompt_tokens: int
     """Tokens of the admitted prompts."""
     completion_tokens: int
-    """Tokens of the completions that were sent or spoilt."""
+    """Tokens of the completions, also of those with a fault."""
     latency_p50_s: float | None
     """From arrival to answer, over the latest 10,000 answers. None before the first."""
     latency_p95_s: float | None

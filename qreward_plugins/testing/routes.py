@@ -1,5 +1,5 @@
-"""What can be asked of a judge server: a chat completion, or the score of a sample. Each reads and answers its own way;
-limits, latency, faults and the report are the same for both.
+"""The routes of a judge server: chat completions and scores. Each has its own requests and replies; limits, latency,
+faults and the report are shared.
 """
 
 from __future__ import annotations
@@ -11,20 +11,20 @@ from typing import Protocol
 from .calls import Answer, Completion, JudgeCall, as_verdict, dump_verdict, read_call
 from .faults import FaultKind
 from .faulty_replies import ReplyForms
-from .faulty_scores import spoil_score
-from .faulty_verdicts import spoil_verdict
+from .faulty_scores import faulty_score
+from .faulty_verdicts import faulty_verdict
 from .scores import Score, as_score, read_score_call
 
 CHAT_PATH = "/v1/chat/completions"
 SCORE_PATH = "/score"
 
 
-class Spoken(Protocol):
-    """What the server has to say to one request."""
+class Content(Protocol):
+    """The content of a reply to one request."""
 
     @property
     def tokens(self) -> int:
-        """What is charged for it."""
+        """Its completion tokens."""
         ...
 
     def reply(self, call: JudgeCall, number: int) -> ReplyForms:
@@ -34,12 +34,12 @@ class Spoken(Protocol):
 
 @dataclass(frozen=True)
 class Route:
-    """One address. `read` raises `Refused` for the client's mistakes; `say` makes of the scorer's answer what is sent,
-    spoilt where the fault is one of the stage "verdict", and raises `TypeError` for what is no answer.
+    """One path. `read` reads a request and raises `Refused` for the client's mistakes. `content` turns the scorer's
+    answer into content, with a fault of the stage "verdict" applied; it raises `TypeError` for an invalid answer.
     """
 
     read: Callable[[bytes], JudgeCall]
-    say: Callable[[JudgeCall, Answer, FaultKind | None], Spoken]
+    content: Callable[[JudgeCall, Answer, FaultKind | None], Content]
 
 
 def routes(models: Sequence[str]) -> Mapping[str, Route]:
@@ -53,10 +53,10 @@ def routes(models: Sequence[str]) -> Mapping[str, Route]:
 def _completion(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Completion:
     verdict = as_verdict(call, answer)
     if fault is not None and fault.stage == "verdict":
-        return spoil_verdict(fault, call, verdict)
+        return faulty_verdict(fault, call, verdict)
     return Completion(verdict if isinstance(verdict, str) else dump_verdict(verdict)).cut(call.max_tokens)
 
 
 def _score(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Score:
     score = as_score(answer)
-    return score if fault is None or fault.stage != "verdict" else spoil_score(fault, score)
+    return score if fault is None or fault.stage != "verdict" else faulty_score(fault, score)

@@ -1,7 +1,7 @@
-"""Scoring requests: a sample as it is in, its score out, in the form of slime's remote reward model (`--rm-url`).
+"""Scoring requests, in the form of slime's remote reward model (`--rm-url`).
 
-The scorer of a judge server need not know which way it was asked: what a chat completion request fences for the judge
-is in the same blocks of a `ScoreCall`.
+A scorer need not know the kind of request: a `ScoreCall` has the same blocks as the fences of a chat completion
+request.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from .calls import (
 
 @dataclass(frozen=True)
 class ScoreCall(JudgeCall):
-    """One scoring request, as the scorer gets it: a `JudgeCall` with the blocks `question` (the prompt's text),
-    `response` and, where there is a label, `reference`.
+    """A scoring request, as the scorer gets it: a `JudgeCall` with the blocks `question` (the prompt's text),
+    `response` and, if there is a label, `reference`.
 
-    `messages` is the prompt, `parameters` holds the further keys of the body; there is no nonce, and the score range is
-    0 to 1.
+    `messages` is the prompt, `parameters` has the further keys of the body. There is no nonce, and the score range is 0
+    to 1.
     """
 
     response: str = ""
@@ -61,7 +61,7 @@ class ScoreCall(JudgeCall):
 
 def read_score_call(body: bytes, model: str) -> ScoreCall:
     """Read the body of a scoring request: `prompt` (a text, or messages), `response` (a text), `label` (anything), and
-    further keys. Raises `Refused` with what is wrong with it.
+    further keys. Raises `Refused` with the mistake.
     """
     fields = read_object(body)
     prompt, response, label = fields.pop("prompt", ""), fields.pop("response", None), fields.pop("label", None)
@@ -77,26 +77,26 @@ def read_score_call(body: bytes, model: str) -> ScoreCall:
 
 @dataclass(frozen=True)
 class Score:
-    """The reply to a scoring request: `text` is its body. `value` is what it says, for faults to spoil."""
+    """The reply to a scoring request: `text` is its body, `value` its value for faults to change."""
 
     text: str
     value: Answer
 
     @property
     def tokens(self) -> int:
-        """None: a score is not written in tokens."""
+        """Always 0: a score has no tokens."""
         return 0
 
     def reply(self, call: JudgeCall, number: int) -> ScoreReply:
-        """The reply that carries it."""
+        """The reply with it."""
         return ScoreReply(self.text, self.value)
 
 
 @dataclass(frozen=True)
 class ScoreReply:
-    """The body of a reply with a score, and what faults make of it.
+    """The body of a reply with a score, and its faulty variants.
 
-    The first half of a number is a number, too. A mapping is cut instead, so that a reply that is cut shows as that.
+    The first half of a number is a number, too. So a truncated reply is a truncated mapping.
     """
 
     text: str
@@ -133,9 +133,9 @@ class ScoreReply:
 
 
 def as_score(answer: Answer) -> Score:
-    """The reply that a scorer's answer stands for: a bare number, a mapping, or a text that is sent as it is.
+    """The reply for a scorer's answer: a number, a mapping, or a text that is sent unchanged.
 
-    Raises `TypeError` for an answer of another type. NaN and infinity pass: they are what some services say.
+    Raises `TypeError` for an answer of another type. NaN and infinity pass, because some services send them.
     """
     if isinstance(answer, str):
         return Score(answer, answer)

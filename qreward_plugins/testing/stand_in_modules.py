@@ -1,4 +1,4 @@
-"""Modules of a framework that is not installed, made of the few names that reward code imports from it."""
+"""Stand-ins for modules of a framework that is not installed, with the few names that reward code imports."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ def stand_in_modules(
     over_installed: bool = False,
     anew: Collection[str] = (),
 ) -> Iterator[bool]:
-    """Put modules into `sys.modules` while the context is open: full name to what is in it, parents before children.
+    """Put modules into `sys.modules` while the context is open. `contents` maps full names to their attributes, parents
+    before children.
 
-    `proof` is a module that only the real framework has (the package index has other projects of these names); where it
-    can be found nothing happens, unless `over_installed`. Yields whether the stand-ins are there. Leaving the context
-    puts back what was there before; what was imported meanwhile keeps the names that it has. Packages named in `anew`
-    are imported again while the context is open, and afterwards they are what they were before. For one thread at a
-    time.
+    `proof` is a module that only the real framework has, because other projects use the same package names. If it can
+    be found, nothing happens, unless `over_installed`. Yields whether the stand-ins are in place. Leaving the context
+    restores the former modules; objects imported meanwhile stay. Packages in `anew` are imported again in the context,
+    and restored after it. For one thread at a time.
     """
     if not over_installed and _is_installed(proof):
         yield False

@@ -1,6 +1,6 @@
-"""A tokenizer that needs no file: a word with the space before it is a token, and decoding gives back the very text.
+"""A tokenizer that needs no file: a word with the space before it is a token, and decoding restores the exact text.
 
-Tokens like `<|im_start|>` are special, so that a prompt in ChatML can be read back with its turns and without them.
+Tokens like `<|im_start|>` are special, so that a prompt in ChatML can be decoded with and without its turns.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _WORD = re.compile(r"\s?\S+|\s")
 
 
 class WordTokenizer:
-    """What reward code uses of a tokenizer of `transformers`. Ids are given to words in the order of their coming."""
+    """The parts of a `transformers` tokenizer that reward code uses. Words get ids in the order of first use."""
 
     pad_token, pad_token_id = "<|endoftext|>", 0
     eos_token, eos_token_id = "<|im_end|>", 1
@@ -32,7 +32,7 @@ class WordTokenizer:
         return {"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]}
 
     def encode(self, text: str, **_: Any) -> list[int]:
-        """The ids of a text; nothing is added."""
+        """The ids of a text, without added tokens."""
         pieces = [
             piece
             for part in _SPECIAL.split(text)
@@ -45,7 +45,7 @@ class WordTokenizer:
         return [self._ids[piece] for piece in pieces]
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
-        """The text of ids, which may be a tensor. Raises `IndexError` for one that was never given."""
+        """The text of ids, which may be a tensor. Raises `IndexError` for an unknown id."""
         texts = [self._texts[int(number)] for number in _flat(token_ids)]
         return "".join(text for text in texts if not (skip_special_tokens and _SPECIAL.fullmatch(text)))
 

@@ -147,7 +147,7 @@ class Asynchronous:
     [
         (3, "an object of type int cannot be called"),
         (None, "an object of type NoneType cannot be called"),
-        (Faulty, "it is the class Faulty, not an object of it"),
+        (Faulty, "the class Faulty is no observer; pass an object of it"),
         (coroutine, "coroutine is asynchronous or a generator"),
         (generator, "generator is asynchronous or a generator"),
         (Asynchronous(), "Asynchronous is asynchronous or a generator"),

@@ -8,10 +8,10 @@ from typing import get_args
 import pytest
 
 from qreward_plugins.samples import Cause, Failed
-from qreward_plugins.simulation.performance import play
 from qreward_plugins.simulation.poison import Poison, error_of, poison_of
 from qreward_plugins.simulation.promises import broken_promises
 from qreward_plugins.simulation.trial import random_trial
+from qreward_plugins.simulation.trial_player import play
 
 SEEDS = range(600)
 

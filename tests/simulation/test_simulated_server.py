@@ -1,4 +1,4 @@
-"""Simulated servers: exact times, strict books, and every way to go wrong."""
+"""Simulated servers: exact times, strict limits, and every fault."""
 
 from __future__ import annotations
 

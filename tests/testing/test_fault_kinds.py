@@ -16,7 +16,7 @@ import pytest
 
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer, ServerLimits
 from qreward_plugins.testing.calls import CompletionReply
-from qreward_plugins.testing.faulty_replies import Spoilable, play
+from qreward_plugins.testing.faulty_replies import FaultInput, play
 
 HUGE = 3 * 1024 * 1024
 SCORE = 0.25
@@ -210,9 +210,9 @@ async def test_slow_replies_drip_byte_by_byte(kind: FaultKind, monkeypatch: pyte
             self.writes.append(data)
 
     wire = Wire()
-    monkeypatch.setattr(Spoilable, "transport", wire)
+    monkeypatch.setattr(FaultInput, "transport", wire)
     forms = CompletionReply({"answer": "good"})
-    await play(kind, Spoilable(None, forms, {}, Faults(drip_interval_s=0.0)))  # type: ignore[arg-type]
+    await play(kind, FaultInput(None, forms, {}, Faults(drip_interval_s=0.0)))  # type: ignore[arg-type]
     dripped = [data for data in wire.writes if len(data) == 1]
     assert len(wire.writes) == len(dripped) + 1
     head, body = b"".join(wire.writes).split(b"\r\n\r\n")

@@ -74,7 +74,7 @@ def test_an_outage_does_not_shift_what_later_requests_meet() -> None:
         ({"rates": {"error_500": 0.7, "reset": 0.7}}, "add up to 1.400"),
         ({"script": ["resett"]}, "did you mean reset"),
         ({"script": "reset"}, "write \\['reset'\\]"),
-        ({"script": lambda k: None, "rates": {"reset": 0.1}}, "leave the rates out"),
+        ({"script": lambda k: None, "rates": {"reset": 0.1}}, "omit the rates"),
         ({"huge_bytes": -1}, "huge_bytes"),
         ({"drip_interval_s": float("nan")}, "drip_interval_s"),
     ],
@@ -87,7 +87,7 @@ def test_mistakes_in_the_faults_are_said(settings: dict, problem: str) -> None:
 def test_mistakes_in_an_outage_are_said() -> None:
     with pytest.raises(ValueError, match="later end_s"):
         Outage(5.0, 5.0)
-    with pytest.raises(ValueError, match="there is no fault"):
+    with pytest.raises(ValueError, match="unknown fault"):
         Outage(0.0, 5.0, "nap")
 
 

@@ -405,5 +405,5 @@ def test_the_report_is_json(client_of: Any) -> None:
 
 
 def test_wait_for_gives_up_with_the_report() -> None:
-    with JudgeServer() as server, pytest.raises(JudgeServerError, match=r"waited 0 s for nothing.*requests=0"):
+    with JudgeServer() as server, pytest.raises(JudgeServerError, match=r"did not hold within 0 s.*requests=0"):
         server.wait_for(lambda report: report.requests == 1, timeout_s=0.0)

@@ -1,1 +1,1 @@
-"""ROLL's rollout side as a stand-in for unit tests: same calls, same order, same failures; it needs torch only."""
+"""ROLL's rollout side for unit tests, as a stand-in: the same calls, order and failures. It needs only torch."""

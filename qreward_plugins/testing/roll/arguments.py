@@ -1,7 +1,7 @@
-"""ROLL's configuration as far as rewards see it: names, defaults, and what ROLL makes of them at the start.
+"""The part of ROLL's configuration that rewards use: names, defaults, and how ROLL resolves them at the start.
 
-ROLL reads its YAML with dacite, which drops a key that it does not know without a word, and trains without it. Here an
-unknown name is an error that names the nearest.
+ROLL reads its YAML with dacite, which drops unknown keys without a message. Here an unknown name is an error that
+suggests the nearest.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ DEFAULTS: dict[str, Any] = {
     "difficulty_high_threshold": 1.0,
     "error_max_len_clip": False,
     "error_max_len_threshold": 9999999999,
-    # Carried for workers and loops that read them; the fake has nothing that they could change.
+    # For workers and loops that read them; they change nothing in the fake.
     "add_token_level_kl": False,
     "init_kl_coef": 0.2,
     "kl_penalty": "kl",
@@ -69,14 +69,14 @@ DEFAULTS: dict[str, Any] = {
 REWARD_DEFAULTS: dict[str, Any] = {
     "name": None,
     "worker_cls": None,
-    "world_size": 1,  # ROLL's own is None: it wants a number for workers without GPUs
+    "world_size": 1,  # ROLL's own is None, but workers without GPUs need a number
     "max_concurrency": 1,
     "tag_included": (),
     "query_filter_config": None,
     "response_filter_config": None,
     "reward_manager_config": (),
     "system_envs": None,
-    # Carried for workers that read them.
+    # For workers that read them.
     "device_mapping": None,
     "num_gpus_per_worker": 1,
     "infer_batch_size": 16,
@@ -101,8 +101,8 @@ FILTERS = ("no_filter", "mean_filter", "std_filter")
 
 
 class ModelArguments:
-    """Where a tokenizer comes from. In ROLL that is a path, and every process reads the same file; so all copies of a
-    configuration share the one tokenizer.
+    """The source of the tokenizer. In ROLL every process reads it from the same path; here all copies of a
+    configuration share one tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -115,7 +115,7 @@ class ModelArguments:
 
 @dataclass
 class GeneratingArguments:
-    """How responses are generated; its dict is `generation_config` of the meta information."""
+    """How responses are generated; as a dict it is `generation_config` of the meta information."""
 
     do_sample: bool = True
     temperature: float = 0.95
@@ -134,17 +134,17 @@ class GeneratingArguments:
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise `TypeError` for the first name in `given` that is not `known`, naming the nearest that is."""
+    """Raise `TypeError` for the first name in `given` that is not `known`, with the nearest known one."""
     names = list(known)
     for name in given:
         if name not in names:
             near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
             hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(sorted(names))}"
-            raise TypeError(f"{what} has no {name!r}: {hint} ROLL itself drops unknown keys without a word.")
+            raise TypeError(f"{what} has no {name!r}: {hint} ROLL itself ignores unknown keys.")
 
 
 def path_of(value: Any) -> Any:
-    """The dotted path of a class, as ROLL's configuration has it."""
+    """The dotted path of a class, as in ROLL's configuration."""
     return f"{value.__module__}.{value.__qualname__}" if isinstance(value, type) else value
 
 
@@ -159,7 +159,7 @@ def make_config(
 ) -> Namespace:
     """The `pipeline_config` of a run (rlvr_config.py).
 
-    Raises `TypeError` for unknown names, and `ValueError` where ROLL does not start.
+    Raises `TypeError` for unknown names, and `ValueError` if ROLL would not start.
     """
     refuse_unknown(flags, DEFAULTS, "FakeRollTrainer")
     config = Namespace(**{**DEFAULTS, **flags}, seed=seed)
@@ -242,7 +242,7 @@ def _reward_config(domain: str, given: Mapping[str, Any], model: ModelArguments)
 
 
 def batch_sizes(config: Namespace, shares: Mapping[str, float] | None) -> dict[str, int]:
-    """The prompts of each domain in a batch, by `domain_interleave_probs`; the last takes what is left, as in ROLL.
+    """The prompts of each domain in a batch, by `domain_interleave_probs`; the last gets the rest, as in ROLL.
 
     Raises `TypeError` for a domain without a reward, and `ValueError` for one without a prompt.
     """

@@ -1,8 +1,8 @@
-"""The reward workers of a domain, as Ray would run them: where each call runs, how many at once, and what is copied.
+"""Runs the reward workers of a domain as Ray would.
 
-A class with any async method serves up to a thousand calls at once on an event loop; a class without serves one after
-the other, in a thread of its own. What goes in and comes out is copied, because actors share no memory. A caller that
-is cancelled does not stop the call.
+A class with any async method serves up to a thousand calls at once on an event loop. Any other class serves one call
+after the other in its own thread. Arguments and results are copied, because actors share no memory. Cancelling a caller
+does not stop its call.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RollActor:
         self.worker: Any = None
 
     async def start(self) -> None:
-        """Make the worker. Like `initialize`, in the environment that its actor would have."""
+        """Make the worker, in the environment that its actor would have, as for `initialize`."""
         with _environment(self._environment):
             if self._thread is None:
                 self.worker = self._kind(worker_config=self._config)
@@ -68,7 +68,7 @@ class RollActor:
         self._initialized = True
 
     def call(self, name: str, *args: Any) -> asyncio.Future[Any]:
-        """Call a method. Raises what it raises; the call goes on if the caller is cancelled."""
+        """Call a method and raise its errors. The call continues if the caller is cancelled."""
         task = asyncio.ensure_future(self._call(name, copy.deepcopy(args)))
         self._tasks.add(task)
         task.add_done_callback(self._done)
@@ -88,13 +88,10 @@ class RollActor:
     def _done(self, task: asyncio.Task[Any]) -> None:
         self._tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # whoever waited for it has been told, and nobody else needs to be
+            task.exception()  # marks the error as retrieved; its caller has got it
 
     async def close(self) -> None:
-        """End what still runs. The `close` of an initialised worker, sync or async, is called if it has one.
-
-        Raises what that raises, when everything is ended.
-        """
+        """End all calls, then call `close` of an initialised worker, sync or async, if it has one; raise its errors."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -105,7 +102,7 @@ class RollActor:
             if self.worker is not None:
                 self.worker.thread_executor.shutdown(wait=False, cancel_futures=True)
             if self._thread is not None:
-                # A sync call cannot be ended: whoever closes waits for it.
+                # A sync call cannot be cancelled, so closing waits for it.
                 await asyncio.get_running_loop().run_in_executor(None, self._thread.shutdown)
 
 
@@ -125,7 +122,7 @@ class RollCluster:
         await asyncio.gather(*(actor.call(name, *args) for actor in self.actors))
 
     async def compute_rewards(self, data: RollDataProto) -> list[RollDataProto]:
-        """One part of the batch for every worker (`Dispatch.DP_MP_COMPUTE`). Raises `AssertionError` if there are more
+        """Give every worker one part of the batch (`Dispatch.DP_MP_COMPUTE`). Raises `AssertionError` if there are more
         workers than rows.
         """
         parts = data.chunk(len(self.actors))

@@ -12,7 +12,7 @@ _NOTHING = object()
 
 
 def objects(values: Iterable[Any]) -> np.ndarray[Any, Any]:
-    """A numpy array of objects, one for each value, whatever the values are."""
+    """A one-dimensional numpy array of objects, one for each value."""
     items = list(values)
     array = np.empty(len(items), dtype=object)
     for place, item in enumerate(items):
@@ -21,8 +21,8 @@ def objects(values: Iterable[Any]) -> np.ndarray[Any, Any]:
 
 
 class RollColumns:
-    """What `data.batch` and `data.non_tensor_batch` are: columns by name. Like ROLL's they cannot be iterated over, and
-    only those of tensors have a `batch_size`.
+    """Columns by name: `data.batch` or `data.non_tensor_batch`. As in ROLL, they cannot be iterated over, and only
+    tensors have a `batch_size`.
     """
 
     def __init__(self, columns: dict[str, Any] | None, size: int, *, tensors: bool) -> None:

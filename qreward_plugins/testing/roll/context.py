@@ -1,4 +1,4 @@
-"""`RolloutContext`: what a rollout loop sees of its scheduler while it plays one prompt."""
+"""`RolloutContext`: a rollout loop's interface to its scheduler, for one prompt."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ if TYPE_CHECKING:
 
 
 class RolloutContext:
-    """ROLL's `RolloutContext` (generate_scheduler.py): a row to ask for, a span in which generating and rewarding is
-    allowed, and both of these.
-    """
+    """ROLL's `RolloutContext` (generate_scheduler.py): it provides a row, and generates and rewards responses."""
 
     def __init__(self, scheduler: RollScheduler, prompt_id: int) -> None:
         self._scheduler = scheduler
@@ -37,11 +35,11 @@ class RolloutContext:
         self._requests = 0
 
     def get_request_data(self, meta_info: dict[str, Any]) -> tuple[RollDataProto, str]:
-        """The next row of the data set and its domain. Once only, and before `do_generate_and_reward`."""
+        """The next row of the data set and its domain. Call it once, before `do_generate_and_reward`."""
         assert not self._in_do_generate_and_reward
         assert self.sampling_start_step is None
         if self.domain is not None:
-            raise RuntimeError("get_request_data may be called once; return None to have another prompt begun")
+            raise RuntimeError("get_request_data may be called once; return None to start another prompt")
         request = RollDataProto.from_single_dict(self._scheduler.next_request(), meta_info=meta_info)
         self.row_id = request.non_tensor_batch["id"][0]
         domain = self.domain = str(request.non_tensor_batch["domain"][0])
@@ -49,7 +47,7 @@ class RolloutContext:
 
     @asynccontextmanager
     async def do_generate_and_reward(self, max_concurrency: int) -> AsyncIterator[None]:
-        """The span in which `generate` and `compute_rewards` may be called. No request may outlive it."""
+        """The context in which `generate` and `compute_rewards` may be called. No request may outlive it."""
         assert not self._in_do_generate_and_reward
         assert self.sampling_start_step is None
         self._in_do_generate_and_reward = True
@@ -62,7 +60,7 @@ class RolloutContext:
             self._in_do_generate_and_reward = False
 
     async def generate(self, req: RollDataProto, domain: str) -> RollDataProto:
-        """Have the responses of a request written. The answer has no batch; its meta information is the request's, with
+        """Generate the responses of a request. The result has no batch; its meta information is the request's, with
         `output_token_ids`, `output_logprobs` and `finish_reasons` added. Waits while sampling is paused.
         """
         assert self._in_do_generate_and_reward, "a rollout loop must generate in do_generate_and_reward"
@@ -97,8 +95,8 @@ class RolloutContext:
         return answer
 
     async def compute_rewards(self, req: RollDataProto, domain: str) -> RollDataProto:
-        """Ask the next worker of a domain, round robin, for the rewards of these responses; names each of them in
-        `rollout_id`. Raises what the worker raised.
+        """Set `rollout_id` of these responses, and get their rewards from the next worker of a domain, round robin.
+        Raises the worker's errors.
         """
         assert self._in_do_generate_and_reward, "a rollout loop must ask for rewards in do_generate_and_reward"
         scheduler, record = self._scheduler, self._scheduler.record
@@ -115,6 +113,6 @@ class RolloutContext:
         return rewards
 
     async def abort_running_requests(self) -> None:
-        """Abort what is being generated for this prompt: those requests return with the reason `abort`."""
+        """Abort the generations of this prompt: their requests return with the reason `abort`."""
         assert self._in_do_generate_and_reward
         self._scheduler.engine.abort(self._scheduler.name, self.prompt_id)

@@ -1,4 +1,4 @@
-"""The data set of a domain: rows as ROLL encodes, shuffles and collates them (rlvr_pipeline.py, collator.py)."""
+"""The data set of a domain: encodes, shuffles and collates rows as ROLL does (rlvr_pipeline.py, collator.py)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from .columns import objects
 
 Row: TypeAlias = "str | Mapping[str, Any]"
-"""A question, or a mapping with `messages` (a list, or its JSON) or a `prompt` that is tokenized as it is, and with
+"""A question, or a mapping with `messages` (a list, or its JSON) or a `prompt` that is tokenized unchanged, and with
 `ground_truth`, `id`, `tag` and any other column."""
 
 DEFAULT_ROWS: tuple[dict[str, str], ...] = tuple(
@@ -21,8 +21,8 @@ DEFAULT_ROWS: tuple[dict[str, str], ...] = tuple(
 
 
 def encode_row(row: Row, number: int, *, domain: str, tag: str, tokenizer: Any, prompt_length: int) -> dict[str, Any]:
-    """A row with its `input_ids` and all that ROLL's data sets have. Raises `ValueError` for one without a prompt, or
-    with one that is too long.
+    """A row with its `input_ids` and all columns of ROLL's data sets. Raises `ValueError` if it has no prompt, or too
+    long a prompt.
     """
     own = {"messages": [{"role": "user", "content": row}]} if isinstance(row, str) else dict(row)
     if "messages" in own:
@@ -58,7 +58,7 @@ def collate(items: Sequence[Mapping[str, Any]], *, pad_token_id: int, length: in
 
 
 class RollDataset:
-    """Rows in the order in which ROLL draws them: shuffled anew for every epoch, from the seed."""
+    """Rows in ROLL's order: shuffled for every epoch, from the seed."""
 
     def __init__(self, items: Iterable[Mapping[str, Any]], seed: int) -> None:
         self._items = list(items)
@@ -72,7 +72,7 @@ class RollDataset:
         return len(self._items)
 
     def next(self) -> Mapping[str, Any]:
-        """The next row, round and round."""
+        """The next row; after the last one the next epoch starts."""
         if not self._left:
             self._epoch += 1
             self._shuffle()

@@ -1,7 +1,7 @@
-"""The inference engine that isn't there: it writes responses at once, unless the test holds them back.
+"""A fake inference engine, which writes responses at once unless the test holds them.
 
-Which response of its group a request asks for, no request of ROLL's says, so they are counted for each prompt. Slow
-generations are held until an event: a test says which ones are slow and gets the same run every time.
+ROLL's requests do not number the responses of a group, so they are counted for each prompt. Slow generations are held
+until an event, so a test chooses the slow ones and every run is the same.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from .protocol import RollDataProto
 
 @dataclass(frozen=True)
 class RollDraft:
-    """A response that is to be written: the `number`-th (from 0) of its prompt.
+    """A response to write: the `number`-th (from 0) of its prompt.
 
-    `columns` is the row of the data set, `prompt` its text as it was tokenized. `prompt_id` counts the prompts that a
-    domain's scheduler has begun (in the batch path: the row of the batch).
+    `columns` is the row of the data set, `prompt` its text as tokenized. `prompt_id` counts the prompts that a domain's
+    scheduler has started (in the batch path: the row of the batch).
     """
 
     domain: str
@@ -43,16 +43,16 @@ Hold: TypeAlias = Callable[[RollDraft], bool]
 
 
 def answer_by_chance(draft: RollDraft, rng: random.Random) -> str:
-    """The default response: the ground truth, or as often another answer."""
+    """The default response: the ground truth or, with equal chance, another answer."""
     right = rng.random() < 0.5
     return f"The answer is {draft.ground_truth if right else rng.randrange(100, 1000)}"
 
 
 class RollEngine:
-    """Writes the responses of all schedulers; lives on one event loop, `release` and `wait_until_held` on any thread.
+    """Writes the responses of all schedulers on one event loop; `release` and `wait_until_held` are thread-safe.
 
-    A generation for which `hold` is true is held once its text is written; an abort leaves it the first half of its
-    tokens, and it goes on from there if it is asked for again.
+    A generation for which `hold` is true is held after its text is written. An abort keeps the first half of its
+    tokens; another request continues from there.
     """
 
     def __init__(self, respond: Respond, hold: Hold | None, tokenizer: Any, seed: int) -> None:
@@ -63,14 +63,14 @@ class RollEngine:
         self._asked: Counter[object] = Counter()
         self._unfinished: dict[object, list[tuple[RollDraft, list[int], int]]] = {}
         self.held: HeldGenerations[tuple[RollDraft, object]] = HeldGenerations()
-        """What waits for the test to release it, and the scope of each."""
+        """Generations that wait for the test to release them, with their scopes."""
 
     async def generate(
         self, req: RollDataProto, row: int, *, scope: object, domain: str, prompt_id: int, is_val: bool
     ) -> tuple[list[int], str]:
-        """The tokens of one more response to this row of a request, and why they end: stop, length or abort.
+        """The tokens of another response to this row of a request, and why they end: stop, length or abort.
 
-        `scope` tells prompts of different schedulers and steps apart. Raises whatever `respond` raises.
+        `scope` identifies the scheduler and step. Raises the errors of `respond`.
         """
         key = (scope, prompt_id)
         done = req.meta_info.get("pre_output_token_ids", [[]])[0]
@@ -126,9 +126,9 @@ class RollEngine:
         return tokens[:limit]
 
     def release(self, which: Hold | None = None) -> int:
-        """Let the held generations finish (those for which `which` is true), and say how many."""
+        """Release held generations for which `which` is true; return their number."""
         return self.held.release(None if which is None else lambda held: which(held[0]))
 
     def abort(self, scope: object, prompt_id: int | None = None) -> None:
-        """Abort what is held of a scheduler, or of one of its prompts."""
+        """Abort the held generations of a scheduler, or of one of its prompts."""
         self.held.abort(lambda held: held[1] == scope and prompt_id in (None, held[0].prompt_id))

@@ -1,8 +1,7 @@
-"""From rewards to advantages, as `RLVRPipeline.run` computes them (utils/functionals.py), without a model.
+"""Computes advantages from rewards as `RLVRPipeline.run` does (utils/functionals.py), without a model.
 
-The policy, its reference and the critic are taken to be worth nothing: log probabilities are equal, so there is no KL
-penalty, and values are zero. The arithmetic is ROLL's, NaN and divisions by nothing included: what poisons a batch
-there poisons it here.
+The KL penalty and the critic's values are taken as zero. The arithmetic is ROLL's, with its NaNs and divisions by zero:
+a reward that spoils a batch in ROLL spoils it here.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ _EPSILON = 1e-6
 
 
 def train_batch(batch: RollDataProto, config: Any) -> tuple[RollDataProto, dict[str, Any]]:
-    """A batch ready for training, with `final_response_mask`, normalised `response_level_rewards` and `advantages`, in
-    its order; and metrics by domain. Domains are normalised apart.
+    """The batch with `final_response_mask`, normalised `response_level_rewards` and `advantages`, in its order; and
+    metrics by domain. Each domain is normalised separately.
     """
     batch.batch["prompt_id"] = torch.arange(len(batch))
     metrics: dict[str, Any] = {}
@@ -90,9 +89,9 @@ def _normalise(data: RollDataProto, config: Any) -> dict[str, float]:
 
 
 def normalised(rewards: torch.Tensor, size: int, mean_type: str | None, std_type: str | None) -> torch.Tensor:
-    """Rewards less their mean, over their standard deviation, of the `batch` or of each `group` of `size` rows.
+    """Rewards minus their mean, divided by their standard deviation, of the `batch` or of each `group` of `size` rows.
 
-    Raises `KeyError` for `running`, on which ROLL's pipeline stumbles: it looks for a domain named `domain`.
+    Raises `KeyError` for `running`, as ROLL's pipeline does: it looks for a domain named `domain`.
     """
     if "running" in (mean_type, std_type):
         raise KeyError("domain: ROLL's RLVRPipeline cannot normalise by running moments; use batch or group")

@@ -1,4 +1,4 @@
-"""Metrics as ROLL collects and reduces them: by the ends of their names (functionals.py, `reduce_metrics`)."""
+"""Collects metrics and reduces them by the suffix of their names, as ROLL does (functionals.py, `reduce_metrics`)."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _REDUCERS: dict[str, Any] = {
 
 
 def reduce_metrics(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Lists reduced as `@tag` or `_tag` at the end of their name says, else to their mean; numbers stay.
+    """Reduce lists by the suffix `@tag` or `_tag` of their name, else to their mean; keep numbers.
 
-    Raises `ValueError` for an unknown `@tag`, and what numpy raises for lists of anything but numbers.
+    Raises `ValueError` for an unknown `@tag`, and numpy's errors for lists with anything but numbers.
     """
     reduced: dict[str, Any] = {}
     for name, value in metrics.items():
@@ -49,7 +49,7 @@ def _reducer(name: str) -> Any:
 
 
 class Durations:
-    """How often requests of a domain were made, and how long they took."""
+    """The number and duration of a domain's requests."""
 
     def __init__(self) -> None:
         self._took_s: dict[str, list[float]] = {"generate": [], "reward": []}
@@ -63,7 +63,7 @@ class Durations:
             self._took_s[kind].append(time.monotonic() - started_s)
 
     def log(self, prefix: str) -> dict[str, float]:
-        """The metrics since the last time."""
+        """The metrics since the last call."""
         told: dict[str, float] = {}
         for kind, took_s in self._took_s.items():
             told[f"{prefix}/{kind}/count"] = len(took_s)
@@ -75,7 +75,7 @@ class Durations:
 
 
 def batch_metrics(parts: Mapping[str, RollDataProto], prompts: int, off_policy_ratio: float) -> dict[str, Any]:
-    """What a scheduler adds: scores by domain, and mean, max and min of everything that workers told."""
+    """The metrics that a scheduler adds: scores by domain, and mean, max and min of the workers' metrics."""
     own = {
         "scheduler/collect_query_count": prompts,
         "scheduler/query_use_count": prompts,
@@ -87,7 +87,7 @@ def batch_metrics(parts: Mapping[str, RollDataProto], prompts: int, off_policy_r
         for name, value in part.meta_info.get("metrics", {}).items():
             numbers = np.mean(value).item(), np.max(value).item(), np.min(value).item()
             told.update(_spread(f"scheduler/{domain}/{name}", *numbers))
-        # ROLL puts its own numbers among those of every response before it spreads them.
+        # ROLL adds its own numbers to those of every response first.
         for name, number in own.items():
             told.update(_spread(f"scheduler/{domain}/{name}", number, number, number))
     return told
@@ -102,7 +102,7 @@ def _spread_of(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def value_metrics(batch: RollDataProto) -> dict[str, float]:
-    """The part of ROLL's `critic/` and `token/` metrics that rewards move (metrics_manager.py)."""
+    """ROLL's `critic/` and `token/` metrics that depend on rewards (metrics_manager.py)."""
     scores = batch.batch["scores"]
     rewards = batch.batch["token_level_rewards"].sum(-1)
     trained = batch.batch["final_response_mask"].bool()

@@ -1,8 +1,8 @@
-"""The few names that reward code imports from ROLL, for where ROLL is not installed.
+"""The few names that reward code imports from ROLL, for use without ROLL.
 
-Workers and loops need ROLL for a base class, a decorator, the data that comes and goes, and a few helpers. ROLL itself
-drags in Ray, vLLM and Megatron, and is on no package index, so a file with one such import could not be tested without
-a GPU machine. No more of ROLL is there.
+Workers and loops import a base class, a decorator, the data protocol and a few helpers. ROLL itself needs Ray, vLLM and
+Megatron and is on no package index, so without stand-ins a file with such an import could be tested only on a GPU
+machine.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .workers import Dispatch, Execute, RankInfo, Worker, register
 
 
 def default_tokenizer_provider(model_args: Any, model_name_or_path: str | None = None) -> Any:
-    """The tokenizer of the trainer whose configuration this is of."""
+    """The tokenizer of the trainer with this configuration."""
     return model_args.qreward_tokenizer
 
 
 def safe_import_class(class_path: str) -> Any:
-    """The class of a dotted path; None, and a line in the log, where it cannot be imported."""
+    """The class of a dotted path; None, with a log line, if it cannot be imported."""
     module, _, name = class_path.rpartition(".")
     try:
         return getattr(importlib.import_module(module), name)
@@ -79,18 +79,17 @@ def _contents() -> dict[str, dict[str, Any]]:
 
 
 def roll_stand_in(*, over_installed: bool = False) -> AbstractContextManager[bool]:
-    """Let workers and loops import a few names from where ROLL has them, for a `FakeRollTrainer`.
+    """Let workers and loops import a few of ROLL's names, for a `FakeRollTrainer`.
 
     They are `Worker`, `RankInfo`, `Dispatch`, `Execute`, `register`, `DataProto`, `default_tokenizer_provider`,
     `UserDefinedRolloutLoop` and its helpers, `expand_requests`, `expand_responses`, `RolloutContext`, `reduce_metrics`,
     `safe_import_class`, `get_logger`, and for agentic code `TrajEnvManager` and `RolloutCache`. Anything else under
     `roll` is a `ModuleNotFoundError`.
 
-    Entering it yields whether the stand-ins are there: False means that ROLL is installed, and its own are used. Those
-    need Ray, so `FakeRollTrainer` refuses workers made on them; `over_installed` puts the stand-ins before an installed
-    ROLL.
+    It yields False if ROLL is installed, whose own names are used then. Those need Ray, so `FakeRollTrainer` refuses
+    workers that use them; with `over_installed` the stand-ins replace an installed ROLL.
 
     For a whole test suite, enter it in a session fixture or in `conftest.py`, before the first import of a worker.
-    Leaving it takes the modules away again; what was imported keeps the names that it has. For one thread at a time.
+    Leaving it removes the modules; classes imported before keep their names. For one thread at a time.
     """
     return stand_in_modules(_contents(), proof="roll.distributed.executor.worker", over_installed=over_installed)

@@ -1,7 +1,7 @@
-"""`RollDataProto`: what ROLL's schedulers and workers hand to each other, without Ray and TensorDict.
+"""`RollDataProto`: the data that ROLL's schedulers and workers exchange, without Ray and TensorDict.
 
-Reward code meets its rules rather than its speed: columns have the length of the batch, a union refuses values that
-differ, a concatenation collects the metrics and keeps the first part's other meta information, and slices share theirs.
+It has the rules that reward code meets: columns have the length of the batch, a union refuses different values, a
+concatenation collects the metrics and keeps the first part's other meta information, and slices share theirs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RollDataProto:
     """ROLL's `DataProto` (scheduler/protocol.py) with the methods that reward workers and rollout loops use.
 
     `batch` may be given as a TensorDict or as the `batch` of another; `non_tensor_batch` is a dict of numpy arrays of
-    objects. Raises `AssertionError` where ROLL does.
+    objects. Raises `AssertionError` as ROLL does.
     """
 
     def __init__(
@@ -157,7 +157,7 @@ class RollDataProto:
         return copy.deepcopy(self)
 
     def select_idxs(self, idxs: Any) -> RollDataProto:
-        """The rows at these places (or, of booleans, where it is true), as copies."""
+        """The rows with these numbers, or for booleans the rows that are true, as copies."""
         chosen = torch.as_tensor(np.asarray(idxs) if isinstance(idxs, list) else idxs)
         places = chosen.nonzero().flatten() if chosen.dtype == torch.bool else chosen.long()
         tensors = None if self._tensors is None else {key: value[places] for key, value in self._tensors.items()}
@@ -189,7 +189,7 @@ class RollDataProto:
     def pop(
         self, batch_keys: Any = None, non_tensor_batch_keys: Any = None, meta_info_keys: Any = None
     ) -> RollDataProto:
-        """Take columns out, as a DataProto of their own."""
+        """Remove columns, and return them as a DataProto."""
         _check(batch_keys is not None, "pop needs batch_keys")
         tensors = {key: self.batch.pop(key) for key in _names(batch_keys)}
         others = {key: self.non_tensor_batch.pop(key) for key in _names(non_tensor_batch_keys)}
@@ -206,7 +206,7 @@ class RollDataProto:
         return self
 
     def union(self, other: RollDataProto) -> RollDataProto:
-        """Take in the columns and the meta information of another. What both have must be equal (a NaN is not)."""
+        """Add the columns and the meta information of another. Values in both must be equal (a NaN is not)."""
         if other.batch.keys() or other._tensors is not None:
             if self._tensors is None:
                 self._take(other.batch)
@@ -244,8 +244,8 @@ class RollDataProto:
 
     @staticmethod
     def concat(data: Sequence[RollDataProto], *, global_keys: set[str] | None = None) -> RollDataProto:
-        """The rows of all parts. Of the meta information, `metrics` (or `global_keys`) are collected, a list for each
-        key that any part has; all the rest is the first part's. Raises `KeyError` if not all have the same tensors.
+        """The rows of all parts. `metrics` (or `global_keys`) of the meta information are collected, with a list for
+        each key of any part; the rest is the first part's. Raises `KeyError` if not all have the same tensors.
         """
         if len(data) == 1:
             return data[0]

@@ -1,7 +1,7 @@
-"""Which prompts run, and in which step they count: ROLL's replay buffer (generate_scheduler.py, `ReplayBuffer`).
+"""ROLL's replay buffer: which prompts run, and in which step they count (generate_scheduler.py, `ReplayBuffer`).
 
-Synchronous training is the special case of asynchronous training with a ratio of 0: what was begun in a step is taken
-in that step or thrown away. With a ratio of 1 as many prompts again are sampled ahead.
+Synchronous training is asynchronous training with a ratio of 0: prompts of a step are used in that step or discarded.
+With a ratio of 1, as many prompts again are sampled ahead.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .protocol import RollDataProto
 
 @dataclass(frozen=True)
 class RollItem:
-    """A finished response, and where it came from."""
+    """A finished response, with its prompt and step."""
 
     prompt_id: int
     domain: str
@@ -26,7 +26,7 @@ class RollItem:
 
 @dataclass
 class _StepItems:
-    """What was begun in one step."""
+    """The prompts started in one step."""
 
     running: set[int] = field(default_factory=set)
     finished: deque[list[RollItem]] = field(default_factory=deque)
@@ -43,7 +43,7 @@ class _StepItems:
 
 
 class ReplayBuffer:
-    """`ratio` is `async_generation_ratio`, `additional` how many prompts may run beyond the batch. For one loop."""
+    """`ratio` is `async_generation_ratio`; `additional` prompts may run beyond the batch. For one event loop."""
 
     def __init__(self, ratio: float, additional: int) -> None:
         self.step: int | None = None
@@ -58,10 +58,10 @@ class ReplayBuffer:
         self._begun: dict[int, int | None] = {}
         self._waiting: list[asyncio.Future[None]] = []
         self.full = False
-        """Whether no prompt may be begun now."""
+        """Whether no prompt may start now."""
 
     def advance_step(self, step: int, prompts: int) -> None:
-        """Begin a step in which `prompts` more are wanted."""
+        """Start a step that needs `prompts` more."""
         assert self.step is None or step > self.step, f"step {step} after step {self.step}"
         if not self._wanted:
             self._wanted = math.ceil(prompts * self._ratio)
@@ -71,7 +71,7 @@ class ReplayBuffer:
         self._tell()
 
     async def poll(self) -> int:
-        """The number of a prompt that may be begun now."""
+        """The number of a prompt that may start now."""
         number = self._next_prompt
         self._next_prompt += 1
         while not self._may_begin():
@@ -91,7 +91,7 @@ class ReplayBuffer:
         return False
 
     async def begin(self, prompt_id: int) -> int:
-        """Bind a prompt to the current step. Raises `CancelledError` if it was aborted in the meantime."""
+        """Bind a prompt to the current step. Raises `CancelledError` if it was aborted meanwhile."""
         while self.step not in self._steps:
             await self._change()
         if prompt_id not in self._begun:
@@ -102,7 +102,7 @@ class ReplayBuffer:
         return self.step
 
     def commit(self, prompt_id: int, items: list[RollItem]) -> None:
-        """Take in the responses of a prompt. Raises `CancelledError` if it was aborted in the meantime."""
+        """Add the responses of a prompt. Raises `CancelledError` if it was aborted meanwhile."""
         if prompt_id not in self._begun:
             raise asyncio.CancelledError
         step = self._begun.pop(prompt_id)
@@ -116,7 +116,7 @@ class ReplayBuffer:
         self._tell()
 
     def abort(self, prompt_id: int) -> None:
-        """Forget a prompt, so that another is begun in its place. Does nothing if it is forgotten already."""
+        """Remove a prompt, so that another one starts in its place. Does nothing if it is removed already."""
         if prompt_id not in self._begun:
             return
         step = self._begun.pop(prompt_id)
@@ -132,7 +132,7 @@ class ReplayBuffer:
             self._extra -= 1
 
     async def get_batch(self, samples: int) -> list[RollItem]:
-        """At least so many responses, those of the oldest steps first; whole prompts only."""
+        """At least this many responses, oldest steps first; whole prompts only."""
         assert self.step is not None
         oldest = self.step - math.ceil(self._ratio)
         taken: list[list[RollItem]] = []
@@ -143,7 +143,7 @@ class ReplayBuffer:
             if sum(map(len, taken)) >= samples:
                 break
         while (missing := samples - sum(map(len, taken))) > 0:
-            await asyncio.sleep(0)  # the prompts of this step may not have begun
+            await asyncio.sleep(0)  # the prompts of this step may not have started
             taken += await self._take(self._steps[self.step], missing)
         return [item for items in taken for item in items]
 
@@ -153,9 +153,7 @@ class ReplayBuffer:
         return group.take(wanted)
 
     def gc(self) -> tuple[list[int], list[list[RollItem]]]:
-        """Forget the steps that are too old: the prompts that still ran in them, and the finished ones that nobody
-        took.
-        """
+        """Remove steps that are too old, with their running prompts and unused responses."""
         if self.step is None:
             return [], []
         newest = self.step - math.ceil(self._ratio)

@@ -1,4 +1,4 @@
-"""What a step and a validation of the fake ROLL trainer leave for a test to look at."""
+"""The results of a step and a validation of the fake ROLL trainer."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from .scheduler import RollPrompt
 
 @dataclass(frozen=True)
 class RollStep:
-    """One step, up to what would train. All lists are in the order of the rows of `batch`.
+    """One step, up to the training batch. All lists are in the order of the rows of `batch`.
 
-    `batch` holds ROLL's tensors, `advantages` and `final_response_mask` (B, L - 1) among them. `raw_rewards` are
-    `response_level_rewards` as the workers and the rollout loop left them, `rewards` the same normalised, `advantages`
-    their mean over the trained tokens of a response, None where none is trained. `metrics` is what would be in the log.
+    `batch` holds ROLL's tensors, with `advantages` and `final_response_mask` (B, L - 1). `raw_rewards` are
+    `response_level_rewards` from the workers and the rollout loop, `rewards` the same normalised, `advantages` their
+    mean over the trained tokens of a response, or None if none is trained. `metrics` are the logged metrics.
 
-    `dropped` are prompts that the rollout loop returned None for, `aborted` those that were under way when they became
-    too old, `surplus` finished responses that nobody took (`is_use_additional_prompts`). `reward_calls` counts the
-    calls of `compute_rewards`, `rewards_pending_max` how many of the streaming path ran at the same time. `skipped`:
-    nothing would be trained, so ROLL skips the step.
+    `dropped` are prompts for which the rollout loop returned None, `aborted` prompts that became too old while running,
+    `surplus` unused finished responses (`is_use_additional_prompts`). `reward_calls` counts the calls of
+    `compute_rewards`; at most `rewards_pending_max` of the streaming path ran at once. `skipped`: there is nothing to
+    train, so ROLL skips the step.
     """
 
     global_step: int
@@ -52,13 +52,13 @@ class RollStep:
 
     @property
     def advantages(self) -> list[float | None]:
-        """NaN where a NaN of any token spoils it, trained or not: ROLL multiplies with the mask."""
+        """NaN if any token is NaN, trained or not, because ROLL multiplies with the mask."""
         values, mask = self.batch.batch["advantages"], self.batch.batch["final_response_mask"].bool()
         return [_mean_where(row, kept) for row, kept in zip(values, mask, strict=True)]
 
     @property
     def poisoned(self) -> bool:
-        """Whether any advantage is not finite: such a step ruins the policy, and ROLL does not notice."""
+        """Whether any advantage is not finite. Such a step ruins the policy, and ROLL does not detect it."""
         return not bool(self.batch.batch["advantages"].isfinite().all())
 
     @property

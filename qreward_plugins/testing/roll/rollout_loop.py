@@ -1,7 +1,7 @@
-"""The rollout loop that ROLL runs for every prompt, and the helpers that loops of one's own are made of.
+"""The rollout loop that ROLL runs for every prompt, and the helpers for custom loops.
 
-What is called in which order, and what a loop may change, is that of ROLL's `user_defined_rollout_loop.py` and
-`generate_scheduler.py`: a loop that is written on these works there.
+The calls and their order are those of ROLL's `user_defined_rollout_loop.py` and `generate_scheduler.py`, so a loop that
+works here works in ROLL.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _TRIES = 5
 def expand_requests(
     data: RollDataProto, num_return_sequences: int, is_num_return_sequences_expand: bool
 ) -> list[RollDataProto]:
-    """The requests of a prompt: as many as responses are wanted, or one for all of them."""
+    """The requests of a prompt: one for each response, or one for all of them."""
     count = num_return_sequences if is_num_return_sequences_expand else 1
     data.meta_info["generation_config"]["num_return_sequences"] = num_return_sequences // count
     return [copy.deepcopy(data) for _ in range(count)]
 
 
 def expand_responses(response: Any) -> list[RollDataProto]:
-    """The single responses of what a loop returned: nested lists, and batches of any size."""
+    """The single responses in a loop's result, which may be nested lists and batches of any size."""
     if isinstance(response, list):
         return [single for part in response for single in expand_responses(part)]
     assert hasattr(response, "batch"), f"a rollout loop returned a {type(response).__name__}"
@@ -37,8 +37,8 @@ def expand_responses(response: Any) -> list[RollDataProto]:
 
 
 def query_filter(data_list: Sequence[RollDataProto], config: Any) -> bool:
-    """Whether a group is kept, by `rewards.<domain>.query_filter_config`. A NaN passes every comparison and is kept;
-    so is a group that comes as one batch.
+    """Whether a group is kept, by `rewards.<domain>.query_filter_config`. A group with a NaN is kept, and so is a group
+    in one batch.
     """
     rewards = [data.batch["response_level_rewards"] for data in data_list]
     if len(rewards) == 1:
@@ -60,12 +60,12 @@ def response_filter(data_item: RollDataProto, config: Any) -> bool:
 
 
 def is_report_data_finished(data: RollDataProto) -> bool:
-    """Whether no generation of this answer was aborted."""
+    """Whether no generation of this result was aborted."""
     return "abort" not in data.meta_info.get("finish_reasons", [])
 
 
 def postprocess_output_data(request: RollDataProto, data: RollDataProto, sequence_length: int) -> RollDataProto:
-    """A request and the engine's answer as a batch of responses, padded to `sequence_length`."""
+    """A request and the engine's result as a batch of responses, padded to `sequence_length`."""
     for name in ("input_ids", "attention_mask"):
         request.batch[name] = request.batch.pop(f"init_{name}", request.batch[name])
     earlier = request.meta_info.pop("pre_output_token_ids", None)
@@ -92,7 +92,7 @@ def _continued(earlier: list[list[Any]] | None, later: list[list[Any]]) -> list[
 def postprocess_paused_data(
     pre_data: RollDataProto, data: RollDataProto, sequence_length: int, prompt_length: int
 ) -> RollDataProto:
-    """The request that goes on where an aborted generation has stopped."""
+    """The request that continues an aborted generation."""
     if data.meta_info.get("output_token_ids") is None:
         return pre_data
     assert len(data.meta_info["output_token_ids"]) == 1, "partial rollouts need is_num_return_sequences_expand"
@@ -124,10 +124,10 @@ def response_batch(
     sequence_length: int,
     pad_token_id: int,
 ) -> dict[str, torch.Tensor]:
-    """ROLL's tensors of responses; those of one prompt stand together, equally many for each.
+    """ROLL's tensors of responses, grouped by prompt, equally many for each.
 
     `prompts` (B, P) is padded on the left, `responses` (B, R) on the right. `input_ids`, the masks and `position_ids`
-    are over both without the padding between: (B, `sequence_length`), padded on the right.
+    cover both, without the padding between them: (B, `sequence_length`), padded on the right.
     """
     width = prompts.batch["input_ids"].shape[1]
     each = len(responses) // len(prompts)
@@ -162,8 +162,8 @@ def response_batch(
 
 
 class UserDefinedRolloutLoop:
-    """ROLL's own loop, and the base of others: `process_new_prompt` returns the responses of a prompt, or None, upon
-    which another prompt takes its place. What it raises, except for `CancelledError`, ends the training.
+    """ROLL's own loop, and the base of others: `process_new_prompt` returns the responses of a prompt, or None to
+    replace the prompt. An exception, except `CancelledError`, ends the training.
     """
 
     async def process_new_prompt(self, context: Any) -> Any:

@@ -1,7 +1,7 @@
-"""The scheduler of one domain, or of validation: prompts begin, are generated, rewarded, and become a batch.
+"""The scheduler of one domain, or of validation: generates and rewards prompts, and collects a batch.
 
-The order of things is that of ROLL's `generate_scheduler.py`. In the streaming path a rollout loop plays every prompt
-in a task of its own, and the first exception of any of them ends the training. In the batch path there is no loop.
+The order of steps is that of ROLL's `generate_scheduler.py`. In the streaming path a rollout loop plays every prompt in
+its own task, and the first exception ends the training. In the batch path there is no loop.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from .replay import ReplayBuffer, RollItem
 from .rollout_loop import expand_responses, query_filter, response_batch
 
 _SETTLING = 100
-"""Turns of the event loop in which all that needs no more than turns has happened."""
+"""Steps of the event loop after which everything that waits for nothing else has happened."""
 
 
 @dataclass(frozen=True)
 class RollPrompt:
-    """A prompt that did not make it into a batch. `id` is that of its row, None if its loop never asked for one."""
+    """A prompt that is in no batch. `id` is the id of its row; None if its loop never asked for a row."""
 
     domain: str
     prompt_id: int
@@ -41,7 +41,7 @@ class RollPrompt:
 
 @dataclass
 class RollRecord:
-    """What happened since the last batch, beside the batch."""
+    """The other results since the last batch."""
 
     dropped: list[RollPrompt] = field(default_factory=list)
     aborted: list[RollPrompt] = field(default_factory=list)
@@ -51,7 +51,7 @@ class RollRecord:
 
 
 class RollScheduler:
-    """Samples from one data set; `clusters` are the domains whose workers may be asked. Lives on one event loop."""
+    """Samples from one data set, on one event loop. `clusters` are the domains whose workers it may call."""
 
     def __init__(
         self,
@@ -88,7 +88,7 @@ class RollScheduler:
         self._random = random.Random(f"{config.seed}/{name}")
 
     def next_name(self) -> str:
-        """A name for a rollout: a UUID, the same in every run."""
+        """An id for a rollout: a UUID, the same in every run."""
         return str(uuid.UUID(int=self._random.getrandbits(128), version=4))
 
     def next_request(self) -> dict[str, Any]:
@@ -100,7 +100,7 @@ class RollScheduler:
         return collate(items, pad_token_id=tokenizer.pad_token_id, length=length)
 
     async def get_batch(self, meta_info: dict[str, Any], prompts: int) -> RollDataProto:
-        """A batch of `prompts` groups. Raises what a worker or a rollout loop raised."""
+        """A batch of `prompts` groups. Raises the errors of workers and rollout loops."""
         if self.pipeline_config.generate_opt_level == 0:
             return await self._whole_batch(meta_info, prompts)
         if self._sending is None:
@@ -129,7 +129,7 @@ class RollScheduler:
             await self.pause()
         else:
             await self.settle()
-            self.resumed.clear()  # or an engine that takes no time would sample ahead without end
+            self.resumed.clear()  # otherwise an engine that takes no time would sample ahead for ever
         for domain, durations in self.durations.items():
             batch.meta_info["metrics"].update(durations.log(f"scheduler/{domain}/time"))
         return batch
@@ -147,7 +147,7 @@ class RollScheduler:
         return batch
 
     async def pause(self) -> None:
-        """Send no more requests, and abort what is being generated and what is too old. Rewards go on."""
+        """Stop sending requests, and abort generations and prompts that are too old. Rewards continue."""
         self.resumed.clear()
         aborted, surplus = self.replay_buffer.gc()
         for prompt_id in aborted:
@@ -159,7 +159,7 @@ class RollScheduler:
         await asyncio.sleep(0)
 
     async def settle(self) -> None:
-        """Let sampling ahead come as far as it can without a reward or a release, as it does while ROLL trains."""
+        """Let sampling ahead run until it waits for a reward or a release, as it does while ROLL trains."""
         for _ in range(_SETTLING):
             await asyncio.sleep(0)
 
@@ -174,7 +174,7 @@ class RollScheduler:
         error = None if task.cancelled() else task.exception()
         if error is not None and not self._failed.done():
             self._failed.set_exception(error)
-            self._failed.exception()  # told by the next get_batch, which may never come
+            self._failed.exception()  # the next get_batch raises it, but there may be none
             self._cancel()
 
     async def _play(self, prompt_id: int) -> None:
@@ -212,7 +212,7 @@ class RollScheduler:
                 task.cancel()
 
     async def close(self) -> None:
-        """End what still runs."""
+        """End all tasks."""
         tasks = [task for task in [self._sending, *self._tasks.values()] if task is not None]
         self._cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -257,12 +257,12 @@ class RollScheduler:
             for _ in range(count)
         ]
         tokens = [answer for answer, _ in await asyncio.gather(*writing)]
-        # ROLL takes the sequence length of training here, in validation too.
+        # ROLL uses the sequence length of training here, also in validation.
         length, pad = self.pipeline_config.sequence_length, self.engine.tokenizer.pad_token_id
         return response_batch(asked, tokens, None, sequence_length=length, pad_token_id=pad)
 
     async def _rewarded(self, batch: RollDataProto) -> RollDataProto:
-        """The rewards of a batch: each domain's rows from its own workers (reward_scheduler.py), in the given order."""
+        """The rewards of a batch in its order; each domain's rows go to its own workers (reward_scheduler.py)."""
         batch.batch["prompt_id"] = torch.arange(len(batch))
         groups = batch.group_by("domain")
         asked = [domain for domain in self.clusters if domain in groups]

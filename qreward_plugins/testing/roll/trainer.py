@@ -1,8 +1,8 @@
 """A stand-in for ROLL's rollout side, for unit tests of reward workers and rollout loops.
 
-What goes wrong there in rewards goes wrong hours into a run: an exception ends the training, a NaN poisons its group
-without a word, a tensor too many breaks a concatenation. The stand-in makes the same calls in the same order and fails
-in the same way, with no ROLL, Ray, vLLM, Megatron or GPU, in milliseconds; it needs torch.
+A mistake in rewards shows hours into a run: an exception ends the training, a NaN spoils its group without a message,
+an additional tensor breaks a concatenation. The stand-in makes the same calls in the same order and fails in the same
+way, in milliseconds, without ROLL, Ray, vLLM, Megatron or a GPU; it needs torch.
 
     with roll_stand_in():
         with FakeRollTrainer({"math": {"worker_cls": "my_rewards.MathWorker"}}, adv_estimator="grpo") as trainer:
@@ -41,34 +41,34 @@ from .scheduler import RollRecord, RollScheduler
 T = TypeVar("T")
 
 _START_S = 60.0
-"""Seconds that making all workers may take, and closing them."""
+"""Most seconds for making all workers, and for closing them."""
 
 
 class FakeRollTrainer:
-    """ROLL's `RLVRPipeline` with its inference and its trainer played.
+    """ROLL's `RLVRPipeline`, with a fake inference engine and trainer.
 
-    `rewards` is ROLL's node of that name: for every domain `worker_cls` (a dotted path or the class, made on the
+    `rewards` is ROLL's node of that name: for every domain `worker_cls` (a dotted path, or a class derived from the
     `Worker` of `roll_stand_in()`), `reward_manager_config`, `world_size`, `tag_included`, `query_filter_config`,
     `system_envs` and so on. `flags` are ROLL's own with ROLL's defaults, except for `rollout_batch_size` and
     `num_return_sequences_in_group`, which are 4, and `prompt_length` and `sequence_length`, 128 and 192.
     `user_defined_rollout_loop_cls` may be the class itself.
 
-    `rows`: the data set of every domain, or for each domain its own; a row is a question, or a mapping with `messages`
-    or a `prompt`, `ground_truth`, `tag`, `id` and any columns. `val_rows`: those of the validation, each with its
+    `rows`: the data set of all domains, or one for each domain; a row is a question, or a mapping with `messages`
+    or a `prompt`, `ground_truth`, `tag`, `id` and any columns. `val_rows`: the rows of the validation, each with its
     `domain` or `tag`. `domain_interleave_probs`: each domain's part of the batch, equal by default.
-    `generating_args` and `val_generating_args` set what stands in `generation_config`.
+    `generating_args` and `val_generating_args` set `generation_config`.
 
-    `respond(draft, rng)` writes a response (it may be async); the tokenizer makes a token of each word and an end token
-    follows. `hold(draft)` true: this generation waits for `release()`, or until it is aborted. `seed` fixes all that is
-    random. `timeout_s` bounds a step and a validation where ROLL would wait for its `rpc_timeout`; None: so does this.
+    `respond(draft, rng)` returns a response; it may be async. A word is a token, and an end token follows. If
+    `hold(draft)` is true, the generation waits for `release()`, or until it is aborted. `seed` fixes all random
+    numbers. `timeout_s` bounds a step and a validation; with None `rpc_timeout` does, as in ROLL.
 
-    A worker with async methods runs on the trainer's event loop, any other in a thread of its own, one call at a time.
+    A worker with async methods runs on the trainer's event loop, any other in its own thread, one call at a time.
     `system_envs` are in `os.environ` while its worker is made and initialised. A worker's `close`, sync or async, is
-    called at the end if it has one; in ROLL its process is killed. Leaving the context closes the trainer. Methods are
+    called at the end if it has one; ROLL kills its process. Leaving the context closes the trainer. Methods are
     for one thread, except `release` and `wait_until_held`.
 
-    Raises `TypeError` for an unknown name, `ValueError` where ROLL does not start, and whatever making and initialising
-    the workers and importing their classes raises.
+    Raises `TypeError` for an unknown name, `ValueError` if ROLL would not start, and the errors of importing, making
+    and initialising the workers.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class FakeRollTrainer:
         for domain, dataset in datasets.items():
             if len(dataset) <= self._sizes[domain]:
                 raise ValueError(
-                    f"the data set of {domain} has {len(dataset)} rows: ROLL wants more than its "
+                    f"the data set of {domain} has {len(dataset)} rows: ROLL needs more than the "
                     f"{self._sizes[domain]} prompts of a batch"
                 )
         val_set = RollDataset([self._encoded_val(row, number) for number, row in enumerate(val_rows)], seed)
@@ -148,13 +148,13 @@ class FakeRollTrainer:
         self, name: str, domains: Sequence[str], dataset: RollDataset, loop: Any, *, is_val: bool
     ) -> RollScheduler:
         clusters = {domain: self._clusters[domain] for domain in domains}
-        config = copy.deepcopy(self.pipeline_config)  # a scheduler is an actor of its own
+        config = copy.deepcopy(self.pipeline_config)  # a scheduler is a separate actor
         return RollScheduler(name, config, self._engine, clusters, dataset, loop, is_val=is_val)
 
     def step(self) -> RollStep:
-        """Sample one batch and compute what would train.
+        """Sample one batch and compute its advantages.
 
-        Raises what a worker or a rollout loop raises, upon which ROLL's training ends: any further step is a
+        Raises the errors of workers and rollout loops. These end ROLL's training, so any further step raises
         `RuntimeError`. Raises `TimeoutError` after `rpc_timeout`, as ROLL does, or after `timeout_s`.
         """
         self._step = next(self._steps)
@@ -190,7 +190,7 @@ class FakeRollTrainer:
         )
 
     def start_step(self) -> Future[RollStep]:
-        """`step` in a thread of its own, for tests that act while it runs."""
+        """`step` in its own thread, for tests that act while it runs."""
         if self._background is None:
             self._background = ThreadPoolExecutor(1, thread_name_prefix="fake-roll-driver")
         return self._background.submit(self.step)
@@ -213,11 +213,11 @@ class FakeRollTrainer:
         )
 
     def workers(self, domain: str) -> list[Any]:
-        """The workers of a domain. Those with async methods belong to the trainer's event loop: look only."""
+        """The workers of a domain. Workers with async methods belong to the trainer's event loop: only read them."""
         return [actor.worker for actor in self._clusters[domain].actors]
 
     def release(self, which: Callable[[RollDraft], bool] | None = None) -> int:
-        """Let held generations finish (those for which `which` is true), and say how many. From any thread."""
+        """Release held generations for which `which` is true; return their number. From any thread."""
         return self._engine.release(which)
 
     def wait_until_held(self, count: int, timeout_s: float = 20.0) -> None:
@@ -225,7 +225,7 @@ class FakeRollTrainer:
         self._engine.held.wait_until(count, timeout_s)
 
     def close(self) -> None:
-        """End what still runs, close the workers that can be closed, stop the threads. May be called more than once."""
+        """End all tasks, close the workers that have `close`, and stop the threads. May be called more than once."""
         try:
             if self._finalizer.alive:
                 self._loop.run(self._end(), _START_S)
@@ -337,7 +337,7 @@ class FakeRollTrainer:
 
 
 def _loaded(path: Any) -> Any:
-    """The class of a dotted path. Raises what importing raises; ROLL's own loop is this one's."""
+    """The class of a dotted path; ROLL's own loop is the stand-in's. Raises the errors of the import."""
     if path == DEFAULT_LOOP:
         return UserDefinedRolloutLoop
     if not isinstance(path, str):

@@ -1,7 +1,7 @@
 """An env manager of ROLL's agentic pipelines that plays one trajectory at a time, without gem, threads and queues.
 
-What a class in front of ROLL's `TrajEnvManager` meets is kept: how the history grows, that it ends with a turn which
-was only opened, what of it goes into the rollout, and which tokens are trained (env_manager/traj_env_manager.py).
+It behaves as ROLL's `TrajEnvManager` does to a mixin: the history grows in the same way and ends with a turn without a
+response, and the same parts of it are in the rollout and trained (env_manager/traj_env_manager.py).
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ _AGGREGATED: dict[str, Callable[[list[float]], float]] = {
 
 
 class Environment(Protocol):
-    """gem's interface of an environment, as far as ROLL uses it."""
+    """The part of gem's environment interface that ROLL uses."""
 
     def reset(self, seed: int | None = None) -> tuple[str, dict[str, Any]]:
-        """The first observation, and what goes into the history beside it."""
+        """The first observation, and further entries for the history."""
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
-        """The next observation, the reward, whether it is over, whether it was cut short, and `metrics` and such."""
+        """The next observation, the reward, whether it terminated, whether it was truncated, and `metrics` and such."""
 
 
 @dataclass
 class RolloutCache:
-    """A trajectory while it is played; `history` has a dict for every turn, the one that was opened last included."""
+    """A trajectory in progress. `history` has a dict for every turn, also for the last one without a response."""
 
     env_id: int
     group_id: int
@@ -58,9 +58,9 @@ class RolloutCache:
 class FakeTrajEnvManager:
     """ROLL's `TrajEnvManager` for unit tests of what overrides `formulate_rollouts` and its other methods.
 
-    `respond(messages, rng)` writes a turn of the policy; None: the context is too long, and the trajectory ends there.
-    `env_config` is the environment's own: `tag`, `group_id`, `env_id`, `max_steps`, `group_seed`, and all that stands
-    in `custom_envs.<tag>`. `group_size` is that of ROLL's `train_env_manager`.
+    `respond(messages, rng)` returns a turn of the policy, or None if the context is too long, which ends the
+    trajectory. `env_config` is the environment's configuration: `tag`, `group_id`, `env_id`, `max_steps`, `group_seed`,
+    and all of `custom_envs.<tag>`. `group_size` is that of ROLL's `train_env_manager`.
 
     Raises `TypeError` for an unknown argument, as Python does.
     """
@@ -99,7 +99,7 @@ class FakeTrajEnvManager:
         """Play one trajectory and return its rollout, a batch of one: `input_ids`, `attention_mask`, `position_ids`,
         `prompt_mask`, `response_mask` and `scores` (1, `sequence_length`), and `episode_scores` and `step_scores`.
 
-        Raises what the environment and `respond` raise, and `IndexError`, as ROLL, if there was no turn at all.
+        Raises the errors of the environment and of `respond`, and `IndexError`, as ROLL does, if there was no turn.
         """
         self.episode_id = episode_id
         cache = self.reset()
@@ -115,11 +115,11 @@ class FakeTrajEnvManager:
         return rollout
 
     def stop(self) -> None:
-        """As ROLL: no further trajectory is to be played."""
+        """ROLL's call before it shuts down."""
         self.running = False
 
     def reset(self) -> RolloutCache:
-        """Begin a trajectory."""
+        """Start a trajectory."""
         config = self.env_config
         self.rollout_cache = RolloutCache(env_id=config["env_id"], group_id=config["group_id"], tag=config["tag"])
         observation, info = self.env.reset(seed=self.group_seed + (self.episode_id or 0))
@@ -132,7 +132,7 @@ class FakeTrajEnvManager:
         self.rollout_cache.history.append({"observation": observation, "actions_left": left, "messages": None, **more})
 
     def make_decision(self, rollout_cache: RolloutCache) -> list[int] | None:
-        """The tokens of the policy's turn; None where there is no room for one."""
+        """The tokens of the policy's turn; None if there is no room for one."""
         turn = self.format_messages(rollout_cache)
         earlier = [token for done in rollout_cache.history[:-1] for token in done["prompt_ids"] + done["response_ids"]]
         messages = [message for opened in rollout_cache.history for message in opened["messages"]]
@@ -149,7 +149,7 @@ class FakeTrajEnvManager:
         return tokens
 
     def format_messages(self, rollout_cache: RolloutCache) -> dict[str, Any]:
-        """Write the messages of the turn that was opened last into it, and their tokens."""
+        """Add its messages and their tokens to the last turn."""
         turn = rollout_cache.history[-1]
         messages = []
         asked = self.agent_template.format(
@@ -165,7 +165,7 @@ class FakeTrajEnvManager:
         return turn
 
     def step(self, llm_output: Sequence[int]) -> RolloutCache:
-        """Hand the policy's turn to the environment, and open the next."""
+        """Pass the policy's turn to the environment, and open the next one."""
         cache: RolloutCache = self.rollout_cache
         said = self.tokenizer.decode(llm_output, skip_special_tokens=False)
         observation, reward, cache.terminated, cache.truncated, info = self.env.step(action=said)
@@ -179,7 +179,7 @@ class FakeTrajEnvManager:
         return cache
 
     def formulate_rollouts(self, rollout_cache: RolloutCache) -> RollDataProto:
-        """The rollout of a trajectory: the sum of the turns' rewards stands at the last token of `scores`."""
+        """The rollout of a trajectory. The last token of `scores` has the sum of the turns' rewards."""
         history = rollout_cache.history
         if "observation" in history[-1]:
             history.pop()

@@ -1,6 +1,6 @@
-"""The base of ROLL's reward workers and what marks their methods, for classes that are defined in tests without ROLL.
+"""The base class of ROLL's reward workers and the decorator of their methods, for tests without ROLL.
 
-In ROLL a worker is a Ray actor, which learns who it is from its environment; so does this one.
+In ROLL a worker is a Ray actor, which reads its rank from its environment; so does this one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _log = logging.getLogger("qreward_plugins.testing.roll")
 
 
 class Dispatch(enum.Enum):
-    """How a call of a cluster is spread over its workers."""
+    """How a cluster's call is distributed over its workers."""
 
     ONE_TO_ALL = enum.auto()
     ONE_TO_ALL_ONE = enum.auto()
@@ -46,9 +46,9 @@ def register(
     prefetch: bool = False,
     to_remote: bool = False,
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Mark a method as one that a cluster calls, as ROLL's decorator does. A method that is async stays async."""
-    assert isinstance(dispatch_mode, (Dispatch, dict)), f"dispatch_mode is no Dispatch: {dispatch_mode!r}"
-    assert isinstance(execute_mode, Execute), f"execute_mode is no Execute: {execute_mode!r}"
+    """Mark a method that a cluster calls, as ROLL's decorator does. An async method stays async."""
+    assert isinstance(dispatch_mode, (Dispatch, dict)), f"dispatch_mode is not a Dispatch: {dispatch_mode!r}"
+    assert isinstance(execute_mode, Execute), f"execute_mode is not an Execute: {execute_mode!r}"
 
     def mark(method: Callable[..., Any]) -> Callable[..., Any]:
         if inspect.iscoroutinefunction(method):
@@ -70,7 +70,7 @@ def register(
 
 @dataclass
 class RankInfo:
-    """A worker's place among those of its cluster."""
+    """A worker's rank in its cluster."""
 
     world_size: int = 1
     tp_size: int = 1
@@ -89,7 +89,7 @@ class RankInfo:
 
 
 class Worker:
-    """ROLL's `Worker` as far as a reward worker sees it. `FakeRollTrainer` makes and calls it."""
+    """The part of ROLL's `Worker` that reward workers use. `FakeRollTrainer` makes and calls it."""
 
     def __init__(self, worker_config: Any) -> None:
         self.worker_config = worker_config
@@ -119,7 +119,7 @@ class Worker:
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_states(self, *args: Any, **kwargs: Any) -> None:
-        """Called before the rollouts of a step, or once at the beginning in asynchronous training."""
+        """Called before the rollouts of a step; in asynchronous training once, at the start."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def offload_states(self, *args: Any, **kwargs: Any) -> None:

@@ -1,1 +1,1 @@
-"""slime's rollout side as a stand-in for unit tests: same calls, same order, same failures, no dependencies."""
+"""A stand-in for slime's rollout side, for unit tests: the same calls, order and failures, without dependencies."""

@@ -1,9 +1,9 @@
-"""The advantages that slime's trainer computes from the rewards, as far as they can be known without a model.
+"""The advantages that slime's trainer computes from the rewards, without a model.
 
-The policy, its reference and the critic are taken to be worth nothing: the KL penalty is zero, and with ppo the critic
-says 0 everywhere. Then grpo, gspo, cispo and reinforce_plus_plus_baseline give every token the normalised reward,
-reinforce_plus_plus gives the reward at the last trained token, discounted backwards, and ppo the same from the last
-token. Whitening (`normalize_advantages`) is over all trained tokens of the batch, as with one data-parallel rank.
+The KL penalty is taken as zero, and with ppo the critic's values, too. Then grpo, gspo, cispo and
+reinforce_plus_plus_baseline give every token the normalised reward, reinforce_plus_plus gives the reward at the last
+trained token, discounted backwards, and ppo the same from the last token. Whitening (`normalize_advantages`) is over
+all trained tokens of the batch, as with one data-parallel rank.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .floats import round32, sum32
 
 
 def token_advantages(args: Namespace, rewards: Sequence[Any], loss_masks: Sequence[Sequence[int]]) -> list[list[float]]:
-    """For each sample one number a token.
+    """One number for each token of each sample.
 
-    Raises what slime's trainer raises: `TypeError` for a reward that is no number; with ppo `IndexError` for an empty
+    Raises the errors of slime's trainer: `TypeError` for a reward that is no number; with ppo `IndexError` for an empty
     response; with reinforce_plus_plus `AssertionError` for a sample without a trained token, so that `remove_sample`
     ends the run there; with `normalize_advantages` `ValueError` if no token of the batch is trained.
     """
@@ -31,7 +31,7 @@ def token_advantages(args: Namespace, rewards: Sequence[Any], loss_masks: Sequen
 
 
 def sample_advantages(tokens: Sequence[Sequence[float]], loss_masks: Sequence[Sequence[int]]) -> list[float | None]:
-    """For each sample the mean over its trained tokens; None where none is trained."""
+    """The mean over the trained tokens of each sample; None if none is trained."""
     trained = [
         [value for value, counts in zip(values, mask, strict=True) if counts]
         for values, mask in zip(tokens, loss_masks, strict=True)
@@ -60,10 +60,10 @@ def _discounted(reward: float, last: int, length: int, discount: float) -> list[
 
 
 def _whiten(advantages: list[list[float]], loss_masks: Sequence[Sequence[int]]) -> list[list[float]]:
-    """Multiplies with the mask where others would choose by it, so NaN spoils the batch even where nothing is trained.
+    """Whiten as slime does. It multiplies with the mask, so a NaN reaches the whole batch even if it is not trained.
 
-    The variance is the mean square less the square of the mean. Of equal numbers that is rounding, and NaN comes out
-    where it is negative: slime's trainer then trains on NaN, and so this does not hide it.
+    The variance is the mean square minus the square of the mean. For equal numbers only rounding is left of it, and the
+    result is NaN if that is negative. slime's trainer trains on NaN then.
     """
     count = sum(map(sum, loss_masks))
     if not count:

@@ -1,7 +1,7 @@
-"""The flags of slime that reach reward hooks: names, defaults, and what slime makes of them at startup.
+"""The flags of slime that reach reward hooks: names, defaults, and how slime resolves them at startup.
 
-slime ignores flags that it does not know, which is how a misspelled `--custom-rm-pth` trains without a reward. Here an
-unknown name is an error that names the nearest.
+slime ignores unknown flags, so it trains without a reward after a misspelled `--custom-rm-pth`. Here an unknown name is
+an error that suggests the nearest.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_pl
 DEFAULT_ROLLOUT_FUNCTION = "slime.rollout.sglang_rollout.generate_rollout"
 
 DEFAULTS: dict[str, Any] = {
-    # The two sizes have no such defaults in slime: there the first is required, the second is 1.
+    # These two defaults differ from slime's: there the first is required, the second is 1.
     "rollout_batch_size": 4,
     "n_samples_per_prompt": 4,
     "over_sampling_batch_size": None,
@@ -71,7 +71,7 @@ DEFAULTS: dict[str, Any] = {
     "eval_top_k": None,
     "eval_max_response_len": None,
     "eval_custom_rm_path": None,
-    # Carried for hooks that read them; the fake has nothing that they could change.
+    # For hooks that read them; they change nothing in the fake.
     "rollout_global_dataset": True,
     "num_rollout": None,
     "num_epoch": None,
@@ -91,7 +91,7 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class EvalDataset:
-    """One data set to evaluate on, resolved against the flags as slime does; `samples` are its prompts."""
+    """An evaluation data set, resolved against the flags as in slime; `samples` are its prompts."""
 
     name: str
     samples: Sequence[SlimeSample]
@@ -106,7 +106,7 @@ class EvalDataset:
     metadata_overrides: Mapping[str, Any] = field(default_factory=dict)
 
     def metadata_of(self, sample: SlimeSample) -> dict[str, Any]:
-        """What a sample of this data set gets as metadata: its own, the `rm_type`, then the overrides."""
+        """The metadata of a sample of this data set: its own, the `rm_type`, then the overrides."""
         chosen = {} if self.rm_type is None else {"rm_type": self.rm_type}
         return {**(sample.metadata or {}), **chosen, **self.metadata_overrides}
 
@@ -125,7 +125,7 @@ EVAL_DATASET_KEYS = (
 
 
 def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise `TypeError` for the first name in `given` that is not `known`, naming the nearest that is."""
+    """Raise `TypeError` for the first name in `given` that is not `known`, with the nearest known one."""
     names = list(known)
     for name in given:
         if name not in names:
@@ -137,8 +137,8 @@ def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> Non
 def resolve_args(flags: Mapping[str, Any], extra: Mapping[str, Any]) -> Namespace:
     """The `args` of a slime process that was started with `flags`.
 
-    `extra` is what a `--custom-config-path` file would hold: every key becomes an attribute, over whatever it was.
-    Raises `TypeError` for an unknown flag, and `ValueError` where slime refuses to start.
+    `extra` is the content of a `--custom-config-path` file: every key becomes an attribute and overrides a flag. Raises
+    `TypeError` for an unknown flag, and `ValueError` if slime refuses to start.
     """
     refuse_unknown(flags, DEFAULTS, "FakeSlimeTrainer")
     args = Namespace(**{**DEFAULTS, **flags})

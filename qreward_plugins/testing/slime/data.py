@@ -1,7 +1,7 @@
-"""Where prompts come from: slime's data source with its buffer of unfinished groups.
+"""slime's data source, with its buffer of unfinished groups.
 
-The quirks at the end of an epoch are kept, because they decide which prompts a step sees: prompts of the next epoch
-fill up the request, and a data set smaller than a request wraps once only, so fewer groups come.
+At the end of an epoch it behaves as slime's does: prompts of the next epoch fill up the request, but a data set smaller
+than a request wraps only once, so fewer groups come.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DEFAULT_PROMPTS: tuple[dict[str, str], ...] = tuple(
 
 
 def prompt_of(row: Row) -> SlimeSample:
-    """The sample that a row of a data set becomes. Raises `TypeError` for a key that a row does not have."""
+    """Turn a row of a data set into a sample. Raises `TypeError` for a key that a row does not have."""
     if isinstance(row, SlimeSample):
         return copy.deepcopy(row)
     if isinstance(row, str | list):

@@ -1,7 +1,7 @@
-"""The inference engine that isn't there: it writes responses at once, unless the test holds them back.
+"""A fake inference engine, which writes responses at once unless the test holds them.
 
-Tests of oversampling and of aborts need slow generations. A real engine is slow by the clock; here a generation is held
-until an event, so that a test says which ones are slow and gets the same run every time.
+Tests of oversampling and aborts need slow generations. Here a generation is held until an event instead of for some
+time, so that a test chooses the slow ones and every run is the same.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ def tokens_of(text: str) -> list[int]:
 
 
 def answer_by_chance(sample: SlimeSample, rng: random.Random) -> str:
-    """The default response: the label, or as often another answer."""
+    """The default response: the label or, with equal chance, another answer."""
     right = rng.random() < 0.5
     return f"The answer is {sample.label if right else rng.randrange(100, 1000)}"
 
 
 class SlimeEngine:
-    """Plays `/generate`, with seeded responses, and the abort of all that is running.
+    """Plays `/generate` with seeded responses, and aborts.
 
-    `respond` writes (or, as an async function, resolves to) the text of one generation; None: the engine aborted it. A
-    generation for which `hold` is true is held once its text is written.
+    `respond` returns the text of a generation, or None if the engine aborted it; it may be async. A generation for
+    which `hold` is true is held after its text is written.
     """
 
     def __init__(self, respond: Respond, hold: Hold | None, seed: int) -> None:
@@ -46,17 +46,17 @@ class SlimeEngine:
         self._hold = hold
         self._seed = seed
         self.held: HeldGenerations[SlimeSample] = HeldGenerations()
-        """What waits for the test to release it."""
+        """Generations that wait for the test to release them."""
         self._aborted = asyncio.Event()
 
     def rng(self, *scope: object) -> random.Random:
-        """A generator of random numbers that depends on the seed and on `scope` only."""
+        """A random number generator that depends only on the seed and `scope`."""
         return random.Random("/".join(str(part) for part in (self._seed, *scope)))
 
     async def generate(
         self, args: Namespace, sample: SlimeSample, sampling_params: dict[str, Any], rollout_id: int
     ) -> SlimeSample:
-        """Write the response of `sample`, after what it has already. Raises `AssertionError` if it is finished."""
+        """Append to the response of `sample`. Raises `AssertionError` if it is finished."""
         assert sample.status in (SlimeSample.Status.PENDING, SlimeSample.Status.ABORTED), f"status {sample.status}"
         limit = sampling_params.get("max_new_tokens")
         if limit is not None:
@@ -106,7 +106,7 @@ class SlimeEngine:
         return not self._aborted.is_set() and await self.held.wait(sample)
 
     def abort(self) -> None:
-        """Abort what is being generated: a held generation keeps the first half of its words."""
+        """Abort running generations: a held one keeps the first half of its words."""
         self._aborted.set()
         self.held.abort()
 

@@ -1,7 +1,7 @@
 """Arithmetic in 32-bit floats as torch does it on a CPU, without torch.
 
-Where slime subtracts numbers that are nearly equal, what is left is rounding, and slime then divides by it. To show the
-same numbers, the sums here are rounded at every step and added up in torch's order.
+Where slime subtracts nearly equal numbers, only rounding is left, and slime divides by it. To get the same numbers,
+these sums are rounded at every step and added in torch's order.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def round32(value: float) -> float:
 
 
 def _strided_sum(values: Sequence[float]) -> float:
-    """torch adds in four interleaved sums, the rest goes to the first, and then those are added."""
+    """torch's order: four interleaved sums, the rest added to the first, then their sum."""
     whole = len(values) // _WAYS * _WAYS
     sums = [0.0] * _WAYS
     for position, value in enumerate(values[:whole]):

@@ -1,8 +1,8 @@
-"""How slime finds its hooks and what it makes of their answers.
+"""Loads slime's hooks, and treats their results as slime does.
 
-Hooks are found by dotted path and by nothing else (`pkg.mod:name` fails), and a path is looked up once in the life of
-a process. A test may also give the function itself. The answers are taken as slime takes them, traps included: an
-answer of a dynamic filter that is not a `DynamicFilterOutput` counts by its truth, so a look-alike always keeps.
+Hooks are loaded by dotted path only (`pkg.mod:name` fails), once in a process. A test may also pass the function
+itself. As in slime, a result of a dynamic filter that is not a `DynamicFilterOutput` counts by its truth value, so
+another object with such fields always keeps the group.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ Hook: TypeAlias = Callable[..., Any]
 
 @dataclass
 class DynamicFilterOutput:
-    """What a dynamic sampling filter answers, as in slime's `slime.rollout.filter_hub.base_types`.
+    """The result of a dynamic sampling filter, as in slime's `slime.rollout.filter_hub.base_types`.
 
-    `keep_when_insufficient`: keep the group all the same where dropping it would take another round of prompts.
+    `keep_when_insufficient`: keep the group anyway if dropping it would need another round of prompts.
     """
 
     keep: bool
@@ -44,7 +44,7 @@ class HookLoader:
     def load(self, path: str | Hook) -> Hook:
         """The function named by `path`; a function is returned as it is.
 
-        Raises what importing raises: `ModuleNotFoundError`, `AttributeError`, and `ValueError` without any dot.
+        Raises the errors of the import: `ModuleNotFoundError`, `AttributeError`, and `ValueError` without any dot.
         """
         if not isinstance(path, str):
             return path
@@ -55,10 +55,10 @@ class HookLoader:
 
 
 def ask_filter(hook: Hook | None, args: Namespace, group: list[Any]) -> DynamicFilterOutput:
-    """The verdict on one group.
+    """The filter's result for one group.
 
-    Also takes slime's own class, and that of an adapter which brings its own for where slime is not installed: any
-    dataclass with just these fields.
+    It accepts any dataclass with exactly these fields, so also slime's own class, and an adapter's own for use without
+    slime.
     """
     if hook is None:
         return DynamicFilterOutput(keep=True)
@@ -69,7 +69,7 @@ def ask_filter(hook: Hook | None, args: Namespace, group: list[Any]) -> DynamicF
 
 
 def is_dropped(answer: DynamicFilterOutput, *, remaining: int, wanted: int) -> bool:
-    """Whether a group goes: `remaining` groups are under way or kept, `wanted` make a batch."""
+    """Whether a group is dropped. `remaining` groups are running or kept; `wanted` make a batch."""
     return not answer.keep and not (answer.keep_when_insufficient and remaining <= wanted)
 
 
@@ -83,7 +83,7 @@ def _accepted(hook: Hook, options: dict[str, Any]) -> dict[str, Any]:
 async def apply_sample_hooks(args: Namespace, loader: HookLoader, value: Any, **options: Any) -> Any:
     """Run `--rollout-sample-hook-path` on every sample in `value`, which may be nested lists.
 
-    A hook may be async, gets the options that it names, and replaces the sample by what it returns (None: keeps it).
+    A hook may be async, gets the options that it names, and may return another sample, or None to keep the sample.
     Raises `TypeError` if it returns anything else.
     """
     if not args.rollout_sample_hook_path:
@@ -103,10 +103,9 @@ async def apply_sample_hooks(args: Namespace, loader: HookLoader, value: Any, **
 
 
 async def reward_one(args: Namespace, loader: HookLoader, sample: SlimeSample) -> Any:
-    """The reward of one sample: by its own `custom_rm_path` (an evaluation's data set sets it), else by the flag.
+    """The reward of one sample, by its own `custom_rm_path` (which an evaluation's data set sets), else by the flag.
 
-    Raises `NotImplementedError` where neither is set: slime would go on with `--rm-type`, whose functions live in
-    slime.
+    Raises `NotImplementedError` if neither is set: slime would use `--rm-type`, whose functions are part of slime.
     """
     path = sample.custom_rm_path or args.custom_rm_path
     if path:
@@ -123,8 +122,8 @@ async def reward_one(args: Namespace, loader: HookLoader, sample: SlimeSample) -
 async def reward_many(args: Namespace, loader: HookLoader, samples: list[Any]) -> Any:
     """The rewards of a group, or of the samples that one generation fanned out into: one call with the list.
 
-    Only without `--custom-rm-path` each sample is asked for by itself. So the `custom_rm_path` of an evaluation's data
-    set is not heeded for samples that fan out, while the flag is set: that is slime's order.
+    Without `--custom-rm-path` there is one call for each sample. So, as in slime, with the flag the `custom_rm_path` of
+    an evaluation's data set is ignored for samples that fan out.
     """
     if args.custom_rm_path is not None:
         return await loader.load(args.custom_rm_path)(args, samples)

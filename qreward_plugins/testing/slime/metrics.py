@@ -1,7 +1,7 @@
 """The metrics that slime logs, and how it calls its log hooks.
 
-A log hook that returns something true has slime log nothing. One that wants its numbers beside slime's changes
-`rollout_extra_metrics` in place and returns False; for an evaluation that argument is None.
+If a log hook returns a true value, slime logs nothing. A hook that adds its numbers to slime's changes
+`rollout_extra_metrics` in place and returns False. In an evaluation that argument is None.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def log_rollout(
     extra_metrics: dict[str, Any] | None,
     rollout_time_s: float,
 ) -> dict[str, Any]:
-    """What slime logs for one rollout; nothing if a custom log function says that it did."""
+    """The metrics that slime logs for one rollout; none if a custom log function returns True."""
     path = args.custom_rollout_log_function_path
     if path is not None and loader.load(path)(rollout_id, args, samples, extra_metrics, rollout_time_s):
         return {}
@@ -47,9 +47,9 @@ def log_evaluation(
     data: dict[str, dict[str, Any]],
     extra_metrics: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """What slime logs for one evaluation; nothing if a custom log function says that it did.
+    """The metrics that slime logs for one evaluation; none if a custom log function returns True.
 
-    The log function is called first, so what it changes in `data` is what is averaged. Raises `ZeroDivisionError` for a
+    The log function is called first, so the means are of `data` as it leaves them. Raises `ZeroDivisionError` for a
     data set without rewards.
     """
     path = args.custom_eval_rollout_log_function_path
@@ -87,7 +87,7 @@ def sample_metrics(args: Namespace, samples: Sequence[SlimeSample]) -> dict[str,
 def pass_rates(rewards: Sequence[float], group_size: int) -> dict[str, float]:
     """pass@k for k = 1, 2, 4, ... up to the group's size, where a reward of 1 is a pass.
 
-    Raises `AssertionError` if the rewards are no whole groups.
+    Raises `AssertionError` if the rewards do not make whole groups.
     """
     if group_size == 1:
         return {}
@@ -159,7 +159,7 @@ def _repeats(text: str) -> bool:
 
 
 def rollout_step(args: Namespace, rollout_id: int) -> int:
-    """The step that metrics are logged at: the rollout's number, or with a flag that of the training step."""
+    """The step of the metrics: the rollout's number, or with a flag the training step's."""
     if not args.wandb_always_use_train_step:
         return rollout_id
     step: int = rollout_id * args.rollout_batch_size * args.n_samples_per_prompt // args.global_batch_size

@@ -1,8 +1,8 @@
-"""The few names that reward code imports from slime, for where slime is not installed.
+"""The few names that reward code imports from slime, for use without slime.
 
-Hooks need slime for a type, an answer or a log: `from slime.utils.types import Sample`, `DynamicFilterOutput`,
-`logging_utils.log`. slime itself drags in SGLang and Megatron, and is on no package index, so a file with one such
-import could not be tested without a GPU machine. No more of slime is there, and an installed slime is not touched.
+Hooks import a type, a result or a log function: `slime.utils.types.Sample`, `DynamicFilterOutput`, `logging_utils.log`.
+slime itself needs SGLang and Megatron and is on no package index, so without stand-ins a file with such an import could
+be tested only on a GPU machine. An installed slime is not changed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def _contents() -> dict[str, dict[str, Any]]:
     metric_utils = {"compute_rollout_step": rollout_step}
     return {
         "slime": {},
-        "slime.observability": {},  # where main has what v0.3.1 has in slime.utils
+        "slime.observability": {},  # the place on slime's main branch of what v0.3.1 has in slime.utils
         "slime.observability.logging_utils": logging_utils,
         "slime.observability.metric_utils": metric_utils,
         "slime.rollout": {},
@@ -59,14 +59,14 @@ def _contents() -> dict[str, dict[str, Any]]:
 
 
 def slime_stand_in() -> AbstractContextManager[bool]:
-    """Let hooks import a few names from where slime has them, with a `FakeSlimeTrainer` behind them.
+    """Let hooks import a few of slime's names, which a `FakeSlimeTrainer` backs.
 
     They are `Sample`, `DynamicFilterOutput`, `RolloutFnTrainOutput`, `RolloutFnEvalOutput`, `load_function`,
     `check_reward_nonzero_std`, `generate_rollout`, `compute_rollout_step`, and `log`, whose metrics are in the
     trainer's result. Anything else under `slime` stays a `ModuleNotFoundError`.
 
-    Entering it yields whether that was needed: False means that slime is installed, and its own are used. For a whole
-    test suite, enter it in a session fixture or in `conftest.py`, before the first import of a hook. Leaving it takes
-    the modules away again; hooks that were imported keep the names that they have. For one thread at a time.
+    It yields False if slime is installed, whose own names are used then. For a whole test suite, enter it in a session
+    fixture or in `conftest.py`, before the first import of a hook. Leaving it removes the modules; hooks imported
+    before keep their names. For one thread at a time.
     """
     return stand_in_modules(_contents(), proof="slime.utils.types")

@@ -1,4 +1,4 @@
-"""What a rollout and an evaluation of the fake slime trainer leave for a test to look at."""
+"""The results of a rollout and an evaluation of the fake slime trainer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .samples import SlimeSample
 
 @dataclass
 class SlimeRolloutOutput:
-    """What slime's rollout function returns: groups, and metrics to log."""
+    """The result of slime's rollout function: groups, and metrics to log."""
 
     samples: list[Group]
     metrics: dict[str, Any] | None = None
@@ -19,7 +19,7 @@ class SlimeRolloutOutput:
 
 @dataclass
 class SlimeEvalOutput:
-    """What slime's rollout function returns for an evaluation, by name of the data set."""
+    """The result of slime's rollout function for an evaluation, by data set."""
 
     data: dict[str, dict[str, Any]]
     metrics: dict[str, Any] | None = None
@@ -27,17 +27,17 @@ class SlimeEvalOutput:
 
 @dataclass(frozen=True)
 class SlimeStep:
-    """One rollout, from the samples to what the trainer gets. All lists without a unit are in the order of `samples`.
+    """One rollout, from the samples to the trainer's batch. Lists for each sample are in the order of `samples`.
 
-    `groups` is the batch as the rollout function returned it, `samples` the same flattened. `train_data` is slime's
+    `groups` is the batch that the rollout function returned, `samples` the same flattened. `train_data` is slime's
     batch for the trainer. `token_advantages` has a number for each token, `advantages` their mean over the trained
-    tokens, None where none is trained: see `slime_advantages` for what is assumed of the model. Both are empty if a
-    custom conversion returns no rewards or no loss masks.
+    tokens, or None if none is trained; `advantages.py` says what is assumed of the model. Both are empty if a custom
+    conversion returns no rewards or no loss masks.
 
-    `metrics` is what would be in the log. `dropped` are the groups that the dynamic filter refused. `aborted` are those
-    that were under way when the batch was full: thrown away, or put back into the data source with partial rollout.
-    `surplus` are groups that were kept when there was no room any more. `lost_errors` are exceptions of rewards that
-    were awaited after the batch was full and that slime loses without a word.
+    `metrics` are the logged metrics. `dropped` are the groups that the dynamic filter refused. `aborted` are the groups
+    that were running when the batch was full; they are discarded, or put back into the data source with partial
+    rollout. `surplus` are groups that the filter kept when the batch was full. `lost_errors` are exceptions of rewards
+    after the batch was full, which slime drops without a message.
 
     `reward_calls` counts the calls of the reward function, `rewards_pending_max` how many ran at the same time.
     """
@@ -58,7 +58,7 @@ class SlimeStep:
 
     @property
     def raw_rewards(self) -> list[Any]:
-        """What is logged as `rollout/raw_reward`."""
+        """The rewards logged as `rollout/raw_reward`."""
         return list(self.train_data["raw_reward"])
 
     @property
@@ -73,7 +73,7 @@ class SlimeStep:
 
     @property
     def rollout_mask_sums(self) -> list[int]:
-        """For each sample the trained tokens of the generation that it came from."""
+        """For each sample, the trained tokens of its generation."""
         return list(self.train_data["rollout_mask_sums"])
 
 

@@ -1,9 +1,8 @@
-"""slime's rollout: generate, reward, filter, until a batch is full; then abort the rest and wait for its rewards.
+"""slime's rollout: generate, reward and filter until a batch is full; then abort the rest and wait for its rewards.
 
-The order of calls is that of slime's `sglang_rollout.py`, for it decides what a reward hook sees: rewards start as each
-generation ends and nothing limits how many run at once, a group is filtered when its last reward is there, and an
-abort does not stop rewards. One thing is stricter than in slime: groups that finish together are taken in the order
-in which they were submitted, where slime takes them in the order of a set.
+The order of calls is that of slime's `sglang_rollout.py`. A reward starts when its generation ends, any number run at
+once, a group is filtered after its last reward, and an abort does not stop rewards. Only one thing is stricter: groups
+that finish together are handled in the order of submission; slime's order is that of a set.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .hooks import HookLoader, apply_sample_hooks, ask_filter, is_dropped, rewar
 from .samples import SlimeSample
 
 Group: TypeAlias = "list[Any]"
-"""Samples of one prompt; with a custom generate function that fans out, lists of samples."""
+"""The samples of one prompt; lists of samples if a custom generate function fans out."""
 
 _FINISHED = (SlimeSample.Status.COMPLETED, SlimeSample.Status.TRUNCATED)
 
@@ -39,7 +38,7 @@ class DroppedGroup:
 
 @dataclass
 class RolloutRecord:
-    """What one rollout did beside filling its batch."""
+    """The results of one rollout."""
 
     groups: list[Group] = field(default_factory=list)
     metrics: dict[str, Any] = field(default_factory=dict)
@@ -73,7 +72,7 @@ class SlimeRollout:
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def rollout(self, get_samples: Callable[[int], list[Group]]) -> RolloutRecord:
-        """Fill one batch. What a reward function or a filter raises comes out, and what was running is cancelled."""
+        """Fill one batch. An error of a reward function or a filter cancels the rest and is raised."""
         try:
             return await self._rollout(get_samples)
         except BaseException:
@@ -270,7 +269,7 @@ class SlimeRollout:
         return task
 
     async def cancel_all(self) -> None:
-        """Cancel what still runs, and wait for its end."""
+        """Cancel all running tasks, and wait for their end."""
         while tasks := list(self._tasks):
             for task in tasks:
                 task.cancel()

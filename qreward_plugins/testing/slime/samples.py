@@ -1,8 +1,7 @@
-"""The sample of slime, field for field, for tests that have no slime.
+"""slime's `Sample`, field for field, for tests without slime.
 
-Reward functions, filters and log hooks of slime get its `Sample` and read and write its fields. Nothing here is torch:
-what slime keeps in tensors is a list. Two things of slime's class have no counterpart, because no reward hook meets
-them: the replay of top-p token ids and the replay of routed experts; their fields exist and stay None.
+Lists take the place of slime's tensors. The replays of top-p token ids and of routed experts are missing, because no
+reward hook uses them; their fields exist and stay None.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ _FINISHED = {"stop": "completed", "length": "truncated", "abort": "aborted"}
 
 @dataclass
 class SlimeSample:
-    """What slime calls `Sample`: one rollout, with the names, types and defaults of slime v0.3.1.
+    """slime's `Sample`: one rollout, with the names, types and defaults of slime v0.3.1.
 
-    `index` counts all samples, `group_index` the prompts; both are None where slime leaves them None (`group_index`
-    during an evaluation). `reward` is None until there is one. `loss_mask` has one 0 or 1 for each of the
+    `index` counts all samples, `group_index` the prompts; both are None wherever slime leaves them None (`group_index`
+    in an evaluation). `reward` is None until there is one. `loss_mask` has one 0 or 1 for each of the
     `response_length` tokens; None means that all count. `non_generation_time` is in seconds.
     """
 
@@ -82,9 +81,9 @@ class SlimeSample:
     prefix_cache_info: PrefixCacheInfo = field(default_factory=PrefixCacheInfo)
 
     def get_reward_value(self, args: Namespace) -> Any:
-        """The number that trains: the reward, or its entry `args.reward_key` where that is set.
+        """The number that trains: the reward, or its entry `args.reward_key` if that is set.
 
-        Raises whatever indexing the reward raises: `TypeError` for None or a number, `KeyError` for a missing key.
+        Raises the errors of indexing the reward: `TypeError` for None or a number, `KeyError` for a missing key.
         """
         return self.reward[args.reward_key] if args.reward_key else self.reward
 
@@ -104,9 +103,9 @@ class SlimeSample:
         text: str | None = None,
         update_terminal_info: bool = True,
     ) -> None:
-        """Add tokens of the policy, or with `trainable=False` those of a tool, and keep mask and log-probs in step.
+        """Append tokens of the policy, or with `trainable=False` of a tool, and extend mask and log-probs.
 
-        `meta_info` is what the inference engine said; of it, `finish_reason` ("stop", "length" or "abort", in a mapping
+        `meta_info` is from the inference engine. Its `finish_reason` ("stop", "length" or "abort", in a mapping
         with the key `type`) sets the status. Raises `ValueError` for log-probs that are missing, superfluous or of
         another length than the tokens, as slime does.
         """
@@ -118,7 +117,7 @@ class SlimeSample:
             raise ValueError("trainable response tokens need rollout log-probs: pass log_probs, or trainable=False")
         if added and not trainable:
             if scores is not None:
-                raise ValueError("tokens that are not trained have no rollout log-probs: leave log_probs out")
+                raise ValueError("tokens that are not trained have no rollout log-probs: omit log_probs")
             scores = [0.0] * len(added)
         self.response += text or ""
         before = self.response_length
@@ -159,7 +158,7 @@ class SlimeSample:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> SlimeSample:
-        """The sample that `to_dict` took apart. Raises `KeyError` without a status, `ValueError` for an unknown one."""
+        """The inverse of `to_dict`. Raises `KeyError` without a status, `ValueError` for an unknown one."""
         plain = {
             **data,
             "status": cls.Status(data["status"]),

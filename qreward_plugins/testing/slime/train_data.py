@@ -1,8 +1,7 @@
-"""What slime makes of scored samples: normalised rewards, loss masks, and the batch for the trainer.
+"""Turns scored samples into slime's normalised rewards, loss masks, and batch for the trainer.
 
-slime computes in 32-bit floats with torch, and so does this (`slime_floats`). It matters where a group's rewards are
-equal but no 32-bit numbers: its mean is off by one rounding, and dividing by a standard deviation near zero makes that
-visible.
+Like slime, this computes in 32-bit floats (`floats.py`). That matters if a group's rewards are equal but not exact in
+32 bits: then the mean is off by one rounding, and dividing by a standard deviation near zero amplifies that.
 """
 
 from __future__ import annotations
@@ -36,12 +35,12 @@ def _number(reward: Any) -> float:
 def post_process_rewards(args: Namespace, samples: Sequence[SlimeSample]) -> tuple[list[Any], list[Any]]:
     """slime's own `(raw_rewards, rewards)`, which a `--custom-reward-post-process-path` replaces.
 
-    With grpo, gspo, cispo and reinforce_plus_plus_baseline a reward becomes its distance from the mean of its group;
-    with the first three it is divided by the group's standard deviation. A group is `n_samples_per_prompt` samples in a
-    row if the batch has exactly as many samples as the flags say, and else the whole batch: so one sample more or less
+    With grpo, gspo, cispo and reinforce_plus_plus_baseline the mean of its group is subtracted from a reward; with the
+    first three the result is divided by the group's standard deviation. A group is `n_samples_per_prompt` consecutive
+    samples if the batch has exactly as many samples as the flags say, else the whole batch. So one sample more or less
     (fan-out) changes the baseline of all.
 
-    Raises `TypeError` for a reward that is None, or a dict where no `reward_key` is set. NaN makes its group NaN.
+    Raises `TypeError` for a reward that is None, or a dict without `reward_key`. NaN makes its group NaN.
     """
     raw = [sample.get_reward_value(args) for sample in samples]
     if args.advantage_estimator not in _GROUP_NORMALISED or not args.rewards_normalization:
@@ -55,9 +54,8 @@ def post_process_rewards(args: Namespace, samples: Sequence[SlimeSample]) -> tup
 
 
 def check_rollout_ids(node: Any, depth: int = 0) -> None:
-    """Where one generation gave several samples, they must share a `rollout_id`, or the loss counts it several times.
-
-    Raises `AssertionError`, as slime does.
+    """Raise `AssertionError`, as slime does, if samples of one generation do not share a `rollout_id`: the loss would
+    count the generation several times.
     """
     if isinstance(node, SlimeSample):
         return
@@ -74,12 +72,12 @@ def check_rollout_ids(node: Any, depth: int = 0) -> None:
 def convert_samples(
     args: Namespace, samples: Sequence[SlimeSample], raw_rewards: Sequence[Any], rewards: Sequence[Any]
 ) -> dict[str, Any]:
-    """The batch that slime hands to its trainer; tensors are lists.
+    """The batch for slime's trainer; tensors are lists.
 
-    Fills in `loss_mask` of every sample; `remove_sample` makes it all zeros. `rollout_mask_sums` holds for each sample
-    the trained tokens of its rollout, the denominator of the loss. If any sample has `metadata["raw_reward"]`, that
-    stands for the raw reward, and for the others it is `sample.reward` as it is. Raises `AssertionError` for a wrong
-    count of rewards or a wrong length of a mask.
+    It sets `loss_mask` of every sample, to zeros with `remove_sample`. `rollout_mask_sums` has for each sample the
+    trained tokens of its rollout, the denominator of the loss. If any sample has `metadata["raw_reward"]`, that is its
+    raw reward, and the others' is `sample.reward`. Raises `AssertionError` for a wrong number of rewards or a wrong
+    length of a mask.
     """
     assert len(raw_rewards) == len(samples), f"{len(raw_rewards)} raw rewards for {len(samples)} samples"
     assert len(rewards) == len(samples), f"{len(rewards)} rewards for {len(samples)} samples"

@@ -1,8 +1,8 @@
 """A stand-in for slime's rollout side, for unit tests of reward functions, filters, post-processing and log hooks.
 
-Rewards are written against slime's calling conventions, and what goes wrong there goes wrong hours into a run: a None
-is a `TypeError` in post-processing, a NaN takes its group along, an exception ends the job. The stand-in makes the same
-calls in the same order and fails in the same way, with no slime, torch, Ray, Megatron, SGLang or GPU, in milliseconds.
+A mistake in a reward hook shows hours into a run: a None is a `TypeError` in post-processing, a NaN makes its whole
+group NaN, an exception ends the job. The stand-in makes the same calls in the same order and fails in the same way, in
+milliseconds, without slime, torch, Ray, Megatron, SGLang or a GPU.
 
     with FakeSlimeTrainer(custom_rm_path="my_rewards.score", n_samples_per_prompt=4) as trainer:
         step = trainer.rollout()
@@ -48,27 +48,27 @@ T = TypeVar("T")
 
 
 class FakeSlimeTrainer:
-    """slime's `RolloutManager` with its data source, inference engine and trainer played.
+    """slime's `RolloutManager`, with a fake data source, inference engine and trainer.
 
     `flags` are slime's own, with slime's defaults, except for `rollout_batch_size` and `n_samples_per_prompt`, which
     are 4. Hook flags take a dotted path or the function itself. `custom_config_path` takes a path of a YAML file or the
-    mapping; `qreward` is a short way to its key of that name. The resulting `args` has three things more than slime's:
-    `args.qreward_aborted()` says whether generation has been aborted (in slime: `GenerateState.aborted`),
-    `args.qreward_log(args, metrics, step_key)` takes what a hook would log through slime's `logging_utils.log`, and
+    mapping; `qreward` sets its key of that name. The resulting `args` has three attributes more than slime's:
+    `args.qreward_aborted()` says whether generation was aborted (in slime: `GenerateState.aborted`),
+    `args.qreward_log(args, metrics, step_key)` replaces slime's `logging_utils.log`, and
     `args.qreward_generate_rollout` is `generate_rollout`, for an eval or rollout function that wraps slime's.
 
     `prompts`: rows, each a prompt, a conversation, or `{"prompt": ..., "label": ..., "metadata": {...}}`.
     `eval_datasets`: for each name its rows, or `{"rows": rows}` with settings of its own: `custom_rm_path`,
     `n_samples_per_eval_prompt`, `rm_type`, `max_response_len`, `custom_generate_function_path`, `metadata_overrides`...
 
-    `respond(sample, rng)` writes a response (it may be async; None: the engine aborted it); a word is a token, and an
-    end token follows. `hold(sample)` true: this generation waits for `release()`, or for the abort when the batch is
-    full, which leaves it the first half of its words. `seed` fixes all that is random. `timeout_s` bounds one rollout
-    or evaluation, where slime would wait for ever; None: it does.
+    `respond(sample, rng)` returns a response, or None if the engine aborted it; it may be async. A word is a token, and
+    an end token follows. If `hold(sample)` is true, the generation waits for `release()`, or for the abort when the
+    batch is full, which keeps the first half of its words. `seed` fixes all random numbers. `timeout_s` bounds one
+    rollout or evaluation; with None it may wait for ever, as slime does.
 
     Methods are for one thread, except `release`, `wait_until_held` and `until_aborted`. Leaving the context closes it.
-    Raises `TypeError` for an unknown flag, `ValueError` where slime would refuse to start, and whatever importing the
-    hooks raises that slime imports at startup.
+    Raises `TypeError` for an unknown flag, `ValueError` if slime would refuse to start, and the errors of importing
+    hooks that slime imports at startup.
     """
 
     def __init__(
@@ -114,8 +114,8 @@ class FakeSlimeTrainer:
     def rollout(self, rollout_id: int | None = None) -> SlimeStep:
         """One step: a batch of scored groups, logged, post-processed and made ready for training.
 
-        `rollout_id` counts from 0 by itself. Raises whatever slime raises, and `TimeoutError` after `timeout_s`. After
-        an error what was running is cancelled; the trainer may be used again.
+        `rollout_id` counts from 0 by default. Raises slime's errors, and `TimeoutError` after `timeout_s`. An error
+        cancels all running tasks; the trainer may be used again.
         """
         number = next(self._steps) if rollout_id is None else rollout_id
         self._begin(number)
@@ -173,7 +173,7 @@ class FakeSlimeTrainer:
     def generate_rollout(
         self, args: Namespace, rollout_id: int, data_source: SlimeDataSource, evaluation: bool = False
     ) -> SlimeRolloutOutput | SlimeEvalOutput:
-        """slime's `generate_rollout`, for custom rollout and eval functions that wrap it. Heeds a changed `args`."""
+        """slime's `generate_rollout`, for custom rollout and eval functions that wrap it. It uses the given `args`."""
         own, self._state.args = self._state.args, args
         try:
             if evaluation:
@@ -186,11 +186,11 @@ class FakeSlimeTrainer:
         return SlimeRolloutOutput(record.groups, record.metrics)
 
     async def generate(self, args: Namespace, sample: SlimeSample, sampling_params: dict[str, Any]) -> SlimeSample:
-        """Let the engine write one response, for custom generate functions: what `POST /generate` is in slime."""
+        """Let the engine write one response, for custom generate functions. In slime this is `POST /generate`."""
         return await self._engine.generate(args, sample, dict(sampling_params), self._state.rollout_id)
 
     def release(self, which: Callable[[SlimeSample], bool] | None = None) -> int:
-        """Let held generations finish (those for which `which` is true), and say how many. From any thread or hook."""
+        """Release held generations for which `which` is true; return their number. From any thread or hook."""
         return self._engine.held.release(which)
 
     def wait_until_held(self, count: int, timeout_s: float = 20.0) -> None:
@@ -198,11 +198,11 @@ class FakeSlimeTrainer:
         self._engine.held.wait_until(count, timeout_s)
 
     async def until_aborted(self) -> None:
-        """Return once generation has been aborted because the batch is full; for hooks that play a slow judge."""
+        """Return after generation was aborted because the batch is full; for hooks that play a slow judge."""
         await self._engine.until_aborted()
 
     def close(self) -> None:
-        """Cancel what still runs and stop the threads. May be called more than once."""
+        """Cancel all running tasks and stop the threads. May be called more than once."""
         self._finalizer()
         if self._background is not None:
             self._background.shutdown()

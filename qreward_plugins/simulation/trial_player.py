@@ -1,7 +1,7 @@
-"""Plays a trial: the production engine, unmodified, called as the trial says, in virtual time, and watched.
+"""Plays a trial: calls the unmodified production engine as the trial says, in virtual time, and records it.
 
-Whatever is looked at inside the engine is looked at here: who waits in the queue while nothing is under way, and what
-is still held when nothing should be. Everything else is seen from outside.
+Only this module looks inside the engine: for calls that wait while nothing is in flight, and for objects that are left
+when nothing should be. Everything else is recorded from outside.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .trace import Trace
 from .trial import Step, Trial
 
 MOST_STEPS = 400_000
-"""Steps of the event loop, hundreds of times what a trial needs: more are a busy loop."""
+"""Most steps of the event loop, hundreds of times what a trial needs. More are a busy loop."""
 IDLE_S = 0.3
-"""A little longer than the planner may leave a source idle by choice before it chooses again."""
+"""Slightly longer than the planner may leave a source idle before it chooses again."""
 AFTERWARDS_S = 600.0
-"""How long a trial goes on after its engine was closed, for what might come to life again."""
+"""Seconds that a trial continues after its engine was closed, to detect late activity."""
 _SETTLED_S = 1e-6
 _LOOKS = 14
 _LONGEST_WAIT_S = 300.0
-"""More than any window or pause in a trial: a source that asks for more while nothing is under way has lost count."""
+"""More than any window or pause in a trial. A source that needs more while nothing is in flight has miscounted."""
 
 
 def play(trial: Trial, *, trace: bool = False) -> Record:
-    """Play `trial` and return what was seen. The same trial gives the same record."""
+    """Play `trial` and return its record. The same trial gives the same record."""
     record = Record(trace=Trace() if trace else None)
     with _alarms(record):
         try:
@@ -53,18 +53,18 @@ def play(trial: Trial, *, trace: bool = False) -> Record:
 
 
 class BusyLoop(RuntimeError):
-    """The event loop does not come to rest."""
+    """The event loop never becomes idle."""
 
 
 class _CountedLoop(VirtualTimeLoop):
-    """Stops a program that does nothing but wake up."""
+    """Stops a program after too many steps."""
 
     steps = 0
 
     def _run_once(self) -> None:
         self.steps += 1
         if self.steps == MOST_STEPS:
-            raise BusyLoop(f"busy loop: {MOST_STEPS} steps, and it is {self.time():.3f} s only")
+            raise BusyLoop(f"busy loop: {MOST_STEPS} steps, at {self.time():.3f} s")
         super()._run_once()  # type: ignore[misc]
 
 
@@ -212,7 +212,7 @@ class _Performance:
         deadline_s = self._trial.config["engine"]["deadline_s"] if call.deadline_s is None else call.deadline_s
         given = Given(sample, call, now, now + deadline_s)
         record.given.append(given)
-        self._note(sample, f"handed in, due at {given.due_at:.6f}")
+        self._note(sample, f"submitted, due at {given.due_at:.6f}")
         return given
 
     def _give(self, given: Given, outcome: Outcome) -> None:
@@ -227,7 +227,7 @@ class _Performance:
         if self._record.trace is not None:
             self._record.trace.note(asyncio.get_running_loop().time(), "caller", sample.id or "", what)
 
-    # Whether it moves
+    # Progress
 
     def _changed(self, by: int) -> None:
         self._open += by
@@ -265,7 +265,7 @@ class _Performance:
                     stalls.append(f"at {now:.6f} s {name} asks {job.request.sample.id} to wait for {wait_s:.3f} s")
         for job in dispatcher.lost_jobs():
             stalls.append(
-                f"at {now:.6f} s {job.request.sample.id} neither waits nor rests nor is under way: it is lost"
+                f"at {now:.6f} s {job.request.sample.id} is lost: it neither waits, nor rests, nor is in flight"
             )
         before, able_before = self._seen
         stuck = able & able_before if before == self._changes else set()
@@ -274,7 +274,7 @@ class _Performance:
         self._seen = self._changes, frozenset(able)
         self._looks += 1
         if not stalls and self._looks < _LOOKS:
-            # A source that can send now is looked at again soon; what waits for a window may wait for long.
+            # A source that can send now is checked again soon; a wait for a window may be long.
             again_s = IDLE_S if able else IDLE_S * 1.5**self._looks
             self._look = loop.call_later(again_s, self._look_around)
 
@@ -282,7 +282,7 @@ class _Performance:
         """Whether `job` is kept from a source because a cheaper one will take it long before its deadline."""
         dispatcher, upstreams = self._engine._dispatcher, self._engine.upstreams
         assert dispatcher is not None
-        # Read as it was when it was last used: to ask would be to change it.
+        # Read as it was last used, because asking would change it.
         spared = dispatcher._planner.forecast._spared
         ready_at = [
             max(now + upstreams[other].wait_s(upstreams[other].tokens(job.request), now), job.rested_at.get(other, now))
@@ -290,7 +290,7 @@ class _Performance:
         ]
         return name in spared and any(at < job.deadline_at for at in ready_at)
 
-    # What is left
+    # Leftovers
 
     def _look_for_leftovers(self, when: str) -> None:
         left = self._record.left
@@ -345,7 +345,7 @@ class _Alarm(logging.Handler):
 
 @contextmanager
 def _alarms(record: Record) -> Iterator[None]:
-    """Take what the engine logs as an error for an alarm, and keep the rest of its log to itself."""
+    """Record the engine's logged errors as alarms, and suppress the rest of its log."""
     logger = logging.getLogger("qreward_plugins")
     handler, propagate, level = _Alarm(record), logger.propagate, logger.level
     logger.addHandler(handler)

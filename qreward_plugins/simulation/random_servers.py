@@ -1,7 +1,7 @@
-"""Servers by chance: every kind of limit, announcement and fault, in combinations that nobody would think of.
+"""Draws random servers, with every kind of limit, announcement and fault, from a seed.
 
-Deterministic simulation tests draw servers from a seed, run the production code against them in virtual time, and check
-what must hold whatever happens. A seed that fails is replayed as often as it takes.
+Simulation tests run the production code against them in virtual time and check the promises. A failing seed can be
+replayed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from .servers import Fault, FaultKind, Server
 MOST_SERVERS = 5
 LAST_FAULT_STARTS_S = 180.0
 LEAST_TOKENS_PER_WINDOW = 40_000
-"""So that a request of a scenario's samples always fits by itself."""
+"""Enough for any single request of a scenario's samples."""
 
 _FAULTS: tuple[FaultKind, ...] = ("refuse", "hang", "slow", "errors", "throttle")
 _FOR_GOOD = 0.1
@@ -23,8 +23,8 @@ _FOR_GOOD = 0.1
 def random_servers(rng: random.Random, count: int | None = None) -> list[Server]:
     """Draw `count` servers (default: from 1 to 5). The same state of `rng` gives the same servers.
 
-    Any of them may die for good, all of them included. With samples of the size that those of scenarios have, every
-    single request fits into every server's limits.
+    Any of them may die permanently, even all. Every single request of a scenario's size fits into every server's
+    limits.
     """
     if count is None:
         count = rng.randint(1, MOST_SERVERS)
@@ -32,7 +32,7 @@ def random_servers(rng: random.Random, count: int | None = None) -> list[Server]
 
 
 def random_faults(rng: random.Random) -> tuple[Fault, ...]:
-    """Draw a schedule of faults: none, a few single ones, or one that comes again and again (flapping)."""
+    """Draw a schedule of faults: none, a few single ones, or a repeated one (flapping)."""
     shape = rng.random()
     if shape < 0.4:
         return ()
@@ -63,7 +63,7 @@ def _factor(rng: random.Random, kind: FaultKind) -> float:
 def _server(rng: random.Random, name: str) -> Server:
     window_s = rng.choice((60.0, 60.0, 60.0, 10.0, 1.0))
     sliding = rng.random() < 0.75
-    # At least one request a window, or there would be no limit to keep.
+    # At least one request a window; a smaller limit is invalid.
     requests = rng.choice((None, rng.uniform(60, 600), rng.uniform(60, 3000), 60.0))
     tokens = rng.choice((None, None, rng.uniform(1, 10) * LEAST_TOKENS_PER_WINDOW * 60 / window_s))
     return Server(

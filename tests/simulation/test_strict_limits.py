@@ -1,4 +1,4 @@
-"""The books of strict servers, against counting everything anew."""
+"""The limits of strict servers, compared with a full recount."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from qreward_plugins.simulation.books import SHORTEST_WAIT_S, RequestBucket, RequestWindow, TokenWindow
+from qreward_plugins.simulation.strict_limits import SHORTEST_WAIT_S, RequestBucket, RequestWindow, TokenWindow
 
 
 def moments(rng, count):

@@ -1,9 +1,9 @@
-"""The books of a strict server: what it admitted, and how long what it refuses would have to wait.
+"""The limits of a strict server: what it has admitted, and how long a refused request would have to wait.
 
-They are deliberately independent of the client's quotas in `qreward_plugins.quotas`: a server that shared that code
-would share its mistakes. What is refused is not entered. Every entry costs constant time, amortised.
+This code is separate from the client's quotas in `qreward_plugins.quotas`, because shared code would share its
+mistakes. Refused requests are not entered. Every entry takes constant time, amortised.
 
-Times are seconds of one clock and never go backwards. `wait_s` is 0 for what may come in now.
+Times are seconds of one clock and never go backwards. `wait_s` is 0 if a request may enter now.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import math
 from collections import deque
 
 SHORTEST_WAIT_S = 0.01
-"""No client is told to come back sooner."""
+"""The shortest wait that a server asks for."""
 
 
 class RequestWindow:
@@ -28,7 +28,7 @@ class RequestWindow:
         used = self.used(now)
         if used < self.limit:
             return 0.0
-        # The client may be more than one request over only if nothing was let through since; the oldest leaves first.
+        # A client can be more than one request over only if nothing was admitted since; the oldest leaves first.
         return max(SHORTEST_WAIT_S, self._times[0] + self.window_s - now)
 
     def enter(self, now: float) -> None:
@@ -48,7 +48,7 @@ class RequestWindow:
 
 
 class RequestBucket:
-    """A token bucket of requests: `burst` at once, refilled at `per_minute`; full at the beginning."""
+    """A token bucket of requests: `burst` at once, refilled at `per_minute`; initially full."""
 
     def __init__(self, per_minute: float, burst: int) -> None:
         self.limit = burst
@@ -66,7 +66,7 @@ class RequestBucket:
         self._level = self._fill(now) - 1.0
 
     def used(self, now: float) -> int:
-        """How much of the bucket is gone, in whole requests."""
+        """The used part of the bucket, in whole requests."""
         return self.limit - math.floor(self._fill(now) + _ROUNDING)
 
     def reset_s(self, now: float) -> float:
@@ -91,7 +91,7 @@ class TokenWindow:
         self._total = 0
 
     def wait_s(self, tokens: int, now: float) -> float:
-        """Seconds until so many tokens fit; a whole window for what never will."""
+        """Seconds until this many tokens fit; a whole window if they never do."""
         excess = self.used(now) + tokens - self.limit
         if excess <= 0:
             return 0.0

@@ -1,6 +1,6 @@
-"""What the quota keeper costs and gives away: a simulated cluster of many workers on one keeper, in virtual time.
+"""What the quota keeper costs, and how much of the limits it distributes: many workers on one keeper, in virtual time.
 
-Keeper, workers' books and quotas are the real ones; network, clocks and servers are simulated (see
+Keeper and quotas are the real ones; network, clocks and servers are simulated (see
 `qreward_plugins/simulation/cluster.py`). Shown are the share of the allowed rate that reaches the servers in each
 minute, how often a strict sliding window found more than the limit (must be never), how many requests are sent for each
 call to the keeper, and the processor time of a call in the keeper, without what Ray adds to it.

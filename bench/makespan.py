@@ -1,14 +1,14 @@
-"""How long a batch takes, beside the shortest time it could take: this project and its peers, in one virtual time.
+"""How long a batch takes, compared with the shortest possible time: this project and its peers, in virtual time.
 
 Every policy runs its own code on simulated servers (`qreward_plugins.simulation`); only the network and the clock are
-replaced, so that an hour of waiting takes seconds and every policy meets the same luck. What is shown is makespan over
-bound: the time until the last sample has its score, over the time that somebody would need who knows everything. The
-bound knows neither noise nor lost work, so 1.0 is not always reachable, and luck can beat it.
+replaced, so that an hour of waiting takes seconds and every policy gets the same random numbers. The result is makespan
+over bound: the time until the last sample has its score, over the shortest time that is possible if everything is known
+in advance. The bound ignores noise and lost work, so 1.0 is not always reachable, and luck can beat it.
 
     python bench/makespan.py [--samples 512 2048 4096] [--seeds 20] [--scenarios NAME ...] [--policies NAME ...]
                              [--jobs 2] [--json FILE] [--plot FILE]
 
-The peers are wanted beside the package itself: `pip install -r bench/requirements.txt`. Those that are missing are left
+Install the peers: `pip install -r bench/requirements.txt`. Missing ones are left
 out. The same seeds give the same numbers.
 """
 

@@ -1,4 +1,4 @@
-"""What the engine costs: processor time of one scored sample, beside HTTP clients that do the same exchange bare.
+"""What the engine costs: processor time of one scored sample, compared with bare HTTP clients.
 
 The engine goes the whole way (prompt, queue, quota, HTTP, strict verdict); its peers post bytes that were made before
 and call `json.loads` on the reply. All talk to the same judge server on loopback, in a process of its own so that only
@@ -151,7 +151,7 @@ async def with_qreward(base_url: str, samples: Sequence[Sample], bodies: Sequenc
 
 async def with_litellm(base_url: str, samples: Sequence[Sample], bodies: Sequence[bytes], in_flight: int) -> float:
     """The same exchanges by litellm's Router with one deployment."""
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or the import asks the net
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise the import uses the network
     import litellm
 
     litellm.suppress_debug_info, litellm.telemetry = True, False
@@ -188,7 +188,7 @@ async def _exchange(ask: Ask, bodies: Sequence[bytes], in_flight: int) -> float:
 
 
 def _started() -> float:
-    gc.collect()  # what was left by those before is not this one's cost
+    gc.collect()  # so that earlier garbage is not charged here
     return time.process_time()
 
 

@@ -1,7 +1,7 @@
 """The policies of bench/makespan.py, one module each. A module is imported only when its policy runs.
 
-Every peer is the real code of its project (or, where that cannot be installed, its policy after the source that the
-module names) in its best reasonable configuration; only the network is replaced, by `stage`.
+Every peer is the real code of its project in its best reasonable configuration; only the network is replaced, by
+`stage`. If a project cannot be installed, its policy is rebuilt from the source that the module names.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a policy is to the bench, and the part that most of them share."""
+"""The interface of a policy, and the part that most of them share."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class GaveUp(Exception):
 class Peer(ABC):
     """One policy on one stage. The class docstring is its configuration, and why it is so; the bench prints it.
 
-    `run` has the samples scored and reports each by `scored`. What a policy gave up is handed in again until all have
-    scores, as a user would have to: a step does not end with holes in its rewards, and a policy that gives up early
-    would otherwise look fast.
+    `run` scores the samples and reports each by `scored`. A sample that the policy gave up is submitted again until it
+    has a score, as a user would have to: a step needs all its rewards, and otherwise a policy that gives up early would
+    look fast.
     """
 
     def __init__(self, stage: Stage, variant: str, scored: Callable[[Item], None]) -> None:
@@ -32,7 +32,7 @@ class Peer(ABC):
         left = await self.batch(self.stage.items, self.stage.arrivals)
         while left:
             self.given_up.update(item.id for item in left)
-            await asyncio.sleep(0.001)  # or a policy that fails at once would stop the clock
+            await asyncio.sleep(0.001)  # otherwise a policy that fails at once would stop the clock
             left = await self.batch(left, [0.0] * len(left))
 
     async def batch(self, items: Sequence[Item], arrivals: Sequence[float]) -> list[Item]:
@@ -56,11 +56,11 @@ class Peer(ABC):
         """One sample's score. Raises `GaveUp`."""
 
     async def warm_up(self) -> None:
-        """What comes before the measured batch; only for policies that start late."""
+        """Run before the measured batch; only for policies that start late."""
         return
 
     async def close(self) -> None:
-        """Let go what was opened."""
+        """Close what was opened."""
         return
 
 

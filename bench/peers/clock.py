@@ -1,13 +1,12 @@
 """Virtual time for code that reads the wall clock, in one place.
 
-The event loop of a run is `TickingLoop`: everything that waits by asyncio is in virtual
-time without further ado. Peers read other clocks, too. `install` puts wrappers over the functions of `time` that say
-what time it is; during a run (`virtual`) they answer with the loop's time, else with the real one. It comes before the
-import of any peer, so that `from time import monotonic` gets a wrapper. `datetime.now` cannot be wrapped like that;
-`virtual_dates` replaces the names `datetime` in the modules it is given.
+The event loop of a run is `TickingLoop`, so asyncio waits in virtual time. Peers read other clocks, too. `install`
+wraps the clock functions of `time`; during a run (`virtual`) they return the loop's time, else the real one. It must
+run before the import of any peer, so that `from time import monotonic` gets a wrapper. `datetime.now` cannot be wrapped
+like that, so `virtual_dates` replaces the name `datetime` in given modules.
 
-Threads have no virtual time. Work that a peer hands to the loop's executor is done on the spot instead
-(`InlineExecutor`), which also makes its order certain.
+Threads have no virtual time. So work for the loop's executor is done at once (`InlineExecutor`), which also fixes its
+order.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ EPOCH_S = 1_800_000_000.0
 """The wall clock's time at the start of a run, at which a minute begins."""
 
 TICK_S = 1e-6
-"""What one round of the event loop takes. Code that waits until a sum of floats is whole relies on time going on."""
+"""Seconds of one step of the event loop. Code that waits for a sum of floats to be exact relies on passing time."""
 
 _REAL = {name: getattr(time, name) for name in ("time", "monotonic", "perf_counter")}
 _running: tuple[VirtualTimeLoop, float] | None = None
@@ -49,7 +48,7 @@ def _ns_wrapper(name: str) -> Callable[[], int]:
 
 
 def install() -> None:
-    """Put the wrappers over `time`'s functions, for good. Idempotent."""
+    """Wrap the functions of `time` permanently. Idempotent."""
     for name in _REAL:
         setattr(time, name, _wrapper(name))
         setattr(time, f"{name}_ns", _ns_wrapper(name))
@@ -80,7 +79,7 @@ class _DateTimeMeta(type):
 
 
 class VirtualDateTime(datetime.datetime, metaclass=_DateTimeMeta):
-    """`datetime.datetime`, but what it says is now is what `time.time` says; its values are plain datetimes."""
+    """`datetime.datetime` whose `now` uses `time.time`; its values are plain datetimes."""
 
     @classmethod
     def now(cls, tz: datetime.tzinfo | None = None) -> Any:
@@ -103,7 +102,7 @@ def virtual_dates(*prefixes: str) -> None:
 
 
 class InlineExecutor(ThreadPoolExecutor):
-    """Does the work where it is handed in, in no time."""
+    """Runs work when it is submitted, without virtual time."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()

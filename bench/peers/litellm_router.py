@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # or the import asks the net
+os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"  # otherwise the import uses the network
 
 import litellm
 import litellm.litellm_core_utils.litellm_logging

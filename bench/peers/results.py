@@ -1,4 +1,4 @@
-"""What comes out of a run, and what is made of many of them."""
+"""The result of a run, and means over runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CAP_S = 3000.0
 
 @dataclass(frozen=True)
 class Run:
-    """What came out. Times are virtual seconds."""
+    """The result of one run. Times are virtual seconds."""
 
     policy: str
     scenario: str
@@ -22,15 +22,15 @@ class Run:
     makespan_s: float
     bound_s: float
     given_up: int
-    """Samples that the policy gave up at least once; they were handed in again."""
+    """Samples that the policy gave up at least once; they were submitted again."""
     unscored: int
     """Samples without a score when the run was stopped."""
     calls: int
     """Requests that the servers saw."""
     violations: int
-    """Requests that the servers refused because they were beyond a limit that the user knew."""
+    """Requests that the servers refused because of a limit that the user knew."""
     surprises: int
-    """Requests that the servers refused because they were beyond a limit that nobody had told of."""
+    """Requests that the servers refused because of a limit that the user did not know."""
 
     @property
     def ratio(self) -> float:
@@ -47,7 +47,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 def ratio_to(ours: Sequence[Run], theirs: Sequence[Run]) -> float:
-    """How many times as long as ours theirs take: the mean over scenarios of the ratio of their mean makespans."""
+    """Their makespan over ours: the mean over scenarios of the ratio of mean makespans."""
     names = {run.scenario for run in ours} & {run.scenario for run in theirs}
     return mean(
         mean(run.makespan_s for run in theirs if run.scenario == name)

@@ -1,8 +1,8 @@
-"""What every policy is given: the samples as requests, the limits that a user knows, and the simulated servers to ask.
+"""The input of every policy: the samples as requests, the limits that a user knows, and the simulated servers.
 
-`Stage.ask` is one HTTP exchange. It says what a real server would: an answer, a status with its Retry-After, a refused
-or broken connection, or nothing at all until the caller's time-out. Each peer gets that through the layer of its own
-network that `wire` replaces, or, where the network belongs to the user's part, from here.
+`Stage.ask` is one HTTP exchange. It behaves as a real server: an answer, a status with its Retry-After, a refused or
+broken connection, or nothing until the caller's time-out. Peers call it through their own network layer, which `wire`
+replaces, or directly if the network is the user's part.
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from qreward_plugins.simulation import Scenario, Server, score_of
 from qreward_plugins.simulation.simulated_server import completion_tokens, prompt_tokens
 
 TIMEOUT_S = 60.0
-"""What peers give one request; slime has its own 120 s, and the engine's sources have their default, 120 s, too."""
+"""The time-out of a peer's request. slime has its own 120 s; the engine's sources have their default of 120 s."""
 
 UNKNOWN_CONCURRENCY = 64
-"""What a user lets go at once to a source that declares nothing: QReward's default, and a usual number of
-connections.
-"""
+"""Concurrency for a source that declares nothing: QReward's default, and a usual number of connections."""
 
 
 class HTTPFailure(Exception):
@@ -59,7 +57,7 @@ class Item:
     work: float
     prompt_tokens: int
     completion_tokens: int
-    """What its reply will take, which nobody knows before."""
+    """The tokens of its reply, which are unknown before."""
     max_completion_tokens: int
 
 
@@ -81,7 +79,7 @@ class Answer:
 
 
 class Counts(NamedTuple):
-    """Requests sent, and those that a limit turned away: one that the user knew, or one that nobody told of."""
+    """Requests sent, and those refused because of a limit that the user knew, or did not know."""
 
     calls: int
     violations: int
@@ -134,7 +132,7 @@ class Stage:
         return Answer(text, served.prompt_tokens, served.completion_tokens)
 
     def counts(self) -> Counts:
-        """What happened at all servers so far."""
+        """The counts of all servers so far."""
         servers = self.servers.values()
         known = [server for server in servers if _tells(server.server)]
         violations = sum(len(server.violations) for server in known)
@@ -161,7 +159,7 @@ class Stage:
 
 
 def weighted_cycle(weights: Mapping[str, int]) -> Iterator[str]:
-    """Names for ever, each as often as its weight says, as evenly as can be."""
+    """Endless names, each as often as its weight, as evenly as possible."""
     total = sum(weights.values())
     debts = dict.fromkeys(weights, 0)
     for _ in itertools.count():

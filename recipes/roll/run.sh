@@ -11,7 +11,7 @@
 #   JUDGE_BASE_URL, HOSTED_BASE_URL, HOSTED_MODEL, HOSTED_API_KEY ...    the variables that QREWARD_CONFIG names
 #   QREWARD_ENV               names of further variables that the run needs, e.g. WANDB_API_KEY
 #   QREWARD_DRY_RUN=1         print what would be run, with all these variables masked, and stop
-#   RAY_API_SERVER_ADDRESS    a Ray cluster that runs; default: ROLL starts one on this machine
+#   RAY_API_SERVER_ADDRESS    a running Ray cluster; default: ROLL starts one on this machine
 
 # Tracing, as in `bash -x`, would print keys.
 set +x
@@ -29,19 +29,19 @@ roll=${ROLL_DIR:-$PWD}
 config=${QREWARD_CONFIG:-$here/judges.yaml}
 rules=${QREWARD_RULES:-$here/rules.py}
 dry_run=${QREWARD_DRY_RUN:-}
-# The run has another current directory than this one.
+# The run has another current directory.
 for path in roll config rules; do
     [[ ${!path} == /* ]] || printf -v "$path" %s "$PWD/${!path}"
 done
 export QREWARD_CONFIG=$config QREWARD_RULES=$rules PYTHONUNBUFFERED=1
 export PYTHONPATH=$roll${PYTHONPATH:+:$PYTHONPATH}
 
-# The variables that the judges' file reads, a comma after those that have a default there.
+# The variables that the judges' file reads. A comma follows those with a default.
 named_variables() {
     sed 's/#.*//' "$config" | grep -oE 'oc\.env:\w+,?|api_key_env:\s*"?\w+' | sed -E 's/^.*[^[:alnum:]_,]//' | sort -u
 }
 
-# The recipe as ROLL composes it, unresolved, and below a line of dashes the paths that it needs, relative ones from
+# The recipe as ROLL composes it, unresolved; then a line of dashes and the paths that it needs. Relative paths start at
 # ROLL's folder.
 composed() {
     python3 -c '
@@ -61,7 +61,7 @@ if config.pretrain.startswith(("/", ".")):
 ' "$here" "$recipe"
 }
 
-# Everything that is missing at once: each start of a run takes minutes.
+# Report everything that is missing at once, because each start of a run takes minutes.
 missing=()
 need() { [[ -e $2 ]] || missing+=("$1: $2 does not exist${3:+ ($3)}"); }
 start=$roll/examples/start_rlvr_pipeline.py

@@ -1,14 +1,16 @@
 #!/usr/bin/env bash
 # GRPO, or PPO with a critic, on Qwen3-4B, judged by the two sources of qreward.yaml. One node with eight GPUs of 80 GB,
-# slime 0.3.1 and its image's paths.
+# slime 0.3.1.
 #
 # Usage: recipes/slime/run.sh grpo|ppo [slime's flags ...]     a flag given here wins over the recipe's
 #   QREWARD_CONFIG            the judges; default: qreward.yaml beside this script
 #   JUDGE_BASE_URL, HOSTED_BASE_URL, HOSTED_MODEL, HOSTED_API_KEY ...    the variables that this file names
 #   QREWARD_ENV               names of further variables that the run needs, e.g. WANDB_API_KEY
 #   QREWARD_DRY_RUN=1         print what would be run, with all these variables masked, and stop
-#   SLIME_DIR, MEGATRON_DIR, HF_CHECKPOINT, REF_LOAD, SAVE, PROMPT_DATA, EVAL_DATA    paths; their defaults are below
-#   RAY_API_SERVER_ADDRESS    a Ray cluster that runs; default: one is started on this machine
+#   SLIME_DIR, MEGATRON_DIR, HF_CHECKPOINT, REF_LOAD, SAVE, PROMPT_DATA, EVAL_DATA    paths. The defaults are those of
+#                             slime's Docker image, below /root; elsewhere set all of them. The script stops before it
+#                             starts anything, and names every path that does not exist
+#   RAY_API_SERVER_ADDRESS    a running Ray cluster; default: one is started on this machine
 
 # Tracing, as in `bash -x`, would print keys.
 set +x
@@ -33,31 +35,31 @@ prompts=${PROMPT_DATA:-/root/dapo-math-17k/dapo-math-17k.jsonl}
 evaluation=${EVAL_DATA:-/root/aime-2024/aime-2024.jsonl}
 config=${QREWARD_CONFIG:-$here/qreward.yaml}
 dry_run=${QREWARD_DRY_RUN:-}
-# Ray runs the job in another directory than this one.
+# Ray runs the job in another directory.
 for path in slime megatron checkpoint reference save prompts evaluation config; do
     [[ ${!path} == /* ]] || printf -v "$path" %s "$PWD/${!path}"
 done
 
-# The variables that the configuration reads, a comma after those that have a default there.
+# The variables that the configuration reads. A comma follows those with a default.
 named_variables() {
     sed 's/#.*//' "$config" | grep -oE 'oc\.env:\w+,?|api_key_env:\s*"?\w+' | sed -E 's/^.*[^[:alnum:]_,]//' | sort -u
 }
 
-# Everything that is missing at once: each start of a run takes minutes.
+# Report everything that is missing at once, because each start of a run takes minutes.
 missing=()
 need() { [[ -e ${2%@[*} ]] || missing+=("$1: $2 does not exist${3:+ ($3)}"); }
 need SLIME_DIR "$slime/train.py" "a checkout of slime"
 need SLIME_DIR "$slime/scripts/models/qwen3-4B.sh"
 need MEGATRON_DIR "$megatron"
 need HF_CHECKPOINT "$checkpoint" "hf download Qwen/Qwen3-4B --local-dir $checkpoint"
-need REF_LOAD "$reference" "slime's tools/convert_hf_to_torch_dist.py makes it of HF_CHECKPOINT"
+need REF_LOAD "$reference" "make it from HF_CHECKPOINT with slime's tools/convert_hf_to_torch_dist.py"
 need PROMPT_DATA "$prompts" "hf download --repo-type dataset zhuzilin/dapo-math-17k"
 need EVAL_DATA "$evaluation" "hf download --repo-type dataset zhuzilin/aime-2024"
 need QREWARD_CONFIG "$config"
 carried=()
 if [[ -e $config ]]; then
     if ! grep -q '^qreward:' "$config"; then
-        missing+=("QREWARD_CONFIG: $config has no key \`qreward\` at its top, the one that slime is to hand on")
+        missing+=("QREWARD_CONFIG: $config has no key \`qreward\` at its top, which slime passes on")
     fi
     for name in $(named_variables) ${QREWARD_ENV:-}; do
         variable=${name%,}
@@ -78,14 +80,14 @@ if ((${#missing[@]})); then
     exit 2
 fi
 
-# Sets MODEL_ARGS, the shape of the model, which Megatron does not read from a checkpoint.
+# Sets MODEL_ARGS, the model's shape, which Megatron does not read from a checkpoint.
 # shellcheck source=/dev/null
 source "$slime/scripts/models/qwen3-4B.sh"
 
 reward_args=(
     --custom-rm-path slime_adapter.reward
     --custom-config-path "$config"
-    # Keeps failed samples out of the mean and the deviation of their group; the loss mask alone would leave them in.
+    # Keeps failed samples out of the mean and the deviation of their group, which the loss mask does not.
     --custom-reward-post-process-path slime_adapter.post_process
     # Both add metrics to slime's own.
     --custom-rollout-log-function-path slime_adapter.log_rollout

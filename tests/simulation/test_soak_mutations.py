@@ -22,7 +22,7 @@ from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, 
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.scheduling.planner import Planner
 from qreward_plugins.scoring import Scoring
-from qreward_plugins.simulation import performance
+from qreward_plugins.simulation import trial_player
 from qreward_plugins.simulation.soak import check, soak
 
 
@@ -197,7 +197,7 @@ def a_busy_loop(monkeypatch):
         return mutated
 
     around(monkeypatch, Planner, "placements", wrap)
-    monkeypatch.setattr(performance, "MOST_STEPS", 20_000)
+    monkeypatch.setattr(trial_player, "MOST_STEPS", 20_000)
 
 
 def a_pause_without_end(monkeypatch):

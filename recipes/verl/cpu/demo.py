@@ -26,7 +26,7 @@ from training import Step, Training, TrainingFailed, train
 from qreward_plugins.testing import Faults, JudgeServerProcess, Latency, Report, ServerLimits
 
 FLAKY = {"error_500": 0.04, "reset": 0.03, "error_429_seconds": 0.003, "truncated_json": 0.02, "wrong_nonce": 0.02}
-"""Shares of the slow judge's answers that go wrong."""
+"""Shares of the slow judge's answers that are faults."""
 
 
 LIMITS = {
@@ -37,7 +37,7 @@ LIMITS = {
 
 
 def servers() -> dict[str, JudgeServerProcess]:
-    """The two judges, each in a process of its own."""
+    """The two judges, each in its own process."""
     fast = Latency(median_s=0.05, sigma=0.3)
     slow = Latency(median_s=0.2, sigma=0.4, stragglers=0.005)
     return {
@@ -156,7 +156,7 @@ def _workers() -> int:
 
 
 def _limits_kept(reports: Mapping[str, Report], workers: int) -> str:
-    """A line for every source: what it allows, and what it saw, whoever sent it."""
+    """A line for each source: its limit, and the most requests that it saw from all workers."""
     return "\n".join(
         f"{name}: limit {LIMITS[name].requests_per_minute:.0f}/min, seen at most {report.max_requests_in_window} in any"
         f" minute, over {workers} workers"

@@ -1,7 +1,7 @@
-"""How the judges of this recipe grade: a question, a response, a reference answer, a score from 0 to 10.
+"""The grading rule of this recipe's judges: a response and a reference answer give a score from 0 to 10.
 
-A rule stands in for the language model behind a judge's endpoint, so that the demo needs none. It grades as a model
-would: the right answer is what counts, and a near miss is worth a little more than a wild guess.
+The rule replaces the language model behind a judge's endpoint. It grades as a model might: the right answer counts, and
+a near miss scores slightly more than a wild guess.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _NEAR = 8
 
 
 def stated_answer(response: str) -> int | None:
-    """The integer in the response's only "answer is N"; None when it states none, or more than one."""
+    """The integer in the response's only "answer is N"; None if there is none, or more than one."""
     found = _STATED_ANSWER.findall(response[:MAX_RESPONSE_CHARS])
     return int(found[0]) if len(found) == 1 else None
 
 
 def grade(response: str, reference: str) -> float:
-    """Grade a response: 10 for the right answer, up to 3 for a wrong one, more the nearer it is, 0 for no answer.
+    """Grade a response: 10 for the right answer, up to 3 for a wrong one by its distance, 0 for no answer.
 
-    Raises ValueError when the reference is not an integer.
+    Raises ValueError if the reference is not an integer.
     """
     right, stated = int(reference), stated_answer(response)
     if stated is None:
@@ -39,5 +39,5 @@ def grade(response: str, reference: str) -> float:
 
 
 def score(call: JudgeCall) -> float:
-    """What a judge server of the demo answers to one call."""
+    """The score of one call to a judge server of the demo."""
     return grade(call.blocks["response"], call.blocks["reference"])

@@ -1,10 +1,9 @@
-"""What this recipe trains: sums from reasoning-gym, and a model of 0.15 million parameters, made from nothing to answer
-them.
+"""The task and the model of this recipe: sums from reasoning-gym, and a model of 0.15 million parameters.
 
-A pretrained model would be a download, and too slow for a laptop, so one is built here, and some seconds of supervised
-warm-up stand for its pre-training: first mostly on worked answers, from which it learns the arithmetic, then mostly on
-guesses. It ends able to work a sum out, and in the habit of guessing. That working pays is left to the reinforcement
-learning to find out from the judges' scores. No question is shared between warm-up, training and validation.
+A pretrained model would need a download and be too slow for a laptop. So this builds one, and a few seconds of
+supervised warm-up replace its pre-training: first mostly on worked answers, which teach the arithmetic, then mostly on
+guesses. After that the model can work a sum out but usually guesses. Reinforcement learning must find out from the
+judges' scores that working pays. Warm-up, training and validation share no question.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _CHAT_TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' + m['content'] + '<|im_end|>\\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-# A number is one token with its sign and the space before it: the model learns sums of numbers, not of digits.
+# A number is one token with its sign and the space before it, so the model learns sums of numbers, not of digits.
 _PIECES = r" ?-?\d+| ?[A-Za-z]+| ?[^\sA-Za-z\d]|\s+"
 _NO_LABEL = -100
 
@@ -46,13 +45,14 @@ class Sizes:
     warm_up_batch: int = 32
     warm_up_lr: float = 8e-3
     learning_steps: int = 420
-    """Warm-up steps to learn the arithmetic in."""
+    """Warm-up steps that teach the arithmetic."""
     learning_worked: float = 0.85
-    """Share of worked answers in these. Without any guesses, their first appearance would shake the network."""
+    """Share of worked answers in these steps. Some guesses are included, because their sudden start would disturb the
+    network."""
     habit_steps: int = 80
-    """Warm-up steps, after these, to get into the habit of guessing."""
+    """Later warm-up steps that teach guessing."""
     habit_worked: float = 0.25
-    """Share of worked answers in these."""
+    """Share of worked answers in those steps."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Question:
 
     @property
     def worked(self) -> str:
-        """The answer as a careful writer gives it: one equation for each operation, then the result."""
+        """A worked answer: one equation for each operation, then the result."""
         first, *rest = self.expression.split()
         total, steps = int(first), []
         for operator, operand in zip(rest[::2], rest[1::2], strict=True):
@@ -75,13 +75,13 @@ class Question:
         return f"{', '.join(steps)}. The answer is {total}."
 
     def guessed(self, rng: random.Random) -> str:
-        """The answer as a hasty writer gives it: no work, and a number at most 9 off."""
+        """A guessed answer: only a number, at most 9 off."""
         return f"The answer is {self.answer + rng.randint(-9, 9)}."
 
 
 @dataclass(frozen=True)
 class Assets:
-    """Where the parts of a prepared recipe lie."""
+    """The paths of a prepared recipe's files."""
 
     train: Path
     val: Path
@@ -90,9 +90,9 @@ class Assets:
 
 
 def questions(sizes: Sizes) -> list[Question]:
-    """As many different sums as all three sets need, in an order fixed by the seed.
+    """Different sums for all three sets, in an order fixed by the seed.
 
-    Raises ValueError when reasoning-gym has not that many of this length.
+    Raises ValueError if reasoning-gym has too few of this length.
     """
     import reasoning_gym
 
@@ -171,7 +171,7 @@ def build_tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    # Every number an equation or a guess can hold, whether or not the texts have it.
+    # Every number that an equation or a guess can contain, even if the texts do not.
     numbers = [f"{number} {number}" for number in range(-45, 46)]
     tokenizer.train_from_iterator([*texts, *numbers, "system user assistant"], trainer)
     fast = PreTrainedTokenizerFast(
@@ -201,7 +201,7 @@ def build_model(sizes: Sizes, tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCau
             num_key_value_heads=sizes.heads,
             max_position_embeddings=128,
             tie_word_embeddings=False,
-            # Wide enough to tell tokens apart from the first step; at the usual 0.02 learning starts later.
+            # Wide enough to distinguish tokens from the first step; with the usual 0.02 learning starts later.
             initializer_range=0.05,
             bos_token_id=None,
             eos_token_id=tokenizer.eos_token_id,
@@ -221,7 +221,7 @@ def warm_up(
     habit = _batches(tokenizer, sizes, pool, sizes.habit_worked, rng)
     steps = sizes.learning_steps + sizes.habit_steps
     optimizer = torch.optim.AdamW(model.parameters(), lr=sizes.warm_up_lr, betas=(0.9, 0.98), weight_decay=0.0)
-    # One falling schedule over both parts: the habit comes at a low rate, which spares the arithmetic.
+    # One falling schedule over both parts: guessing is learned at a low rate, which preserves the arithmetic.
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, sizes.warm_up_lr, total_steps=steps, pct_start=0.1)
     for step in range(steps):
         ids, labels = next(learning if step < sizes.learning_steps else habit)
@@ -249,7 +249,7 @@ def _batches(
         ids = torch.full((len(batch), width), tokenizer.pad_token_id)
         labels = torch.full((len(batch), width), _NO_LABEL)
         for row, (prompt, reply) in enumerate(batch):
-            # Padding stands on the right of a causal model and carries no label, so it needs no attention mask.
+            # Padding is on the right of a causal model and has no label, so it needs no attention mask.
             ids[row, : len(prompt) + len(reply)] = torch.tensor(prompt + reply)
             labels[row, len(prompt) : len(prompt) + len(reply)] = torch.tensor(reply)
         yield ids, labels

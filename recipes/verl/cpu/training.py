@@ -1,4 +1,4 @@
-"""Runs the real trainer (`verl.trainer.main_ppo`) on the CPU as a subprocess, and tells of each step as it comes."""
+"""Runs the real trainer (`verl.trainer.main_ppo`) on the CPU as a subprocess, and reports each step."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ _SECONDS = "timing_s/step"
 
 
 class TrainingFailed(RuntimeError):
-    """The trainer ended with an error; the message holds the last lines of its log and the log's path."""
+    """The trainer ended with an error. The message has the last lines of its log, and the log's path."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """What a training gave: its steps, and the share of right answers to held-out questions before and after."""
+    """The results of a training: its steps, and the share of right answers to held-out questions before and after."""
 
     steps: list[Step]
     accuracy_before: float
@@ -39,7 +39,7 @@ class Training:
 
 @dataclass(frozen=True)
 class Step:
-    """One step: its number from 1, the mean reward of its responses, and how many seconds it took."""
+    """One step: its number from 1, the mean reward of its responses, and its seconds."""
 
     number: int
     reward: float
@@ -61,8 +61,8 @@ def train(
     """Train for `steps` steps with the recipe `algorithm` ("grpo" or "ppo", or another in the folder `configurations`),
     with the trainer that the module `program` runs.
 
-    `on_step` is called with each step when it is done. The trainer's log and metrics go to the folder `out`. Raises
-    `TrainingFailed`. Whatever ends this call, no process of the trainer goes on.
+    `on_step` is called after each step. The trainer's log and metrics go to the folder `out`. Raises `TrainingFailed`.
+    However this call ends, no process of the trainer is left.
     """
     out.mkdir(parents=True, exist_ok=True)
     log, metrics = out / f"{algorithm}.log", out / f"{algorithm}.jsonl"
@@ -124,7 +124,7 @@ def _running(
     try:
         yield process
     finally:
-        # Ray takes its own processes down when the trainer gets this signal; what is left in its group is killed.
+        # Ray ends its own processes when the trainer gets this signal; the rest of its group is killed.
         for number in (signal.SIGTERM, signal.SIGKILL):
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, number)

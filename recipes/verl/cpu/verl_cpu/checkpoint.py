@@ -1,7 +1,7 @@
-"""Weights from a trainer to rollout servers of their own, for trainers whose rollout does not share their devices.
+"""Sends weights from a trainer to separate rollout servers, for trainers whose rollout does not share their devices.
 
-verl's checkpoint engines for this move weights between GPUs (NCCL, NIXL). Here the trainer hands them to each server
-over Ray, and the workers between have nothing to do.
+verl's checkpoint engines for this move weights between GPUs (NCCL, NIXL). Here the trainer sends them to each server
+over Ray, and the workers in between do nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ BACKEND = "cpu_ray"
 """The value of `actor_rollout_ref.rollout.checkpoint_engine.backend` that selects this engine."""
 
 SERVERS = "cpu_hf_server_"
-"""What the names of rollout servers begin with."""
+"""The prefix of the names of rollout servers."""
 
 
 class DirectCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is not typed
-    """A `CheckpointEngine` without a process group of its own."""
+    """A `CheckpointEngine` without its own process group."""
 
     def __init__(self, bucket_size: int, **_: Any) -> None:
         self._bucket_size = bucket_size
@@ -43,7 +43,7 @@ class DirectCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is
         pass
 
     async def send_weights(self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None) -> None:
-        """Hand the weights to every server of this job. Every rank reads the whole iterator; the first one sends."""
+        """Send the weights to every server of this job. Every rank reads the whole iterator; the first one sends."""
         state = {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in weights}
         if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
             return
@@ -52,7 +52,7 @@ class DirectCheckpointEngine(CheckpointEngine):  # type: ignore[misc]  # verl is
             await server.update_weights.remote(state, global_steps)
 
     def receive_weights(self, global_steps: int | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Nothing: the servers have them already."""
+        """Return nothing, because the servers have them already."""
         return iter(())
 
 

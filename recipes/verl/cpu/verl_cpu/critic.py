@@ -1,8 +1,8 @@
 """PPO's critic on the CPU.
 
-verl loads the critic's model with `attn_implementation="flash_attention_2"`, whatever the configuration says, and takes
-the failure for a model without a value head ("please install trl"). The engine looks the loader up by name when it
-builds a critic, so replacing it in its module is enough.
+verl always loads the critic's model with `attn_implementation="flash_attention_2"`, and reports the failure as a model
+without a value head ("please install trl"). The engine looks the loader up by name when it builds a critic, so it can
+be replaced in its module.
 """
 
 from __future__ import annotations

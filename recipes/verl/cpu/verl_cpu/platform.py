@@ -46,8 +46,8 @@ class _DeviceModule(types.ModuleType):
 
 @PlatformRegistry.register(platform="cpu")
 class CPUPlatform(PlatformBase):
-    """One CPU device. Its Ray resource is called "GPU", the only name that verl's resource check knows; it is logical
-    and given to `ray.init`."""
+    """One CPU device. Its Ray resource is called "GPU", the only name in verl's resource check; it is a logical
+    resource passed to `ray.init`."""
 
     device_name = "cpu"
     vendor_name = "cpu"

@@ -1,7 +1,7 @@
 """A rollout server on the CPU: a Hugging Face model behind verl's token-in, token-out contract.
 
-Two halves, as in verl's own rollouts (verl/workers/rollout): a server actor that generates in micro-batches, and an
-adapter inside the training worker that hands it the new weights after every step.
+It has two halves, as verl's own rollouts do (verl/workers/rollout): a server actor that generates in micro-batches, and
+an adapter in the training worker that sends it the new weights after every step.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NAME = "cpu_hf"
 """The value of `actor_rollout_ref.rollout.name` that selects this rollout."""
 
 _GATHER_S = 0.02
-"""How long a request waits for others to share its micro-batch, in seconds."""
+"""Seconds that a request waits for others to share its micro-batch."""
 
 
 @dataclass
@@ -64,7 +64,7 @@ class Server:
         return await future
 
     async def update_weights(self, state: Mapping[str, torch.Tensor], global_steps: int | None = None) -> None:
-        """Take over the trainer's weights. Raises KeyError when they are not those of this model."""
+        """Load the trainer's weights. Raises KeyError if they do not fit this model."""
         await asyncio.get_running_loop().run_in_executor(self._thread, self._load, state)
         self._weight_version += 1
         if global_steps is not None:
@@ -74,7 +74,7 @@ class Server:
         self._step = global_steps
 
     async def ready(self, *_: Any, **__: Any) -> None:
-        """The control calls of verl's replicas: there is no memory to give back and no cache to keep."""
+        """Do nothing for the control calls of verl's replicas: there is no memory to release and no cache to keep."""
 
     wake_up = sleep = abort_all_requests = resume_generation = clear_kv_cache = ready
     release_kv_cache = resume_kv_cache = start_profile = stop_profile = ready
@@ -149,7 +149,7 @@ class Server:
 
 
 class Adapter(base.BaseRollout):  # type: ignore[misc]
-    """The training worker's end: pushes the weights to the server of its replica."""
+    """The training worker's half: sends the weights to the server of its replica."""
 
     def __init__(self, config: Any, model_config: Any, device_mesh: Any, replica_rank: int = -1, **_: Any) -> None:
         super().__init__(config, model_config, device_mesh)
@@ -177,7 +177,7 @@ class Adapter(base.BaseRollout):  # type: ignore[misc]
             raise ValueError(f"the CPU rollout takes named tensors, not {wire_format}")
         # Every rank reads the whole iterator: collecting a sharded tensor is a collective operation.
         state = {name: tensor.detach().to("cpu", torch.float32, copy=True) for name, tensor in weights}
-        # Without weights: a checkpoint engine has handed them to the server itself.
+        # Without weights, a checkpoint engine has sent them to the server.
         if not self._leads or not state:
             return
         if self._server is None:

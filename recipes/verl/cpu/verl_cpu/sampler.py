@@ -1,6 +1,6 @@
-"""verl's replay buffer, looking more often whether a step's rewards are complete.
+"""verl's replay buffer, which checks more often whether a step's rewards are complete.
 
-The trainer polls every two seconds, which is nothing beside a step on GPUs and most of a step here. The interval is an
+The trainer polls every two seconds, which is short for a step on GPUs and most of a step here. The interval is an
 argument of the buffer that no config key sets, so this subclass reads it from `trainer.v1.sampler.sampler_kwargs`.
 """
 

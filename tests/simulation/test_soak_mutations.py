@@ -242,7 +242,7 @@ MUTATIONS = [
     (a_default_for_invalid_verdicts, "P2", "the server gave", 30),
     (quota_without("requests"), "P3", "over its requests", 150),
     (quota_without("tokens"), "P3", "over its tokens", 150),
-    (quota_without("concurrency"), "P3", "requests were under way", 30),
+    (quota_without("concurrency"), "P3", "requests were in flight", 30),
     (no_pacing, "P3", "was overdrawn", 150),
     (endless_attempts, "P4", "times, ", 400),
     (endless_hedges, "P4", "was hedged", 150),

@@ -36,7 +36,7 @@ class Fault:
         if self.kind not in ("refuse", "hang", "slow", "errors", "throttle"):
             raise ValueError(f"a fault's kind is refuse, hang, slow, errors or throttle, not {self.kind!r}")
         if not 0 <= self.start_s < self.end_s:
-            raise ValueError(f"a fault needs start_s < end_s, not {self.start_s!r} and {self.end_s!r}")
+            raise ValueError(f"a fault needs 0 <= start_s < end_s, not {self.start_s!r} and {self.end_s!r}")
         if not (math.isfinite(self.factor) and self.factor >= 0):
             raise ValueError(f"the factor of a fault is a finite number from 0 on, not {self.factor!r}")
         if self.kind == "slow" and self.factor < 1:

@@ -60,8 +60,8 @@ def test_what_cannot_be_enforced_is_refused(further, words):
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ((5, 5, "hang"), "later end_s"),
-        ((-1, 5, "hang"), "later end_s"),
+        ((5, 5, "hang"), "start_s < end_s"),
+        ((-1, 5, "hang"), "start_s < end_s"),
         ((0, 5, "explode"), "explode"),
         ((0, 5, "slow", 0.5), "slow"),
         ((0, 5, "errors", math.inf), "finite"),

@@ -69,7 +69,7 @@ def test_an_unknown_flag_names_the_nearest(flag: str, nearest: str) -> None:
     [
         (
             {"reward_manager": []},
-            r"rewards.d has no 'reward_manager': did you mean 'reward_manager_config'.*ROLL itself drops",
+            r"rewards.d has no 'reward_manager': did you mean 'reward_manager_config'.*ROLL itself ignores",
         ),
         ({"query_filter_config": {"kind": "x"}}, "query_filter_config has no 'kind'"),
     ],
@@ -91,7 +91,7 @@ def test_an_unknown_key_of_a_reward_names_the_nearest(reward: dict[str, Any], me
         ({"rewards": {"d": {"worker_cls": Sync, "max_concurrency": 4}}}, "without async methods has max_concurrency 1"),
         ({"adv_estimator": "ppo"}, "adv_estimator is one of"),
         ({"rollout_batch_size": 0}, "1 or more"),
-        ({"rollout_batch_size": 16}, "has 16 rows: ROLL wants more"),
+        ({"rollout_batch_size": 16}, "has 16 rows: ROLL needs more"),
         ({"rows": {"d": ["a"]}}, "has 1 rows"),
         ({"sequence_length": 128}, "leaves no room"),
         ({"val_prompt_length": 8}, "must be set simultaneously"),

@@ -85,7 +85,7 @@ def test_mistakes_in_the_faults_are_said(settings: dict, problem: str) -> None:
 
 
 def test_mistakes_in_an_outage_are_said() -> None:
-    with pytest.raises(ValueError, match="later end_s"):
+    with pytest.raises(ValueError, match="start_s < end_s"):
         Outage(5.0, 5.0)
     with pytest.raises(ValueError, match="unknown fault"):
         Outage(0.0, 5.0, "nap")

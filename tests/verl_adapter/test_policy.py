@@ -131,7 +131,7 @@ def test_the_fully_asynchronous_trainer_scores_as_many_at_once_as_it_may_begin(t
         return caplog.text
 
     assert "the 5120 samples" in said("rollout.nnodes=10"), "40 engines of two devices, 16 prompts each"
-    assert "reward.num_workers=11 none" in said("rollout.nnodes=10")
+    assert "Set reward.num_workers=11 to" in said("rollout.nnodes=10")
     assert "the 12288 samples" in said("rollout.nnodes=100"), "256 prompts, half as many more, four times"
     assert said("rollout.nnodes=7") == ""
 

@@ -8,9 +8,9 @@ import random
 from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.testing import JudgeServerProcess, Latency, ServerLimits
 
-SAMPLES = 10_000
-CANCELLED = 3_000
-AFTERWARDS = 500
+SAMPLES = 4_000
+CANCELLED = 1_200
+AFTERWARDS = 200
 CONCURRENCY = 32
 
 
@@ -18,7 +18,7 @@ def length_of(sample):
     return len(sample.response) + len(sample.messages[0]["content"])
 
 
-def test_after_3000_of_10000_calls_were_cancelled_every_slot_still_works(
+def test_after_every_third_of_thousands_of_calls_was_cancelled_every_slot_still_works(
     make_config, make_sample, score_of, open_files, other_tasks
 ):
     rng = random.Random(11)
@@ -64,7 +64,7 @@ def test_after_3000_of_10000_calls_were_cancelled_every_slot_still_works(
         else:
             assert isinstance(outcome, Scored)
             assert outcome.reward == score_of(sample)
-    assert 500 < in_between.cancelled < CANCELLED  # many in the middle of an exchange, and many before it
+    assert CANCELLED / 6 < in_between.cancelled < CANCELLED  # many in the middle of an exchange, and many before it
 
     assert [outcome.reward for outcome in again] == [score_of(sample) for sample in samples[:AFTERWARDS]]
     assert all(outcome.verdict.attempts == 1 for outcome in again)

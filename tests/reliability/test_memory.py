@@ -14,7 +14,7 @@ from qreward_plugins.simulation import run
 from qreward_plugins.sources import Reply
 from qreward_plugins.spent import Usage
 
-SAMPLES = 20_000
+SAMPLES = 6_000
 WINDOW = 64
 
 
@@ -51,7 +51,7 @@ class Answering:
         pass
 
 
-def test_a_stream_of_20000_samples_holds_no_more_than_its_window(make_config):
+def test_a_stream_holds_no_more_than_its_window(make_config):
     source = Answering()
 
     def samples():

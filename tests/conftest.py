@@ -8,6 +8,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
+
+# The same examples in every run, and no time limit for any: a machine of continuous integration may be slow.
+# `pytest --hypothesis-profile=default` draws others.
+settings.load_profile("ci")
 
 LONGEST_FIRST = (
     "recipes/test_verl_training.py",

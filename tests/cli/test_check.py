@@ -306,13 +306,13 @@ def test_one_flaw_among_many_verdicts_is_forgiven(check, write_config):
 
 def test_a_source_that_hangs_is_waited_for_once_and_not_for_long(check, write_config):
     judges = {name: {"kind": "llm"} for name in ("one", "two", "three")}
-    with JudgeServer(latency=Latency(30.0)) as server:
+    with JudgeServer(latency=Latency(600.0)) as server:
         write_config({"slow": server}, judges=judges, routes={"a": "one", "b": "two", "*": "three"})
         started_at = time.monotonic()
         result = check("--timeout", "0.5")
         took_s = time.monotonic() - started_at
     assert result.exit_code == 1
-    assert took_s < 10
+    assert took_s < 100
     assert "source 'slow': no answer within 0.5 s" in result.stdout
     assert "source 'slow': not asked, because it did not answer the judge 'one'" in result.stdout
 

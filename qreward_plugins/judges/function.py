@@ -19,8 +19,7 @@ from ..sources import kind_of
 from ..sources.base import Reply, Request
 from ..sources.kind import VALUE
 from .base import Opening
-from .leaf import Leaf, checked
-from .settings import fingerprint
+from .leaf import Leaf, checked, fingerprint
 
 MOST_COMPONENTS = 100
 """Most components of a verdict if the configuration names none. Each becomes a metric, so more would be a mistake."""

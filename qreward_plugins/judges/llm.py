@@ -23,9 +23,8 @@ from ..sources.kind import TEXT
 from .base import Opening
 from .fence import NONCE_LENGTH, draw_nonce
 from .finish_reasons import why_no_verdict
-from .leaf import Leaf
+from .leaf import Leaf, fingerprint, number_mistakes
 from .sample_texts import SampleTexts, conversation_text
-from .settings import fingerprint, number_mistakes
 from .templates import Page, Template
 from .verdicts import RATIONALE_FORM, ParsedVerdict, Scale, excerpt, parse_verdict
 from .visibility import is_blank

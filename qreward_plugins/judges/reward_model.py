@@ -23,9 +23,8 @@ from ..sources.base import Reply, Request
 from ..sources.kind import LOGITS
 from .base import Opening
 from .control_tokens import neutralise
-from .leaf import Leaf
+from .leaf import Leaf, fingerprint, number_mistakes
 from .sample_texts import SampleTexts, conversation_turns
-from .settings import fingerprint, number_mistakes
 from .visibility import is_blank
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..samples import Scored
@@ -95,59 +95,41 @@ class SourceGauges:
     learned: str
 
 
-class _Source:
-    """The counters of one source."""
+@dataclass(slots=True)
+class _Counts:
+    """The counters of one source, named as in `SourceStatistics`."""
 
-    __slots__ = (
-        "answered",
-        "cancelled",
-        "completion_tokens",
-        "cost_usd",
-        "hedges",
-        "invalid",
-        "latencies_s",
-        "peak_in_flight",
-        "permanent",
-        "prompt_tokens",
-        "requests",
-        "throttled",
-        "timeouts",
-        "transient",
-    )
+    requests: int = 0
+    answered: int = 0
+    throttled: int = 0
+    transient: int = 0
+    timeouts: int = 0
+    permanent: int = 0
+    invalid: int = 0
+    hedges: int = 0
+    cancelled: int = 0
+    peak_in_flight: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cost_usd: float = 0.0
+
+
+class _Source(_Counts):
+    """The counters and the recent latencies of one source."""
+
+    __slots__ = ("latencies_s",)
 
     def __init__(self) -> None:
-        self.requests = self.answered = self.throttled = self.transient = self.timeouts = self.permanent = 0
-        self.invalid = self.hedges = self.cancelled = self.peak_in_flight = 0
-        self.prompt_tokens = self.completion_tokens = 0
-        self.cost_usd = 0.0
+        super().__init__()
         self.latencies_s: deque[float] = deque(maxlen=RECENT)
 
     def snapshot(self, name: str, gauges: SourceGauges) -> SourceStatistics:
         return SourceStatistics(
             name=name,
-            state=gauges.state,
-            requests=self.requests,
-            answered=self.answered,
-            throttled=self.throttled,
-            transient=self.transient,
-            timeouts=self.timeouts,
-            permanent=self.permanent,
-            invalid=self.invalid,
-            hedges=self.hedges,
-            cancelled=self.cancelled,
-            in_flight=gauges.in_flight,
-            peak_in_flight=self.peak_in_flight,
             latency_p50_s=percentile(self.latencies_s, 0.5),
             latency_p95_s=percentile(self.latencies_s, 0.95),
-            prompt_tokens=self.prompt_tokens,
-            completion_tokens=self.completion_tokens,
-            cost_usd=self.cost_usd,
-            requests_share=gauges.requests_share,
-            tokens_share=gauges.tokens_share,
-            paced=gauges.paced,
-            retries=gauges.retries,
-            retries_put_off=gauges.retries_put_off,
-            learned=gauges.learned,
+            **asdict(self),
+            **asdict(gauges),
         )
 
 

@@ -1,6 +1,6 @@
 """Plain data about what happened: the facts of an outcome, and what a batch waited for."""
 
-from .blame import PART_KINDS, BatchReport, Part, PartKind
+from .batch_report import PART_KINDS, BatchReport, Part, PartKind
 from .facts import METRICS, Facts, Metric, summary
 from .waiting import WaitBySize, Waits, percentile
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .calls import JudgeCall, count_tokens, overlap_score
 from .faults import FaultKind, Faults, Outage
+from .judge_calls import JudgeCall, count_tokens, overlap_score
 from .judge_process import JudgeServerProcess
 from .judge_server import JudgeServer, JudgeServerError, serve_forever
 from .latency import Latency

@@ -21,8 +21,8 @@ import orjson
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
-from .calls import duration, error_body
 from .faults import FaultKind, Faults
+from .judge_calls import duration, error_body
 
 _JSON = "application/json"
 _HTML = b"<!DOCTYPE html><html><head><title>Please wait</title></head><body><h1>One moment, please</h1></body></html>"

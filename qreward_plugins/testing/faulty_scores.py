@@ -20,9 +20,9 @@ import json
 import math
 from collections.abc import Callable, Mapping
 
-from .calls import Answer, error_body
 from .faults import FaultKind
 from .faulty_verdicts import REFUSAL, prose_of
+from .judge_calls import Answer, error_body
 from .scores import Score
 
 

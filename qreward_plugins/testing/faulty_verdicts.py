@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
-from .calls import Completion, JudgeCall, dump_verdict
 from .faults import FaultKind
+from .judge_calls import Completion, JudgeCall, dump_verdict
 
 Verdict = Mapping[str, object]
 

@@ -16,9 +16,9 @@ from collections.abc import Awaitable, Callable, Sequence
 import orjson
 from aiohttp import web
 
-from .calls import Answer, JudgeCall, Refused, duration, error_body
 from .faults import FaultKind, FaultPlan, Faults
 from .faulty_replies import FaultInput, Written, play, sent_status
+from .judge_calls import Answer, JudgeCall, Refused, duration, error_body
 from .latency import Latency
 from .limits import Excess, Ledger, LimitKind, ServerLimits
 from .report import Tally, Violation

@@ -9,8 +9,8 @@ from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import TypedDict
 
-from .calls import overlap_score
 from .faults import Faults
+from .judge_calls import overlap_score
 from .judge_handler import Scorer
 from .judge_server import JudgeServer, JudgeServerError
 from .latency import Latency

@@ -20,9 +20,9 @@ from contextlib import suppress
 from queue import SimpleQueue
 from types import FrameType, TracebackType
 
-from .calls import overlap_score
 from .connections import Connections
 from .faults import Faults
+from .judge_calls import overlap_score
 from .judge_handler import JudgeHandler, Scorer
 from .latency import Latency
 from .limits import ServerLimits

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from .calls import Answer, Completion, JudgeCall, as_verdict, dump_verdict, read_call
 from .faults import FaultKind
 from .faulty_replies import ReplyForms
 from .faulty_scores import faulty_score
 from .faulty_verdicts import faulty_verdict
+from .judge_calls import Answer, Completion, JudgeCall, as_verdict, dump_verdict, read_call
 from .scores import Score, as_score, read_score_call
 
 CHAT_PATH = "/v1/chat/completions"

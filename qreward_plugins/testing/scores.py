@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from .calls import (
+from .judge_calls import (
     OTHER_MODEL,
     Answer,
     JudgeCall,

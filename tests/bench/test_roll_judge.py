@@ -12,7 +12,7 @@ from rich.console import Console
 
 from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.testing import JudgeServer
-from qreward_plugins.testing.calls import JudgeCall
+from qreward_plugins.testing.judge_calls import JudgeCall
 
 THEIR_PROMPT = """Say YES or NO.
 

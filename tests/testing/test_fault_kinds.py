@@ -15,8 +15,8 @@ import aiohttp
 import pytest
 
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer, ServerLimits
-from qreward_plugins.testing.calls import CompletionReply
 from qreward_plugins.testing.faulty_replies import FaultInput, play
+from qreward_plugins.testing.judge_calls import CompletionReply
 
 HUGE = 3 * 1024 * 1024
 SCORE = 0.25

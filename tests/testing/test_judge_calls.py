@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qreward_plugins.testing import JudgeCall, count_tokens, overlap_score
-from qreward_plugins.testing.calls import Completion, as_verdict, duration
+from qreward_plugins.testing.judge_calls import Completion, as_verdict, duration
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,9 @@ class Players:
         configuration = self._configuration(out)
         record.unlink(missing_ok=True)
         algorithm = scenario.experimental or "grpo"
+        where = {}
+        if scenario.experimental:
+            where = {"program": EXPERIMENTAL[algorithm], "configurations": CONFIGURATIONS}
         error = ""
         try:
             self._assets.training.train(

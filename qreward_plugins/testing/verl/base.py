@@ -21,6 +21,7 @@ from .metrics import data_metrics
 from .protocol import VerlDataProto
 from .results import VerlStep, VerlValidation
 from .reward_loop import RewardLoopManager
+from .rollout_correction import correct_rollout
 from .shaping import apply_kl_penalty, get_kl_controller
 
 Values = Callable[[VerlDataProto], Any]
@@ -78,17 +79,13 @@ class TrainerBase(ABC):
         assert metrics, f"val_metrics={metrics!r}"
         return VerlValidation(self.global_steps, self._log(metrics), **self._seen)
 
-    def close(self) -> None:
-        """Close what no actor holds."""
-        self._seen = {}
-
     def start(self) -> None:
         """Start the reward workers, then the tracker."""
         self._setup()
         self._start_tracker()
 
     async def aclose(self) -> None:  # noqa: B027 (in most trainers nothing does)
-        """End what runs ahead of the steps, on the event loop of the actors."""
+        """End what runs ahead of the steps, and close what no actor holds; on the event loop of the actors."""
 
     def _start_tracker(self) -> None:
         tracking = sys.modules["verl.utils.tracking"].Tracking
@@ -135,15 +132,22 @@ class TrainerBase(ABC):
         """
         algorithm, batch = self.config.algorithm, data.batch
         metrics: dict[str, Any] = {}
+        correction = self._correction()
+        if correction is not None:
+            batch["rollout_log_probs"] = self._log_probs("rollout_log_probs", data)
+        if algorithm.use_kl_in_reward or correction is not None:
+            name = "rollout_log_probs" if self._bypasses else "old_log_probs"
+            batch["old_log_probs"] = self._log_probs(name, data)
         if algorithm.use_kl_in_reward:
-            for name in ("old_log_probs", "ref_log_prob"):
-                batch[name] = self._log_probs(name, data)
+            batch["ref_log_prob"] = self._log_probs("ref_log_prob", data)
         if self.use_critic:
             batch["values"] = _like_mask(data, self.setup.values(data) if self.setup.values is not None else 0.0)
         if algorithm.use_kl_in_reward:
             data, metrics = apply_kl_penalty(data, self.kl_ctrl_in_reward, algorithm.kl_penalty)
         else:
             batch["token_level_rewards"] = batch["token_level_scores"]
+        if correction is not None:
+            metrics |= correct_rollout(data, correction)
         data = compute(
             data,
             adv_estimator=algorithm.adv_estimator,
@@ -155,6 +159,21 @@ class TrainerBase(ABC):
             **more,
         )
         return data, metrics
+
+    @property
+    def _bypasses(self) -> bool:
+        """The actor's probabilities are those of the inference engine; weights and masks are its loss's business."""
+        return bool((self.config.algorithm.get("rollout_correction") or {}).get("bypass_mode", False))
+
+    def _correction(self) -> Any:
+        """verl's node `algorithm.rollout_correction`; None where it changes and tells nothing: without probabilities
+        that a test gave, or with a part of it that needs none, its metrics would be of a policy that is not there.
+        """
+        node = self.config.algorithm.get("rollout_correction")
+        if node is None or self._bypasses or not self.config.actor_rollout_ref.rollout.calculate_log_probs:
+            return None
+        asked = node.get("rollout_is") is not None or node.get("rollout_rs") is not None
+        return node if asked or self.setup.log_probs is not None else None
 
     def _log_probs(self, name: str, data: VerlDataProto) -> Any:
         return _like_mask(data, self.setup.log_probs(name, data) if self.setup.log_probs is not None else 0.0)

@@ -4,6 +4,7 @@ trainer's process (trainer/ppo/reward.py and workers/reward_manager of those ver
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -201,12 +202,12 @@ class BatchTrainer(LegacyTrainer):
             for examined in (0, 1)
         )
 
-    def close(self) -> None:
+    async def aclose(self) -> None:
         """Close the reward managers that can be closed; verl never does."""
         for manager in (getattr(self, "reward_fn", None), getattr(self, "val_reward_fn", None)):
             close = getattr(manager, "close", None)
             if close is not None:
-                close()
+                await asyncio.get_running_loop().run_in_executor(None, close)
 
     def _scored(self, batch: VerlDataProto) -> VerlDataProto:
         if self._estimator == "remax":

@@ -65,7 +65,6 @@ OPEN = (
     "actor_rollout_ref.model",
     "actor_rollout_ref.nccl_timeout",
     *(f"actor_rollout_ref.rollout.{name}" for name in _OF_ROLLOUT),
-    "algorithm.rollout_correction",
     "critic",
     "data",
     "distillation",

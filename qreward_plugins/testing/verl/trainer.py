@@ -176,10 +176,8 @@ class FakeVerlTrainer:
     def close(self) -> None:
         """End what still runs, close the reward managers, stop the threads. May be called more than once."""
         try:
-            if self._trainer is not None:
-                self._trainer.close()
             if self._finalizer.alive:
-                if hasattr(self, "_trainer"):
+                if self._trainer is not None:
                     self._loop.run(self._trainer.aclose(), _CLOSING_S)
                 self._loop.run(self._ray.aclose(), _CLOSING_S)
         finally:

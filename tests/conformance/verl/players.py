@@ -154,9 +154,6 @@ class Players:
         configuration = self._configuration(out)
         record.unlink(missing_ok=True)
         algorithm = scenario.experimental or "grpo"
-        where = {}
-        if scenario.experimental:
-            where = {"program": EXPERIMENTAL[algorithm], "configurations": CONFIGURATIONS}
         error = ""
         try:
             self._assets.training.train(

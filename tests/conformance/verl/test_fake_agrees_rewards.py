@@ -15,6 +15,7 @@ torch = pytest.importorskip("torch")
 
 from qreward_plugins.testing.verl import shaping  # noqa: E402
 from qreward_plugins.testing.verl.protocol import TensorColumns, VerlDataProto  # noqa: E402
+from qreward_plugins.testing.verl.rollout_correction import correct_rollout  # noqa: E402
 
 from .agreement import both, same  # noqa: E402
 from .test_fake_agrees import a_batch  # noqa: E402
@@ -75,3 +76,74 @@ def test_mistakes_in_the_kl_controller(changed):
     one, other = both(lambda: get_kl_controller(config), lambda: shaping.get_kl_controller(config))
     assert isinstance(one, str)
     assert one == other
+
+
+CORRECTIONS = [
+    {},
+    {"rollout_is": "token"},
+    {"rollout_is": "token", "rollout_is_threshold": "0.5_1.5", "rollout_is_batch_normalize": True},
+    {"rollout_is": "sequence", "rollout_is_threshold": 3, "rollout_is_batch_normalize": True},
+    {"rollout_is": "sequence", "rollout_is_threshold": "0.2_5"},
+    {"rollout_rs": "token_k1", "rollout_rs_threshold": "0.6_1.4"},
+    {"rollout_rs": "token_k2,token_k3", "rollout_rs_threshold": "0.2, 0.3"},
+    {"rollout_rs": "seq_sum_k1,seq_mean_k2,seq_max_k3", "rollout_rs_threshold": "2,0.2,1.5"},
+    {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": 1.3, "rollout_is": "token"},
+    {"rollout_rs": "seq_sum_k2,seq_sum_k3,seq_mean_k3,seq_max_k2", "rollout_rs_threshold": 1.0},
+    {"rollout_is": "wild"},
+    {"rollout_is": "token", "rollout_is_threshold": True},
+    {"rollout_is": "token", "rollout_is_threshold": ""},
+    {"rollout_is": "token", "rollout_is_threshold": "a_b"},
+    {"rollout_is": "token", "rollout_is_threshold": "3_2"},
+    {"rollout_is": "token", "rollout_is_threshold": "-1_2"},
+    {"rollout_is": "token", "rollout_is_threshold": -1.0},
+    {"rollout_is": "token", "rollout_is_threshold": [1]},
+    {"rollout_rs": "token_k1"},
+    {"rollout_rs": ",", "rollout_rs_threshold": 1.0},
+    {"rollout_rs": "seq_max_k1", "rollout_rs_threshold": 1.0},
+    {"rollout_rs": "token_k2", "rollout_rs_threshold": "0.1_0.2"},
+    {"rollout_rs": "token_k2", "rollout_rs_threshold": "x"},
+    {"rollout_rs": "token_k2", "rollout_rs_threshold": 0},
+    {"rollout_rs": "token_k1", "rollout_rs_threshold": 0},
+    {"rollout_rs": "token_k1", "rollout_rs_threshold": "x"},
+    {"rollout_rs": "token_k1", "rollout_rs_threshold": "x_2"},
+    {"rollout_rs": "token_k1", "rollout_rs_threshold": "2_1"},
+    {"rollout_rs": "token_k1", "rollout_rs_threshold": "-2_1"},
+    {"rollout_rs": "token_k1,token_k2", "rollout_rs_threshold": "1,2,3"},
+]
+
+
+@pytest.mark.parametrize("given", CORRECTIONS, ids=str)
+def test_the_rollout_correction(given):
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+    rng = np.random.default_rng(29)
+    for trial in range(8):
+        _, mask, _ = a_batch(rng, groups=True)
+        if trial == 5:
+            mask[0] = 0
+        if trial == 6:
+            mask[:] = 0
+        tensors = {"response_mask": mask}
+        for name in ("old_log_probs", "rollout_log_probs"):
+            tensors[name] = (-np.abs(rng.normal(size=mask.shape)) * 0.4).astype(np.float32)
+        data = VerlDataProto(TensorColumns({name: values.copy() for name, values in tensors.items()}))
+        one, other = both(
+            lambda tensors=tensors: compute_rollout_correction_and_add_to_batch(as_real(tensors), given),
+            lambda data=data: correct_rollout(data, given),
+        )
+        if isinstance(one, str):
+            if given.get("rollout_is") == "wild":
+                assert other.split(" Must")[0] == one.split(" Must")[0]
+            else:
+                assert other == one
+            continue
+        real, told = one
+        assert not isinstance(other, str), other
+        assert same(real.batch["response_mask"], data.batch["response_mask"])
+        assert str(real.batch["response_mask"].dtype) == f"torch.{data.batch['response_mask'].dtype}"
+        assert ("rollout_is_weights" in real.batch) == ("rollout_is_weights" in data.batch)
+        if "rollout_is_weights" in data.batch:
+            real_weights = real.batch["rollout_is_weights"].numpy()
+            np.testing.assert_allclose(data.batch["rollout_is_weights"], real_weights, rtol=1e-6)
+        assert set(other) == set(told)
+        assert other == pytest.approx(told, rel=2e-5, abs=1e-6, nan_ok=True)

@@ -1,12 +1,12 @@
-"""Named Ray actors that the processes of a job share: whoever comes first starts one, everybody finds it.
+"""Named Ray actors that the processes of a job share: the first process starts one, the others find it.
 
-A named actor that is not detached ends with the process that started it, and with the job at the latest, so nothing is
-left behind; it ends, too, when that process forgets its handle, which is why handles are kept here. Where an actor was
-killed, Ray starts it anew (`max_restarts`), and where its owner died with it, the next process that asks does. A mark
-in Ray's own store, which lives as long as the cluster, tells a first start from any later one.
+A named actor that is not detached ends with the process that started it, at the latest with the job, so nothing is left
+behind. It also ends when that process drops its handle, so handles are kept here. Ray restarts a killed actor
+(`max_restarts`); if its owner died, too, the next process that asks starts it. A mark in Ray's own store, which lives
+as long as the cluster, distinguishes the first start from later ones.
 
-What asks Ray for an actor blocks for as long as Ray takes to answer, for ever where the cluster is in trouble. So it is
-called by `in_thread`, whose threads keep no process and no event loop from ending.
+A call that asks Ray for an actor blocks until Ray answers, which may be never if the cluster has failed. So make it by
+`in_thread`, whose threads never keep a process or an event loop from ending.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 MANY = 1_000_000
-"""Calls that an actor may hold at once: those that wait for something cost a coroutine each."""
+"""Most concurrent calls of an actor. A waiting call costs a coroutine."""
 
 _MARKS = b"qreward"
 
@@ -29,10 +29,10 @@ _lock = threading.Lock()
 
 
 def ray_is_up() -> bool:
-    """Whether Ray is initialised in this process; it is not imported for that."""
+    """Whether Ray is initialised in this process. This does not import Ray."""
     import sys
 
-    # What goes by that name may be half imported, or a stand-in.
+    # The module may be partly imported, or a stand-in.
     is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
     return bool(is_initialized is not None and is_initialized())
 
@@ -40,8 +40,8 @@ def ray_is_up() -> bool:
 def get_or_start(name: str, cls: type) -> Any:
     """The handle of this job's actor `name`, an instance of `cls` without arguments, started if there is none.
 
-    It takes no CPU of the cluster's books, and is restarted where its process or its node is lost. Raises what Ray
-    raises, and `ConnectionError` where it was shut down: asking it then would start another one.
+    It reserves no CPU of the cluster, and is restarted if its process or its node is lost. Raises Ray's errors, and
+    `ConnectionError` if Ray was shut down, because a call would start it again.
     """
     import ray
 
@@ -57,19 +57,19 @@ def get_or_start(name: str, cls: type) -> Any:
         )
         kept = _handles.get(key)
         if kept is not None and kept._actor_id == handle._actor_id:
-            # One that was found by its name does not keep the actor alive, as the one does that it was started by.
+            # Only the handle that started the actor keeps it alive, not one that was found by name.
             return kept
         _handles[key] = handle
         return handle
 
 
 def start_ahead(name: str, cls: type) -> None:
-    """Begin to start this job's actor `name`, if there is none, and return at once: its process takes seconds to come
-    up, and whoever asks for it later finds it there. Without Ray, or if it fails, nothing happens.
+    """Start this job's actor `name` in the background, if there is none, because its process takes seconds to start.
+    Without Ray, or if it fails, nothing happens.
     """
 
     def start() -> None:
-        with suppress(Exception):  # whoever asks for it finds out
+        with suppress(Exception):  # a later call of `get_or_start` raises it
             get_or_start(name, cls)
 
     if ray_is_up():
@@ -77,7 +77,7 @@ def start_ahead(name: str, cls: type) -> None:
 
 
 def first_start(name: str) -> bool:
-    """For an actor's constructor: whether no actor `name` of this job was ever started before."""
+    """For an actor's constructor: whether this is the first start of an actor `name` in this job."""
     import ray
     from ray.experimental.internal_kv import _internal_kv_put
 
@@ -87,14 +87,14 @@ def first_start(name: str) -> bool:
 
 
 def kill(handle: Any) -> None:
-    """End an actor that does not answer, for good; the next who asks starts another one."""
+    """End an actor that does not answer. The next call of `get_or_start` starts another one."""
     import ray
 
     ray.kill(handle, no_restart=True)
 
 
 def in_thread(function: Callable[[], T]) -> asyncio.Future[T]:
-    """What `function` returns or raises, from a daemon thread of its own, as a future of the running event loop."""
+    """Run `function` in its own daemon thread. Return a future of the running event loop with its result or error."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 

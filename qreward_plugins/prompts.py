@@ -1,8 +1,7 @@
-"""Prompts as messages, whatever shape a framework has left them in.
+"""Turns prompts of any form into messages.
 
-Frameworks apply the policy's chat template early and often keep nothing but its text, or its tokens. A judge should see
-what the policy was asked and not how its tokenizer writes it, so the messages are read back out of the templates that
-most policies use.
+Frameworks apply the policy's chat template early, and often keep only the resulting text or tokens. A judge should see
+the question and not the tokens of a template, so this module recovers the messages from the most common templates.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from .sample_check import plain_messages
 from .samples import Message
 
 _TEMPLATES = (
-    # ChatML (Qwen), Llama 3 and GLM: how each writes a turn. Each stops where the next turn begins.
+    # A turn in ChatML (Qwen), Llama 3 and GLM. Each pattern stops where the next turn begins.
     re.compile(r"<\|im_start\|>(?P<role>\w+)\n(?P<content>.*?)(?:<\|im_end\|>|(?=<\|im_start\|>)|\Z)", re.DOTALL),
     re.compile(
         r"<\|start_header_id\|>(?P<role>\w+)<\|end_header_id\|>\s*(?P<content>.*?)"
@@ -31,8 +30,8 @@ _TEMPLATES = (
 
 
 def messages_of(prompt: Any) -> list[Message]:
-    """The messages of a prompt: of a list of messages, whose content may be in parts, or of a text that a chat template
-    wrote. Of any other text one message of the user.
+    """The messages of a prompt: a list of messages, whose content may be in parts, or a text from a chat template. Any
+    other text becomes one message of the user.
 
     Raises `InputError` for anything else; its text is the second argument of `sample_check.blamed`.
     """
@@ -48,7 +47,7 @@ def messages_of(prompt: Any) -> list[Message]:
 
 
 def _text(content: Any) -> str:
-    """A message's text; of content in parts the texts, and the kind of every other part in brackets."""
+    """A message's text. Of content in parts it joins the texts, with the kind of every other part in brackets."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, (list, tuple)) else ()

@@ -1,8 +1,8 @@
-"""Defines `RewardModelJudge`: it makes the logits of a reward model a verdict.
+"""Defines `RewardModelJudge`: it turns the logits of a reward model into a verdict.
 
-A reward model is not asked in words, so there is no fence. But servers tokenize control tokens that stand in a text: a
-response with `<|im_end|>` could end its own turn and add one that scores better. So they are neutralised here, as in
-the prompt of an LLM judge.
+A reward model gets no instructions, so there is no fence. But servers tokenize control tokens in a text: a response
+with `<|im_end|>` could end its own turn and add one that scores better. So they are neutralised here, as in the prompt
+of an LLM judge.
 
 The journal keeps the logits. So another label, activation or scale costs no request.
 """

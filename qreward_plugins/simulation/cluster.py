@@ -15,7 +15,7 @@ from typing import Any
 
 from ..sharing.messages import Report
 from .cluster_nodes import KeeperNode, Node
-from .cluster_plan import Plan, Trouble
+from .cluster_plan import ClusterFault, Plan
 from .cluster_server import RecordingServer
 from .cluster_worker import SimulatedWorker
 
@@ -40,8 +40,8 @@ class Cluster:
             self.workers[f"w{number}"] = SimulatedWorker(self, f"w{number}", worker, plan.sources)
         for work in plan.work:
             self.workers[f"w{work.worker}"].expect(work)
-        for trouble in plan.troubles:
-            self.at(trouble.at_s, self._befall, trouble)
+        for fault in plan.faults:
+            self.at(fault.at_s, self._start_fault, fault)
 
     def at(self, when: float, what: Callable[..., None], *arguments: Any) -> None:
         """Schedule a call at a true time."""
@@ -114,25 +114,25 @@ class Cluster:
 
     # Faults
 
-    def _befall(self, trouble: Trouble) -> None:
-        end = self.now + trouble.lasts_s
+    def _start_fault(self, fault: ClusterFault) -> None:
+        end = self.now + fault.lasts_s
         keeper = self.keepers[-1]
-        if trouble.kind == "kill keeper":
+        if fault.kind == "kill keeper":
             self._kill_keeper(keeper)
-        elif trouble.kind == "stop keeper":
+        elif fault.kind == "stop keeper":
             keeper.stop()
             self.at(end, keeper.resume)
-        elif trouble.kind == "slow keeper":
+        elif fault.kind == "slow keeper":
             keeper.slow_s += 4.0
             self.at(end, self._quicken, keeper)
-        elif trouble.kind == "loss":
+        elif fault.kind == "loss":
             self._lossy += 1
             self.at(end, self._calm)
         else:
-            worker = self.workers[f"w{trouble.worker}"]
-            if trouble.kind == "kill":
+            worker = self.workers[f"w{fault.worker}"]
+            if fault.kind == "kill":
                 worker.kill()
-            elif trouble.kind == "stop":
+            elif fault.kind == "stop":
                 worker.stop()
                 self.at(end, worker.resume)
             else:

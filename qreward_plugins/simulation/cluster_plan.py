@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from ..config.models import Limits
 
-TroubleKind = Literal["kill", "stop", "part", "loss", "kill keeper", "stop keeper", "slow keeper"]
+ClusterFaultKind = Literal["kill", "stop", "part", "loss", "kill keeper", "stop keeper", "slow keeper"]
 
 MOST_SENT = 400
 """Most requests of one source, so that a plan runs in milliseconds."""
-_LAST_TROUBLE_S = 90.0
+_LAST_FAULT_S = 90.0
 _KINDS = (
     ("requests",),
     ("requests",),
@@ -68,11 +68,11 @@ class Work:
 
 
 @dataclass(frozen=True)
-class Trouble:
+class ClusterFault:
     """A fault at `at_s` that lasts `lasts_s` seconds; a killed worker stays dead."""
 
     at_s: float
-    kind: TroubleKind
+    kind: ClusterFaultKind
     worker: int = -1
     lasts_s: float = 0.0
 
@@ -95,7 +95,7 @@ class Plan:
     sources: tuple[SharedSource, ...]
     workers: tuple[Worker, ...]
     work: tuple[Work, ...]
-    troubles: tuple[Trouble, ...] = ()
+    faults: tuple[ClusterFault, ...] = ()
     message_s: tuple[float, float] = (0.001, 0.01)
     """Least seconds of a message, and the mean of its additional seconds."""
     lost: float = 0.0
@@ -115,13 +115,13 @@ class Plan:
         lines += [f"  {source}" for source in self.sources]
         lines += [f"  {number}: {worker}" for number, worker in enumerate(self.workers) if len(self.workers) <= 12]
         lines += [f"  {work}" for work in self.work[:20]]
-        lines += [f"  {trouble}" for trouble in self.troubles]
+        lines += [f"  {fault}" for fault in self.faults]
         return "\n".join(lines)
 
     def quiet_at(self) -> float:
         """When all faults are over and all work has come."""
         ends = [work.at_s + work.count * work.every_s for work in self.work]
-        ends += [trouble.at_s + trouble.lasts_s for trouble in self.troubles]
+        ends += [fault.at_s + fault.lasts_s for fault in self.faults]
         ends += [worker.joins_s for worker in self.workers]
         return max(ends, default=0.0)
 
@@ -136,7 +136,7 @@ def random_plan(seed: int) -> Plan:
         sources,
         workers,
         tuple(work for source in sources for work in _work(rng, source, workers)),
-        tuple(sorted(_troubles(rng, len(workers)), key=lambda trouble: trouble.at_s)),
+        tuple(sorted(_faults(rng, len(workers)), key=lambda fault: fault.at_s)),
         message_s=(rng.choice((0.0005, 0.005)), rng.choice((0.001, 0.01, 0.05, 0.3))),
         lost=rng.choice((0.0, 0.0, 0.02, 0.05)),
         doubled=rng.choice((0.0, 0.0, 0.2)),
@@ -242,20 +242,22 @@ def _tokens(rng: random.Random, limits: Limits) -> tuple[float, float]:
     return float(math.floor(prompt)), float(math.floor(part - prompt))
 
 
-def _troubles(rng: random.Random, workers: int) -> list[Trouble]:
+def _faults(rng: random.Random, workers: int) -> list[ClusterFault]:
     if rng.random() < 0.25:
         return []
-    found: list[Trouble] = []
+    found: list[ClusterFault] = []
     # Simultaneous faults are worse than single ones.
-    first_s, last_s = rng.choice(((0.0, _LAST_TROUBLE_S), (0.0, _LAST_TROUBLE_S), (8.0, 11.0), (20.0, 30.0)))
+    first_s, last_s = rng.choice(((0.0, _LAST_FAULT_S), (0.0, _LAST_FAULT_S), (8.0, 11.0), (20.0, 30.0)))
     for _ in range(rng.choice((1, 1, 2, 3, 5))):
         at_s, lasts_s = rng.uniform(first_s, last_s), rng.choice((0.3, 2.0, 8.0, 15.0, 30.0, 90.0))
-        kinds: tuple[TroubleKind, ...] = (
+        kinds: tuple[ClusterFaultKind, ...] = (
             "kill", "stop", "stop", "part", "part", "loss", "kill keeper", "kill keeper", "stop keeper", "slow keeper"
         )  # fmt: skip
         kind = rng.choice(kinds)
-        found.append(Trouble(at_s, kind, rng.randrange(workers) if kind in ("kill", "stop", "part") else -1, lasts_s))
+        found.append(
+            ClusterFault(at_s, kind, rng.randrange(workers) if kind in ("kill", "stop", "part") else -1, lasts_s)
+        )
     if rng.random() < 0.15:  # a keeper that dies repeatedly
         start_s, every_s = rng.uniform(0, 40), rng.choice((1.0, 5.0, 12.0, 25.0))
-        found += [Trouble(start_s + every_s * number, "kill keeper") for number in range(rng.randint(2, 5))]
+        found += [ClusterFault(start_s + every_s * number, "kill keeper") for number in range(rng.randint(2, 5))]
     return found

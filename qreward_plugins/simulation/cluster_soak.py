@@ -91,7 +91,7 @@ def check_cluster(seed: int) -> tuple[Cluster, ClusterTally, list[Broken]]:
     done_at = cluster.run(quiet_at + allowed_s)
     broken = [Broken("P3", said) for server in cluster.servers.values() for said in server.broken[:3]]
     if unfinished := cluster.unfinished():
-        broken.append(Broken("liveness", f"{unfinished} requests wait {allowed_s:.0f} s after the last trouble"))
+        broken.append(Broken("liveness", f"{unfinished} requests wait {allowed_s:.0f} s after the last fault"))
     said = [
         f"{worker.name} {worker.reports} {worker.unfinished} {worker.waited_s}" for worker in cluster.workers.values()
     ]

@@ -174,12 +174,12 @@ def _words(text: str) -> set[str]:
 
 
 def as_verdict(call: JudgeCall, answer: Answer) -> dict[str, object] | str:
-    """The verdict that a scorer's answer stands for, its id first, or the text it wants sent as it is.
+    """The verdict for a scorer's answer, its id first, or the text that is sent unchanged.
 
-    A number is the score, and stands for every component that the request asks for, too: who gives one number judges
-    the whole. A mapping says itself what it holds, so a component that it leaves out is left out.
+    A number is the score, and also every component that the request asks for. A mapping is used as it is, so components
+    that it omits are missing.
 
-    Raises `TypeError` for an answer of another type. NaN and infinity pass: they are what some judges say.
+    Raises `TypeError` for an answer of another type. NaN and infinity pass, because some judges send them.
     """
     verdict: dict[str, object] = {} if call.nonce is None else {"id": call.nonce}
     if isinstance(answer, str):

@@ -53,7 +53,7 @@ def test_a_file_can_be_named_by_the_environment_of_the_worker(tmp_path, monkeypa
 
 
 def test_a_domain_has_one_tree() -> None:
-    with pytest.raises(ConfigurationError, match=r"(?s)rewards.maths.reward_manager_config.*holds 2 trees"):
+    with pytest.raises(ConfigurationError, match=r"(?s)rewards.maths.reward_manager_config.*has 2 trees"):
         load_settings(reward(tree(), tree()), domain="maths")
 
 

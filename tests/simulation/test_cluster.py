@@ -14,7 +14,7 @@ from qreward_plugins.sharing.pool import Pool
 from qreward_plugins.sharing.worker_state import WorkerState
 from qreward_plugins.simulation.__main__ import main
 from qreward_plugins.simulation.cluster import Cluster
-from qreward_plugins.simulation.cluster_plan import Plan, SharedSource, Trouble, Work, Worker, random_plan
+from qreward_plugins.simulation.cluster_plan import ClusterFault, Plan, SharedSource, Work, Worker, random_plan
 from qreward_plugins.simulation.cluster_soak import check_cluster, soak_clusters, time_allowed_s
 from qreward_plugins.simulation.cluster_worker import SimulatedWorker
 
@@ -57,7 +57,7 @@ def test_the_same_seed_is_the_same_cluster():
 
 def test_plans_meet_everything_that_can_happen():
     plans = [random_plan(seed) for seed in range(400)]
-    assert {trouble.kind for plan in plans for trouble in plan.troubles} == {
+    assert {fault.kind for plan in plans for fault in plan.faults} == {
         "kill",
         "stop",
         "part",
@@ -257,7 +257,7 @@ def test_a_rule_that_is_broken_is_noticed(mutate, seed, monkeypatch):
     assert [one.promise for one in broken][:1] == ["P3"]
 
 
-# What takes a certain order of troubles
+# What takes a certain order of faults
 
 
 def broken_in(plan):
@@ -267,11 +267,11 @@ def broken_in(plan):
     return [said for server in cluster.servers.values() for said in server.broken]
 
 
-def two_workers(limits, count, troubles, *, seed=0, message_s=0.001, service_s=(0.01, 0.02), **how):
+def two_workers(limits, count, faults, *, seed=0, message_s=0.001, service_s=(0.01, 0.02), **how):
     """Two workers with as much work at one source."""
     source = SharedSource("s", limits, (0.0, 0.0), service_s)
     work = tuple(Work(0.0, number, "s", count) for number in range(2))
-    return Plan(seed, (source,), (Worker(), Worker()), work, tuple(troubles), message_s=(message_s, 1e-4), **how)
+    return Plan(seed, (source,), (Worker(), Worker()), work, tuple(faults), message_s=(message_s, 1e-4), **how)
 
 
 SHORT_WINDOW = {"requests_per_minute": 600, "window_s": 1.0, "window": "sliding"}
@@ -280,27 +280,27 @@ SHORT_WINDOW = {"requests_per_minute": 600, "window_s": 1.0, "window": "sliding"
 def stopped_while_the_keeper_dies(seed):
     """A worker hears late that the keeper is dead, and then never reaches its heir."""
     resumes_at = 10.9 + 0.3 * (seed % 6)
-    troubles = (
-        Trouble(4.9, "stop", 0, resumes_at - 4.9),
-        Trouble(5.0, "kill keeper"),
-        Trouble(resumes_at + 0.1, "part", 0, 60.0),
+    faults = (
+        ClusterFault(4.9, "stop", 0, resumes_at - 4.9),
+        ClusterFault(5.0, "kill keeper"),
+        ClusterFault(resumes_at + 0.1, "part", 0, 60.0),
     )
-    return two_workers(SHORT_WINDOW, 700, troubles, seed=seed, message_s=1e-4, restarts=False)
+    return two_workers(SHORT_WINDOW, 700, faults, seed=seed, message_s=1e-4, restarts=False)
 
 
 def answers_that_take_long(seed):
     """A worker is cut off after the keeper's answer to it went off, before its next report comes."""
-    troubles = (Trouble(12.0 + 0.3 * seed, "part", 0, 60.0),)
-    return two_workers({"concurrency": 4}, 150, troubles, seed=seed, message_s=0.9, service_s=(0.3, 0.6))
+    faults = (ClusterFault(12.0 + 0.3 * seed, "part", 0, 60.0),)
+    return two_workers({"concurrency": 4}, 150, faults, seed=seed, message_s=0.9, service_s=(0.3, 0.6))
 
 
 def long_answers(seed):
     """A worker is cut off while it has long requests in flight, and another one has work."""
-    return two_workers({"concurrency": 4}, 8, (Trouble(3.0, "part", 0, 60.0),), seed=seed, service_s=(25.0, 30.0))
+    return two_workers({"concurrency": 4}, 8, (ClusterFault(3.0, "part", 0, 60.0),), seed=seed, service_s=(25.0, 30.0))
 
 
 @pytest.mark.parametrize(
-    ("troubled", "mutate"),
+    ("faulty", "mutate"),
     [
         (stopped_while_the_keeper_dies, keeps_shares_of_a_dead_keeper),
         (stopped_while_the_keeper_dies, short_unknown),
@@ -309,8 +309,8 @@ def long_answers(seed):
         (long_answers, calls_nothing_back),
     ],
 )
-def test_a_rule_for_one_order_of_troubles_is_kept_and_noticed_when_it_is_broken(troubled, mutate, monkeypatch):
-    plans = [troubled(seed) for seed in range(12)]
+def test_a_rule_for_one_order_of_troubles_is_kept_and_noticed_when_it_is_broken(faulty, mutate, monkeypatch):
+    plans = [faulty(seed) for seed in range(12)]
     assert [broken_in(plan) for plan in plans] == [[]] * 12
     mutate(monkeypatch)
     assert any(broken_in(plan) for plan in plans)

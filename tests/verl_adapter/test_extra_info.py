@@ -108,7 +108,7 @@ def test_a_filter_that_no_judge_feeds_is_an_error_at_the_start(infos, judge_over
     filters = [GRPO, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=acc"]
     grades = lambda call: float(call.blocks["response"])  # noqa: E731
     with JudgeServer(grades) as server:
-        with pytest.raises(ConfigurationError, match=r"no judge gives 'acc'.*`correct_at`"):
+        with pytest.raises(ConfigurationError, match=r"no judge provides 'acc'.*`correct_at`"):
             infos(["7", "1"], *judge_overrides(a=server), *filters)
         bar = "+qreward.judges.quality.correct_at=0.5"
         assert infos(["7", "1"], *judge_overrides(a=server), *filters, bar)[0]["acc"] == 1.0

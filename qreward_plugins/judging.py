@@ -91,6 +91,7 @@ class Calling(Pending):
     def ended(self, result: Answer[Any] | Unanswered) -> None:
         # The job refers to this object; memory must not wait for the garbage collector.
         self._job = None
+        self.future.remove_done_callback(self._done)
         judge = self._judge
         outcome: Outcome
         try:
@@ -112,6 +113,19 @@ class Calling(Pending):
 
 class Judging(Pending):
     """A sample that is judged in a task. It is the `ask` of its judge."""
+
+    __slots__ = (
+        "_asked",
+        "_due_at",
+        "_loop",
+        "_recalled",
+        "_recorded",
+        "_spent",
+        "_started_at",
+        "_timer",
+        "judge",
+        "task",
+    )
 
     def __init__(
         self,
@@ -296,6 +310,8 @@ class Judging(Pending):
 
 class _Asked:
     """One running call of a judge."""
+
+    __slots__ = ("_call", "_future", "_job", "_keys", "_sample", "_scoring")
 
     def __init__(self, scoring: Scoring, sample: Sample, call: Call[Any], keys: Mapping[str, str]) -> None:
         self._scoring = scoring

@@ -74,6 +74,10 @@ class Leaf(Judge):
         return self._asking.invalid_retries
 
     @property
+    def calls(self) -> int:
+        return 1
+
+    @property
     def reward_range(self) -> tuple[float, float] | None:
         return self._asking.reward_range
 

@@ -254,7 +254,7 @@ class Dispatcher:
         for name in job.call.sources:
             upstream = self._upstreams[name]
             if upstream.misfit(job.request):
-                job.barred.add(name)
+                job.barred |= {name}
         if job.barred.issuperset(job.call.sources):
             self.fail(job, job.refused_for or "no_source", self._why_no_source(job))
             return

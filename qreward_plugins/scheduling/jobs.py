@@ -92,7 +92,7 @@ class Job:
     """Attempts that failed by no fault of the sample: its source was down for everybody."""
     usage: Usage = NO_USAGE
     cost_usd: float = 0.0
-    barred: set[str] = field(default_factory=set)
+    barred: frozenset[str] = frozenset()
     """Sources that will never answer this sample."""
     rested_at: dict[str, float] = field(default_factory=dict)
     """Sources that failed this sample, and when they may be asked again; other sources may at once."""
@@ -100,7 +100,7 @@ class Job:
     """Sources whose whole token window it may exceed, while another source has room for it."""
     rests_until: float = 0.0
     """No source may be asked before, because its retries have used up their budget."""
-    invalid_at: set[str] = field(default_factory=set)
+    invalid_at: frozenset[str] = frozenset()
     """Sources that gave an invalid verdict."""
     faults: int = 0
     """Number of attempts that hung in a local function or crashed it."""
@@ -111,7 +111,7 @@ class Job:
     """By local function: how many answers it had given when it last failed this sample."""
     refused_for: str = ""
     """`SampleRefused.reason` of the last source that refused this sample; "" if none did."""
-    refused_at: set[str] = field(default_factory=set)
+    refused_at: frozenset[str] = frozenset()
     """Sources that refused this request with 400, 413 or 422."""
     undecided: bool = False
     """Whether all its tries are used up, and its outcome depends on whether its sources answer other samples."""

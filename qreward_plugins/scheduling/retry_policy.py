@@ -232,7 +232,7 @@ class RetryPolicy:
             problem = str(ending)
             if upstream.oversize(attempt.request):
                 # It went alone; once more, and everybody else would wait for an empty window again.
-                job.barred.add(upstream.name)
+                job.barred |= {upstream.name}
                 problem += f" (it went alone, because it may take {upstream.tokens(attempt.request):,} tokens)"
             job.throttled += 1
             if job.throttled >= THROTTLED_TO_REST and self._delays_others(job, upstream):
@@ -316,7 +316,7 @@ class RetryPolicy:
     def _invalid(self, attempt: Attempt, error: InvalidReply, now: float) -> None:
         job, upstream = attempt.job, attempt.upstream
         job.invalid += 1
-        job.invalid_at.add(upstream.name)
+        job.invalid_at |= {upstream.name}
         if job.invalid <= job.call.invalid_retries:
             others = set(job.call.sources) - job.barred - {upstream.name}
             # Another source first, but not for longer than it might take: the others may be out of quota for minutes.
@@ -400,7 +400,7 @@ class RetryPolicy:
 
     def _permanent(self, attempt: Attempt, error: PermanentError, now: float, *, gone: bool) -> None:
         job, upstream = attempt.job, attempt.upstream
-        job.barred.add(upstream.name)
+        job.barred |= {upstream.name}
         if isinstance(error, SampleRefused):
             job.refused_for = error.reason
         if isinstance(error, SourceUnusable):
@@ -408,7 +408,7 @@ class RetryPolicy:
                 self._strand()
         else:
             if error.status in OF_THE_REQUEST:
-                job.refused_at.add(upstream.name)
+                job.refused_at |= {upstream.name}
                 # It is up: it has read this request, and answers others.
                 upstream.breaker.succeeded()
                 self._release(upstream)

@@ -11,7 +11,8 @@ import pytest
 
 from qreward_plugins.config import load_config
 from qreward_plugins.errors import ConfigurationError
-from qreward_plugins.judges import JudgeFailed, JudgeRouter, SumJudge
+from qreward_plugins.judges import Judge, JudgeFailed, JudgeRouter, SumJudge
+from qreward_plugins.judges.base import Ask, together
 from qreward_plugins.samples import Cause, Failed, Sample, Verdict
 from qreward_plugins.scheduling import Answer, CallFailed, Unanswered
 from qreward_plugins.simulation import run
@@ -263,3 +264,57 @@ def test_components_are_those_of_whoever_samples_go_to() -> None:
     samples = [Sample([], "x", data_source=name) for name in ("code", "math", "math")]
     assert (routed.calls_of(samples), routed.most_calls) == (5, 2)
     assert (router({"quality": {"kind": "llm"}}).calls_of(samples), alone.judges["format"].name) == (3, "format")
+
+
+# The parts run together
+
+
+class _Part(Judge):
+    """Ends with `error` at once, or waits until it is cancelled."""
+
+    def __init__(self, name: str, error: BaseException | None) -> None:
+        super().__init__(name)
+        self._error = error
+        self.cancelled = False
+
+    async def judge(self, sample: Sample, ask: Ask) -> Verdict:
+        if self._error is not None:
+            raise self._error
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            self.cancelled = True
+            raise
+        raise AssertionError
+
+
+async def _never(call: object) -> Any:
+    raise AssertionError("these parts ask nothing")
+
+
+def test_a_part_that_breaks_ends_the_others_and_its_error_is_the_sums() -> None:
+    broken, waits = _Part("broken", ValueError("a bug")), _Part("waits", None)
+
+    async def play() -> None:
+        with pytest.raises(ValueError, match="a bug"):
+            await together([waits, broken], SAMPLE, _never)
+        assert waits.cancelled
+        assert len(asyncio.all_tasks()) == 1
+
+    run(play())
+
+
+def test_cancelling_a_sum_ends_all_its_parts_first() -> None:
+    parts = [_Part("one", None), _Part("two", None)]
+
+    async def play() -> None:
+        task = asyncio.ensure_future(together(parts, SAMPLE, _never))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert all(part.cancelled for part in parts)
+        assert len(asyncio.all_tasks()) == 1
+
+    run(play())

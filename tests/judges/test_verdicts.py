@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from qreward_plugins.errors import InvalidReply
+from qreward_plugins.judges import thinking
 from qreward_plugins.judges.verdicts import MAX_EXCERPT_CHARS, MAX_NESTING, ParsedVerdict, Scale, excerpt, parse_verdict
 
 NONCE = "0123456789ab"
@@ -497,3 +499,11 @@ def test_a_scale_is_exact_at_its_ends_and_rising_inside(
 def test_a_scale_gives_the_number_one_would_write() -> None:
     assert [Scale((0.0, 10.0), (0.0, 1.0)).reward(score) for score in (1, 3, 7, 7.5)] == [0.1, 0.3, 0.7, 0.75]
     assert Scale((1.0, 5.0), (-1.0, 1.0)).reward(3) == 0.0
+
+
+@pytest.mark.parametrize("mark", sorted({mark for pair in THINKING for mark in pair}))
+@pytest.mark.parametrize("change", [str, str.upper, str.lower, str.title])
+def test_no_mark_is_missed_because_a_text_was_not_searched(mark: str, change: Callable[[str], str]) -> None:
+    for before in ("", " ", "so ", "so\n"):
+        text = f"{before}{change(mark)} We need"
+        assert len(thinking.marks_in(text)) == len(list(thinking._MARK.finditer(text)))

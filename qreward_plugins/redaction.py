@@ -112,3 +112,14 @@ def one_line(text: str, limit: int) -> str:
     """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text[: limit + 1])
     return shown if len(shown) <= limit else shown[: limit - 1] + "…"
+
+
+def described_error(error: BaseException, limit: int = 200) -> str:
+    """The type and the message of an error of other code, on one line of at most `limit` characters.
+
+    Only the type if the message cannot be read: `__str__` of a foreign error may raise.
+    """
+    try:
+        return one_line(f"{type(error).__name__}: {error}", limit)
+    except Exception:
+        return type(error).__name__

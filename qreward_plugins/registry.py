@@ -21,7 +21,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from .errors import ConfigurationError, Mistake
-from .redaction import one_line
+from .redaction import described_error, one_line
 
 if TYPE_CHECKING:
     from .judges.base import Judge
@@ -213,17 +213,8 @@ def _import(path: str) -> tuple[Any, str]:
         for name in dotted.split("."):
             found = getattr(found, name)
     except (Exception, SystemExit) as error:
-        try:
-            said = one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARS)
-        except Exception:
-            said = type(error).__name__
-        return None, f"cannot be imported: {said}"
+        return None, f"cannot be imported: {described_error(error)}"
     return found, ""
-
-
-def described_error(error: Exception) -> str:
-    """Describe an error of another package on one line."""
-    return one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARS)
 
 
 def kind_or_mistake(kinds: Kinds[T], name: str) -> type[T]:

@@ -98,6 +98,17 @@ LENGTH = '''
             raise RuntimeError("no such\\nroom")
 
 
+    class Wordless(LengthSource):
+        """Raises an error whose message raises."""
+
+        def __init__(self, name: str, config) -> None:
+            class Mute(Exception):
+                def __str__(self):
+                    raise ValueError("no message")
+
+            raise Mute
+
+
     class Nameless(LengthSource):
         """Forgets its base class."""
 
@@ -184,7 +195,7 @@ NODE = {"kind": "length", "factor": 2}
 
 @pytest.fixture
 def length(install):
-    names = ("LengthSource", "Unready", "Unsure", "Nameless", "Silent", "Untold", "Loose", "Plain")
+    names = ("LengthSource", "Unready", "Wordless", "Unsure", "Nameless", "Silent", "Untold", "Loose", "Plain")
     kinds = {name.lower(): f"length_kind:{name}" for name in names} | {"length": "length_kind:LengthSource"}
     install(
         "length-kind",
@@ -362,6 +373,7 @@ def test_a_name_that_two_packages_register(length, install):
     ("kind", "text"),
     [
         ("unready", r"sources\.a: length-kind 1\.2 cannot open the source: RuntimeError: no such\\nroom\."),
+        ("wordless", r"sources\.a: length-kind 1\.2 cannot open the source: Mute\."),
         ("nameless", r"sources\.a: length-kind 1\.2 cannot open the source: AttributeError"),
         ("unsure", r"sources\.a: length-kind 1\.2 cannot identify its provider: KeyError: 'NO_SUCH_VARIABLE'\."),
     ],

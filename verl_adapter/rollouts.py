@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from qreward_plugins import Cause, Failed, InputError, Message, Sample
+from qreward_plugins.redaction import described_error
 from qreward_plugins.sample_check import Unreadable, mapping_or_unreadable, name_or_unreadable, read_or_unreadable
 
 Decode = Callable[[Any], str]
@@ -113,7 +114,7 @@ def unreadable(item: Any, error: Exception) -> tuple[Sample, Failed]:
         step=step if isinstance(step, int) else None,
         split="val" if isinstance(info, Mapping) and info.get(VALIDATION) else None,
     )
-    detail = f"the rollout cannot be read: {type(error).__name__}: {str(error)[:200]}"
+    detail = f"the rollout cannot be read: {described_error(error)}"
     return sample, Failed(Cause.INFRA, "input", detail)
 
 

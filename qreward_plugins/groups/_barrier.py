@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..named_actors import in_thread
+from ..redaction import described_error
 from ._actor import Close, Link, Memory, Report, connect
 from ._state import GroupKey, GroupRecord
 
@@ -295,7 +296,7 @@ class GroupBarrier:
             except Exception as error:
                 self._unreachable = True
                 if number == 0:
-                    _log.warning("the group barrier does not answer (%s); trying again", _described(error))
+                    _log.warning("the group barrier does not answer (%s); trying again", described_error(error))
                 await asyncio.sleep(_PAUSES_S[min(number, len(_PAUSES_S) - 1)])
             else:
                 self._start, self._link, self._unreachable = answers.start, link, False
@@ -316,7 +317,7 @@ class GroupBarrier:
     def _lost(self, link: Link, error: Exception | None) -> None:
         if self._link is link:
             self._link = None
-            _log.info("the group barrier is lost (%s)", "it was restarted" if error is None else _described(error))
+            _log.info("the group barrier is lost (%s)", "it was restarted" if error is None else described_error(error))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -327,7 +328,3 @@ class GroupBarrier:
 
 def _has_result(future: asyncio.Future[Any]) -> bool:
     return future.done() and not future.cancelled()
-
-
-def _described(error: Exception) -> str:
-    return f"{type(error).__name__}: {str(error)[:200]}"

@@ -6,7 +6,8 @@ from typing import Any
 
 from ..config.judge_models import JudgeConfig
 from ..errors import ConfigurationError, Mistake
-from ..registry import described_error, judges, kind_or_mistake
+from ..redaction import described_error
+from ..registry import judges, kind_or_mistake
 from .base import Judge, Opening
 
 

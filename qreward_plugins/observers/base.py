@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol, TypeAlias
 
 from ..errors import ConfigurationError, Mistake
-from ..redaction import one_line
+from ..redaction import described_error, one_line
 from .events import EngineClosed, Event, SourceStateChanged, capped
 
 _log = logging.getLogger("qreward_plugins.observers")
@@ -178,8 +178,4 @@ def _name(observer: Any) -> str:
 def _described(error: BaseException) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     where = f" ({frames[-1].filename}:{frames[-1].lineno})" if len(frames) > 1 else ""
-    try:
-        said = one_line(f"{type(error).__name__}: {error}", _MESSAGE_CHARS)
-    except Exception:
-        said = type(error).__name__
-    return said + one_line(where, _MESSAGE_CHARS)
+    return described_error(error) + one_line(where, _MESSAGE_CHARS)

@@ -9,7 +9,7 @@ from importlib import metadata
 from typing import Any
 
 from ..errors import ConfigurationError, Mistake
-from ..redaction import one_line
+from ..redaction import described_error, one_line
 from ..sources.loading import PathLoader, load
 from .base import Named, Observer, check
 
@@ -46,7 +46,7 @@ def _made(path: str, key: str) -> Observer:
     try:
         made: Any = factory()
     except (Exception, SystemExit) as error:
-        problem = f"the factory {path} raised {_excerpt(_said(error))}."
+        problem = f"the factory {path} raised {described_error(error, _MESSAGE_CHARS)}."
     else:
         if not inspect.iscoroutine(made):
             return made  # type: ignore[no-any-return]
@@ -63,7 +63,7 @@ def _registered(name: str, key: str) -> str:
     try:
         points = list(metadata.entry_points(group=GROUP))
     except Exception as error:
-        problem = f"the entry points of installed packages cannot be read: {_excerpt(_said(error))}."
+        problem = f"the entry points of installed packages cannot be read: {described_error(error, _MESSAGE_CHARS)}."
         raise ConfigurationError([Mistake(key, problem)]) from None
     paths = sorted({point.value.partition("[")[0].strip() for point in points if point.name == name})
     if len(paths) == 1:
@@ -79,13 +79,6 @@ def _remedy(name: str, points: Iterable[Any]) -> str:
     near = difflib.get_close_matches(name, names, n=1)
     known = f"Registered: {', '.join(names)}." if names else "None is registered."
     return f"{f'Did you mean {near[0]!r}? ' if near else ''}{known} Or write the path `package.module:factory`."
-
-
-def _said(error: BaseException) -> str:
-    try:
-        return f"{type(error).__name__}: {error}"
-    except Exception:
-        return type(error).__name__
 
 
 def _excerpt(text: str) -> str:

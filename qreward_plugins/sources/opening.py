@@ -6,7 +6,8 @@ from collections.abc import Mapping
 
 from ..config.source_models import SourceConfig
 from ..errors import ConfigurationError, Mistake
-from ..registry import described_error, kind_or_mistake, sources
+from ..redaction import described_error
+from ..registry import kind_or_mistake, sources
 from .base import Source
 from .kind import SourceKind
 from .provider import Provider

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 import time
 
+import numpy as np
 import pytest
 
 from qreward_plugins import ConfigurationError
@@ -53,6 +55,51 @@ def test_a_failed_sample_is_neutral_to_its_group(trainer):
     assert step.metrics["qreward/samples"] == 16
     assert step.metrics["qreward/failed_rate"] == step.metrics["qreward/imputed_rate"] == sum(failed) / 16
     assert not step.poisoned
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """How often the queue of a trainer is asked for the extra info of samples, from now on."""
+
+    def reads():
+        counted = []
+        queue = sys.modules["transfer_queue"]
+        get = queue.kv_batch_get
+
+        def counting(keys, partition_id, select_fields):
+            counted.append(len(keys))
+            return get(keys=keys, partition_id=partition_id, select_fields=select_fields)
+
+        monkeypatch.setattr(queue, "kv_batch_get", counting)
+        return counted
+
+    return reads
+
+
+@BOTH
+def test_the_advantage_of_an_imputed_sample_is_exactly_zero(trainer):
+    """Where the mean of its group is no float32, verl's own advantage of it is some 1e-7."""
+    texts = ("0.1", "0.7", "0.9", "0.1", "0.1", "none", "none", "none")
+    overrides = [trainer, "actor_rollout_ref.rollout.n=8", "+qreward.engine.max_attempts=1"]
+    named = {"reward": lambda **row: float(row["solution_str"]), "respond": lambda draft, _: texts[draft.number]}
+    with functions(*overrides, **named) as fake:
+        step = fake.step()
+    for name in ("advantages", "returns"):
+        tokens = np.asarray(step.batch.batch[name]).reshape(4, 8, -1)
+        assert (tokens[:, 5:] == 0).all()
+        assert (tokens[:, :5].sum(axis=-1) != 0).all()
+
+
+def test_the_queue_of_v1_is_asked_only_once_a_sample_was_imputed(reads):
+    fails = [False]
+    named = {"reward": lambda **_: float("x" if fails[0] else "1"), "respond": lambda draft, _: "so it is"}
+    with functions("+qreward.engine.max_attempts=1", **named) as fake:
+        counted = reads()
+        fake.step()
+        assert counted == []
+        fails[0] = True
+        assert set(fake.step().advantages) == {0.0}
+        assert counted == [16]
 
 
 @BOTH
@@ -188,7 +235,7 @@ def test_a_filter_by_acc_works_with_a_function_that_returns_a_number():
 
 @pytest.mark.parametrize("mode", ["sync", "colocate_async"])
 @pytest.mark.parametrize("metric", ["reward", "acc"])
-def test_a_filter_of_groups_does_not_replace_groups_for_ever_while_the_judge_is_down(metric, mode):
+def test_a_filter_of_groups_does_not_replace_groups_for_ever_while_the_judge_is_down(reads, metric, mode):
     """All samples of such a group have one score, which is nobody's; verl would replace it, and the next one."""
     filters = ["algorithm.filter_groups.enable=True", f"algorithm.filter_groups.metric={metric}"]
     down = [True]
@@ -197,8 +244,10 @@ def test_a_filter_of_groups_does_not_replace_groups_for_ever_while_the_judge_is_
     texts = lambda draft, rng: f"about {'0111'[draft.number]}"  # noqa: E731
     tree = [f"trainer.v1.trainer_mode={mode}", *filters]
     with JudgeServer(marks, faults=faults) as server, play(server, *tree, respond=texts, timeout_s=30) as fake:
+        counted = reads()
         step = fake.step()
         assert step.evicted == []
+        assert counted.count(4) <= 8, "its siblings are looked up once a group"
         assert set(step.advantages) == {0.0}
         assert step.metrics["qreward/failed_rate"] == 1.0
         down[0] = False

@@ -87,36 +87,6 @@ def test_rows_with_which_verl_fills_up_a_batch_are_marked(make_data, infos):
     assert (same is data, count) == (True, 0)
 
 
-def test_a_group_that_failed_whole_is_none_of_equal_rewards_to_the_filter_of_verl(monkeypatch):
-    import torch
-    import transfer_queue
-    from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
-
-    rows = {"failed": [(0.0, 1.0)] * 2, "equal": [(0.5, 0.0), (0.5, 1.0)], "mixed": [(0.0, 0.0), (1.0, 0.0)]}
-    read = []
-
-    def kv_batch_get(keys, partition_id, select_fields):
-        read.append((partition_id, *select_fields))
-        places = [key.split("_") for key in keys]
-        if select_fields == ["rm_scores"]:
-            return {"rm_scores": [torch.tensor([0.0, rows[uid][int(session)][0]]) for uid, session, _ in places]}
-        infos = [{MISSING: rows[uid][int(session)][1]} for uid, session, _ in places]
-        return {"extra_fields": [{"reward_extra_info": info} for info in infos]}
-
-    monkeypatch.setattr(transfer_queue, "kv_batch_get", kv_batch_get)
-    buffer = ReplayBuffer.__new__(ReplayBuffer)
-    buffer.filter_groups_metric = "reward"
-    buffer.finished_keys = {"train": set(rows)}
-    buffer.partitions = {"train": {f"{uid}_{session}_0": {} for uid in rows for session in range(2)}}
-    buffer._dapo_classification_cache = {"train": {}}
-    classify = getattr(ReplayBuffer._dapo_filtered_keys, "__wrapped__", ReplayBuffer._dapo_filtered_keys)
-    assert classify(buffer, "train")[0] == {"failed", "equal"}
-    kept = trainer_hooks._keep_failed_groups(classify)
-    for _ in range(2):
-        assert kept(buffer, "train") == ({"equal"}, {0.5: 1})
-    assert read.count(("train", "extra_fields")) == 2, "one a group"
-
-
 def test_rows_of_validation_are_marked_and_no_other_column_is_touched():
     from verl.utils.dataset.rl_dataset import collate_fn
 
@@ -174,53 +144,6 @@ def test_failed_samples_are_in_no_mean_of_validation_and_are_counted(which):
     assert metrics["val-aux/math/qreward/failed/mean@1"] == pytest.approx(1 / 3)
     assert metrics["val-aux/math/qreward/latency_s/mean@1"] == 2.0
     assert infos == kept
-
-
-def test_the_advantage_of_an_imputed_sample_is_exactly_zero():
-    import numpy as np
-    import torch
-    from verl import DataProto
-    from verl.trainer.ppo.core_algos import AdvantageEstimator
-    from verl.trainer.ppo.ray_trainer import compute_advantage
-
-    scores = [0.1, 0.7, 0.9, 0.1, 0.1, *[1.9 / 5] * 3]
-    rewards = torch.zeros(8, 2)
-    rewards[:, 1] = torch.tensor(scores)
-    data = DataProto.from_dict(
-        tensors={"token_level_rewards": rewards, "response_mask": torch.ones(8, 2)},
-        non_tensors={
-            "uid": np.array(["u"] * 8, dtype=object),
-            IMPUTED: np.array([0.0] * 5 + [1.0] * 3, dtype=object),
-        },
-    )
-    original = getattr(compute_advantage, "__wrapped__", compute_advantage)
-    result = trainer_hooks._neutral_by_columns(original)(data, adv_estimator=AdvantageEstimator.GRPO)
-    assert (result.batch["advantages"][5:] == 0).all()
-    assert (result.batch["returns"][5:] == 0).all()
-    assert (result.batch["advantages"][:5] != 0).all()
-
-
-def test_in_v1_what_is_imputed_stands_in_the_queue(monkeypatch):
-    import torch
-
-    asked = []
-
-    def neutral(numbers, flags):
-        rows = [{"reward_extra_info": {IMPUTED: flag}} for flag in flags]
-        queue = SimpleNamespace(
-            kv_batch_get=lambda keys, partition_id, select_fields: asked.append(keys) or {"extra_fields": rows}
-        )
-        monkeypatch.setitem(sys.modules, "transfer_queue", queue)
-        data = SimpleNamespace(batch={"advantages": torch.ones(3, 2), "returns": torch.ones(3, 2)})
-        compute = trainer_hooks._neutral_by_keys(numbers, lambda data, batch_keys: data)
-        return compute(data, batch_keys=["a", "b", "c"]).batch["advantages"][:, 0].tolist()
-
-    numbers = Counts()
-    assert neutral(numbers, [1.0, 0.0, 1.0]) == [1.0, 1.0, 1.0]
-    assert asked == [], "nothing was imputed so far, so nobody asks"
-    numbers.answer = ("start", {"train/imputed": 1})
-    assert neutral(numbers, [1.0, 0.0, None]) == [0.0, 1.0, 1.0]
-    assert asked == [["a", "b", "c"]]
 
 
 def test_a_queue_that_cannot_be_read_leaves_the_advantages_as_they_are(monkeypatch, caplog):

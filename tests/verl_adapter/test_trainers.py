@@ -15,6 +15,7 @@ import pytest
 
 from qreward_plugins import ConfigurationError
 from qreward_plugins.config import Constant
+from qreward_plugins.testing import FakeVerlTrainer
 from verl_adapter import trainer_hooks as hooks
 from verl_adapter.policy import failure_policy, takes_any_keys
 from verl_adapter.settings import load_settings
@@ -120,81 +121,33 @@ def test_no_failed_sample_raises_in_them(compose, tokenizer, make_data, name, in
     assert result["reward_extra_info"]["acc"] is None
 
 
-class Workers:
-    """What verl starts a reward worker with."""
-
-    def __init__(self):
-        self.configs = []
-
-    def options(self, **_):
-        return self
-
-    def remote(self, config, address):
-        self.configs.append(config)
-        return self
+def play(*overrides, **named):
+    return FakeVerlTrainer(["algorithm.adv_estimator=grpo", "reward.num_workers=2", *overrides], **named)
 
 
-@pytest.fixture
-def start_workers(monkeypatch):
-    """Start verl's `RewardLoopManager` as a trainer of this class would; the configurations that its workers got."""
-    from verl.experimental.reward_loop import reward_loop
-
-    workers = Workers()
-    monkeypatch.setattr(reward_loop.ray, "remote", lambda cls: workers)
-    monkeypatch.setattr(
-        reward_loop.ray, "nodes", lambda: [{"NodeID": "1" * 56, "Alive": True, "Resources": {"CPU": 1}}]
-    )
-    monkeypatch.setattr(hooks, "attach", lambda: SimpleNamespace())
-    monkeypatch.setattr(hooks, "_marks_rows", lambda: True)
-    monkeypatch.setattr(reward_loop.ray.util.scheduling_strategies, "NodeAffinitySchedulingStrategy", lambda **_: None)
-
-    def start(config, owner=None):
-        class Starts(owner or object):
-            def __init__(self):
-                self.manager = reward_loop.RewardLoopManager(config)
-
-        Starts()
-        return workers.configs
-
-    return start
+@pytest.mark.parametrize(
+    ("name", "overrides"), [("v1", ()), ("legacy", ("trainer.use_v1=False",)), ("one_step_off", ())]
+)
+def test_reward_workers_are_told_which_trainer_they_work_for(name, overrides):
+    experimental = name if name in EXPERIMENTAL else None
+    with play(OURS, *overrides, experimental=experimental, reward=lambda **_: 1.0) as fake:
+        told = [manager.config.qreward_trainer for manager in fake.reward_managers]
+        assert told == [{"name": name, "marks_validation": True}] * 2
+        assert "qreward_trainer" not in fake.config
 
 
-def test_reward_workers_are_told_which_trainer_they_work_for(compose, classes, start_workers):
-    config = compose(OURS, "reward.num_workers=2", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=2")
-    configs = start_workers(config, classes["one_step_off"])
-    assert [trainer_of(config) for config in configs] == [Trainer("one_step_off", marks_validation=True)] * 2
-    assert "qreward_trainer" not in config
+def test_another_reward_manager_is_left_alone():
+    with play(reward=lambda **_: 1.0) as fake:
+        assert all("qreward_trainer" not in manager.config for manager in fake.reward_managers)
 
 
-def test_another_reward_manager_is_left_alone(compose, classes, start_workers):
-    config = compose("reward.reward_manager.name=naive", "reward.num_workers=1", "reward.reward_model.enable=False")
-    assert start_workers(config, classes["legacy"]) == [config]
-
-
-def test_what_cannot_work_ends_the_run_before_a_worker_is_started(compose, classes, start_workers):
-    config = compose(OURS, "algorithm.adv_estimator=gae")
-    with pytest.raises(ConfigurationError, match="one_step_off trainer"):
-        start_workers(config, classes["one_step_off"])
-    config = compose(OURS, "reward.reward_model.enable=True", "reward.reward_model.model_path=x")
+def test_a_reward_model_that_bypasses_every_manager_ends_the_run_before_a_worker_is_started():
     with pytest.raises(ConfigurationError, match=r"custom_reward_function\.path.*reward_model\.enable=False"):
-        start_workers(config, classes["v1"])
+        play(OURS, "reward.reward_model.enable=True")
 
 
-def test_a_reward_model_that_bypasses_every_manager_is_an_error(compose, tokenizer):
-    from verl.trainer.ppo.reward import load_reward_manager
-
-    with pytest.raises(ConfigurationError) as caught:
-        load_reward_manager(compose(OURS, "reward.reward_model.enable=True"), tokenizer)
-    assert "reward.custom_reward_function.path" in str(caught.value)
-    assert "reward.reward_model.enable=False" in str(caught.value)
-
-
-def test_a_penalty_of_another_manager_is_warned_of(compose, tokenizer, caplog):
-    from verl.trainer.ppo.reward import load_reward_manager
-
-    buffer = "+reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 16, penalty_factor: 1.0}"
-    manager = load_reward_manager(compose(OURS, buffer), tokenizer)
-    asyncio.run(manager.aclose())
+def test_a_penalty_of_another_manager_is_warned_of(caplog):
+    play(OURS, "+reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 16, penalty_factor: 1.0}").close()
     assert "overlong_buffer_cfg" in caplog.text
 
 

@@ -31,8 +31,9 @@ DAPO_LEGACY = Scenario(
         "+reward.reward_kwargs.max_resp_len=16",
         "+reward.reward_kwargs.overlong_buffer_cfg={enable: true, len: 8, penalty_factor: 0.5, log: true}",
     ),
-    script="sound",
+    script="never fails",
 )
+NAIVE_LEGACY = Scenario("naive-legacy", (LEGACY, "reward.reward_manager.name=naive"))
 KL = (
     "algorithm.use_kl_in_reward=True",
     "algorithm.kl_ctrl.kl_coef=0.1",
@@ -139,6 +140,16 @@ def test_the_advantage_of_a_failed_sample_is_zero_and_its_score_the_mean_of_its_
         if missing:
             assert set(row["advantages"]) == {0.0}
             assert sum(row["token_level_scores"]) == pytest.approx(1.75 / 3)
+
+
+@PLAYERS
+def test_verls_own_manager_ends_the_legacy_trainer_with_the_first_failure(players, player):
+    """What qreward is compared with: the first sample that fails is one of the first validation."""
+    outcome = players.play(player, NAIVE_LEGACY)
+    assert "ValueError" in outcome.error
+    assert "no such answer" in outcome.error
+    assert outcome.rows == []
+    assert outcome.metrics == {}
 
 
 @PLAYERS

@@ -10,7 +10,8 @@ TRAINING = ("fails 0", "number 0.25", "mapping 0.5", "number 1")
 SOUND = ("number 0", "number 0.25", "mapping 0.5", "number 1")
 HUGE = ("huge 0", "number 0.25", "mapping 0.5", "number 1")
 VALIDATION = ("number 1", "fails 0")
-SCRIPTS = {"failing": TRAINING, "sound": SOUND, "huge": HUGE, "uniform": SOUND}
+SCRIPTS = {"failing": TRAINING, "sound": SOUND, "huge": HUGE, "uniform": SOUND, "never fails": SOUND}
+"""In validation one of two samples fails, but in the script `never fails`."""
 UNIFORM = (1, 5)
 """Questions to which all answers are equally good, in the script `uniform`."""
 
@@ -35,7 +36,7 @@ def outputs(script, info, number, *, several):
     has two outputs, and question 3 three turns.
     """
     index = info["index"]
-    words = VALIDATION if info["held_out"] else SCRIPTS[script]
+    words = VALIDATION if info["held_out"] and script != "never fails" else SCRIPTS[script]
     if script == "uniform" and index in UNIFORM:
         words = ("number 1",)
     text = f"{words[number % len(words)]} q{index} n{number}"

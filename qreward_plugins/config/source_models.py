@@ -152,8 +152,9 @@ class EndpointConfig(SourceConfig):
     """Further headers of every request; their values are treated as secrets."""
 
     parameters: FreeMapping = Field(default_factory=dict)
-    """Further keys of every request's body (e.g. `chat_template_kwargs`); they override other keys. Values that come
-    from the environment, and values under a key such as `api_key` or `token`, are treated as secrets."""
+    """Further keys of every request's body (e.g. `chat_template_kwargs`); they override other keys, and
+    `null` removes one (`temperature: null`). Values that come from the environment, and values under a key such as
+    `api_key` or `token`, are treated as secrets."""
 
     verify_tls: bool = True
     """Verify the server's certificate. `false` turns this off for this source only. Default: true."""

@@ -70,7 +70,8 @@ class Endpoint(SourceKind):
         self._max_reply_bytes = config.max_reply_bytes
         found: list[Mistake] = []
         self._parameters = _parameters(f"sources.{name}.parameters", config, found)
-        _check_bound(f"sources.{name}.parameters", config, found)
+        self._removed = [key for key, value in self._parameters.items() if value is None]
+        _check_bound(f"sources.{name}.parameters", self.bound_key(config), config, found)
         headers = _headers(f"sources.{name}", config, self.KEY_HEADER, found)
         self._urls = _urls(f"sources.{name}.{config.URL_KEY}", config.urls, self.PATH if path is None else path, found)
         if found or mistakes:
@@ -155,6 +156,11 @@ class Endpoint(SourceKind):
             credentials,
         )
 
+    @classmethod
+    def bound_key(cls, config: Any) -> str:
+        """Return the key of the body that bounds a completion. Default: `max_tokens`."""
+        return "max_tokens"
+
     @property
     def reads(self) -> object:
         """The settings that change how replies are read, for the journal's key. Default: None, there are none."""
@@ -208,8 +214,11 @@ class Endpoint(SourceKind):
         return found
 
     def _whole_body(self, request: Request) -> dict[str, Any]:
-        """Return the body that is sent. The source's parameters override the judge's."""
-        return {**self.body(request), **self._parameters}
+        """Return the body that is sent. The source's parameters override the judge's; None removes a key."""
+        body = {**self.body(request), **self._parameters}
+        for key in self._removed:
+            body.pop(key, None)
+        return body
 
     def _encode(self, request: Request) -> bytes:
         try:
@@ -225,13 +234,13 @@ class Endpoint(SourceKind):
         return f"{type(self).__name__}({self._name!r}, {', '.join(self._urls)})"
 
 
-def _check_bound(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> None:
+def _check_bound(path: str, key: str, config: EndpointConfig, mistakes: list[Mistake]) -> None:
     """Add a mistake if `tokens_per_minute` is set but the parameters remove the bound on a completion."""
-    if config.limits.tokens_per_minute is None or completion_bound({"max_tokens": 1, **config.parameters}) is not None:
+    if config.limits.tokens_per_minute is None or completion_bound({key: 1, **config.parameters}) is not None:
         return
     mistakes.append(
         Mistake(
-            f"{path}.max_tokens",
+            f"{path}.{key}",
             "it removes the bound on a reply, and without a bound tokens_per_minute cannot be kept.",
             "Set a number of tokens from 1 on, or leave it out: then the judge's max_tokens applies.",
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from ..config.source_models import BaseURLs, EndpointConfig, ModelName
 from ..errors import Mistake
@@ -11,6 +11,8 @@ from .base import Request
 from .completions import CompletionAnswer
 from .endpoint import Endpoint
 from .kind import TEXT
+
+_REASONING_BOUND = "max_completion_tokens"
 
 
 class OpenAISource(Endpoint):
@@ -31,6 +33,11 @@ class OpenAISource(Endpoint):
         model: ModelName
         """Name of the model on the server."""
 
+        dialect: Literal["openai", "openai_reasoning"] = "openai"
+        """How the body is written. `openai` (default): as every compatible server reads it. `openai_reasoning`: for
+        OpenAI's reasoning models, which refuse `max_tokens` and `temperature`: the judge's `max_tokens` is sent as
+        `max_completion_tokens`, its `temperature` is left out. Set `reasoning_effort` in `parameters`."""
+
     answers = (TEXT,)
     usual_latency_s = 3.0
     ANSWER = CompletionAnswer
@@ -43,10 +50,20 @@ class OpenAISource(Endpoint):
             mistakes.append(Mistake(path, "streamed replies are not supported.", "Leave it out."))
         super().__init__(name, config, mistakes=mistakes)
         self._model = config.model
+        self._reasons = config.dialect == "openai_reasoning"
 
     @property
     def model(self) -> str:
         return self._model
 
+    @classmethod
+    def bound_key(cls, config: Config) -> str:
+        return _REASONING_BOUND if config.dialect == "openai_reasoning" else super().bound_key(config)
+
     def body(self, request: Request) -> Mapping[str, Any]:
-        return {"model": self._model, "messages": request.messages, **request.parameters}
+        parameters = dict(request.parameters)
+        if self._reasons:
+            parameters.pop("temperature", None)
+            if "max_tokens" in parameters:
+                parameters[_REASONING_BOUND] = parameters.pop("max_tokens")
+        return {"model": self._model, "messages": request.messages, **parameters}

@@ -18,8 +18,9 @@ from qreward_plugins.sources import HTTPSource, OpenAISource, Request
 SAMPLE = Sample([{"role": "user", "content": "?"}], "An answer.")
 
 
-def openai(parameters=None, **limits):
+def openai(parameters=None, dialect="openai", **limits):
     node = {"kind": "openai", "base_url": "http://judge.invalid/v1", "model": "m", "parameters": parameters or {}}
+    node["dialect"] = dialect
     return OpenAISource("a", OpenAISource.Config.model_validate({**node, "limits": limits}))
 
 
@@ -65,9 +66,9 @@ def test_the_reservation_is_made_from_the_parameters_that_are_sent(parameters, c
     source = openai(parameters)
     request = ask()
     assert upstream(source).tokens(request) == pytest.approx(completion + len("Grade it.") + 40, abs=130)
-    # The very same parameters are in the body.
+    # The very same parameters are in the body; None removes one.
     body = json.loads(source._encode(request))
-    assert {key: body[key] for key in parameters} == parameters
+    assert {key: body.get(key) for key in parameters} == parameters
 
 
 @given(
@@ -89,6 +90,14 @@ def test_parameters_that_take_the_bound_away_are_a_mistake_where_tokens_are_limi
         openai({"max_tokens": value}, tokens_per_minute=1000)
     assert upstream(openai({"max_tokens": value})).tokens(ask()) >= 512
     openai({"max_tokens": value, "max_completion_tokens": 300}, tokens_per_minute=1000)
+
+
+@pytest.mark.parametrize("removed", [{"max_completion_tokens": None}, {"max_completion_tokens": "all"}])
+def test_the_bound_of_reasoning_models_cannot_be_taken_away_where_tokens_are_limited(removed):
+    with pytest.raises(ConfigurationError, match=r"sources\.a\.parameters\.max_completion_tokens: .*tokens_per_minute"):
+        openai(removed, dialect="openai_reasoning", tokens_per_minute=1000)
+    reasoning = openai({"reasoning_effort": "low"}, dialect="openai_reasoning", tokens_per_minute=1000)
+    assert upstream(reasoning).tokens(ask(max_tokens=700)) >= 700
 
 
 def test_messages_schemas_and_tools_of_the_parameters_are_part_of_the_prompt():

@@ -80,6 +80,25 @@ async def test_half_a_surrogate_pair_is_replaced_and_a_whole_one_joined(
     assert json.loads(server.exchanges[0].body)["messages"][0]["content"] == "a\ufffdb \U0001f600"
 
 
+async def test_reasoning_models_get_no_temperature_and_the_bound_that_they_read(
+    serve: Any, open_source: Any, request_of: Any, completed: Any
+) -> None:
+    async def script(exchange: Any) -> None:
+        exchange.reply(completed())
+
+    parameters = {"reasoning_effort": "low", "seed": None, "absent": None}
+    async with serve(script) as server:
+        source = open_source(server.base_url, dialect="openai_reasoning", parameters=parameters)
+        await source.send(request_of("Judge.", max_tokens=5, temperature=0.0, seed=3), on_sent=unheard)
+        await source.aclose()
+    assert json.loads(server.exchanges[0].body) == {
+        "model": "judge",
+        "messages": [{"role": "user", "content": "Judge."}],
+        "max_completion_tokens": 5,
+        "reasoning_effort": "low",
+    }
+
+
 async def test_parameters_that_are_no_json_refuse_the_sample(open_source: Any, request_of: Any) -> None:
     source = open_source("http://127.0.0.1:9/v1")
     error = await failure(source, request_of(thing=object()))

@@ -125,7 +125,7 @@ def a_late_answer_changes_the_outcome(monkeypatch):
 def endless_attempts(monkeypatch):
     def wrap(make):
         def mutated(self, *given, max_attempts, **settings):
-            make(self, *given, max_attempts=10_000, **settings)
+            make(self, *given, max_attempts=100, **settings)
 
         return mutated
 

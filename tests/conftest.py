@@ -16,17 +16,22 @@ settings.load_profile("ci")
 
 LONGEST_FIRST = (
     "recipes/test_verl_training.py",
-    "simulation/test_soak.py",
-    "verl_adapter/test_manager.py",
     "conformance/roll/test_agreement.py",
     "conformance/slime/test_agreement.py",
-    "testing/test_fake_verl.py",
+    "sharing/test_ray.py",
+    "groups/test_barrier_on_ray.py",
+    "simulation/test_soak_mutations.py",
+    "simulation/test_soak.py",
     "reliability/test_ten_thousand.py",
-    "recipes/test_verl_recipes.py",
-    "verl_adapter/test_trainers.py",
+    "verl_adapter/test_manager.py",
+    "sources/test_function.py",
+    "planning/test_measured.py",
+    "simulation/test_cluster.py",
+    "conformance/verl/test_fake_agrees.py",
+    "testing/test_fake_verl.py",
+    "recipes/test_roll_recipes.py",
     "verl_adapter/test_neutral.py",
-    "reliability/test_cancelling.py",
-    "reliability/test_memory.py",
+    "sharing/test_batches.py",
 )
 """Files that take long for the number of their tests. A process of pytest-xdist takes whole files, so a long one among
 the last would leave the other processes without work. (`--no-loadscope-reorder` keeps this order.)

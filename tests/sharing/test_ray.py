@@ -61,7 +61,7 @@ def test_an_engine_has_its_keeper_started_before_anything_is_scored(cluster):
 
 def test_what_the_idle_leave_is_the_busy_one_s_until_they_begin(workers, server):
     busy, other = workers
-    long = busy.score.remote(range(4 * PER_WINDOW))
+    long = busy.score.remote(range(3 * PER_WINDOW))
     comes(lambda: server.report().requests >= PER_WINDOW)
     short = other.score.remote(range(1000, 1000 + PER_WINDOW // 2))
     first, later = ray.wait([long, short], timeout=LONG_S)
@@ -69,12 +69,12 @@ def test_what_the_idle_leave_is_the_busy_one_s_until_they_begin(workers, server)
     assert scored(*ray.get([short, long], timeout=LONG_S))
     report = server.report()
     assert report.violations_total == 0, report.violations[:5]
-    assert report.requests == 4.5 * PER_WINDOW
+    assert report.requests == 3.5 * PER_WINDOW
 
 
 def test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_nobody_waits(workers, server):
     before, already = boots(workers), server.report().requests
-    scoring = [worker.score.remote(range(2000, 2000 + 2 * PER_WINDOW)) for worker in workers]
+    scoring = [worker.score.remote(range(2000, 2000 + 3 * PER_WINDOW // 2)) for worker in workers]
     comes(lambda: server.report().requests >= already + PER_WINDOW)
     kill_process(pid_of(keeper()))
     assert scored(*ray.get(scoring, timeout=LONG_S))

@@ -1,7 +1,6 @@
 """The soak of CI: some hundred trials in which every promise is kept, each shard a test of its own.
 
-The shards run in processes beside this one, and each test waits for its own, so that what pytest reports is the range
-that failed, with the seed, the promise, the trial, and the command that plays it again.
+pytest reports the range that failed, with the seed, the promise, the trial, and the command that plays it again.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from qreward_plugins.simulation.__main__ import main
-from qreward_plugins.simulation.soak import check, cores, pool, replay_command, shards, soak, soak_in_processes
+from qreward_plugins.simulation.soak import check, replay_command, shards, soak, soak_in_processes
 from qreward_plugins.simulation.trial import random_trial
 
 ROOT = Path(__file__).parents[2]
@@ -23,24 +22,9 @@ SEEDS = 400
 SHARDS = shards(0, SEEDS, 50)
 
 
-@pytest.fixture(scope="module")
-def soaking(request):
-    """The shards of the tests that were selected, under way in processes of their own."""
-    wanted = [
-        item.callspec.params["shard"]
-        for item in request.session.items
-        if getattr(item, "originalname", "") == "test_every_promise_is_kept"
-    ]
-    with pool(cores()) as processes:
-        running = {shard: processes.submit(soak, *shard) for shard in wanted}
-        yield running
-        for future in running.values():
-            future.cancel()
-
-
 @pytest.mark.parametrize("shard", SHARDS, ids=lambda shard: f"{shard[0]}:{shard[1]}")
-def test_every_promise_is_kept(soaking, shard):
-    soaked = soaking[shard].result()
+def test_every_promise_is_kept(shard):
+    soaked = soak(*shard)
     assert not soaked.findings, "\n" + soaked.describe()
     assert soaked.tally.trials == shard[1] - shard[0]
     assert soaked.tally.scored > 0
@@ -99,14 +83,14 @@ def test_a_seed_gives_the_same_trial_and_the_same_record():
 
 def test_the_schedules_are_the_same_in_another_process_with_another_hash_seed():
     def fingerprint(hash_seed):
-        program = "from qreward_plugins.simulation.soak import soak; print(soak(0, 40).tally.fingerprint)"
+        program = "from qreward_plugins.simulation.soak import soak; print(soak(0, 15).tally.fingerprint)"
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
         )
         return int(done.stdout)
 
-    assert fingerprint("1") == fingerprint("2") == soak(0, 40).tally.fingerprint
+    assert fingerprint("1") == fingerprint("2") == soak(0, 15).tally.fingerprint
 
 
 def test_ranges_are_cut_into_shards_without_gaps():

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from qreward_plugins import RewardMissing
 from qreward_plugins.sample_check import read_sample
-from qreward_plugins.testing import Faults, JudgeServer
+from qreward_plugins.testing import FakeVerlTrainer, Faults, JudgeServer
 from verl_adapter import QRewardBatchManager
 from verl_adapter.rollouts import to_sample
 
@@ -35,24 +34,64 @@ def make_manager(tokenizer):
         manager.close()
 
 
-def test_rewards_stand_at_the_last_token_of_each_response(make_manager, make_data):
-    data = make_data(["It is 42.", "It is 7, I am sure."])
-    with JudgeServer(right) as server:
-        result = make_manager(server)(data, return_dict=True)
-    rewards = result["reward_tensor"]
-    assert rewards.shape == data.batch["responses"].shape
-    assert rewards[0, len("It is 42.") - 1] == 1.0
-    assert rewards[1, len("It is 7, I am sure.") - 1] == pytest.approx(0.2)
-    assert (rewards != 0).sum() == 2
-    assert {len(values) for values in result["reward_extra_info"].values()} == {2}
+def older(server, *overrides, **named):
+    """A trainer of verl 0.5 with our manager."""
+    ours = [
+        "algorithm.adv_estimator=grpo",
+        "reward_model.reward_manager=qreward",
+        f"+reward_model.reward_kwargs.qreward.sources.a={{kind: openai, base_url: '{server.base_url}', model: judge}}",
+        "+reward_model.reward_kwargs.qreward.judges.quality={kind: llm, invalid_retries: 0}",
+        "actor_rollout_ref.rollout.agent.num_workers=1",
+    ]
+    return FakeVerlTrainer([*ours, *overrides], version="0.5", **named)
 
 
-def test_a_failed_sample_is_neutral_to_its_group(make_manager, make_data):
-    texts = ["42", "no", "break", "break", "break"]
-    data = make_data(texts, uid=["g1", "g1", "g1", "g2", "g2"])
+def saying(*words):
+    return lambda draft, rng: words[draft.number % len(words)].format(draft.ground_truth)
+
+
+def test_rewards_stand_at_the_last_token_of_each_response():
+    with JudgeServer(right) as server, older(server, respond=saying("It is {}.", "No, I am sure.")) as fake:
+        step = fake.step()
+    rewards = step.batch.batch["token_level_scores"]
+    last = step.batch.batch["response_mask"].sum(dim=-1) - 1
+    assert rewards[range(16), last].tolist() == pytest.approx([1.0, 0.2] * 8)
+    assert (rewards != 0).sum() == 16
+    assert step.extra_info[0]["qreward/source"] == "a"
+    assert step.reward_calls == 1
+
+
+def test_a_failed_sample_is_neutral_to_its_group_and_a_group_that_failed_has_one_number():
+    def respond(draft, rng):
+        return "break" if draft.ground_truth == "3" or draft.number > 1 else ("{}", "no")[draft.number].format("42 3 5")
+
+    rows = [{"prompt": "a", "ground_truth": "3"}, {"prompt": "b", "ground_truth": "5"}]
+    overrides = ["data.train_batch_size=2", "data.shuffle=False"]
+    with JudgeServer(right) as server, older(server, *overrides, rows=rows, respond=respond) as fake:
+        step = fake.step()
+    assert step.scores == pytest.approx([0.6] * 4 + [1.0, 0.2, 0.6, 0.6])
+    assert step.advantages == pytest.approx([0.0] * 4 + [1.2247, -1.2247, 0.0, 0.0], abs=1e-3)
+
+
+def test_a_constant_and_a_raise_are_what_they_say():
+    texts = saying("{}", "break")
+    policy = "+reward_model.reward_kwargs.qreward.on_failure"
     with JudgeServer(right) as server:
-        rewards = make_manager(server)(data).sum(dim=1).tolist()
-    assert rewards == pytest.approx([1.0, 0.2, 0.6, 0.6, 0.6])
+        with older(server, f"{policy}.constant=-1", respond=texts) as fake:
+            assert fake.step().scores == [1.0, -1.0] * 8
+        with (
+            older(server, f"{policy}=raise", respond=texts) as fake,
+            pytest.raises(Exception, match="RewardMissing|out of"),
+        ):
+            fake.step()
+
+
+def test_validation_gets_one_call():
+    rows = [{"prompt": "a", "ground_truth": "1"}, {"prompt": "b", "ground_truth": "2"}]
+    with JudgeServer(right) as server, older(server, val_rows=rows, respond=saying("It is {}.")) as fake:
+        validation = fake.validate()
+    assert validation.metrics["val-core/fake/data/reward/mean@1"] == 1.0
+    assert validation.extra_info["qreward/missing"] == [0.0, 0.0]
 
 
 def test_the_column_that_holds_the_data_source_chooses_the_judge(tokenizer, make_data):
@@ -67,14 +106,6 @@ def test_the_column_that_holds_the_data_source_chooses_the_judge(tokenizer, make
         infos = manager(data, return_dict=True)["reward_extra_info"]
         manager.close()
     assert infos["qreward/cause"] == ["", "infra/no_route"]
-
-
-def test_a_constant_and_a_raise_are_what_they_say(make_manager, make_data):
-    data = make_data(["42", "break"])
-    with JudgeServer(right) as server:
-        assert make_manager(server, on_failure={"constant": -1})(data).sum(dim=1).tolist() == [1.0, -1.0]
-        with pytest.raises(RewardMissing):
-            make_manager(server, on_failure="raise")(data)
 
 
 def test_rewards_that_are_there_already_are_passed_on(make_manager, make_data):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import os
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,14 +14,27 @@ def same(real, fake):
     return np.array_equal(np.asarray(real), np.asarray(fake), equal_nan=True)
 
 
+seconds: dict[str, dict[str, float]] = {}
+"""How long each scenario took in each player, "verl" and "fake"; the summary of a test run prints it."""
+
+
+def note(name, player, took):
+    """Add to how long a scenario took."""
+    cells = seconds.setdefault(name, {})
+    cells[player] = cells.get(player, 0.0) + took
+
+
 def both(real, fake):
-    """The results, or the texts of the errors."""
+    """The results, or the texts of the errors. A test's name without its parameters is the name of the scenario."""
+    name = os.environ.get("PYTEST_CURRENT_TEST", "").rpartition("::")[2].split(" ")[0].split("[")[0]
     results = []
-    for play in (real, fake):
+    for player, play in (("verl", real), ("fake", fake)):
+        before = time.perf_counter()
         try:
             results.append(play())
         except Exception as error:
             results.append(f"{type(error).__name__}: {error}")
+        note(name.removeprefix("test_").replace("_", " "), player, time.perf_counter() - before)
     return results
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from .players import Players, seconds
+from .agreement import seconds
+from .players import Players
 
 
 @pytest.fixture(scope="session")
@@ -21,5 +22,5 @@ def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line("| scenario | real verl, seconds | fake, seconds |")
     terminalreporter.write_line("|---|---:|---:|")
     for name, took in seconds.items():
-        cells = [f"{took[player]:.2f}" if player in took else "" for player in ("verl", "fake")]
+        cells = [f"{took[player]:.3g}" if player in took else "" for player in ("verl", "fake")]
         terminalreporter.write_line(f"| {name} | {cells[0]} | {cells[1]} |")

@@ -20,6 +20,7 @@ import numpy as np
 from qreward_plugins.testing import FakeVerlTrainer, VerlOutput
 from qreward_plugins.testing.tokenizer import WordTokenizer
 
+from .agreement import note
 from .runs import CONFIGURATIONS, CPU, EXPERIMENTAL, RECORDER, recipe
 
 sys.path.insert(0, str(RECORDER))
@@ -92,9 +93,6 @@ class Outcome:
 
 COLUMNS = ("responses", "response_mask", "token_level_scores", "token_level_rewards", "advantages", "returns")
 
-seconds: dict[str, dict[str, float]] = {}
-"""How long each scenario took in each player; the summary of a test run prints it."""
-
 
 @dataclass
 class Players:
@@ -113,7 +111,7 @@ class Players:
             else:
                 rows, metrics, error = self._fake(scenario)
             took = time.perf_counter() - before
-            seconds.setdefault(scenario.name, {})[player] = took
+            note(scenario.name, player, took)
             self.outcomes[key] = Outcome(rows, metrics, took, error)
         return self.outcomes[key]
 

@@ -317,8 +317,9 @@ class Planner:
 
     def _per_window(self, jobs: Sequence[Job], now: float) -> float | None:
         """How many of `jobs` all sources can send in one window; None: that question makes no sense for them."""
-        names = set(jobs[0].call.sources)
-        if len(jobs) < 2 or any(set(job.call.sources) != names for job in jobs):
+        first = jobs[0].call.sources
+        names = set(first)
+        if len(jobs) < 2 or any(job.call.sources != first and set(job.call.sources) != names for job in jobs):
             return None
         upstreams = [self._upstreams[name] for name in sorted(names) if self._upstreams[name].up(now)]
         if not upstreams:

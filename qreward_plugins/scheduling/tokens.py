@@ -71,9 +71,14 @@ class TokenEstimates:
         self.doubted = False
         """Whether a stated usage has ever been reduced. Set by the owner, who warns once."""
 
-    def prompt(self, request: Request) -> int:
-        """The most prompt tokens of `request`, by what was learned so far."""
+    def most(self, request: Request) -> tuple[int, int]:
+        """The most prompt tokens and completion tokens of `request`, by what was learned so far. The latter are 0 if
+        its body states no bound.
+        """
         demand = request.demand(self._source)
+        return self._prompt(demand), math.ceil(demand.completion * (1 + self._beyond.value))
+
+    def _prompt(self, demand: Demand) -> int:
         size = demand.texture.size
         most = size + demand.overhead + math.ceil(self._added.value)
         seen = self._kinds.get(demand.kind)
@@ -84,10 +89,6 @@ class TokenEstimates:
         if per_byte >= 1.0:
             return most
         return min(most, math.ceil(per_byte * size) + demand.overhead + further)
-
-    def completion(self, request: Request) -> int:
-        """The most completion tokens of `request`; 0 if its body states no bound."""
-        return math.ceil(request.demand(self._source).completion * (1 + self._beyond.value))
 
     def least(self, request: Request) -> int:
         """The least tokens that a limit must have room for: the completion that the parameters allow, and one prompt

@@ -84,7 +84,7 @@ class Upstream:
 
     def tokens(self, request: Request) -> int:
         """An upper bound of the tokens that `request` takes, prompt and completion."""
-        return 0 if self._uncounted else self._estimates.prompt(request) + self._estimates.completion(request)
+        return 0 if self._uncounted else sum(self._estimates.most(request))
 
     @property
     def _uncounted(self) -> bool:
@@ -117,7 +117,7 @@ class Upstream:
         """Take what an attempt of `request` needs from the quota; `beside`: without concurrency."""
         if self._uncounted:
             return self.quota.reserve(0, 0, now, beside=beside)
-        prompt, completion = self._estimates.prompt(request), self._estimates.completion(request)
+        prompt, completion = self._estimates.most(request)
         return self.quota.reserve(prompt, completion, now, beside=beside)
 
     @property
@@ -214,15 +214,16 @@ class Upstream:
             rose = self._estimates.learn(request, usage, cut_down=reply.usage_doubted)
             if rose and self.quota.most_tokens < math.inf:
                 for other in self.live:
-                    other.reservation.raise_prompt(self._estimates.prompt(other.request))
+                    other.reservation.raise_prompt(self._estimates.most(other.request)[0])
         return cost
 
     def expected_cost(self, request: Request) -> float:
         """What an answer to `request` costs at most, in dollars."""
+        prompt, completion = self._estimates.most(request)
         return (
             self.price.per_request
-            + self._estimates.prompt(request) * self.price.input_per_million / 1e6
-            + self._estimates.completion(request) * self.price.output_per_million / 1e6
+            + prompt * self.price.input_per_million / 1e6
+            + completion * self.price.output_per_million / 1e6
         )
 
     def throttled(self, retry_after_s: float | None, sent_at: float, now: float, *, error: str = "") -> None:

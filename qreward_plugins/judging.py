@@ -177,8 +177,10 @@ class Judging(Pending):
         asked = _Asked(scoring, self.sample, call, keys)
         self._asked[asked] = None
         try:
-            result = await asked.result(self.member, self._due_at)
+            asked.start(self.member, self._due_at)
+            result = await asked.future
         finally:
+            asked.drop()
             self._asked.pop(asked, None)
             self._spent += asked.spent()
             asked.forget()
@@ -311,27 +313,23 @@ class Judging(Pending):
 class _Asked:
     """One running call of a judge."""
 
-    __slots__ = ("_call", "_future", "_job", "_keys", "_sample", "_scoring")
+    __slots__ = ("_call", "_job", "_keys", "_sample", "_scoring", "future")
 
     def __init__(self, scoring: Scoring, sample: Sample, call: Call[Any], keys: Mapping[str, str]) -> None:
         self._scoring = scoring
         self._sample = sample
         self._call = call
         self._keys = keys
-        self._future: asyncio.Future[Answer[Any] | Unanswered] = asyncio.get_running_loop().create_future()
+        self.future: asyncio.Future[Answer[Any] | Unanswered] = asyncio.get_running_loop().create_future()
         self._job: Job | None = None
 
-    async def result(self, member: Member, due_at: float) -> Answer[Any] | Unanswered:
-        """Make the call and await its result. Cancelling this drops the call."""
+    def start(self, member: Member, due_at: float) -> None:
+        """Make the call. `future` gets its result."""
         self._job = self._scoring.dispatcher.start(self._call, self, member=member, deadline_at=due_at)
-        try:
-            return await self._future
-        finally:
-            self.drop()
 
     def ended(self, result: Answer[Any] | Unanswered) -> None:
-        if not self._future.done():
-            self._future.set_result(result)
+        if not self.future.done():
+            self.future.set_result(result)
 
     def late(self, answer: Answer[Any]) -> None:
         outcome = self.outcome(answer)
@@ -366,7 +364,7 @@ class _Asked:
     def cancel(self) -> None:
         """End the call and the wait for it, because its sample has its outcome."""
         self.drop()
-        self._future.cancel()
+        self.future.cancel()
 
     def forget(self) -> None:
         """Release the job, which refers to this object: memory must not wait for the garbage collector."""

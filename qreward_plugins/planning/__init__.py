@@ -10,9 +10,9 @@ from __future__ import annotations
 from .advice import Advice
 from .assumptions import Assumptions, parse_data_source, parse_latency
 from .bottleneck import Bottleneck, Wait
-from .forecast import Plan, SourceUse, Spread, plan
 from .lengths import Lengths, parse_lengths
 from .picture import draw_timeline
+from .prediction import Plan, SourceUse, Spread, plan
 from .timeline import Bar, Timeline
 
 __all__ = [

@@ -70,10 +70,13 @@ def _settings(rehearsal: Rehearsal) -> Iterator[Variation]:
 
 
 def _raised_everywhere(rehearsal: Rehearsal, runs: Sequence[Run], names: Sequence[str]) -> Iterator[Variation]:
-    """Raise a limit that several sources used up, on all of them: on one of many, it would change little."""
-    doubled = {name: _doubled(rehearsal, runs, name) for name in names}
+    """Raise a limit that several sources used up, on all of them: on one of many, it would change little.
+
+    They are listed in the order of the configuration: which of several equal sources waits longest is chance.
+    """
+    doubled = {name: _doubled(rehearsal, runs, name) for name in rehearsal.config.sources if name in names}
     for key, words in _LIMITS.items():
-        several = [name for name in names if key in doubled[name]]
+        several = [name for name in doubled if key in doubled[name]]
         if len(several) > 1:
             more = rehearsal
             for name in several:

@@ -12,7 +12,6 @@ from .base import Reply, Request, Source
 
 if TYPE_CHECKING:
     from ..config.source_models import BaseURLs, EndpointConfig, FreeMapping, ModelName, SourceConfig, URLs
-    from .announced import announced_limits, retry_after_s
     from .endpoint import Endpoint
     from .function import FunctionSource
     from .http import HTTPReply
@@ -20,6 +19,7 @@ if TYPE_CHECKING:
     from .openai import OpenAISource
     from .opening import kind_of, open_source
     from .provider import Provider
+    from .rate_limit_headers import announced_limits, retry_after_s
     from .replies import Answer, Problem, json_of, usage_of
     from .reward_model import RewardModelSource
     from .service import HTTPSource
@@ -76,11 +76,11 @@ _HOMES = {
     "SourceConfig": _CONFIG,
     "SourceKind": ".kind",
     "URLs": _CONFIG,
-    "announced_limits": ".announced",
+    "announced_limits": ".rate_limit_headers",
     "json_of": ".replies",
     "kind_of": ".opening",
     "open_source": ".opening",
-    "retry_after_s": ".announced",
+    "retry_after_s": ".rate_limit_headers",
     "usage_of": ".replies",
 }
 

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import InvalidReply, QRewardError
-from .announced import announced_limits
 from .base import Reply
+from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, json_of, name_of, usage_of
 
 _BROKEN_OFF = ("error", "abort", "aborted", "cancelled")

@@ -17,9 +17,9 @@ from yarl import URL
 
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceUnusable, Throttled, TransientError
 from ..spent import Usage
-from .announced import retry_after_s
 from .base import Reply
 from .http import HTTPReply
+from .rate_limit_headers import retry_after_s
 from .redactor import Redactor
 
 _UNUSABLE = {

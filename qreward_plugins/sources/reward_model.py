@@ -23,12 +23,12 @@ from ..config.source_models import BaseURLs, EndpointConfig, ModelName
 from ..errors import InputError, InvalidReply, Mistake, QRewardError
 from ..samples import Message, fits_float32
 from ..spent import Usage
-from .announced import announced_limits
 from .base import Reply, Request
 from .chat_template import ChatTemplate
 from .endpoint import Endpoint
 from .http import HTTPReply
 from .kind import LOGITS
+from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, name_of, usage_of
 from .values import read_json
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import InvalidReply, QRewardError
-from .announced import announced_limits
 from .base import Reply
+from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, name_of, usage_of
 from .strict_json import MAX_NESTING, strict_decoder, too_deep
 

@@ -6,7 +6,7 @@ from email.utils import format_datetime
 import pytest
 from multidict import CIMultiDict
 
-from qreward_plugins.sources.announced import announced_limits, retry_after_s
+from qreward_plugins.sources.rate_limit_headers import announced_limits, retry_after_s
 
 DATE = "Wed, 21 Oct 2015 07:28:00 GMT"
 

@@ -52,16 +52,12 @@ class Registration:
 
 
 @dataclass(frozen=True)
-class Described:
+class Described(Registration):
     """A registered kind, for `qreward kinds`. `problem` is the reason why it cannot be used; "" if it can."""
 
-    name: str
-    path: str
-    package: str
-    version: str
-    description: str
+    description: str = ""
     """The first sentence of its docstring."""
-    problem: str
+    problem: str = ""
 
 
 class KindError(Exception):

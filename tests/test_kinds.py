@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from qreward_plugins import ConfigurationError, Failed, RewardEngine, Sample, Scored, load_config, registry
+from qreward_plugins import ConfigurationError, Failed, InputError, RewardEngine, Sample, Scored, load_config, registry
 from qreward_plugins.cli.app import app
 from qreward_plugins.judges import Judge
 from qreward_plugins.sharing import may_share, source_keys
@@ -470,6 +470,8 @@ def test_a_foreign_judge_that_cannot_be_rehearsed_cannot_be_planned(twice, tmp_p
     result = CliRunner().invoke(app, ["plan", "--config", str(path), "--samples", "8"])
     assert result.exit_code == 2
     assert "judge 'j' cannot be planned: its kind 'twice' defines no `rehearsed`" in " ".join(result.output.split())
+    with pytest.raises(InputError, match="TwiceJudge defines no `rehearsed`"):
+        registry.judges.load("twice").rehearsed(None, None, 0.5)
 
 
 def test_every_kind_of_ours_describes_itself():

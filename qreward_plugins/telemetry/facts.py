@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ..samples import Failed, Outcome, Scored
-from .waiting import percentile
+from .waiting import mean, percentile
 
 MOST_COMPONENTS = 1_000
 """Most names of components that are kept: a function may return new names for every sample."""
@@ -121,7 +121,7 @@ def summary(facts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     latencies = [fact["latency_s"] for fact in rows]
     numbers = {
         **{
-            metric.name: _mean(map(metric.of, rows)) if metric.mean else math.fsum(map(metric.of, rows))
+            metric.name: mean([metric.of(row) for row in rows]) if metric.mean else math.fsum(map(metric.of, rows))
             for metric in METRICS
         },
         **{f"latency_s/p{share}": percentile(latencies, share / 100) for share in (50, 95, 99)},
@@ -133,10 +133,5 @@ def summary(facts: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     for name in dict.fromkeys(key for fact in rows for key in fact if key.startswith(COMPONENT) or key == "acc"):
         values = [fact[name] for fact in rows if fact.get(name) is not None and not fact["failed"]]
         if values:
-            numbers[name] = _mean(values)
+            numbers[name] = mean(values)
     return numbers
-
-
-def _mean(values: Iterable[float]) -> float:
-    numbers = list(values)
-    return math.fsum(numbers) / len(numbers)

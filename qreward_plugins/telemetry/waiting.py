@@ -64,8 +64,9 @@ class Waits:
         # Requests of one size are in the same third; otherwise chance would decide between them.
         short = [wait_s for size, wait_s in self._kept if size <= sizes[third - 1]]
         long = [wait_s for size, wait_s in self._kept if size >= sizes[-third]]
-        return WaitBySize(_mean(short), percentile(short, 0.95), _mean(long), percentile(long, 0.95))
+        return WaitBySize(mean(short), percentile(short, 0.95), mean(long), percentile(long, 0.95))
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean of at least one value."""
     return math.fsum(values) / len(values)

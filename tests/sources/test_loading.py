@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import functools
+import os
 import pickle
+import sys
 from pathlib import Path
 
 import pytest
@@ -55,6 +57,20 @@ def test_a_file_that_failed_to_load_is_tried_afresh(tmp_path: Path) -> None:
         load(PathLoader(f"{path}:score"), key="k")
     path.write_text("def score(**given): return 12345.0")
     assert load(PathLoader(f"{path}:score"), key="k")() == 12345.0
+
+
+def test_a_file_that_was_changed_within_a_second_is_compiled_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "dont_write_bytecode", False)
+    path = tmp_path / "rewards.py"
+    for score in (1.0, 2.0):
+        path.write_text(f"def score(**given): return {score}")
+        os.utime(path, (10**9, 10**9))
+        function = load(PathLoader(f"{path}:score"), key="k")
+        assert function() == score
+        del sys.modules[function.__module__]
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_an_error_names_the_users_line_or_none(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import warnings
 
 import pytest
@@ -112,14 +111,10 @@ def test_all_mistakes_are_named_at_once(compose):
     ]
 
 
-def test_a_filter_of_groups_that_no_trainer_reads_is_warned_of(compose, tokenizer, caplog):
-    from verl.trainer.ppo.reward import load_reward_manager
-
+def test_a_filter_of_groups_that_no_trainer_reads_is_warned_of(caplog):
     def said(trainer):
         caplog.clear()
-        overrides = [OURS, "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4", trainer]
-        manager = load_reward_manager(compose(*overrides, "algorithm.filter_groups.enable=True"), tokenizer)
-        asyncio.run(manager.aclose())
+        fake("algorithm.adv_estimator=grpo", trainer, "algorithm.filter_groups.enable=True").close()
         return "Only verl's V1 trainer (trainer.use_v1=True) reads algorithm.filter_groups" in caplog.text
 
     assert said(LEGACY)

@@ -10,7 +10,7 @@ from statistics import fmean
 import pytest
 
 from qreward_plugins import ConfigurationError, EngineError, InputError
-from qreward_plugins.planning import Assumptions, Lengths, forecast, plan
+from qreward_plugins.planning import Assumptions, Lengths, plan, prediction
 from qreward_plugins.quotas.pace import JITTER_S
 
 
@@ -81,7 +81,7 @@ def test_the_same_plan_comes_out_again(tree):
 
 
 def test_processes_change_nothing(tree, monkeypatch):
-    monkeypatch.setattr(forecast, "WORTH_PROCESSES", 0)
+    monkeypatch.setattr(prediction, "WORTH_PROCESSES", 0)
     config = tree(a={"concurrency": 64})
     done = []
     apart = plan(config, samples=24, seeds=2, advise=False, processes=2, progress=lambda *far: done.append(far))
@@ -207,7 +207,7 @@ def test_what_progress_raises_ends_the_plan(tree, exact_plan):
 
 
 def test_a_process_that_dies_is_one_error(tree, monkeypatch):
-    monkeypatch.setattr(forecast, "WORTH_PROCESSES", 0)
+    monkeypatch.setattr(prediction, "WORTH_PROCESSES", 0)
 
     def kill(done: int, total: int) -> None:
         for child in multiprocessing.active_children():

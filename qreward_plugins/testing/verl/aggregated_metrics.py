@@ -1,9 +1,11 @@
-"""One line of metrics for several steps, as verl's fully asynchronous trainer makes it (`MetricsAggregator` in
-experimental/fully_async_policy/detach_utils.py), but for what is made of seconds.
+"""One line of metrics for several steps or mini-batches. verl has two classes `MetricsAggregator`, whose rules differ: that
+of the fully asynchronous trainer (experimental/fully_async_policy/detach_utils.py; what is made of seconds is left out)
+and that of V1 (trainer/ppo/v1/utils.py).
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -69,4 +71,58 @@ def _way_of(name: str) -> str:
     return next((way for way, texts in _BY_NAME if any(text in name for text in texts)), "avg")
 
 
-__all__ = ["MetricsAggregator"]
+_SUMMED = frozenset(
+    f"{prefix}/{name}"
+    for prefix in ("training", "validation")
+    for name in (
+        "off_policy/evicted_samples",
+        "filter_groups/evicted_samples",
+        "filter_groups/discarded_surplus_samples",
+        "rollout_failure/evicted_samples",
+    )
+)
+
+
+class MiniBatchMetrics:
+    """The metrics of the mini-batches of one step of V1: added up, the largest, the smallest, or the mean weighted by
+    samples, as their names say.
+    """
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[tuple[float, int]]] = {}
+        self._counters: dict[str, Counter[float]] = {}
+
+    def add(self, metrics: Mapping[str, Any], count: int) -> None:
+        """The metrics of a mini-batch of `count` samples."""
+        for name, value in metrics.items():
+            if isinstance(value, Mapping):
+                self._counters.setdefault(name, Counter()).update(value)
+                continue
+            weight = count
+            if name.endswith("/off_policy/evicted_samples_staleness/mean"):
+                weight = int(metrics.get(name.removesuffix("_staleness/mean"), count))
+            self._values.setdefault(name, []).append((float(value), weight))
+
+    def aggregated(self) -> dict[str, Any]:
+        """One value for each metric."""
+        counters = {name: dict(counter) for name, counter in self._counters.items() if counter}
+        return {name: _of_mini_batches(name, values) for name, values in self._values.items()} | counters
+
+
+def _of_mini_batches(name: str, weighted: list[tuple[float, int]]) -> float:
+    values = [value for value, _ in weighted]
+    if name in _SUMMED:
+        return sum(values)
+    if "max" in name.lower():
+        return max(values)
+    if "min" in name.lower():
+        return min(values)
+    if "sum" in name.lower() or "total" in name.lower():
+        return sum(values)
+    total = sum(weight for _, weight in weighted)
+    if not total:
+        return sum(values) / len(values)
+    return sum(value * weight for value, weight in weighted) / total
+
+
+__all__ = ["MetricsAggregator", "MiniBatchMetrics"]

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -72,57 +70,3 @@ def _value_metrics(values: Any, returns: Any) -> dict[str, float]:
     with np.errstate(all="ignore"):
         unexplained = np.float32(var32(returns - values) / np.float32(var32(returns) + np.float32(1e-5)))
     return {**spread, "critic/vf_explained_var": float(np.float32(np.float32(1) - unexplained))}
-
-
-_SUMMED = frozenset(
-    f"{prefix}/{name}"
-    for prefix in ("training", "validation")
-    for name in (
-        "off_policy/evicted_samples",
-        "filter_groups/evicted_samples",
-        "filter_groups/discarded_surplus_samples",
-        "rollout_failure/evicted_samples",
-    )
-)
-
-
-class MetricsAggregator:
-    """The metrics of the mini-batches of one step as one (trainer/ppo/v1/utils.py): added up, the largest, the
-    smallest, or the mean weighted by samples, as their names say.
-    """
-
-    def __init__(self) -> None:
-        self._values: dict[str, list[tuple[float, int]]] = {}
-        self._counters: dict[str, Counter[float]] = {}
-
-    def add(self, metrics: Mapping[str, Any], count: int) -> None:
-        """The metrics of a mini-batch of `count` samples."""
-        for name, value in metrics.items():
-            if isinstance(value, Mapping):
-                self._counters.setdefault(name, Counter()).update(value)
-                continue
-            weight = count
-            if name.endswith("/off_policy/evicted_samples_staleness/mean"):
-                weight = int(metrics.get(name.removesuffix("_staleness/mean"), count))
-            self._values.setdefault(name, []).append((float(value), weight))
-
-    def aggregated(self) -> dict[str, Any]:
-        """One value for each metric."""
-        counters = {name: dict(counter) for name, counter in self._counters.items() if counter}
-        return {name: _aggregated(name, values) for name, values in self._values.items()} | counters
-
-
-def _aggregated(name: str, weighted: list[tuple[float, int]]) -> float:
-    values = [value for value, _ in weighted]
-    if name in _SUMMED:
-        return sum(values)
-    if "max" in name.lower():
-        return max(values)
-    if "min" in name.lower():
-        return min(values)
-    if "sum" in name.lower() or "total" in name.lower():
-        return sum(values)
-    total = sum(weight for _, weight in weighted)
-    if not total:
-        return sum(values) / len(values)
-    return sum(value * weight for value, weight in weighted) / total

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from .agent_loop_tq import QueuedAgentLoops
+from .aggregated_metrics import MiniBatchMetrics
 from .base import Setup, TrainerBase
-from .metrics import MetricsAggregator
 from .protocol import VerlDataProto
 from .results import VerlStep
 from .trajectories import add_infos, joined, padding_row, rewards_batch, training_batch
@@ -52,7 +52,7 @@ class V1Trainer(TrainerBase):
             f"train_batch_size ({size}) must be divisible by parameter_sync_step ({self.sync_steps})"
         )
         self.setup.run(self._prepare())
-        aggregator = MetricsAggregator()
+        aggregator = MiniBatchMetrics()
         batches, keys = [], []
         for _ in range(self.sync_steps):
             batch, names, metrics = self._step_once(size // self.sync_steps)

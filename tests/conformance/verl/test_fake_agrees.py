@@ -18,6 +18,7 @@ torch = pytest.importorskip("torch")
 
 from qreward_plugins.testing.verl import advantages, agent_loop, float_sums, metrics, trajectories, validation  # noqa: E402
 from qreward_plugins.testing.verl.agent_loop_tq import queue_fields  # noqa: E402
+from qreward_plugins.testing.verl.aggregated_metrics import MiniBatchMetrics  # noqa: E402
 from qreward_plugins.testing.verl.configuration import compose_config  # noqa: E402
 from qreward_plugins.testing.verl.engine import AgentOutput  # noqa: E402
 from qreward_plugins.testing.verl.protocol import TensorColumns, VerlDataProto  # noqa: E402
@@ -214,6 +215,31 @@ def test_metrics_of_a_step():
             **columns,
         )
         assert fake == pytest.approx(real, rel=0, abs=0, nan_ok=True)
+
+
+def test_metrics_of_several_mini_batches():
+    from verl.trainer.ppo.v1.utils import MetricsAggregator
+
+    rng = np.random.default_rng(31)
+    real, fake = MetricsAggregator(), MiniBatchMetrics()
+    names = [
+        *("training/off_policy/evicted_samples", "training/off_policy/evicted_samples_staleness/mean"),
+        *("training/off_policy/evicted_samples_staleness/max", "training/off_policy/evicted_samples_staleness/min"),
+        *("training/filter_groups/evicted_samples", "training/rollout_failure/evicted_samples"),
+        *("actor/reward_kl_penalty", "actor/reward_kl_penalty_coeff", "rollout_corr/kl", "rollout_corr/rollout_is_max"),
+        *(
+            "rollout_corr/rollout_is_min",
+            "rollout_corr/rollout_is_eff_sample_size",
+            "rollout_corr/rollout_rs_token_k1_std",
+        ),
+    ]
+    for part in range(5):
+        metrics = {name: float(rng.integers(1, 9)) for name in names if rng.random() < 0.7 or not part}
+        metrics["_dapo_filtered_reward_counts"] = {0.0: 2, float(part): 1}
+        count = 8 * part
+        real.add_step_metrics(metrics, sample_count=count)
+        fake.add(metrics, count=count)
+    assert fake.aggregated() == real.get_aggregated_metrics()
 
 
 OUTPUTS = [

@@ -1,6 +1,6 @@
 """One line of metrics for several steps or mini-batches. verl has two classes `MetricsAggregator`, whose rules differ:
-that of the fully asynchronous trainer (experimental/fully_async_policy/detach_utils.py; what is made of seconds is left out)
-and that of V1 (trainer/ppo/v1/utils.py).
+that of the fully asynchronous trainer (experimental/fully_async_policy/detach_utils.py; without what is made of
+seconds) and that of V1 (trainer/ppo/v1/utils.py).
 """
 
 from __future__ import annotations

@@ -170,6 +170,8 @@ class Players:
                     "VERL_USE_EXTERNAL_MODULES": "verl_cpu,verl_scripted",
                     "VERL_RECORD": str(record),
                     "VERL_SCRIPT": scenario.script,
+                    # One of verl's own lines of INFO ends separate_async without hybrid replicas.
+                    "VERL_LOGGING_LEVEL": "WARN",
                 },
                 on_step=lambda step: None,
                 overrides=(

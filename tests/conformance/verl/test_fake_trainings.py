@@ -42,6 +42,22 @@ KL = (
 KL_V1 = Scenario("kl-in-reward-v1", KL)
 KL_LEGACY = Scenario("kl-in-reward-legacy", (LEGACY, *KL, "algorithm.kl_penalty=k2", "algorithm.adv_estimator=rloo"))
 ONE_STEP_OFF = Scenario("one-step-off", (), experimental="one_step_off")
+SEPARATE_ASYNC = Scenario(
+    "separate-async",
+    (
+        "trainer.v1.trainer_mode=separate_async",
+        "trainer.v1.separate_async.parameter_sync_step=2",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+        "actor_rollout_ref.hybrid_engine=False",
+        "actor_rollout_ref.rollout.nnodes=1",
+        "actor_rollout_ref.rollout.n_gpus_per_node=1",
+        "actor_rollout_ref.rollout.free_cache_engine=False",
+        "actor_rollout_ref.rollout.checkpoint_engine.backend=cpu_ray",
+        "ray_kwargs.ray_init.num_gpus=2",
+        "ray_kwargs.ray_init.num_cpus=32",
+        "trainer.v1.sampler.custom_sampler.path=null",
+    ),
+)
 FILTER_V1 = Scenario(
     "filter-by-acc-v1",
     (
@@ -75,6 +91,23 @@ def same(one, other):
     return one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
 
 
+def compare_rows(real, fake, *, same_keys=False):
+    """Every row in all that is said of it. `same_keys`: of the extra info, in the same order, None among them."""
+    groups: dict[str, str] = {}
+    for written, row in fake.table.items():
+        other = real.table[written]
+        assert groups.setdefault(row["uid"], other["uid"]) == other["uid"]
+        for name in COLUMNS:
+            assert row[name] == other[name], (name, row, other)
+        if same_keys:
+            assert list(row["info"]) == list(other["info"])
+        one, another = told(row["info"]), told(other["info"])
+        assert set(one) == set(another)
+        for name, value in one.items():
+            assert name in MEASURED or same(value, another[name]), name
+    assert len(set(groups.values())) == len(groups)
+
+
 @pytest.mark.trainer
 @pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl")
 @pytest.mark.parametrize("scenario", COMPARED, ids=lambda scenario: scenario.name)
@@ -83,20 +116,9 @@ def test_every_row_of_a_training_is_the_same(players, scenario):
     assert (real.error, fake.error) == ("", "")
     assert len(fake.rows) >= 16 * scenario.steps
     assert set(fake.table) == set(real.table)
-    groups: dict[str, str] = {}
+    compare_rows(real, fake, same_keys=LEGACY in scenario.overrides or scenario.experimental is not None)
     for written, row in fake.table.items():
-        other = real.table[written]
-        assert row["step"] == other["step"]
-        assert groups.setdefault(row["uid"], other["uid"]) == other["uid"]
-        for name in COLUMNS:
-            assert row[name] == other[name], (name, row, other)
-        if LEGACY in scenario.overrides or scenario.experimental:
-            assert list(row["info"]) == list(other["info"])
-        one, another = told(row["info"]), told(other["info"])
-        assert set(one) == set(another)
-        for name, value in one.items():
-            assert name in MEASURED or same(value, another[name]), name
-    assert len(set(groups.values())) == len(groups)
+        assert row["step"] == real.table[written]["step"]
     left_out = MEASURED if LEGACY in scenario.overrides else MEASURED + OF_ORDER
     if scenario.experimental:
         left_out += ("qreward/",)  # samples of the batch that is generated ahead are counted at once
@@ -104,6 +126,17 @@ def test_every_row_of_a_training_is_the_same(players, scenario):
         for name, value in metrics.items():
             if not any(each in name for each in left_out):
                 assert real.metrics[step][name] == pytest.approx(value, rel=1e-5, abs=1e-6, nan_ok=True), (step, name)
+
+
+@pytest.mark.trainer
+@pytest.mark.skipif(not os.environ.get("QREWARD_VERL"), reason="set QREWARD_VERL=1 to train with the real verl")
+def test_every_row_of_separate_async_is_the_same(players):
+    """In which of the steps a group trains is by chance: they were all handed out for the first."""
+    real, fake = players.play("verl", SEPARATE_ASYNC), players.play("fake", SEPARATE_ASYNC)
+    assert (real.error, fake.error) == ("", "")
+    assert len(fake.rows) == 36
+    assert set(fake.table) == set(real.table)
+    compare_rows(real, fake)
 
 
 @PLAYERS

@@ -178,7 +178,8 @@ class RetryPolicy:
         for attempt in list(upstream.live):
             # A probe is given the time to answer: how else could a source prove that it is well, only slower?
             spared = attempt.probe and not (attempt.superseded and self._alternative(attempt.job, upstream))
-            if attempt.lateness(now) >= from_age and not spared and not attempt.job.ended:
+            # That the source is down is certain by now, so what was expected counts, not what is still possible.
+            if attempt.age(now) >= from_age and not spared and not attempt.job.ended:
                 self._give_up(attempt, now, f"{upstream.name} fell silent")
 
     def _give_up(self, attempt: Attempt, now: float, why: str, *, for_age: bool = False) -> None:

@@ -119,7 +119,7 @@ class RewardEngine:
         """
         scoring = self._bind()
         due_at = scoring.now() + self._deadline_s(deadline_s)
-        return await scoring.submit(read_sample(sample), scoring.batches.trickle(priority), due_at)
+        return await scoring.submit(read_sample(sample), scoring.batches.of_singles(priority), due_at)
 
     async def score_all(
         self,

@@ -84,7 +84,7 @@ class Calling(Pending):
         except Exception as error:
             self.end(_failure(error, self._judge))
             return
-        self._job = self._scoring.dispatcher.start(call, self, member=self.member, deadline_at=due_at)
+        self._job = self._scoring.dispatcher.submit(call, self, member=self.member, deadline_at=due_at)
         if self._job is not None:
             self.future.add_done_callback(self._done)
 
@@ -325,7 +325,7 @@ class _Asked:
 
     def start(self, member: Member, due_at: float) -> None:
         """Make the call. `future` gets its result."""
-        self._job = self._scoring.dispatcher.start(self._call, self, member=member, deadline_at=due_at)
+        self._job = self._scoring.dispatcher.submit(self._call, self, member=member, deadline_at=due_at)
 
     def ended(self, result: Answer[Any] | Unanswered) -> None:
         if not self.future.done():

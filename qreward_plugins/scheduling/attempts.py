@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from ..errors import InvalidReply, NotStarted, PermanentError, SampleFault, SourceError, Throttled, TransientError
+from ..observers import AttemptEnded
+from ..observers.events import DETAIL_CHARS, AttemptResult, short
 from ..quotas import Reservation
 from ..sources.base import Reply, Request
+from ..spent import NO_USAGE
 from .jobs import Job
 from .upstream import Upstream
 
@@ -58,8 +61,8 @@ class Attempt:
     """Whether it takes longer than most do."""
     overdue: bool = False
     """Whether it has been noted that it takes far too long."""
-    rescued: bool = False
-    """Whether it was given up because its source fell silent."""
+    given_up: bool = False
+    """Whether the scheduler gave it up, so that its end says nothing about its job any more."""
     timed_out: bool = False
     sent_at: float = math.inf
     """When the source began with it; infinity if it has not."""
@@ -178,8 +181,8 @@ class Attempt:
     def _sent(self) -> None:
         """Stamp the quota with the time at which the request is really written, and start the time limit.
 
-        A process that was stopped for a while goes on where it was, before any timer tells it how late it is: so what
-        would be written when its share has ended is not, and neither is what nobody waits for any more.
+        Raises CancelledError, and cancels the attempt, if its job has ended or this process's share of the source's
+        limits has ended. A process that was stopped resumes here before its timers run, so only this check stops it.
         """
         loop = asyncio.get_running_loop()
         now = loop.time()
@@ -194,7 +197,7 @@ class Attempt:
         self.due_at = now + self.upstream.timeout_s
 
     def _no_answer(self) -> TransientError:
-        """What it means that the time is up: a function that was called hangs because of its arguments."""
+        """The error of an attempt whose time limit is up. A function that was called hangs because of its arguments."""
         upstream = self.upstream
         if self.sent_at == math.inf:
             said = f"{upstream.name} could not begin within {START_WITHIN_S + upstream.timeout_s:g} s"
@@ -221,3 +224,34 @@ class Attempt:
             self.reservation.release(self.ended_at, rejected=True)
         else:
             self.reservation.release(self.ended_at)
+
+
+def attempt_ended(attempt: Attempt, ending: Ending | Literal["cancelled"], now: float, cost_usd: float) -> AttemptEnded:
+    """The event that tells observers of the end of an attempt, which cost `cost_usd` dollars."""
+    reply = attempt.reply
+    return AttemptEnded(
+        now,
+        attempt.job.sequence,
+        attempt.number,
+        attempt.job.call.name,
+        attempt.upstream.name,
+        _result(ending),
+        now - attempt.started_at,
+        reply.usage if reply is not None and reply.usage is not None else NO_USAGE,
+        cost_usd,
+        attempt.timed_out and isinstance(ending, TransientError),
+        attempt.job.ended,
+        "" if ending is None or ending == "cancelled" else short(str(ending), DETAIL_CHARS),
+    )
+
+
+def _result(ending: Ending | Literal["cancelled"]) -> AttemptResult:
+    if ending is None:
+        return "answered"
+    if ending == "cancelled":
+        return "cancelled"
+    if isinstance(ending, InvalidReply):
+        return "invalid"
+    if isinstance(ending, Throttled):
+        return "throttled"
+    return "refused" if isinstance(ending, PermanentError) else "failed"

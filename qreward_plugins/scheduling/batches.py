@@ -184,7 +184,7 @@ class Batches:
         self._on_cutoff = on_cutoff
         self.newest = -1
         """Number of the batch that was begun last; -1: none was."""
-        self._trickles: dict[int, Batch] = {}
+        self._of_singles: dict[int, Batch] = {}
         self._timed: dict[Batch, None] = {}
 
     def new(self, groups: Iterable[Hashable], *, priority: int = 0, cutoff: Cutoff | None = None) -> Batch:
@@ -201,17 +201,17 @@ class Batches:
             self._timed[batch] = None
         return batch
 
-    def trickle(self, priority: int = 0) -> Batch:
+    def of_singles(self, priority: int = 0) -> Batch:
         """The batch of everything of this priority that is handed in one by one, for as long as any of it is under
         way.
         """
-        batch = self._trickles.get(priority)
+        batch = self._of_singles.get(priority)
         if batch is None or batch.done:
             self.newest += 1
             batch = Batch(self.newest, self._loop.time(), priority=priority, whole=False)
             # Callers may use any number of priorities, one after the other: only what is under way is kept.
-            self._trickles = {known: other for known, other in self._trickles.items() if not other.done}
-            self._trickles[priority] = batch
+            self._of_singles = {known: other for known, other in self._of_singles.items() if not other.done}
+            self._of_singles[priority] = batch
         return batch
 
     def seal(self, batch: Batch) -> None:
@@ -262,8 +262,8 @@ class Batches:
     def _report(self, batch: Batch) -> None:
         if not batch.done:
             return
-        if self._trickles.get(batch.priority) is batch:
-            del self._trickles[batch.priority]
+        if self._of_singles.get(batch.priority) is batch:
+            del self._of_singles[batch.priority]
         if batch.cutoff_timer is not None:
             batch.cutoff_timer.cancel()
             self._timed.pop(batch, None)

@@ -70,7 +70,7 @@ def _last_before(attempts: list[Attempt], at: float) -> Attempt | None:
 
 def _attempt(attempt: Attempt, until: float) -> list[Part]:
     name, seconds = attempt.upstream.name, until - attempt.started_at
-    if attempt.result in ("failed", "invalid", "throttled") or attempt.rescued:
+    if attempt.result in ("failed", "invalid", "throttled") or attempt.given_up:
         return [Part("retry", name, seconds)]
     usual_s = min(seconds, STRAGGLES_FROM * attempt.expected_s)
     return [Part("service", name, usual_s), Part("straggler", name, seconds - usual_s)]
@@ -81,7 +81,7 @@ def _gap(job: Job, upstream: Upstream | None, since: float, until: float, *, aft
     if until <= since:
         return []
     parts: list[Part] = []
-    if after is not None and upstream is not None and (after.rescued or after.result in ("failed", "invalid")):
+    if after is not None and upstream is not None and (after.given_up or after.result in ("failed", "invalid")):
         rested_until = min(until, max(job.rested_at.get(upstream.name, since), job.rests_until, since))
         parts.append(Part("retry", upstream.name, rested_until - since))
         since = rested_until

@@ -76,8 +76,8 @@ class Dispatcher:
             upstreams,
             settings or Scheduling(),
             on_misfit=self.enqueue,
-            on_older=self._retry_policy.older,
-            on_lost=self._retry_policy.lost,
+            on_aged=self._retry_policy.check_age,
+            on_overdue=self._retry_policy.give_up_probe,
         )
         self._slices = TimeSlices(
             upstreams, self._planner.queue, on_over=self._retry_policy.set_aside, on_beside=self._start_beside
@@ -152,7 +152,7 @@ class Dispatcher:
         if self._on_cutoff is not None:
             self._on_cutoff(batch)
 
-    def start(self, call: Call[Any], caller: Caller, *, member: Member, deadline_at: float) -> Job | None:
+    def submit(self, call: Call[Any], caller: Caller, *, member: Member, deadline_at: float) -> Job | None:
         """Take a call of `member` in. `caller` is told the result at `deadline_at`, on the event loop's clock, at the
         latest; None is returned if it has been told already. Whoever loses interest has to `drop` the job.
         """
@@ -224,7 +224,7 @@ class Dispatcher:
             attempt = self._ending.pop(task)
             self._in_flight -= 1
             attempt.abandon(self._loop.time())
-            self._retry_policy.tell(attempt, "cancelled", self._loop.time())
+            self._retry_policy.report_end(attempt, "cancelled", self._loop.time())
             _log.warning(
                 "source %s: a call did not end within %g s of being cancelled, and is abandoned",
                 attempt.upstream.name,
@@ -280,7 +280,7 @@ class Dispatcher:
     def _rested(self, job: Job) -> None:
         if not (job.live or job.undecided):
             try:
-                self._retry_policy.keep_away(job, self._loop.time())
+                self._retry_policy.rests.renew(job, self._loop.time())
                 self.enqueue(job)
             except Exception as error:
                 self._bug(job, error)
@@ -300,13 +300,13 @@ class Dispatcher:
             due_at = self._place(now)
         except Exception as error:
             # A bug in here must not keep everybody waiting until their deadlines.
-            self._say("planning failed; samples go in the order in which they came", error)
+            self._log_bug("planning failed; samples go in the order in which they came", error)
             due_at = self._place_plainly(now)
         if self._on_pumped is not None:
             try:
                 self._on_pumped()
             except Exception as error:
-                self._say("what follows each step of the scheduler failed", error)
+                self._log_bug("what follows each step of the scheduler failed", error)
         if self._observers.watched:
             for upstream in self._upstreams.values():
                 self._observers.state(now, upstream.name, upstream.state(now), upstream.trouble(now))
@@ -319,7 +319,7 @@ class Dispatcher:
         if self._arrived:
             self._arrange(now)
         for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: self._in_flight):
-            self._start(job, upstream, now, hedge=hedge)
+            self._start_attempt(job, upstream, now, hedge=hedge)
         if self._oversize.queue_next(now):
             self._ask_for_pump()
         if self._retry_policy.undecided:
@@ -337,7 +337,7 @@ class Dispatcher:
                     if not upstream.misfit(job.request) and upstream.wait_s(upstream.tokens(job.request), now) <= 0:
                         self._planner.queue.discard(job)
                         self._oversize.discard(job)
-                        self._start(job, upstream, now, hedge=False)
+                        self._start_attempt(job, upstream, now, hedge=False)
                         break
                 else:
                     if not job.entry and job not in self._oversize and job.rest_timer is None:
@@ -349,10 +349,10 @@ class Dispatcher:
 
     def _bug(self, job: Job, error: Exception) -> None:
         """End a job that the scheduler cannot handle, so that the others go on."""
-        self._say("the scheduler failed on a sample", error)
+        self._log_bug("the scheduler failed on a sample", error)
         self.fail(job, "bug", f"unexpected {type(error).__name__}; see the log")
 
-    def _say(self, what: str, error: Exception) -> None:
+    def _log_bug(self, what: str, error: Exception) -> None:
         """Log a bug with its traceback the first time, and only the first time: what fails may do so at every step."""
         key = f"{what} ({type(error).__name__})"
         if key not in self._said:
@@ -385,7 +385,7 @@ class Dispatcher:
             try:
                 self._planner.arrange(jobs, now)
             except Exception as error:
-                self._say("a batch could not be ordered", error)
+                self._log_bug("a batch could not be ordered", error)
             for job in jobs:
                 try:
                     self.enqueue(job)
@@ -395,9 +395,9 @@ class Dispatcher:
     # Attempts
 
     def _start_beside(self, job: Job, upstream: Upstream, now: float) -> None:
-        self._start(job, upstream, now, hedge=False, beside=True)
+        self._start_attempt(job, upstream, now, hedge=False, beside=True)
 
-    def _start(self, job: Job, upstream: Upstream, now: float, *, hedge: bool, beside: bool = False) -> None:
+    def _start_attempt(self, job: Job, upstream: Upstream, now: float, *, hedge: bool, beside: bool = False) -> None:
         if job.ended:
             return
         if job.attempts:
@@ -439,10 +439,10 @@ class Dispatcher:
         try:
             self._planner.started(attempt)
         except Exception as error:
-            self._say("an attempt is not watched", error)
+            self._log_bug("an attempt is not watched", error)
 
     def _attempt_ended(self, attempt: Attempt, ending: Ending) -> None:
-        self._retry_policy.take(attempt, ending, self._loop.time())
+        self._retry_policy.ended(attempt, ending, self._loop.time())
 
     def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
         """Clean up after an attempt, however it ended: nothing it held may outlive its task."""
@@ -455,7 +455,7 @@ class Dispatcher:
         attempt.settle(now, task)
         if not attempt.told:
             broken = TransientError("it broke the scheduler")
-            self._retry_policy.tell(attempt, "cancelled" if task.cancelled() else broken, now)
+            self._retry_policy.report_end(attempt, "cancelled" if task.cancelled() else broken, now)
         if not task.cancelled() and task.exception() is not None:
             _log.error("an attempt at %s broke the dispatcher", attempt.upstream.name, exc_info=task.exception())
             self.fail(attempt.job, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
@@ -528,4 +528,4 @@ class Dispatcher:
             try:
                 job.caller.ended(result)
             except Exception as error:
-                self._say("a caller failed on its result", error)
+                self._log_bug("a caller failed on its result", error)

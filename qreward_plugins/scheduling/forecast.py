@@ -24,7 +24,7 @@ FIRST_GUESS_S = 3.0
 """Latency to expect where no source has answered anything yet."""
 DEAD_WAIT_S = 30.0
 RESTING_WAIT_S = 5.0
-THRIFTY_PART = 0.5
+CHEAP_PART = 0.5
 """Part of the time to the deadline that cheap sources may take before dearer ones are asked as well."""
 PRESSED = 1.2
 """Safety factor on the time that all jobs of a priority will take, compared with the earliest of their deadlines."""
@@ -39,11 +39,11 @@ _HORIZON_S = 5000.0
 class Forecast:
     """Expected latencies and ends, over all upstreams of one event loop. Times are seconds of its clock."""
 
-    def __init__(self, upstreams: Mapping[str, Upstream], queue: ReadyQueue, *, thrifty: bool = False) -> None:
+    def __init__(self, upstreams: Mapping[str, Upstream], queue: ReadyQueue, *, prefer_cost: bool = False) -> None:
         self._upstreams = upstreams
         self._queue = queue
-        self._thrifty = thrifty
-        self._spared: set[str] = set()
+        self._prefer_cost = prefer_cost
+        self._unneeded: set[str] = set()
         self.tail = next(iter(upstreams.values())).silence.tail
         for upstream in upstreams.values():
             upstream.silence.tail = self.tail
@@ -95,18 +95,18 @@ class Forecast:
         self._refresh(now)
         return self._ends.get(upstream.name, now)
 
-    def spared(self, upstream: Upstream, now: float) -> bool:
+    def unneeded(self, upstream: Upstream, now: float) -> bool:
         """Whether nothing need be sent to `upstream`, because cheaper sources end everything early enough."""
-        if not self._thrifty:
+        if not self._prefer_cost:
             return False
         self._refresh(now)
-        return upstream.name in self._spared
+        return upstream.name in self._unneeded
 
     def attempt_ended(self) -> None:
-        """Note that an attempt has ended. Which sources are spared is looked at again then: its job may have to go to
+        """Note that an attempt has ended. Which sources are unneeded is looked at again then: its job may have to go to
         another one, and nothing else may happen for long.
         """
-        if self._thrifty:
+        if self._prefer_cost:
             self._made_at = -math.inf
 
     def pressed(self, now: float) -> frozenset[tuple[str, int]]:
@@ -138,7 +138,7 @@ class Forecast:
         fresh_s = _FRESH_SHORT_S if queued < _SHORT_QUEUE else _FRESH_S
         if now - self._made_at >= fresh_s or abs(queued - self._made_for) > max(1, 0.02 * queued):
             self._made_at, self._made_for = now, queued
-            self._spared.clear()
+            self._unneeded.clear()
             self._ends = {name: end for names, end in self._forecasts(now) for name in names}
 
     def _forecasts(self, now: float) -> Iterable[tuple[set[str], float]]:
@@ -150,9 +150,9 @@ class Forecast:
         for names, members in _groups(waiting_for):
             waiting = sum(waiting_for[eligible] for eligible in members)
             upstreams = [upstream for name, upstream in self._upstreams.items() if name in names and upstream.up(now)]
-            if self._thrifty:
+            if self._prefer_cost:
                 needed = self._needed(upstreams, members, waiting, mean_size, now)
-                self._spared.update(upstream.name for upstream in upstreams if upstream not in needed)
+                self._unneeded.update(upstream.name for upstream in upstreams if upstream not in needed)
                 upstreams = needed
             yield names, self._end_of(upstreams, waiting, mean_size, now)
 
@@ -175,7 +175,7 @@ class Forecast:
             return upstreams
         request = heads[0].request
         by_cost = sorted(upstreams, key=lambda upstream: upstream.expected_cost(request))
-        due_at = now + THRIFTY_PART * (min(head.deadline_at for head in heads) - now)
+        due_at = now + CHEAP_PART * (min(head.deadline_at for head in heads) - now)
         for count in range(1, len(by_cost)):
             if self._end_of(by_cost[:count], waiting, mean_size, now) <= due_at:
                 return by_cost[:count]

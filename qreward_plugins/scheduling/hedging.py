@@ -72,14 +72,14 @@ class Hedges:
         *,
         budget: float,
         eager: bool = True,
-        on_older: Callable[[Attempt, float], None],
+        on_aged: Callable[[Attempt, float], None],
     ) -> None:
         self._upstreams = upstreams
         self._queue = queue
         self._forecast = forecast
         self._budget = budget
         self._eager = eager
-        self._on_older = on_older
+        self._on_older = on_aged
         self._coming: list[tuple[float, int, Attempt]] = []
         self._compact_at = _LEAST_COMPACTED
         self._numbers = itertools.count()
@@ -140,7 +140,7 @@ class Hedges:
             if now - attempt.started_at >= LEAST_AGE_S
             and ((drained and attempt.job.batch.quiet(now)) or attempt.overdue or (self._eager and attempt.late))
             and not attempt.result
-            and not attempt.rescued
+            and not attempt.given_up
             and attempt.job.hedgeable
         ]
         for _, _, attempt in sorted(ranked):

@@ -7,10 +7,11 @@ from collections import deque
 from typing import Literal
 
 Hold = Literal["", "queue", "quota", "pause"]
-"""Why a source takes nothing: it is busy, its quota is spent, or it asked (or needs) to be left alone. "": it does."""
+"""Why a source takes no request: `queue`, all its concurrency is in use; `quota`, its quota is spent; `pause`, it asked
+for a pause or its circuit is open. "" if it takes requests."""
 
 _REMEMBERED = 8192
-"""Changes that are remembered."""
+"""Number of changes that are remembered; older ones are dropped."""
 
 
 class Holds:
@@ -25,7 +26,7 @@ class Holds:
             self._changes.append((now, hold))
 
     def seconds(self, since: float, until: float) -> dict[Hold, float]:
-        """Seconds of [since, until] by hold. What is not remembered any more counts as no hold."""
+        """Seconds of [since, until] by hold. Time before the oldest remembered change counts as no hold."""
         changes = list(self._changes)
         first = max(0, bisect.bisect_right(changes, since, key=lambda change: change[0]) - 1)
         seconds: dict[Hold, float] = {}

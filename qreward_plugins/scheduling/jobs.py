@@ -1,4 +1,4 @@
-"""A job: a call on its way to its answer, with all that its own history says about where it may go."""
+"""A job: one call, its attempts so far, and the sources that it may still go to."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from .batches import Batch, Member
 
 MAX_HEDGES = 5
-"""Hedges of one sample in all: some of them fail, too."""
+"""Hedges of one sample in all. More than one, because a hedge may fail, too."""
 MAX_LIVE = 3
 """Attempts of one sample at once; in simulation, a second hedge halved the loss where sources err often."""
 
 MAX_FAULTS = 2
 """Most tries of one sample that hang in a local function or crash it."""
 MAX_RESTARTS = 2
-"""Attempts of one sample that are given up for their age: whoever is slow three times in a row is slow."""
-MAX_RESCUES = 4
-"""Attempts of one sample that are given up for their source, beyond those that count, before such an end is its own."""
+"""Attempts of one sample that are given up for their age. After three slow attempts the slowness is accepted."""
+MAX_UNCOUNTED = 4
+"""Attempts of one sample that may be given up because of their source without counting as its last failure."""
 
 _SPREAD = 0x9E3779B1
 """Odd, and near 2**32 over the golden ratio: its multiples modulo 2**32 spread evenly (Fibonacci hashing, Knuth)."""
@@ -42,7 +42,7 @@ class Rank(NamedTuple):
     priority: int
     """The user's priority, negated."""
     hopeless: bool
-    """Whether no source can end it before its deadline (`Job.hopeless`)."""
+    """`Job.hopeless`: no source can answer it before its deadline."""
     number: int
     """Number of the job's batch; for a single job, of the last batch that was begun before it."""
     single: bool
@@ -64,7 +64,7 @@ class Job:
     request: Request
     sequence: int
     ended: bool = False
-    """Whether its caller has the result, or was not interested any more."""
+    """Whether its caller has the result, or has dropped it."""
     after: int = 0
     """Number of the last batch that was begun before it was submitted."""
 
@@ -75,38 +75,38 @@ class Job:
     attempts: int = 0
     failures: int = 0
     failed_at: float = math.inf
-    """When it failed first; infinity: it has not."""
+    """Time of its first failure; infinity if there was none."""
     probes_left: int = 0
-    """Its free tries: so many probes of a source may fail before a failure counts against it. A failed probe says
-    little about its sample."""
+    """Free tries: number of probes that may still fail before a failure counts. A failed probe says little about its
+    sample."""
     invalid: int = 0
     hedges: int = 0
     restarts: int = 0
-    """Attempts that were given up because they took far too long."""
-    rescues: int = 0
-    """Attempts that were given up because of their source when no failure was left to count: we ended them, and they
-    may have been well."""
+    """Number of attempts that were given up for their age."""
+    uncounted: int = 0
+    """Number of attempts that were given up because of their source and would have been the last failure allowed. They
+    do not count: the source might still have answered them."""
     throttled: int = 0
-    """Attempts that were throttled."""
+    """Number of attempts that were throttled."""
     excused: int = 0
-    """Attempts that failed by no fault of the sample: its source was down for everybody."""
+    """Number of attempts that failed because their source was down for all samples."""
     usage: Usage = NO_USAGE
     cost_usd: float = 0.0
     barred: frozenset[str] = frozenset()
     """Sources that will never answer this sample."""
     rested_at: dict[str, float] = field(default_factory=dict)
-    """Sources that failed this sample, and when they may be asked again; other sources may at once."""
+    """Sources that failed this sample, with the time from which they may be asked again."""
     avoids: frozenset[str] = frozenset()
     """Sources whose whole token window it may exceed, while another source has room for it."""
     rests_until: float = 0.0
-    """No source may be asked before, because its retries have used up their budget."""
+    """Time before which no source may be asked, because the retry budget was used up."""
     invalid_at: frozenset[str] = frozenset()
     """Sources that gave an invalid verdict."""
     faults: int = 0
     """Number of attempts that hung in a local function or crashed it."""
     suspect: bool = False
-    """Whether all other samples go first: it crashed a local function, or an attempt of it took a whole time limit, and
-    the next one may do so, too."""
+    """Whether all other samples go first: a local function failed on it, or an attempt took a whole time limit. The
+    next one may take as long again."""
     answers_before: dict[str, int] = field(default_factory=dict)
     """By local function: how many answers it had given when it last failed this sample."""
     refused_for: str = ""
@@ -120,11 +120,11 @@ class Job:
     place: float = 0.0
     """Its place in the order of its batch; a higher one is served earlier. By default its size."""
     hopeless: bool = False
-    """Whether no source can end it before its deadline, while others that can meet theirs wait."""
+    """Whether no source can answer it before its deadline. Jobs that can meet theirs go first."""
     first_at: float | None = None
     """When its first attempt started."""
     entry: int = 0
-    """The job's live entry in the queue; 0: it is not queued."""
+    """Number of its entry in the queue; 0 if it is not queued."""
     rest_timer: asyncio.TimerHandle | None = None
 
     @property
@@ -138,20 +138,20 @@ class Job:
 
     @property
     def rank(self) -> Rank:
-        """What is compared before sizes."""
+        """Its rank now."""
         whole = self.batch.whole
         number = self.batch.number if whole else self.after
         return Rank(self.suspect, -self.batch.priority, self.hopeless, number, not whole, self.attempts == 0)
 
     @property
-    def turn(self) -> int:
-        """Decides between equal deadlines. Single jobs keep their order. Jobs of a batch are shuffled, so that misses
-        are spread evenly over it, whatever order its samples are in.
+    def tie_break(self) -> int:
+        """The sort key between equal deadlines. Single jobs keep their order. Jobs of a batch are shuffled, so that the
+        jobs that miss their deadline are spread evenly over the batch.
         """
         return (self.sequence * _SPREAD) % 2**32 if self.batch.whole else self.sequence
 
     def eligible(self, now: float) -> frozenset[str]:
-        """The sources that this job may go to now, as far as its own history says."""
+        """The sources that this job may go to now. Their limits and health are not considered."""
         if self.rests_until > now:
             return frozenset()
         if not (self.barred or self.avoids or self.rested_at):
@@ -163,7 +163,7 @@ class Job:
         )
 
     def next_rested_at(self, now: float) -> float | None:
-        """When the next of the sources that this job keeps away from may be asked again; None: it rests from none."""
+        """The earliest time at which a source that it avoids may be asked again; None if it avoids none."""
         if self.rests_until > now:
             return self.rests_until
         if not self.rested_at:
@@ -172,14 +172,14 @@ class Job:
         return min(resting, default=None)
 
     def let_go(self) -> None:
-        """Forget the attempts, once nobody will ask how it came to its outcome: they hold the job in turn, and memory
-        must not wait for the garbage collector.
+        """Forget the attempts when nobody needs them any more. They refer to the job; without this cycle its memory is
+        freed at once.
         """
         self.live.clear()
         self.past.clear()
 
     def spent(self, now: float) -> Spent:
-        """What it took so far."""
+        """Attempts, usage, time and cost so far."""
         return Spent(self.attempts, self.usage, now - self.submitted_at, self.cost_usd)
 
     def answer(self, attempt: Attempt, now: float) -> Answer[Any]:
@@ -193,13 +193,21 @@ class Job:
         return Unanswered(reason, detail, invalid, self.last_source, self.spent(now))
 
 
-class JobHost(Protocol):
-    """Holds the jobs, and ends them: the dispatcher."""
+class Jobs(Protocol):
+    """The jobs of an event loop, as the retry policy sees them. The dispatcher holds them."""
 
-    def waiting_jobs(self) -> Iterable[Job]: ...
+    def waiting_jobs(self) -> Iterable[Job]:
+        """Jobs that are queued, or avoid all their sources for a while."""
+        ...
 
-    def enqueue(self, job: Job) -> None: ...
+    def enqueue(self, job: Job) -> None:
+        """Queue a job for the sources that it may go to; fail it if there is none."""
+        ...
 
-    def finish(self, job: Job, result: Answer[Any] | Unanswered) -> None: ...
+    def finish(self, job: Job, result: Answer[Any] | Unanswered) -> None:
+        """End a job with its result. Nothing happens if it has ended already."""
+        ...
 
-    def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None: ...
+    def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None:
+        """End a job without an answer. `invalid`: its sources answered, but never validly."""
+        ...

@@ -37,7 +37,7 @@ FAILED_HERE = 1.5
 """Factor on the expected latency at the source that failed the job last."""
 LONGEST_IDLE_S = 0.25
 """Longest time for which a source idles by choice before the choice is made again."""
-LONGEST_SPARED_S = 1.0
+LONGEST_UNNEEDED_S = 1.0
 """Longest time for which a dear source is left alone before that is thought over again."""
 
 
@@ -51,7 +51,7 @@ class Placement(NamedTuple):
 
 class Planner:
     """Decides what goes where. `on_misfit` is called with a job that turned out too large for a source that it was
-    queued for, `on_older` with attempts as they grow older, `on_lost` with overdue probes that must make room.
+    queued for, `on_aged` with attempts as they grow older, `on_overdue` with overdue probes that must make room.
     Times are seconds of the event loop's clock.
     """
 
@@ -61,19 +61,19 @@ class Planner:
         settings: Scheduling,
         *,
         on_misfit: Callable[[Job], None],
-        on_older: Callable[[Attempt, float], None],
-        on_lost: Callable[[Attempt, float], None] = lambda attempt, now: None,
+        on_aged: Callable[[Attempt, float], None],
+        on_overdue: Callable[[Attempt, float], None] = lambda attempt, now: None,
     ) -> None:
         self._upstreams = upstreams
         self._on_misfit = on_misfit
         self._choose = strategy(settings.strategy)
         self.queue = ReadyQueue()
-        self._probing = Probing(upstreams, self.queue, on_lost=on_lost)
-        self._thrifty = settings.prefer == "cost"
-        self.forecast = Forecast(upstreams, self.queue, thrifty=self._thrifty)
+        self._probing = Probing(upstreams, self.queue, on_overdue=on_overdue)
+        self._prefer_cost = settings.prefer == "cost"
+        self.forecast = Forecast(upstreams, self.queue, prefer_cost=self._prefer_cost)
         budget = settings.hedge_budget if settings.hedge else 0.0
         self._hedges = Hedges(
-            upstreams, self.queue, self.forecast, budget=budget, eager=not self._thrifty, on_older=on_older
+            upstreams, self.queue, self.forecast, budget=budget, eager=not self._prefer_cost, on_aged=on_aged
         )
         self.wake_at = math.inf
         """When to ask again at the latest, unless something happens before."""
@@ -136,7 +136,7 @@ class Planner:
             open_upstreams = [
                 upstream
                 for name, upstream in self._upstreams.items()
-                if not holds[name] and not self.forecast.spared(upstream, now)
+                if not holds[name] and not self.forecast.unneeded(upstream, now)
             ]
             yield from (
                 self._by_finish(open_upstreams, now) if self._choose is None else self._by_strategy(open_upstreams, now)
@@ -144,7 +144,7 @@ class Planner:
             if self.queue and not in_flight():
                 yield from self._never_idle(now)
         if not self.queue:
-            for job, upstream in self._hedges.choose(now, drained=not self._thrifty):
+            for job, upstream in self._hedges.choose(now, drained=not self._prefer_cost):
                 yield Placement(job, upstream, True)
         for name, upstream in self._upstreams.items():
             head = self.queue.first(name)
@@ -154,8 +154,8 @@ class Planner:
             upstream.hold(now, tokens)
             if head is None:
                 continue
-            if self.forecast.spared(upstream, now):
-                self.wake_at = min(self.wake_at, now + LONGEST_SPARED_S)
+            if self.forecast.unneeded(upstream, now):
+                self.wake_at = min(self.wake_at, now + LONGEST_UNNEEDED_S)
             elif (wait := upstream.wait_s(tokens if upstream.breaker.wait_s(now) <= 0 else 0, now)) > 0:
                 self.wake_at = min(self.wake_at, now + wait)
         self.wake_at = min(self.wake_at, self._hedges.wake_at, self._probing.wake_at)
@@ -167,7 +167,7 @@ class Planner:
         used = [
             upstream
             for upstream in self._upstreams.values()
-            if upstream.up(now) and not self.forecast.spared(upstream, now)
+            if upstream.up(now) and not self.forecast.unneeded(upstream, now)
         ]
         fastest_s = min((mean_s[upstream.name] for upstream in used), default=0.0)
         turns = sorted(upstreams, key=lambda upstream: mean_s[upstream.name])
@@ -258,7 +258,7 @@ class Planner:
         here_s = takes_s(upstream)
         for name in job.call.sources:
             other = self._upstreams[name]
-            if other is upstream or name in job.barred or self.forecast.spared(other, now):
+            if other is upstream or name in job.barred or self.forecast.unneeded(other, now):
                 continue
             wait_s = max(self.forecast.wait_s(other, job, now), job.rested_at.get(name, now) - now)
             if wait_s + takes_s(other) < here_s:
@@ -308,7 +308,7 @@ class Planner:
     def _never_idle(self, now: float) -> Iterator[Placement]:
         """One job for any source that can send it, however slow."""
         for upstream in sorted(self._upstreams.values(), key=self._mean_s):
-            able = upstream.wait_s(0, now) <= 0 and not self.forecast.spared(upstream, now)
+            able = upstream.wait_s(0, now) <= 0 and not self.forecast.unneeded(upstream, now)
             job = self._head(upstream, now) if able else None
             if job is not None and self._fits(job, upstream, now):
                 self.queue.discard(job)

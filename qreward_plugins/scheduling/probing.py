@@ -43,14 +43,13 @@ _LOOKED_AT = 64
 
 
 class Probing:
-    """Decides for all sources of an event loop. `on_lost` is called with each overdue probe to give up, and the time.
-    Times are seconds of the event loop's clock.
-    """
+    """Decides for all sources of an event loop. `on_overdue` is called with each probe to give up, and the time.
+    Times are seconds of the event loop's clock."""
 
     def __init__(
-        self, upstreams: Mapping[str, Upstream], queue: ReadyQueue, *, on_lost: Callable[[Attempt, float], None]
+        self, upstreams: Mapping[str, Upstream], queue: ReadyQueue, *, on_overdue: Callable[[Attempt, float], None]
     ) -> None:
-        self._on_lost = on_lost
+        self._on_lost = on_overdue
         self.wake_at = math.inf
         """Time by which `look` has to be called again."""
         self._upstreams = upstreams
@@ -69,7 +68,7 @@ class Probing:
                     self._make_room(upstream, now)
 
     def _make_room(self, upstream: Upstream, now: float) -> None:
-        oldest = next((attempt for attempt in upstream.live if attempt.superseded and not attempt.rescued), None)
+        oldest = next((attempt for attempt in upstream.live if attempt.superseded and not attempt.given_up), None)
         if oldest is None:
             return
         due_at = oldest.started_at + FIRST_ROOM_S * 2.0 ** min(upstream.breaker.given_up, 10)

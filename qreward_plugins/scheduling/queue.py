@@ -51,7 +51,7 @@ class _Shelf:
 
     def add(self, job: Job) -> None:
         self._added.append((job.place, -job.sequence, job.entry, job))
-        heapq.heappush(self._due, (job.deadline_at, job.turn, job.entry, job))
+        heapq.heappush(self._due, (job.deadline_at, job.tie_break, job.entry, job))
         if self.rank.single:
             heapq.heappush(self._came, (job.sequence, job.entry, job))
         self.live += 1
@@ -124,7 +124,7 @@ class ReadyQueue:
 
     Order: rank, then place (`Job.place`, higher first), then submission. Single jobs go in order of submission while
     more of them are being submitted. For a source and priority that are `pressed`, jobs go by deadline, whatever batch
-    they belong to; `Job.turn` decides between equal deadlines.
+    they belong to; `Job.tie_break` decides between equal deadlines.
     """
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class ReadyQueue:
         """The sort key of a queued job for `source`: the lowest goes first."""
         rank = job.rank
         if (source, rank.priority) in self.pressed:
-            return (*rank[:3], job.deadline_at, job.turn)
+            return (*rank[:3], job.deadline_at, job.tie_break)
         if rank.single and self._of[job.entry].coming:
             return (*rank, job.sequence)
         return (*rank, -job.place, job.sequence)

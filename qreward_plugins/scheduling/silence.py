@@ -1,4 +1,4 @@
-"""Silence: how many answers of a source are missing that should have come by now.
+"""Silence: detects a source that accepts requests and stops answering, by the number of overdue answers.
 
 A source that accepts requests and never answers fails none of them until a time limit of minutes has passed. The ages
 of its attempts tell earlier that it is down: if it were well, some of them would have been answered.
@@ -17,19 +17,20 @@ if TYPE_CHECKING:
     from .attempts import Attempt
 
 SILENT_AT = 9.0
-"""Missing answers from which on a source is taken for silent: if it were well, the chance of that is exp(-9)."""
+"""Overdue answers from which a source is silent. A healthy source reaches this number with probability exp(-9)."""
 DOUBTED_AT = 4.0
-"""Missing answers from which on nothing is planned with a source."""
+"""Overdue answers from which the planner leaves a source out."""
 SLOWED = 2.0
-"""How much slower than usual a source may be without being taken for silent: requests that are sent together are
-answered late together, so their ages are no independent witnesses."""
+"""Factor by which a source may be slower than usual without being silent. Requests that are sent together are late
+together, so their ages are not independent."""
 SHORTEST_S = 3.0
-"""Silence that is forgiven to quick sources, too: garbage collection or a busy machine is no breakdown."""
+"""Shortest silence, in seconds, however quick the source: garbage collection or a busy machine is no breakdown."""
 _FRESH_S = 0.05
+"""Seconds for which a count of overdue answers is used again."""
 
 
 class Silence:
-    """Counts the missing answers of one source. Times are seconds of the event loop's clock."""
+    """Counts the overdue answers of one source. Times are seconds of the event loop's clock."""
 
     def __init__(self, live: Mapping[Attempt, None], speed: Speed, tail: Tail) -> None:
         self._live, self._speed = live, speed
@@ -40,21 +41,21 @@ class Silence:
         self._counted_at = -math.inf
 
     def heard(self, now: float) -> None:
-        """Note that an attempt ended by what the source did, whatever that was."""
+        """Note that the source ended an attempt: an answer, an error or a refusal."""
         self._heard_at = now
         self._counted_at = -math.inf
 
     def excuse(self, *, since: float, now: float) -> None:
-        """Leave out the time from `since` to `now`, in which this process did not listen."""
+        """Leave out the time from `since` to `now`, in which this process could not read answers."""
         self._counted_at = -math.inf
         if self._heard_at > -math.inf:
             self._heard_at = min(now, self._heard_at + now - since)
 
     def missing(self, now: float) -> float:
-        """How many answers should have come since the last one."""
+        """The expected number of answers since the last sign of life."""
         if not self._live or not self._speed.known:
             return 0.0
-        # A source that was asked nothing was not silent, however long ago it was heard.
+        # Time without any request under way is no silence.
         if now - max(self._heard_at, next(iter(self._live)).started_at) < SHORTEST_S:
             return 0.0
         if now - self._counted_at >= _FRESH_S:

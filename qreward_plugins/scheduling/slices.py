@@ -82,7 +82,7 @@ class TimeSlices:
 
     def _due_at(self, attempt: Attempt, upstream: Upstream, waiting: Job) -> float:
         """When `attempt` has to make room; infinity if it takes none, has not been sent yet, or is being ended."""
-        if attempt.result or attempt.rescued or attempt.reservation.beside:
+        if attempt.result or attempt.given_up or attempt.reservation.beside:
             return math.inf
         slice_s = FIRST_SLICE_S
         if upstream.speed.known:

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from .jobs import Job, JobHost
+from .jobs import Job, Jobs
 from .upstream import Upstream
 
 
 class Undecided:
     """The undecided jobs of an event loop."""
 
-    def __init__(self, host: JobHost, upstreams: Mapping[str, Upstream]) -> None:
-        self._host = host
+    def __init__(self, jobs: Jobs, upstreams: Mapping[str, Upstream]) -> None:
+        self._jobs = jobs
         self._upstreams = upstreams
         self._problems: dict[Job, str] = {}
 
@@ -26,7 +26,7 @@ class Undecided:
 
     def add(self, job: Job, problem: str) -> bool:
         """Let `job` wait until it is known who is to blame; end it if that is known. Return whether it waits."""
-        if not (job.call.clear_blame and self._open(job, quiet=False)):
+        if not job.call.clear_blame or self._judges_others(job):
             self._end(job, problem)
             return False
         job.undecided = True
@@ -34,38 +34,35 @@ class Undecided:
         return True
 
     def decide(self, *, others_live: bool) -> None:
-        """End those of which it is known by now who is to blame. `others_live`: others are still being judged."""
+        """End the jobs for which it is known now who is to blame. `others_live`: other jobs are still under way."""
         for job, problem in list(self._problems.items()):
-            if not self._open(job, quiet=not others_live and self._quiet(job)):
+            if self._judges_others(job) or (not others_live and self._none_left(job)):
                 self._end(job, problem)
 
     def settle(self, job: Job) -> bool:
-        """End a job with what is known now; return whether it was one of these."""
+        """End `job` by what is known now; return whether it was undecided."""
         problem = self._problems.get(job)
         if problem is not None:
             self._end(job, problem)
         return problem is not None
 
     def discard(self, job: Job) -> None:
-        """Forget `job`, if it is one of these."""
+        """Forget `job`, if it is undecided."""
         self._problems.pop(job, None)
 
-    def _open(self, job: Job, *, quiet: bool) -> bool:
-        """Whether it may still turn out that the sources of `job` judge others."""
-        return not quiet and not self._judges_others(job)
-
     def _judges_others(self, job: Job) -> bool:
+        """Whether one of its sources has given another job a valid reply since `job` was submitted."""
         return any(upstream.health.judges_since(job.submitted_at) for upstream in self._asked(job))
 
     def _asked(self, job: Job) -> list[Upstream]:
         return [self._upstreams[name] for name in job.invalid_at | job.refused_at]
 
-    def _quiet(self, job: Job) -> bool:
-        """Whether nothing is left that the sources of `job` could judge."""
+    def _none_left(self, job: Job) -> bool:
+        """Whether no other job is left that the sources of `job` could answer."""
         names = job.invalid_at | job.refused_at
         if any(self._upstreams[name].live for name in names):
             return False
-        return not any(names & (set(other.call.sources) - other.barred) for other in self._host.waiting_jobs())
+        return not any(names & (set(other.call.sources) - other.barred) for other in self._jobs.waiting_jobs())
 
     def _end(self, job: Job, problem: str) -> None:
         job.undecided = False
@@ -73,10 +70,10 @@ class Undecided:
         judges = self._judges_others(job)
         if job.refused_at and not job.invalid_at:
             if judges and job.call.clear_blame:
-                self._host.fail(job, "refused", f"{problem} (it answers others)", invalid=True)
+                self._jobs.fail(job, "refused", f"{problem} (it answers others)", invalid=True)
             else:
-                self._host.fail(job, "no_source", problem)
+                self._jobs.fail(job, "no_source", problem)
         elif not judges and all(upstream.health.garbled for upstream in self._asked(job)):
-            self._host.fail(job, "garbage", f"{problem} (most replies of this source are invalid)")
+            self._jobs.fail(job, "garbage", f"{problem} (most replies of this source are invalid)")
         else:
-            self._host.fail(job, "invalid", problem, invalid=True)
+            self._jobs.fail(job, "invalid", problem, invalid=True)

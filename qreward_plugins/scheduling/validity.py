@@ -1,9 +1,9 @@
-"""Validity: whether the replies of a source are valid verdicts. It decides who is to blame for one that is not.
+"""Validity: the share of valid verdicts among the replies of a source. It decides who is to blame for an invalid one.
 
-A source that gives everybody prose is broken. One that gives prose to some responses and verdicts to others was
-provoked by those responses. Two measures tell them apart, because a batch may hold many responses that provoke: most of
-the last replies being invalid makes a source *garbled*, which other sources are preferred to; a small share of valid
-ones in its longer past shows that it *can judge*.
+A source that answers every sample with prose is broken. A source that answers some samples with prose and others with
+verdicts was provoked by those responses. Two measures tell these apart, because a batch may hold many responses that
+provoke. A source is *garbled* if most of its last replies are invalid: other sources are preferred then. It *can judge*
+if a small share of its replies over a longer time is valid.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ import math
 from collections import deque
 
 LEAST_VALID = 0.04
-"""Share of valid verdicts among its replies from which on a source is taken to be able to judge."""
+"""Share of valid verdicts from which a source can judge."""
 _WINDOW = 50
-"""Replies that say whether a source is garbled."""
+"""Number of last replies that decide whether a source is garbled."""
 _LEAST_REPLIES = 10
+"""Fewest replies that decide it."""
 _MEMORY = 500
-"""Replies that are remembered, about, for the share of valid ones; older ones fade."""
+"""Approximate number of replies behind the share of valid ones; older ones fade exponentially."""
 
 
 class Validity:
-    """What the replies of one source were worth. Times are seconds of the event loop's clock."""
+    """The valid and invalid replies of one source. Times are seconds of the event loop's clock."""
 
     def __init__(self) -> None:
         self._last: deque[bool] = deque(maxlen=_WINDOW)
@@ -31,13 +32,13 @@ class Validity:
 
     @property
     def garbled(self) -> bool:
-        """Whether most of the last replies were no valid verdicts: then it is not the responses that provoke them."""
+        """Whether most of the last replies were invalid."""
         invalid = self._last.count(False)
         return len(self._last) >= _LEAST_REPLIES and 2 * invalid > len(self._last)
 
     def judges_since(self, at: float) -> bool:
-        """Whether it gave valid verdicts after `at`, and not only by chance: then it can judge, and what it cannot
-        judge was provoked. However many responses of a batch provoke it, they cannot keep the others from being judged.
+        """Whether it gave a valid verdict after `at`, and can judge: then a response provoked each invalid reply. The
+        share of valid replies rules out verdicts by chance.
         """
         return self._valid_at >= at and self._valid >= LEAST_VALID * self._replies
 
@@ -50,5 +51,5 @@ class Validity:
             self._valid_at = now
 
     def forgive(self) -> None:
-        """Forget the last replies: the source is well again."""
+        """Forget the last replies, because the source answered a probe validly."""
         self._last.clear()

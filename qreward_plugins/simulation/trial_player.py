@@ -259,7 +259,7 @@ class _Performance:
             elif job is not None:
                 wait_s = upstream.wait_s(upstream.tokens(job.request), now)
                 if wait_s <= 0:
-                    if not self._spared_rightly(job, name, now):
+                    if not self._unneeded_rightly(job, name, now):
                         able.add(name)
                 elif wait_s > _LONGEST_WAIT_S:
                     stalls.append(f"at {now:.6f} s {name} asks {job.request.sample.id} to wait for {wait_s:.3f} s")
@@ -278,17 +278,17 @@ class _Performance:
             again_s = IDLE_S if able else IDLE_S * 1.5**self._looks
             self._look = loop.call_later(again_s, self._look_around)
 
-    def _spared_rightly(self, job: Job, name: str, now: float) -> bool:
+    def _unneeded_rightly(self, job: Job, name: str, now: float) -> bool:
         """Whether `job` is kept from a source because a cheaper one will take it long before its deadline."""
         dispatcher, upstreams = self._engine._dispatcher, self._engine.upstreams
         assert dispatcher is not None
         # Read as it was last used, because asking would change it.
-        spared = dispatcher._planner.forecast._spared
+        unneeded = dispatcher._planner.forecast._unneeded
         ready_at = [
             max(now + upstreams[other].wait_s(upstreams[other].tokens(job.request), now), job.rested_at.get(other, now))
-            for other in set(job.call.sources) - job.barred - spared
+            for other in set(job.call.sources) - job.barred - unneeded
         ]
-        return name in spared and any(at < job.deadline_at for at in ready_at)
+        return name in unneeded and any(at < job.deadline_at for at in ready_at)
 
     # Leftovers
 

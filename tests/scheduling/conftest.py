@@ -83,9 +83,9 @@ class Desk(Dispatcher):
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         stays = member is not None
         if not stays:
-            member = self.batches.join(self.batches.trickle() if batch is None else batch, sample.group_id)
+            member = self.batches.join(self.batches.of_singles() if batch is None else batch, sample.group_id)
         caller = Patron(self, sample, judge, member, future, left=stays)
-        caller.job = self.start(judge.call(sample), caller, member=member, deadline_at=self.now() + deadline_s)
+        caller.job = self.submit(judge.call(sample), caller, member=member, deadline_at=self.now() + deadline_s)
         future.add_done_callback(caller.done)
         return future
 

@@ -79,12 +79,12 @@ def test_samples_of_a_higher_priority_that_come_one_by_one_go_first(one_place):
         dispatcher = one_place.dispatcher()
         usual = [dispatcher.score(one_place.sample(), one_place.judge, deadline_s=300) for _ in range(10)]
         await asyncio.sleep(0.5)
-        urgent = dispatcher.batches.trickle(5)
+        urgent = dispatcher.batches.of_singles(5)
         first = dispatcher.score(one_place.sample(), one_place.judge, deadline_s=300, batch=urgent)
         await first
         assert dispatcher.now() == pytest.approx(2.0)
         await asyncio.gather(*usual)
-        assert urgent is not dispatcher.batches.trickle()
+        assert urgent is not dispatcher.batches.of_singles()
         await dispatcher.aclose()
 
     run(main())
@@ -98,9 +98,9 @@ def test_no_batch_is_kept_of_a_priority_that_nothing_is_scored_with_any_more(one
         batches = dispatcher.batches
         for priority in range(500):
             future = dispatcher.score(
-                one_place.sample(), one_place.judge, deadline_s=300, batch=batches.trickle(priority)
+                one_place.sample(), one_place.judge, deadline_s=300, batch=batches.of_singles(priority)
             )
-            batches.trickle(-priority)  # of which nothing is asked
+            batches.of_singles(-priority)  # of which nothing is asked
             await future
         kept = [each for each in gc.get_objects() if type(each) is Batch]
         await dispatcher.aclose()
@@ -336,7 +336,7 @@ def test_a_stream_of_members_is_quiet_when_none_came_for_long(stage):
 
     async def main():
         dispatcher = stage.dispatcher()
-        batch = dispatcher.batches.trickle()
+        batch = dispatcher.batches.of_singles()
         for _ in range(60):
             member = dispatcher.batches.join(batch)
             for size in (10, 11, 12):
@@ -365,7 +365,7 @@ def trickle(stage, *submissions, seconds=1.0):
         for at in submissions:
             await asyncio.sleep(at - dispatcher.now())
             futures.append(dispatcher.score(stage.sample(), stage.judge, deadline_s=300))
-            batches.append(dispatcher.batches.trickle())
+            batches.append(dispatcher.batches.of_singles())
         while not reports or reports[-1] is not stage.statistics.last_batch:
             if stage.statistics.last_batch is not None:
                 reports.append(stage.statistics.last_batch)
@@ -397,9 +397,9 @@ def test_a_batch_nobody_joined_does_not_begin_before_its_first_sample(stage):
 
     async def main():
         dispatcher = stage.dispatcher()
-        dispatcher.batches.trickle()
+        dispatcher.batches.of_singles()
         await asyncio.sleep(100)
-        await dispatcher.score(stage.sample(), stage.judge, deadline_s=300, batch=dispatcher.batches.trickle())
+        await dispatcher.score(stage.sample(), stage.judge, deadline_s=300, batch=dispatcher.batches.of_singles())
         await asyncio.sleep(0)
         await dispatcher.aclose()
         return stage.statistics.last_batch
@@ -415,7 +415,7 @@ def test_priorities_have_batches_of_their_own(stage):
         dispatcher = stage.dispatcher()
         batches, futures = [], []
         for priority in (0, 1, 0, 1):
-            batches.append(dispatcher.batches.trickle(priority))
+            batches.append(dispatcher.batches.of_singles(priority))
             futures.append(dispatcher.score(stage.sample(), stage.judge, deadline_s=9, batch=batches[-1]))
         await asyncio.gather(*futures)
         await dispatcher.aclose()
@@ -454,7 +454,7 @@ def test_a_batch_counts_and_does_not_keep_its_jobs(stage):
         refs = []
         for _ in range(50):
             future = dispatcher.score(stage.sample(), stage.judge, deadline_s=300)
-            batch = dispatcher.batches.trickle()
+            batch = dispatcher.batches.of_singles()
             refs.append(weakref.ref(future))
             await asyncio.sleep(0.5)
             del future

@@ -203,15 +203,15 @@ def test_only_the_cheapest_that_end_in_half_of_the_time_are_used(stage):
         stage.add(name, price=price, limits={"concurrency": 1})
         stage.knows(name, 1.0)
 
-    def spared(jobs, deadline_s, thrifty=True):
+    def unneeded(jobs, deadline_s, prefer_cost=True):
         def check(forecast, queue):
             for _ in range(jobs):
                 stage.queued(queue, 10, deadline_s=deadline_s)
-            return {name for name, upstream in stage.upstreams.items() if forecast.spared(upstream, 0.0)}
+            return {name for name, upstream in stage.upstreams.items() if forecast.unneeded(upstream, 0.0)}
 
-        return forecast_of(stage, check, thrifty=thrifty)
+        return forecast_of(stage, check, prefer_cost=prefer_cost)
 
-    assert spared(40, 100.0) == {"middling", "dear"}
-    assert spared(80, 100.0) == {"dear"}
-    assert spared(130, 100.0) == set()
-    assert spared(40, 100.0, thrifty=False) == set()
+    assert unneeded(40, 100.0) == {"middling", "dear"}
+    assert unneeded(80, 100.0) == {"dear"}
+    assert unneeded(130, 100.0) == set()
+    assert unneeded(40, 100.0, prefer_cost=False) == set()

@@ -253,7 +253,7 @@ def chosen(stage):
                 stage.upstreams[name].heard(1000.0)  # neither of them is silent
             queue, batch = ReadyQueue(), Batch(0, 0.0)
             forecast = Forecast(stage.upstreams, queue)
-            hedging = Hedges(stage.upstreams, queue, forecast, budget=budget, on_older=lambda *_: None)
+            hedging = Hedges(stage.upstreams, queue, forecast, budget=budget, on_aged=lambda *_: None)
             jobs = [stage.job(batch=batch, member=member) for _ in range(samples)]
             counts = []
             for number, age in enumerate(ages):

@@ -111,7 +111,7 @@ def placed(stage, job_fields, *, in_flight=1):
     """What the planner does with one job of such a history, while something else is under way."""
 
     async def main():
-        planner = Planner(stage.upstreams, Scheduling(), on_misfit=lambda job: None, on_older=lambda *_: None)
+        planner = Planner(stage.upstreams, Scheduling(), on_misfit=lambda job: None, on_aged=lambda *_: None)
         job = stage.job()
         for name, value in job_fields.items():
             setattr(job, name, value)

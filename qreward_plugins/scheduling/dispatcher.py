@@ -1,12 +1,12 @@
-"""The dispatcher: calls in, answers out. It runs the planner's placements and fails calls past their deadline.
+"""The dispatcher takes calls and gives answers. It runs the planner's placements and fails calls past their deadline.
 
-Binding late is what makes batches finish early: nothing waits behind a source that turned out slow, throttled or dead
-while another one idles. Everything happens in steps of the event loop, without locks: a pump asks the planner what can
-go now, and whatever changes the picture (a submission, the end of an attempt, a timer) asks for the next pump.
-Submissions of one loop iteration are pumped together, so that a batch is ordered as a whole.
+A job gets its source only when that source can send it at once. So no job waits behind a source that turns out slow,
+throttled or dead while another one idles. There are no locks, because everything runs in steps of the event loop. One
+step is a pump: it asks the planner what can be sent now, and sends it. A submission, the end of an attempt and a timer
+ask for the next pump. Submissions of one loop iteration share a pump, so that a batch is ordered as a whole.
 
-A job's deadline ends it whatever its attempts are doing: they are cancelled, or left to end if late answers are wanted;
-a result stays. `retry_policy.py` decides what the end of an attempt means.
+A job always ends by its deadline. Its attempts are then cancelled, or left to end if late answers are wanted; its
+result never changes. `retry_policy.py` decides what the end of an attempt means.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from ..observers import AttemptStarted, Observers
 from .attempts import Attempt, Ending
 from .batches import Batch, Batches, Member
 from .calls import Answer, Call, Caller, Unanswered
+from .deadlines import Deadlines
 from .jobs import Job
 from .oversize import Oversize
 from .planner import Planner
@@ -35,12 +36,13 @@ from .upstream import Upstream
 _log = logging.getLogger("qreward_plugins.scheduling")
 
 SHORTEST_WAKE_S = 1e-4
+"""Shortest delay of a timer for the next pump, in seconds."""
 CLOSE_WITHIN_S = 5.0
 """Longest time, in seconds, for which closing waits for attempts that were cancelled."""
 SAFE_WAKE_S = 0.25
-"""Seconds between two looks at what may go, while the planner fails."""
+"""Seconds between two pumps while the planner fails with a bug."""
 STALL_S = 0.1
-"""Delay of a timer, in seconds, from which the event loop is taken to have been blocked."""
+"""Delay of a timer, in seconds, from which the event loop counts as blocked."""
 
 
 class Dispatcher:
@@ -49,9 +51,8 @@ class Dispatcher:
     `rng` draws the jitter; with the same seed, replies and submissions in virtual time the schedule is the same.
     `max_attempts` bounds a call's failed attempts; throttled ones and hedges do not count. `keeps_late`: attempts of a
     failed call that have been sent are left to end, and its caller is told the answer; otherwise they are cancelled.
-    `on_cutoff` is called with a batch that was cut off, after its calls have been failed. `on_pumped` is called
-    whenever everything that may go now has gone, and what has ended has been given back. `observers` are told what
-    happens.
+    `on_cutoff` is called with a batch that was cut off, after its calls have been failed. `on_pumped` is called after
+    each pump. `observers` get the events.
     """
 
     def __init__(
@@ -84,8 +85,7 @@ class Dispatcher:
         )
         self.batches = Batches(self._loop, upstreams, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
-        self._due: dict[float, tuple[asyncio.TimerHandle, dict[Job, None]]] = {}
-        """The jobs by their deadline, with the timer that expires them."""
+        self._deadlines = Deadlines(self._loop, self._expire_safely)
         self._in_flight = 0
         self._arrived: list[Job] = []
         self._max_attempts = max_attempts
@@ -101,20 +101,20 @@ class Dispatcher:
 
     @property
     def waiting(self) -> int:
-        """Jobs without an attempt under way."""
+        """Number of jobs without an attempt under way."""
         return sum(not job.live for job in self._jobs)
 
     def waiting_jobs(self) -> Iterable[Job]:
-        """Jobs that are queued or rest."""
+        """Jobs that are queued, or avoid all their sources for a while."""
         return (
             job
             for job in self._jobs
             if not (job.live or job.undecided) and (job.entry or job.rest_timer is not None or job in self._oversize)
         )
 
-    def lost_jobs(self) -> list[Job]:
-        """Jobs that nothing would ever wake: there are none, or this is a bug. For tests; call it between two steps of
-        the event loop.
+    def stuck_jobs(self) -> list[Job]:
+        """Jobs that nothing will ever start or end: any is a bug. For tests; call it between two steps of the event
+        loop.
         """
         now = self._loop.time()
         arrived = set(self._arrived)
@@ -126,15 +126,17 @@ class Dispatcher:
         ]
 
     def look_again(self) -> None:
-        """See what can go now: somebody changed what a source allows."""
+        """Pump again, because what a source allows has changed."""
         self._ask_for_pump()
 
     def waiting_for(self, upstream: Upstream) -> tuple[int, float, float]:
-        """What waits for a source: how many requests, their tokens together, about, and those of the first at most."""
+        """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first
+        one.
+        """
         return self._planner.waiting(upstream)
 
     def call_back(self, upstream: Upstream, *, sent: bool) -> None:
-        """Take back the attempts at a source that have not been sent, and with `sent` those under way, too."""
+        """Cancel the attempts at a source that have not been sent, with `sent` all, and queue their jobs again."""
         self._retry_policy.call_back(upstream, sent=sent)
 
     def now(self) -> float:
@@ -142,7 +144,7 @@ class Dispatcher:
         return self._loop.time()
 
     def _cut_off(self, batch: Batch) -> None:
-        """End what is left of a batch that need not wait for it any more."""
+        """Fail what is left of a batch whose cut-off has come."""
         now = self._loop.time()
         for job in [job for job in self._jobs if job.batch is batch]:
             if self._retry_policy.undecided.settle(job):
@@ -153,8 +155,10 @@ class Dispatcher:
             self._on_cutoff(batch)
 
     def submit(self, call: Call[Any], caller: Caller, *, member: Member, deadline_at: float) -> Job | None:
-        """Take a call of `member` in. `caller` is told the result at `deadline_at`, on the event loop's clock, at the
-        latest; None is returned if it has been told already. Whoever loses interest has to `drop` the job.
+        """Accept a call of `member`. `caller` gets its result by `deadline_at`, a time of the event loop's clock.
+
+        Return its job, or None if `caller` has its result already. A caller that does not want the result any more has
+        to `drop` the job.
         """
         batch, now = member.batch, self._loop.time()
         try:
@@ -176,28 +180,19 @@ class Dispatcher:
         job.probes_left = self._max_attempts
         self._jobs[job] = None
         batch.add(job)
-        self._expire_at_deadline(job)
+        self._deadlines.add(job)
         self._arrived.append(job)
         self._ask_for_pump()
         return job
 
-    def _expire_at_deadline(self, job: Job) -> None:
-        """See to it that a job ends by its deadline. The jobs of a batch have the same one, and share a timer."""
-        due = self._due.get(job.deadline_at)
-        if due is None:
-            timer = self._loop.call_at(job.deadline_at, self._expire_all, job.deadline_at)
-            due = self._due[job.deadline_at] = (timer, {})
-        due[1][job] = None
-
-    def _expire_all(self, deadline_at: float) -> None:
-        for job in list(self._due[deadline_at][1]):
-            try:
-                self.expire(job)
-            except Exception as error:
-                self._bug(job, error)
+    def _expire_safely(self, job: Job) -> None:
+        try:
+            self.expire(job)
+        except Exception as error:
+            self._bug(job, error)
 
     def drop(self, job: Job) -> None:
-        """End a job that its caller has lost interest in, and cancel its attempts."""
+        """End a job whose caller does not want the result any more, and cancel its attempts."""
         if not (job.ended or self._loop.is_closed()):
             job.ended = True
             self._forget(job, None)
@@ -211,9 +206,10 @@ class Dispatcher:
             self.fail(job, "closed", "the engine was closed before the sample was scored")
 
     async def aclose(self) -> None:
-        """Fail every job, and wait until every attempt has given back what it held.
+        """Fail every job, and wait until every attempt has released its quota.
 
-        What swallows its cancellation is waited for a few seconds, and named and abandoned then. May be called again.
+        An attempt that swallows its cancellation is abandoned after `CLOSE_WITHIN_S`, with a warning that names its
+        source. May be called again.
         """
         self.close()
         for attempt in list(self._ending.values()):
@@ -230,7 +226,7 @@ class Dispatcher:
                 attempt.upstream.name,
                 CLOSE_WITHIN_S,
             )
-        # Tasks have ended, their callbacks come with the next step.
+        # The callbacks of the ended tasks run in the next step of the event loop.
         await asyncio.sleep(0)
         if self._wake is not None:
             self._wake.cancel()
@@ -239,8 +235,8 @@ class Dispatcher:
     # Placing jobs
 
     def enqueue(self, job: Job) -> None:
-        """Put a job where it has to wait: into the queue, to rest, or out as failed. One that has its outcome, or was
-        given up, stays out.
+        """Queue a job for the sources that it may go to now, and again when it may go to the next one. Fail it if no
+        source can ever take it. Nothing happens to a job that has ended.
         """
         if job.ended:
             return
@@ -268,7 +264,7 @@ class Dispatcher:
             job.rest_timer = self._loop.call_at(rested_at, self._rested, job)
 
     def _push(self, job: Job, eligible: frozenset[str], now: float) -> None:
-        """Queue a job where it fits; one that fits nowhere, as far as estimates go, waits until nothing else does."""
+        """Queue a job for the sources whose windows its estimated tokens fit. If there is none, it is oversize."""
         fitting = frozenset(name for name in eligible if not self._upstreams[name].oversize(job.request))
         if fitting:
             if fitting != eligible and any(self._upstreams[name].up(now) for name in fitting):
@@ -299,14 +295,14 @@ class Dispatcher:
         try:
             due_at = self._place(now)
         except Exception as error:
-            # A bug in here must not keep everybody waiting until their deadlines.
+            # A bug here must not make all jobs wait for their deadlines.
             self._log_bug("planning failed; samples go in the order in which they came", error)
             due_at = self._place_plainly(now)
         if self._on_pumped is not None:
             try:
                 self._on_pumped()
             except Exception as error:
-                self._log_bug("what follows each step of the scheduler failed", error)
+                self._log_bug("the callback after each pump failed", error)
         if self._observers.watched:
             for upstream in self._upstreams.values():
                 self._observers.state(now, upstream.name, upstream.state(now), upstream.trouble(now))
@@ -315,7 +311,7 @@ class Dispatcher:
             self._wake = self._loop.call_at(wake_at, self._woken, wake_at)
 
     def _place(self, now: float) -> float:
-        """Start everything that may go now; return when to look again at the latest."""
+        """Start everything that may go now; return the time by which to pump again."""
         if self._arrived:
             self._arrange(now)
         for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: self._in_flight):
@@ -327,7 +323,9 @@ class Dispatcher:
         return min(self._planner.wake_at, self._oversize.next_due_at(now), self._slices.advance(now))
 
     def _place_plainly(self, now: float) -> float:
-        """Start what may go now in the order in which it came, wherever it may go; return when to look again."""
+        """Place jobs without the planner, which has a bug: in order of submission, at the first source that can take
+        each. Return the time by which to pump again.
+        """
         for job in list(self._jobs):
             if job.live or job.undecided or job.ended:
                 continue
@@ -341,7 +339,7 @@ class Dispatcher:
                         break
                 else:
                     if not job.entry and job not in self._oversize and job.rest_timer is None:
-                        # It was lost between two steps.
+                        # The bug has left it neither queued nor waiting for a timer.
                         self.enqueue(job)
             except Exception as error:
                 self._bug(job, error)
@@ -353,15 +351,15 @@ class Dispatcher:
         self.fail(job, "bug", f"unexpected {type(error).__name__}; see the log")
 
     def _log_bug(self, what: str, error: Exception) -> None:
-        """Log a bug with its traceback the first time, and only the first time: what fails may do so at every step."""
+        """Log a bug with its traceback, once for each kind, because it may occur at every step."""
         key = f"{what} ({type(error).__name__})"
         if key not in self._said:
             self._said.add(key)
             _log.error("%s: this is a bug", key, exc_info=error)
 
     def _woken(self, due_at: float) -> None:
-        """Pump, unless this process did not run for a while: then answers may be waiting to be read, and nobody is
-        silent or late who only could not be heard.
+        """Pump. If the event loop was blocked, read the answers that have arrived in the meantime first, and do not
+        count that time as latency or silence.
         """
         now = self._loop.time()
         if now - due_at > STALL_S:
@@ -404,7 +402,7 @@ class Dispatcher:
             try:
                 job.request = job.call.request(job.attempts)
             except Exception as error:
-                # What a sample holds may answer otherwise the second time, and must not stop everybody's pump.
+                # The objects of a sample may behave differently the second time. That must not stop the pump.
                 self.fail(job, "input", input_problem(error))
                 return
         if job.first_at is None:
@@ -445,11 +443,11 @@ class Dispatcher:
         self._retry_policy.ended(attempt, ending, self._loop.time())
 
     def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
-        """Clean up after an attempt, however it ended: nothing it held may outlive its task."""
+        """Clean up after an attempt, however it ended: nothing that it held may outlive its task."""
         if self._ending.pop(task, None) is None:
             return  # it was abandoned
         self._in_flight -= 1
-        # Whatever follows: its place is free for others.
+        # Even if the rest of this method fails, others may use its place.
         self._ask_for_pump()
         now = self._loop.time()
         attempt.settle(now, task)
@@ -501,26 +499,24 @@ class Dispatcher:
             self._forget(job, result)
 
     def _forget(self, job: Job, result: Answer[Any] | Unanswered | None) -> None:
-        """Let go of a job, and tell its caller the result; None if it was dropped."""
+        """Remove a job, cancel its attempts and tell its caller the result. None: it was dropped, and nobody is
+        told.
+        """
         if job not in self._jobs:
             return
         del self._jobs[job]
         self._oversize.discard(job)
         self._retry_policy.forget(job)
         if job.entry:
-            # What waited behind it may be able to go now.
+            # Jobs behind it may go now.
             self._planner.queue.discard(job)
             self._ask_for_pump()
-        timer, due = self._due[job.deadline_at]
-        del due[job]
-        if not due:
-            timer.cancel()
-            del self._due[job.deadline_at]
+        self._deadlines.discard(job)
         if job.rest_timer is not None:
             job.rest_timer.cancel()
         keep = isinstance(result, Unanswered) and self._retry_policy.keeps_late
         for attempt in job.live:
-            # What was sent is paid for, and may yet give an answer; what was not is not to be sent any more.
+            # A sent attempt is paid for and may still be answered. One that was not sent must not be sent any more.
             if not attempt.result and not (keep and attempt.sent):
                 attempt.cancel()
         self.batches.ended(job, result)

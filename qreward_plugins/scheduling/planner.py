@@ -1,15 +1,17 @@
-"""The planner: what to send where, now. It decides and starts nothing; the dispatcher starts and decides nothing.
+"""The planner decides which job goes to which source now. The dispatcher sends them.
 
-The default choice is the earliest expected finish, seen from the sources: a source that is about as fast as the
-fastest takes the head of the queue; a slower one takes a short job, of the size at which it uses up its requests and
-its time together, and only if it will finish it before everything else is done; if there is none, the head, if no other
-source would finish that earlier. A source may therefore idle by choice, but never for long, and never when nothing at
-all is in flight: whatever the forecasts say, something that is queued and a source that is able to send come together.
+By default a source takes the job with the earliest expected finish:
 
-While there is time, the order makes batches end early: a batch goes longest first (`order.py`). Single jobs go in order
-of submission while more are being submitted, because the short ones would starve otherwise. When the waiting jobs may
-not all end before the earliest of their deadlines, the earliest deadline goes first, and a job that no source can end
-in time goes behind those that can be.
+- A source that is about as fast as the fastest takes the head of the queue.
+- A slower source takes a short job, if it will finish it before everything else is done. Its size is such that the
+  source uses up its requests and its time together.
+- If there is no such job, it takes the head, if no other source would finish the head earlier.
+- Otherwise it idles, but at most `LONGEST_IDLE_S`, and never while nothing at all is in flight.
+
+The order makes batches end early as long as there is time: the jobs of a batch go longest first (`order.py`). Single
+jobs go in order of submission while more are being submitted, because short ones would starve otherwise. If the waiting
+jobs may not all end before the earliest of their deadlines, the earliest deadline goes first, and a job that no source
+can end in time goes behind the others.
 """
 
 from __future__ import annotations
@@ -30,15 +32,15 @@ from .strategies import strategy
 from .upstream import Upstream
 
 NEARLY_FASTEST = 1.5
-"""A source within this factor of the fastest takes whatever comes next."""
+"""A source within this factor of the fastest one's latency takes the head of the queue."""
 SAFETY = 1.3
 """Factor on the expected latency of a job that must end before the others."""
 FAILED_HERE = 1.5
-"""Factor on the expected latency at the source that failed the job last."""
+"""Factor on the expected latency at the source that has just failed the job."""
 LONGEST_IDLE_S = 0.25
-"""Longest time for which a source idles by choice before the choice is made again."""
+"""Longest time, in seconds, for which a source idles before the planner chooses again."""
 LONGEST_UNNEEDED_S = 1.0
-"""Longest time for which a dear source is left alone before that is thought over again."""
+"""Longest time, in seconds, for which an expensive source is left out before the planner checks that again."""
 
 
 class Placement(NamedTuple):
@@ -50,8 +52,8 @@ class Placement(NamedTuple):
 
 
 class Planner:
-    """Decides what goes where. `on_misfit` is called with a job that turned out too large for a source that it was
-    queued for, `on_aged` with attempts as they grow older, `on_overdue` with overdue probes that must make room.
+    """Decides which job goes to which source. `on_misfit` is called with a job that is too large for a source that it
+    was queued for, `on_aged` with each attempt at certain ages, `on_overdue` with overdue probes that must make room.
     Times are seconds of the event loop's clock.
     """
 
@@ -76,10 +78,10 @@ class Planner:
             upstreams, self.queue, self.forecast, budget=budget, eager=not self._prefer_cost, on_aged=on_aged
         )
         self.wake_at = math.inf
-        """When to ask again at the latest, unless something happens before."""
+        """Time by which to ask again, even if nothing happens before."""
 
     def arrange(self, jobs: Sequence[Job], now: float) -> None:
-        """Give the jobs that were handed in together their places in the order."""
+        """Order the jobs that were submitted together: set `Job.place`."""
         for job in jobs:
             job.place = float(job.size)
         per_window = self._per_window(jobs, now) if jobs[0].batch.whole else None
@@ -91,13 +93,15 @@ class Planner:
                 job.batch.planned = True
 
     def waiting(self, upstream: Upstream) -> tuple[int, float, float]:
-        """What waits for a source: how many requests, their tokens together, about, and those of the first at most."""
+        """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first
+        one.
+        """
         count = sum(live for eligible, live in self.queue.eligible_sets() if upstream.name in eligible)
         first = self.queue.first(upstream.name) if count else None
         if first is None:
             return 0, 0.0, 0.0
         if upstream.health.unusable:
-            # A probe is all that it may be asked.
+            # It may only be probed, with one request.
             most = float(upstream.tokens(first.request))
             return 1, most, most
         each, most = upstream.tokens_of(self.queue.total_size / len(self.queue)), float(upstream.tokens(first.request))
@@ -105,11 +109,11 @@ class Planner:
         return count, max(count * each, most), most
 
     def started(self, attempt: Attempt) -> None:
-        """Note that a placement became an attempt."""
+        """Watch an attempt, which was a placement before."""
         self._hedges.watch(attempt, attempt.started_at)
 
     def ended(self, attempt: Attempt) -> None:
-        """Learn from an attempt that ended."""
+        """Learn from the age at which an attempt ended."""
         self.forecast.attempt_ended()
         if not attempt.young:
             age = attempt.age(attempt.ended_at)
@@ -119,11 +123,11 @@ class Planner:
                 self.forecast.tail.given_up(age)
 
     def close(self) -> None:
-        """Forget the attempts: they hold their samples."""
+        """Forget the attempts, because they refer to their samples."""
         self._hedges.close()
 
     def placements(self, now: float, *, in_flight: Callable[[], int]) -> Iterator[Placement]:
-        """What to send now. Each placement must have been started when the next one is asked for."""
+        """What to send now. The caller must start each placement before it asks for the next one."""
         self.wake_at = math.inf
         self._hedges.advance(now)
         self.queue.look(now)
@@ -187,12 +191,13 @@ class Planner:
     def _pick(self, upstream: Upstream, now: float, *, near: bool) -> Job | None:
         head = self._head(upstream, now)
         if upstream.set_aside and upstream.breaker.closed and head is not None and not head.suspect:
-            # Long ones hung; a short one is likelier to end, and shows what is usual.
+            # Its last calls hung. A short job is more likely to end, and its latency tells how long the others may
+            # take.
             return self.queue.smallest(upstream.name)
         if head is None or len(self._upstreams) == 1 or not upstream.breaker.closed:
             return head
         if not upstream.speed.known:
-            # What is not known is tried with what can go wrong least.
+            # The source is new, so it gets the job with the least at stake.
             return self.queue.smallest(upstream.name)
         if near:
             return head
@@ -213,9 +218,7 @@ class Planner:
         return None
 
     def _head(self, upstream: Upstream, now: float) -> Job | None:
-        """The first job for `upstream`. Where time is short, jobs that no source can end in time go
-        behind the others.
-        """
+        """The first job for `upstream`. If time is short, jobs that no source can end in time go behind the others."""
         if not upstream.breaker.closed:
             return self._probing.choose(upstream, now)
         while (head := self.queue.first(upstream.name)) is not None and self._hopeless(head, upstream, now):
@@ -235,8 +238,8 @@ class Planner:
     def _balanced_size(self, upstream: Upstream, left_s: float, now: float) -> float:
         """The size at which a slow source uses up its requests and its time together in `left_s` seconds.
 
-        It works off as much whether it is given few long jobs or many short ones; but short ones end in time more
-        surely, and each of them saves a faster source one of its requests.
+        The source does the same amount of work with few long jobs and with many short ones. But short ones end in time
+        more surely, and each of them saves a faster source one of its requests.
         """
         requests = upstream.quota.capacity(now + left_s, 0.0, now)
         if requests <= 0 or math.isinf(requests):
@@ -293,11 +296,11 @@ class Planner:
         heads = [(name, head) for name in names if (head := self._head(self._upstreams[name], now)) is not None]
         return min(heads, key=lambda item: self.queue.order(item[1], item[0]), default=("", None))[1]
 
-    # What holds for both
+    # For earliest finish and for the named strategies
 
     def _fits(self, job: Job, upstream: Upstream, now: float) -> bool:
-        """Whether `upstream` may send `job` now. Smaller jobs do not overtake one whose tokens do not fit yet:
-        they would keep it waiting for ever.
+        """Whether `upstream` may send `job` now. Smaller jobs do not overtake a job whose tokens do not fit yet,
+        because it would never be sent.
         """
         tokens = upstream.tokens(job.request)
         if upstream.misfit(job.request):
@@ -306,7 +309,7 @@ class Planner:
         return upstream.wait_s(tokens, now) <= 0
 
     def _never_idle(self, now: float) -> Iterator[Placement]:
-        """One job for any source that can send it, however slow."""
+        """One job for the fastest source that can send it, however slow that is."""
         for upstream in sorted(self._upstreams.values(), key=self._mean_s):
             able = upstream.wait_s(0, now) <= 0 and not self.forecast.unneeded(upstream, now)
             job = self._head(upstream, now) if able else None
@@ -316,7 +319,9 @@ class Planner:
                 return
 
     def _per_window(self, jobs: Sequence[Job], now: float) -> float | None:
-        """How many of `jobs` all sources can send in one window; None: that question makes no sense for them."""
+        """How many of `jobs` all sources together can send in one window. None if the jobs have different sources, or
+        the sources have different windows or are not limited by them.
+        """
         first = jobs[0].call.sources
         names = set(first)
         if len(jobs) < 2 or any(job.call.sources != first and set(job.call.sources) != names for job in jobs):

@@ -263,7 +263,7 @@ class _Performance:
                         able.add(name)
                 elif wait_s > _LONGEST_WAIT_S:
                     stalls.append(f"at {now:.6f} s {name} asks {job.request.sample.id} to wait for {wait_s:.3f} s")
-        for job in dispatcher.lost_jobs():
+        for job in dispatcher.stuck_jobs():
             stalls.append(
                 f"at {now:.6f} s {job.request.sample.id} is lost: it neither waits, nor rests, nor is in flight"
             )

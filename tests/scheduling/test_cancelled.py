@@ -70,7 +70,7 @@ def scored_by(stage, source, *, count=1, deadline_s=30.0, meanwhile=None):
         beside = asyncio.ensure_future(meanwhile(stage, futures)) if meanwhile is not None else None
         while not all(future.done() for future in futures):
             await asyncio.sleep(0.01)
-            assert dispatcher.lost_jobs() == []
+            assert dispatcher.stuck_jobs() == []
         if beside is not None:
             await beside
         ended_at = dispatcher.now()
@@ -240,7 +240,7 @@ def test_whatever_is_cancelled_by_whomever_every_job_ends_by_its_deadline_and_no
             future.add_done_callback(lambda _, number=number: ended.setdefault(number, dispatcher.now()))
         while not all(future.done() for future in futures):
             await asyncio.sleep(0.05)
-            assert dispatcher.lost_jobs() == []
+            assert dispatcher.stuck_jobs() == []
         await asyncio.sleep(0)
         assert all(ended[number] <= due + 1e-6 for number, due in enumerate(deadlines))
         await dispatcher.aclose()

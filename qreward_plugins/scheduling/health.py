@@ -1,8 +1,7 @@
-"""The health of a source: whether it answers, and what speaks against it. It drives the source's circuit breaker.
+"""The health of a source: whether it answers. It opens and closes the source's circuit breaker.
 
-Four things speak against a source: failures in a row, silence, replies that are no valid verdicts, and refusals (a key,
-a URL). A response can provoke each of them, so a source is given a rest only for what several different samples met,
-and one answer clears it.
+Four things open the circuit: failures in a row, silence, invalid replies, and refusals (a key, a URL). A response can
+provoke each of them, so the circuit opens only if several different samples met the same. One answer closes it.
 """
 
 from __future__ import annotations
@@ -22,71 +21,72 @@ if TYPE_CHECKING:
 _log = logging.getLogger("qreward_plugins.scheduling")
 
 FAILURES_TO_DOUBT = 3
-"""Failures in a row from which on nothing is planned with a source."""
+"""Failures in a row from which the planner leaves a source out."""
 REFUSED_TO_DOUBT = 3
-"""Different samples refused (401, 403, 404 ...), without an answer in between, from which on a source is probed."""
+"""Different samples refused (401, 403, 404 ...), without an answer in between, from which a source is probed."""
 PROBES_TO_OUT = 12
-"""Probes in a row, of different samples, that are refused before a source is out. They follow at once: it is quick."""
+"""Refused probes in a row, of different samples, after which a source is out. They follow each other without a pause,
+because refusals are quick."""
 PROBES_OF_OUT = 3
-"""The same for a source that is out already, before what has been handed in since then is failed, too."""
+"""The same for a source that is out: then samples that were submitted since fail, too."""
 
 
 class Health:
-    """How one source is. Times are seconds of the event loop's clock.
+    """The health of one source. Times are seconds of the event loop's clock.
 
-    `local`: a function of this machine answers, so what hangs there is the sample, and the source is never silent.
+    `local`: a function on this machine, which is never silent: if it hangs, the sample is to blame.
     """
 
     def __init__(self, name: str, quota: Quota, breaker: Breaker, silence: Silence, *, local: bool) -> None:
         self._name, self._quota, self._breaker, self._silence, self._local = name, quota, breaker, silence, local
         self._validity = Validity()
         self.unusable = ""
-        """Why this source is out: it refused so many different samples that no response can have provoked it. It is
-        probed with what is handed in from then on, and one answer brings it back. Empty: it is not out."""
+        """Why this source is out: it refused so many different samples that no response can have provoked it. Samples
+        that are submitted later probe it, and one answer brings it back. "" if it is not out."""
         self.answered_at = -math.inf
-        """When it gave the last reply, whatever that was."""
+        """Time of its last reply, valid or not."""
         self.down_for_all = False
-        """Whether its last failure can be no sample's fault."""
+        """Whether no sample can be to blame for its last failure."""
         self._refused: set[int] = set()
         self._refused_probes = 0
         self._last_error = ""
         self._silent_senders = 0
         self._silenced = False
         self._told_down: str | None = None
-        """The error that the log has of this outage; None: it has none, or the source has answered since."""
+        """The last logged error of this outage; None if none is logged, or the source has answered since."""
 
     @property
     def garbled(self) -> bool:
-        """Whether most of its last replies were no valid verdicts."""
+        """Whether most of its last replies were invalid."""
         return self._validity.garbled
 
     def judges_since(self, at: float) -> bool:
-        """Whether it gave valid verdicts after `at`, and not only by chance."""
+        """Whether it gave a valid verdict after `at`, and not only by chance."""
         return self._validity.judges_since(at)
 
     def looks_dead(self, now: float) -> bool:
-        """Whether answers are missing that should have come by now, or the last ones were failures."""
+        """Whether answers are overdue, or the last attempts failed."""
         return self._breaker.failures_in_row >= FAILURES_TO_DOUBT or self._missing(now) >= DOUBTED_AT
 
     @property
     def in_doubt(self) -> bool:
-        """Whether it refused several samples, and a few more must show at once whether it is out."""
+        """Whether it refused samples, so that the next probes follow at once."""
         return bool(self._refused_probes if self.unusable else self._refused)
 
     @property
     def resting_in_silence(self) -> bool:
-        """Whether the source rests because it fell silent, and nothing has come from it since."""
+        """Whether the circuit is open because of silence, and nothing has come from the source since."""
         return self._silenced and not self._breaker.closed
 
-    # What attempts tell
+    # Ends of attempts
 
     def heard(self, now: float) -> None:
-        """Note that an attempt ended by what the source did, whatever that was."""
+        """Note that the source ended an attempt: an answer, an error or a refusal."""
         self._silence.heard(now)
         self._silenced = False
 
     def answered(self, now: float, *, said_sent: bool) -> None:
-        """Note a reply. `said_sent`: the source had told that the request was sent."""
+        """Note a reply. `said_sent`: the source reported before that the request was sent."""
         self._refused.clear()
         self._refused_probes = 0
         self.answered_at = now
@@ -97,7 +97,9 @@ class Health:
             _log.warning("source %s answers again", self._name)
 
     def judged(self, valid: bool, now: float, *, probe: bool, alternative: bool) -> None:
-        """Note whether a reply was a valid verdict. A garbled source rests, if there is an `alternative` to it."""
+        """Note whether a reply was a valid verdict. The circuit of a garbled source opens if there is an
+        `alternative`.
+        """
         if valid and probe:
             self._validity.forgive()
         self._validity.learn(valid, now)
@@ -113,27 +115,27 @@ class Health:
             )
 
     def failed(self, now: float, *, probe: bool, sample: int | None = None, error: str = "") -> bool:
-        """Note a transient failure of a sample; return whether the source is given a rest because of it."""
+        """Note a transient failure of a sample; return whether the circuit opens because of it."""
         self._last_error = error
         return self._rests(self._breaker.failed(now, probe=probe, in_flight=self._quota.in_flight, sample=sample))
 
     def excuses(self, attempt: Attempt) -> bool:
-        """Whether the failure of `attempt` can be no fault of its sample: nothing of it was sent, or several samples
-        fail and none was answered since it came.
+        """Whether its sample cannot be to blame for the failure of `attempt`: the request was not sent, or several
+        samples fail and none was answered since this one was submitted.
         """
         if self._local:
             return False
-        # A source that answers what it never said it sent does not say when it sends.
+        # A source that has answered without reporting that it sent never reports that.
         unsent = not attempt.sent and not self._silent_senders
         several = len(self._breaker.failing) >= SAMPLES_TO_OPEN and self.answered_at < attempt.job.submitted_at
         self.down_for_all = unsent or several
         return self.down_for_all
 
     def refused(self, attempt: Attempt, reason: str, now: float, *, certain: bool) -> bool:
-        """Note that the source refused a sample in a way that may concern all of them (a key, a URL); return whether it
-        is out for that. `certain`: no sample can have provoked it.
+        """Note a refusal that may concern all samples (a key, a URL); return whether the source is out because of it.
+        `certain`: no sample can have provoked it.
 
-        One response can provoke such a refusal, as of a firewall; many in a row, asked for one by one, hardly can.
+        One response can provoke such a refusal, for example by a firewall. Many probes in a row hardly can.
         """
         self._last_error = reason
         self._refused.add(attempt.job.sequence)
@@ -151,7 +153,9 @@ class Health:
         return False
 
     def silent(self, attempt: Attempt, now: float) -> bool:
-        """Whether the source is given a rest now because it fell silent, as `attempt` shows, which has grown older."""
+        """Check for silence when `attempt` has grown older. Return whether the circuit opens, or stays open because
+        this attempt is an overdue probe.
+        """
         if attempt.probe and not self._breaker.closed:
             overdue = attempt.overdue and not attempt.superseded
             if overdue:
@@ -165,16 +169,16 @@ class Health:
         return self._rests(opened)
 
     def take_out(self, reason: str, now: float = 0.0) -> None:
-        """Note that the source is out, and say so loudly."""
+        """Note that the source is out, and log an error."""
         self._breaker.trip(now)
         if not self.unusable:
             _log.error("source %s is out, what no other source can take fails at once: %s", self._name, reason)
         self.unusable = reason
 
-    # What people are told
+    # State for people
 
     def state(self, *, paused: bool) -> str:
-        """One word or two for people."""
+        """The state in one or two words."""
         if self.unusable or (self.in_doubt and not self._breaker.closed):
             return "out"
         if paused:
@@ -184,7 +188,7 @@ class Health:
         return "garbled" if self.garbled else "up"
 
     def trouble(self, *, paused: bool) -> str:
-        """Why it takes no samples now, with the last error; empty where only its limits hold them back."""
+        """Why it takes no samples now, with its last error; "" if only its limits hold them back."""
         if self.unusable:
             return f"{self._name} is out ({self.unusable})"
         if not self._breaker.closed:

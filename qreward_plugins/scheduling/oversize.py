@@ -1,7 +1,7 @@
 """Oversize jobs: those estimated to take more tokens than a whole window of any of their sources allows.
 
-Estimates are no reason to refuse a sample, so each of these jobs goes once, and alone, because its source needs an
-empty window for it. It goes when nothing else waits for its sources, or when half of its time is over.
+An estimate is no reason to refuse a sample. So each of these jobs is sent, but only once and alone, because its source
+needs an empty window for it. It goes when nothing else waits for its sources, or when half of its time is over.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .upstream import Upstream
 PATIENCE = 0.5
 """Part of the time to its deadline after which an oversize job goes before the others."""
 WINDOWS_BEFORE_DEADLINE = 3
-"""Windows, of the longest that its sources have, that must be left for it before its deadline."""
+"""Number of its sources' longest windows that must be left before its deadline when it goes."""
 
 
 class Oversize:
@@ -31,16 +31,16 @@ class Oversize:
         return job in self._jobs
 
     def add(self, job: Job) -> None:
-        """Let `job` wait for its turn."""
+        """Keep `job` until `queue_next` queues it."""
         job.last_problem = job.last_problem or "it may take more tokens than a whole window allows, so it goes last"
         self._jobs[job] = None
 
     def discard(self, job: Job) -> None:
-        """Forget `job`, if it is one of these."""
+        """Forget `job`, if it is oversize."""
         self._jobs.pop(job, None)
 
     def queue_next(self, now: float) -> bool:
-        """Queue the first job whose turn it is; return whether there was one."""
+        """Queue the first job that may go now; return whether there was one."""
         for job in self._jobs:
             eligible = job.eligible(now)
             alone = all(self._queue.first(name) is None for name in eligible)
@@ -51,7 +51,7 @@ class Oversize:
         return False
 
     def next_due_at(self, now: float) -> float:
-        """When the next job waits no longer for the others; infinity: none will."""
+        """The next time at which a job goes before the others; infinity if there is none."""
         return min((due_at for job in self._jobs if (due_at := self._due_at(job)) > now), default=math.inf)
 
     def _due_at(self, job: Job) -> float:

@@ -1,4 +1,4 @@
-"""An upstream: one source as the scheduler sees it, with its quota, health and speed, and what was learned of it.
+"""An upstream: one source with its quota, health, speed and token estimates, as the scheduler sees it.
 
 The word is that of proxies, which call a server that they send requests to an upstream.
 """
@@ -48,11 +48,12 @@ class Upstream:
         self.source = source
         self.name = source.name
         self.local = bool(getattr(source, "local", False))
-        """Whether a function of this machine answers: what hangs there is the sample, and the source never silent."""
+        """Whether it is a function on this machine. If that hangs, the sample is to blame, and the source is not
+        silent."""
         self.spare = int(getattr(source, "spare", 0))
-        """How many last tries of samples that hung it can take beside its concurrency."""
+        """Spare workers: number of last tries of samples that hung that it can run beside its concurrency."""
         self.set_aside = 0
-        """Calls in a row that were set aside for those that waited; anything that ends by itself ends the row."""
+        """Number of calls in a row that were ended because others waited. A call that ends by itself resets it."""
         self.quota = quota
         self.timeout_s = timeout_s
         self.price = price
@@ -69,13 +70,13 @@ class Upstream:
         self.silence = Silence(self.live, self.speed, Tail())
         self.health = Health(self.name, quota, self.breaker, self.silence, local=self.local)
         self._told_throttled = ""
-        """What the log has of a limit that 429s told: a source that only throttles would tell it again and again."""
+        """The last logged message about a limit learned from 429s, which is not logged again."""
         self.pauses = Pauses()
         self._estimates = TokenEstimates(source)
         self.holds = Holds()
 
     def abandon_attempts(self, now: float) -> None:
-        """Forget the attempts of an event loop that was closed under them; the ledgers of what was sent stay."""
+        """Forget the attempts of an event loop that was closed. What they sent still counts against the limits."""
         self.live.clear()
         self.quota.forget_in_flight(now)
         self.breaker.abandoned(probe=True)
@@ -88,7 +89,7 @@ class Upstream:
 
     @property
     def _uncounted(self) -> bool:
-        """Whether nobody counts tokens here: estimates for a local function would cost more than many of its calls."""
+        """Whether tokens are not estimated: for a local function, estimates cost more time than many of its calls."""
         return self.local and self.quota.most_tokens == math.inf
 
     def tokens_of(self, size: float) -> float:
@@ -96,7 +97,7 @@ class Upstream:
         return self._estimates.likely(size)
 
     def misfit(self, request: Request) -> str:
-        """Why `request` can never be sent here; empty: it can. An estimate is no reason, only what is certain."""
+        """Why `request` can never be sent here; "" if it may. Only certain reasons count, not estimates."""
         if self.quota.most_tokens == math.inf:
             return ""
         least, most = self._estimates.least(request), self.quota.most_tokens
@@ -122,27 +123,27 @@ class Upstream:
 
     @property
     def room_beside(self) -> int:
-        """How many more last tries it can take beside its concurrency; none under a limit of requests."""
+        """Number of further last tries that it can run beside its concurrency; 0 if its requests are limited."""
         if not self.spare or not self.breaker.closed or self.health.unusable or self.quota.rate_per_s < math.inf:
             return 0
         return self.spare - sum(attempt.reservation.beside for attempt in self.live)
 
     def wait_s(self, tokens: float, now: float) -> float:
-        """Seconds until a request of `tokens` may go; infinity: no time can be told.
+        """Seconds until a request of `tokens` may go; infinity if that depends on other requests.
 
-        What is estimated to take more than a whole window may go once the window is empty.
+        A request that is estimated to take more than a whole window may go once the window is empty.
         """
         tokens = min(tokens, self.quota.most_tokens)
         return max(self.pauses.left_s(now), self.breaker.wait_s(now), self.quota.wait_s(tokens, now))
 
     def up(self, now: float) -> bool:
-        """Whether it takes part in what is being planned: not out, not resting for long, not silent."""
+        """Whether the planner counts on it: it is not out, not silent, and its circuit is not open for long."""
         breaker = self.breaker
         resting = not breaker.closed and (breaker.needed or breaker.wait_s(now) > 1)
         return not (self.health.unusable or resting or self.health.looks_dead(now))
 
     def hold(self, now: float, tokens: float = 0) -> Hold:
-        """Why no request of `tokens` may go now; empty: one may. It is noted down for the blame of batches."""
+        """Why no request of `tokens` may go now; "" if one may. It is also recorded, for the reports of batches."""
         hold: Hold = ""
         if self.pauses.left_s(now) > 0 or self.breaker.wait_s(now) > 0:
             hold = "pause"
@@ -153,7 +154,7 @@ class Upstream:
         self.holds.note(hold, now)
         return hold
 
-    # What attempts tell
+    # Ends of attempts, and news of other processes
 
     def started(self, attempt: Attempt) -> None:
         """Note that an attempt begins."""
@@ -163,12 +164,14 @@ class Upstream:
         self.requests += 1
 
     def heard(self, now: float) -> None:
-        """Note that an attempt ended by what the source did, whatever that was."""
+        """Note that the source ended an attempt: an answer, an error or a refusal."""
         self.health.heard(now)
         self.set_aside = 0
 
     def excuse(self, *, since: float, now: float) -> None:
-        """Do not hold it against the source, or against its attempts, that this process did not listen for a while."""
+        """Leave the time from `since` to `now`, in which this process could not read answers, out of ages and
+        silence.
+        """
         self.silence.excuse(since=since, now=now)
         for attempt in self.live:
             if attempt.started_at <= since:
@@ -176,7 +179,7 @@ class Upstream:
                 attempt.sent_at += now - since
 
     def credible(self, request: Request, reply: Reply) -> Reply:
-        """`reply` with as much of its usage as can be true."""
+        """`reply` with its usage reduced to what is possible. The first reduction is logged."""
         if reply.usage is None:
             return reply
         usage, cut_down = self._estimates.credible(request, reply.usage)
@@ -204,7 +207,7 @@ class Upstream:
                 _log.info("source %s: %s", self.name, learned)
         self.retries.earn(now)
         if self.name not in attempt.job.invalid_at:
-            # Each sample teaches once: a sample whose answers are invalid is asked again and again.
+            # Only its first answer counts, because a sample with invalid answers is asked again and again.
             self.speed.learn(request.size, latency_s)
         self.answers += 1
         cost = self.price.per_request
@@ -218,7 +221,7 @@ class Upstream:
         return cost
 
     def expected_cost(self, request: Request) -> float:
-        """What an answer to `request` costs at most, in dollars."""
+        """The most that an answer to `request` can cost, in dollars."""
         prompt, completion = self._estimates.most(request)
         return (
             self.price.per_request
@@ -227,7 +230,7 @@ class Upstream:
         )
 
     def throttled(self, retry_after_s: float | None, sent_at: float, now: float, *, error: str = "") -> None:
-        """Pause the source as it asks for. `error`: what it said."""
+        """Pause the source as it asks, and learn its limits. `error`: its message, for the log."""
         learned = self.quota.throttled(now, sent_at=sent_at, retry_after_s=retry_after_s)
         if learned:
             said = f"{learned} ({error})" if error else learned
@@ -253,18 +256,18 @@ class Upstream:
         if typical is not None and not self.speed.known:
             self.speed.learn(*typical)
 
-    # What people are told
+    # State for people
 
     def state(self, now: float) -> str:
-        """One word or two for people."""
+        """Its state in one or two words."""
         return self.health.state(paused=self.pauses.left_s(now) > 0)
 
     def trouble(self, now: float) -> str:
-        """Why it takes no samples now, with the last error; empty where only its limits hold them back."""
+        """Why it takes no samples now, with its last error; "" if only its limits hold them back."""
         return self.health.trouble(paused=self.pauses.left_s(now) > 0)
 
     def gauges(self, now: float) -> SourceGauges:
-        """How it stands now."""
+        """Its state, use and learned limits, for observers."""
         use, retries = self.quota.use(now), self.retries.use(now)
         return SourceGauges(
             state=self.state(now),
@@ -281,8 +284,9 @@ class Upstream:
 def open_upstreams(
     config: Config, opened: Mapping[str, Source], *, processes: int, shared: bool = False
 ) -> dict[str, Upstream]:
-    """The upstreams of `config` by name. `opened` are sources that take the place of those that it would open;
-    `processes` share the limits equally; with `shared` a keeper says how much of them is this one's.
+    """The upstreams of `config` by name. Sources in `opened` are used as they are, the others are opened here.
+
+    `processes` share the limits equally. With `shared`, a keeper sets this process's share instead.
 
     Raises `ConfigurationError` with every limit that cannot be shared, and whatever opening a source raises.
     """
@@ -306,7 +310,7 @@ def open_upstreams(
 
 
 def _learned(use: QuotaUse) -> str:
-    """What a person wants to know of the limits that were found out."""
+    """The learned limits, for people."""
     found = []
     if use.learned_requests_per_minute is not None:
         found.append(f"really about {use.learned_requests_per_minute:,.0f} requests a minute")

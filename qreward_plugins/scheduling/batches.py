@@ -1,11 +1,11 @@
-"""A batch: what somebody waits for together, when it may be cut off, and which of its jobs ended last.
+"""A batch: jobs that a caller waits for together. It knows its cut-off, and which of its jobs ended last.
 
-What is handed in at once is one batch. What trickles in one by one belongs to one batch for as long as anything is
-under way, because that is what a training step waits for. A batch keeps counts and its last job, never its jobs: a
-stream of a million samples is one batch as well.
+Samples that are submitted together are one batch. Samples that are submitted one by one share a batch as long as any of
+them is under way, because a training step waits for all of them. A batch keeps counts and its last job, but not its
+jobs, so that a stream of a million samples needs no more memory.
 
-A batch consists of members, which make calls: mostly one, sometimes several at the same time or one after the other.
-Cut-off and report count members.
+A batch consists of members, which make calls: mostly one, sometimes several at the same time or one after another. The
+cut-off and the report count members.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ from .jobs import Job
 from .upstream import Upstream
 
 _GAP_WEIGHT = 0.1
+"""Weight of the last gap between two single samples in their mean gap."""
 _QUIET_AFTER_GAPS = 10.0
 _QUIET_AFTER_S = 1.0
+"""No more single samples are expected after this many mean gaps, and after this many seconds."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,7 @@ class Cutoff:
 
 
 class Batch:
-    """Jobs that somebody waits for together. Times are seconds of the event loop's clock."""
+    """Jobs that a caller waits for together. Times are seconds of the event loop's clock."""
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class Batch:
         whole: bool = True,
     ) -> None:
         self.whole = whole
-        """Whether it was handed in at once; otherwise nobody knows whether more is to come."""
+        """Whether its samples were submitted together. Otherwise more may follow."""
         self.number = number
         self.started_at = started_at
         self.priority = priority
@@ -70,7 +72,7 @@ class Batch:
         self.sealed = False
         """Whether no more jobs will be added."""
         self.planned = False
-        """Whether its order is another than by size."""
+        """Whether its order is not by size (`order.windows_order`)."""
         self.samples = 0
         """Members that made a call."""
         self.jobs = 0
@@ -91,7 +93,7 @@ class Batch:
         """Calls whose recorded answers are being looked up. The first jobs of a whole batch wait for them, so that
         they are ordered together."""
         self.arranged = False
-        """Whether jobs were put in order. Later ones do not wait: some judge may always be looking something up."""
+        """Whether its first jobs were put in order. Later ones do not wait for lookups, which may never cease."""
         self._groups: dict[Hashable, _Group] = {}
         self.cutoff_timer: asyncio.TimerHandle | None = None
 
@@ -115,11 +117,11 @@ class Batch:
         job.member.calls += 1
 
     def quiet(self, now: float) -> bool:
-        """Whether no more jobs are to be expected soon, from how they came so far."""
+        """Whether no more jobs are expected soon, judging by the gaps between those so far."""
         return self.whole or now - self._added_at > max(_QUIET_AFTER_S, _QUIET_AFTER_GAPS * self._gap_s)
 
     def ended(self, job: Job, now: float, *, dropped: bool) -> None:
-        """Note the end of a job. `dropped`: its caller lost interest in it."""
+        """Note the end of a job. `dropped`: its caller does not want the result."""
         self._open -= 1
         self.attempts += job.attempts
         if dropped:
@@ -130,7 +132,7 @@ class Batch:
         self.last, self.last_at = job, now
 
     def leave(self, member: Member, *, scored: bool) -> None:
-        """Note that nothing more is to come of a member."""
+        """Note that a member makes no more calls. `scored`: it has a reward."""
         self._open -= 1
         self.scored += scored and member.calls > 0
         group = self._groups.get(member.group)
@@ -146,13 +148,13 @@ class Batch:
             self._groups = {name: _Group(size) for name, size in groups.items()}
 
     def over(self, now: float) -> bool:
-        """Whether its cut-off has come: late enough, and every group is in."""
+        """Whether its cut-off has come: `after_s` is over, and every group is in."""
         return self.cutoff is not None and not self._groups and now >= self.started_at + self.cutoff.after_s
 
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """What a batch waits for: whoever makes calls, until it has left. `group` is for the quorum of a cut-off."""
+    """One thing that a batch waits for, mostly a sample: it makes calls until it leaves. `group` is for the quorum."""
 
     batch: Batch
     group: Hashable = None
@@ -161,14 +163,14 @@ class Member:
 
 @dataclass
 class _Group:
-    """A group that is not in yet: how many of its members may be scored in the end, and how many are."""
+    """A group that is not in yet. `expected`: members that are scored or may still be; `scored`: members that are."""
 
     expected: int
     scored: int = 0
 
 
 class Batches:
-    """The batches of one dispatcher. `on_cutoff` is called with a batch when it need not wait for its rest any more."""
+    """The batches of one dispatcher. `on_cutoff` is called with a batch when its cut-off has come."""
 
     def __init__(
         self,
@@ -183,12 +185,12 @@ class Batches:
         self._upstreams = upstreams
         self._on_cutoff = on_cutoff
         self.newest = -1
-        """Number of the batch that was begun last; -1: none was."""
+        """Number of the newest batch; -1 if there is none."""
         self._of_singles: dict[int, Batch] = {}
         self._timed: dict[Batch, None] = {}
 
     def new(self, groups: Iterable[Hashable], *, priority: int = 0, cutoff: Cutoff | None = None) -> Batch:
-        """A batch of members that are about to join it; `groups` names the group of each.
+        """Begin a batch. `groups` has the group of each member that will join it.
 
         Higher `priority` goes first, whatever came earlier; of batches with the same one, the earlier goes first, as
         long as all of them have time.
@@ -202,36 +204,36 @@ class Batches:
         return batch
 
     def of_singles(self, priority: int = 0) -> Batch:
-        """The batch of everything of this priority that is handed in one by one, for as long as any of it is under
-        way.
+        """The batch of the samples of this priority that are submitted one by one. A new one begins when none of them
+        is under way.
         """
         batch = self._of_singles.get(priority)
         if batch is None or batch.done:
             self.newest += 1
             batch = Batch(self.newest, self._loop.time(), priority=priority, whole=False)
-            # Callers may use any number of priorities, one after the other: only what is under way is kept.
+            # Callers may use any number of priorities, so only batches that are under way are kept.
             self._of_singles = {known: other for known, other in self._of_singles.items() if not other.done}
             self._of_singles[priority] = batch
         return batch
 
     def seal(self, batch: Batch) -> None:
-        """State that nothing will be added to `batch` any more."""
+        """Note that no more members will join `batch`."""
         batch.sealed = True
         self._report(batch)
 
     def join(self, batch: Batch, group: Hashable = None) -> Member:
-        """A new member of `batch`. Whoever makes it has to let it `leave`."""
+        """Return a new member of `batch`. The caller has to call `leave` for it once."""
         member = Member(batch, group)
         batch.join(member)
         return member
 
     def leave(self, member: Member, *, scored: bool) -> None:
-        """Note that nothing more is to come of a member. Call it once."""
+        """Note that a member makes no more calls. `scored`: it has a reward."""
         member.batch.leave(member, scored=scored)
         self._look(member.batch)
 
     def ended(self, job: Job, result: Answer[Any] | Unanswered | None) -> None:
-        """Note the end of a job. `result` is None if its caller lost interest in it."""
+        """Note the end of a job. `result` is None if its caller dropped it."""
         now, dropped = self._loop.time(), result is None
         waited_s = (now if job.first_at is None else job.first_at) - job.submitted_at
         if not dropped:
@@ -243,7 +245,7 @@ class Batches:
         job.batch.ended(job, now, dropped=dropped)
 
     def close(self) -> None:
-        """Drop the timers."""
+        """Cancel the timers of all cut-offs."""
         for batch in self._timed:
             if batch.cutoff_timer is not None:
                 batch.cutoff_timer.cancel()

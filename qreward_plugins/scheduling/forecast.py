@@ -1,11 +1,11 @@
-"""When everything that is queued will be done: the time against which every choice of a source is weighed.
+"""Forecasts when everything that is queued will be done.
 
-A slow source is worth using as long as what it is given ends before the rest does, and an attempt is worth repeating
-when it would end after everything else. Both need a forecast of the end, and a fluid one is enough: how many requests
-of average size all sources together finish by a time, given their windows, their concurrency and their speed. It must
-not be earlier than the longest single job can be, or small batches go to fast sources only.
+The planner uses a slow source for a job only if the job then ends before everything else, and hedges an attempt that
+would end after everything else. A rough forecast is enough for both: the number of requests of average size that all
+sources together finish by a time, by their windows, their concurrency and their speed. It is never earlier than the
+end of the longest single job; otherwise small batches would go to fast sources only.
 
-The forecast also says for which jobs time is short: those of a priority that may not all end before the earliest of
+The forecast also tells for which jobs time is short: those of a priority that may not all end before the earliest of
 their deadlines.
 """
 
@@ -23,21 +23,29 @@ from .upstream import Upstream
 FIRST_GUESS_S = 3.0
 """Latency to expect where no source has answered anything yet."""
 DEAD_WAIT_S = 30.0
+"""Wait, in seconds, to expect of a source that looks dead."""
 RESTING_WAIT_S = 5.0
+"""Wait, in seconds, to expect of a source with an open circuit."""
 CHEAP_PART = 0.5
-"""Part of the time to the deadline that cheap sources may take before dearer ones are asked as well."""
+"""Part of the time to the deadline that cheap sources may need; if they need more, the next expensive one is used."""
 PRESSED = 1.2
 """Safety factor on the time that all jobs of a priority will take, compared with the earliest of their deadlines."""
 _LOOKED_AT = 8
+"""Attempts of a source whose remaining time is averaged for its wait."""
 _STEPS = 14
+"""Steps of the bisection that finds an end."""
 _FRESH_S = 0.25
+"""Seconds for which a forecast is used again."""
 _FRESH_SHORT_S = 0.05
+"""The same while fewer than `_SHORT_QUEUE` jobs are queued."""
 _SHORT_QUEUE = 64
 _HORIZON_S = 5000.0
+"""Ends later than this, in seconds from now, are not told apart."""
 
 
 class Forecast:
-    """Expected latencies and ends, over all upstreams of one event loop. Times are seconds of its clock."""
+    """Expected latencies and ends for all upstreams of one event loop. `prefer_cost`: expensive ones are used only if
+    the deadlines require it. Times are seconds of its clock."""
 
     def __init__(self, upstreams: Mapping[str, Upstream], queue: ReadyQueue, *, prefer_cost: bool = False) -> None:
         self._upstreams = upstreams
@@ -55,14 +63,16 @@ class Forecast:
         self._pressed_for = -1
 
     def expected_s(self, upstream: Upstream, size: float) -> float:
-        """Latency to expect of a request of `size` bytes at `upstream`; where it never answered, what others take."""
+        """Latency to expect of a request of `size` bytes; for a source that has not answered yet, the mean of the
+        others.
+        """
         if upstream.speed.known:
             return upstream.speed.expected_s(size)
         known = [other.speed.expected_s(size) for other in self._upstreams.values() if other.speed.known]
         return sum(known) / len(known) if known else FIRST_GUESS_S
 
     def update(self, attempt: Attempt) -> None:
-        """Correct what was expected of an attempt that started when little was known of its source."""
+        """Correct the expected latency of an attempt that started when little was known of its source."""
         if attempt.young:
             attempt.expected_s = self.expected_s(attempt.upstream, attempt.job.size)
 
@@ -72,7 +82,7 @@ class Forecast:
         return not any(upstream.speed.known for upstream in self._upstreams.values())
 
     def wait_s(self, upstream: Upstream, job: Job, now: float) -> float:
-        """How long `job` would have to wait for `upstream`, roughly where it depends on what ends first."""
+        """Seconds that `job` would have to wait for `upstream`; an estimate if that depends on other attempts."""
         if upstream.health.unusable:
             return math.inf
         if upstream.health.looks_dead(now):
@@ -87,11 +97,11 @@ class Forecast:
         return mean_left_s / max(1, upstream.quota.in_flight)
 
     def left_s(self, attempt: Attempt, now: float) -> float:
-        """How much longer `attempt` will take, by its age."""
+        """Seconds that `attempt` will still take, by its age."""
         return attempt.expected_s * self.tail.residual(attempt.age(now))
 
     def end(self, upstream: Upstream, now: float) -> float:
-        """When everything will be done that is queued for `upstream` and for the upstreams that share its work."""
+        """When everything that is queued for `upstream`, and for the upstreams that share its work, will be done."""
         self._refresh(now)
         return self._ends.get(upstream.name, now)
 
@@ -103,8 +113,8 @@ class Forecast:
         return upstream.name in self._unneeded
 
     def attempt_ended(self) -> None:
-        """Note that an attempt has ended. Which sources are unneeded is looked at again then: its job may have to go to
-        another one, and nothing else may happen for long.
+        """Note that an attempt has ended, and check again which sources are unneeded: its job may need another one, and
+        nothing else may trigger that check for long.
         """
         if self._prefer_cost:
             self._made_at = -math.inf
@@ -142,7 +152,7 @@ class Forecast:
             self._ends = {name: end for names, end in self._forecasts(now) for name in names}
 
     def _forecasts(self, now: float) -> Iterable[tuple[set[str], float]]:
-        """Each set of upstreams that share work, directly or over others, with the end of what waits for them."""
+        """Each set of upstreams that share work, directly or through others, with the end of what waits for them."""
         waiting_for: dict[frozenset[str], int] = {}
         for eligible, jobs in self._queue.eligible_sets():
             waiting_for[eligible] = waiting_for.get(eligible, 0) + jobs
@@ -159,8 +169,8 @@ class Forecast:
     def _needed(
         self, upstreams: list[Upstream], members: list[frozenset[str]], waiting: int, mean_size: float, now: float
     ) -> list[Upstream]:
-        """Those of `upstreams` that have to be used, if they are to cost as little as the deadlines of what waits
-        permit: for each set of sources that jobs may go to, the cheapest that together would end everything in time.
+        """The cheapest of `upstreams` that keep the deadlines of what waits: for each set of sources that jobs may go
+        to, the cheapest that together end everything in time.
         """
         needed: dict[str, None] = {}
         for eligible in members:
@@ -169,7 +179,7 @@ class Forecast:
         return [upstream for upstream in upstreams if upstream.name in needed]
 
     def _cheapest(self, upstreams: list[Upstream], waiting: int, mean_size: float, now: float) -> list[Upstream]:
-        """The cheapest of `upstreams` that together end what waits within half of the time that its deadlines leave."""
+        """The cheapest of `upstreams` that together end what waits in `CHEAP_PART` of the time to its deadlines."""
         heads = [head for upstream in upstreams if (head := self._queue.first(upstream.name)) is not None]
         if not heads:
             return upstreams

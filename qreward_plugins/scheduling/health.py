@@ -109,7 +109,7 @@ class Health:
             self._breaker.failed(now, probe=True, in_flight=self._quota.in_flight)
         elif self._breaker.trip(now):
             _log.warning(
-                "source %s answers mostly with invalid verdicts: it rests for %.0f s, then one request probes it",
+                "source %s answers mostly with invalid verdicts: circuit open for %.0f s, then one request probes it",
                 self._name,
                 self._breaker.wait_s(now),
             )
@@ -192,7 +192,8 @@ class Health:
         if self.unusable:
             return f"{self._name} is out ({self.unusable})"
         if not self._breaker.closed:
-            return f"{self._name} is down ({self._last_error})" if self._last_error else f"{self._name} rests"
+            trouble = f"is down ({self._last_error})" if self._last_error else "has an open circuit"
+            return f"{self._name} {trouble}"
         return f"{self._name} throttles" if paused else ""
 
     def _missing(self, now: float) -> float:

@@ -1,15 +1,15 @@
-"""Hedging: a second attempt at another source, where the first one takes much longer than it should.
+"""Hedging: starts a second attempt at another source if the first one takes much longer than expected.
 
-Three reasons, each with its own share of the budget, because false alarms of one must not use up what the next needs
-(in simulation, one shared budget made small batches take three times as long):
+There are three kinds of hedges. Each has its own share of the budget, so that false alarms of one kind leave enough for
+the next (in simulation, one shared budget made small batches take three times as long):
 
-    soft     the sources have nothing else to do: the longest attempts are started once more as soon as they are not
-             clearly early, since whoever straggles now is what the batch will wait for
-    early    by its age an attempt will take longer than another source would from now on; with a queue, only when it
-             would end after everything else, and not before it has to be started again to end with the others
-    overdue  as early, at several times the expected latency: what the last part of the budget is kept for
+    soft     the sources have nothing else to do: the attempts that may end last are started once more, from half of
+             their expected latency on, because the batch will wait for stragglers
+    early    judged by its age, an attempt will take longer than a new one at another source. While jobs are queued,
+             only if it would end after everything else, and as late as a hedge can still end with the others
+    overdue  the same at several times the expected latency. The last part of the budget is kept for these
 
-How much longer an attempt of some age will take is learned (`tail.py`). The first success ends the others.
+`tail.py` learns how much longer an attempt of a certain age will take. The first success ends the other attempts.
 
 Jeffrey Dean and Luiz Andre Barroso, "The Tail at Scale", Communications of the ACM 56(2), 2013.
 """
@@ -30,36 +30,40 @@ from .silence import SHORTEST_S as SHORTEST_SILENCE_S
 from .upstream import Upstream
 
 SOFT_AT = 0.5
-"""Age, as a multiple of the expected latency, from which an attempt may be hedged when a source is idle."""
+"""Age, as a multiple of the expected latency, from which an attempt may get a soft hedge."""
 SOFT_WITHIN = 2.0
-"""Such a hedge is worth its cost only if it is expected to take at most this multiple of the first attempt's time."""
+"""Largest expected latency of a soft hedge, as a multiple of that of the attempt."""
 LATE_AT = 1.5
-"""Age from which an attempt may be hedged before the queue is empty, if nothing else would end later."""
+"""Age from which an attempt may be hedged while jobs are queued, if nothing else would end later."""
 HARD_AT = 3.0
 """Age from which an attempt is overdue."""
 WORTH = 1.2
-"""Factor on the expected time of a hedge that must end before the attempt that it replaces."""
+"""Factor on the expected latency of a hedge that must end before the first attempt."""
 LEAST_AGE_S = 0.25
-"""Nothing younger is hedged, whatever was expected of it: a pause of this process must not look like a slow source."""
+"""Least age, in seconds, of a hedged attempt: a pause of this process must not look like a slow source."""
 LEAST_HEDGES = 4
+"""Hedges that a batch may have whatever its size."""
 LEAST_SOFT_HEDGES = 2
+"""Soft hedges that a batch may have whatever its size."""
 SOFT_PART = 0.4
 """Part of the hedge budget that soft hedges may use."""
 EARLY_PART = 0.75
 """Part of the hedge budget that hedges of attempts which are not overdue may use."""
 _STAGES = (0.25, SOFT_AT, 0.75, 1.0, 1.5, 2.0, HARD_AT, 4.0, 6.0, 9.0)
-"""Ages at which an attempt is looked at."""
+"""Ages, as multiples of the expected latency, at which an attempt is checked."""
 _FLOORS_S = (LEAST_AGE_S, SHORTEST_SILENCE_S, GIVE_UP_AFTER_S)
-"""Ages in seconds from which something may be done that is too young before, however little was expected."""
+"""Ages, in seconds, at which an attempt is checked as well: before them it counts as too young for some decision."""
 _LATER = 1.5
+"""After the last stage, factor from one age at which it is checked to the next."""
 _LEAST_COMPACTED = 64
+"""Shortest list of checks from which ended attempts are removed."""
 _EVERY_S = 0.05
-"""Least time between two looks at all attempts."""
+"""Least time, in seconds, between two searches for hedges."""
 
 
 class Hedges:
-    """The attempts that may be worth a hedge, and the budgets. `budget`: hedges of a batch as a share of its samples.
-    `eager`: whether to hedge anything that is not overdue.
+    """Chooses hedges, and counts them against the budget. `budget`: most hedges of a batch, as a share of its samples.
+    `eager`: whether to hedge attempts that are not overdue. `on_aged` is called with each attempt that is checked.
 
     Times are seconds of the event loop's clock.
     """
@@ -85,10 +89,10 @@ class Hedges:
         self._numbers = itertools.count()
         self._looked_at = {False: -math.inf, True: -math.inf}
         self.wake_at = math.inf
-        """When to look again at the latest."""
+        """Time by which to call `advance` and `choose` again."""
 
     def watch(self, attempt: Attempt, now: float) -> None:
-        """Look at an attempt again when it reaches the next of the ages at which something may have to be done."""
+        """Check an attempt again when it reaches the next of its stages."""
         age_s, expected_s = now - attempt.started_at, attempt.expected_s
         if age_s < LEAST_AGE_S:
             next_s = LEAST_AGE_S
@@ -98,10 +102,10 @@ class Hedges:
         due = max(attempt.started_at + next_s, math.nextafter(now, math.inf))
         heapq.heappush(self._coming, (due, next(self._numbers), attempt))
         if attempt.probe:
-            # Nothing else may happen at this source before the probe is overdue.
+            # Perhaps nothing else wakes the planner before the probe is overdue.
             self.wake_at = min(self.wake_at, due)
         if len(self._coming) > self._compact_at:
-            # Most attempts end before they are looked at again.
+            # Most attempts end before they are checked again.
             self._coming = [item for item in self._coming if not item[2].result]
             heapq.heapify(self._coming)
             self._compact_at = max(_LEAST_COMPACTED, 2 * len(self._coming))
@@ -111,7 +115,7 @@ class Hedges:
         self._coming.clear()
 
     def advance(self, now: float) -> None:
-        """Take note of the attempts that have grown older."""
+        """Check the attempts that have reached their next stage."""
         while self._coming and self._coming[0][0] <= now:
             attempt = heapq.heappop(self._coming)[2]
             if attempt.result or attempt.job.ended:
@@ -124,7 +128,7 @@ class Hedges:
         self.wake_at = self._coming[0][0] if self._coming else math.inf
 
     def choose(self, now: float, *, drained: bool) -> Iterator[tuple[Job, Upstream]]:
-        """The hedges to start now. `drained`: no source that is free has anything else to do."""
+        """The hedges to start now. `drained`: no job is queued."""
         if not self._budget or self._forecast.guesses:
             return
         again_at = self._looked_at[drained] + _EVERY_S
@@ -132,6 +136,7 @@ class Hedges:
             self.wake_at = min(self.wake_at, again_at)
             return
         self._looked_at[drained] = now
+        # The attempt that may end last goes first.
         ranked = [
             (-max(attempt.started_at + 6 * attempt.expected_s, now + 2 * attempt.expected_s), number, attempt)
             for number, attempt in enumerate(
@@ -165,7 +170,7 @@ class Hedges:
         if upstream is None:
             return None
         if not drained and not attempt.overdue and now + WORTH * takes_s < others_end:
-            # There is time to see whether it ends by itself; now it would take what the others need.
+            # There is still time to wait for its end. A hedge now would take quota from the queued jobs.
             return None
         if WORTH * takes_s <= left_s and all(self._forecast.left_s(other, now) > takes_s for other in job.live):
             return upstream
@@ -177,10 +182,10 @@ class Hedges:
         return upstream
 
     def _quickest(self, job: Job, now: float) -> tuple[Upstream | None, float]:
-        """The source that would answer `job` soonest of those that are not asked already, and in how many seconds.
+        """The source that would answer `job` soonest, of those that are not asked already, and in how many seconds.
 
-        A source that keeps an attempt far too long may be asked again, if it answers others: what hangs is the attempt.
-        None: no source can send it now, or one that cannot would still answer sooner than those that can.
+        A source with an overdue attempt of `job` may be asked again if it answers others. None if no source can send it
+        now, or if one that cannot would still answer sooner than those that can.
         """
         asked = {attempt.upstream.name for attempt in job.live if not attempt.overdue}
         best, best_s, starts_in_s = None, math.inf, 0.0
@@ -193,7 +198,7 @@ class Hedges:
             ):
                 continue
             if upstream.local and any(attempt.upstream is upstream for attempt in job.live):
-                # What hangs in a function hangs there again, and would hold two of its workers.
+                # A function would hang again on the same sample, and hold a second worker.
                 continue
             wait_s = self._forecast.wait_s(upstream, job, now)
             takes_s = wait_s + self._forecast.expected_s(upstream, job.size)

@@ -85,7 +85,7 @@ class Probing:
         """
         failing = upstream.breaker.failing
 
-        def turn(job: Job) -> tuple[object, ...]:
+        def order(job: Job) -> tuple[object, ...]:
             return (
                 job.suspect,
                 job.sequence in failing,
@@ -98,10 +98,10 @@ class Probing:
         def wait_s(job: Job) -> float:
             return upstream.quota.wait_s(min(upstream.tokens(job.request), upstream.quota.most_tokens), now)
 
-        job = min(self._queue.jobs(upstream.name), key=turn, default=None)
+        job = min(self._queue.jobs(upstream.name), key=order, default=None)
         if job is None or wait_s(job) <= 0:
             return job
-        return min(self._queue.jobs(upstream.name), key=lambda other: (wait_s(other), *turn(other)))
+        return min(self._queue.jobs(upstream.name), key=lambda other: (wait_s(other), *order(other)))
 
     def _only(self, upstream: Upstream, job: Job) -> bool:
         """Whether no other source can take `job`."""

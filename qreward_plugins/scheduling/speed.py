@@ -1,13 +1,13 @@
-"""How long a source takes for a request of a size, learned from what it really took.
+"""Learns how long a source takes for a request of a given size.
 
-The size of a request (its text, in bytes) says something about how long the answer takes, but how much differs from
-judge to judge: some write a paragraph about each response, some one number. So latency is fitted as a straight line
-over size, with exponential forgetting, and drawn towards proportionality while few answers are known. One answer that
-took many times longer than expected is a straggler, which says little about the next one: it counts with three times
-what was expected at most.
+How much latency depends on the size of a request (its text, in bytes) differs from judge to judge: some write a
+paragraph about each response, some one number. So latency is fitted as a straight line over size, with exponential
+forgetting. While few answers are known, the line is drawn towards proportionality. An answer that took many times the
+expected latency is a straggler and says little about the next one, so it counts with three times the latency that was
+possible.
 
-A few answers, or answers of one size only, say little about others. So there are two figures: what to expect, for
-planning, and the longest that the answers leave possible, for the decision that an attempt is lost.
+A few answers, or answers of one size only, say little about others. So there are two figures: the expected latency, for
+planning, and the longest that the answers leave possible, for the decision to give an attempt up.
 """
 
 from __future__ import annotations
@@ -15,17 +15,20 @@ from __future__ import annotations
 import math
 
 _MEMORY = 100
-"""Answers that are remembered, about; older ones fade."""
+"""Approximate number of answers that are remembered; older ones fade."""
 _CLIP = 3.0
+"""Most that an answer counts, as a multiple of the longest latency that was possible."""
 _PRIOR_ANSWERS = 8
 _PRIOR_SPREAD = 0.3
-"""Proportionality weighs as much as so many answers whose sizes vary by this share: a line through a few answers of
-about the same size says nothing about others."""
+"""Proportionality weighs as much as `_PRIOR_ANSWERS` answers whose sizes vary by this share. A line through a few
+answers of about the same size says nothing about other sizes."""
 _POSSIBLE_AFTER_ONE_S = 30.0
-"""Latency in seconds that one answer leaves possible, however quick it was: a filter in front of the judge may have
-given it. It falls with the square of the number of answers."""
+"""Latency, in seconds, that stays possible after one answer, however quick: it may have come from a filter in front of
+the judge. It falls with the square of the number of answers."""
 SETTLED_AFTER = 20
+"""Answers after which the expected latency is reliable."""
 SHORTEST_S = 1e-3
+"""Shortest latency to expect, in seconds."""
 
 
 class Speed:
@@ -77,7 +80,9 @@ class Speed:
         return max(self.expected_s(size), flattest_s, _POSSIBLE_AFTER_ONE_S / self._answers**2)
 
     def size_within(self, seconds: float) -> float:
-        """The largest size in bytes that is expected to take at most `seconds`; infinity: any, minus infinity: none."""
+        """The largest size, in bytes, that is expected to take at most `seconds`: infinity for any, minus infinity for
+        none.
+        """
         if not self._answers or (self._slope <= 0 and self._base <= seconds):
             return math.inf
         if self._slope <= 0:
@@ -85,7 +90,7 @@ class Speed:
         return (seconds - self._base) / self._slope
 
     def learn(self, size: float, seconds: float) -> None:
-        """Take in that an answer to a request of `size` bytes took `seconds`."""
+        """Learn from an answer to a request of `size` bytes that took `seconds`."""
         if self._answers:
             seconds = min(seconds, _CLIP * self.longest_s(size))
         self._answers = min(self._answers + 1, _MEMORY)

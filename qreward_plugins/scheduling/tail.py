@@ -1,10 +1,10 @@
-"""How much longer an attempt will take that has already taken so long, learned from all attempts of an event loop.
+"""Learns how much longer an attempt of a given age will take, from all attempts of an event loop.
 
-The age of an attempt is counted in multiples of what was expected of it, so that sources and sizes can be pooled. At
-first an old attempt is only a little late; from some age on it is more likely a straggler, which will take many times
-longer. Where that turns depends on the judge and the sources, so it is learned: as a hazard per step of age (Kaplan and
-Meier, "Nonparametric Estimation from Incomplete Observations", 1958), because the attempts that are cancelled in favour
-of a hedge are just the slow ones, and forgetting them would teach that there are none.
+Age is a multiple of the expected latency, so that sources and sizes can be pooled. An attempt that is a little late
+will end soon; from some age on it is more likely a straggler, which takes many times longer. That age depends on the
+judge and the sources, so it is learned: as a hazard per step of age (Kaplan and Meier, "Nonparametric Estimation from
+Incomplete Observations", 1958). This method uses cancelled attempts, too. They are the slow ones, which were replaced
+by a hedge; without them there would seem to be no stragglers.
 """
 
 from __future__ import annotations
@@ -18,8 +18,12 @@ _PRIOR_ATTEMPTS = 30.0
 _PRIOR_SIGMA = 0.45
 _PRIOR_STRAGGLERS = 0.02
 _PRIOR_FACTOR = 10.0
+"""The distribution before any attempt has ended, which weighs as much as 30 attempts: lognormal with this sigma; 2 %
+are stragglers that take ten times as long."""
 _MEMORY = 2000.0
+"""Attempts after which all counts are halved, so that old ones fade."""
 _REFRESH = 16
+"""Attempts after which the figures are computed again."""
 
 
 class Tail:
@@ -37,20 +41,22 @@ class Tail:
         self._update()
 
     def ended(self, age: float) -> None:
-        """Take in an attempt that was answered at `age`."""
+        """Learn from an attempt that was answered at `age`."""
         self._note(age, 1.0)
 
     def given_up(self, age: float) -> None:
-        """Take in an attempt that was cancelled at `age`: it would have ended later."""
+        """Learn from an attempt that was cancelled at `age`: it would have ended later."""
         self._note(age, 0.0)
 
     def residual(self, age: float) -> float:
-        """How much longer an attempt of `age` will run, on average, in the same unit as `age`."""
+        """How much longer an attempt of `age` will take on average, in the same unit."""
         step = bisect.bisect_left(_EDGES, age)
         return self._residual[step] if step < len(_EDGES) else age / 2
 
     def hazard(self, age: float) -> float:
-        """How many ends to expect of an attempt up to `age`, if it were started anew at once whenever it ended."""
+        """The cumulative hazard up to `age`: the expected number of ends, if an attempt started again whenever it
+        ended.
+        """
         if age <= 0:
             return 0.0
         step = bisect.bisect_left(_EDGES, age)
@@ -88,7 +94,7 @@ class Tail:
         total = 0.0
         self._hazard = []
         for ended, risk in zip(self._ended, self._at_risk, strict=True):
-            # A step in which everybody ended so far is no certainty.
+            # The 1 keeps a step in which all attempts have ended so far from being certain.
             total += ended / (risk + 1.0)
             self._hazard.append(total)
 

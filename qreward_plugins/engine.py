@@ -66,7 +66,8 @@ class RewardEngine:
         channel: the connection to a keeper, instead of the one that `engine.shared` selects.
         observers: called with every event, after those that the configuration names; see `observers`.
 
-    Raises `ConfigurationError` with all mistakes in the configuration.
+    Raises `ConfigurationError` with all mistakes in the configuration, and `ValueError` for an impossible number of
+    processes.
 
     Use it as an async context manager, or call `aclose`. It serves one event loop at a time: the loop of the first
     call, and when that loop is closed, the loop of the next call. Sync code uses `portal`.
@@ -81,6 +82,8 @@ class RewardEngine:
         channel: Channel | None = None,
         observers: Iterable[Observer] = (),
     ) -> None:
+        if not isinstance(processes, int) or processes < 1:
+            raise ValueError(f"processes must be a whole number from 1 on, not {processes!r}")
         self.config = load_config(config)
         self._statistics = Statistics()
         given = with_names(observers)
@@ -115,8 +118,10 @@ class RewardEngine:
 
         Returns its outcome within `deadline_s` seconds (default: `engine.deadline_s` of the configuration). It never
         raises because of the sample. Samples of a higher `priority` go first. Cancelling the call cancels its attempts
-        and frees their permits. Raises `EngineError` if the engine is closed or serves another event loop.
+        and frees their permits. Raises `EngineError` if the engine is closed or serves another event loop, and
+        `ValueError` for an impossible deadline or priority.
         """
+        _check_times(deadline_s, priority)
         scoring = self._bind()
         due_at = scoring.now() + self._deadline_s(deadline_s)
         return await scoring.submit(read_sample(sample), scoring.batches.of_singles(priority), due_at)
@@ -134,7 +139,12 @@ class RewardEngine:
         The whole batch is submitted at once, so that the scheduler can order it; the deadline of every sample runs from
         then on. Of two batches under way, the one of higher `priority` goes first; of equal ones, the earlier. That
         ends both earlier than mixing them would. `cutoff`: when to stop waiting for the last samples.
+
+        Raises what `score` raises, and `TypeError` for a single sample.
         """
+        if isinstance(samples, Sample):
+            raise TypeError("score_all takes several samples; call score for one")
+        _check_times(deadline_s, priority)
         batch = [read_sample(sample) for sample in samples]
         self._warn_if_too_many([sample for sample in batch if isinstance(sample, Sample)], deadline_s)
         scoring = self._bind()
@@ -357,6 +367,14 @@ class RewardEngine:
         busy = 4 * sum(upstream.quota.concurrency for upstream in self._upstreams.values())
         allowed = self._rate_per_s * self.config.engine.deadline_s / 2
         return max(1, int(min(busy, allowed / self._router.most_calls)))
+
+
+def _check_times(deadline_s: float | None, priority: int) -> None:
+    # The scheduler computes with both; there a wrong type would fail every sample of the batch.
+    if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s >= 0):
+        raise ValueError(f"deadline_s must be a number of seconds, at least 0, not {deadline_s!r}")
+    if not isinstance(priority, int):
+        raise ValueError(f"priority must be a whole number, not {priority!r}")
 
 
 async def _cancel(futures: Sequence[asyncio.Future[Outcome]]) -> None:

@@ -141,6 +141,11 @@ class _Watched:
 
 def with_names(observers: Iterable[Observer]) -> list[Named]:
     """The observers with their names. Raises `ConfigurationError` for an object that is no observer."""
+    if not isinstance(observers, Iterable):
+        problem = f"must be a list, not an object of type {_name(type(observers))}."
+        raise ConfigurationError(
+            [Mistake("observers", problem, "Put a single observer into a list.")], origin="observers"
+        )
     found = [(_name(observer), observer) for observer in observers]
     check((f"observers[{number}]", observer) for number, (_, observer) in enumerate(found))
     return found

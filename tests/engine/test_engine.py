@@ -258,3 +258,41 @@ async def test_real_limits_are_spent_and_kept(make_config, make_sample):
     report = judge.report()
     assert (report.violations_total, report.requests) == (0, 50)
     assert report.max_requests_in_window == 20
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"priority": "high"}, "priority must be a whole number, not 'high'"),
+        ({"deadline_s": -1}, "deadline_s must be a number of seconds, at least 0, not -1"),
+        ({"deadline_s": float("nan")}, "deadline_s must be a number of seconds, at least 0, not nan"),
+        ({"deadline_s": "60"}, "deadline_s must be a number of seconds, at least 0, not '60'"),
+    ],
+)
+async def test_an_impossible_argument_is_refused_before_anything_is_sent(
+    server, make_config, make_sample, arguments, said
+):
+    async with RewardEngine(make_config({"a": server})) as engine:
+        for call in (lambda: engine.score(make_sample(1), **arguments), lambda: engine.score_all([], **arguments)):
+            with pytest.raises(ValueError, match=said):
+                await call()
+    assert server.report().requests == 0
+
+
+@pytest.mark.anyio
+async def test_score_all_of_a_single_sample_names_the_right_call(server, make_config, make_sample):
+    async with RewardEngine(make_config({"a": server})) as engine:
+        with pytest.raises(TypeError, match="call score for one"):
+            await engine.score_all(make_sample(1))
+
+
+@pytest.mark.parametrize("processes", [0, -2, 1.5, None])
+def test_an_impossible_number_of_processes_is_refused(server, make_config, processes):
+    with pytest.raises(ValueError, match="processes must be a whole number from 1 on"):
+        RewardEngine(make_config({"a": server}), processes=processes)
+
+
+def test_an_observer_without_a_list_is_a_mistake(server, make_config):
+    with pytest.raises(ConfigurationError, match=r"(?s)observers: must be a list.*Put a single observer into a list"):
+        RewardEngine(make_config({"a": server}), observers=print)

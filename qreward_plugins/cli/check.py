@@ -12,9 +12,11 @@ from rich.text import Text
 from ..config import Config, load_config
 from ..errors import InputError
 from ..files import read_rollouts
+from ..journal import check_place
 from ..judges import kind_of
 from ..probe import Probe, idle_sources, probe, samples_for, untried_judges
 from ..samples import Sample
+from ..sources import TEXT
 from ..sources.redactor import Redactor
 from .figures import number_of, seconds
 from .running import OK, SOURCE_SILENT, open_engine, say
@@ -31,9 +33,12 @@ async def check_config(
 
     Returns 0 if every source gave a valid verdict and every LLM judge with the default instructions could tell right
     answers from nonsense, otherwise 1. A source has `timeout_s` seconds for an answer, or its own time limit if that is
-    shorter. Raises `ConfigurationError`. Raises `InputError` if the rollouts are empty or cannot be read.
+    shorter. Raises `ConfigurationError`, `InputError` if the rollouts are empty or cannot be read, and `JournalError`
+    if a run could not open its journal.
     """
     config = load_config(path)
+    if config.engine.journal is not None:
+        check_place(config.engine.journal.path)
     # A check must not create, open or fill the journal of a run.
     bare = config.model_copy(update={"engine": config.engine.model_copy(update={"journal": None})})
     async with open_engine(bare, path) as engine:
@@ -46,12 +51,15 @@ async def check_config(
         say(out, f"{path}: valid, with {', '.join(number_of(len(part), noun) for part, noun in counts)}")
         for line in _summaries(config):
             say(out, line)
+        if config.routes and "*" not in config.routes:
+            say(out, 'routes: samples of other data sources get no reward; a last route "*" would judge them')
         for name in engine.judges if rollouts is not None else ():
             if name not in samples:
                 say(out, f"{name}: no row of {rollouts} goes to it; the built-in sample is used")
         with errors.status("asking every source ..."):
             results = await probe(engine, samples)
         idle, untried = idle_sources(engine), untried_judges(engine)
+        models = {name for name, judge in engine.judges.items() if judge.asks == TEXT}
     out.print(_table(results))
     for result in results:
         if result.verdict is not None and result.verdict.rationale:
@@ -62,8 +70,13 @@ async def check_config(
         say(out, f"{name}: not asked, because no judge uses it")
     failed = [result for result in results if result.problem]
     for result in failed:
-        say(out, _problem(result, built_in=result.judge not in samples))
-    unable = [result for result in results if result.trial is not None and result.trial.problem]
+        say(out, _problem(result, built_in=result.judge not in samples, capable=result.judge in models))
+    unable = [
+        result
+        for result in results
+        # Invalid verdicts in the trial repeat what was said of the sample.
+        if result.trial is not None and result.trial.problem and not (result.problem and len(result.trial.flaws) > 1)
+    ]
     for result in unable:
         say(out, _unable(result, own=_has_own_instructions(config, result.judge)))
     surely = any(not _has_own_instructions(config, result.judge) for result in unable)
@@ -114,10 +127,16 @@ def _announced(limits: Mapping[str, float]) -> str:
     return "\n".join(parts) or "nothing"
 
 
-def _problem(result: Probe, *, built_in: bool) -> Text:
+def _problem(result: Probe, *, built_in: bool, capable: bool) -> Text:
+    """Describe why a source gave no verdict. `capable`: whether a more capable model may give one."""
     remedy = ""
     if not result.asked and built_in:
         remedy = "; the built-in sample does not fit this judge, so use one of yours with --rollouts"
+    elif capable and result.trial is not None and len(result.trial.flaws) > 1:
+        remedy = (
+            f"; {len(result.trial.flaws)} of {2 * len(result.trial.pairs)} test answers got no valid verdict, either"
+        )
+        remedy += "; use a more capable model"
     # Errors of sources begin with the name of the source.
     name = f"source {result.source!r}"
     problem = result.problem if result.problem.startswith(name) else f"{name}: {result.problem}"

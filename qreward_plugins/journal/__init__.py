@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from .database import check_place
 from .journal import Journal
 from .keys import question_keys
 
-__all__ = ["Journal", "question_keys"]
+__all__ = ["Journal", "check_place", "question_keys"]

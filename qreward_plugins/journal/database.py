@@ -8,6 +8,7 @@ does not damage the file. The application id protects databases of other program
 from __future__ import annotations
 
 import logging
+import os
 import sqlite3
 import threading
 import time
@@ -24,6 +25,8 @@ BUSY_TIMEOUT_S: Final = 5.0
 """Longest wait for another process that writes, in seconds."""
 
 _APPLICATION_ID: Final = 0x71526A31
+
+_MAGIC: Final = b"SQLite format 3\0"
 
 _CREATE: Final = (
     "CREATE TABLE outcomes (id INTEGER PRIMARY KEY, " + ", ".join(f"{name} {kind}" for name, kind in COLUMNS) + ")",
@@ -50,6 +53,27 @@ def open_database(path: str) -> sqlite3.Connection:
             raise JournalError(problem)
         # SQLite waits for all locks but the one of the switch to WAL mode.
         threading.Event().wait(0.01)
+
+
+def check_place(path: str) -> None:
+    """Check that a journal could be opened at `path`, without opening or creating it.
+
+    Raises `JournalError` for what the file system and the first bytes of the file show. Opening it may still fail.
+    """
+    folder = os.path.dirname(path) or "."
+    try:
+        start = b""
+        if os.path.exists(path):
+            with open(path, "rb") as file:
+                start = file.read(len(_MAGIC))
+    except OSError as error:
+        raise JournalError(f"the journal {path} cannot be opened ({error.strerror}); choose another path") from None
+    if start and start != _MAGIC:
+        raise JournalError(f"{path} is not a journal; choose another path, or remove the file")
+    if not os.path.isdir(folder):
+        raise JournalError(f"the journal {path} cannot be opened: there is no directory {folder!r}; create it")
+    if not os.access(path if start else folder, os.W_OK):
+        raise JournalError(explained(sqlite3.OperationalError("readonly"), path))
 
 
 class _Locked(JournalError):

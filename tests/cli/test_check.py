@@ -333,3 +333,43 @@ def test_a_judge_that_no_row_goes_to_is_told_of(check, write_config, write_rows,
         write_config({"a": server}, judges={"quality": {"kind": "llm"}}, routes={"math": "quality"})
         result = check("--rollouts", tmp_path / "in.jsonl")
     assert "quality: no row of" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("path", "said"),
+    [
+        ("absent/verdicts.sqlite", "there is no directory"),
+        (".", "cannot be opened (Is a directory); choose another path"),
+        ("notes.txt", "is not a journal; choose another path, or remove the file"),
+    ],
+)
+def test_a_journal_that_no_run_could_open_is_a_mistake(check, server, write_config, tmp_path, path, said):
+    (tmp_path / "notes.txt").write_text("not a database")
+    write_config({"a": server}, engine={"journal": {"path": str(tmp_path / path)}})
+    result = check()
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert said in result.stderr
+    assert (tmp_path / "notes.txt").read_text() == "not a database"
+    assert server.report().requests == 0
+
+
+def test_a_check_leaves_the_journal_alone(check, server, write_config, tmp_path):
+    write_config({"a": server}, engine={"journal": {"path": str(tmp_path / "verdicts.sqlite")}})
+    assert check().exit_code == 0
+    assert not (tmp_path / "verdicts.sqlite").exists()
+
+
+def test_routes_that_miss_data_sources_are_told(check, server, write_config):
+    said = 'routes: samples of other data sources get no reward; a last route "*" would judge them'
+    write_config({"a": server}, routes={"math/*": "quality"})
+    assert said in check().stdout.replace("\n", " ")
+    write_config({"a": server}, routes={"math/*": "quality", "*": "quality"})
+    assert "routes: samples" not in check().stdout
+
+
+def test_one_fault_is_told_once(check, write_config):
+    with JudgeServer(faults=Faults(rates={"prose": 1.0})) as server:
+        write_config({"odd": server})
+        lines = [line for line in check().stdout.splitlines() if line.startswith("judge quality: ")]
+    assert len(lines) == 1
+    assert lines[0].endswith("; 6 of 6 test answers got no valid verdict, either; use a more capable model")

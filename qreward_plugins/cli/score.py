@@ -172,7 +172,8 @@ def _summary(plan: Plan, tally: _Tally, statistics: EngineStatistics) -> str:
     mean = f", mean reward {tally.total_reward / tally.rewarded:.4g}" if tally.rewarded else ""
     cost = sum(source.cost_usd for source in statistics.sources.values())
     priced = f", {cost:.4f} USD" if cost else ""
-    return f"{tally.rewarded:,} of {number_of(plan.total, 'row')} have a reward{cached}{mean}{priced}; see {plan.out}"
+    have = "has" if plan.total == 1 else "have"
+    return f"{tally.rewarded:,} of {number_of(plan.total, 'row')} {have} a reward{cached}{mean}{priced}; see {plan.out}"
 
 
 def _how_to_go_on(plan: Plan, tally: _Tally, statistics: EngineStatistics, unrecorded: JournalError | None) -> str:

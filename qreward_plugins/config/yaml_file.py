@@ -1,4 +1,4 @@
-"""Reads a YAML file into plain values, and reports mistakes without quoting the file.
+"""Reads a YAML file into plain values, and reports mistakes without quoting the values of the file.
 
 PyYAML's messages quote the wrong line, which may hold a secret; so a message here has only the line number and the
 column. The dialect is that of OmegaConf and Hydra: `1e3` is a number, dates stay text, a duplicate key is a mistake.
@@ -13,6 +13,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from ..errors import ConfigurationError, Mistake
+from .findings import is_plain_key
 from .interpolations import MOST_VALUES
 
 _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
@@ -35,7 +36,9 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc]
         for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if isinstance(key, yaml.ScalarNode) and key.tag != "tag:yaml.org,2002:merge":
                 if (key.tag, key.value) in seen:
-                    raise yaml.constructor.ConstructorError(problem="duplicate key", problem_mark=key.start_mark)
+                    raise yaml.constructor.ConstructorError(
+                        problem=f"duplicate key{_shown(key.value)}", problem_mark=key.start_mark
+                    )
                 seen.add((key.tag, key.value))
         mapping: dict[Any, Any] = super().construct_mapping(node, deep=deep)
         return mapping
@@ -133,6 +136,11 @@ def _values(node: yaml.Node, known: dict[yaml.Node, int]) -> int:
     return count
 
 
+def _shown(key: str) -> str:
+    """Return the name of a key for a message; "" for a text that is no name, because it may be a misplaced secret."""
+    return f" `{key}`" if is_plain_key(key) else ""
+
+
 def _marked(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, str]:
     mark = error.problem_mark or error.context_mark
     place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "place unknown"
@@ -144,8 +152,9 @@ def _marked(error: yaml.MarkedYAMLError, lines: list[str]) -> tuple[str, str]:
         what = "`!` starts an unknown tag"
         remedy = "Put a text that starts with `!` in quotes."
     elif "that cannot start any token" in what:
+        what = "found a character that cannot start a value"
         remedy = "Put a text that starts with a special character in quotes; indent with spaces."
-    elif what == "duplicate key":
+    elif what.startswith("duplicate key"):
         remedy = "Merge the two, or rename one of them."
     elif mark and mark.line < len(lines) and "${" in lines[mark.line]:
         remedy = "Within { } or [ ], put `${...}` in quotes."

@@ -49,7 +49,7 @@ def as_json(value: Any) -> bytes:
 
 def _parsed(line: bytes, where: str) -> Any:
     try:
-        return json.loads(line.decode())
+        return json.loads(line.decode().rstrip("\r\n"))
     except json.JSONDecodeError as error:
         problem = f"{error.msg.removesuffix(' at')} at column {error.colno}"
     except UnicodeDecodeError as error:

@@ -300,7 +300,8 @@ class Quota:
         window = self._window
         if window is not None and not long_pause and window.throttled(now, sent_at, self.in_flight):
             self.concurrency = int(window.size)
-            message = message or f"throttled: at most {self.concurrency} requests in flight from now on"
+            many = "1 request" if self.concurrency == 1 else f"{self.concurrency} requests"
+            message = message or f"throttled: at most {many} in flight from now on"
         return message
 
     def announced(self, announced: Mapping[str, float], now: float) -> str | None:

@@ -35,6 +35,8 @@ _LARGE_BODY_BYTES = 2**20
 # The body of an error only explains it. The status counts even if the body is endless or never arrives.
 _ERROR_BODY_BYTES = 65_536
 _ERROR_BODY_S = 5.0
+_NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
+"""Reasons of OpenSSL for an answer that is not TLS."""
 _NO_SECRETS = frozenset(
     {"accept", "accept-encoding", "accept-language", "content-type", "http-referer", "referer", "user-agent", "x-title"}
 )
@@ -188,7 +190,9 @@ class HTTPClient:
         if isinstance(error, aiohttp.ClientProxyConnectionError):
             return TransientError(f"{where}: could not connect to the proxy{_errno(error)}")
         if isinstance(error, aiohttp.ClientConnectorSSLError):
-            return TransientError(f"{where}: the TLS handshake failed ({self.redactor.of(_ssl_reason(error))})")
+            reason = _ssl_reason(error)
+            hint = "; the server probably speaks http, not https" if reason in _NOT_TLS else ""
+            return TransientError(f"{where}: the TLS handshake failed ({self.redactor.of(reason)}){hint}")
         if isinstance(error, aiohttp.ClientConnectorError):
             return TransientError(f"{where}: could not connect{_errno(error)}")
         if isinstance(error, aiohttp.ServerDisconnectedError):

@@ -48,6 +48,11 @@ class OpenAISource(Endpoint):
         if config.parameters.get("stream"):
             path = f"sources.{name}.parameters.stream"
             mistakes.append(Mistake(path, "streamed replies are not supported.", "Leave it out."))
+        if any(url.rstrip("/").endswith(self.PATH) for url in config.urls):
+            path = f"sources.{name}.base_url"
+            mistakes.append(
+                Mistake(path, f"it must end before {self.PATH}, which is added.", f"Leave out {self.PATH}.")
+            )
         super().__init__(name, config, mistakes=mistakes)
         self._model = config.model
         self._reasons = config.dialect == "openai_reasoning"

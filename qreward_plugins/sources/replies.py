@@ -23,7 +23,7 @@ from .rate_limit_headers import retry_after_s
 from .redactor import Redactor
 
 _UNUSABLE = {
-    401: "the key was refused",
+    401: "the key is missing or was refused; check api_key or api_key_env",
     402: "the account has no credit",
     403: "the key has no permission",
     404: "unknown URL or model",
@@ -36,6 +36,7 @@ _BUSY = (503, 529)
 _OUT_OF_CREDIT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
 _THROTTLED = ("rate_limit_exceeded", "rate_limit_error", "too_many_requests")
 _REFUSED = ("content_filter", "content_policy_violation", "responsibleaipolicyviolation")
+_UNSUPPORTED = ("unsupported_parameter", "unsupported_value")
 _MOST_TOKENS = 10**9
 _LONGEST_NAME_CHARS = 200
 
@@ -110,7 +111,12 @@ class Answer(ABC):
             return SourceUnusable(self._says(said, problem), status=status)
         if status in _TRANSIENT or status >= 500:
             return TransientError(self._says(f"answered {status}", problem), status=status)
-        return PermanentError(self._says(f"answered {status}", problem), status=status)
+        hint = ""
+        if problem.has(_UNSUPPORTED) and self.url_key == "base_url":
+            hint = (
+                "; a reasoning model of OpenAI needs dialect: openai_reasoning; parameters: {KEY: null} removes a key"
+            )
+        return PermanentError(self._says(f"answered {status}{hint}", problem), status=status)
 
     def _hint(self, status: int) -> str:
         """Return a hint on the most frequent mistake in the URL of a chat-completions server, or ""."""
@@ -130,7 +136,8 @@ class Answer(ABC):
 
     def content_type(self) -> str:
         kind = self.http.headers.get("Content-Type", "").partition(";")[0].strip() or "no content type"
-        return self.redactor.of(kind, 80)
+        page = f" (a web page; check {self.url_key})" if kind.lower() == "text/html" else ""
+        return self.redactor.of(kind, 80) + page
 
     def unreadable(self, what: str, body: bytes = b"") -> TransientError:
         """Return the error for a reply that cannot be read. `what` describes the reply; `body` is quoted briefly."""

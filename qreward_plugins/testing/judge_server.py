@@ -11,6 +11,8 @@ blocks its own loop cannot slow the server.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import signal
 import socket
 import threading
@@ -202,8 +204,11 @@ class JudgeServer:
                 raise OSError("ports end at 65535")
             listener = socket.create_server((self._host, self._port), family=family, backlog=_BACKLOG)
         except OSError as error:
+            # Python appends the address to the system's text.
+            problem = os.strerror(error.errno) if error.errno else str(error)
+            remedy = "use a host of this machine" if error.errno == errno.EADDRNOTAVAIL else "use another port, or 0"
             raise JudgeServerError(
-                f"the judge server cannot listen on {self._url_host}:{self._port}: {error}; use another port, or 0"
+                f"the judge server cannot listen on {self._url_host}:{self._port}: {problem}; {remedy}"
             ) from error
         listener.setblocking(False)
         return listener

@@ -32,6 +32,7 @@ def refused(server, run_cli, write_config, tmp_path):
 BAD_LINES = {
     '{"prompt": "q", "response": "r"\n': "not valid JSON",
     '{"prompt": "q" "response": "r"}\n': "not valid JSON (Expecting ',' delimiter at column 16)",
+    '{"prompt": "q", "respon\n': "not valid JSON (Unterminated string starting at column 17)",
     "[1]\n": "must be an object, not a list",
     '"text"\n': "must be an object, not a text",
     "null\n": "must be an object, not null",

@@ -210,7 +210,7 @@ def test_a_node_inside_a_mapping_is_resolved_once() -> None:
     [
         ("a: [1\n", "not valid YAML"),
         ("a:\n\tb: 1", "line 2, column 1"),
-        ("a: 1\na: 2", "duplicate key (line 2, column 1)"),
+        ("a: 1\na: 2", "duplicate key `a` (line 2, column 1)"),
         ("a: b: c", "line 1, column 5"),
         ("a: {x: ${oc.env:A}}", "Within { } or [ ], put `${...}` in quotes"),
         ("a: !!int abc", "does not fit its tag"),

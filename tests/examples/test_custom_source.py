@@ -154,7 +154,7 @@ def test_a_source_that_refuses_the_key_fails_the_sample_with_the_reason():
 
     outcome = asyncio.run(score())
     assert isinstance(outcome, Failed)
-    assert "the key was refused" in outcome.detail
+    assert "the key is missing or was refused" in outcome.detail
 
 
 def test_mistakes_are_found_when_the_configuration_is_read():

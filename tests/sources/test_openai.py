@@ -415,7 +415,10 @@ async def test_a_handshake_that_fails_or_never_ends(open_source: Any, request_of
         await reader.read()
         writer.close()
 
-    for answer, says in ((b"HTTP/1.1 400 Bad Request\r\n\r\n", "handshake failed"), (b"", "within 0.05 s")):
+    for answer, says in (
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "; the server probably speaks http, not https"),
+        (b"", "within 0.05 s"),
+    ):
         server = await asyncio.start_server(garble, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         source = open_source(f"https://127.0.0.1:{port}/v1", timeouts={"connect_s": 5 if answer else 0.05})
@@ -682,6 +685,8 @@ CONFIG: dict[str, Any] = {"kind": "openai", "base_url": "https://h/v1", "model":
         ({"parameters": {"stream": True}}, "sources.s.parameters.stream"),
         ({"base_url": "http://[::1/v1"}, "sources.s.base_url"),
         ({"base_url": "http://h:99999/v1"}, "sources.s.base_url"),
+        ({"base_url": "http://h/v1/chat/completions"}, "sources.s.base_url"),
+        ({"base_url": ["http://g/v1", "http://h/v1/chat/completions/"]}, "sources.s.base_url"),
     ],
 )
 def test_mistakes_that_only_the_environment_shows(

@@ -225,3 +225,22 @@ def test_a_404_hints_at_the_version_that_a_base_url_ends_in(path: str, hinted: b
     with pytest.raises(SourceUnusable) as caught:
         answer.reply()
     assert ("ends in /v1" in str(caught.value)) is hinted
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "headers", "hint"),
+    [
+        ({}, 401, {}, "check api_key or api_key_env"),
+        (b"<html>Welcome</html>", 200, {"Content-Type": "Text/HTML; charset=utf-8"}, "(a web page; check base_url)"),
+        (
+            {"error": {"message": "no max_tokens", "code": "unsupported_parameter"}},
+            400,
+            {},
+            "dialect: openai_reasoning",
+        ),
+    ],
+)
+def test_a_frequent_mistake_comes_with_its_remedy(body: Any, status: int, headers: dict[str, str], hint: str) -> None:
+    with pytest.raises(QRewardError) as caught:
+        answer(body, status, headers)
+    assert hint in str(caught.value)

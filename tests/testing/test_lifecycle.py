@@ -115,9 +115,12 @@ def test_a_taken_port_is_one_clear_error() -> None:
         assert server.port == port, "it can be started once the port is free"
 
 
-@pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 99_999), ("192.0.2.1", 0)])
-def test_an_impossible_address_is_a_clear_error_too(host: str, port: int) -> None:
-    with pytest.raises(JudgeServerError, match="cannot listen"):
+@pytest.mark.parametrize(
+    ("host", "port", "remedy"),
+    [("127.0.0.1", 99_999, "use another port, or 0"), ("192.0.2.1", 0, "use a host of this machine")],
+)
+def test_an_impossible_address_is_a_clear_error_too(host: str, port: int, remedy: str) -> None:
+    with pytest.raises(JudgeServerError, match=rf"cannot listen on {host}:{port}: [^;]+; {remedy}$"):
         JudgeServer(host=host, port=port).start()
 
 

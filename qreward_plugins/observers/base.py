@@ -139,7 +139,7 @@ class _Watched:
         )
 
 
-def with_names(observers: Iterable[Observer]) -> list[Named]:
+def with_names(observers: Iterable[Observer] | Observer) -> list[Named]:
     """The observers with their names. Raises `ConfigurationError` for an object that is no observer."""
     if not isinstance(observers, Iterable):
         problem = f"must be a list, not an object of type {_name(type(observers))}."

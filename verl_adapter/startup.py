@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from difflib import get_close_matches
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -39,7 +40,7 @@ _INSTEAD = "Choose another estimator, or set trainer.use_v1=False."
 
 def refuse_impossible(config: DictConfig, trainer: Trainer) -> None:
     """Raise `ConfigurationError` with all settings with which `trainer` cannot run on a reward manager's rewards."""
-    mistakes = [*_bypass(config), *_estimator(config, trainer)]
+    mistakes = [*_misspelt(config), *_bypass(config), *_estimator(config, trainer)]
     if mistakes:
         raise ConfigurationError(mistakes, origin="verl's configuration")
 
@@ -60,6 +61,13 @@ def warn_of_ignored_settings(config: DictConfig, trainer: Trainer) -> None:
             "every group.",
             trainer.name,
         )
+
+
+def _misspelt(config: DictConfig) -> Iterator[Mistake]:
+    """Keys that were meant to be `qreward`. Hydra adds any key after a `+`, and the tree below it would be ignored."""
+    for key in map(str, config):
+        if key != "qreward" and key.startswith("q") and get_close_matches("qreward", [key], cutoff=0.75):
+            yield Mistake(key, "unknown key.", "Did you mean `qreward`?")
 
 
 def _bypass(config: DictConfig) -> Iterator[Mistake]:

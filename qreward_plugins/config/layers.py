@@ -16,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from ..errors import ConfigurationError, Mistake
 from .environment import environment, environment_of
+from .findings import nearest
 from .loading import load_config
 from .models import Config
 from .yaml_file import read_yaml
@@ -55,6 +56,10 @@ def load_layers(
 
 
 def _loaded(inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any] | None, origin: str) -> Config:
+    known = ["config", *Config.model_fields]
+    for key in map(str, inline):
+        if key not in known and nearest(key, known) == "config":
+            raise ConfigurationError([Mistake(key, "unknown key.", "Did you mean `config`?")], origin=origin)
     path = inline.get("config") or environment().get(ENVIRONMENT)
     if not path and "config" not in inline and ("judges" in inline or default is None):
         return load_config(inline, origin=origin)

@@ -51,11 +51,13 @@ def _plain_name(name: str) -> str:
 
 ModelName = Annotated[str, Field(min_length=1), AfterValidator(_plain_name)]
 ServiceURL = Annotated[str, AfterValidator(_plain_url)]
-URLs = Annotated[tuple[ServiceURL, ...], Field(min_length=1), BeforeValidator(one_or_several)]
+_TAKES_URLS = takes("a URL, or a list of URLs")
+URLs = Annotated[tuple[ServiceURL, ...], Field(min_length=1), _TAKES_URLS, BeforeValidator(one_or_several)]
 """A URL, or a list of replicas."""
 BaseURLs = Annotated[
     tuple[Annotated[ServiceURL, AfterValidator(_without_slash)], ...],
     Field(min_length=1),
+    _TAKES_URLS,
     BeforeValidator(one_or_several),
 ]
 """The same for URLs to which a path is appended; slashes at the end are removed."""

@@ -68,3 +68,9 @@ def test_mistakes_of_an_inline_tree_bear_its_name():
     with pytest.raises(ConfigurationError, match="1 mistake in the flags") as caught:
         load_layers({**DEFAULT, "engin": {}}, origin="the flags")
     assert caught.value.mistakes[0].path == "engin"
+
+
+@pytest.mark.parametrize("default", [None, DEFAULT])
+def test_a_misspelt_config_is_told(path, default):
+    with pytest.raises(ConfigurationError, match=r"confg: unknown key\. Did you mean `config`\?"):
+        load_layers({"confg": str(path)}, default=default)

@@ -119,3 +119,10 @@ def test_a_filter_of_groups_that_no_trainer_reads_is_warned_of(caplog):
 
     assert said(LEGACY)
     assert not said(V1)
+
+
+@pytest.mark.parametrize("key", ["qrewards", "qrewad"])
+def test_a_misspelt_tree_ends_the_run_instead_of_being_ignored(compose, key):
+    config = compose(f"+{key}.config=judges.yaml")
+    with pytest.raises(ConfigurationError, match=rf"{key}: unknown key\. Did you mean `qreward`\?"):
+        refuse_impossible(config, trainer_of(config))

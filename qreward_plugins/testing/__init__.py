@@ -55,6 +55,8 @@ _HOMES = {
     "verl_stand_in": "verl.modules",
 }
 
+_EXTRA_PACKAGES = {"numpy": 'pip install "qreward-plugins[testing]"'}
+
 __all__ = [
     "DynamicFilterOutput",
     "FakeRollTrainer",
@@ -97,4 +99,10 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    missing = None
+    try:
+        return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    except ModuleNotFoundError as error:
+        missing = error.name
+    remedy = _EXTRA_PACKAGES.get(missing or "", f"pip install {missing}")
+    raise ModuleNotFoundError(f"{name} needs {missing}, which is not installed; {remedy}", name=missing)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -472,3 +473,15 @@ def test_a_custom_rollout_function_may_wrap_that_of_slime_or_return_plain_lists(
         assert trainer.rollout(5).metrics["rollout/mine"] == 5
     with FakeSlimeTrainer(rollout_function_path=plain) as trainer:
         assert trainer.rollout().raw_rewards == [1.0] * 8
+
+
+def test_an_error_of_many_groups_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def broken(args: Any, sample: SlimeSample) -> float:
+        raise ValueError("no key")
+
+    prompts = ["a", "b", "c", "d"]
+    with FakeSlimeTrainer(custom_rm_path=broken, prompts=prompts, rollout_batch_size=4) as trainer:
+        with pytest.raises(ValueError, match="no key"):
+            trainer.rollout()
+        gc.collect()
+    assert "never retrieved" not in caplog.text

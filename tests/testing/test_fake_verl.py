@@ -12,6 +12,7 @@ from collections import Counter
 import pytest
 from hydra.errors import HydraException
 
+from qreward_plugins import testing
 from qreward_plugins.testing import FakeVerlTrainer, VerlOutput, verl_stand_in
 
 GRPO = "algorithm.adv_estimator=grpo"
@@ -465,3 +466,29 @@ def test_with_a_colocated_reward_model_a_whole_batch_is_scored_after_the_rollout
     assert step.reward_calls == 0
     last = step.batch.batch["response_mask"].sum(dim=-1) - 1
     assert [row.nonzero()[0].tolist() for row in step.batch.batch["rm_scores"]] == [[each] for each in last]
+
+
+def test_too_few_rows_are_told_with_the_size_of_a_batch():
+    with pytest.raises(AssertionError, match=r"empty! rows has 3, and a batch is 4 \(data\.train_batch_size\)"):
+        FakeVerlTrainer(["data.train_batch_size=4"], rows=[{"prompt": "q"}] * 3, reward=lambda **_: 1.0)
+
+
+def test_a_response_that_is_no_text_is_told(caplog):
+    rows = [{"prompt": "q"}] * 4
+    with (
+        FakeVerlTrainer([GRPO], rows=rows, reward=right, respond=lambda draft, rng: 4) as trainer,
+        pytest.raises(RuntimeError),
+    ):
+        trainer.step()
+    assert "respond returned an object of type int, not a text or a VerlOutput" in caplog.text
+
+
+def test_a_missing_package_is_told_with_the_command_that_installs_it(monkeypatch):
+    def import_module(name, package):
+        raise ModuleNotFoundError("No module named 'numpy'", name="numpy")
+
+    monkeypatch.setattr(testing, "import_module", import_module)
+    with pytest.raises(
+        ModuleNotFoundError, match=r'FakeVerlTrainer needs numpy.*pip install "qreward-plugins\[testing\]"'
+    ):
+        _ = testing.FakeVerlTrainer

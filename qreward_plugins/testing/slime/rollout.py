@@ -127,7 +127,10 @@ class SlimeRollout:
     def _submit(self, groups: list[Group]) -> None:
         for group in groups:
             params = self._sampling_params(self.args)
-            self._pending[self._spawn(self._generate_group(group, params))] = None
+            task = self._spawn(self._generate_group(group, params))
+            # After the error of one group, those of the others are not asked for.
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            self._pending[task] = None
         self._remaining += len(groups)
 
     async def _next_done(self) -> list[asyncio.Task[Group]]:

@@ -110,7 +110,9 @@ class TrainerBase(ABC):
         train, val = VerlDataset(self.setup.rows), VerlDataset(self.setup.val_rows)
         size = data.get("gen_batch_size", None) or data.train_batch_size
         self.train_dataloader = VerlDataLoader(train, size, shuffle=bool(data.shuffle), drop_last=True, rng=self._rng)
-        assert len(self.train_dataloader) >= 1, "Train dataloader is empty!"
+        assert len(self.train_dataloader) >= 1, (
+            f"Train dataloader is empty! rows has {len(train)}, and a batch is {size} (data.train_batch_size)"
+        )
         self.val_dataloader = VerlDataLoader(
             val,
             data.val_batch_size or max(len(val), 1),

@@ -103,6 +103,8 @@ class VerlEngine:
         whole = self._hold is None or not self._hold(draft) or await self.held.wait(draft)
         if isinstance(written, str):
             written = VerlOutput([written], num_turns=2)
+        if not isinstance(written, (VerlOutput, list, tuple)):
+            raise TypeError(f"respond returned an object of type {type(written).__name__}, not a text or a VerlOutput")
         outputs = [written] if isinstance(written, VerlOutput) else list(written)
         version = global_step if global_step < 1 else global_step - 1
         first = version if began is None else began

@@ -26,7 +26,6 @@ class RetryUse:
     successes: int
     retries: int
     put_off: int
-    longest_wait_s: float
 
 
 class RetryBudget:
@@ -36,7 +35,7 @@ class RetryBudget:
     requested in them become due.
     """
 
-    __slots__ = ("_at", "_balance", "_longest_wait_s", "_put_off", "_retries", "_successes")
+    __slots__ = ("_at", "_balance", "_put_off", "_retries", "_successes")
 
     def __init__(self) -> None:
         self._balance = RESERVE
@@ -44,7 +43,6 @@ class RetryBudget:
         self._successes = 0
         self._retries = 0
         self._put_off = 0
-        self._longest_wait_s = 0.0
 
     def earn(self, now: float) -> None:
         """Record a success."""
@@ -59,15 +57,13 @@ class RetryBudget:
         self._retries += 1
         if self._balance >= -1e-9:
             return 0.0
-        wait_s = -self._balance / FLOOR_PER_S
         self._put_off += 1
-        self._longest_wait_s = max(self._longest_wait_s, wait_s)
-        return wait_s
+        return -self._balance / FLOOR_PER_S
 
     def use(self, now: float) -> RetryUse:
         """Return a snapshot."""
         self._accrue(now)
-        return RetryUse(self._balance, self._successes, self._retries, self._put_off, self._longest_wait_s)
+        return RetryUse(self._balance, self._successes, self._retries, self._put_off)
 
     def _accrue(self, now: float) -> None:
         if now > self._at:

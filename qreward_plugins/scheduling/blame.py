@@ -1,8 +1,8 @@
-"""Finding the blame: the way of a batch's last job, cut into parts that add up to the batch's makespan.
+"""Splits the makespan of a batch into parts that add up to it: what its last job waited for, and where.
 
-The way is followed backwards from the attempt that ended the job. An attempt is split into what it usually takes and
-what it took longer. A hedge leads to the attempt that it was started beside: that one was too slow. What lies between
-two attempts is laid at the source that took the job next, by what kept this source from taking it earlier.
+The history of the last job is followed backwards from the attempt that ended it. An attempt is split into its usual
+latency and the excess. A hedge leads to the attempt that it was started beside, because that one was too slow. The time
+between two attempts counts for the source that took the job next, by what kept this source from taking it earlier.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from .batches import Batch
 
 STRAGGLES_FROM = 1.5
-"""Multiple of the expected latency from which on an attempt is a straggler."""
+"""Multiple of the expected latency from which an attempt is a straggler."""
 _KINDS: Mapping[Hold, PartKind] = {"": "queue", "queue": "queue", "quota": "quota", "pause": "pause"}
 
 
 def report(batch: Batch, upstreams: Mapping[str, Upstream]) -> BatchReport:
-    """What became of a batch that has ended, and what it waited for."""
+    """The counts of a batch that has ended, and what it waited for."""
     return BatchReport(
         samples=batch.samples,
         scored=batch.scored,

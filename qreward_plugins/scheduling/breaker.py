@@ -1,9 +1,8 @@
-"""A circuit breaker per source: after failures in a row it keeps samples away, and asks again with one probe.
+"""The circuit breaker of a source: after failures in a row it keeps samples away, and lets single probes pass.
 
-Without it a source that refuses at once looks like the fastest of all, and every waiting sample burns its attempts
-there while a healthy source would have served it a little later. A source that accepts requests and never answers is
-worse: nothing fails until a time limit of minutes has passed. So silence opens it, too: the upstream can tell how many
-answers are missing that should have come since the last one.
+Without it a source that refuses at once would look like the fastest of all, and every waiting sample would use up its
+attempts there instead of waiting a little for a healthy source. A source that accepts requests and never answers is
+worse: nothing fails until a time limit of minutes has passed. So silence (`silence.py`) opens it, too.
 
 How often an open source is probed depends on the samples that wait. If other sources can take them, the pause between
 probes doubles, up to a minute. If none can, the source is `needed`, and probes follow each other at `pace_s`, which
@@ -17,33 +16,33 @@ from collections.abc import Set
 
 FAILURES_TO_OPEN = 5
 SHARE_TO_OPEN = 0.25
-"""Failures in a row, as a share of what is in flight, that open it: errors come quicker than answers, so the first ends
-of a burst are failures even where one request in ten fails."""
+"""Failures in a row that open it, as a share of the attempts in flight. Errors come quicker than answers, so the first
+ends of a burst are failures even if only one request in ten fails."""
 SAMPLES_TO_OPEN = 3
-"""Different samples among those failures, as long as others are in flight: one sample may fail whatever the source."""
+"""Different samples among those failures, as long as others are in flight: a single sample may be to blame itself."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 60.0
 FIRST_LATE_PAUSE_S = 2.0
 LONGEST_LATE_PAUSE_S = 5.0
-"""Seconds after which another probe joins one that is overdue and keeps its time limit; it grows from the first."""
+"""Seconds after which another probe starts beside an overdue one; they grow from the first to the longest."""
 _LATE_GROWTH = 1.5
 
 
 class Breaker:
-    """Closed: everything may pass. Open until a time. Half-open: one probe may pass, and its end decides."""
+    """Closed: every attempt may pass. Open until a time. Half-open: one probe may pass, and its end decides."""
 
     def __init__(self) -> None:
         self.failures_in_row = 0
         self.failing: set[int] = set()
         """The samples that failed since the last answer."""
         self.needed = False
-        """Whether something waits that no other source can take."""
+        """Whether a job waits that no other source can take."""
         self.pace_s = 0.0
-        """The least time between two probes while it is needed."""
+        """The least time between two probes while it is needed, in seconds."""
         self.probes = 0
         """Probes that failed since it opened."""
         self.given_up = 0
-        """Overdue probes that were given up since it opened, because they left no place for others."""
+        """Overdue probes that were given up since it opened, because they took the place of the next one."""
         self._open_until = -math.inf
         self._pause_s = FIRST_PAUSE_S
         self._failed_at = -math.inf
@@ -71,7 +70,7 @@ class Breaker:
         return min(FIRST_LATE_PAUSE_S * _LATE_GROWTH ** min(self._late - 1, 10), LONGEST_LATE_PAUSE_S)
 
     def rest_s(self, now: float) -> float:
-        """Seconds that are left of a rest; 0: it has none, or a probe finds out."""
+        """Seconds until it becomes half-open; 0 if it is closed, or a probe is under way."""
         return 0.0 if self.closed or self._probing else max(0.0, self._open_until - now)
 
     def started(self) -> None:
@@ -94,8 +93,8 @@ class Breaker:
     def failed(self, now: float, *, probe: bool, in_flight: int, sample: int | None = None) -> bool:
         """Note a failure while `in_flight` other attempts are under way; return whether it opened just now.
 
-        `probe`: the attempt started while the breaker was open. `sample`: a number of the sample; None: each failure is
-        that of another one.
+        `probe`: the attempt started while the breaker was open. `sample`: the number of its sample; None if each
+        failure is that of another sample.
         """
         self.failures_in_row += 1
         if sample is not None:
@@ -119,15 +118,15 @@ class Breaker:
             self._open(now)
 
     def trip(self, now: float) -> bool:
-        """Open it, because the source is silent or its answers are worth nothing; return whether it was closed."""
+        """Open it, because the source is silent or answers with garbage; return whether it was closed."""
         if not self.closed:
             return False
         self._open(now)
         return True
 
     def told(self, rest_s: float, now: float) -> None:
-        """Note that another process gives the source a rest that has so many seconds left. Whoever needs it here may
-        see for itself with a probe at once.
+        """Note that the circuit of another process stays open for `rest_s` seconds. If jobs here need the source, they
+        may probe it at once.
         """
         if self.closed:
             self._open_until = now + rest_s
@@ -139,7 +138,7 @@ class Breaker:
             self._failed_at = -math.inf
 
     def abandoned(self, *, probe: bool) -> None:
-        """Note that an attempt ended without telling anything about the source (cancelled, throttled)."""
+        """Note that an attempt ended without evidence about the source (cancelled, throttled)."""
         if probe:
             self._probing = False
 

@@ -1,7 +1,7 @@
-"""Calls and answers: what the scheduler takes, and what it gives back.
+"""Calls and answers: the input and the output of the scheduler.
 
 A call is one question that any of several sources may answer. The scheduler decides when and where it is asked, and
-knows nothing of what it is for: `request` makes what is sent, `read` says whether a reply is an answer.
+does not know its content: `request` makes what is sent, `read` tells whether a reply is an answer.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ class Call(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Answer(Generic[T]):
-    """What came of a call: its value, who gave it, and what all its attempts together took.
+    """The answer to a call: its value, its source, and the time and cost of all attempts together.
 
     `service_s` is the time from sending the request of the successful attempt to its reply, in seconds. `recorded`:
-    the answer was not asked for now, it comes out of the journal.
+    the answer was not asked for now, but comes from the journal.
     """
 
     value: T
@@ -81,7 +81,7 @@ Result: TypeAlias = Answer[T] | Unanswered
 
 
 class CallFailed(QRewardError):
-    """A call has no answer; `why` says why."""
+    """A call has no answer; `why` has the reason."""
 
     def __init__(self, why: Unanswered) -> None:
         self.why = why
@@ -92,7 +92,7 @@ class CallFailed(QRewardError):
 
 
 class Caller(Protocol):
-    """Who made a call. The scheduler calls it from the event loop; it must not raise."""
+    """Gets the result of a call. The scheduler calls it from the event loop; it must not raise."""
 
     def ended(self, result: Answer[Any] | Unanswered) -> None:
         """The call has ended. Called once, and not for a call that was dropped."""

@@ -168,7 +168,7 @@ class Health:
             self._last_error = "it fell silent"
         return self._rests(opened)
 
-    def take_out(self, reason: str, now: float = 0.0) -> None:
+    def take_out(self, reason: str, now: float) -> None:
         """Note that the source is out, and log an error."""
         self._breaker.trip(now)
         if not self.unusable:

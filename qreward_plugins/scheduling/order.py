@@ -1,10 +1,10 @@
 """The order of a batch that needs several windows: which jobs each window should serve.
 
 A slot of a sliding window that is used s seconds into one window is free again s seconds into the next. If a batch
-overflows its last full window by a few jobs, these can start as early as the first slots of the window before were
-used, and that is early if the first jobs of every window were short. So each window begins with as many short jobs as
-overflow in the end, goes on with the longest that are left, and the shortest of all come last; within each part the
-longest goes first. Where one window suffices, or speeds differ, longest first is better.
+overflows its last full window by a few jobs, these can start when the first slots of that window are free again. That
+is early if the first jobs of every window are short. So each window begins with as many short jobs as overflow at the
+end, and continues with the longest that are left. The shortest of all come last. Within each part the longest goes
+first. If one window suffices, or speeds differ, longest first is better.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from collections.abc import Sequence
 from .jobs import Job
 
 MOST_SHORT = 0.9
-"""Share of a batch that may serve as the short jobs."""
+"""Largest share of a batch that counts as short jobs."""
 
 
 def windows_order(jobs: Sequence[Job], per_window: float) -> list[Job] | None:
-    """The order that serves `jobs` best when `per_window` of them can go in a window; None: longest first is."""
+    """The best order for `jobs` if `per_window` of them can go in a window; None if that is longest first."""
     count = len(jobs)
     windows = math.floor((count - 1) / per_window) if per_window > 0 else 0
     if windows < 1:

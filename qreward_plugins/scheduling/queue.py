@@ -1,8 +1,8 @@
-"""The one queue of a process: jobs that wait for a source, in order, whichever sources each may go to.
+"""The queue of an event loop: all jobs that wait for a source, in order, with the sources that each may go to.
 
 Jobs with the same sources and the same rank (`Rank`) share a shelf, sorted by place. A source looks at the heads of the
 few shelves that it may serve, and finds the largest job that it could finish in a given time by bisection. So neither a
-long queue nor jobs without a source slow it down.
+long queue nor jobs for other sources slow it down.
 
 The order by rank and place makes batches end early but ignores deadlines. So each shelf also sorts its jobs by
 deadline; where time is short (`ReadyQueue.pressed`), the earliest deadline goes first.
@@ -34,7 +34,7 @@ class Level(NamedTuple):
 
 
 class _Shelf:
-    """Items in ascending order of place: the last one is served first. What was added is sorted in when asked for."""
+    """Items in ascending order of place: the last one is served first. Added items are sorted in when a job is read."""
 
     __slots__ = ("_added", "_came", "_due", "_items", "coming", "eligible", "live", "rank")
 
@@ -57,7 +57,7 @@ class _Shelf:
         self.live += 1
 
     def take(self) -> None:
-        """Note that a job left, whose entry no longer counts."""
+        """Note that a job of this shelf was discarded: its entry no longer counts."""
         self.live -= 1
         if len(self._due) > 2 * self.live:
             self._due = [item for item in self._due if item[3].entry == item[2]]
@@ -90,7 +90,7 @@ class _Shelf:
         return items[-1][3] if items else None
 
     def largest_within(self, place: float) -> Job | None:
-        """The first job whose place is at most `place`."""
+        """The job with the highest place of at most `place`."""
         items = self._sorted()
         for index in range(bisect.bisect_right(items, (place, math.inf)) - 1, -1, -1):
             if items[index][3].entry == items[index][2]:
@@ -98,11 +98,11 @@ class _Shelf:
         return None
 
     def tail(self) -> Job | None:
-        """The last job."""
+        """The job that is served last."""
         return next((item[3] for item in self._sorted() if item[3].entry == item[2]), None)
 
     def jobs(self) -> Iterator[Job]:
-        """Every job, the first one first."""
+        """Every job, in the order in which they are served."""
         return (item[3] for item in reversed(self._sorted()) if item[3].entry == item[2])
 
     def _sorted(self) -> list[Item]:
@@ -238,11 +238,11 @@ class ReadyQueue:
                 yield from shelf.jobs()
 
     def eligible_sets(self) -> Iterator[tuple[frozenset[str], int]]:
-        """Each set of sources that jobs wait for, with how many."""
+        """Each set of sources that jobs wait for, with the number of these jobs."""
         return ((shelf.eligible, shelf.live) for shelf in self._ranked)
 
     def levels(self) -> Iterator[Level]:
-        """What waits, by rank. The deadline of suspect and hopeless jobs is given as infinity."""
+        """The queued jobs by rank. The deadline of suspect and hopeless jobs is infinity here."""
         for shelf in self._ranked:
             job = None if shelf.rank.hopeless or shelf.rank.suspect else shelf.first_due()
             yield Level(shelf.eligible, shelf.rank.priority, shelf.live, job.deadline_at if job else math.inf)

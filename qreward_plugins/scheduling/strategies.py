@@ -1,8 +1,8 @@
-"""Plain ways to choose among the sources that can send a job now, for who wants one by name.
+"""The named strategies: they choose among the sources that can send a job now, as load balancers do.
 
-They are what load balancers offer. None of them knows how long anything takes, which is why the default is the earliest
-expected finish (`planner.py`); but a share that can be predicted is sometimes worth more than speed. All of them choose
-among the sources that may send now, so none of them lets a job wait for a source while another one is free.
+None of them considers latency, so the default is the earliest expected finish (`planner.py`). They are for runs that
+need predictable shares more than speed. They choose among the sources that can send now, so no job waits for a source
+while another one is free.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ Choice = Callable[[Sequence[Upstream]], Upstream]
 
 
 class RoundRobin:
-    """Each source in turn, as often as its weight says: smooth weighted round robin, so that no source gets its share
-    in one lump.
+    """Smooth weighted round robin: each source in turn, as often as its weight says, and evenly spread.
 
-    The rule is that of nginx (`ngx_http_upstream_round_robin.c`): every candidate gains its weight, the richest one is
-    chosen and pays for all.
+    The rule of nginx (`ngx_http_upstream_round_robin.c`): every candidate gains its weight. The one with the most
+    credit is chosen, and loses the sum of all weights.
     """
 
     def __init__(self, *, weighted: bool) -> None:
@@ -52,7 +51,7 @@ def least_tokens(candidates: Sequence[Upstream]) -> Upstream:
 
 
 def strategy(name: Strategy) -> Choice | None:
-    """The strategy of this name; None: earliest finish, which the planner itself is."""
+    """The strategy of this name; None for earliest finish, which the planner implements."""
     if name == "round_robin":
         return RoundRobin(weighted=False)
     if name == "weighted":

@@ -126,7 +126,7 @@ def test_sources_that_are_out_or_rest_take_no_part(stage):
     resting = end_of(stage, [10] * 200)
     assert resting == pytest.approx(2 * together, rel=0.15)
     stage.upstreams["b"].breaker.succeeded()
-    stage.upstreams["b"].health.take_out("its key was refused")
+    stage.upstreams["b"].health.take_out("its key was refused", 0.0)
     assert end_of(stage, [10] * 200) == pytest.approx(resting, rel=0.05)
 
 
@@ -182,7 +182,7 @@ def test_waits_of_sources_that_will_not_answer_soon(stage):
     for name in "abcd":
         stage.add(name, limits={"requests_per_minute": 1})
     upstreams = stage.upstreams
-    upstreams["a"].health.take_out("its key was refused")
+    upstreams["a"].health.take_out("its key was refused", 0.0)
     upstreams["b"].breaker.trip(0.0)
     upstreams["b"].breaker.started()
     for _ in range(FAILURES_TO_OPEN - 1):

@@ -102,7 +102,7 @@ def test_an_alternative_that_cannot_serve_is_none(stage, state):
     source = stage.add("a", limits={"concurrency": 5}, answer=bad)
     stage.add("b", behaviour=lambda *_: SourceUnusable("its key was refused") if state == "out" else 1.0)
     if state == "out":
-        stage.upstreams["b"].health.take_out("its key was refused")
+        stage.upstreams["b"].health.take_out("its key was refused", 0.0)
     else:
         for _ in range(5):
             stage.upstreams["b"].breaker.trip(0.0)

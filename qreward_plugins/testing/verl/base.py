@@ -1,6 +1,4 @@
-"""What verl's trainers have in common here: data, reward workers, agent loops, the way from scores to advantages, the
-tracker.
-"""
+"""The common parts of verl's trainers: data, reward workers, agent loops, advantages from scores, and the tracker."""
 
 from __future__ import annotations
 
@@ -25,16 +23,19 @@ from .rollout_correction import correct_rollout
 from .shaping import apply_kl_penalty, get_kl_controller
 
 Values = Callable[[VerlDataProto], Any]
-"""What the critic says of a batch: (rows, response length)."""
+"""Returns the critic's values of a batch: (rows, response length)."""
 LogProbs = Callable[[str, VerlDataProto], Any]
-"""What a policy says of a batch, by verl's name of the column: `old_log_probs`, `ref_log_prob` or `rollout_log_probs`;
-(rows, response length).
+"""Returns a policy's log probabilities of a batch, by verl's name of the column (`old_log_probs`, `ref_log_prob` or
+`rollout_log_probs`): (rows, response length).
 """
 
 
 @dataclass
 class Setup:
-    """What a trainer is made of, beside its configuration. `run` runs a coroutine on the event loop of the actors."""
+    """The arguments of a trainer, besides its configuration. `run` runs a coroutine on the event loop of the actors.
+
+    `told` collects what the tracker gets: (step, metrics).
+    """
 
     engine: VerlEngine
     rows: Sequence[Row]
@@ -48,7 +49,7 @@ class Setup:
 
 
 class TrainerBase(ABC):
-    """The parts of a run that rewards meet, made in verl's order."""
+    """The parts of a training run that deal with rewards, made in verl's order."""
 
     def __init__(self, config: Any, setup: Setup) -> None:
         self.config = config
@@ -71,7 +72,7 @@ class TrainerBase(ABC):
 
     @abstractmethod
     def _validate(self) -> dict[str, Any]:
-        """The metrics of a validation; `_seen` is what it saw."""
+        """Validate, set `_seen` to what the validation scored, and return the metrics."""
 
     def validate(self) -> VerlValidation:
         """One validation, logged."""
@@ -85,7 +86,7 @@ class TrainerBase(ABC):
         self._start_tracker()
 
     async def aclose(self) -> None:  # noqa: B027 (in most trainers nothing does)
-        """End what runs ahead of the steps, and close what no actor holds; on the event loop of the actors."""
+        """Stop generation ahead of the steps. Call it on the event loop of the actors."""
 
     def _start_tracker(self) -> None:
         tracking = sys.modules["verl.utils.tracking"].Tracking
@@ -164,12 +165,12 @@ class TrainerBase(ABC):
 
     @property
     def _bypasses(self) -> bool:
-        """The actor's probabilities are those of the inference engine; weights and masks are its loss's business."""
+        """Bypass mode: the actor's probabilities are those of the inference engine, and its loss corrects them."""
         return bool((self.config.algorithm.get("rollout_correction") or {}).get("bypass_mode", False))
 
     def _correction(self) -> Any:
-        """verl's node `algorithm.rollout_correction`; None where it changes and tells nothing: without probabilities
-        that a test gave, or with a part of it that needs none, its metrics would be of a policy that is not there.
+        """verl's node `algorithm.rollout_correction`; None if it has no effect here. Without `Setup.log_probs` and
+        without a weight or mask in the node, its metrics would describe a policy that does not exist here.
         """
         node = self.config.algorithm.get("rollout_correction")
         if node is None or self._bypasses or not self.config.actor_rollout_ref.rollout.calculate_log_probs:
@@ -206,13 +207,13 @@ class TrainerBase(ABC):
         return str(uuid.UUID(int=self._rng.getrandbits(128), version=4))
 
     def _log(self, metrics: Mapping[str, Any], step: int | None = None) -> dict[str, Any]:
-        """Hand the metrics to the tracker, and return what came of them. `step`: None is that of the training loop."""
+        """Log metrics, and return what the tracker got. `step`: None for that of the training loop."""
         before = len(self.setup.told)
         self.logger.log(data=dict(metrics), step=self.global_steps if step is None else step)
         return self._told_since(before)
 
     def _told_since(self, before: int) -> dict[str, Any]:
-        """What the tracker got after its first `before` lines."""
+        """The metrics that the tracker got after its first `before` lines."""
         told: dict[str, Any] = {}
         for _, data in self.setup.told[before:]:
             told |= data

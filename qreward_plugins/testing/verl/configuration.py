@@ -76,7 +76,7 @@ OPEN = (
     "trainer.v1.separate_async.hybrid_rollout",
     "transfer_queue",
 )
-"""Where verl has more keys than matter here: they are taken unchecked. Everywhere else verl's keys are all known."""
+"""Nodes whose keys are not checked, because none of them concerns rewards. All other keys of verl are known."""
 
 _OVERRIDE = re.compile(r"^(\+\+|\+|~)?([\w@./-]+)=", re.DOTALL)
 

@@ -1,4 +1,4 @@
-"""The inference engine that isn't there: it writes responses at once, unless the test holds them back."""
+"""A stand-in for the inference engine: it writes responses at once, unless the test holds them back."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class VerlDraft:
 @dataclass(frozen=True)
 class VerlOutput:
     """What an agent loop returns. `parts`: what the model wrote, what a tool answered, what the model wrote, and so on;
-    only the model's tokens are trained. A `reward_score` of its own spares the reward manager. `extra_fields` reach it
-    as `tool_extra_fields`.
+    only the model's tokens are trained. An output with a `reward_score` is not scored by the reward manager.
+    `extra_fields` reach it as `tool_extra_fields`.
     """
 
     parts: Sequence[str] = ()
@@ -49,7 +49,7 @@ Hold: TypeAlias = Callable[[VerlDraft], bool]
 
 
 def answer_by_chance(draft: VerlDraft, rng: random.Random) -> str:
-    """The default response: the ground truth, or as often another answer."""
+    """The default response: the ground truth or another answer, with equal probability."""
     right = rng.random() < 0.5
     return f"The answer is {draft.ground_truth if right else rng.randrange(100, 1000)}"
 

@@ -87,7 +87,7 @@ class LegacyTrainer(TrainerBase):
             batch.non_tensor_batch["uid"] = np.array([self._new_uid() for _ in range(len(batch))], dtype=object)
             batch = batch.repeat(int(rollout.val_kwargs.n))
             meta = {"validate": True, "global_steps": self.global_steps}
-            # By its name in verl, as whoever wraps it there expects.
+            # Looked up by its name in verl, because hooks may have wrapped it there.
             asked, missing = sys.modules[MODULE].pad_dataproto_to_divisor(
                 VerlDataProto(None, dict(batch.non_tensor_batch), meta), rollout.agent.num_workers
             )

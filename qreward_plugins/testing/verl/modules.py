@@ -48,9 +48,9 @@ _log = logging.getLogger("verl")
 SEPARATION = "verl.experimental.separation.ray_trainer"
 ONE_STEP_OFF = "verl.experimental.one_step_off_policy.ray_trainer"
 BATCH_CONTRACT = "verl.trainer.ppo.ray_trainer_0_4"
-"""A name of ours: the trainer of verl 0.4 to 0.7 has the name of today's."""
+"""A name of our own, because the trainer of verl 0.4 to 0.7 has the same module name as that of 0.9."""
 _OURS = ("verl_adapter",)
-"""Packages that are imported anew on the stand-ins, and that are put back afterwards."""
+"""Packages that are imported again on the stand-ins, and restored afterwards."""
 
 _registries: list[tuple[Registry, Registry]] = []
 

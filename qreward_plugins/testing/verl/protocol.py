@@ -1,4 +1,4 @@
-"""verl's `DataProto`, as far as reward code meets it: rows as tensors, columns of objects, and what is said of all."""
+"""verl's `DataProto`, as far as reward code uses it: tensors by row, columns of objects, and data about the batch."""
 
 from __future__ import annotations
 

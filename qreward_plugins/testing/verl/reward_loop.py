@@ -101,7 +101,7 @@ class RewardLoopManager:
     def __init__(self, config: Any, rm_resource_pool: Any = None) -> None:
         self.config = config
         self.reward_router_address = "fake-router:0" if config.reward.reward_model.enable else None
-        # By its name in verl, as whoever replaces it there expects.
+        # Looked up by its name in verl, because hooks may have replaced it there.
         self.reward_manager_cls = sys.modules["verl.trainer.ppo.reward"].resolve_reward_manager_cls(config)
         self._init_reward_loop_workers()
 
@@ -122,7 +122,7 @@ class RewardLoopManager:
     def compute_rm_score(self, data: VerlDataProto) -> VerlDataProto:
         """The scores of a whole batch, which is dealt to the workers in equal parts."""
         workers = self.reward_loop_workers
-        # By its name in verl, as whoever wraps it there expects.
+        # Looked up by its name in verl, because hooks may have wrapped it there.
         parts = sys.modules[MODULE].pad_dataproto_to_divisor(data, len(workers))[0].chunk(len(workers))
         calls = [worker.compute_score_batch.remote(part) for worker, part in zip(workers, parts, strict=True)]
         outputs = [output for part in self.played.ray.get(calls) for output in part][: len(data)]

@@ -134,7 +134,7 @@ def check_overlong(cfg: Any, max_resp_len: int | None) -> None:
 
 
 def overlong_penalty(cfg: Any, max_resp_len: Any, length: int) -> tuple[Any, dict[str, Any]]:
-    """What a response of `length` tokens loses, None without the penalty, and what is said of it if that is logged."""
+    """The penalty of a response of `length` tokens, None without one, and its extra info if that is logged."""
     if cfg is None or not cfg.enable:
         return None, {}
     # A length is a tensor in verl, so all that is made of it is float32.

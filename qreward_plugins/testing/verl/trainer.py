@@ -1,8 +1,8 @@
 """A stand-in for verl 0.9's trainers, for unit tests of reward functions, reward managers and their configuration.
 
-What goes wrong there in rewards goes wrong hours into a run: None is a KeyError, NaN trains, an exception ends one
-trainer and drops a sample in the other. The stand-in makes the same calls in the same order and fails in the same way,
-with no verl, torch, Ray or GPU, in milliseconds; it needs numpy.
+Faults of rewards show hours into a run of verl: None is a KeyError, NaN trains, an exception ends one trainer and drops
+a sample in the other. The stand-in makes the same calls in the same order and fails in the same way, within
+milliseconds. It needs numpy, but no verl, torch, Ray or GPU.
 
     with FakeVerlTrainer(["algorithm.adv_estimator=grpo"], reward=my_function) as trainer:
         step = trainer.step()
@@ -47,7 +47,7 @@ _EXPERIMENTAL = {
 
 
 class FakeVerlTrainer:
-    """verl's trainers with their inference and their training played.
+    """verl's trainers with stand-ins for inference and training.
 
     `config`: overrides as on verl's command line (`"reward.reward_manager.name=qreward"`, `"+reward_manager=qreward"`),
     a mapping laid over verl's defaults, or a composed configuration. The defaults are verl's, but for

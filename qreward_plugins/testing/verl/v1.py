@@ -1,4 +1,4 @@
-"""verl's V1 trainer (trainer/ppo/v1): prompts are handed out, their trajectories come back by way of a queue."""
+"""verl's V1 trainer (trainer/ppo/v1): it submits prompts, and a queue returns their trajectories."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MODULE = "verl.trainer.ppo.v1.trainer_base"
 
 
 class V1Trainer(TrainerBase):
-    """`PPOTrainer`: synchronous, or asynchronous where groups are replaced and batches prepared ahead."""
+    """`PPOTrainer`: synchronous, or asynchronous with groups replaced and batches prepared ahead."""
 
     agent_loops: QueuedAgentLoops
 
@@ -140,7 +140,7 @@ class V1Trainer(TrainerBase):
         self._add_prompts(size)
 
     def _add_prompts(self, count: int) -> None:
-        """Hand out exactly so many prompts."""
+        """Submit exactly `count` prompts. Raises `ValueError` if they are no whole batches of the data loader."""
         size = self.config.data.get("gen_batch_size", None) or self.config.data.train_batch_size
         if count <= 0 or count % size:
             raise ValueError(
@@ -167,7 +167,7 @@ class V1Trainer(TrainerBase):
         self._reward_batch("train", keys)
         keys += self._pad(keys)
         rows = [self.queue.taken["train"][key] for key in keys]
-        # By its name in verl, as whoever wraps it there expects; only the column `uid` is there for estimators.
+        # Looked up by its name in verl, because hooks may have wrapped it there. Estimators get only the column `uid`.
         compute = sys.modules[MODULE].compute_advantage_for_multi_trajectories
         data, told = self._advance(training_batch(rows), compute, batch_keys=keys)
         data.non_tensor_batch |= {
@@ -179,7 +179,7 @@ class V1Trainer(TrainerBase):
         return data, keys, {**metrics, **told}
 
     def _reward_batch(self, partition: str, keys: Sequence[str]) -> None:
-        """Rewards of a whole batch, where a colocated reward model takes turns with the rollout."""
+        """Score a whole batch, if a colocated reward model takes turns with the rollout."""
         if self.reward_loop_manager.reward_loop_worker_handles is not None:
             return
         rows = [self.queue.taken[partition][key] for key in keys]
@@ -234,7 +234,7 @@ class V1Trainer(TrainerBase):
         refill_failed = bool(sampler.get("sync_refill_failed_groups", False))
         if metric is not None or refill_failed or is_async:
             config.data.gen_batch_size = 1
-        # By its name in verl, as whoever wraps it there expects.
+        # Looked up by its name in verl, because hooks may have wrapped it there.
         buffer: ReplayBuffer = sys.modules[REPLAY_BUFFER].ReplayBuffer(
             self.queue,
             is_async=is_async,

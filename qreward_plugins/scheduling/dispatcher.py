@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..config.models import Scheduling
-from ..ending import end, forget
 from ..errors import TransientError, input_problem
 from ..observers import AttemptStarted, Observers
 from .attempts import Attempt, Ending
@@ -30,6 +29,7 @@ from .jobs import Job
 from .oversize import Oversize
 from .planner import Planner
 from .retry_policy import RetryPolicy
+from .running import Running
 from .slices import TimeSlices
 from .upstream import Upstream
 
@@ -86,11 +86,10 @@ class Dispatcher:
         self.batches = Batches(self._loop, upstreams, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
         self._deadlines = Deadlines(self._loop, self._expire_safely)
-        self._in_flight = 0
         self._arrived: list[Job] = []
         self._max_attempts = max_attempts
         self._oversize = Oversize(upstreams, self._planner.queue)
-        self._ending: dict[asyncio.Task[None], Attempt] = {}
+        self._running = Running(self._loop, on_ended=self._attempt_ended, on_settled=self._settled)
         self._closed = False
         self._sequence = itertools.count()
         self._on_cutoff = on_cutoff
@@ -212,14 +211,7 @@ class Dispatcher:
         source. May be called again.
         """
         self.close()
-        for attempt in list(self._ending.values()):
-            attempt.cancel()
-        await asyncio.sleep(0)
-        for task in await end(list(self._ending), within_s=CLOSE_WITHIN_S):
-            forget(task)
-            attempt = self._ending.pop(task)
-            self._in_flight -= 1
-            attempt.abandon(self._loop.time())
+        for attempt in await self._running.aclose(within_s=CLOSE_WITHIN_S):
             self._retry_policy.report_end(attempt, "cancelled", self._loop.time())
             _log.warning(
                 "source %s: a call did not end within %g s of being cancelled, and is abandoned",
@@ -314,7 +306,7 @@ class Dispatcher:
         """Start everything that may go now; return the time by which to pump again."""
         if self._arrived:
             self._arrange(now)
-        for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: self._in_flight):
+        for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: len(self._running)):
             self._start_attempt(job, upstream, now, hedge=hedge)
         if self._oversize.queue_next(now):
             self._ask_for_pump()
@@ -424,16 +416,13 @@ class Dispatcher:
         job.attempts += 1
         job.last_source = upstream.name
         job.live.append(attempt)
-        self._in_flight += 1
         upstream.started(attempt)
         self._observers.emit(
             AttemptStarted(
                 now, job.sequence, attempt.number, job.call.name, upstream.name, hedge, upstream.quota.in_flight
             )
         )
-        task = attempt.start(self._loop, self._attempt_ended)
-        self._ending[task] = attempt
-        task.add_done_callback(lambda task: self._settled(attempt, task))
+        self._running.start(attempt)
         try:
             self._planner.started(attempt)
         except Exception as error:
@@ -444,9 +433,6 @@ class Dispatcher:
 
     def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
         """Clean up after an attempt, however it ended: nothing that it held may outlive its task."""
-        if self._ending.pop(task, None) is None:
-            return  # it was abandoned
-        self._in_flight -= 1
         # Even if the rest of this method fails, others may use its place.
         self._ask_for_pump()
         now = self._loop.time()

@@ -208,8 +208,11 @@ class Attempt:
     def _expire(self) -> None:
         """End the attempt if its time limit is up."""
         loop = asyncio.get_running_loop()
-        if loop.time() < self.due_at:
-            self.timer = loop.call_at(self.due_at, self._expire)
+        now = loop.time()
+        if now < self.due_at:
+            # A request that is not sent yet may be sent right after this, and its time is up before `due_at` then.
+            sooner = self.due_at if self.sent_at < math.inf else min(self.due_at, now + self.upstream.timeout_s)
+            self.timer = loop.call_at(sooner, self._expire)
             return
         self.timed_out = True
         self.cancel()

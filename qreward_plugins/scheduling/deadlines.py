@@ -27,13 +27,16 @@ class Deadlines:
         due[1][job] = None
 
     def discard(self, job: Job) -> None:
-        """Forget a job that was added."""
-        timer, due = self._due[job.deadline_at]
-        del due[job]
-        if not due:
+        """Forget a job that was added. It may have been told already."""
+        timer, due = self._due.get(job.deadline_at, (None, {}))
+        due.pop(job, None)
+        if timer is not None and not due:
             timer.cancel()
             del self._due[job.deadline_at]
 
     def _expire(self, deadline_at: float) -> None:
-        for job in list(self._due[deadline_at][1]):
+        # Event loops run timers up to a nanosecond early, and a caller may start another job with this deadline then.
+        # That one needs a timer that has not run yet.
+        _, due = self._due.pop(deadline_at)
+        for job in due:
             self._on_due(job)

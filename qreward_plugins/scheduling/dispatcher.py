@@ -247,13 +247,14 @@ class Dispatcher:
             self.fail(job, job.refused_for or "no_source", self._why_no_source(job))
             return
         job.avoids = frozenset()
+        self._retry_policy.reconsider(job, now)
         eligible = job.eligible(now)
         if eligible:
             self._push(job, eligible, now)
             self._ask_for_pump()
-        rested_at = job.next_rested_at(now)
-        if rested_at is not None:
-            job.rest_timer = self._loop.call_at(rested_at, self._rested, job)
+        again_at = min((at for at in (job.next_rested_at(now), job.last_until) if at is not None), default=None)
+        if again_at is not None:
+            job.rest_timer = self._loop.call_at(again_at, self._rested, job)
 
     def _push(self, job: Job, eligible: frozenset[str], now: float) -> None:
         """Queue a job for the sources whose windows its estimated tokens fit. If there is none, it is oversize."""

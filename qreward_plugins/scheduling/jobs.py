@@ -107,6 +107,11 @@ class Job:
     suspect: bool = False
     """Whether all other samples go first: a local function failed on it, or an attempt took a whole time limit. The
     next one may take as long again."""
+    suspected_at: float = 0.0
+    """When an attempt of it last took a whole time limit."""
+    last_until: float | None = None
+    """When to check whether the samples that go before it have gone, so that it need not let later ones go first, too.
+    None: it is not suspect, or for a local function."""
     answers_before: dict[str, int] = field(default_factory=dict)
     """By local function: how many answers it had given when it last failed this sample."""
     refused_for: str = ""

@@ -13,7 +13,7 @@
     transient         another try: elsewhere at once, at the same source after full jitter (AWS Architecture Blog,
                       "Exponential Backoff And Jitter"), anywhere only within the source's retry budget. The job fails
                       after `max_attempts` failures; failures that no sample can have caused do not count
-                      (`Health.excuses`). After a time-out that does, it goes after all other samples
+                      (`Health.excuses`). After a time-out that does, it goes after all other samples, for a while
     permanent         no further try at this source. With `Call.clear_blame`, a 400, 413 or 422 from all sources is an
                       invalid reply if the sources answer other jobs. A source that refuses many different jobs in a
                       row is out: jobs without another source fail at once, and later jobs probe it
@@ -71,6 +71,8 @@ GIVE_UP_AFTER_S = 5.0
 """Least age, in seconds, of such an attempt."""
 OVERDUE_FROM = 2.0
 """Age from which an overdue probe is given up once a later one is answered, as a multiple of what that one took."""
+LEAST_PATIENCE_S = 1.0
+"""Least time, in seconds, between two checks whether a suspect job still has to wait."""
 
 
 class RetryPolicy:
@@ -258,8 +260,8 @@ class RetryPolicy:
         # A job that failed just now may have been the last that its batch waited for, which ended this one.
         if not job.ended:
             excused = upstream.health.excuses(attempt)
-            # Its next try may take a place for as long again, so it waits until no other sample needs one.
-            job.suspect = job.suspect or (attempt.timed_out and not excused)
+            if attempt.timed_out and not excused:
+                self._suspect(job, now)
             self._transient(attempt, error, now, excused=excused)
 
     def report_end(
@@ -340,6 +342,36 @@ class RetryPolicy:
         backoff_s = min(RAISED_BACKOFF_S * 2 ** (job.failures - 1), LONGEST_RAISED_BACKOFF_S)
         self.rests.until_answer(job, upstream, now + self._rng.uniform(0.75, 1.25) * backoff_s)
         self._retry(attempt, str(error))
+
+    def _suspect(self, job: Job, now: float) -> None:
+        """Queue `job` after all others from now on: its next attempt may take a place for a whole time limit, too.
+
+        In a stream that never ends it would starve. So this ends after as long again as the job has taken so far, or
+        after half of the time to its deadline: then samples that are submitted later do not go first.
+        """
+        job.suspect, job.suspected_at = True, now
+        if not (job.faults or job.answers_before):  # local functions have time slices for that
+            job.last_until = now + min(now - job.submitted_at, (job.deadline_at - now) / 2)
+
+    def reconsider(self, job: Job, now: float) -> None:
+        """End the suspicion against `job` if it is time, unless samples wait that were there before it was suspect."""
+        if job.last_until is None or now < job.last_until:
+            return
+        if self._others_were_first(job):
+            job.last_until = now + max(LEAST_PATIENCE_S, (job.deadline_at - now) / 2)
+        else:
+            job.suspect, job.last_until = False, None
+
+    def _others_were_first(self, job: Job) -> bool:
+        """Whether a sample waits for a source of `job` that was submitted before `job` became suspect."""
+        names = set(job.call.sources) - job.barred
+        # They are in the order of their submission.
+        for other in self._jobs.waiting_jobs():
+            if other.submitted_at > job.suspected_at:
+                return False
+            if not other.suspect and not names.isdisjoint(set(other.call.sources) - other.barred):
+                return True
+        return False
 
     def _fault(self, attempt: Attempt, error: SampleFault, *, had_whole_limit: bool) -> None:
         job = attempt.job

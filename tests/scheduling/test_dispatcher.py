@@ -369,3 +369,53 @@ def test_the_same_seed_gives_the_same_schedule(new_stage):
 
     assert trace(1) == trace(1)
     assert trace(1)[0] != trace(2)[0]
+
+
+def test_a_request_that_is_sent_late_has_its_time_limit_from_then_on(stage):
+    source = stage.add("a", timeout_s=10.0)
+    ended = []
+
+    async def connects_slowly(request, *, on_sent):
+        await asyncio.sleep(11.0)
+        on_sent()
+        try:
+            await asyncio.sleep(1e6)
+        finally:
+            ended.append(asyncio.get_running_loop().time())
+
+    source.send = connects_slowly
+    stage.play([10], deadline_s=1000, max_attempts=1)
+    assert ended == [21.0]
+
+
+def test_a_call_started_while_its_deadline_expires_others_ends_by_it(stage):
+    """Event loops run a timer up to a nanosecond early, when the deadline has not come yet."""
+    stage.add("a", behaviour=lambda number, request, now: 1e6, timeout_s=1e7)
+    deadline_at, ended = 10.0, []
+
+    async def main():
+        loop = asyncio.get_running_loop()
+        dispatcher = stage.dispatcher()
+
+        def start(again):
+            caller = Asker(again)
+            member = dispatcher.batches.join(dispatcher.batches.of_singles(), None)
+            dispatcher.submit(stage.judge.call(stage.sample()), caller, member=member, deadline_at=deadline_at)
+
+        class Asker:
+            def __init__(self, again):
+                self.again = again
+
+            def ended(self, result):
+                ended.append(loop.time())
+                if self.again:
+                    start(False)
+
+        start(True)
+        start(False)
+        loop.call_at(deadline_at - 5e-10, lambda: None)
+        await asyncio.sleep(100)
+        await dispatcher.aclose()
+
+    run(main())
+    assert ended == pytest.approx([deadline_at] * 3, abs=1e-6)

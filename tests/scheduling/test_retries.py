@@ -10,7 +10,7 @@ import pytest
 
 from qreward_plugins.errors import TransientError
 from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
-from qreward_plugins.samples import Cause
+from qreward_plugins.samples import Cause, Scored
 from qreward_plugins.scheduling.retry_policy import FIRST_BACKOFF_S, LONGEST_BACKOFF_S
 from qreward_plugins.simulation import run
 
@@ -117,3 +117,48 @@ def test_the_source_of_a_failure_is_named(stage):
     played = stage.play([10], max_attempts=3)
     assert (played.outcomes[0].source, played.outcomes[0].attempts) == ("a", 3)
     assert played.outcomes[0].reward is None
+
+
+def test_a_stream_does_not_starve_a_sample_whose_reply_was_lost(stage):
+    lost = 5
+    stage.add(
+        "a",
+        timeout_s=20.0,
+        limits={"concurrency": 4},
+        behaviour=lambda number, request, now: 1e6 if number == lost else 3.0,
+    )
+    stage.knows("a", 3.0)
+    took = []
+
+    async def main():
+        dispatcher = stage.dispatcher()
+
+        async def submit_until(end):
+            while dispatcher.now() < end:
+                began = dispatcher.now()
+                outcome = await dispatcher.score(stage.sample(), stage.judge, deadline_s=300)
+                took.append((dispatcher.now() - began, isinstance(outcome, Scored)))
+
+        await asyncio.gather(*[submit_until(200) for _ in range(8)])
+        await dispatcher.aclose()
+
+    run(main())
+    assert all(scored for _, scored in took)
+    # Its time limit, as long again behind the others, and its second attempt.
+    assert 40 < max(seconds for seconds, _ in took) < 60
+
+
+def test_a_sample_that_hangs_a_source_lets_all_go_first_that_were_there(stage):
+    stage.add(
+        "a",
+        timeout_s=10.0,
+        limits={"concurrency": 1},
+        behaviour=lambda number, request, now: 1e6 if request.size == 66 else 2.0,
+    )
+    stage.knows("a", 2.0)
+    played = stage.play([66, *[10] * 40], deadline_s=120, max_attempts=6)
+    order = [request.size for request in stage.sent]
+    assert order.count(10) == 40
+    # Its second attempt could begin after 60 s otherwise: half of its time is over.
+    assert [at for at, size in enumerate(order) if size == 66][:2] == [0, 41]
+    assert sum(isinstance(outcome, Scored) for outcome in played.outcomes) == 40

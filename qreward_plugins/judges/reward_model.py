@@ -101,7 +101,7 @@ class RewardModelJudge(Leaf):
         """
         texts = SampleTexts.of(sample)
         turns: list[Message] = [*conversation_turns(sample.messages), {"role": "assistant", "content": texts.response}]
-        messages = tuple(Message(role=turn["role"], content=neutralise(turn["content"])) for turn in turns)
+        messages = tuple(Message(role=neutralise(turn["role"]), content=neutralise(turn["content"])) for turn in turns)
         return Request(sample=sample, messages=messages, judge=self.name)
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:

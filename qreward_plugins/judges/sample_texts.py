@@ -21,6 +21,7 @@ from ..sources.bodies import as_json, encoded
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 _ATTACHMENT = re.compile(r"image|video|audio|file")
 _MOST_BITS = 4096
+_LONGEST_ROLE_CHARS = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,19 +69,14 @@ def conversation_text(messages: Sequence[Message]) -> str:
 
     Raises `InputError` for messages that cannot be written as text.
     """
-    return "\n\n".join(
-        f"[{' '.join(str(message.get('role', 'user')).split())[:32]}]\n{_turn_text(message)}"
-        for message in _checked(messages)
-    )
+    return "\n\n".join(f"[{_role(message)}]\n{_turn_text(message)}" for message in _checked(messages))
 
 
 def conversation_turns(messages: Sequence[Message]) -> list[Message]:
     """Return the messages of the prompt as pairs of role and text. Raises `InputError` for messages that cannot be
     written as text.
     """
-    return [
-        {"role": str(message.get("role", "user")), "content": _turn_text(message)} for message in _checked(messages)
-    ]
+    return [{"role": _role(message), "content": _turn_text(message)} for message in _checked(messages)]
 
 
 def reference_text(ground_truth: Any) -> str | None:
@@ -102,6 +98,10 @@ def _checked(messages: Sequence[Message]) -> Sequence[Mapping[str, Any]]:
         raise InputError(blamed("messages", str(error))) from None
     except Exception as error:
         raise InputError(f"messages cannot be read ({kind_of(error)})") from None
+
+
+def _role(message: Mapping[str, Any]) -> str:
+    return readable(" ".join(str(message.get("role", "user")).split())[:_LONGEST_ROLE_CHARS])
 
 
 def _turn_text(message: Mapping[str, Any]) -> str:

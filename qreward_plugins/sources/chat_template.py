@@ -2,8 +2,8 @@
 
 The template is the one that the model's tokenizer ships (`chat_template` in `tokenizer_config.json`, or the file
 `chat_template.jinja` beside it). It is rendered as transformers renders it (`utils/chat_template_utils.py`): in a
-sandbox, with `bos_token`, `eos_token`, `raise_exception` and `strftime_now`. The messages are values of the template
-and never parsed as one.
+sandbox, with the special tokens, `raise_exception`, `strftime_now` and the tag `generation`. The messages are values of
+the template and never parsed as one.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any, NoReturn
 
 import jinja2
 import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
 import jinja2.sandbox
 
 from ..errors import ConfigurationError, InputError, Mistake
@@ -24,6 +26,7 @@ from ..samples import Message
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
 _MESSAGE_CHARS = 200
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
 class ChatTemplate:
@@ -35,12 +38,10 @@ class ChatTemplate:
 
     def __init__(self, path: str, *, where: str) -> None:
         text, config = _read(Path(path).expanduser(), where)
-        self._special = {
-            name: _token(config.get(name)) for name in ("bos_token", "eos_token", "unk_token", "pad_token")
-        }
+        self._special = {name: _token(config.get(name)) for name in _SPECIAL_TOKENS}
         self._server_adds_bos = config.get("add_bos_token", True) is not False
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+            trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation]
         )
         environment.filters["tojson"] = _to_json
         environment.globals.update(raise_exception=_refuse, strftime_now=_strftime_now)
@@ -73,6 +74,17 @@ class ChatTemplate:
             raise InputError(f"the chat template refuses the messages: {problem}")
         bos = self._special["bos_token"]
         return text.removeprefix(bos) if bos and self._server_adds_bos else text
+
+
+class _Generation(jinja2.ext.Extension):
+    """The tag `generation`, by which a template marks what the model generated. It changes no text."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it as an attribute of instances)
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
 
 
 def _read(path: Path, where: str) -> tuple[str, Mapping[str, Any]]:
@@ -113,9 +125,9 @@ def _token(token: Any) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
     # Unlike Jinja's own filter, it does not escape HTML: the text is for a model.
-    return json.dumps(value, ensure_ascii=False, indent=indent, **options)
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _refuse(message: object) -> NoReturn:

@@ -119,7 +119,7 @@ class Answer(ABC):
         return PermanentError(self._says(f"answered {status}{hint}", problem), status=status)
 
     def _hint(self, status: int) -> str:
-        """Return a hint on the most frequent mistake in the URL of a chat-completions server, or ""."""
+        """Return a hint on the most frequent mistake in the URL, or "". Default: that of a chat-completions server."""
         if status in (404, 405) and self.url_key == "base_url" and not _VERSION.search(self.url.path):
             return "; most servers want a base_url that ends in /v1"
         return ""

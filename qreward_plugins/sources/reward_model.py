@@ -45,6 +45,7 @@ ProtocolName = Literal[
 ]
 MOST_LOGITS = 1000
 """Most numbers of one reply: a reply with more is a vector of an embedding model."""
+_LONGEST_LABEL_CHARS = 100
 
 
 @dataclass(frozen=True)
@@ -54,14 +55,14 @@ class Protocol:
     `form` says what they read. `messages`: the conversation, which the server renders; or its text. `text`: the text of
     the conversation. `pair`: the prompt and the response as two texts.
 
-    `body` makes the body from the name of the model and from what is read. `logits` returns the numbers of a reply by
-    label, or by position ("0", "1" ...); it may raise LookupError, TypeError or ValueError.
+    `body` makes the body from the name of the model and from what is read. `logits` returns the numbers of a reply,
+    each with its label or its position ("0", "1" ...); it may raise LookupError, TypeError or ValueError.
     """
 
     path: str
     form: Literal["messages", "text", "pair"]
     body: Callable[[str, Mapping[str, Any]], dict[str, Any]]
-    logits: Callable[[Any], Mapping[str, Any]]
+    logits: Callable[[Any], Sequence[tuple[Any, Any]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +78,7 @@ class LogitsAnswer(Answer):
         if isinstance(said, Mapping) and said.get("error"):
             return self.error_of(Problem.of(said))
         try:
-            logits = dict(self.protocol.logits(said))
+            logits = self._labelled(self.protocol.logits(said))
         except (LookupError, TypeError, ValueError, AttributeError):
             return InvalidReply(
                 f"source {self.name!r} gave no numbers: its reply is not one of POST {self.protocol.path}; check "
@@ -97,6 +98,18 @@ class LogitsAnswer(Answer):
             model=name_of(said.get("model")) if isinstance(said, Mapping) else "",
             announced=announced_limits(self.http.headers),
         )
+
+    def _hint(self, status: int) -> str:
+        return f"; check `protocol`, and that {self.url_key} has no path" if status in (404, 405) else ""
+
+    def _labelled(self, pairs: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+        """Return the logits by label. Raises TypeError or ValueError for labels that are no short, distinct texts."""
+        # Labels go into messages and into the journal, and a server may echo the key.
+        clean = self.redactor.clean or str
+        logits = {clean(_label(label)): logit for label, logit in pairs}
+        if len(logits) < len(pairs):
+            raise ValueError("a label occurs twice")
+        return logits
 
 
 class RewardModelSource(Endpoint):
@@ -157,7 +170,8 @@ class RewardModelSource(Endpoint):
 
     @property
     def reads(self) -> object:
-        return self._protocol_name
+        # Not every protocol sends the name of the model, and other models give other logits.
+        return (self._protocol_name, self._model)
 
     def body(self, request: Request) -> Mapping[str, Any]:
         """Return the body. Raises `InputError` if the chat template refuses the messages."""
@@ -196,10 +210,18 @@ def _input(read: Mapping[str, Any]) -> dict[str, Any]:
     return {"messages": read["messages"]} if "messages" in read else {"input": read["text"]}
 
 
-def _numbered(numbers: Any) -> dict[str, Any]:
+def _label(label: Any) -> str:
+    if not isinstance(label, str):
+        raise TypeError
+    if len(label) > _LONGEST_LABEL_CHARS or not label.isprintable():
+        raise ValueError
+    return label
+
+
+def _numbered(numbers: Any) -> list[tuple[str, Any]]:
     if not isinstance(numbers, list):
         raise TypeError
-    return {str(position): number for position, number in enumerate(numbers)}
+    return [(str(position), number) for position, number in enumerate(numbers)]
 
 
 def _only(items: Any) -> Any:
@@ -232,7 +254,7 @@ _PROTOCOLS: Mapping[ProtocolName, Protocol] = {
             "documents": read["response"],
             "use_activation": False,
         },
-        lambda said: {"0": _only(said["data"])["score"]},
+        lambda said: [("0", _only(said["data"])["score"])],
     ),
     "vllm_rerank": Protocol(
         "/rerank",
@@ -243,7 +265,7 @@ _PROTOCOLS: Mapping[ProtocolName, Protocol] = {
             "documents": [read["response"]],
             "use_activation": False,
         },
-        lambda said: {"0": _only(said["results"])["relevance_score"]},
+        lambda said: [("0", _only(said["results"])["relevance_score"])],
     ),
     "sglang_classify": Protocol(
         "/classify",
@@ -261,19 +283,19 @@ _PROTOCOLS: Mapping[ProtocolName, Protocol] = {
         "/predict",
         "text",
         lambda model, read: {"inputs": read["text"], "raw_scores": True},
-        lambda said: {one["label"]: one["score"] for one in (said[0] if isinstance(said[0], list) else said)},
+        lambda said: [(one["label"], one["score"]) for one in (_only(said) if isinstance(said[0], list) else said)],
     ),
     "tei_rerank": Protocol(
         "/rerank",
         "pair",
         lambda model, read: {"query": read["prompt"], "texts": [read["response"]], "raw_scores": True},
-        lambda said: {"0": _only(said)["score"]},
+        lambda said: [("0", _only(said)["score"])],
     ),
     "openrlhf": Protocol(
         "/get_reward",
         "text",
         lambda model, read: {"query": [read["text"]], "prompts": [read["prompt"]]},
-        lambda said: {"0": _only(said["rewards"])},
+        lambda said: [("0", _only(said["rewards"]))],
     ),
 }
 """`POST /v1/classify` of SGLang is not among them: it always applies a softmax."""

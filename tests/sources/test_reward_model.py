@@ -162,6 +162,14 @@ async def test_several_turns_are_one_text_where_two_are_read(ask):
     assert json.loads(exchange.body)["queries"] == "[system]\nBe kind.\n\n[user]\n2 + 2?"
 
 
+async def test_a_template_may_use_every_special_token_and_mark_the_generation(ask, tmp_path):
+    template = "{{ cls_token }}{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{{ sep_token }}"
+    tokens = {"cls_token": "[CLS]", "sep_token": {"content": "[SEP]"}, "chat_template": f"{template}{{% endfor %}}"}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(tokens))
+    _, exchange = await ask([{"label": "x", "score": 1}], "tei_predict", chat_template=str(tmp_path))
+    assert json.loads(exchange.body)["inputs"] == "[CLS]2 + 2?[SEP]4[SEP]"
+
+
 async def test_a_template_that_refuses_the_messages_costs_only_the_sample(ask, tmp_path):
     path = tmp_path / "strict.jinja"
     path.write_text("{{ raise_exception('roles must alternate') }}")
@@ -197,6 +205,49 @@ async def test_what_is_no_logit(ask, numbers, text):
     outcome, _ = await ask(f'{{"data": [{{"probs": {numbers}}}]}}', "vllm_classify")
     assert isinstance(outcome, InvalidReply)
     assert text in str(outcome)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        [{"label": "a", "score": 1}, {"label": "a", "score": 9}],
+        [[{"label": "a", "score": 1}], [{"label": "a", "score": 9}]],
+        [{"label": "1", "score": 1}, {"label": 1, "score": 9}],
+        [{"label": None, "score": 1}],
+        [{"label": "x" * 101, "score": 1}],
+        [{"label": "a\nb", "score": 1}],
+    ],
+)
+async def test_labels_are_short_distinct_texts_of_one_response(ask, said):
+    outcome, _ = await ask(said, "tei_predict")
+    assert isinstance(outcome, InvalidReply)
+
+
+async def test_a_label_that_echoes_the_key_is_redacted(ask):
+    key = "sk-0123456789abcdef"
+    reply, _ = await ask([{"label": key, "score": 1.5}], "tei_predict", api_key=key)
+    assert reply.value == {"***": 1.5}
+    outcome, _ = await ask([{"label": key, "score": "high"}], "tei_predict", api_key=key)
+    assert isinstance(outcome, InvalidReply)
+    assert "(label '***')" in str(outcome)
+
+
+@pytest.mark.parametrize("protocol", PROTOCOLS)
+def test_answers_of_another_model_are_not_used_again(protocol, template):
+    """Not every protocol sends the name of the model, and the address may be that of the model before."""
+    settings = {"chat_template": template} if protocol in RENDERED_HERE else {}
+    request = Request(Sample([], "4"), messages=MESSAGES)
+    questions = [
+        opened("http://localhost:1", protocol=protocol, model=model, version="1", **settings).question(request)
+        for model in ("rm", "rm", "other")
+    ]
+    assert questions[0] == questions[1] != questions[2]
+
+
+async def test_an_unknown_path_is_one_of_another_protocol(ask):
+    outcome, _ = await ask({"detail": "Not Found"}, "vllm_classify", reply={"status": "404 Not Found"})
+    assert "check `protocol`, and that base_url has no path" in str(outcome)
+    assert "/v1" not in str(outcome)
 
 
 async def test_errors_of_the_server(ask):

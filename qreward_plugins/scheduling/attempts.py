@@ -1,4 +1,4 @@
-"""An attempt: one try of one job at one source, what it holds while it runs, and how it ended."""
+"""An attempt: one try of one job at one source. It holds a reservation of the source's quota until its task ends."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Attempt:
     reservation: Reservation
     started_at: float
     expected_s: float
-    """Latency to expect."""
+    """Expected latency, in seconds."""
     probe: bool
     """Whether the source's breaker was open when this attempt started, so that its end decides about the source."""
     hedge: bool
@@ -53,25 +53,25 @@ class Attempt:
     """Whether little was known of its source when it started, so that `expected_s` is corrected as more is learned."""
     reply: Reply | None = None
     value: Any = None
-    """What the reply says, if it is an answer."""
+    """What `Call.read` made of the reply, if that is valid."""
     result: Result = ""
-    """How it ended; empty: it is under way."""
+    """How it ended; "" while it is under way."""
     ended_at: float = 0.0
     late: bool = False
-    """Whether it takes longer than most do."""
+    """Whether its age has reached `hedging.LATE_AT`."""
     overdue: bool = False
-    """Whether it has been noted that it takes far too long."""
+    """Whether its age has reached `hedging.OVERDUE_AT`."""
     given_up: bool = False
     """Whether the scheduler gave it up, so that its end says nothing about its job any more."""
     timed_out: bool = False
     sent_at: float = math.inf
-    """When the source began with it; infinity if it has not."""
+    """Time at which the source reported that the request was sent; infinity if it has not."""
     called_off: bool = False
     """Whether the scheduler cancelled it. A cancellation by anything else (a function, a library) is a failure."""
     withheld: bool = False
     """Whether it was not sent because this process's share of the source's limits had ended."""
     due_at: float = math.inf
-    """When its time limit is up."""
+    """Time at which its time limit is up."""
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
 
@@ -92,7 +92,7 @@ class Attempt:
         return self.probe and not self.superseded
 
     def age(self, now: float) -> float:
-        """How long it has run, as a multiple of what was expected."""
+        """How long it has run, as a multiple of its expected latency."""
         return (now - self.started_at) / self.expected_s
 
     @property
@@ -105,25 +105,25 @@ class Attempt:
         return (now - self.started_at) / self.longest_s
 
     def start(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Attempt, Ending], None]) -> asyncio.Task[None]:
-        """Run it in a task of its own. `on_end` is called with its end, unless its task ends cancelled.
+        """Run it in a task. `on_end` is called with its end, unless the task is cancelled.
 
         The time limit runs from when the request is sent; connecting or starting a worker process is not part of it.
         """
         now, timeout_s = loop.time(), self.upstream.timeout_s
         self.due_at = now + START_WITHIN_S + timeout_s
-        # Sending the request moves the time at which the limit is up. This is the earliest that it can be.
+        # The earliest time at which the limit can be up. `_expire` waits longer if the request was sent later.
         self.timer = loop.call_at(now + timeout_s, self._expire)
         self.task = loop.create_task(self._run(on_end))
         return self.task
 
     def cancel(self) -> None:
-        """End the attempt; what it holds is given back when its task has ended."""
+        """Cancel the attempt. Its reservation is released when its task has ended."""
         if self.task is not None:
             self.called_off = True
             self.task.cancel()
 
     def settle(self, now: float, task: asyncio.Task[None]) -> None:
-        """Give back what is still held, however the task ended."""
+        """Release the reservation and the timer after the task has ended, in whatever way."""
         self.reservation.release(now)
         if self.timer is not None:
             self.timer.cancel()
@@ -137,7 +137,7 @@ class Attempt:
         self.task = None
 
     def abandon(self, now: float) -> None:
-        """Give back what is held, though the task goes on: it swallows its cancellation."""
+        """Release the reservation and the timer although the task goes on, because it swallows its cancellation."""
         self.result, self.ended_at = "cancelled", now
         self.reservation.release(now)
         if self.timer is not None:
@@ -168,7 +168,7 @@ class Attempt:
             )
             ending, self.result = PermanentError(f"unexpected {type(error).__name__}; see the log"), "failed"
         if self.withheld and self.reply is None:
-            # Sources take the cancellation inside of `on_sent` for a failure of theirs.
+            # Sources report the cancellation inside of `on_sent` as a failure of their own.
             raise asyncio.CancelledError
         self.ended_at = loop.time()
         self._release()
@@ -188,7 +188,7 @@ class Attempt:
         now = loop.time()
         if not self.sent and (self.job.ended or now >= self.upstream.quota.valid_until):
             self.withheld = True
-            # Not every source passes on what is raised here.
+            # Not every source passes on the error raised below.
             if self.task is not None:
                 self.task.cancel()
             raise asyncio.CancelledError

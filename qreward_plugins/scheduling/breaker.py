@@ -15,6 +15,7 @@ import math
 from collections.abc import Set
 
 FAILURES_TO_OPEN = 5
+"""Fewest failures in a row that open it."""
 SHARE_TO_OPEN = 0.25
 """Failures in a row that open it, as a share of the attempts in flight. Errors come quicker than answers, so the first
 ends of a burst are failures even if only one request in ten fails."""
@@ -22,6 +23,7 @@ SAMPLES_TO_OPEN = 3
 """Different samples among those failures, as long as others are in flight: a single sample may be to blame itself."""
 FIRST_PAUSE_S = 5.0
 LONGEST_PAUSE_S = 60.0
+"""Seconds for which it stays open; they double with each failed probe, from the first to the longest."""
 FIRST_LATE_PAUSE_S = 2.0
 LONGEST_LATE_PAUSE_S = 5.0
 """Seconds after which another probe starts beside an overdue one; they grow from the first to the longest."""

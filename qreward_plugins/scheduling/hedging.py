@@ -35,7 +35,7 @@ SOFT_WITHIN = 2.0
 """Largest expected latency of a soft hedge, as a multiple of that of the attempt."""
 LATE_AT = 1.5
 """Age from which an attempt may be hedged while jobs are queued, if nothing else would end later."""
-HARD_AT = 3.0
+OVERDUE_AT = 3.0
 """Age from which an attempt is overdue."""
 WORTH = 1.2
 """Factor on the expected latency of a hedge that must end before the first attempt."""
@@ -49,7 +49,7 @@ SOFT_PART = 0.4
 """Part of the hedge budget that soft hedges may use."""
 EARLY_PART = 0.75
 """Part of the hedge budget that hedges of attempts which are not overdue may use."""
-_STAGES = (0.25, SOFT_AT, 0.75, 1.0, 1.5, 2.0, HARD_AT, 4.0, 6.0, 9.0)
+_STAGES = (0.25, SOFT_AT, 0.75, 1.0, 1.5, 2.0, OVERDUE_AT, 4.0, 6.0, 9.0)
 """Ages, as multiples of the expected latency, at which an attempt is checked."""
 _FLOORS_S = (LEAST_AGE_S, SHORTEST_SILENCE_S, GIVE_UP_AFTER_S)
 """Ages, in seconds, at which an attempt is checked as well: before them it counts as too young for some decision."""
@@ -123,7 +123,7 @@ class Hedges:
             self._forecast.update(attempt)
             self.watch(attempt, now)
             age = attempt.age(now)
-            attempt.late, attempt.overdue = age >= LATE_AT, age >= HARD_AT
+            attempt.late, attempt.overdue = age >= LATE_AT, age >= OVERDUE_AT
             self._on_older(attempt, now)
         self.wake_at = self._coming[0][0] if self._coming else math.inf
 

@@ -13,9 +13,11 @@ import math
 
 FIRST_S = 1.0
 LONGEST_S = 60.0
+"""Pause in seconds if the source states none: it doubles from 429 to 429, from the first to the longest."""
 PROBE_AFTER_S = 60.0
 """Seconds of a pause after which one request probes the source."""
 _SHORTEST_S = 0.1
+"""Shortest first pause, in seconds, even if the source asks for less."""
 _LATER_S = 0.05
 """A pause is prolonged only by more than this: smaller differences come from the network."""
 
@@ -57,7 +59,7 @@ class Pauses:
         if retry_after_s is None:
             pause_s = min(FIRST_S * growth, LONGEST_S)
         else:
-            # "Retry at once" from a server that keeps on throttling would be a storm.
+            # A server that keeps throttling and says "retry at once" must not get a storm of requests.
             pause_s = max(retry_after_s, min(_SHORTEST_S * growth, FIRST_S))
         self._at = now
         self._probe_at = math.inf

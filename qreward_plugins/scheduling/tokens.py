@@ -35,9 +35,13 @@ MARGIN = 1.03
 few answers, or if they differ."""
 
 _FIRST_TOKENS_PER_BYTE = 1 / 3
+"""Likely tokens per byte before the first answer; for plans only, not for reservations."""
 _WEIGHT = 0.05
+"""Weight of the last answer in the likely tokens per byte and the likely completion."""
 _RECENT = 64
+"""Recent answers of a kind that its estimate considers."""
 _KINDS = 1024
+"""Most kinds that are remembered; the oldest is dropped."""
 _LEVELS = 1024
 """Estimates of a kind are rounded up to a multiple of 1/1024 tokens per byte. They would rise a little with every other
 answer otherwise, and each rise looks at all requests in flight."""
@@ -47,12 +51,19 @@ _LONG_TEMPLATE = 200
 """Tokens of a long chat template: in the tokens per byte of longer texts they hardly show, so shorter texts get them on
 top."""
 _STATED = 32
+"""Recent replies whose stated usage is compared."""
 _WITNESSES = 3
+"""Replies among these that must state a usage beyond a bound before it is believed."""
 _MOST_ADDED = 65_536.0
+"""Most prompt tokens that a provider may add and be believed."""
 _MOST_FACTOR = 64.0
+"""Most by which a completion may exceed its bound and be believed, as a factor."""
 _COMPLETION_SLACK = 16
+"""Tokens by which any completion may exceed its bound."""
 _UNBOUNDED_COMPLETION = 4096
+"""Bound of a completion, in tokens, if the request states none."""
 _BYTES_PER_TOKEN_AT_MOST = 128
+"""Most bytes that a tokenizer puts into one token."""
 
 
 class TokenEstimates:
@@ -193,7 +204,7 @@ class _Repeated:
 
     def note(self, stated: float) -> None:
         self._stated.append(min(max(0.0, stated), self._most))
-        # Nearly all replies state nothing more than was expected, and change nothing.
+        # Nearly all replies state no more than expected. They need no sorting.
         if (stated > 0 or self.value) and len(self._stated) >= _WITNESSES:
             self.value = sorted(self._stated)[-_WITNESSES]
 

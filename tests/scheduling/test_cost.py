@@ -6,7 +6,7 @@ import pytest
 
 from qreward_plugins.errors import SourceUnusable, Throttled
 from qreward_plugins.samples import Scored
-from qreward_plugins.scheduling.hedging import HARD_AT
+from qreward_plugins.scheduling.hedging import OVERDUE_AT
 
 
 def shops(stage, *, cheap=None, dear=None, cheap_s=2.0, dear_s=1.0):
@@ -103,7 +103,7 @@ def test_only_what_is_overdue_is_hedged(stage, prefer):
     if prefer == "cost":
         assert hedges == 1
         # A soft hedge would have come as soon as the queue was empty.
-        assert stage.sent[-1].at >= stage.sent[19].at + HARD_AT * 2.0
+        assert stage.sent[-1].at >= stage.sent[19].at + OVERDUE_AT * 2.0
         assert played.finished_at < 30
     else:
         assert hedges >= 1

@@ -14,10 +14,10 @@ from qreward_plugins.scheduling import Batch, Member, ReadyQueue
 from qreward_plugins.scheduling.forecast import Forecast
 from qreward_plugins.scheduling.hedging import (
     EARLY_PART,
-    HARD_AT,
     LEAST_AGE_S,
     LEAST_HEDGES,
     LEAST_SOFT_HEDGES,
+    OVERDUE_AT,
     SOFT_AT,
     SOFT_PART,
     Hedges,
@@ -98,7 +98,7 @@ def test_when_nothing_else_is_to_do_an_attempt_is_hedged_long_before_it_is_overd
     alike(stage, straggler=first_takes(50.0))
     played = stage.play([10], hedge=True)
     (hedge,) = hedges
-    assert SOFT_AT <= hedge.age < HARD_AT
+    assert SOFT_AT <= hedge.age < OVERDUE_AT
     assert hedge.source != hedge.of
     assert played.finished_at == pytest.approx(hedge.at + USUAL_S)
     assert (played.report.hedges, played.outcomes[0].verdict.attempts) == (1, 2)
@@ -124,7 +124,7 @@ def test_while_jobs_are_queued_only_the_hopeless_are_hedged(stage, hedges):
     played = stage.play([10] * 45, hedge=True)
     while_queued = [hedge for hedge in hedges if hedge.queued]
     assert len(while_queued) == 1
-    assert while_queued[0].age >= HARD_AT
+    assert while_queued[0].age >= OVERDUE_AT
     assert played.finished_at < 16
 
 
@@ -138,7 +138,7 @@ def test_the_only_source_is_asked_again_when_an_attempt_hangs(stage, hedges):
     alike(stage, "a", straggler=first_takes(50.0))
     played = stage.play([10] * 3, hedge=True)
     (hedge,) = hedges
-    assert (hedge.source, hedge.age >= HARD_AT) == ("a", True)
+    assert (hedge.source, hedge.age >= OVERDUE_AT) == ("a", True)
     assert played.finished_at == pytest.approx(hedge.at + USUAL_S)
 
 
@@ -209,7 +209,7 @@ def test_in_a_stream_that_has_become_quiet_it_is(stage, hedges):
     alike(stage, usual_s=4.0, straggler=lambda name, number, request, now: 20.0 if 14.4 < now < 14.9 else None)
     stream(stage, gap_s=0.5, count=30)
     assert hedges
-    assert hedges[0].age < HARD_AT
+    assert hedges[0].age < OVERDUE_AT
     assert hedges[0].at > 14.5 + 1.0
 
 

@@ -8,7 +8,7 @@ import random
 import pytest
 
 from qreward_plugins.scheduling.breaker import FIRST_PAUSE_S
-from qreward_plugins.scheduling.hedging import HARD_AT
+from qreward_plugins.scheduling.hedging import OVERDUE_AT
 from qreward_plugins.scheduling.jobs import MAX_RESTARTS
 from qreward_plugins.scheduling.retry_policy import GIVE_UP_AFTER_S, GIVE_UP_AT
 
@@ -82,7 +82,7 @@ def test_a_probe_that_is_overdue_has_failed(stage):
     pauses = [after - before for before, after in itertools.pairwise(probes)]
     assert len(probes) >= 3
     # Each is given time to become overdue, and then a longer pause follows than before.
-    assert all(pause > FIRST_PAUSE_S + HARD_AT * 0.9 for pause in pauses)
+    assert all(pause > FIRST_PAUSE_S + OVERDUE_AT * 0.9 for pause in pauses)
     assert pauses == sorted(pauses)
     assert pauses[1] > 1.5 * pauses[0]
 

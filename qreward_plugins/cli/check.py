@@ -39,8 +39,9 @@ async def check_config(
     config = load_config(path)
     if config.engine.journal is not None:
         check_place(config.engine.journal.path)
-    # A check must not create, open or fill the journal of a run.
-    bare = config.model_copy(update={"engine": config.engine.model_copy(update={"journal": None})})
+    # A check must not create, open or fill the journal of a run, and shares no limits with one.
+    engine_alone = config.engine.model_copy(update={"journal": None, "shared": "off"})
+    bare = config.model_copy(update={"engine": engine_alone})
     async with open_engine(bare, path) as engine:
         samples: dict[str, Sample] = {}
         if rollouts is not None:
@@ -60,7 +61,8 @@ async def check_config(
             results = await probe(engine, samples)
         idle, untried = idle_sources(engine), untried_judges(engine)
         models = {name for name, judge in engine.judges.items() if judge.asks == TEXT}
-    out.print(_table(results))
+    if results:
+        out.print(_table(results))
     for result in results:
         if result.verdict is not None and result.verdict.rationale:
             say(out, f'{result.source} says: "{_excerpt(result.verdict.rationale, _RATIONALE_CHARS)}"')

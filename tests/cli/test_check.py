@@ -373,3 +373,9 @@ def test_one_fault_is_told_once(check, write_config):
         lines = [line for line in check().stdout.splitlines() if line.startswith("judge quality: ")]
     assert len(lines) == 1
     assert lines[0].endswith("; 6 of 6 test answers got no valid verdict, either; use a more capable model")
+
+
+def test_a_configuration_for_ray_can_be_checked_without_ray(check, server, write_config):
+    write_config({"a": server}, engine={"shared": "ray"})
+    result = check()
+    assert result.exit_code == 0, result.output

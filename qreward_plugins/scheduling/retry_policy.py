@@ -105,7 +105,7 @@ class RetryPolicy:
         """Give up an attempt for its age if it has no hedge, and all older attempts of a source that is silent."""
         job, upstream = attempt.job, attempt.upstream
         if upstream.health.silent(attempt, now) or upstream.health.resting_in_silence:
-            self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM)
+            self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, f"{upstream.name} fell silent")
         if (
             not attempt.given_up
             and not job.ended
@@ -160,14 +160,14 @@ class RetryPolicy:
                 attempt, TransientError(f"the call at {attempt.upstream.name} was cancelled by another task"), now
             )
 
-    def _give_up_old(self, upstream: Upstream, now: float, from_age: float) -> None:
+    def _give_up_old(self, upstream: Upstream, now: float, from_age: float, why: str) -> None:
         """Give up the attempts of a source whose `age` is at least `from_age`, so that their jobs go elsewhere."""
         for attempt in list(upstream.live):
             # A probe gets time to answer, because a source that is only slower could not recover otherwise.
             kept = attempt.probe and not (attempt.superseded and self.rests.alternative(attempt.job, upstream))
             # The source is certainly down, so the expected latency counts, not the longest possible one.
             if attempt.age(now) >= from_age and not kept and not attempt.job.ended:
-                self._give_up(attempt, now, f"{upstream.name} fell silent")
+                self._give_up(attempt, now, why)
 
     def _give_up(self, attempt: Attempt, now: float, why: str, *, for_age: bool = False) -> None:
         """Cancel an attempt that might still be answered, and treat it as failed. Where that failure would end the job,
@@ -256,7 +256,7 @@ class RetryPolicy:
         if attempt.timed_out:
             upstream.quota.timed_out(now, sent_at=attempt.started_at)
         if upstream.health.failed(now, probe=attempt.decides, sample=job.sequence, error=str(error)):
-            self._give_up_old(upstream, now, GIVE_UP_FAILING_FROM)
+            self._give_up_old(upstream, now, GIVE_UP_FAILING_FROM, f"{upstream.name} failed other samples")
         # A job that failed just now may have been the last that its batch waited for, which ended this one.
         if not job.ended:
             excused = upstream.health.excuses(attempt)

@@ -1,4 +1,4 @@
-"""Sources that hang: silence is noticed long before a time limit, what they hold is rescued; slowness is no silence."""
+"""Sources that hang: silence is noticed long before a time limit, attempts are given up; slowness is no silence."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from qreward_plugins.errors import TransientError
 from qreward_plugins.scheduling.breaker import FIRST_PAUSE_S
 from qreward_plugins.scheduling.hedging import OVERDUE_AT
 from qreward_plugins.scheduling.jobs import MAX_RESTARTS
@@ -37,12 +38,12 @@ def test_a_source_that_hangs_is_noticed_long_before_its_time_limit(stage, usual_
     # 50 of 200 come from a before it hangs, the rest takes b some 15 rounds.
     assert played.finished_at < 25 * usual_s + 8
     assert a.state(played.finished_at) == "resting"
-    # All that it held was rescued; after that it got single probes.
+    # All that it held was given up; after that it got single probes.
     assert stage.sources["a"].cancelled >= 10
     assert len(stage.sources["a"].arrivals) <= 60 + 6
 
 
-def test_a_rescued_sample_says_so_when_it_fails(stage):
+def test_a_sample_given_up_at_a_silent_source_says_so_when_it_fails(stage):
     hanging(stage, since_s=0.0, others="")
     played = stage.play([10] * 10, deadline_s=30)
     assert {outcome.reason for outcome in played.outcomes} == {"deadline"}
@@ -176,3 +177,15 @@ def test_a_source_whose_speed_was_told_by_others_has_not_fallen_silent_before_it
     assert played.all_scored
     assert stage.sources["a"].cancelled == 0
     assert len(stage.sources["a"].arrivals) == 20
+
+
+def test_a_sample_given_up_at_a_source_that_fails_others_says_so(stage):
+    def behaviour(number, request, now):
+        return HANGS if number == 0 else TransientError("it broke") if now >= 2.0 else 1.0
+
+    stage.add("a", limits={"concurrency": 4}, behaviour=behaviour, timeout_s=LIMIT_S)
+    stage.knows("a", 1.0)
+    played = stage.play([10] * 20, deadline_s=2.4)
+    details = {getattr(outcome, "detail", "") for outcome in played.outcomes}
+    assert any("a failed other samples" in detail for detail in details)
+    assert not any("fell silent" in detail for detail in details)

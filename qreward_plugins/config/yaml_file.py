@@ -22,6 +22,9 @@ _QUOTED = re.compile(r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\"""")
 MOST_BYTES = 2**20
 """Size of the largest file that is read, in bytes."""
 
+ROLLOUT_SUFFIXES = (".jsonl", ".parquet")
+"""Endings of files of rollouts."""
+
 MOST_DIGITS = 4_000
 """Most characters of an integer."""
 
@@ -104,6 +107,9 @@ def read_yaml(path: str, *, origin: str) -> Any:
         # For an explicit tag (`!!int abc`), PyYAML raises any error of the conversion.
         problem = "the file is not valid YAML: a value does not fit its tag."
         remedy = "Leave out tags such as `!!int`, or put the text in quotes."
+    if os.fspath(path).endswith(ROLLOUT_SUFFIXES):
+        # The arguments of a command were swapped.
+        remedy = "Rollouts have this ending; name a configuration in YAML."
     raise ConfigurationError([Mistake("", problem, remedy)], origin=origin)
 
 

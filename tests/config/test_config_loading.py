@@ -237,6 +237,16 @@ def test_a_file_that_holds_no_tree(tmp_path: Path, content: str | bytes, problem
 
 
 @pytest.mark.parametrize(
+    ("name", "content"),
+    [("rollouts.jsonl", b'{"prompt": "q"}\n{"prompt": "r"}\n'), ("rollouts.parquet", b"PAR1\x15\x04\x80\xff")],
+)
+def test_a_file_of_rollouts_in_place_of_the_configuration_is_told(tmp_path: Path, name: str, content: bytes) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigurationError, match=r"Rollouts have this ending; name a configuration in YAML\."):
+        load_config(tmp_path / name)
+
+
+@pytest.mark.parametrize(
     "line", ["*SECRETkey", "!SECRETkey", "!SECRETkey!x", "%SECRETkey", "&SECRETkey &SECRETkey x", '"SECRETkey\\q"']
 )
 def test_yaml_errors_do_not_quote_the_file(tmp_path: Path, line: str) -> None:

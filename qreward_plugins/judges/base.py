@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
@@ -139,6 +139,7 @@ async def together(judges: Sequence[Judge], sample: Sample, ask: Ask) -> dict[st
     The first failure cancels the judges that still run; these are missing from the result. Cancelling cancels all.
     """
     said: dict[str, Verdict | Failed] = {}
+    stopped = False
 
     async def one(judge: Judge) -> None:
         try:
@@ -146,9 +147,18 @@ async def together(judges: Sequence[Judge], sample: Sample, ask: Ask) -> dict[st
         except JudgeFailed as error:
             said[judge.name] = error.failed
             # At once: in the next step of the event loop, another judge would be sending its request.
-            for task in tasks:
-                if task is not asyncio.current_task():
-                    task.cancel()
+            stop(task for task in tasks if task is not asyncio.current_task())
+        except asyncio.CancelledError:
+            if stopped:
+                raise
+            # Otherwise the others would go on, and their verdicts would be used without this one.
+            raise RuntimeError(f"judge {judge.name} was cancelled by something else than its caller") from None
+
+    def stop(running: Iterable[asyncio.Task[None]]) -> None:
+        nonlocal stopped
+        stopped = True
+        for task in running:
+            task.cancel()
 
     # A task group of anyio would add a quarter to the time and memory of a sum.
     tasks = [asyncio.ensure_future(one(judge)) for judge in judges]
@@ -158,8 +168,7 @@ async def together(judges: Sequence[Judge], sample: Sample, ask: Ask) -> dict[st
             _, left = await asyncio.wait(left, return_when=asyncio.FIRST_EXCEPTION)
         except asyncio.CancelledError:
             cancelled = True
-        for task in left:
-            task.cancel()
+        stop(left)
     bugs = [bug for bug in map(_bug, tasks) if bug is not None]
     if cancelled:
         raise asyncio.CancelledError

@@ -53,6 +53,9 @@ class OpenAISource(Endpoint):
             mistakes.append(
                 Mistake(path, f"it must end before {self.PATH}, which is added.", f"Leave out {self.PATH}.")
             )
+        if config.dialect == "openai_reasoning" and config.parameters.get("max_tokens") is not None:
+            path = f"sources.{name}.parameters.max_tokens"
+            mistakes.append(Mistake(path, "reasoning models of OpenAI refuse it.", f"Write {_REASONING_BOUND}."))
         super().__init__(name, config, mistakes=mistakes)
         self._model = config.model
         self._reasons = config.dialect == "openai_reasoning"

@@ -304,6 +304,31 @@ def test_a_part_that_breaks_ends_the_others_and_its_error_is_the_sums() -> None:
     run(play())
 
 
+def test_a_part_that_is_cancelled_by_something_else_is_a_bug_and_ends_the_others() -> None:
+    class Part(Judge):
+        ended = False
+
+        async def judge(self, sample: Sample, ask: Ask) -> Verdict:
+            if self.name == "cancelled":
+                raise asyncio.CancelledError
+            try:
+                await asyncio.sleep(100.0)
+            finally:
+                self.ended = True
+            return Verdict(1.0)
+
+    other = Part("other")
+
+    async def main() -> float:
+        loop = asyncio.get_running_loop()
+        with pytest.raises(RuntimeError, match="judge cancelled was cancelled"):
+            await together([Part("cancelled"), other], SAMPLE, None)  # type: ignore[arg-type]
+        return loop.time()
+
+    assert run(main()) == 0.0
+    assert other.ended
+
+
 def test_cancelling_a_sum_ends_all_its_parts_first() -> None:
     parts = [_Part("one", None), _Part("two", None)]
 

@@ -739,3 +739,9 @@ async def test_the_proxy_of_the_environment_is_used_and_netrc_is_not(
     assert first.head.startswith("POST http://judge.example/v1/chat/completions HTTP/1.1")
     assert first.headers["proxy-authorization"].startswith("Basic ")
     assert first.headers["authorization"] == f"Bearer {key}"
+
+
+def test_a_reasoning_model_is_not_sent_what_it_refuses(open_source: Any) -> None:
+    with pytest.raises(ConfigurationError, match=r"parameters\.max_tokens.*Write max_completion_tokens"):
+        open_source("http://localhost:1/v1", dialect="openai_reasoning", parameters={"max_tokens": 900})
+    open_source("http://localhost:1/v1", dialect="openai_reasoning", parameters={"max_tokens": None})

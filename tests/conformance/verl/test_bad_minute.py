@@ -50,5 +50,6 @@ def test_only_samples_that_hang_the_function_lose_their_reward(outcome):
 def test_the_minute_was_waited_for_once(outcome):
     took = sorted(metrics["timing_s/step"] for metrics in outcome.metrics.values() if "timing_s/step" in metrics)
     assert len(took) >= STEPS - 1, "of one step, the fully asynchronous trainer writes no line"
-    assert MINUTE_S < took[-1] < MINUTE_S + 30
+    # The fully asynchronous trainer generates ahead: the minute has begun when its step does.
+    assert MINUTE_S - 5 < took[-1] < MINUTE_S + 30
     assert took[-2] < MINUTE_S / 2, "the judge was used as soon as it was back"

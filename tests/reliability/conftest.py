@@ -96,7 +96,9 @@ def score_of() -> Callable[[Sample], float]:
 
 @pytest.fixture
 def open_files() -> Callable[[], int]:
-    """How many file descriptors this process has, sockets included."""
+    """How many file descriptors this process has, sockets included. What an earlier test left to the garbage collector
+    may be closed at any time, so a test may end with fewer than it began with.
+    """
     return lambda: len(os.listdir("/dev/fd"))
 
 

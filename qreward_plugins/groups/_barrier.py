@@ -226,7 +226,7 @@ class GroupBarrier:
         return request
 
     def _drop_unwanted(self) -> None:
-        """Without a connection, drop requests whose answer nobody awaits; `_recent` keeps their reports."""
+        """If there is no connection, drop the requests that no caller waits for. `_recent` keeps their reports."""
         self._unsent = [request for request in self._unsent if not request.answer.done()]
 
     async def _send(self) -> None:

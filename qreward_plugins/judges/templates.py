@@ -263,7 +263,7 @@ class Template:
             return self._constant
         pieces: list[str] = []
         size = 0
-        # `generate` does the same, and rewrites tracebacks, which nobody sees here.
+        # `generate` does the same, and also rewrites tracebacks, which are not shown here.
         context = self._template.new_context({**values, "range": page.range}, shared=True)
         for piece in self._template.root_render_func(context):
             size += len(piece)

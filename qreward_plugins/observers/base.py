@@ -67,7 +67,7 @@ class Observers:
 
     @property
     def watched(self) -> bool:
-        """Whether the user has an observer. Events for nobody else are emitted only then."""
+        """Whether the user has an observer. Events that only users read are emitted only then."""
         return bool(self._theirs)
 
     def emit(self, event: Event) -> None:

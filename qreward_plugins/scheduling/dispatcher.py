@@ -247,7 +247,7 @@ class Dispatcher:
             self.fail(job, job.refused_for or "no_source", self._why_no_source(job))
             return
         job.avoids = frozenset()
-        self._retry_policy.reconsider(job, now)
+        self._retry_policy.backoff.reconsider(job, now)
         eligible = job.eligible(now)
         if eligible:
             self._push(job, eligible, now)
@@ -269,7 +269,7 @@ class Dispatcher:
     def _rested(self, job: Job) -> None:
         if not (job.live or job.undecided):
             try:
-                self._retry_policy.rests.renew(job, self._loop.time())
+                self._retry_policy.backoff.renew(job, self._loop.time())
                 self.enqueue(job)
             except Exception as error:
                 self._bug(job, error)

@@ -47,19 +47,13 @@ from ..observers import Observers
 from ..sources.base import Reply
 from ..spent import NO_USAGE
 from .attempts import Attempt, Ending, attempt_ended
+from .backoff import Backoff
 from .jobs import MAX_FAULTS, MAX_RESTARTS, MAX_UNCOUNTED, Job, Jobs
-from .rests import Rests
 from .undecided import Undecided
 from .upstream import Upstream
 
-FIRST_BACKOFF_S = 0.5
-LONGEST_BACKOFF_S = 20.0
-"""Bounds of full jitter after a transient failure, in seconds: the first doubles up to the longest."""
 OF_THE_REQUEST = (400, 413, 422)
 """Statuses of servers that refuse this one request."""
-RAISED_BACKOFF_S = 3.0
-LONGEST_RAISED_BACKOFF_S = 60.0
-"""Backoff after a local function raised, in seconds: the first doubles up to the longest."""
 GIVE_UP_SILENT_FROM = 1.0
 """`Attempt.age` from which an attempt is given up if its source is silent."""
 GIVE_UP_FAILING_FROM = 1.5
@@ -71,8 +65,6 @@ GIVE_UP_AFTER_S = 5.0
 """Least age, in seconds, of such an attempt."""
 OVERDUE_FROM = 2.0
 """Age from which an overdue probe is given up once a later one is answered, as a multiple of what that one took."""
-LEAST_PATIENCE_S = 1.0
-"""Least time, in seconds, between two checks whether a suspect job still has to wait."""
 
 
 class RetryPolicy:
@@ -95,10 +87,9 @@ class RetryPolicy:
         self._jobs = jobs
         self._observers = observers
         self._upstreams = upstreams
-        self._rng = rng
         self._max_attempts = max_attempts
         self.keeps_late = keeps_late
-        self.rests = Rests(jobs, upstreams)
+        self.backoff = Backoff(jobs, upstreams, rng)
         self.undecided = Undecided(jobs, upstreams)
 
     def check_age(self, attempt: Attempt, now: float) -> None:
@@ -164,7 +155,7 @@ class RetryPolicy:
         """Give up the attempts of a source whose `age` is at least `from_age`, so that their jobs go elsewhere."""
         for attempt in list(upstream.live):
             # A probe gets time to answer, because a source that is only slower could not recover otherwise.
-            kept = attempt.probe and not (attempt.superseded and self.rests.alternative(attempt.job, upstream))
+            kept = attempt.probe and not (attempt.superseded and self.backoff.alternative(attempt.job, upstream))
             # The source is certainly down, so the expected latency counts, not the longest possible one.
             if attempt.age(now) >= from_age and not kept and not attempt.job.ended:
                 self._give_up(attempt, now, why)
@@ -228,12 +219,12 @@ class RetryPolicy:
             job.usage = reply.usage if job.usage is NO_USAGE else job.usage + reply.usage
         self.report_end(attempt, ending, now, cost_usd)
         valid = attempt.result == "valid"
-        alternative = not valid and self.rests.alternative(job, upstream)
+        alternative = not valid and self.backoff.alternative(job, upstream)
         upstream.health.judged(valid, now, probe=attempt.decides, alternative=alternative)
         if was_open and upstream.breaker.closed:
             self._recovered(upstream, now - attempt.started_at, now)
         elif upstream.local:
-            self.rests.release(upstream)
+            self.backoff.release(upstream)
         if valid:
             self.undecided.decide(others_live=True)
 
@@ -247,7 +238,7 @@ class RetryPolicy:
             job.barred |= {upstream.name}
             problem += f" (it went alone, because it may take {upstream.tokens(attempt.request):,} tokens)"
         job.throttled += 1
-        self.rests.after_throttling(job, upstream, now)
+        self.backoff.after_throttling(job, upstream, now)
         if not gone:
             self._retry(attempt, problem)
 
@@ -261,7 +252,7 @@ class RetryPolicy:
         if not job.ended:
             excused = upstream.health.excuses(attempt)
             if attempt.timed_out and not excused:
-                self._suspect(job, now)
+                self.backoff.after_timeout(job, now)
             self._transient(attempt, error, now, excused=excused)
 
     def report_end(
@@ -276,7 +267,7 @@ class RetryPolicy:
         """Use a source again that has answered a probe, after `took_s` seconds. Overdue probes that had more than
         `OVERDUE_FROM` times as long are given up.
         """
-        self.rests.release(upstream)
+        self.backoff.release(upstream)
         for attempt in list(upstream.live):
             overdue = attempt.superseded and now - attempt.started_at > OVERDUE_FROM * took_s
             if overdue and not attempt.job.ended:
@@ -287,7 +278,7 @@ class RetryPolicy:
         job.invalid += 1
         job.invalid_at |= {upstream.name}
         if job.invalid <= job.call.invalid_retries:
-            self.rests.after_invalid(job, upstream, now)
+            self.backoff.after_invalid(job, upstream, now)
             self._retry(attempt, str(error))
         elif self._others_live(attempt):
             self._retry(attempt, str(error))
@@ -305,7 +296,7 @@ class RetryPolicy:
     def forget(self, job: Job) -> None:
         """Forget `job`, which has ended."""
         self.undecided.discard(job)
-        self.rests.forget(job)
+        self.backoff.forget(job)
 
     def _transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
         job, upstream = attempt.job, attempt.upstream
@@ -322,9 +313,7 @@ class RetryPolicy:
             return
         if not attempt.probe:
             # Probes need no backoff, because `probing` sets their pace.
-            doublings = min(max(0, job.failures + job.excused - 1), 10)
-            longest = min(FIRST_BACKOFF_S * 2**doublings, LONGEST_BACKOFF_S)
-            self.rests.until_answer(job, upstream, now + self._rng.uniform(0, longest))
+            self.backoff.after_failure(job, upstream, now)
         job.rests_until = now + upstream.retries.withdraw(now)
         self._retry(attempt, str(error))
 
@@ -338,40 +327,8 @@ class RetryPolicy:
         if (is_to_blame or job.failures >= self._max_attempts) and not self._others_live(attempt):
             self._jobs.fail(job, "exhausted", str(error))
             return
-        # The breaker of a local function does not open. So the backoff must outlast an outage of a service behind it.
-        backoff_s = min(RAISED_BACKOFF_S * 2 ** (job.failures - 1), LONGEST_RAISED_BACKOFF_S)
-        self.rests.until_answer(job, upstream, now + self._rng.uniform(0.75, 1.25) * backoff_s)
+        self.backoff.after_raised(job, upstream, now)
         self._retry(attempt, str(error))
-
-    def _suspect(self, job: Job, now: float) -> None:
-        """Queue `job` after all others from now on: its next attempt may take a place for a whole time limit, too.
-
-        In a stream that never ends it would starve. So this ends after as long again as the job has taken so far, or
-        after half of the time to its deadline: then samples that are submitted later do not go first.
-        """
-        job.suspect, job.suspected_at = True, now
-        if not (job.faults or job.answers_before):  # local functions have time slices for that
-            job.last_until = now + min(now - job.submitted_at, (job.deadline_at - now) / 2)
-
-    def reconsider(self, job: Job, now: float) -> None:
-        """End the suspicion against `job` if it is time, unless samples wait that were there before it was suspect."""
-        if job.last_until is None or now < job.last_until:
-            return
-        if self._others_were_first(job):
-            job.last_until = now + max(LEAST_PATIENCE_S, (job.deadline_at - now) / 2)
-        else:
-            job.suspect, job.last_until = False, None
-
-    def _others_were_first(self, job: Job) -> bool:
-        """Whether a sample waits for a source of `job` that was submitted before `job` became suspect."""
-        names = set(job.call.sources) - job.barred
-        # They are in the order of their submission.
-        for other in self._jobs.waiting_jobs():
-            if other.submitted_at > job.suspected_at:
-                return False
-            if not other.suspect and not names.isdisjoint(set(other.call.sources) - other.barred):
-                return True
-        return False
 
     def _fault(self, attempt: Attempt, error: SampleFault, *, had_whole_limit: bool) -> None:
         job = attempt.job
@@ -395,7 +352,7 @@ class RetryPolicy:
                 job.refused_at |= {upstream.name}
                 # The source is up: it has read the request.
                 upstream.breaker.succeeded()
-                self.rests.release(upstream)
+                self.backoff.release(upstream)
             else:
                 upstream.breaker.abandoned(probe=attempt.decides)
         if gone or job.ended:

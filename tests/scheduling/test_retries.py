@@ -11,7 +11,7 @@ import pytest
 from qreward_plugins.errors import TransientError
 from qreward_plugins.quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
 from qreward_plugins.samples import Cause, Scored
-from qreward_plugins.scheduling.retry_policy import FIRST_BACKOFF_S, LONGEST_BACKOFF_S
+from qreward_plugins.scheduling.backoff import FIRST_BACKOFF_S, LONGEST_BACKOFF_S
 from qreward_plugins.simulation import run
 
 RESET = TransientError("reset")

@@ -1,0 +1,145 @@
+"""Backoff: when a job may go to a source again that failed it, and which other jobs go first.
+
+A job backs off from one source at a time, so that other sources may take it at once. A job whose next attempt may harm
+others (by taking a place for a whole time limit, by being throttled again) goes after them, but not for ever.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Mapping
+
+from .jobs import Job, Jobs
+from .upstream import Upstream
+
+FIRST_BACKOFF_S = 0.5
+LONGEST_BACKOFF_S = 20.0
+"""Bounds of full jitter after a transient failure, in seconds: the first doubles up to the longest."""
+RAISED_BACKOFF_S = 3.0
+LONGEST_RAISED_BACKOFF_S = 60.0
+"""Backoff after a local function raised, in seconds: the first doubles up to the longest."""
+THROTTLED_TO_REST = 3
+"""Throttled attempts of one sample from which other samples go first."""
+SHORTEST_THROTTLED_REST_S = 0.5
+LONGEST_REST_S = 10.0
+"""Bounds, in seconds, of the time after the pause for which they go first. In between it is as long as the pause."""
+SHORTEST_INVALID_REST_S = 0.5
+"""Shortest time, in seconds, for which a job avoids a source that gave it an invalid verdict, if it has another."""
+LEAST_PATIENCE_S = 1.0
+"""Least time, in seconds, between two checks whether a suspect job still has to wait."""
+
+
+class Backoff:
+    """The backoff of all jobs of an event loop. Times are seconds of its clock."""
+
+    def __init__(self, jobs: Jobs, upstreams: Mapping[str, Upstream], rng: random.Random) -> None:
+        self._jobs = jobs
+        self._upstreams = upstreams
+        self._rng = rng
+        self._resting: dict[str, dict[Job, None]] = {name: {} for name in upstreams}
+
+    # By the end of an attempt
+
+    def after_failure(self, job: Job, upstream: Upstream, now: float) -> None:
+        """Back off with full jitter after a transient failure, which has been counted."""
+        doublings = min(max(0, job.failures + job.excused - 1), 10)
+        longest = min(FIRST_BACKOFF_S * 2**doublings, LONGEST_BACKOFF_S)
+        self._until_answer(job, upstream, now + self._rng.uniform(0, longest))
+
+    def after_raised(self, job: Job, upstream: Upstream, now: float) -> None:
+        """Back off after a local function raised. Its breaker does not open, so the backoff must outlast an outage of a
+        service behind it.
+        """
+        backoff_s = min(RAISED_BACKOFF_S * 2 ** (job.failures - 1), LONGEST_RAISED_BACKOFF_S)
+        self._until_answer(job, upstream, now + self._rng.uniform(0.75, 1.25) * backoff_s)
+
+    def after_throttling(self, job: Job, upstream: Upstream, now: float) -> None:
+        """Let other samples go first if `job` was throttled often. It may be the only one that is throttled, because it
+        is too large for a limit.
+        """
+        if job.throttled >= THROTTLED_TO_REST and self._delays_others(job, upstream):
+            pause_s = upstream.pauses.left_s(now)
+            job.rested_at[upstream.name] = now + pause_s + min(max(SHORTEST_THROTTLED_REST_S, pause_s), LONGEST_REST_S)
+
+    def after_invalid(self, job: Job, upstream: Upstream, now: float) -> None:
+        """Let other sources, if there are any, take `job` first after an invalid reply of `upstream`."""
+        others = set(job.call.sources) - job.barred - {upstream.name}
+        job.rested_at[upstream.name] = now + (_invalid_rest_s(job, upstream) if others else 0.0)
+        self.renew(job, now)
+
+    def after_timeout(self, job: Job, now: float) -> None:
+        """Queue `job` after all others from now on: its next attempt may take a place for a whole time limit, too.
+
+        In a stream that never ends it would starve. So this ends after as long again as the job has taken so far, or
+        after half of the time to its deadline: then samples that are submitted later do not go first.
+        """
+        job.suspect, job.suspected_at = True, now
+        if not (job.faults or job.answers_before):  # local functions have time slices for that
+            job.last_until = now + min(now - job.submitted_at, (job.deadline_at - now) / 2)
+
+    # While it lasts
+
+    def release(self, upstream: Upstream) -> None:
+        """End the backoff after failures at a source that has answered: queue the jobs again."""
+        resting, self._resting[upstream.name] = self._resting[upstream.name], {}
+        for job in resting:
+            if not job.ended and job.rested_at.pop(upstream.name, None) is not None and not job.live:
+                self._jobs.enqueue(job)
+
+    def renew(self, job: Job, now: float) -> None:
+        """Prolong the backoff after invalid replies while another source may judge `job`. This lasts for the first half
+        of its time: it still gets an answer if the other source stays busy.
+        """
+        if now > (job.submitted_at + job.deadline_at) / 2:
+            return
+        for name in job.invalid_at - job.barred:
+            upstream = self._upstreams[name]
+            if job.rested_at.get(name, -math.inf) <= now and self.alternative(job, upstream, untried=True):
+                job.rested_at[name] = now + _invalid_rest_s(job, upstream)
+
+    def reconsider(self, job: Job, now: float) -> None:
+        """End the suspicion against `job` if it is time, unless samples wait that were there before it was suspect."""
+        if job.last_until is None or now < job.last_until:
+            return
+        if self._others_were_first(job):
+            job.last_until = now + max(LEAST_PATIENCE_S, (job.deadline_at - now) / 2)
+        else:
+            job.suspect, job.last_until = False, None
+
+    def alternative(self, job: Job, upstream: Upstream, *, untried: bool = False) -> bool:
+        """Whether another source could serve `job` and is not garbled. `untried`: and gave it no invalid reply yet."""
+        without = job.barred | {upstream.name} | (job.invalid_at if untried else set())
+        others = (self._upstreams[name] for name in job.call.sources if name not in without)
+        return any(not other.health.unusable and other.breaker.closed and not other.health.garbled for other in others)
+
+    def forget(self, job: Job) -> None:
+        """Forget `job`, which has ended."""
+        for name in job.rested_at:
+            self._resting[name].pop(job, None)
+
+    def _until_answer(self, job: Job, upstream: Upstream, until: float) -> None:
+        """Keep `job` away from a source until `until`, or until the source answers another sample."""
+        job.rested_at[upstream.name] = until
+        self._resting[upstream.name][job] = None
+
+    def _delays_others(self, job: Job, upstream: Upstream) -> bool:
+        """Whether others wait for `upstream` that were throttled less often than `job`."""
+        others = (other for other in self._jobs.waiting_jobs() if other is not job)
+        return any(upstream.name in other.call.sources and other.throttled < job.throttled for other in others)
+
+    def _others_were_first(self, job: Job) -> bool:
+        """Whether a sample waits for a source of `job` that was submitted before `job` became suspect."""
+        names = set(job.call.sources) - job.barred
+        # They are in the order of their submission.
+        for other in self._jobs.waiting_jobs():
+            if other.submitted_at > job.suspected_at:
+                return False
+            if not other.suspect and not names.isdisjoint(set(other.call.sources) - other.barred):
+                return True
+        return False
+
+
+def _invalid_rest_s(job: Job, upstream: Upstream) -> float:
+    # Not longer: the other sources may be out of quota for minutes.
+    return max(SHORTEST_INVALID_REST_S, 2 * upstream.speed.expected_s(job.size))

@@ -73,15 +73,16 @@ class Dispatcher:
         self._retry_policy = RetryPolicy(
             self, upstreams, rng=rng, max_attempts=max_attempts, keeps_late=keeps_late, observers=observers
         )
+        giving_up = self._retry_policy.giving_up
         self._planner = Planner(
             upstreams,
             settings or Scheduling(),
             on_misfit=self.enqueue,
-            on_aged=self._retry_policy.check_age,
-            on_overdue=self._retry_policy.give_up_probe,
+            on_aged=giving_up.check_age,
+            on_overdue=giving_up.probe,
         )
         self._slices = TimeSlices(
-            upstreams, self._planner.queue, on_over=self._retry_policy.set_aside, on_beside=self._start_beside
+            upstreams, self._planner.queue, on_over=giving_up.time_slice, on_beside=self._start_beside
         )
         self.batches = Batches(self._loop, upstreams, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
@@ -136,7 +137,7 @@ class Dispatcher:
 
     def call_back(self, upstream: Upstream, *, sent: bool) -> None:
         """Cancel the attempts at a source that have not been sent, with `sent` all, and queue their jobs again."""
-        self._retry_policy.call_back(upstream, sent=sent)
+        self._retry_policy.giving_up.call_back(upstream, sent=sent)
 
     def now(self) -> float:
         """The event loop's clock, in seconds."""

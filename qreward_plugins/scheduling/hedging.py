@@ -23,9 +23,9 @@ from collections.abc import Callable, Iterator, Mapping
 
 from .attempts import Attempt
 from .forecast import Forecast
+from .giving_up import GIVE_UP_AFTER_S
 from .jobs import Job
 from .queue import ReadyQueue
-from .retry_policy import GIVE_UP_AFTER_S
 from .silence import SHORTEST_S as SHORTEST_SILENCE_S
 from .upstream import Upstream
 

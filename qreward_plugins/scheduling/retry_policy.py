@@ -21,13 +21,11 @@
 A job that has another attempt under way does not fail yet. Its deadline always ends it. Its attempts are then
 cancelled, or left to end if late answers are wanted; the result never changes.
 
-An attempt may also be given up before it ends. If its source is silent, all older attempts there are given up and their
-jobs are queued again. If the source answers others, only an attempt that takes far too long is given up.
+`giving_up.py` ends some attempts earlier, `backoff.py` says when the next one may begin.
 """
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Mapping
 from typing import Literal
@@ -48,23 +46,13 @@ from ..sources.base import Reply
 from ..spent import NO_USAGE
 from .attempts import Attempt, Ending, attempt_ended
 from .backoff import Backoff
-from .jobs import MAX_FAULTS, MAX_RESTARTS, MAX_UNCOUNTED, Job, Jobs
+from .giving_up import GivingUp
+from .jobs import MAX_FAULTS, Job, Jobs
 from .undecided import Undecided
 from .upstream import Upstream
 
 OF_THE_REQUEST = (400, 413, 422)
 """Statuses of servers that refuse this one request."""
-GIVE_UP_SILENT_FROM = 1.0
-"""`Attempt.age` from which an attempt is given up if its source is silent."""
-GIVE_UP_FAILING_FROM = 1.5
-"""The same if its source fails others. It is higher, because an attempt that did not fail at once may be answered."""
-GIVE_UP_AT = 8.0
-"""`Attempt.lateness` from which an attempt without a hedge is given up and its job starts anew. A straggler that would
-end at ten times the usual latency loses nothing by that."""
-GIVE_UP_AFTER_S = 5.0
-"""Least age, in seconds, of such an attempt."""
-OVERDUE_FROM = 2.0
-"""Age from which an overdue probe is given up once a later one is answered, as a multiple of what that one took."""
 
 
 class RetryPolicy:
@@ -90,53 +78,8 @@ class RetryPolicy:
         self._max_attempts = max_attempts
         self.keeps_late = keeps_late
         self.backoff = Backoff(jobs, upstreams, rng)
+        self.giving_up = GivingUp(self, max_attempts=max_attempts)
         self.undecided = Undecided(jobs, upstreams)
-
-    def check_age(self, attempt: Attempt, now: float) -> None:
-        """Give up an attempt for its age if it has no hedge, and all older attempts of a source that is silent."""
-        job, upstream = attempt.job, attempt.upstream
-        if upstream.health.silent(attempt, now) or upstream.health.resting_in_silence:
-            self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, f"{upstream.name} fell silent")
-        if (
-            not attempt.given_up
-            and not job.ended
-            and not (upstream.local or (attempt.probe and not upstream.breaker.closed))
-            and upstream.speed.known
-            and attempt.lateness(now) >= GIVE_UP_AT
-            and now - attempt.started_at >= GIVE_UP_AFTER_S
-            and job.restarts < MAX_RESTARTS
-            and len(job.live) == 1
-        ):
-            job.restarts += 1
-            why = f"{upstream.name} took {attempt.lateness(now):.0f} times longer than expected"
-            self._give_up(attempt, now, why, for_age=True)
-
-    def set_aside(self, attempt: Attempt, now: float) -> None:
-        """End a call of a local function that keeps others waiting. Its sample is tried once more, after them."""
-        if attempt.result or attempt.given_up or attempt.job.ended:
-            return
-        attempt.upstream.set_aside += 1
-        attempt.given_up = True
-        attempt.cancel()
-        took_s = now - attempt.sent_at
-        error = SampleFault(f"{attempt.upstream.name} had not ended after {took_s:.1f} s, others waited")
-        self._fault(attempt, error, had_whole_limit=False)
-
-    def give_up_probe(self, attempt: Attempt, now: float) -> None:
-        """Give up an overdue probe, so that the next one has room."""
-        if not attempt.job.ended:
-            self._give_up(attempt, now, f"{attempt.upstream.name} did not answer a probe")
-
-    def call_back(self, upstream: Upstream, *, sent: bool) -> None:
-        """Cancel the attempts at a source that have not been sent; `sent`: the others, too. Their jobs are queued
-        again. This counts neither against the jobs nor against the source.
-        """
-        for attempt in list(upstream.live):
-            unsent = attempt.reservation.sent_at == -math.inf
-            if (sent or unsent) and not (attempt.result or attempt.given_up or attempt.job.ended):
-                attempt.given_up = True
-                attempt.cancel()
-                self._retry(attempt, "it was called back, because the share of its limits had ended")
 
     def cancelled(self, attempt: Attempt, now: float) -> None:
         """Treat an attempt that something else cancelled as failed. If it was withheld, queue its job again."""
@@ -144,37 +87,12 @@ class RetryPolicy:
             return
         if attempt.withheld:
             attempt.given_up = True
-            self._retry(attempt, "it was not sent, because the share of its limits had ended")
+            self.retry(attempt, "it was not sent, because the share of its limits had ended")
         else:
             attempt.result = "failed"
             self.ended(
                 attempt, TransientError(f"the call at {attempt.upstream.name} was cancelled by another task"), now
             )
-
-    def _give_up_old(self, upstream: Upstream, now: float, from_age: float, why: str) -> None:
-        """Give up the attempts of a source whose `age` is at least `from_age`, so that their jobs go elsewhere."""
-        for attempt in list(upstream.live):
-            # A probe gets time to answer, because a source that is only slower could not recover otherwise.
-            kept = attempt.probe and not (attempt.superseded and self.backoff.alternative(attempt.job, upstream))
-            # The source is certainly down, so the expected latency counts, not the longest possible one.
-            if attempt.age(now) >= from_age and not kept and not attempt.job.ended:
-                self._give_up(attempt, now, why)
-
-    def _give_up(self, attempt: Attempt, now: float, why: str, *, for_age: bool = False) -> None:
-        """Cancel an attempt that might still be answered, and treat it as failed. Where that failure would end the job,
-        it does not count: always `for_age`, otherwise `MAX_UNCOUNTED` times.
-        """
-        if attempt.result or attempt.given_up:
-            return
-        attempt.given_up = True
-        attempt.cancel()
-        job = attempt.job
-        probes = attempt.probe and job.probes_left > 0
-        excused = False
-        if not probes and job.failures + 1 >= self._max_attempts:
-            excused = for_age or job.uncounted < MAX_UNCOUNTED
-            job.uncounted += not for_age
-        self._transient(attempt, TransientError(why), now, excused=excused)
 
     def ended(self, attempt: Attempt, ending: Ending, now: float) -> None:
         """Decide what an attempt's end means for its source and its job."""
@@ -201,7 +119,7 @@ class RetryPolicy:
             self._invalid(attempt, ending, now)
         elif isinstance(ending, SampleFault):
             upstream.breaker.abandoned(probe=attempt.probe)
-            self._fault(attempt, ending, had_whole_limit=ending.reason == "hung")
+            self.sample_fault(attempt, ending, had_whole_limit=ending.reason == "hung")
         elif upstream.local and not isinstance(ending, NotStarted):
             upstream.breaker.abandoned(probe=attempt.probe)
             self._raised(attempt, ending, now)
@@ -222,7 +140,8 @@ class RetryPolicy:
         alternative = not valid and self.backoff.alternative(job, upstream)
         upstream.health.judged(valid, now, probe=attempt.decides, alternative=alternative)
         if was_open and upstream.breaker.closed:
-            self._recovered(upstream, now - attempt.started_at, now)
+            self.backoff.release(upstream)
+            self.giving_up.source_recovered(upstream, now - attempt.started_at, now)
         elif upstream.local:
             self.backoff.release(upstream)
         if valid:
@@ -240,20 +159,20 @@ class RetryPolicy:
         job.throttled += 1
         self.backoff.after_throttling(job, upstream, now)
         if not gone:
-            self._retry(attempt, problem)
+            self.retry(attempt, problem)
 
     def _failed(self, attempt: Attempt, error: SourceError, now: float) -> None:
         job, upstream = attempt.job, attempt.upstream
         if attempt.timed_out:
             upstream.quota.timed_out(now, sent_at=attempt.started_at)
         if upstream.health.failed(now, probe=attempt.decides, sample=job.sequence, error=str(error)):
-            self._give_up_old(upstream, now, GIVE_UP_FAILING_FROM, f"{upstream.name} failed other samples")
+            self.giving_up.source_fails(upstream, now)
         # A job that failed just now may have been the last that its batch waited for, which ended this one.
         if not job.ended:
             excused = upstream.health.excuses(attempt)
             if attempt.timed_out and not excused:
                 self.backoff.after_timeout(job, now)
-            self._transient(attempt, error, now, excused=excused)
+            self.transient(attempt, error, now, excused=excused)
 
     def report_end(
         self, attempt: Attempt, ending: Ending | Literal["cancelled"], now: float, cost_usd: float = 0.0
@@ -263,25 +182,15 @@ class RetryPolicy:
             attempt.told = True
             self._observers.emit(attempt_ended(attempt, ending, now, cost_usd))
 
-    def _recovered(self, upstream: Upstream, took_s: float, now: float) -> None:
-        """Use a source again that has answered a probe, after `took_s` seconds. Overdue probes that had more than
-        `OVERDUE_FROM` times as long are given up.
-        """
-        self.backoff.release(upstream)
-        for attempt in list(upstream.live):
-            overdue = attempt.superseded and now - attempt.started_at > OVERDUE_FROM * took_s
-            if overdue and not attempt.job.ended:
-                self._give_up(attempt, now, f"{upstream.name} was down when it was sent")
-
     def _invalid(self, attempt: Attempt, error: InvalidReply, now: float) -> None:
         job, upstream = attempt.job, attempt.upstream
         job.invalid += 1
         job.invalid_at |= {upstream.name}
         if job.invalid <= job.call.invalid_retries:
             self.backoff.after_invalid(job, upstream, now)
-            self._retry(attempt, str(error))
+            self.retry(attempt, str(error))
         elif self._others_live(attempt):
-            self._retry(attempt, str(error))
+            self.retry(attempt, str(error))
         else:
             self._blame(attempt, str(error))
 
@@ -298,7 +207,8 @@ class RetryPolicy:
         self.undecided.discard(job)
         self.backoff.forget(job)
 
-    def _transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
+    def transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
+        """Try again after a failure that may pass. `excused`: it does not count as a failure of the job."""
         job, upstream = attempt.job, attempt.upstream
         job.failed_at = min(job.failed_at, now)
         if excused:
@@ -315,7 +225,7 @@ class RetryPolicy:
             # Probes need no backoff, because `probing` sets their pace.
             self.backoff.after_failure(job, upstream, now)
         job.rests_until = now + upstream.retries.withdraw(now)
-        self._retry(attempt, str(error))
+        self.retry(attempt, str(error))
 
     def _raised(self, attempt: Attempt, error: SourceError, now: float) -> None:
         job, upstream = attempt.job, attempt.upstream
@@ -328,16 +238,17 @@ class RetryPolicy:
             self._jobs.fail(job, "exhausted", str(error))
             return
         self.backoff.after_raised(job, upstream, now)
-        self._retry(attempt, str(error))
+        self.retry(attempt, str(error))
 
-    def _fault(self, attempt: Attempt, error: SampleFault, *, had_whole_limit: bool) -> None:
+    def sample_fault(self, attempt: Attempt, error: SampleFault, *, had_whole_limit: bool) -> None:
+        """Try again, after all other samples, unless the sample has had its tries."""
         job = attempt.job
         job.faults += 1
         job.suspect = True
         if (had_whole_limit or job.faults >= MAX_FAULTS) and not self._others_live(attempt):
             self._jobs.fail(job, error.reason, str(error))
         else:
-            self._retry(attempt, str(error))
+            self.retry(attempt, str(error))
 
     def _permanent(self, attempt: Attempt, error: PermanentError, now: float, *, gone: bool) -> None:
         job, upstream = attempt.job, attempt.upstream
@@ -360,7 +271,7 @@ class RetryPolicy:
         if job.refused_at.issuperset(job.call.sources) and not self._others_live(attempt) and job.call.clear_blame:
             self._blame(attempt, str(error))
         else:
-            self._retry(attempt, str(error))
+            self.retry(attempt, str(error))
 
     def _fail_stranded(self) -> None:
         """Fail the waiting jobs that have no source left."""
@@ -377,7 +288,8 @@ class RetryPolicy:
     def _others_live(self, attempt: Attempt) -> bool:
         return any(other is not attempt for other in attempt.job.live)
 
-    def _retry(self, attempt: Attempt, problem: str) -> None:
+    def retry(self, attempt: Attempt, problem: str) -> None:
+        """Queue the job of an attempt that came to nothing because of `problem`, unless another one is under way."""
         job = attempt.job
         job.live.remove(attempt)
         job.past.append(attempt)

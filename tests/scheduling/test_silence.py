@@ -9,9 +9,9 @@ import pytest
 
 from qreward_plugins.errors import TransientError
 from qreward_plugins.scheduling.breaker import FIRST_PAUSE_S
+from qreward_plugins.scheduling.giving_up import GIVE_UP_AFTER_S, GIVE_UP_AT
 from qreward_plugins.scheduling.hedging import OVERDUE_AT
 from qreward_plugins.scheduling.jobs import MAX_RESTARTS
-from qreward_plugins.scheduling.retry_policy import GIVE_UP_AFTER_S, GIVE_UP_AT
 
 HANGS = 1e6
 LIMIT_S = 100.0

@@ -1,0 +1,97 @@
+"""Reads a streamed chat completion: `chat.completion.chunk` events, and `[DONE]` at the end."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from .streams import Event, StreamBroken, StreamReader
+
+_DONE = b"[DONE]"
+_THOUGHTS = ("reasoning_content", "reasoning")
+_KEPT_CHARS = 200
+
+
+class CompletionStream(StreamReader):
+    """The chunks of one chat completion.
+
+    A server may leave out `[DONE]` and the usage, but not the `finish_reason`. Several choices, text after the
+    `finish_reason`, and parts that are not text are refused: then it is unknown what the answer is.
+    """
+
+    ASKS: ClassVar[dict[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._model: Any = None
+        self._usage: Any = None
+        self._finish: Any = None
+        self._error: Any = None
+        self._refusal = ""
+        self._thoughts = ""
+
+    def read(self, event: Event) -> None:
+        if event.data.strip() == _DONE:
+            self.ended = True
+            return
+        chunk = event.json()
+        # vLLM sends an error as data, others under the event's name.
+        if chunk.get("error") or event.name == "error":
+            self._error = chunk.get("error") or chunk
+            self.whole = self.ended = True
+            return
+        self._model = chunk.get("model") or self._model
+        self._usage = chunk.get("usage") or self._usage
+        choices = chunk.get("choices", [])
+        if not isinstance(choices, list) or len(choices) > 1:
+            raise StreamBroken("an event with more than one choice")
+        for choice in choices:
+            if not isinstance(choice, dict):
+                raise StreamBroken("an event with a choice of the wrong type")
+            if choice.get("index", 0) != 0:
+                raise StreamBroken("a second choice")
+            self._take(choice)
+
+    def _take(self, choice: dict[str, Any]) -> None:
+        if choice.get("error"):
+            self._error = choice["error"]
+            self.whole = self.ended = True
+            return
+        delta = choice.get("delta") or {}
+        if not isinstance(delta, dict):
+            raise StreamBroken("an event with a delta of the wrong type")
+        text, refusal = _text_of(delta, "content"), _text_of(delta, "refusal")
+        thoughts = "".join(_text_of(delta, key) for key in _THOUGHTS)
+        if not thoughts and delta.get("reasoning_details"):
+            thoughts = "..."
+        if self._finish is not None and (text or refusal):
+            raise StreamBroken("text after the finish_reason")
+        self.text += text
+        self._refusal += refusal
+        self._thoughts = (self._thoughts + thoughts)[:_KEPT_CHARS]
+        self.tokens += bool(text or refusal or thoughts)
+        finish = choice.get("finish_reason")
+        if finish is not None:
+            self._finish = finish
+            self.whole = True
+
+    def body(self) -> dict[str, Any]:
+        if self._error is not None:
+            return {"error": self._error}
+        message: dict[str, Any] = {"role": "assistant", "content": self.text}
+        if self._refusal:
+            message["refusal"] = self._refusal
+        if self._thoughts:
+            message["reasoning_content"] = self._thoughts
+        choice = {"index": 0, "message": message, "finish_reason": self._finish}
+        return {"model": self._model, "choices": [choice], "usage": self._usage}
+
+
+def _text_of(delta: dict[str, Any], key: str) -> str:
+    value = delta.get(key)
+    if value is None:
+        return ""
+    if isinstance(value, list) and all(isinstance(part, dict) for part in value):
+        value = "".join(part["text"] for part in value if isinstance(part.get("text"), str))
+    if not isinstance(value, str):
+        raise StreamBroken(f"an event whose {key} is not text")
+    return value

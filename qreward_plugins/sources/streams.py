@@ -1,0 +1,124 @@
+"""Reads streamed replies: splits bytes into server-sent events, and assembles the events into one body.
+
+A dialect defines a `StreamReader`. It makes the body that the server would have sent without streaming, so that the
+same `Answer` reads both, and no rule about replies exists twice.
+
+The parser follows the HTML standard, section 9.2.6. It is our own, because `httpx-sse` reads httpx's responses only and
+bounds neither an event nor a stream.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import orjson
+
+MEDIA_TYPE = "text/event-stream"
+_BOM = b"\xef\xbb\xbf"
+_MOST_NAME_BYTES = 200
+
+
+class StreamBroken(Exception):
+    """A stream that cannot be read. The text says what came, without parts of the stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One server-sent event. `name` is "" if the server gave none. `data` is UTF-8 only if the server keeps to it."""
+
+    name: str
+    data: bytes
+
+    def json(self) -> dict[str, Any]:
+        """Return the data as a JSON object. Raises StreamBroken for anything else."""
+        try:
+            found = orjson.loads(self.data)
+        except orjson.JSONDecodeError:
+            found = None
+        if not isinstance(found, dict):
+            raise StreamBroken("an event that is not a JSON object")
+        return found
+
+
+class EventParser:
+    """Splits the bytes of a stream into events. `most_bytes` bounds an event, its names and its comments."""
+
+    def __init__(self, most_bytes: int) -> None:
+        self._most_bytes = most_bytes
+        self._rest = bytearray()
+        self._after_cr = False
+        self._at_start = True
+        self._name = ""
+        self._data: list[bytes] = []
+        self._size = 0
+
+    def feed(self, chunk: bytes) -> Iterator[Event]:
+        """Yield the events that end in `chunk`. Raises StreamBroken for an event that is too large."""
+        if self._after_cr and chunk:
+            # CR and LF of one line end may come in two chunks.
+            chunk, self._after_cr = chunk.removeprefix(b"\n"), False
+        self._rest += chunk
+        if b"\n" not in chunk and b"\r" not in chunk:
+            self._check(len(self._rest))
+            return
+        self._after_cr = self._rest.endswith(b"\r")
+        *lines, rest = bytes(self._rest).replace(b"\r\n", b"\n").replace(b"\r", b"\n").split(b"\n")
+        self._rest = bytearray(rest)
+        for line in lines:
+            if self._at_start:
+                line, self._at_start = line.removeprefix(_BOM), False
+            if line:
+                self._take(line)
+                continue
+            # Without data there is no event, according to the standard; a name alone is forgotten.
+            if self._data:
+                yield Event(self._name, b"\n".join(self._data))
+            self._name, self._data, self._size = "", [], 0
+        self._check(len(self._rest))
+
+    def _take(self, line: bytes) -> None:
+        self._check(len(line))
+        field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
+        if field == b"data":
+            self._size += len(value) + 1
+            self._data.append(value)
+        elif field == b"event":
+            self._name = value[:_MOST_NAME_BYTES].decode("utf-8", "replace")
+
+    def _check(self, more: int) -> None:
+        if self._size + more > self._most_bytes:
+            raise StreamBroken(f"an event larger than {self._most_bytes:,} bytes")
+
+
+class StreamReader(ABC):
+    """Assembles the events of one streamed reply of one dialect.
+
+    A dialect defines `ASKS`, `read` and `body`. `read` sets `text`, `whole` and `ended`, and counts `tokens`.
+    """
+
+    ASKS: ClassVar[dict[str, Any]] = {"stream": True}
+    """The keys of the body that ask for a stream; parameters of the configuration override them."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        """The answer so far, without thoughts."""
+        self.whole = False
+        """Whether the server said that the answer is whole; a stream that ends before that is broken."""
+        self.ended = False
+        """Whether nothing that counts can follow, so that reading may stop."""
+        self.tokens = 0
+        """Events with a part of the answer or of its thoughts: about one for each token."""
+
+    @abstractmethod
+    def read(self, event: Event) -> None:
+        """Take in an event. Raises StreamBroken for one that cannot be."""
+
+    @abstractmethod
+    def body(self) -> dict[str, Any]:
+        """Return the body of the same reply without streaming, as far as it has been read: an error object if the
+        server sent one.
+        """

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import orjson
 import pytest
 from hypothesis import given
@@ -14,7 +16,7 @@ from qreward_plugins.sources.streams import Event, EventParser, StreamBroken
 def events(data: bytes, cuts: list[int] | None = None, most_bytes: int = 10_000) -> list[Event]:
     parser = EventParser(most_bytes)
     edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts or []), len(data)]
-    return [event for start, end in zip(edges, edges[1:], strict=False) for event in parser.feed(data[start:end])]
+    return [event for start, end in pairwise(edges) for event in parser.feed(data[start:end])]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from ..errors import InvalidReply, NotStarted, PermanentError, SampleFault, SourceError, Throttled, TransientError
-from ..observers import AttemptEnded
+from ..observers import AttemptEnded, Observers
 from ..observers.events import DETAIL_CHARS, AttemptResult, short
 from ..quotas import Reservation
 from ..sources.base import Reply, Request
@@ -229,8 +229,16 @@ class Attempt:
             self.reservation.release(self.ended_at)
 
 
-def attempt_ended(attempt: Attempt, ending: Ending | Literal["cancelled"], now: float, cost_usd: float) -> AttemptEnded:
-    """The event that tells observers of the end of an attempt, which cost `cost_usd` dollars."""
+def report_end(
+    observers: Observers, attempt: Attempt, ending: Ending | Literal["cancelled"], now: float, cost_usd: float = 0.0
+) -> None:
+    """Tell observers of the end of an attempt, which cost `cost_usd` dollars. A second call for it does nothing."""
+    if not attempt.told:
+        attempt.told = True
+        observers.emit(_ended(attempt, ending, now, cost_usd))
+
+
+def _ended(attempt: Attempt, ending: Ending | Literal["cancelled"], now: float, cost_usd: float) -> AttemptEnded:
     reply = attempt.reply
     return AttemptEnded(
         now,

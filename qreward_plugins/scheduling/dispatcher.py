@@ -19,30 +19,24 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ..config.models import Scheduling
-from ..errors import TransientError, input_problem
-from ..observers import AttemptStarted, Observers
+from ..errors import input_problem
+from ..observers import Observers
 from .attempts import Attempt, Ending
 from .batches import Batch, Batches, Member
 from .calls import Answer, Call, Caller, Unanswered
-from .deadlines import Deadlines
 from .jobs import Job
 from .oversize import Oversize
 from .planner import Planner
 from .retry_policy import RetryPolicy
 from .running import Running
 from .slices import TimeSlices
+from .timers import Deadlines, Pump
 from .upstream import Upstream
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
-SHORTEST_WAKE_S = 1e-4
-"""Shortest delay of a timer for the next pump, in seconds."""
-CLOSE_WITHIN_S = 5.0
-"""Longest time, in seconds, for which closing waits for attempts that were cancelled."""
 SAFE_WAKE_S = 0.25
 """Seconds between two pumps while the planner fails with a bug."""
-STALL_S = 0.1
-"""Delay of a timer, in seconds, from which the event loop counts as blocked."""
 
 
 class Dispatcher:
@@ -90,13 +84,12 @@ class Dispatcher:
         self._arrived: list[Job] = []
         self._max_attempts = max_attempts
         self._oversize = Oversize(upstreams, self._planner.queue)
-        self._running = Running(self._loop, on_ended=self._attempt_ended, on_settled=self._settled)
+        self._pump = Pump(self._loop, self._step, on_stall=self._excuse)
+        self._running = Running(self._loop, observers=observers, on_ended=self._attempt_ended, on_settled=self._settled)
         self._closed = False
         self._sequence = itertools.count()
         self._on_cutoff = on_cutoff
         self._on_pumped = on_pumped
-        self._pump_due = False
-        self._wake: asyncio.TimerHandle | None = None
         self._said: set[str] = set()
 
     @property
@@ -127,7 +120,7 @@ class Dispatcher:
 
     def look_again(self) -> None:
         """Pump again, because what a source allows has changed."""
-        self._ask_for_pump()
+        self._pump.ask()
 
     def waiting_for(self, upstream: Upstream) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first
@@ -182,7 +175,7 @@ class Dispatcher:
         batch.add(job)
         self._deadlines.add(job)
         self._arrived.append(job)
-        self._ask_for_pump()
+        self._pump.ask()
         return job
 
     def _expire_safely(self, job: Job) -> None:
@@ -200,29 +193,16 @@ class Dispatcher:
     def close(self) -> None:
         """Fail every job (`closed`), and refuse further calls."""
         self._closed = True
+        self._pump.close()
         self._retry_policy.keeps_late = False
         self.batches.close()
         for job in list(self._jobs):
             self.fail(job, "closed", "the engine was closed before the sample was scored")
 
     async def aclose(self) -> None:
-        """Fail every job, and wait until every attempt has released its quota.
-
-        An attempt that swallows its cancellation is abandoned after `CLOSE_WITHIN_S`, with a warning that names its
-        source. May be called again.
-        """
+        """Fail every job, and wait until every attempt has released its quota (`Running.aclose`). May be repeated."""
         self.close()
-        for attempt in await self._running.aclose(within_s=CLOSE_WITHIN_S):
-            self._retry_policy.report_end(attempt, "cancelled", self._loop.time())
-            _log.warning(
-                "source %s: a call did not end within %g s of being cancelled, and is abandoned",
-                attempt.upstream.name,
-                CLOSE_WITHIN_S,
-            )
-        # The callbacks of the ended tasks run in the next step of the event loop.
-        await asyncio.sleep(0)
-        if self._wake is not None:
-            self._wake.cancel()
+        await self._running.aclose()
         self._planner.close()
 
     # Placing jobs
@@ -252,7 +232,7 @@ class Dispatcher:
         eligible = job.eligible(now)
         if eligible:
             self._push(job, eligible, now)
-            self._ask_for_pump()
+            self._pump.ask()
         again_at = min((at for at in (job.next_rested_at(now), job.last_until) if at is not None), default=None)
         if again_at is not None:
             job.rest_timer = self._loop.call_at(again_at, self._rested, job)
@@ -275,17 +255,8 @@ class Dispatcher:
             except Exception as error:
                 self._bug(job, error)
 
-    def _ask_for_pump(self) -> None:
-        if not (self._pump_due or self._closed or self._loop.is_closed()):
-            self._pump_due = True
-            self._loop.call_soon(self._pump)
-
-    def _pump(self) -> None:
-        self._pump_due = False
-        now = self._loop.time()
-        if self._wake is not None:
-            self._wake.cancel()
-            self._wake = None
+    def _step(self, now: float) -> float:
+        """Send what can be sent now; return the time of the next step."""
         try:
             due_at = self._place(now)
         except Exception as error:
@@ -300,9 +271,7 @@ class Dispatcher:
         if self._observers.watched:
             for upstream in self._upstreams.values():
                 self._observers.state(now, upstream.name, upstream.state(now), upstream.trouble(now))
-        if due_at < float("inf"):
-            wake_at = max(due_at, now + SHORTEST_WAKE_S)
-            self._wake = self._loop.call_at(wake_at, self._woken, wake_at)
+        return due_at
 
     def _place(self, now: float) -> float:
         """Start everything that may go now; return the time by which to pump again."""
@@ -311,7 +280,7 @@ class Dispatcher:
         for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: len(self._running)):
             self._start_attempt(job, upstream, now, hedge=hedge)
         if self._oversize.queue_next(now):
-            self._ask_for_pump()
+            self._pump.ask()
         if self._retry_policy.undecided:
             self._retry_policy.undecided.decide(others_live=False)
         return min(self._planner.wake_at, self._oversize.next_due_at(now), self._slices.advance(now))
@@ -351,17 +320,10 @@ class Dispatcher:
             self._said.add(key)
             _log.error("%s: this is a bug", key, exc_info=error)
 
-    def _woken(self, due_at: float) -> None:
-        """Pump. If the event loop was blocked, read the answers that have arrived in the meantime first, and do not
-        count that time as latency or silence.
-        """
-        now = self._loop.time()
-        if now - due_at > STALL_S:
-            for upstream in self._upstreams.values():
-                upstream.excuse(since=due_at, now=now)
-            self._wake = self._loop.call_later(SHORTEST_WAKE_S, self._ask_for_pump)
-        else:
-            self._ask_for_pump()
+    def _excuse(self, since: float, now: float) -> None:
+        """Do not count the time in which the event loop was blocked as latency or silence."""
+        for upstream in self._upstreams.values():
+            upstream.excuse(since=since, now=now)
 
     def _arrange(self, now: float) -> None:
         arrived, self._arrived = self._arrived, []
@@ -399,32 +361,10 @@ class Dispatcher:
                 # The objects of a sample may behave differently the second time. That must not stop the pump.
                 self.fail(job, "input", input_problem(error))
                 return
-        if job.first_at is None:
-            job.first_at = now
         if job.rest_timer is not None and not hedge:
             job.rest_timer.cancel()
-        attempt = Attempt(
-            job,
-            upstream,
-            job.request,
-            upstream.reserve(job.request, now, beside=beside),
-            now,
-            expected_s=self._planner.forecast.expected_s(upstream, job.size),
-            probe=not upstream.breaker.closed,
-            hedge=hedge,
-            young=not upstream.speed.settled,
-            number=job.attempts,
-        )
-        job.attempts += 1
-        job.last_source = upstream.name
-        job.live.append(attempt)
-        upstream.started(attempt)
-        self._observers.emit(
-            AttemptStarted(
-                now, job.sequence, attempt.number, job.call.name, upstream.name, hedge, upstream.quota.in_flight
-            )
-        )
-        self._running.start(attempt)
+        expected_s = self._planner.forecast.expected_s(upstream, job.size)
+        attempt = self._running.start(job, upstream, now, expected_s=expected_s, hedge=hedge, beside=beside)
         try:
             self._planner.started(attempt)
         except Exception as error:
@@ -434,20 +374,15 @@ class Dispatcher:
         self._retry_policy.ended(attempt, ending, self._loop.time())
 
     def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
-        """Clean up after an attempt, however it ended: nothing that it held may outlive its task."""
+        """Decide what becomes of the job of an attempt whose task has ended."""
         # Even if the rest of this method fails, others may use its place.
-        self._ask_for_pump()
-        now = self._loop.time()
-        attempt.settle(now, task)
-        if not attempt.told:
-            broken = TransientError("it broke the scheduler")
-            self._retry_policy.report_end(attempt, "cancelled" if task.cancelled() else broken, now)
+        self._pump.ask()
         if not task.cancelled() and task.exception() is not None:
             _log.error("an attempt at %s broke the dispatcher", attempt.upstream.name, exc_info=task.exception())
             self.fail(attempt.job, "bug", f"unexpected {type(task.exception()).__name__}; see the log")
         try:
             if task.cancelled() and not attempt.called_off:
-                self._retry_policy.cancelled(attempt, now)
+                self._retry_policy.cancelled(attempt, self._loop.time())
             self._planner.ended(attempt)
         except Exception as error:
             self._bug(attempt.job, error)
@@ -498,7 +433,7 @@ class Dispatcher:
         if job.entry:
             # Jobs behind it may go now.
             self._planner.queue.discard(job)
-            self._ask_for_pump()
+            self._pump.ask()
         self._deadlines.discard(job)
         if job.rest_timer is not None:
             job.rest_timer.cancel()

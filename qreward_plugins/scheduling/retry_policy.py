@@ -28,7 +28,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from typing import Literal
 
 from ..errors import (
     InvalidReply,
@@ -44,7 +43,7 @@ from ..errors import (
 from ..observers import Observers
 from ..sources.base import Reply
 from ..spent import NO_USAGE
-from .attempts import Attempt, Ending, attempt_ended
+from .attempts import Attempt, Ending, report_end
 from .backoff import Backoff
 from .giving_up import GivingUp
 from .jobs import MAX_FAULTS, Job, Jobs
@@ -101,7 +100,7 @@ class RetryPolicy:
         if ending is None or isinstance(ending, InvalidReply):
             self._replied(attempt, ending, now)
         else:
-            self.report_end(attempt, ending, now)
+            report_end(self._observers, attempt, ending, now)
         gone = job.ended or attempt.given_up
         if ending is None:
             answer = job.answer(attempt, now)
@@ -135,7 +134,7 @@ class RetryPolicy:
         job.cost_usd += cost_usd
         if reply.usage is not None:
             job.usage = reply.usage if job.usage is NO_USAGE else job.usage + reply.usage
-        self.report_end(attempt, ending, now, cost_usd)
+        report_end(self._observers, attempt, ending, now, cost_usd)
         valid = attempt.result == "valid"
         alternative = not valid and self.backoff.alternative(job, upstream)
         upstream.health.judged(valid, now, probe=attempt.decides, alternative=alternative)
@@ -173,14 +172,6 @@ class RetryPolicy:
             if attempt.timed_out and not excused:
                 self.backoff.after_timeout(job, now)
             self.transient(attempt, error, now, excused=excused)
-
-    def report_end(
-        self, attempt: Attempt, ending: Ending | Literal["cancelled"], now: float, cost_usd: float = 0.0
-    ) -> None:
-        """Emit `AttemptEnded`, once for each attempt."""
-        if not attempt.told:
-            attempt.told = True
-            self._observers.emit(attempt_ended(attempt, ending, now, cost_usd))
 
     def _invalid(self, attempt: Attempt, error: InvalidReply, now: float) -> None:
         job, upstream = attempt.job, attempt.upstream

@@ -1,27 +1,41 @@
-"""The attempts under way in an event loop, each with its task."""
+"""The attempts under way in an event loop, each with its task. It starts them, and cleans up after them."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 
 from ..ending import end, forget
-from .attempts import Attempt, Ending
+from ..errors import TransientError
+from ..observers import AttemptStarted, Observers
+from .attempts import Attempt, Ending, report_end
+from .jobs import Job
+from .upstream import Upstream
+
+_log = logging.getLogger("qreward_plugins.scheduling")
+
+CLOSE_WITHIN_S = 5.0
+"""Longest time, in seconds, for which closing waits for attempts that were cancelled."""
 
 
 class Running:
-    """Runs attempts. `on_ended` is called with each attempt and its end, unless its task was cancelled. Then
-    `on_settled` is called with each attempt and its finished task, unless the attempt was abandoned.
+    """Runs attempts, and tells `observers` of their starts.
+
+    `on_ended` is called with each attempt and its end, unless its task was cancelled. Then `on_settled` is called with
+    each attempt and its finished task, unless the attempt was abandoned.
     """
 
     def __init__(
         self,
         loop: asyncio.AbstractEventLoop,
         *,
+        observers: Observers,
         on_ended: Callable[[Attempt, Ending], None],
         on_settled: Callable[[Attempt, asyncio.Task[None]], None],
     ) -> None:
         self._loop = loop
+        self._observers = observers
         self._on_ended = on_ended
         self._on_settled = on_settled
         self._tasks: dict[asyncio.Task[None], Attempt] = {}
@@ -29,28 +43,71 @@ class Running:
     def __len__(self) -> int:
         return len(self._tasks)
 
-    def start(self, attempt: Attempt) -> None:
-        """Run `attempt` in a task."""
+    def start(
+        self, job: Job, upstream: Upstream, now: float, *, expected_s: float, hedge: bool, beside: bool
+    ) -> Attempt:
+        """Reserve the quota for the next attempt of `job`, and run it in a task; `beside`: without concurrency."""
+        if job.first_at is None:
+            job.first_at = now
+        attempt = Attempt(
+            job,
+            upstream,
+            job.request,
+            upstream.reserve(job.request, now, beside=beside),
+            now,
+            expected_s=expected_s,
+            probe=not upstream.breaker.closed,
+            hedge=hedge,
+            young=not upstream.speed.settled,
+            number=job.attempts,
+        )
+        job.attempts += 1
+        job.last_source = upstream.name
+        job.live.append(attempt)
+        upstream.started(attempt)
+        self._observers.emit(
+            AttemptStarted(
+                now, job.sequence, attempt.number, job.call.name, upstream.name, hedge, upstream.quota.in_flight
+            )
+        )
         task = attempt.start(self._loop, self._on_ended)
         self._tasks[task] = attempt
-        task.add_done_callback(self._settled)
+        task.add_done_callback(self._settle)
+        return attempt
 
-    async def aclose(self, *, within_s: float) -> list[Attempt]:
-        """Cancel all attempts and wait until they have ended. Return those that swallowed their cancellation: they are
-        abandoned after `within_s` seconds.
+    async def aclose(self) -> None:
+        """Cancel all attempts, and wait until they have ended.
+
+        An attempt that swallows its cancellation is abandoned after `CLOSE_WITHIN_S`, with a warning that names its
+        source. May be called again.
         """
         for attempt in list(self._tasks.values()):
             attempt.cancel()
         await asyncio.sleep(0)
-        abandoned = []
-        for task in await end(list(self._tasks), within_s=within_s):
+        for task in await end(list(self._tasks), within_s=CLOSE_WITHIN_S):
             forget(task)
             attempt = self._tasks.pop(task)
-            attempt.abandon(self._loop.time())
-            abandoned.append(attempt)
-        return abandoned
+            now = self._loop.time()
+            attempt.abandon(now)
+            report_end(self._observers, attempt, "cancelled", now)
+            _log.warning(
+                "source %s: a call did not end within %g s of being cancelled, and is abandoned",
+                attempt.upstream.name,
+                CLOSE_WITHIN_S,
+            )
+        # The callbacks of the ended tasks run in the next step of the event loop.
+        await asyncio.sleep(0)
 
-    def _settled(self, task: asyncio.Task[None]) -> None:
+    def _settle(self, task: asyncio.Task[None]) -> None:
+        """Clean up after an attempt, however it ended: nothing that it held may outlive its task."""
         attempt = self._tasks.pop(task, None)
-        if attempt is not None:
+        if attempt is None:
+            return
+        now = self._loop.time()
+        try:
+            attempt.settle(now, task)
+            if not attempt.told:
+                broken = TransientError("it broke the scheduler")
+                report_end(self._observers, attempt, "cancelled" if task.cancelled() else broken, now)
+        finally:
             self._on_settled(attempt, task)

@@ -25,13 +25,13 @@ from .attempts import Attempt, Ending
 from .batches import Batch, Batches, Member
 from .calls import Answer, Call, Caller, Unanswered
 from .jobs import Job
-from .oversize import Oversize
 from .planner import Planner
 from .retry_policy import RetryPolicy
 from .running import Running
 from .slices import TimeSlices
 from .timers import Deadlines, Pump
 from .upstream import Upstream
+from .waiting import Waiting
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
@@ -83,8 +83,16 @@ class Dispatcher:
         self._deadlines = Deadlines(self._loop, self._expire_safely)
         self._arrived: list[Job] = []
         self._max_attempts = max_attempts
-        self._oversize = Oversize(upstreams, self._planner.queue)
         self._pump = Pump(self._loop, self._step, on_stall=self._excuse)
+        self._waiting = Waiting(
+            self._loop,
+            upstreams,
+            self._planner.queue,
+            self._retry_policy.backoff,
+            on_queued=self._pump.ask,
+            on_barred=self._no_source_left,
+            on_bug=self._bug,
+        )
         self._running = Running(self._loop, observers=observers, on_ended=self._attempt_ended, on_settled=self._settled)
         self._closed = False
         self._sequence = itertools.count()
@@ -99,11 +107,7 @@ class Dispatcher:
 
     def waiting_jobs(self) -> Iterable[Job]:
         """Jobs that are queued, or avoid all their sources for a while."""
-        return (
-            job
-            for job in self._jobs
-            if not (job.live or job.undecided) and (job.entry or job.rest_timer is not None or job in self._oversize)
-        )
+        return (job for job in self._jobs if not (job.live or job.undecided) and job in self._waiting)
 
     def stuck_jobs(self) -> list[Job]:
         """Jobs that nothing will ever start or end: any is a bug. For tests; call it between two steps of the event
@@ -114,8 +118,7 @@ class Dispatcher:
         return [
             job
             for job in self._jobs
-            if not (job.live or job.entry or job.undecided or job in arrived or job in self._oversize)
-            and (job.rest_timer is None or job.rest_timer.cancelled() or job.rest_timer.when() < now)
+            if not (job.live or job.undecided or job in arrived) and self._waiting.stuck(job, now)
         ]
 
     def look_again(self) -> None:
@@ -208,52 +211,11 @@ class Dispatcher:
     # Placing jobs
 
     def enqueue(self, job: Job) -> None:
-        """Queue a job for the sources that it may go to now, and again when it may go to the next one. Fail it if no
-        source can ever take it. Nothing happens to a job that has ended.
-        """
-        if job.ended:
-            return
-        now = self._loop.time()
-        queue = self._planner.queue
-        queue.discard(job)
-        self._oversize.discard(job)
-        if job.rest_timer is not None:
-            job.rest_timer.cancel()
-            job.rest_timer = None
-        for name in job.call.sources:
-            upstream = self._upstreams[name]
-            if upstream.misfit(job.request):
-                job.barred |= {name}
-        if job.barred.issuperset(job.call.sources):
-            self.fail(job, job.refused_for or "no_source", self._why_no_source(job))
-            return
-        job.avoids = frozenset()
-        self._retry_policy.backoff.reconsider(job, now)
-        eligible = job.eligible(now)
-        if eligible:
-            self._push(job, eligible, now)
-            self._pump.ask()
-        again_at = min((at for at in (job.next_rested_at(now), job.last_until) if at is not None), default=None)
-        if again_at is not None:
-            job.rest_timer = self._loop.call_at(again_at, self._rested, job)
+        """Let a job wait for its sources. Fail it if no source can ever take it."""
+        self._waiting.enqueue(job)
 
-    def _push(self, job: Job, eligible: frozenset[str], now: float) -> None:
-        """Queue a job for the sources whose windows its estimated tokens fit. If there is none, it is oversize."""
-        fitting = frozenset(name for name in eligible if not self._upstreams[name].oversize(job.request))
-        if fitting:
-            if fitting != eligible and any(self._upstreams[name].up(now) for name in fitting):
-                job.avoids, eligible = eligible - fitting, fitting
-            self._planner.queue.push(job, eligible)
-        else:
-            self._oversize.add(job)
-
-    def _rested(self, job: Job) -> None:
-        if not (job.live or job.undecided):
-            try:
-                self._retry_policy.backoff.renew(job, self._loop.time())
-                self.enqueue(job)
-            except Exception as error:
-                self._bug(job, error)
+    def _no_source_left(self, job: Job) -> None:
+        self.fail(job, job.refused_for or "no_source", self._why_no_source(job))
 
     def _step(self, now: float) -> float:
         """Send what can be sent now; return the time of the next step."""
@@ -279,11 +241,10 @@ class Dispatcher:
             self._arrange(now)
         for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: len(self._running)):
             self._start_attempt(job, upstream, now, hedge=hedge)
-        if self._oversize.queue_next(now):
-            self._pump.ask()
+        self._waiting.queue_oversize(now)
         if self._retry_policy.undecided:
             self._retry_policy.undecided.decide(others_live=False)
-        return min(self._planner.wake_at, self._oversize.next_due_at(now), self._slices.advance(now))
+        return min(self._planner.wake_at, self._waiting.next_due_at(now), self._slices.advance(now))
 
     def _place_plainly(self, now: float) -> float:
         """Place jobs without the planner, which has a bug: in order of submission, at the first source that can take
@@ -296,13 +257,11 @@ class Dispatcher:
                 for name in sorted(job.eligible(now)):
                     upstream = self._upstreams[name]
                     if not upstream.misfit(job.request) and upstream.wait_s(upstream.tokens(job.request), now) <= 0:
-                        self._planner.queue.discard(job)
-                        self._oversize.discard(job)
+                        self._waiting.discard(job)
                         self._start_attempt(job, upstream, now, hedge=False)
                         break
                 else:
-                    if not job.entry and job not in self._oversize and job.rest_timer is None:
-                        # The bug has left it neither queued nor waiting for a timer.
+                    if job not in self._waiting:  # because of the bug
                         self.enqueue(job)
             except Exception as error:
                 self._bug(job, error)
@@ -361,8 +320,8 @@ class Dispatcher:
                 # The objects of a sample may behave differently the second time. That must not stop the pump.
                 self.fail(job, "input", input_problem(error))
                 return
-        if job.rest_timer is not None and not hedge:
-            job.rest_timer.cancel()
+        if not hedge:
+            self._waiting.started(job)
         expected_s = self._planner.forecast.expected_s(upstream, job.size)
         attempt = self._running.start(job, upstream, now, expected_s=expected_s, hedge=hedge, beside=beside)
         try:
@@ -428,15 +387,12 @@ class Dispatcher:
         if job not in self._jobs:
             return
         del self._jobs[job]
-        self._oversize.discard(job)
         self._retry_policy.forget(job)
         if job.entry:
             # Jobs behind it may go now.
-            self._planner.queue.discard(job)
             self._pump.ask()
+        self._waiting.discard(job)
         self._deadlines.discard(job)
-        if job.rest_timer is not None:
-            job.rest_timer.cancel()
         keep = isinstance(result, Unanswered) and self._retry_policy.keeps_late
         for attempt in job.live:
             # A sent attempt is paid for and may still be answered. One that was not sent must not be sent any more.

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 from .errors import InputError
+from .images import Image
 from .samples import Sample
 
 _LARGEST = 2**63
@@ -230,6 +231,25 @@ def _mapping(value: Any) -> Mapping[str, Any]:
     raise InputError(f"is of type {kind_of(value)}; write a mapping")
 
 
+def _images(value: Any) -> Sequence[Image]:
+    if value is None or (type(value) in (tuple, list) and all(type(image) is Image for image in value)):
+        return value or ()
+    return [_image(image, number) for number, image in enumerate(_listed_images(value))]
+
+
+def _listed_images(value: Any) -> Sequence[Any]:
+    if isinstance(value, (list, tuple)):
+        return value
+    raise InputError(f"is of type {kind_of(value)}; write a list of images")
+
+
+def _image(image: Any, number: int) -> Image:
+    try:
+        return Image.of(image)
+    except InputError as error:
+        raise InputError(f"[{number}] {error}") from None
+
+
 def _anything(value: Any) -> Any:
     return value
 
@@ -245,6 +265,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "extras": _mapping,
     "id": _name,
     "prompt": _anything,
+    "response_images": _images,
 }
 assert list(_CHECKS) == [field.name for field in fields(Sample)]
 

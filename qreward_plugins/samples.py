@@ -10,9 +10,12 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, TypedDict
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
 from .spent import NOTHING, Spent, Usage
+
+if TYPE_CHECKING:
+    from .images import Image
 
 Split = Literal["train", "val"]
 Basis = Literal["judged", "floor"]
@@ -42,6 +45,10 @@ class Sample:
     prompt that the samples of a group share, and `step` the training step. `extras` are the remaining columns of the
     data set. `id` is the caller's name for the sample and does not affect its score. `prompt` is the prompt in the
     framework's own form, for services that expect it (None: use the messages).
+
+    The content of a message is a text or a list of parts, as in chat completions. A part may hold an image in any of
+    the forms that `Image.of` takes. `response_images` are those that belong to the response, for example what a tool
+    returned.
     """
 
     messages: Sequence[Message]
@@ -54,6 +61,7 @@ class Sample:
     extras: Mapping[str, Any] = field(default_factory=dict)
     id: str | None = None
     prompt: Any = None
+    response_images: Sequence[Image] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,18 @@ import qreward_plugins
 ROOT = Path(__file__).parents[1]
 
 FLOORS = [
-    {"errors", "samples", "sample_check", "spent", "config", "redaction", "ending", "registry", "named_actors"},
+    {
+        "errors",
+        "samples",
+        "sample_check",
+        "images",
+        "spent",
+        "config",
+        "redaction",
+        "ending",
+        "registry",
+        "named_actors",
+    },
     {"sources", "quotas", "telemetry", "groups", "prompts"},
     {"observers"},
     {"scheduling"},
@@ -40,6 +51,9 @@ NEIGHBOURS = {  # what may be imported beside that
     ("registry", "redaction"),
     ("registry", "sources"),  # for type checkers only; classes are imported when a configuration names them
     ("sample_check", "errors"),
+    ("sample_check", "images"),
+    ("samples", "images"),  # for type checkers only
+    ("images", "errors"),
     ("sample_check", "samples"),
     ("errors", "samples"),  # for type checkers only
     ("quotas", "telemetry"),

@@ -19,6 +19,8 @@ from collections.abc import Mapping
 from decimal import Decimal
 from typing import TYPE_CHECKING, Any
 
+from ..images import Image
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -69,6 +71,8 @@ class _Encoder:
             return _joined(b"l" if kind is list else b"u", [self.encoded(item, depth + 1) for item in value])
         if kind is set or kind is frozenset:
             return _joined(b"e" if kind is set else b"E", sorted(self.encoded(item, depth + 1) for item in value))
+        if kind is Image:
+            return _tagged(b"g", value.digest.encode())
         if kind in _PLAIN_TYPES:
             # `fold` distinguishes the two equal local times when a clock is set back an hour.
             return _tagged(b"p", f"{kind.__name__} {value} {getattr(value, 'fold', '')}".encode())

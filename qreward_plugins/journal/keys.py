@@ -2,7 +2,7 @@
 
 A key is derived from the request as the source would write it (`Source.question`), so it covers everything that is
 sent. It also covers the source, how the judge reads the reply, and what the judge sees only as a placeholder, such as
-the image of `[image]`.
+the image of `[image]`. An image that is sent counts by a hash of its content.
 
 The nonce of the fences is drawn per process and must not change the key. It does not occur in the sample's texts, so
 each text is split at the nonce, and the parts are hashed.
@@ -17,9 +17,9 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ..samples import Sample
+from ..images import is_image_part
 from ..scheduling.calls import Call
-from ..sources.base import Request, Source, apart
+from ..sources.base import Request, Source, content_apart
 from .encoding import encoded
 
 _PERSON = b"qreward key 2"
@@ -37,7 +37,7 @@ def question_keys(call: Call[Any], sources: Mapping[str, Source]) -> dict[str, s
         return {}
     try:
         request = call.request(0)
-        unseen = tuple(_attachments(request.sample)) if request.messages else ()
+        unseen = tuple(_attachments(request)) if request.messages else ()
         common = encoded((call.identity, unseen))
     except Exception:
         # Methods of the values in a sample may raise anything.
@@ -69,18 +69,26 @@ def _question(source: Source, request: Request) -> object | None:
         return question
     # A foreign source may lack `question`. Then everything in the request counts as sent, and the source's name counts,
     # too, because another source may answer differently.
-    messages = [[(name, apart(str(text), request.nonce)) for name, text in m.items()] for m in request.messages]
+    messages = [[(name, content_apart(text, request.nonce)) for name, text in m.items()] for m in request.messages]
     return (source.name, source.model, messages, dict(request.parameters), None if request.messages else request.sample)
 
 
-def _attachments(sample: Sample) -> Iterator[Any]:
-    """Yield the parts of the prompt that are not text, such as images. A text judge sees placeholders for them."""
+def _attachments(request: Request) -> Iterator[Any]:
+    """Yield the parts of the prompt and the response that are neither text nor sent, such as videos. The judge sees
+    placeholders for them.
+    """
+    sends_images = any(not isinstance(message["content"], str) for message in request.messages)
+    sample = request.sample
     for messages in (sample.messages, sample.prompt):
         for message in messages if isinstance(messages, (list, tuple)) else ():
             content = message.get("content") if isinstance(message, Mapping) else None
             for part in content if isinstance(content, (list, tuple)) else ():
-                if isinstance(part, Mapping) and not isinstance(part.get("text"), str):
+                if not isinstance(part, Mapping) or isinstance(part.get("text"), str):
+                    continue
+                if not (sends_images and is_image_part(part)):
                     yield part
+    if not sends_images:
+        yield from sample.response_images
 
 
 __all__ = ["question_keys"]

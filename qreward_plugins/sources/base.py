@@ -10,8 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..images import EncodedImage
 from ..samples import Message, Sample
 from ..spent import Usage
+from .bodies import encoded
 from .demand import Demand, Texture, of_messages
 
 
@@ -19,7 +21,10 @@ from .demand import Demand, Texture, of_messages
 class Request:
     """One question to one source.
 
-    Language models get `messages` and `parameters` (further keys of the body: max_tokens, response_format, ...).
+    Language models get `messages` and `parameters` (further keys of the body: max_tokens, response_format, ...). The
+    content of a message is a text, or a list of parts as in chat completions: `{"type": "text", "text": ...}` and
+    `{"type": "image_url", "image_url": {"url": ...}}`, whose `url` is an `EncodedImage` (or, if the user allows it, an
+    http URL). A source whose server has another form of parts translates them.
     Functions and scoring services get `sample`. `nonce` binds the reply to this request. `max_completion_tokens` is the
     most tokens that the reply may take, for the quota; 0 if the source counts no tokens. `judge` is the name of the
     judge. `cut` is true if a text of the sample was too long and lost its middle. Neither `judge` nor `cut` is sent.
@@ -33,13 +38,20 @@ class Request:
     judge: str = ""
     cut: bool = False
     size: int = field(init=False, repr=False, compare=False)
-    """Length of the messages in UTF-8 bytes. Without messages: length of the sample's prompt, response and ground
-    truth, as far as these are texts. The scheduler predicts latency and tokens from it."""
+    """Length of the messages in UTF-8 bytes; the assumed tokens of images count as bytes. Without messages: length of
+    the sample's prompt, response and ground truth, as far as these are texts. The scheduler predicts latency and tokens
+    from it."""
     _demands: dict[str, Demand] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         texts = [message["content"] for message in self.messages] or _texts(self.sample)
-        object.__setattr__(self, "size", sum(len(str.encode(text, "utf-8", "surrogatepass")) for text in texts))
+        try:
+            size = sum(len(str.encode(text, "utf-8", "surrogatepass")) for text in texts)
+        except TypeError:
+            # Only messages with images have a content that is no text.
+            shown, images, _ = of_messages(self.messages)
+            size = images + sum(len(str.encode(text, "utf-8", "surrogatepass")) for text in shown)
+        object.__setattr__(self, "size", size)
         object.__setattr__(self, "_demands", {})
 
     def demand(self, source: Source) -> Demand:
@@ -57,8 +69,9 @@ class Request:
             except Exception:  # called by the scheduler, which no source and no sample may stop
                 found = None
             if found is None:
-                texts, overhead = of_messages(self.messages) if self.messages else (_texts(self.sample), 0)
-                found = Demand(Texture.of(texts), overhead, self.max_completion_tokens)
+                shown = of_messages(self.messages) if self.messages else (_texts(self.sample), 0, 0)
+                texts, images, overhead = shown
+                found = Demand(Texture.of(texts, images=images), overhead, self.max_completion_tokens)
             self._demands[source.name] = found
         return found
 
@@ -150,6 +163,16 @@ class Source(Protocol):
     async def aclose(self) -> None:
         """Close connections and workers. Idempotent."""
         ...
+
+
+def content_apart(content: Any, nonce: str) -> object:
+    """Split the content of a message at every `nonce`, as `apart` does; an image is replaced by its identity."""
+    return apart(content if isinstance(content, str) else encoded(content, image=identity_of).decode(), nonce)
+
+
+def identity_of(image: EncodedImage) -> str:
+    """Return the text that stands for an image in the journal's key."""
+    return image.identity
 
 
 def apart(text: str, nonce: str) -> tuple[str, ...]:

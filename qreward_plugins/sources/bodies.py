@@ -4,6 +4,8 @@ orjson turns NaN into null and a dataclass into an object, so a server would sco
 therefore first copied into JSON's types. A value that has no JSON type raises an `InputError` with its field and its
 place. Two things are changed on purpose: keys that are numbers become texts, and a lone surrogate, which a policy's
 tokens can form but UTF-8 cannot encode, becomes U+FFFD.
+
+An image stays an `EncodedImage` in a body and becomes text only when the body is written.
 """
 
 from __future__ import annotations
@@ -11,12 +13,13 @@ from __future__ import annotations
 import datetime
 import math
 import uuid
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import orjson
 
-from ..errors import InputError
+from ..errors import InputError, QRewardError
+from ..images import EncodedImage
 from ..redaction import one_line
 from ..sample_check import kind_of
 
@@ -27,6 +30,8 @@ MOST_NESTING = 100
 
 _OPTIONS = orjson.OPT_SERIALIZE_NUMPY
 _KEY_CHARS = 40
+_DEEPEST_IMAGE = 8
+"""Most levels of a body above an image."""
 
 
 def as_json(value: Any, field: str, *, sets: bool = False) -> Any:
@@ -45,13 +50,42 @@ def as_json(value: Any, field: str, *, sets: bool = False) -> Any:
         raise InputError(f"{field}{writer.place}: it cannot be read ({kind_of(error)})") from None
 
 
-def encoded(body: Any) -> bytes:
-    """Write what `as_json` returned, or a structure of such values, as UTF-8. Raises TypeError for anything else."""
+def encoded(body: Any, *, image: Callable[[EncodedImage], str] = str) -> bytes:
+    """Write what `as_json` returned, or a structure of such values, as UTF-8.
+
+    `image` writes an image; the default encodes it, which takes a while. Raises TypeError for values of other types,
+    `InputError` for an image that cannot be sent, and what `image` raises.
+    """
+
+    def written(value: Any) -> Any:
+        return image(value) if type(value) is EncodedImage else _listed(value)
+
     try:
-        return orjson.dumps(body, option=_OPTIONS, default=_listed)
-    except TypeError:
+        return orjson.dumps(body, option=_OPTIONS, default=written)
+    except TypeError as error:
+        if isinstance(error.__cause__, QRewardError):
+            raise error.__cause__ from None
         # Lone surrogates are rare, so texts are searched for them only after orjson has refused the body.
-        return orjson.dumps(_without_lone_surrogates(body), option=_OPTIONS, default=_listed)
+        return orjson.dumps(_without_lone_surrogates(body), option=_OPTIONS, default=written)
+
+
+class HasImages(QRewardError):
+    """A body has images, which must not be encoded in the event loop."""
+
+
+def no_images(image: EncodedImage) -> str:
+    """Write no image: raises `HasImages`."""
+    raise HasImages
+
+
+def images_in(value: Any, depth: int = 0) -> Iterator[EncodedImage]:
+    """Yield the images in a body or a message."""
+    if type(value) is EncodedImage:
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)) and depth < _DEEPEST_IMAGE:
+        for item in value.values() if isinstance(value, Mapping) else value:
+            if not isinstance(item, str):
+                yield from images_in(item, depth + 1)
 
 
 class _Writer:
@@ -69,7 +103,7 @@ class _Writer:
 
     def copy(self, value: Any) -> Any:
         kind = type(value)
-        if kind is str or kind is bool or value is None:
+        if kind is str or kind is bool or value is None or kind is EncodedImage:
             return value
         self._left -= 1
         if self._left < 0 or len(self._path) > MOST_NESTING:

@@ -2,6 +2,8 @@
 
 - Completion: `max_tokens` (or a synonym) plus the reasoning budget, times the number of completions (`n`). They are
   read from the final body, so it does not matter where they were configured.
+- Images: `Header.tokens` of the room `images`: 2,048 for each image and one for each 512 pixels that are sent, which
+  is more than most models take. `TokenEstimates` learns from usage what they really take, as for texts.
 - Prompt: its UTF-8 bytes, plus some tokens of the chat template for each message. A byte-level BPE, or a SentencePiece
   model with byte fallback, never makes more tokens than bytes. Most texts need far fewer: English about one token for 4
   bytes, digits and base64 up to one for each byte. `Texture` says what a text consists of.
@@ -16,19 +18,21 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from .bodies import images_in
+
 TOKENS_PER_MESSAGE = 8
 """Assumed tokens that a chat template puts around a message: role and control tokens."""
 TOKENS_PER_REQUEST = 32
 """Assumed tokens that a chat template adds to a request: answer prefix, date, short default system message."""
-TOKENS_PER_IMAGE = 4096
-"""Assumed tokens of an image, or of any part of a message that is not text. The true number depends on the model."""
+TOKENS_PER_ATTACHMENT = 4096
+"""Assumed tokens of a part of a message that is neither text nor an image of known size."""
 
 SHARES = 32
 """In how many parts the share of a class of characters is counted in a `Kind`."""
 
-Kind: TypeAlias = tuple[int, int, int, int, int]
-"""What texts have in common whose tokens per byte are about the same: their length in powers of 4, and the shares of
-dense bytes and of characters of 2, 3 and 4 bytes, in parts of `SHARES`."""
+Kind: TypeAlias = tuple[int, int, int, int, int, int]
+"""What prompts have in common whose tokens per byte are about the same: their length in powers of 4, and the shares of
+dense bytes, of characters of 2, 3 and 4 bytes, and of images, in parts of `SHARES`."""
 
 _LIGHT = b"abcdefghijklmnopqrstuvwxyz "
 _ASCII = bytes(range(0x80))
@@ -52,7 +56,8 @@ class Texture:
     """Counts of the UTF-8 bytes of a text, by class.
 
     `size` counts all bytes. `dense` counts ASCII bytes that are neither lower-case letters nor spaces. `two`, `three`
-    and `four` count the bytes of characters that take 2, 3 and 4 bytes.
+    and `four` count the bytes of characters that take 2, 3 and 4 bytes. `images` is the assumed tokens of images; they
+    count as that many bytes.
     """
 
     size: int = 0
@@ -60,13 +65,16 @@ class Texture:
     two: int = 0
     three: int = 0
     four: int = 0
+    images: int = 0
 
     @classmethod
-    def of(cls, texts: Iterable[str | bytes], *, beside: Texture | None = None) -> Texture:
-        """Count the bytes of `texts`, and add those of `beside`."""
-        size = dense = two = three = four = 0
+    def of(cls, texts: Iterable[str | bytes], *, images: int = 0, beside: Texture | None = None) -> Texture:
+        """Count the bytes of `texts` and the tokens of `images`, and add those of `beside`."""
+        size, dense, two, three, four = images, 0, 0, 0, 0
         if beside is not None:
-            size, dense, two, three, four = beside.size, beside.dense, beside.two, beside.three, beside.four
+            size += beside.size
+            images += beside.images
+            dense, two, three, four = beside.dense, beside.two, beside.three, beside.four
         for text in texts:
             data = str.encode(text, "utf-8", "surrogatepass") if isinstance(text, str) else text
             size += len(data)
@@ -80,7 +88,7 @@ class Texture:
                 two += 2 * (len(leads) - len(of_three_up))
                 three += 3 * (len(of_three_up) - of_four)
                 four += 4 * of_four
-        return cls(size, dense, two, three, four)
+        return cls(size, dense, two, three, four, images)
 
     @property
     def kind(self) -> Kind:
@@ -91,6 +99,7 @@ class Texture:
             SHARES * self.two // size,
             SHARES * self.three // size,
             SHARES * self.four // size,
+            SHARES * self.images // size,
         )
 
 
@@ -98,8 +107,8 @@ class Texture:
 class Demand:
     """An upper bound on the tokens of a request.
 
-    `texture` describes the text of the prompt. `overhead` is the tokens of the chat template and of parts that are not
-    text. `completion` is the tokens of all answers; 0 if the body states no bound.
+    `texture` describes the text and the images of the prompt. `overhead` is the tokens of the chat template and of
+    other parts. `completion` is the tokens of all answers; 0 if the body states no bound.
     """
 
     texture: Texture
@@ -113,7 +122,7 @@ class Demand:
 
     @property
     def prompt(self) -> int:
-        """Most prompt tokens: one for each byte of text, plus the overhead."""
+        """Most prompt tokens: one for each byte of text, those of its images, and the overhead."""
         return self.texture.size + self.overhead
 
 
@@ -122,9 +131,11 @@ def overhead_of(messages: int) -> int:
     return TOKENS_PER_REQUEST + TOKENS_PER_MESSAGE * messages if messages else 0
 
 
-def of_messages(messages: Iterable[Any]) -> tuple[list[str], int]:
-    """Return the texts of chat messages, and the tokens of the chat template and of parts that are not text."""
-    texts, overhead, count = [], 0, 0
+def of_messages(messages: Iterable[Any]) -> tuple[list[str], int, int]:
+    """Return the texts of chat messages, the tokens of their images, and the tokens of the chat template and of parts
+    that are neither.
+    """
+    texts, images, overhead, count = [], 0, 0, 0
     for message in messages:
         count += 1
         is_mapping = type(message) is dict or isinstance(message, Mapping)
@@ -137,8 +148,10 @@ def of_messages(messages: Iterable[Any]) -> tuple[list[str], int]:
             if isinstance(text, str):
                 texts.append(text)
             elif part is not None:
-                overhead += TOKENS_PER_IMAGE
-    return texts, overhead + overhead_of(count)
+                found = sum(image.tokens for image in images_in(part))
+                images += found
+                overhead += 0 if found else TOKENS_PER_ATTACHMENT
+    return texts, images, overhead + overhead_of(count)
 
 
 def completion_bound(parameters: Mapping[str, Any]) -> int | None:

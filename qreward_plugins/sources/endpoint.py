@@ -10,6 +10,7 @@ import asyncio
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -17,9 +18,10 @@ from yarl import URL
 
 from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, InputError, Mistake, SampleRefused, SourceError
+from ..images import EncodedImage
 from ..redaction import names_secret, secrets_in, without_secrets
-from .base import Reply, Request, apart
-from .bodies import as_json, encoded
+from .base import Reply, Request, apart, identity_of
+from .bodies import HasImages, as_json, encoded, no_images
 from .demand import Demand, Texture, completion_bound, of_messages
 from .http import HTTPClient, HTTPReply, proxy_for
 from .kind import SourceKind, class_path
@@ -29,6 +31,7 @@ from .replies import Answer
 
 _LONGEST_KEPT_BYTES = 8192
 _MOST_KEPT = 64
+_ENCODERS = 2
 _SET_BY_CLIENT = ("content-length", "transfer-encoding", "content-encoding", "connection", "host")
 
 
@@ -77,6 +80,7 @@ class Endpoint(SourceKind):
         if found or mistakes:
             raise ConfigurationError([*found, *mistakes])
         self._replicas = Replicas(config.urls)
+        self._encoders: ThreadPoolExecutor | None = None
         self._demands: dict[bytes, tuple[Texture, int | None]] = {}
         plain = {key: value for key, value in self.HEADERS.items() if not _names(headers, key)}
         self._identity = (
@@ -102,7 +106,10 @@ class Endpoint(SourceKind):
         Raises a SourceError, or InvalidReply for an answer that cannot be a verdict.
         """
         loop = asyncio.get_running_loop()
-        body = self._encode(request)
+        try:
+            body = self._encode(request, image=no_images)
+        except HasImages:
+            body = await loop.run_in_executor(self._encoder(), self._encode, request)
         with self._replicas.borrow(loop.time()) as replica:
             url = self._urls[replica.base_url]
             try:
@@ -129,11 +136,20 @@ class Endpoint(SourceKind):
         The identity includes headers, except credentials: a new key does not change an answer. Raises `SampleRefused`
         if the body cannot be written.
         """
-        return (self._identity, self.reads, apart(self._encode(request).decode(), request.nonce))
+        body = self._encode(request, image=identity_of)
+        return (self._identity, self.reads, apart(body.decode(), request.nonce))
 
     async def aclose(self) -> None:
         """Close all connections. Idempotent. After that, `send` raises."""
+        if self._encoders is not None:
+            self._encoders.shutdown(wait=False, cancel_futures=True)
         await self._http.aclose()
+
+    def _encoder(self) -> ThreadPoolExecutor:
+        """The threads that decode and encode images. There are few, because each may need 200 MB for an image."""
+        if self._encoders is None:
+            self._encoders = ThreadPoolExecutor(_ENCODERS, thread_name_prefix=f"qreward-images-{self._name}")
+        return self._encoders
 
     @classmethod
     def provider(cls, config: Any, environment: Mapping[str, str]) -> Provider:
@@ -187,10 +203,10 @@ class Endpoint(SourceKind):
 
     def _demand(self, request: Request, body: dict[str, Any]) -> Demand:
         messages = body.pop("messages", None)
-        texts, overhead = of_messages(messages) if isinstance(messages, (list, tuple)) else ([], 0)
+        texts, images, overhead = of_messages(messages) if isinstance(messages, (list, tuple)) else ([], 0, 0)
         parameters, completion = self._demand_of_parameters(body)
         return Demand(
-            Texture.of(texts, beside=parameters),
+            Texture.of(texts, images=images, beside=parameters),
             overhead,
             request.max_completion_tokens if completion is None else completion,
         )
@@ -200,13 +216,20 @@ class Endpoint(SourceKind):
 
         The requests of a judge have the same parameters, so results are kept, by all that is sent.
         """
-        sent = encoded(body)
+        sent = encoded(body, image=identity_of)
         found = self._demands.get(sent)
         if found is None:
             # Some servers put schemas, tools and documents into the prompt, and scoring services get texts under any
             # key.
             rest = {key: value for key, value in body.items() if not isinstance(value, (int, float)) and key != "model"}
-            found = Texture.of([encoded(rest)] if rest else []), completion_bound(body)
+            images: list[int] = []
+
+            def counted(image: EncodedImage) -> str:
+                images.append(image.tokens)
+                return ""
+
+            texts = [encoded(rest, image=counted)] if rest else []
+            found = Texture.of(texts, images=sum(images)), completion_bound(body)
             if len(sent) <= _LONGEST_KEPT_BYTES:
                 if len(self._demands) >= _MOST_KEPT:
                     self._demands.clear()
@@ -220,9 +243,11 @@ class Endpoint(SourceKind):
             body.pop(key, None)
         return body
 
-    def _encode(self, request: Request) -> bytes:
+    def _encode(self, request: Request, *, image: Callable[[EncodedImage], str] = str) -> bytes:
         try:
-            return encoded(self._whole_body(request))
+            return encoded(self._whole_body(request), image=image)
+        except HasImages:
+            raise
         except InputError as error:
             reason = str(error)
         except Exception as error:

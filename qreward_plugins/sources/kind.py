@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 from pydantic import SecretBytes, SecretStr
 
 from ..config.source_models import SourceConfig
-from .base import Reply, Request, apart
+from .base import Reply, Request, content_apart
 from .provider import Provider
 
 TEXT = "text"
@@ -89,7 +89,7 @@ class SourceKind(ABC):
         Default: the keys of the configuration that this kind adds, without secrets, and everything in the request.
         """
         messages = [
-            [(key, apart(str(text), request.nonce)) for key, text in message.items()] for message in request.messages
+            [(key, content_apart(text, request.nonce)) for key, text in message.items()] for message in request.messages
         ]
         own = json.dumps(own_settings(self._node, reveal=False), sort_keys=True, default=str)
         sample = None if request.messages else request.sample

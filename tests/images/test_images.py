@@ -1,0 +1,292 @@
+"""Images: the forms that they come in, what is sent of them, and everything that may be wrong with one."""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+import struct
+import zlib
+
+import pytest
+
+from qreward_plugins import InputError
+from qreward_plugins.images import EncodedImage, Image, attach, is_empty_part, is_image_part, remote_url
+
+Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+
+CAPS = {"max_side": 64, "max_bytes": 100_000}
+
+
+def picture(colour="red", mode="RGB", size=(8, 6)):
+    return Pillow.new(mode, size, colour)
+
+
+def bytes_of(image, form="PNG", **options):
+    target = io.BytesIO()
+    image.save(target, format=form, **options)
+    return target.getvalue()
+
+
+PNG = bytes_of(picture())
+URL = "data:image/png;base64," + base64.b64encode(PNG).decode()
+
+
+def sent(value, **caps):
+    """The media type of what is sent, and the image itself."""
+    encoded = EncodedImage(Image.of(value), **{**CAPS, **caps})
+    head, _, data = str(encoded).partition(",")
+    assert head == f"data:{encoded.media_type};base64"
+    assert str(encoded.as_base64()) == data
+    return encoded.media_type, Pillow.open(io.BytesIO(base64.b64decode(data)))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        PNG,
+        bytearray(PNG),
+        memoryview(PNG),
+        picture(),
+        URL,
+        URL.removeprefix("data:image/png;base64,"),
+        {"type": "image", "image": picture()},
+        {"type": "image", "image": URL},
+        {"type": "image_url", "image_url": {"url": URL}},
+        {"type": "image_url", "image_url": URL},
+        {"type": "input_image", "image_url": URL},
+        {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": URL.split(",")[1]}},
+        {"inline_data": {"mime_type": "image/png", "data": URL.split(",")[1]}},
+        {"bytes": PNG, "path": None},
+        {"type": "image", "bytes": PNG, "path": "a.png", "image": picture("blue")},
+        Image.of(PNG),
+    ],
+)
+def test_every_form_of_an_image_is_read(value):
+    kind, image = sent(value)
+    assert kind == "image/png"
+    assert (image.size, image.convert("RGB").getpixel((3, 3))) == ((8, 6), (255, 0, 0))
+    assert Image.of(value) == pickle.loads(pickle.dumps(Image.of(value)))
+
+
+def test_what_a_judge_can_read_is_sent_unchanged():
+    for form, kind in (("PNG", "image/png"), ("JPEG", "image/jpeg"), ("WEBP", "image/webp")):
+        data = bytes_of(picture(), form)
+        encoded = EncodedImage(Image.of(data), **CAPS)
+        assert (encoded.media_type, base64.b64decode(str(encoded.as_base64()))) == (kind, data)
+
+
+@pytest.mark.parametrize(
+    ("value", "kind"),
+    [
+        (bytes_of(picture("red", "CMYK"), "JPEG"), "image/jpeg"),
+        (bytes_of(picture(), "GIF"), "image/png"),
+        (bytes_of(picture(), "BMP"), "image/png"),
+        (bytes_of(picture("red", "CMYK"), "TIFF"), "image/png"),
+        (picture("red", "CMYK"), "image/png"),
+        (picture(1.0, "F"), "image/png"),
+        (picture(40_000, "I;16"), "image/png"),
+        (picture(1, "P"), "image/png"),
+        (picture((1, 2, 3, 4), "RGBA"), "image/png"),
+        (picture("red", "YCbCr"), "image/png"),
+    ],
+)
+def test_formats_and_modes_that_few_judges_read_are_converted(value, kind):
+    found, image = sent(value)
+    assert found == kind
+    assert image.mode in ("L", "RGB", "RGBA")
+
+
+@pytest.mark.parametrize("form", ["PNG", "JPEG", "WEBP"])
+def test_long_sides_are_scaled_down(form):
+    _, image = sent(bytes_of(picture(size=(300, 100)), form), max_side=60)
+    assert (image.size, image.format) == ((60, 20), form)
+    _, image = sent(picture(size=(1, 500)), max_side=60)
+    assert image.size == (1, 60)
+
+
+def test_an_image_that_is_turned_by_its_metadata_is_turned_when_it_is_scaled():
+    exif = Pillow.Exif()
+    exif[0x0112] = 6
+    _, image = sent(bytes_of(picture(size=(300, 100)), "JPEG", exif=exif), max_side=60)
+    assert image.size == (20, 60)
+
+
+def test_pixels_that_would_be_too_large_as_png_are_sent_as_jpeg():
+    kind, _ = sent(picture(size=(60, 60)), max_bytes=4000)
+    assert kind == "image/jpeg"
+
+
+def chunk(name, data):
+    return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
+
+
+def bomb(side):
+    """A PNG of a kilobyte that says that it is this wide and high."""
+    header = struct.pack(">IIBBBBB", side, side, 8, 2, 0, 0, 0)
+    return (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", zlib.compress(b"\0" * 99)) + chunk(b"IEND", b"")
+    )
+
+
+FRAMES = bytes_of(picture(), "GIF", save_all=True, append_images=[picture("blue")])
+NOISE = Pillow.effect_noise((60, 60), 90)
+
+WRONG = [
+    (bomb(8000), "has 8,000 x 8,000 pixels; at most 50,000,000 are decoded"),
+    (bomb(10_000), "pixels"),
+    (bomb(60_000), "has too many pixels"),
+    (bomb(30), "is broken"),
+    (FRAMES, "is animated"),
+    (bytes_of(picture(), "WEBP", save_all=True, append_images=[picture("blue")]), "is animated"),
+    (PNG[:40], "is broken"),
+    (bytes_of(NOISE, "JPEG")[:-400], "is broken"),
+    (b"", "is no image"),
+    (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no image"),
+    (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no image"),
+    (bytes_of(NOISE, "PNG"), "has 3,"),
+    ("data:image/png;base64,!!!!", "base64 is broken"),
+    ("data:image/png;base64," + "A" * 1001, "base64 is broken"),
+    ("data:image/png,abc", "is a data URL that is not"),
+    ("data:text/html;base64,AAAA", "is a data URL that is not"),
+    ("data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode(), "is no image"),
+    ("http://host/a.png", "is a URL, and images are not fetched"),
+    ("ftp://host/a.png", "is a URL"),
+    ("a.png", "is a path, and no folder"),
+    ("file:///etc/passwd", "is a path, and no folder"),
+    ({"type": "image"}, "holds no image"),
+    ({"type": "image_url", "image_url": {"url": None}}, "holds no image"),
+    (3, "is of type int"),
+    (None, "holds no image"),
+    ([PNG], "is of type list"),
+]
+
+
+@pytest.mark.parametrize(("value", "problem"), WRONG)
+def test_a_wrong_image_is_an_input_error_that_says_why(value, problem):
+    with pytest.raises(InputError, match=problem):
+        str(EncodedImage(Image.of(value), max_side=64, max_bytes=3000))
+
+
+def test_a_part_that_contains_itself_holds_no_image():
+    part = {"type": "image"}
+    part["image"] = part
+    assert is_empty_part(part)
+    with pytest.raises(InputError, match="holds no image"):
+        Image.of(part)
+
+
+def test_the_problem_names_the_image():
+    with pytest.raises(InputError, match=r"^image 2 of the prompt is no image"):
+        EncodedImage(Image.of(b"x"), name="image 2 of the prompt", **CAPS)
+
+
+def test_paths_stay_in_their_folder(tmp_path):
+    folder = tmp_path / "images"
+    folder.mkdir()
+    (folder / "a.png").write_bytes(PNG)
+    (tmp_path / "secret.png").write_bytes(PNG)
+    (folder / "link.png").symlink_to(tmp_path / "secret.png")
+    for path in ("a.png", str(folder / "a.png"), f"file://{folder}/a.png", {"path": "a.png"}, folder / "a.png"):
+        assert Image.of(path, folder=folder).data == PNG
+    outside = (
+        "../secret.png",
+        str(tmp_path / "secret.png"),
+        "link.png",
+        "file:///etc/passwd",
+        f"file://{folder}/%2e%2e/secret.png",
+    )
+    for path in outside:
+        with pytest.raises(InputError, match="outside of the folder"):
+            Image.of(path, folder=folder)
+    for path in ("none.png", ".", "a\0.png"):
+        with pytest.raises(InputError, match="path"):
+            _ = EncodedImage(Image.of(path, folder=folder), **CAPS)
+
+
+def test_equal_contents_have_equal_digests_and_others_do_not():
+    red, blue = picture(), picture("blue")
+    assert Image.of(red).digest == Image.of(red.copy()).digest
+    digests = {Image.of(value).digest for value in (red, blue, PNG, bytes_of(blue), picture(size=(6, 8)), URL)}
+    assert len(digests) == 6
+    one, other = picture(1, "P"), picture(1, "P")
+    other.putpalette([9] * 768)
+    assert Image.of(one).digest != Image.of(other).digest
+
+
+def test_an_image_shows_no_content():
+    assert "iVBOR" not in repr(Image.of(URL))
+    assert repr(EncodedImage(Image.of(PNG), name="image 1", **CAPS)) == "EncodedImage(image 1, image/png, 8x6)"
+
+
+def test_nothing_is_kept_of_an_encoding():
+    encoded = EncodedImage(Image.of(URL), **CAPS)
+    assert str(encoded) is not str(encoded)
+
+
+def test_large_headers_are_read():
+    data = bytes_of(picture(), "JPEG", comment=b"x" * 60_000, exif=b"Exif\0\0" + b"y" * 60_000)
+    url = "data:image/jpeg;base64," + base64.b64encode(data).decode()
+    assert Image.of(url).header.width == 8
+
+
+def test_tokens_grow_with_the_pixels_that_are_sent():
+    large = EncodedImage(Image.of(picture(size=(640, 320))), **CAPS)
+    assert large.tokens == 2048 + 64 * 32 // 512
+    assert EncodedImage(Image.of(picture(size=(640, 320))), max_side=9999, max_bytes=10**7).tokens == 2048 + 400
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ({"type": "image"}, True),
+        ({"type": "image_url", "image_url": {}}, True),
+        ({"type": "input_image"}, True),
+        ({"image": 1}, True),
+        ({"inline_data": {"mime_type": "image/png"}}, True),
+        ({"inline_data": {"mime_type": "video/mp4"}}, False),
+        ({"type": "video"}, False),
+        ({"type": "text", "text": "image"}, False),
+        ({"text": "x", "image": 1}, False),
+        ("image", False),
+        (None, False),
+    ],
+)
+def test_image_parts_are_known_by_their_type_or_their_keys(part, expected):
+    assert is_image_part(part) is expected
+
+
+def test_only_http_urls_are_remote():
+    assert remote_url({"type": "image_url", "image_url": {"url": "HTTPS://h/a.png"}}) == "HTTPS://h/a.png"
+    assert remote_url({"type": "image", "image": "http://h/a.png"}) == "http://h/a.png"
+    assert remote_url({"type": "image", "image": URL}) is None
+    assert remote_url({"type": "image"}) is None
+
+
+def shown(messages):
+    return [
+        [part.get("text", part.get("image")) for part in message["content"]]
+        if isinstance(message["content"], list)
+        else message["content"]
+        for message in messages
+    ]
+
+
+def user(content):
+    return {"role": "user", "content": content}
+
+
+def test_images_beside_the_messages_go_to_their_places():
+    parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
+    assert shown(attach([user(parts)], ["A", "B"])) == [["A", "and", "B"]]
+    assert shown(attach([user("look: <image>\nand <image>")], ["A", "B"])) == [["look: ", "A", "\nand ", "B"]]
+    qwen = "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>what?"
+    assert shown(attach([user(qwen)], ["A"])) == [["A", "what?"]]
+    assert shown(attach([{"role": "system", "content": "s"}, user("what?")], ["A"])) == ["s", ["A", "what?"]]
+    assert shown(attach([user("what?")], [])) == ["what?"]
+
+
+def test_images_that_the_messages_hold_are_not_added_twice():
+    parts = [{"type": "image", "image": "A"}, {"type": "text", "text": "what?"}]
+    assert shown(attach([user(parts)], ["A"])) == [["A", "what?"]]
+    assert shown(attach([user(parts)], ["A", "B"])) == [["B", "A", "what?"]]

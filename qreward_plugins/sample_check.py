@@ -127,9 +127,7 @@ def plain_messages(value: Any) -> Sequence[Mapping[str, Any]]:
     """
     messages = value if type(value) in (list, tuple) else _listed(value)
     plain = [_message(message, number) for number, message in enumerate(messages)]
-    if all(after is before for after, before in zip(plain, messages, strict=True)):
-        return messages
-    return plain
+    return messages if all(map(operator.is_, plain, messages)) else plain
 
 
 def _listed(value: Any) -> Sequence[Any]:

@@ -116,6 +116,8 @@ def neutralise(text: str) -> str:
     The length stays the same. Tokens disguised with fullwidth, styled or invisible characters are replaced, too. The
     result holds no control token, so neutralising it again changes nothing.
     """
+    if not _has_bracket(text):
+        return text
     pieces: list[str] = []
     done = 0
     for start, end in _spans(text):
@@ -140,8 +142,6 @@ def _has_bracket(text: str) -> bool:
 
 def _spans(text: str) -> Iterator[tuple[int, int]]:
     """Yield the (start, end) of each control token in `text`, in order."""
-    if not _has_bracket(text):
-        return
     gaps = [match.span() for match in INVISIBLE.finditer(text)]
     plain = INVISIBLE.sub("", text) if gaps else text
     # Matches are found in `plain` and mapped back to `text`. `places` are the positions in `plain` where invisible

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 NONCE_LENGTH = 12
 
@@ -34,15 +34,19 @@ def draw_nonce(key: bytes, *texts: str, attempt: int = 0) -> str:
     for text in texts:
         encoded = text.encode("utf-8", "surrogatepass")
         pieces += (len(encoded).to_bytes(8, "big"), encoded)
-    digest = hashlib.blake2b(b"".join(pieces), key=key[:64], digest_size=NONCE_LENGTH // 2)
-    counter = 0
+    pieces.append(attempt.to_bytes(4, "big"))
+    hashed, counter = b"".join(pieces), 0
     while True:
-        candidate = digest.copy()
-        candidate.update(attempt.to_bytes(4, "big") + counter.to_bytes(4, "big"))
-        nonce = candidate.hexdigest()
-        if not any(nonce in text for text in texts):
+        drawn = hashed + counter.to_bytes(4, "big")
+        nonce = hashlib.blake2b(drawn, key=key[:64], digest_size=NONCE_LENGTH // 2).hexdigest()
+        if not occurs_in(nonce, texts):
             return nonce
         counter += 1
+
+
+def occurs_in(nonce: str, texts: Iterable[str]) -> bool:
+    """Whether one of `texts` contains `nonce`."""
+    return nonce in "\n".join(texts)
 
 
 def cap(text: str, max_chars: int) -> str:

@@ -21,7 +21,7 @@ from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict
 from ..sources.base import Reply, Request
 from ..sources.kind import TEXT
 from .base import Opening
-from .fence import NONCE_LENGTH, draw_nonce
+from .fence import NONCE_LENGTH, draw_nonce, occurs_in
 from .finish_reasons import why_no_verdict
 from .leaf import Leaf, fingerprint, number_mistakes
 from .sample_texts import SampleTexts, conversation_text
@@ -244,14 +244,16 @@ class LLMJudge(Leaf):
             nonce = draw_nonce(self._key, *texts, attempt=attempt)
             page = Page(nonce)
             content = self._compose(sample, shown, page)
-            if not any(nonce in text for text in page.texts):
+            if not occurs_in(nonce, page.texts):
                 break
             # The template has written further texts (columns of `extras`, the conversation), and one holds the nonce.
             texts.extend(page.texts)
         messages: list[Message] = []
-        bare = Page(nonce, fences=False)
-        values = self._values(sample, shown, self._system, bare) if self._system.variables else {}
-        system = self._system.render(bare, values).strip()
+        system = self._system.constant
+        if system is None:
+            bare = Page(nonce, fences=False)
+            system = self._system.render(bare, self._values(sample, shown, self._system, bare))
+        system = system.strip()
         if system:
             messages.append({"role": "system", "content": system})
         messages.append({"role": "user", "content": content})
@@ -333,7 +335,7 @@ class LLMJudge(Leaf):
             lines = [f"- {name}: {description}" for name, description in self._config.criteria.items()]
             parts.append("Beside the total, score these criteria, each in the same range:\n" + "\n".join(lines))
         parts.append(self._form.replace(_NONCE, page.nonce))
-        return "\n\n".join(part for part in parts if part)
+        return "\n\n".join(filter(None, parts))
 
     def _values(self, sample: Sample, shown: SampleTexts, template: Template, page: Page) -> dict[str, Any]:
         room, response_room = self._config.max_prompt_chars, self._config.max_response_chars

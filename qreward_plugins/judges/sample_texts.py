@@ -114,7 +114,7 @@ def _turn_text(message: Mapping[str, Any]) -> str:
     calls = message.get("tool_calls")
     if calls:
         pieces.append(f"[tool calls] {_json_text(calls, 'messages.tool_calls')}")
-    return readable("\n".join(piece for piece in pieces if piece))
+    return readable("\n".join(filter(None, pieces)))
 
 
 def _part_text(part: Any) -> str:

@@ -147,6 +147,8 @@ class Page:
     `fences` false, a template can test texts of the sample but not write them.
     """
 
+    __slots__ = ("_steps_left", "cut", "fences", "nonce", "rewritten", "shown", "texts")
+
     def __init__(self, nonce: str, *, fences: bool = True) -> None:
         self.nonce = nonce
         self.fences = fences
@@ -211,7 +213,8 @@ class Template:
     def __init__(self, path: str, source: str, *, allowed: Sequence[str], max_chars: int) -> None:
         self.path = path
         self.max_chars = max_chars
-        self._constant: str | None = None
+        self.constant: str | None = None
+        """The rendered text, if the template looks up no variables and was rendered before."""
         try:
             tree = _ENVIRONMENT.parse(source)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
@@ -259,8 +262,8 @@ class Template:
             raise _mistake(self.path, f"{_said(error)}.") from None
 
     def _render(self, page: Page, values: Mapping[str, object]) -> str:
-        if self._constant is not None:
-            return self._constant
+        if self.constant is not None:
+            return self.constant
         pieces: list[str] = []
         size = 0
         # `generate` does the same, and also rewrites tracebacks, which are not shown here.
@@ -272,7 +275,7 @@ class Template:
             pieces.append(piece)
         text = "".join(pieces)
         if not self.variables:
-            self._constant = text
+            self.constant = text
         return text
 
 

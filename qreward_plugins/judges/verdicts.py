@@ -22,7 +22,7 @@ from functools import lru_cache
 from typing import Any
 
 from ..errors import InvalidReply
-from ..sources.strict_json import MAX_NESTING, strict_decoder, too_deep
+from ..sources.strict_json import MAX_NESTING, raw_decode, too_deep
 from .sample_texts import readable
 from .thinking import Mark, hides_marks, marks_in, thinking_spans
 
@@ -142,11 +142,12 @@ def _verdict_after(
 ) -> tuple[Mapping[str, Any], int, int]:
     """Parse `text` as an answer that begins at `begin`. Returns the verdict, its start and its end."""
     drafts = thinking_spans([mark for mark in marks if mark.end <= begin])
-    starts = [start for start, _ in drafts]
-    # The spans are sorted and do not overlap, so only the last one that starts before a claim can contain it.
-    claims = [
-        claim for claim in claims if not (before := bisect_right(starts, claim)) or claim >= drafts[before - 1][1]
-    ]
+    if drafts:
+        starts = [start for start, _ in drafts]
+        # The spans are sorted and do not overlap, so only the last one that starts before a claim can contain it.
+        claims = [
+            claim for claim in claims if not (before := bisect_right(starts, claim)) or claim >= drafts[before - 1][1]
+        ]
     if len(claims) != 1:
         count = "no verdict" if not claims else f"{len(claims)} verdicts, not one,"
         last = max((mark.end for mark in marks if not mark.opens), default=0)
@@ -155,10 +156,10 @@ def _verdict_after(
     answer = text[begin:]
     verdict, start, end = _object_with(answer, nonce, claims[0] - begin)
     outside = [mark for mark in marks if begin <= mark.start and not start < mark.start - begin < end]
-    if any(not mark.opens for mark in outside):
-        raise InvalidReply(f"the reply holds no verdict after its reasoning, only a draft in it: {excerpt(answer)}")
     if outside:
-        raise InvalidReply(f"the reply ends inside its reasoning: {excerpt(answer)}")
+        if all(mark.opens for mark in outside):
+            raise InvalidReply(f"the reply ends inside its reasoning: {excerpt(answer)}")
+        raise InvalidReply(f"the reply holds no verdict after its reasoning, only a draft in it: {excerpt(answer)}")
     if _enclosed(answer[:start], answer[end:]):
         raise InvalidReply(f"the verdict stands inside an array or another object: {excerpt(answer)}")
     return verdict, begin + start, begin + end
@@ -173,6 +174,8 @@ def _claims(text: str, nonce: str) -> list[int]:
 
 def _enclosed(before: str, after: str) -> bool:
     """Whether a bracket that opens before the verdict closes after it, or the verdict is a value in broken JSON."""
+    if not before:
+        return False
     if _INSIDE_SOMETHING.search(before):
         return True
     for opening, brackets in _BRACKETS.items():
@@ -195,7 +198,6 @@ def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], 
     if too_deep(text):
         raise InvalidReply(f"the reply is nested more than {MAX_NESTING} deep: {excerpt(text)}")
     flaws: list[str] = []
-    decoder = strict_decoder(flaws)
     budget = 8 * len(text)
     position = 0
     for _ in range(_MAX_CANDIDATES):
@@ -205,7 +207,7 @@ def _object_with(text: str, nonce: str, claim: int) -> tuple[Mapping[str, Any], 
         start = candidate.start()
         flaws.clear()
         try:
-            value, end = decoder.raw_decode(text, start)
+            value, end = raw_decode(text, start, flaws)
         except json.JSONDecodeError as error:
             budget -= error.pos - start
             position = start + 1

@@ -46,11 +46,11 @@ class Request:
     def __post_init__(self) -> None:
         texts = [message["content"] for message in self.messages] or _texts(self.sample)
         try:
-            size = sum(len(str.encode(text, "utf-8", "surrogatepass")) for text in texts)
+            size = sum(map(_utf8_bytes, texts))
         except TypeError:
             # Only messages with images have a content that is no text.
             shown, images, _ = of_messages(self.messages)
-            size = images + sum(len(str.encode(text, "utf-8", "surrogatepass")) for text in shown)
+            size = images + sum(map(_utf8_bytes, shown))
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "_demands", {})
 
@@ -74,6 +74,10 @@ class Request:
                 found = Demand(Texture.of(texts, images=images), overhead, self.max_completion_tokens)
             self._demands[source.name] = found
         return found
+
+
+def _utf8_bytes(text: str) -> int:
+    return len(text) if str.isascii(text) else len(str.encode(text, "utf-8", "surrogatepass"))
 
 
 def _texts(sample: Sample) -> list[str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 MAX_NESTING = 100
@@ -38,15 +39,34 @@ def strict_decoder(flaws: list[str]) -> json.JSONDecoder:
 
     A flaw is a phrase that continues a sentence: "the value" + " has a duplicate key".
     """
+    return _decoder(flaws.append)
 
+
+def raw_decode(text: str, start: int, flaws: list[str]) -> tuple[Any, int]:
+    """Call `raw_decode` of a strict decoder. To make one for each text would take as long as the parsing."""
+    try:
+        return _FLAWLESS.raw_decode(text, start)
+    except _FlawError:
+        return strict_decoder(flaws).raw_decode(text, start)
+
+
+class _FlawError(Exception):
+    pass
+
+
+def _refuse(flaw: str) -> None:
+    raise _FlawError(flaw)
+
+
+def _decoder(on_flaw: Callable[[str], None]) -> json.JSONDecoder:
     def mapping(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         made = dict(pairs)
         if len(made) != len(pairs):
-            flaws.append("has a duplicate key")
+            on_flaw("has a duplicate key")
         return made
 
     def constant(name: str) -> float:
-        flaws.append(f"holds {name}, which is not JSON")
+        on_flaw(f"holds {name}, which is not JSON")
         return math.nan
 
     def integer(digits: str) -> int | float:
@@ -54,3 +74,7 @@ def strict_decoder(flaws: list[str]) -> json.JSONDecoder:
         return int(digits) if len(digits) <= _MAX_DIGITS else float(digits)
 
     return json.JSONDecoder(object_pairs_hook=mapping, parse_constant=constant, parse_int=integer)
+
+
+_FLAWLESS = _decoder(_refuse)
+"""Raises `_FlawError` for a flaw. It has no state, so all threads share it."""

@@ -1,12 +1,11 @@
 """Quotas of sources: sliding-window ledgers, pacing, learned limits and retry budgets, joined in one `Quota`."""
 
 from .concurrency import UNDECLARED_CONCURRENCY, ConcurrencyWindow
-from .discovery import Discovery
 from .ledger import MARGIN_S, Ledger
 from .pace import BucketEvidence, Pace
 from .quota import Quota
 from .reservation import Reservation
-from .retries import RetryBudget, RetryUse
+from .retries import RetryBudget
 from .shared import Resource, SharedQuota
 from .use import QuotaUse
 
@@ -15,7 +14,6 @@ __all__ = [
     "UNDECLARED_CONCURRENCY",
     "BucketEvidence",
     "ConcurrencyWindow",
-    "Discovery",
     "Ledger",
     "Pace",
     "Quota",
@@ -23,6 +21,5 @@ __all__ = [
     "Reservation",
     "Resource",
     "RetryBudget",
-    "RetryUse",
     "SharedQuota",
 ]

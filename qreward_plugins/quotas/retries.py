@@ -8,7 +8,6 @@ the retries are sent at `FLOOR_PER_S`, not all at once.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 PER_SUCCESS = 0.2
 """Retries that each success adds."""
@@ -18,16 +17,6 @@ RESERVE = 100.0
 """Largest balance."""
 
 
-@dataclass(frozen=True)
-class RetryUse:
-    """A snapshot. `balance` is the number of retries that may be sent at once; negative if retries wait."""
-
-    balance: float
-    successes: int
-    retries: int
-    put_off: int
-
-
 class RetryBudget:
     """The retry budget of one source. It starts full. Times are seconds of one monotonic clock.
 
@@ -35,35 +24,35 @@ class RetryBudget:
     requested in them become due.
     """
 
-    __slots__ = ("_at", "_balance", "_put_off", "_retries", "_successes")
+    __slots__ = ("_at", "_balance", "put_off", "retries")
 
     def __init__(self) -> None:
         self._balance = RESERVE
         self._at = -math.inf
-        self._successes = 0
-        self._retries = 0
-        self._put_off = 0
+        self.retries = 0
+        """Number of retries so far."""
+        self.put_off = 0
+        """Number of those that had to wait."""
 
     def earn(self, now: float) -> None:
         """Record a success."""
         self._accrue(now)
         self._balance = min(RESERVE, self._balance + PER_SUCCESS)
-        self._successes += 1
 
     def withdraw(self, now: float) -> float:
         """Take one retry; return the seconds until it may be sent, 0 for at once."""
         self._accrue(now)
         self._balance -= 1.0
-        self._retries += 1
+        self.retries += 1
         if self._balance >= -1e-9:
             return 0.0
-        self._put_off += 1
+        self.put_off += 1
         return -self._balance / FLOOR_PER_S
 
-    def use(self, now: float) -> RetryUse:
-        """Return a snapshot."""
+    def balance(self, now: float) -> float:
+        """Return the number of retries that may be sent at once; negative if retries wait."""
         self._accrue(now)
-        return RetryUse(self._balance, self._successes, self._retries, self._put_off)
+        return self._balance
 
     def _accrue(self, now: float) -> None:
         if now > self._at:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from ..config.models import Limits
-from .quota import Quota, Unit
+from .quota import Quota
 
 Resource: TypeAlias = Literal["requests", "tokens", "concurrency", "burst"]
 """What is shared: requests and tokens of a window, requests in flight, or the burst of a token bucket; a share of the
@@ -93,14 +93,9 @@ class SharedQuota(Quota):
             concurrency = math.floor(self.share["concurrency"] + _ROUNDING)
             new = replace(new, concurrency=min(concurrency, self._slots or concurrency))
         self._shares = new
-        if new.requests < math.inf:
-            self.requests.limit = new.requests
-        if new.tokens < math.inf:
-            self.tokens.limit = new.tokens
+        self._requests.part, self._tokens.part = new.requests, new.tokens
         if new.concurrency is not None:
             self.concurrency = new.concurrency
-        if self._pace is not None and new.pace_per_s > 0:
-            self._pace.change(new.pace_per_s, new.burst, now)
         self._keep_to_ceilings(now)
 
     def wait_s(self, tokens: float, now: float) -> float:
@@ -121,9 +116,6 @@ class SharedQuota(Quota):
     @property
     def most_tokens(self) -> float:
         return self._whole.tokens
-
-    def _declared(self, unit: Unit) -> float:
-        return self._whole.requests if unit == "requests" else self._whole.tokens
 
     def retune(self, limits: Limits, now: float) -> None:
         kept, processes = self.share, self._processes

@@ -24,7 +24,5 @@ class QuotaUse:
     """None until the source throttled for it: before that the concurrency is a guess."""
     learned_from: str
     """Origin of the learned request limit: "announced", "throttled", or empty if none."""
-    announced_requests_per_window: float | None
-    announced_tokens_per_window: float | None
     throttled: int
     """Number of 429s so far."""

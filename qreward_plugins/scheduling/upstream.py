@@ -268,15 +268,15 @@ class Upstream:
 
     def gauges(self, now: float) -> SourceGauges:
         """Its state, use and learned limits, for observers."""
-        use, retries = self.quota.use(now), self.retries.use(now)
+        use = self.quota.use(now)
         return SourceGauges(
             state=self.state(now),
             in_flight=use.in_flight,
             requests_share=use.requests_share,
             tokens_share=use.tokens_share,
             paced=use.paced,
-            retries=retries.retries,
-            retries_put_off=retries.put_off,
+            retries=self.retries.retries,
+            retries_put_off=self.retries.put_off,
             learned=_learned(use),
         )
 

@@ -1,0 +1,166 @@
+"""One limit per window of a source, on requests or on tokens: declared, or learned from the server (discovery.py).
+
+A declared limit is never exceeded. A lower one that the server announces takes its place while it is announced, unless
+it is refuted (announcements.py).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Literal, TypeAlias
+
+from .announcements import Announcements, Ceiling
+from .discovery import Discovery, Probe
+from .ledger import Ledger
+
+Unit: TypeAlias = Literal["requests", "tokens"]
+
+_WITHDRAWN = 4096
+
+
+class WindowLimit:
+    """What a source allows per window, and what was spent of it. Times are seconds of one monotonic clock."""
+
+    __slots__ = ("_announcements", "_ceiling", "_withdrawn", "found", "ledger", "part", "unit", "whole", "window_s")
+
+    def __init__(self, unit: Unit) -> None:
+        self.unit = unit
+        self.ledger = Ledger()
+        self.found: Discovery | None = None
+        """What was learned of the limit; None if it is declared."""
+        self.part = math.inf
+        """This process's part of the declared limit; infinity if none is declared."""
+        self.whole = math.inf
+        """The declared limit of all processes together."""
+        self.window_s = 0.0
+        """Length of the configured window in seconds."""
+        self._announcements = Announcements()
+        self._ceiling = Ceiling()
+        self._withdrawn: deque[tuple[int, float]] = deque(maxlen=_WITHDRAWN)
+
+    @property
+    def learned_per_minute(self) -> float | None:
+        """The learned limit per minute; None if none is learned."""
+        return self.found.per_minute if self.found is not None else None
+
+    @property
+    def factor(self) -> float:
+        """The lower limit that the server announces, as a part of the declared one; 1 if it announces none."""
+        return min(1.0, self._ceiling.limit / self.whole) if self.whole else 1.0
+
+    def declare(self, part: float, whole: float, window_s: float, now: float) -> None:
+        """Change the declared limit; infinity: none, and it is learned from now on. What was spent stays spent."""
+        if part < math.inf:
+            # Rejected requests count at a declared limit.
+            for entry, amount in self._withdrawn:
+                self.ledger.amend(entry, amount)
+            self._withdrawn.clear()
+        if part < math.inf or self.found is None:
+            self.ledger.limit = part
+            self.ledger.change_window(window_s, now)
+        self.part, self.whole, self.window_s = part, whole, window_s
+        if part < math.inf:
+            self.found = None
+        elif self.found is None:
+            self.found = Discovery(self.ledger, self.unit, window_s)
+
+    def keep_to_ceiling(self) -> None:
+        """Scale this process's part of the declared limit down to the lower limit that the server announces."""
+        if self.part < math.inf:
+            scaled = self.part * self.factor
+            if self.unit == "requests":
+                scaled = max(min(self.part, 1.0), math.floor(scaled + 1e-9))
+            self.ledger.limit = scaled
+
+    def wait_s(self, amount: float, now: float) -> float:
+        """Return the seconds until `amount` may be sent; infinity if that is never, or unknown."""
+        ledger, ceiling = self.ledger, self._ceiling
+        if ledger.limit == math.inf:
+            return 0.0
+        if self.found is not None:
+            return self.found.wait_s(amount, now)
+        if ceiling.limit == math.inf:
+            return ledger.wait_s(amount, now)
+        wait = ledger.wait_s(min(amount, ledger.limit) if ledger.limit >= 1 else amount, now)
+        if wait <= 0 or ceiling.probe_in_s(now) == math.inf:
+            return wait
+        kept, ledger.limit = ledger.limit, self.part
+        try:
+            return min(wait, max(ledger.wait_s(amount, now), ceiling.probe_in_s(now)))
+        finally:
+            ledger.limit = kept
+
+    def capacity(self, until: float, amount: float, now: float) -> float:
+        """Return how many requests of `amount` each may be sent in [now, until]; infinity without a limit."""
+        # A learned limit may be wrong, so a larger request takes a whole window of it.
+        largest = amount if self.found is None else min(amount, self.ledger.limit)
+        return self.ledger.capacity(until, largest, now)
+
+    def reserve(self, amount: float, now: float) -> Probe:
+        """Reserve `amount`. Return how its request relates to a learned or announced limit."""
+        probe: Probe = ""
+        if self.found is not None:
+            if self.found.origin:
+                probe = self.found.reserved(amount, now)
+        elif self._ceiling.limit < math.inf and self.ledger.wait_s(min(amount, self.ledger.limit), now) > 0:
+            self._ceiling.probe_sent()
+            probe = "probe"
+        self.ledger.held += amount
+        return probe
+
+    def withdraw(self, entry: int, amount: float) -> None:
+        """Remove a rejected request from the ledger of an undeclared limit."""
+        if self.found is not None and entry >= 0:
+            self.ledger.amend(entry, -amount)
+            self._withdrawn.append((entry, amount))
+
+    def ended(self, now: float, *, sent_at: float, rejected: bool, probe: Probe) -> str | None:
+        """Record the end of a request; see `Discovery.ended`. Return a log message if the limit changed."""
+        if self.found is not None:
+            if not self.found.origin:
+                return None
+            return self.found.ended(now, sent_at=sent_at, rejected=rejected, probe=probe)
+        announced, sent = self._ceiling.limit, sent_at > -math.inf
+        if not probe or not self._ceiling.probe_ended(now, sent=sent, rejected=rejected, window_s=self.window_s):
+            return None
+        return f"accepted more than the announced {announced:g} {self.unit}: back to the declared limit"
+
+    def announced(self, announced: Mapping[str, float], *, in_flight: float, processes: int, now: float) -> str | None:
+        """Apply the limit that a reply announced (`Reply.announced`). Return a log message if the limit changed.
+
+        `in_flight` is the amount that this process has in flight. `processes` use the source.
+        """
+        limit, remaining = announced.get(f"{self.unit}_per_window"), announced.get(f"{self.unit}_remaining")
+        if limit is None or limit < 1 or (remaining is not None and remaining > limit):
+            limit = remaining = None  # none, or inconsistent
+        if self.found is None:
+            return self._lower(limit, remaining, in_flight, now)
+        if self._announcements.note(limit) != limit or limit is None:
+            return None
+        reset_s = announced.get(f"{self.unit}_reset_s")
+        return self.found.announced(limit, remaining, reset_s, in_flight=in_flight, share=processes, now=now)
+
+    def _lower(self, limit: float | None, remaining: float | None, in_flight: float, now: float) -> str | None:
+        """Record what a reply announces of a declared limit; return a log message if that changes the ceiling."""
+        if limit is not None and remaining is not None and limit < self.whole:
+            ours, theirs = self.ledger.spent(now) - in_flight, limit - remaining
+            if ours > theirs + max(2.0, 0.1 * theirs):
+                limit = None  # the server counts over a shorter window
+            elif remaining > limit / 2:
+                return None  # too little is used to tell which window it counts
+        ceiling, declared = self._ceiling, self.whole
+        if not ceiling.set(self._announcements.note(limit), declared=declared, window_s=self.window_s, now=now):
+            return None
+        if ceiling.limit == math.inf:
+            return f"no lower limit of {self.unit} announced any more: back to the declared {declared:g}"
+        lower = f"announced limit of {ceiling.limit:g} {self.unit}"
+        return f"{lower} is below the declared {declared:g}: the lower one applies"
+
+    def forget_in_flight(self, now: float) -> None:
+        """Count all requests in flight as ended, after their event loop was closed."""
+        self.ledger.stamp_all(now)
+        self._ceiling.abandon(now)
+        if self.found is not None:
+            self.found.abandon(now)

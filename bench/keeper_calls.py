@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import ray
 
-from qreward_plugins.config.models import Limits
+from qreward_plugins.config import Limits
 from qreward_plugins.named_actors import get_or_start
 from qreward_plugins.quotas import SharedQuota
 from qreward_plugins.sharing import Demand, Member

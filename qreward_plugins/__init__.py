@@ -54,58 +54,22 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
-    "AttemptEnded": "observers",
-    "AttemptStarted": "observers",
-    "BatchEnded": "observers",
-    "BatchReport": "telemetry",
-    "CallEnded": "observers",
-    "Cause": "samples",
-    "Config": "config",
-    "ConfigurationError": "errors",
-    "Cutoff": "scheduling",
-    "EngineClosed": "observers",
-    "EngineError": "errors",
-    "EnginePortal": "portal",
-    "EngineStatistics": "observers",
-    "Event": "observers",
-    "Failed": "samples",
-    "GroupGate": "groups",
-    "InputError": "errors",
-    "InvalidReply": "errors",
-    "InvalidVerdict": "errors",  # its former name
-    "JournalError": "errors",
-    "JudgeUnavailable": "errors",
-    "LateVerdict": "observers",
-    "Message": "samples",
-    "Mistake": "errors",
-    "Observer": "observers",
-    "Outcome": "samples",
-    "Part": "telemetry",
-    "PermanentError": "errors",
-    "QRewardError": "errors",
-    "RewardEngine": "engine",
-    "RewardMissing": "errors",
-    "Sample": "samples",
-    "SampleDropped": "observers",
-    "SampleEnded": "observers",
-    "SampleRefused": "errors",
-    "SampleSubmitted": "observers",
-    "Scored": "samples",
-    "SourceError": "errors",
-    "SourceStateChanged": "observers",
-    "SourceStatistics": "observers",
-    "SourceUnusable": "errors",
-    "Spent": "spent",
-    "Split": "samples",
-    "Throttled": "errors",
-    "TransientError": "errors",
-    "Usage": "spent",
-    "Verdict": "samples",
-    "group_means": "groups",
-    "load_config": "config",
-    "process_portal": "portal",
+_ROOMS = {
+    "config": "Config load_config",
+    "engine": "RewardEngine",
+    "errors": "ConfigurationError EngineError InputError InvalidReply JournalError JudgeUnavailable Mistake "
+    "PermanentError QRewardError RewardMissing SampleRefused SourceError SourceUnusable Throttled TransientError "
+    "InvalidVerdict",  # the former name of InvalidReply
+    "groups": "GroupGate group_means",
+    "observers": "AttemptEnded AttemptStarted BatchEnded CallEnded EngineClosed EngineStatistics Event LateVerdict "
+    "Observer SampleDropped SampleEnded SampleSubmitted SourceStateChanged SourceStatistics",
+    "portal": "EnginePortal process_portal",
+    "samples": "Cause Failed Message Outcome Sample Scored Split Verdict",
+    "scheduling": "Cutoff",
+    "spent": "Spent Usage",
+    "telemetry": "BatchReport Part",
 }
+_HOMES = {name: room for room, names in _ROOMS.items() for name in names.split()}
 
 __all__ = [
     "AttemptEnded",

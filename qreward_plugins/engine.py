@@ -386,6 +386,3 @@ async def _cancel(futures: Sequence[asyncio.Future[Outcome]]) -> None:
 async def _call(aclose: Callable[[], Awaitable[None]]) -> None:
     # A task needs a coroutine. A foreign source may return another awaitable, or raise when called.
     await aclose()
-
-
-__all__ = ["RewardEngine"]

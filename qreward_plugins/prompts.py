@@ -56,6 +56,3 @@ def _text(content: Any) -> str:
         for part in parts
         if isinstance(part, Mapping)
     )
-
-
-__all__ = ["messages_of"]

@@ -194,23 +194,21 @@ def _name(value: Any) -> str | int | None:
         return value
     if isinstance(value, str):
         return str.__str__(value)
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InputError(f"is of type {kind_of(value)}; write a text, or None")
-    number = operator.index(value)
-    if not -_LARGEST <= number < _LARGEST:
-        raise InputError("is an integer of more than 64 bits; write a text")
-    return number
+    return _integer(value, "a text")
 
 
 def _step(value: Any) -> int | None:
-    if value is None:
-        return None
+    return None if value is None else _integer(value, "an integer")
+
+
+def _integer(value: Any, wanted: str) -> int:
+    """Convert an integer of any type, of at most 64 bits. `wanted` is the usual type, for messages."""
     if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise InputError(f"is of type {kind_of(value)}; write an integer, or None")
-    step = operator.index(value)
-    if not -_LARGEST <= step < _LARGEST:
-        raise InputError("is an integer of more than 64 bits")
-    return step
+        raise InputError(f"is of type {kind_of(value)}; write {wanted}, or None")
+    number = operator.index(value)
+    if not -_LARGEST <= number < _LARGEST:
+        raise InputError("is an integer of more than 64 bits" + ("; write a text" if wanted == "a text" else ""))
+    return number
 
 
 def _split(value: Any) -> str | None:

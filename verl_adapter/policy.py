@@ -12,8 +12,7 @@ import logging
 
 from omegaconf import DictConfig, OmegaConf
 
-from qreward_plugins.config import Config, Constant
-from qreward_plugins.config.models import FailurePolicy
+from qreward_plugins.config import Config, Constant, FailurePolicy
 from qreward_plugins.errors import ConfigurationError, Mistake
 from qreward_plugins.groups import MAX_WAITING
 

@@ -6,24 +6,13 @@ reporting one mistake per start would cost a user much time.
 
 from __future__ import annotations
 
+from .judge_models import AskingConfig, JudgeConfig
 from .layers import load_layers
 from .loading import load_config
-from .models import (
-    AskingConfig,
-    Config,
-    Constant,
-    EndpointConfig,
-    EngineConfig,
-    Groups,
-    JournalConfig,
-    JudgeConfig,
-    Limits,
-    Node,
-    Price,
-    SourceConfig,
-    Timeouts,
-)
+from .models import Config, Constant, EngineConfig, FailurePolicy, Groups, JournalConfig, Scheduling, Strategy
+from .nodes import Node
 from .routes import judge_for, judges_in_charge, own_sources, parts_of, sources_of
+from .source_models import EndpointConfig, Limits, Price, SourceConfig, Timeouts
 from .yaml_file import read_yaml
 
 __all__ = [
@@ -32,13 +21,16 @@ __all__ = [
     "Constant",
     "EndpointConfig",
     "EngineConfig",
+    "FailurePolicy",
     "Groups",
     "JournalConfig",
     "JudgeConfig",
     "Limits",
     "Node",
     "Price",
+    "Scheduling",
     "SourceConfig",
+    "Strategy",
     "Timeouts",
     "judge_for",
     "judges_in_charge",

@@ -90,6 +90,3 @@ def _warn_of_printed_keys(inline: Mapping[str, Any] | DictConfig, origin: str, f
                 framework,
                 framework,
             )
-
-
-__all__ = ["ENVIRONMENT", "load_layers"]

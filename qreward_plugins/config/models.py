@@ -14,28 +14,9 @@ from pydantic_core import PydanticCustomError
 
 from .. import registry
 from ..registry import KindError, Kinds
-from .judge_models import AskingConfig, JudgeConfig
+from .judge_models import JudgeConfig
 from .nodes import Integer, Node, Number, PositiveFloat, PositiveInt, no_bool, one_or_several, takes
-from .source_models import EndpointConfig, Limits, Price, SourceConfig, Timeouts
-
-__all__ = [
-    "AskingConfig",
-    "Config",
-    "Constant",
-    "EndpointConfig",
-    "EngineConfig",
-    "FailurePolicy",
-    "Groups",
-    "JournalConfig",
-    "JudgeConfig",
-    "Limits",
-    "Node",
-    "Price",
-    "Scheduling",
-    "SourceConfig",
-    "Strategy",
-    "Timeouts",
-]
+from .source_models import SourceConfig
 
 
 class JournalConfig(Node):

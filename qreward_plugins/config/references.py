@@ -5,8 +5,9 @@ It works on the unchecked tree and skips values of the wrong type, so that a bad
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from ..registry import KindError, rooms
@@ -82,25 +83,20 @@ def _parts(names: Sequence[Named], judges: dict[str, Any]) -> list[Finding]:
 
 
 def _endless(names: Sequence[Named]) -> set[str]:
-    """The judges that are parts of themselves, directly or through others: what is left when those that have no parts
-    are taken away, and those that are no parts, again and again.
-    """
+    """The judges that are parts of themselves, directly or through others, and those between two such judges."""
     left = {name for one in names for name in (str(one.path[1]), one.name)}
-    for below in (True, False):
-        pairs = [(str(one.path[1]), one.name) if below else (one.name, str(one.path[1])) for one in names]
-        pairs = [pair for pair in pairs if left.issuperset(pair)]
-        open_ends = Counter(whole for whole, _ in pairs)
-        wholes: dict[str, list[str]] = {}
-        for whole, part in pairs:
-            wholes.setdefault(part, []).append(whole)
-        ended = [name for name in left if not open_ends[name]]
-        while ended:
-            name = ended.pop()
-            left.discard(name)
-            for whole in wholes.get(name, ()):
-                open_ends[whole] -= 1
-                if not open_ends[whole]:
-                    ended.append(whole)
+    for upwards in (True, False):
+        # Sorting removes judges without parts first, then judges that are no parts; it stops at cycles.
+        sorter: TopologicalSorter[str] = TopologicalSorter()
+        for one in names:
+            whole, part = str(one.path[1]), one.name
+            if left.issuperset((whole, part)):
+                sorter.add(*((whole, part) if upwards else (part, whole)))
+        with suppress(CycleError):
+            sorter.prepare()
+        while ready := sorter.get_ready():
+            left.difference_update(ready)
+            sorter.done(*ready)
     return left
 
 

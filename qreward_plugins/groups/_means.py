@@ -12,8 +12,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
-from ..config import Constant
-from ..config.models import FailurePolicy
+from ..config import Constant, FailurePolicy
 from ..errors import RewardMissing
 from ..samples import Failed, Outcome
 

@@ -89,6 +89,3 @@ def _attachments(request: Request) -> Iterator[Any]:
                     yield part
     if not sends_images:
         yield from sample.response_images
-
-
-__all__ = ["question_keys"]

@@ -239,19 +239,3 @@ def _scored(scored: Scored) -> Scored:
             raw=None,
         )
     )
-
-
-__all__ = [
-    "AttemptEnded",
-    "AttemptResult",
-    "AttemptStarted",
-    "BatchEnded",
-    "CallEnded",
-    "EngineClosed",
-    "Event",
-    "LateVerdict",
-    "SampleDropped",
-    "SampleEnded",
-    "SampleSubmitted",
-    "SourceStateChanged",
-]

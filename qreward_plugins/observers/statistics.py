@@ -26,15 +26,28 @@ from .events import (
 RECENT = 4096
 
 
-@dataclass(frozen=True)
-class SourceStatistics:
-    """One source so far. Latencies are seconds of the last `RECENT` answered attempts; NaN before the first.
-    `retries` are the retries that its failures caused; `retries_put_off` of them had to wait for the retry budget.
-    `learned` describes learned limits; empty if there are none.
+@dataclass(frozen=True, kw_only=True)
+class SourceGauges:
+    """The present state of a source in the scheduler. `retries` are the retries that its failures caused;
+    `retries_put_off` of them had to wait for the retry budget. `learned` describes learned limits; empty if there are
+    none.
     """
 
-    name: str
     state: str
+    in_flight: int
+    requests_share: float | None
+    tokens_share: float | None
+    paced: bool
+    retries: int = 0
+    retries_put_off: int = 0
+    learned: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceStatistics(SourceGauges):
+    """One source so far. Latencies are seconds of the last `RECENT` answered attempts; NaN before the first."""
+
+    name: str
     requests: int
     answered: int
     throttled: int
@@ -44,19 +57,12 @@ class SourceStatistics:
     invalid: int
     hedges: int
     cancelled: int
-    in_flight: int
     peak_in_flight: int
     latency_p50_s: float
     latency_p95_s: float
     prompt_tokens: int
     completion_tokens: int
     cost_usd: float
-    requests_share: float | None
-    tokens_share: float | None
-    paced: bool
-    retries: int = 0
-    retries_put_off: int = 0
-    learned: str = ""
 
 
 @dataclass(frozen=True)
@@ -79,20 +85,6 @@ class EngineStatistics:
     @property
     def failed_total(self) -> int:
         return sum(self.failed.values())
-
-
-@dataclass(frozen=True)
-class SourceGauges:
-    """The present state of a source in the scheduler; see `SourceStatistics`."""
-
-    state: str
-    in_flight: int
-    requests_share: float | None
-    tokens_share: float | None
-    paced: bool
-    retries: int
-    retries_put_off: int
-    learned: str
 
 
 @dataclass(slots=True)

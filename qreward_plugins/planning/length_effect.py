@@ -58,6 +58,3 @@ def length_share(rows: Mapping[str, Rows]) -> float | None:
 def relative_work(rows: Rows, share: float) -> float:
     """Return the duration of the requests of these rows, as a multiple of an average request."""
     return max(0.01, 1 - share + share * fmean(x for x, _ in rows)) if rows else 1.0
-
-
-__all__ = ["LENGTH_SHARE", "journal_rows", "length_share", "relative_work"]

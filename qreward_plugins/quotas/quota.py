@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from ..config.models import Limits
+from ..config import Limits
 from .concurrency import ConcurrencyWindow
 from .discovery import WINDOW_S
 from .pace import BucketEvidence, Pace

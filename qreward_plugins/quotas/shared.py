@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Literal, TypeAlias
 
-from ..config.models import Limits
+from ..config import Limits
 from .quota import Quota
 
 Resource: TypeAlias = Literal["requests", "tokens", "concurrency", "burst"]

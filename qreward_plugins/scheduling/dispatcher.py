@@ -18,7 +18,7 @@ import random
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from ..config.models import Scheduling
+from ..config import Scheduling
 from ..errors import input_problem
 from ..observers import Observers
 from .attempts import Attempt, Ending

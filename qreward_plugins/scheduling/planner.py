@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from ..config.models import Scheduling
+from ..config import Scheduling
 from .attempts import Attempt
 from .forecast import Forecast
 from .hedging import Hedges

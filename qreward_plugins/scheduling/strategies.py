@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..config.models import Strategy
+from ..config import Strategy
 from .upstream import Upstream
 
 Choice = Callable[[Sequence[Upstream]], Upstream]

@@ -11,8 +11,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..config import Config
-from ..config.models import Price
+from ..config import Config, Price
 from ..errors import ConfigurationError, Mistake
 from ..observers import SourceGauges
 from ..quotas import Quota, QuotaUse, Reservation, RetryBudget, SharedQuota

@@ -96,7 +96,8 @@ class Membership:
         self._channel = channel
         quotas = {key: upstream.quota for key, upstream in upstreams.items() if isinstance(upstream.quota, SharedQuota)}
         self.member = Member(secrets.token_hex(8), quotas)
-        self._dispatcher: Dispatcher | None = None
+        self._dispatcher: Dispatcher
+        """Set by `start`."""
         self._task: asyncio.Task[None] | None = None
         self._ending: asyncio.TimerHandle | None = None
         self._urgent = asyncio.Event()
@@ -121,7 +122,6 @@ class Membership:
 
     def look(self) -> None:
         """Request a report if the keeper does not know what waits here or what was learned of a source."""
-        assert self._dispatcher is not None
         if not self._urgent.is_set():
             now = self._dispatcher.now()
             for key, upstream in self._upstreams.items():
@@ -132,7 +132,7 @@ class Membership:
 
     async def aclose(self) -> None:
         """Give up all shares and stop. Waits up to `LAST_REPORT_WITHIN_S` for the last report to arrive."""
-        if self._task is None or self._dispatcher is None:
+        if self._task is None:
             return
         under_way: list[asyncio.Future[Any]] = [self._task, *self._late]
         for each in under_way:
@@ -148,7 +148,6 @@ class Membership:
         self._task = None
 
     async def _keep(self) -> None:
-        assert self._dispatcher is not None
         backoff_s = FIRST_BACKOFF_S
         while True:
             await self._wait_until(self._sent_at + REPORT_EVERY_S)
@@ -168,7 +167,6 @@ class Membership:
 
     async def _exchange(self) -> Answer | None:
         """Send a report and return its answer; None if a newer report is due first."""
-        assert self._dispatcher is not None
         now = self._sent_at = self._dispatcher.now()
         self._urgent.clear()
         demands = {key: self._demand(upstream) for key, upstream in self._upstreams.items()}
@@ -215,7 +213,6 @@ class Membership:
         call.add_done_callback(answered)
 
     def _apply(self, answer: Answer, now: float) -> None:
-        assert self._dispatcher is not None
         if self._silent_s > ANSWERED_WITHIN_S:
             _log.info("the quota keeper answers again")
         self._looked_at, self._silent_s, self._overdue, self._lost = now, 0.0, False, False
@@ -233,7 +230,6 @@ class Membership:
         self._dispatcher.look_again()
 
     async def _handle_failure(self, problem: Exception) -> None:
-        assert self._dispatcher is not None
         now = self._dispatcher.now()
         # Time in which this process was suspended does not count as the keeper's silence.
         self._silent_s += min(now - self._looked_at, TTL_S + LONGEST_BACKOFF_S)
@@ -264,7 +260,6 @@ class Membership:
 
     def _end_if_due(self) -> None:
         """If the shares have expired, stop sending and cancel requests whose quota other workers may use now."""
-        assert self._dispatcher is not None
         now = self._dispatcher.now()
         if now < self.member.valid_until:
             if self._ending is not None:  # event loops run timers a little early
@@ -282,13 +277,11 @@ class Membership:
                     self._dispatcher.call_back(upstream, sent=not {"concurrency", "tokens"}.isdisjoint(limits))
 
     async def _wait_until(self, moment: float) -> None:
-        assert self._dispatcher is not None
         left_s = moment - self._dispatcher.now()
         if left_s > 0:
             await asyncio.sleep(left_s)
 
     def _demand(self, upstream: Upstream) -> Demand:
-        assert self._dispatcher is not None
         return Demand(*self._dispatcher.waiting_for(upstream))
 
     def _learned(self, key: str, upstream: Upstream, demand: Demand, now: float) -> bool:
@@ -323,6 +316,3 @@ def _log_failure(task: asyncio.Task[None]) -> None:
         _log.error(
             "the sharing of limits has stopped; no request is sent to sources with limits", exc_info=task.exception()
         )
-
-
-__all__ = ["Channel", "Membership"]

@@ -124,6 +124,3 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
     """Retrieve the exception, so that asyncio does not log it as never retrieved."""
     if not future.cancelled():
         future.exception()
-
-
-__all__ = ["NAME", "KeeperActor", "RayKeeper"]

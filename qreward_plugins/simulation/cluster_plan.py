@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..config.models import Limits
+from ..config import Limits
 
 ClusterFaultKind = Literal["kill", "stop", "part", "loss", "kill keeper", "stop keeper", "slow keeper"]
 

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..config.models import Config
+from ..config import Config
 from ..engine import RewardEngine
 from ..errors import EngineError
 from ..judges import Ask, Judge

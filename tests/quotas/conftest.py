@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from qreward_plugins.config.models import Limits
+from qreward_plugins.config import Limits
 from qreward_plugins.quotas import Quota
 
 

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from qreward_plugins.config.models import Limits
+from qreward_plugins.config import Limits
 from qreward_plugins.quotas import MARGIN_S, Quota
 
 limits = st.builds(

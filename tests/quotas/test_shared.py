@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from qreward_plugins.config.models import Limits
+from qreward_plugins.config import Limits
 from qreward_plugins.quotas import MARGIN_S, SharedQuota
 
 

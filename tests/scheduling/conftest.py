@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
-from qreward_plugins.config.models import Limits, Price, Scheduling
+from qreward_plugins.config import Limits, Price, Scheduling
 from qreward_plugins.errors import InvalidReply
 from qreward_plugins.observers import Observers, SourceStatistics, Statistics
 from qreward_plugins.quotas import Quota

@@ -9,7 +9,7 @@ import statistics
 
 import pytest
 
-from qreward_plugins.config.models import Scheduling
+from qreward_plugins.config import Scheduling
 from qreward_plugins.errors import TransientError
 from qreward_plugins.samples import Scored
 from qreward_plugins.scheduling.planner import LONGEST_IDLE_S, NEARLY_FASTEST, Planner

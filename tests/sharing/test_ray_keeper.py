@@ -10,7 +10,7 @@ import pytest
 
 exceptions = pytest.importorskip("ray.exceptions", reason="Ray is not installed (pip install 'qreward-plugins[ray]')")
 
-from qreward_plugins.config.models import Limits  # noqa: E402
+from qreward_plugins.config import Limits  # noqa: E402
 from qreward_plugins.errors import KeeperLost, KeeperSilent  # noqa: E402
 from qreward_plugins.named_actors import get_or_start, in_thread, ray_is_up  # noqa: E402
 from qreward_plugins.quotas import SharedQuota  # noqa: E402

@@ -8,7 +8,7 @@ import random
 
 import pytest
 
-from qreward_plugins.config.models import Limits, Price
+from qreward_plugins.config import Limits, Price
 from qreward_plugins.simulation import Fault, Server, random_faults, random_servers
 from qreward_plugins.simulation.servers import phases
 

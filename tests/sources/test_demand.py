@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qreward_plugins.config.models import Limits, Price
+from qreward_plugins.config import Limits, Price
 from qreward_plugins.errors import ConfigurationError
 from qreward_plugins.quotas import Quota
 from qreward_plugins.samples import Sample

@@ -14,14 +14,14 @@ import math
 import os
 import random
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
 from .config import Config, Limits, load_config
 from .ending import end, forget
-from .errors import EngineError
+from .errors import ConfigurationError, EngineError, Mistake
 from .journal import Journal
 from .judges import JudgeRouter, Leaf
 from .observers import (
@@ -103,6 +103,7 @@ class RewardEngine:
         self._rng = random.Random(settings.seed)
         key = secrets.token_bytes(32) if settings.seed is None else hashlib.sha256(str(settings.seed).encode()).digest()
         self._router = JudgeRouter(self.config, key=key)
+        _check_fit(self._router.leaves, self._upstreams, given=sources or {})
         self._journal = Journal(settings.journal.path) if settings.journal else None
         self._reuse = bool(settings.journal and settings.journal.reuse)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -367,6 +368,17 @@ class RewardEngine:
         busy = 4 * sum(upstream.quota.concurrency for upstream in self._upstreams.values())
         allowed = self._rate_per_s * self.config.engine.deadline_s / 2
         return max(1, int(min(busy, allowed / self._router.most_calls)))
+
+
+def _check_fit(judges: Mapping[str, Leaf], upstreams: Mapping[str, Upstream], *, given: Collection[str]) -> None:
+    """Raise `ConfigurationError` for judges that do not suit their sources. Sources that the caller has `given` may
+    stand in for others, as in a rehearsal.
+    """
+    mistakes: list[Mistake] = []
+    for judge in judges.values():
+        mistakes += judge.mistakes({name: upstreams[name].source for name in judge.sources if name not in given})
+    if mistakes:
+        raise ConfigurationError(mistakes)
 
 
 def _check_times(deadline_s: float | None, priority: int) -> None:

@@ -111,9 +111,11 @@ class Verdict(_Provenance):
     journal, which stores only numbers. `cut` is true if a text of the sample was too long and the judge saw it without
     its middle. `service_s` is the time in seconds from sending the request of the successful attempt to its reply,
     without waiting, retries and other attempts. `raw` holds the numbers before mapping; None if they are unknown, and
-    then the verdict cannot be mapped again.
+    then the verdict cannot be mapped again. `steps` are the scores of a process reward model, each with the offset of
+    the end of its step in the response, in characters; empty for other judges.
 
-    Raises ValueError if the score or a component is not a number that is finite in float32 (promise P2).
+    Raises ValueError if the score, a component or the score of a step is not a number that is finite in float32
+    (promise P2).
     """
 
     score: float
@@ -131,11 +133,14 @@ class Verdict(_Provenance):
     returned: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
     service_s: float = field(default=0.0, compare=False)
     raw: RawScore | None = field(default=None, compare=False, repr=False)
+    steps: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
         _check_score("score", self.score)
         for name, value in self.components.items():
             _check_score(name, value)
+        for offset, value in self.steps:
+            _check_score(f"the step that ends at {offset}", value)
 
 
 class Cause(str, enum.Enum):

@@ -55,7 +55,8 @@ class ParquetRows:
     def write(self, row: Mapping[str, Any], outcome: Outcome) -> None:
         """Write the next row of the source with its outcome. `row` is ignored."""
         result = to_result(outcome)
-        result["components"] = as_json(result["components"]).decode()
+        for nested in ("components", "steps"):
+            result[nested] = as_json(result[nested]).decode()
         self._results.append(result)
         if self._batch is not None and len(self._results) == self._batch.num_rows:
             self._write_group()
@@ -79,7 +80,7 @@ class ParquetRows:
 
 
 def _result_type(arrow: Any) -> Any:
-    texts = ("outcome", "cause", "reason", "detail", "components", "rationale", "judge", "source", "model")
+    texts = ("outcome", "cause", "reason", "detail", "components", "steps", "rationale", "judge", "source", "model")
     numbers = ("reward", "latency_s", "cost_usd")
     counts = ("attempts", "prompt_tokens", "completion_tokens")
     flags = ("correct", "cached", "cut")

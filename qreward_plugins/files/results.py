@@ -26,6 +26,7 @@ def to_result(outcome: Outcome) -> dict[str, Any]:
         "reason": failed.reason if failed else None,
         "detail": _text(failed.detail) if failed else None,
         "components": {_text(name): value for name, value in verdict.components.items()} if verdict else {},
+        "steps": [{"offset": offset, "score": score} for offset, score in verdict.steps] if verdict else [],
         "correct": verdict.correct if verdict else None,
         "rationale": _text(verdict.rationale) if verdict else None,
         "judge": told.judge,

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 from ..config import Config
 from ..config.judge_models import JudgeConfig
-from ..errors import InputError, QRewardError
+from ..errors import InputError, Mistake, QRewardError
 from ..samples import Failed, Sample, Verdict
 from ..scheduling.calls import Answer, Call, T
-from ..sources.base import Reply, Request
+from ..sources.base import Reply, Request, Source
 
 
 class JudgeFailed(QRewardError):
@@ -107,6 +107,10 @@ class Judge(ABC):
         Raises `JudgeFailed` if there is no verdict. Calls that are still open when it ends are cancelled. A cancelled
         judge must end at once.
         """
+
+    def mistakes(self, sources: Mapping[str, Source]) -> Sequence[Mistake]:
+        """Find mistakes that show only with its opened sources, by name. Default: there are none."""
+        return ()
 
     @property
     def parts(self) -> Sequence[Judge]:

@@ -163,7 +163,14 @@ class Leaf(Judge):
         if recorded.raw is None:
             raise LookupError("the record has no raw numbers")
         now = self.mapped(recorded.raw)
-        return replace(recorded, score=now.score, components=now.components, correct=now.correct, judge=self.name)
+        return replace(
+            recorded,
+            score=now.score,
+            components=now.components,
+            correct=now.correct,
+            judge=self.name,
+            steps=now.steps,
+        )
 
 
 def judged(answer: Answer[Verdict], judge: str) -> Verdict:
@@ -186,6 +193,7 @@ def judged(answer: Answer[Verdict], judge: str) -> Verdict:
         said.returned,
         answer.service_s,
         said.raw,
+        said.steps,
     )
 
 

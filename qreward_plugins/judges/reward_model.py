@@ -4,41 +4,42 @@ A reward model gets no instructions, so there is no fence. But servers tokenize 
 with `<|im_end|>` could end its own turn and add one that scores better. So they are neutralised here, as in the prompt
 of an LLM judge.
 
-The journal keeps the logits. So another label, activation or scale costs no request.
+The journal keeps the logits. So another label, activation, reduction or transform costs no request.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from ..config.judge_models import AskingConfig, Interval
-from ..config.nodes import Integer, Number
+from ..config.judge_models import AskingConfig
+from ..config.nodes import Integer
 from ..errors import ConfigurationError, InvalidReply, Mistake
 from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict, fits_float32
-from ..sources.base import Reply, Request
+from ..sources.base import Reply, Request, Source
 from ..sources.kind import LOGITS
 from .base import Opening
+from .calibration import REMEDY, Calibration, Identity
 from .control_tokens import neutralise
 from .leaf import Leaf, fingerprint, number_mistakes
 from .sample_texts import SampleTexts, conversation_turns
+from .transforms import Transform, TransformSteps, sigmoid, zscore_file
 from .visibility import is_blank
 
-
-def _not_zero(scale: float) -> float:
-    if scale == 0:
-        raise ValueError("0 would give every response the same reward")
-    return scale
+_INSIDE = (0.25, 0.75)
+"""Rewards of a rehearsal without a reward range; every kind of step can have them."""
+_FAR = 1e6
 
 
 class RewardModelJudge(Leaf):
-    """The score of a reward model, with an activation and a linear transformation.
+    """The score of a reward model, or the scores of its steps, with an activation and a transformation.
 
-    reward = clip(scale * activation(logit) + shift). Raises `ConfigurationError` for numbers that contradict each
-    other.
+    reward = transform(activation(logit)). For a process reward model: transform(reduce(activation(logit) of each
+    step)). Raises `ConfigurationError` for settings that contradict each other, and for reference scores that cannot be
+    read.
     """
 
     class Config(AskingConfig):
@@ -52,14 +53,14 @@ class RewardModelJudge(Leaf):
         """What is applied to the logit. `raw` (default): nothing. `sigmoid`: for one label, 0 to 1. `softmax`: the
         share of the label among all labels of the model, 0 to 1."""
 
-        scale: Annotated[Number, AfterValidator(_not_zero)] = 1.0
-        """Factor on the score, after the activation. For a z-score: 1 / standard deviation. Default: 1."""
+        reduce: Literal["last", "min", "mean", "prod"] | None = None
+        """How the scores of the steps of a process reward model (`task: token_classify` of the source) become one
+        score: the `last` one, the lowest, their mean, or their product, which needs `activation: softmax` or `sigmoid`.
+        Default: none; the source scores whole responses."""
 
-        shift: Number = 0.0
-        """Added after the factor. For a z-score: -mean / standard deviation. Default: 0."""
-
-        clip: Interval | None = None
-        """Rewards beyond this range are set to its end. Default: none."""
+        transform: TransformSteps = ()
+        """Steps that map the score to the reward, applied in this order: `zscore: FILE`, `affine: {scale, shift}`,
+        `clip: [low, high]`, `sigmoid`. Default: none."""
 
     asks = LOGITS
 
@@ -70,23 +71,51 @@ class RewardModelJudge(Leaf):
     @classmethod
     def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
         label = "0" if config.label is None else str(config.label)
-        low, high = config.clip or config.reward_range or (0.0, 1.0)
-        score = (low + share * (high - low) - config.shift) / config.scale
+        low, high = config.reward_range or _INSIDE
+        calibration = Calibration(Identity("", "", ""), 2, 0.0, 1.0, {}) if zscore_file(config.transform) else None
+        score = Transform(config.transform, calibration).inverse(low + share * (high - low), low=-_FAR, high=_FAR)
         if config.activation != "raw":
             score = min(max(score, 0.01), 0.99)
             score = math.log(score / (1 - score))
         other = {"other": 0.0} if config.activation == "softmax" else {}
-        return Reply(value={label: score, **other})
+        logits = {label: score, **other}
+        return Reply(value=logits if config.reduce is None else [(1, logits)])
 
     def __init__(self, name: str, config: Config, *, sources: Sequence[str]) -> None:
         mistakes = number_mistakes(name, config)
-        if config.clip and config.reward_range and not _within(config.clip, config.reward_range):
-            path = f"judges.{name}.clip"
-            mistakes.append(Mistake(path, "it is not within the reward range.", "Leave out `reward_range`."))
+        if config.reduce == "prod" and config.activation == "raw":
+            said = "a product of raw logits changes its sign with every bad step."
+            mistakes.append(Mistake(f"judges.{name}.reduce", said, "Set activation: softmax or sigmoid."))
+        file, self._calibration = zscore_file(config.transform), None
+        if file is not None:
+            try:
+                self._calibration = Calibration.read(file, f"judges.{name}.transform")
+            except ConfigurationError as error:
+                mistakes += error.mistakes
         if mistakes:
             raise ConfigurationError(mistakes)
         super().__init__(name, config, sources=sources, fingerprint=fingerprint("reward_model"))
         self._config = config
+        self._transform = Transform(config.transform, self._calibration)
+
+    def mistakes(self, sources: Mapping[str, Source]) -> list[Mistake]:
+        """Find sources whose scores are not those of the calibration."""
+        if self._calibration is None:
+            return []
+        found = {name: self._calibration.identity.difference(self.identity(source)) for name, source in sources.items()}
+        where, file = f"judges.{self.name}.transform", zscore_file(self._config.transform)
+        return [
+            Mistake(where, f"{file!r} does not suit the source {name!r}: {said}.", REMEDY)
+            for name, said in found.items()
+            if said
+        ]
+
+    def identity(self, source: Source) -> Identity:
+        """Return what the scores of this judge at `source` depend on."""
+        config = self._config
+        return Identity.of(
+            source, [f"label {config.label}", f"activation {config.activation}", f"reduce {config.reduce}"]
+        )
 
     def screen(self, sample: Sample) -> Verdict | None:
         """Return the floor for a response without a visible character, if there is a floor."""
@@ -106,38 +135,70 @@ class RewardModelJudge(Leaf):
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
         """Read the logits. Raises `InvalidReply` if the label is missing, or the reward is out of range."""
-        if not isinstance(reply.value, Mapping):
+        said = reply.value
+        if isinstance(said, Mapping):
+            if self._config.reduce is not None:
+                raise InvalidReply(
+                    f"the reward model scores whole responses; leave out judges.{self.name}.reduce, or set task: "
+                    "token_classify for its source"
+                )
+            return self._of_response({str(label): float(logit) for label, logit in said.items()}, model=reply.model)
+        if not isinstance(said, Sequence) or isinstance(said, str) or not said:
             raise InvalidReply("the reply holds no logits")
-        logits = {str(label): float(logit) for label, logit in reply.value.items()}
-        return self._verdict(logits, model=reply.model)
+        if self._config.reduce is None:
+            raise InvalidReply(
+                f"the reward model scores steps; set judges.{self.name}.reduce (last, min, mean or prod)"
+            )
+        steps = [(int(offset), {str(label): float(logit) for label, logit in row.items()}) for offset, row in said]
+        return self._of_steps(steps, model=reply.model)
 
     def mapped(self, raw: RawScore) -> Verdict:
-        return self._verdict(raw.components)
+        if self._config.reduce is None:
+            return self._of_response(raw.components)
+        return self._of_steps(_unpacked(raw.components))
 
     def component_names(self) -> tuple[str, ...]:
-        return ("logit",)
+        return ("logit",) if self._config.reduce is None else ("steps",)
 
-    def _verdict(self, logits: Mapping[str, float], *, model: str = "") -> Verdict:
+    def _of_response(self, logits: Mapping[str, float], *, model: str = "") -> Verdict:
         logit = self._logit(logits)
+        score = self._activated(logit, logits)
+        return self._verdict(score, {"logit": logit}, RawScore(logit, dict(logits)), model)
+
+    def _of_steps(self, steps: Sequence[tuple[int, Mapping[str, float]]], *, model: str = "") -> Verdict:
+        scores = [self._activated(self._logit(logits), logits) for _, logits in steps]
+        score = _REDUCE[self._config.reduce or "last"](scores)
+        raw = RawScore(score, _packed(steps))
+        offsets = (offset for offset, _ in steps)
+        components = {"steps": float(len(steps))}
+        return self._verdict(score, components, raw, model, tuple(zip(offsets, scores, strict=True)))
+
+    def _verdict(
+        self,
+        score: float,
+        components: Mapping[str, float],
+        raw: RawScore,
+        model: str,
+        steps: tuple[tuple[int, float], ...] = (),
+    ) -> Verdict:
         config = self._config
-        reward = config.scale * self._activated(logit, logits) + config.shift
-        if config.clip is not None:
-            reward = min(max(reward, config.clip[0]), config.clip[1])
+        reward = self._transform(score)
         if not fits_float32(reward):
             raise InvalidReply(f"the reward {reward:g} is not finite in float32, the type of trainers")
         if config.reward_range is not None and not config.reward_range[0] <= reward <= config.reward_range[1]:
             low, high = config.reward_range
             raise InvalidReply(
-                f"the reward {reward:g} is outside the reward range {low:g} to {high:g}; set "
-                f"judges.{self.name}.clip, or another scale"
+                f"the reward {reward:g} is outside the reward range {low:g} to {high:g}; add a last step `clip: "
+                f"[{low:g}, {high:g}]` to judges.{self.name}.transform, or another scale"
             )
         return Verdict(
             score=reward,
-            components={"logit": logit},
+            components=components,
             correct=None if config.correct_at is None else reward >= config.correct_at,
             judge=self.name,
             model=model,
-            raw=RawScore(logit, dict(logits)),
+            raw=raw,
+            steps=steps,
         )
 
     def _logit(self, logits: Mapping[str, float]) -> float:
@@ -154,7 +215,7 @@ class RewardModelJudge(Leaf):
         if self._config.activation == "raw":
             return logit
         if self._config.activation == "sigmoid":
-            return 1 / (1 + math.exp(-logit)) if logit >= 0 else math.exp(logit) / (1 + math.exp(logit))
+            return sigmoid(logit)
         if len(logits) == 1:
             raise InvalidReply(
                 f"a softmax over one label is 1 for every response; set judges.{self.name}.activation to raw or sigmoid"
@@ -163,5 +224,27 @@ class RewardModelJudge(Leaf):
         return math.exp(logit - most) / sum(math.exp(other - most) for other in logits.values())
 
 
-def _within(inner: tuple[float, float], outer: tuple[float, float]) -> bool:
-    return outer[0] <= inner[0] and inner[1] <= outer[1]
+_REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "last": lambda scores: scores[-1],
+    "min": min,
+    "mean": lambda scores: math.fsum(scores) / len(scores),
+    "prod": math.prod,
+}
+
+
+def _packed(steps: Sequence[tuple[int, Mapping[str, float]]]) -> dict[str, float]:
+    """Write the logits of steps as one mapping, the form of the journal: offset, colon, label."""
+    return {f"{offset}:{label}": logit for offset, logits in steps for label, logit in logits.items()}
+
+
+def _unpacked(components: Mapping[str, float]) -> list[tuple[int, dict[str, float]]]:
+    """Read what `_packed` has written. Raises ValueError."""
+    steps: dict[int, dict[str, float]] = {}
+    for name, logit in components.items():
+        offset, colon, label = name.partition(":")
+        if not colon:
+            raise ValueError("not the logits of a step")
+        steps.setdefault(int(offset), {})[label] = logit
+    if not steps:
+        raise ValueError("no steps")
+    return sorted(steps.items())

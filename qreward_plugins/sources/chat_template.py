@@ -53,10 +53,11 @@ class ChatTemplate:
         if problem:
             raise ConfigurationError([Mistake(where, f"{problem}.")])
 
-    def render(self, messages: Sequence[Message]) -> str:
+    def render(self, messages: Sequence[Message], *, keep_bos: bool = False) -> str:
         """Return the conversation as the text that the model was trained on, without a prompt for another turn.
 
         A leading BOS token is removed if the server's tokenizer adds one itself: a second one changes the scores.
+        `keep_bos`: the text is tokenized here, so nothing adds one.
         Raises `InputError` if the template refuses the messages (two turns of one role, an unknown role).
         """
         problem = ""
@@ -73,7 +74,7 @@ class ChatTemplate:
         if problem:
             raise InputError(f"the chat template refuses the messages: {problem}")
         bos = self._special["bos_token"]
-        return text.removeprefix(bos) if bos and self._server_adds_bos else text
+        return text.removeprefix(bos) if bos and self._server_adds_bos and not keep_bos else text
 
 
 class _Generation(jinja2.ext.Extension):

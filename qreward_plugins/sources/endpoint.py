@@ -139,6 +139,13 @@ class Endpoint(SourceKind):
         body = self._encode(request, image=identity_of)
         return (self._identity, self.reads, apart(body.decode(), request.nonce))
 
+    def sent(self, request: Request) -> object:
+        """Return what identifies the answer of this model wherever it is served: the body, and how replies are read.
+
+        Raises `SampleRefused` if the body cannot be written.
+        """
+        return (class_path(self), self.reads, self._encode(request).decode())
+
     async def aclose(self) -> None:
         """Close all connections. Idempotent. After that, `send` raises."""
         if self._encoders is not None:

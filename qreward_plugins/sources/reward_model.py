@@ -13,7 +13,8 @@ The bodies and replies follow the files of the projects: vLLM 0.32 (`entrypoints
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
@@ -28,6 +29,7 @@ from .chat_template import ChatTemplate
 from .endpoint import Endpoint
 from .http import HTTPReply
 from .kind import LOGITS
+from .process_rewards import StepTokenizer, Tokens, step_logits
 from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, name_of, usage_of
 from .values import read_json
@@ -46,6 +48,7 @@ ProtocolName = Literal[
 MOST_LOGITS = 1000
 """Most numbers of one reply: a reply with more is a vector of an embedding model."""
 _LONGEST_LABEL_CHARS = 100
+_TOKENIZED_KEPT = 64
 
 
 @dataclass(frozen=True)
@@ -53,16 +56,17 @@ class Protocol:
     """How servers of one kind are asked for the numbers of one response.
 
     `form` says what they read. `messages`: the conversation, which the server renders; or its text. `text`: the text of
-    the conversation. `pair`: the prompt and the response as two texts.
+    the conversation. `pair`: the prompt and the response as two texts. `tokens`: the conversation as token ids.
 
     `body` makes the body from the name of the model and from what is read. `logits` returns the numbers of a reply,
-    each with its label or its position ("0", "1" ...); it may raise LookupError, TypeError or ValueError.
+    each with its label or its position ("0", "1" ...); for `tokens` the numbers of every token. It may raise
+    LookupError, TypeError or ValueError.
     """
 
     path: str
-    form: Literal["messages", "text", "pair"]
+    form: Literal["messages", "text", "pair", "tokens"]
     body: Callable[[str, Mapping[str, Any]], dict[str, Any]]
-    logits: Callable[[Any], Sequence[tuple[Any, Any]]]
+    logits: Callable[[Any], Sequence[Any]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,12 +82,16 @@ class LogitsAnswer(Answer):
         if isinstance(said, Mapping) and said.get("error"):
             return self.error_of(Problem.of(said))
         try:
-            logits = self._labelled(self.protocol.logits(said))
+            numbers = self.protocol.logits(said)
+            logits = self._labelled(numbers) if self.protocol.form != "tokens" else {}
         except (LookupError, TypeError, ValueError, AttributeError):
             return InvalidReply(
                 f"source {self.name!r} gave no numbers: its reply is not one of POST {self.protocol.path}; check "
                 "`protocol`"
             )
+        if self.protocol.form == "tokens":
+            # Checked with the request, which says which tokens count.
+            return self._reply(said, numbers)
         if not 0 < len(logits) <= MOST_LOGITS:
             return InvalidReply(
                 f"source {self.name!r} gave {len(logits):,} numbers for one response: it is not served as a "
@@ -92,8 +100,11 @@ class LogitsAnswer(Answer):
         wrong = [label for label, logit in logits.items() if not _is_logit(logit)]
         if wrong:
             return InvalidReply(f"source {self.name!r} gave a logit that is no finite number (label {wrong[0]!r})")
+        return self._reply(said, {label: float(logit) for label, logit in logits.items()})
+
+    def _reply(self, said: Any, value: Any) -> Reply:
         return Reply(
-            value={label: float(logit) for label, logit in logits.items()},
+            value=value,
             usage=_usage(said),
             model=name_of(said.get("model")) if isinstance(said, Mapping) else "",
             announced=announced_limits(self.http.headers),
@@ -115,8 +126,9 @@ class LogitsAnswer(Answer):
 class RewardModelSource(Endpoint):
     """A reward model behind vLLM, SGLang, text-embeddings-inference or OpenRLHF: it answers with raw numbers.
 
-    `Reply.value` maps labels (or positions, "0", "1" ...) to logits. Raises ConfigurationError as every `Endpoint`
-    does, and for a chat template that is missing, not needed or broken.
+    `Reply.value` maps labels (or positions, "0", "1" ...) to logits. For a process reward model it is a list with the
+    offset of the end of each step in the response, in characters, and such a mapping. Raises ConfigurationError as
+    every `Endpoint` does, and for a chat template that is missing, not needed or broken.
     """
 
     class Config(EndpointConfig):
@@ -143,15 +155,31 @@ class RewardModelSource(Endpoint):
         rendered here. Default: the server renders it, which only `vllm_classify` and `vllm_pooling` can do. Protocols
         that read two texts use none."""
 
+        task: Literal["classify", "token_classify"] = "classify"
+        """What a model behind `vllm_pooling` does. `classify` (default): it scores the whole response.
+        `token_classify`: it is a process reward model, which scores every step of the response; it needs
+        `chat_template` and the package `tokenizers`, because the conversation is tokenized here."""
+
+        step_separator: Annotated[str, Field(min_length=1, max_length=100)] = "\n\n"
+        """Text that ends a step of the response, for `task: token_classify`. Default: an empty line."""
+
+        step_token: Annotated[str, Field(min_length=1, max_length=100)] | None = None
+        """Text that takes the place of every separator, and follows the last step, too: the token at which the model
+        was trained to score a step (e.g. `<extra_0>`). A step's score is read at its last token. Default: the
+        separator."""
+
     answers = (LOGITS,)
     usual_latency_s = 0.2
     ANSWER = LogitsAnswer
 
     def __init__(self, name: str, config: Config) -> None:
         self._protocol_name = config.protocol
-        self._protocol = protocol = _PROTOCOLS[config.protocol]
+        tokens = config.task == "token_classify"
+        self._protocol = protocol = _TOKEN_CLASSIFY if tokens else _PROTOCOLS[config.protocol]
         self._model = config.model
         self._template: ChatTemplate | None = None
+        self._tokens: Callable[[tuple[tuple[str, str], ...]], Tokens] | None = None
+        self._steps = (config.step_separator, config.step_token) if tokens else None
         where = f"sources.{name}.chat_template"
         mistakes: list[Mistake] = []
         if protocol.form == "pair" and config.chat_template:
@@ -160,9 +188,25 @@ class RewardModelSource(Endpoint):
         elif protocol.form == "text" and not config.chat_template:
             said = f"{config.protocol} takes a finished text, so the conversation is rendered here."
             mistakes.append(Mistake(where, said, "Set it to the folder of the reward model."))
+        elif tokens and not config.chat_template:
+            said = "the conversation is tokenized here for task: token_classify."
+            mistakes.append(Mistake(where, said, "Set it to the folder of the reward model."))
+        mistakes += _misplaced(f"sources.{name}", config)
         super().__init__(name, config, mistakes=mistakes, path=protocol.path)
         if config.chat_template:
             self._template = ChatTemplate(config.chat_template, where=where)
+            if tokens:
+                tokenizer = StepTokenizer(
+                    config.chat_template,
+                    self._template,
+                    separator=config.step_separator,
+                    mark=config.step_token or "",
+                    where=where,
+                )
+                # The scheduler's estimate, the body and the reply each need them.
+                self._tokens = lru_cache(maxsize=_TOKENIZED_KEPT)(
+                    lambda turns: tokenizer.tokens([Message(role=role, content=content) for role, content in turns])
+                )
 
     @property
     def model(self) -> str:
@@ -171,7 +215,18 @@ class RewardModelSource(Endpoint):
     @property
     def reads(self) -> object:
         # Not every protocol sends the name of the model, and other models give other logits.
-        return (self._protocol_name, self._model)
+        read = (self._protocol_name, self._model)
+        return read if self._steps is None else (*read, *self._steps)
+
+    async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
+        return self._with_steps(request, await super().send(request, on_sent=on_sent))
+
+    def _with_steps(self, request: Request, reply: Reply) -> Reply:
+        """Reduce the numbers of every token to those of the steps. Raises `InvalidReply`."""
+        if self._tokens is None:
+            return reply
+        steps = step_logits(reply.value, self._tokens(_turns(request)), self._name, _is_logit)
+        return replace(reply, value=steps)
 
     def body(self, request: Request) -> Mapping[str, Any]:
         """Return the body. Raises `InputError` if the chat template refuses the messages."""
@@ -181,12 +236,29 @@ class RewardModelSource(Endpoint):
         prompt = {"prompt": _plain(messages[:-1]), "response": messages[-1]["content"]}
         if self._protocol.form == "pair":
             return self._protocol.body(self._model, prompt)
+        if self._tokens is not None:
+            return self._protocol.body(self._model, {"tokens": self._tokens(_turns(request)).ids})
         if self._template is not None:
             return self._protocol.body(self._model, {"text": self._template.render(messages), **prompt})
         return self._protocol.body(self._model, {"messages": [dict(message) for message in messages]})
 
     def answer(self, url: URL, http: HTTPReply) -> LogitsAnswer:
         return LogitsAnswer(self._name, url, self._model, self._url_key, http, self._http.redactor, self._protocol)
+
+
+def _turns(request: Request) -> tuple[tuple[str, str], ...]:
+    return tuple((message["role"], message["content"]) for message in request.messages)
+
+
+def _misplaced(path: str, config: RewardModelSource.Config) -> list[Mistake]:
+    """Find settings of process reward models that have no effect."""
+    if config.task == "token_classify":
+        if config.protocol == "vllm_pooling":
+            return []
+        return [Mistake(f"{path}.task", f"{config.protocol} scores whole responses.", "Use protocol: vllm_pooling.")]
+    said = "only a process reward model scores steps."
+    keys = [key for key in ("step_separator", "step_token") if key in config.model_fields_set]
+    return [Mistake(f"{path}.{key}", said, "Set task: token_classify, or leave it out.") for key in keys]
 
 
 def _usage(said: Any) -> Usage | None:
@@ -222,6 +294,12 @@ def _numbered(numbers: Any) -> list[tuple[str, Any]]:
     if not isinstance(numbers, list):
         raise TypeError
     return [(str(position), number) for position, number in enumerate(numbers)]
+
+
+def _list(items: Any) -> list[Any]:
+    if not isinstance(items, list):
+        raise TypeError
+    return items
 
 
 def _only(items: Any) -> Any:
@@ -299,3 +377,16 @@ _PROTOCOLS: Mapping[ProtocolName, Protocol] = {
     ),
 }
 """`POST /v1/classify` of SGLang is not among them: it always applies a softmax."""
+
+_TOKEN_CLASSIFY = Protocol(
+    "/pooling",
+    "tokens",
+    lambda model, read: {
+        "model": model,
+        "input": list(read["tokens"]),
+        "task": "token_classify",
+        "use_activation": False,
+    },
+    lambda said: _list(_only(said["data"])["data"]),
+)
+"""Takes the place of `vllm_pooling` for a process reward model."""

@@ -10,6 +10,7 @@ import pytest
 from qreward_plugins.testing import JudgeServer
 
 KEYS = {
+    "steps",
     "reward", "outcome", "cause", "reason", "detail", "components", "correct", "rationale", "judge", "source", "model",
     "attempts", "prompt_tokens", "completion_tokens", "latency_s", "cost_usd", "cached", "cut",
 }  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -84,10 +85,17 @@ def test_activations(good, bad):
     assert read(both, label="good").components == {"logit": good}
 
 
-def test_scale_shift_and_clip():
-    assert read({"0": 3.0}, scale=0.5, shift=-1.0).score == 0.5
-    assert read({"0": 30.0}, scale=0.5, shift=-1.0, clip=[-5, 5]).score == 5.0
-    assert read({"0": -30.0}, scale=0.5, shift=-1.0, clip=[-5, 5], correct_at=0.0).correct is False
+HALF = {"affine": {"scale": 0.5, "shift": -1.0}}
+
+
+def test_steps_of_a_transform_follow_each_other():
+    assert read({"0": 3.0}, transform=HALF).score == 0.5
+    assert read({"0": 30.0}, transform=[HALF, {"clip": [-5, 5]}]).score == 5.0
+    assert read({"0": 30.0}, transform=[{"clip": [-5, 5]}, HALF]).score == 1.5
+    assert read({"0": -30.0}, transform=[HALF, {"clip": [-5, 5]}], correct_at=0.0).correct is False
+    assert read({"0": 2.0}, transform=[HALF, "sigmoid"]).score == 0.5
+    assert read({"0": 1000.0}, transform="sigmoid").score == 1.0
+    assert read({"0": -1000.0}, transform=["sigmoid"]).score == 0.0
 
 
 @pytest.mark.parametrize(
@@ -97,8 +105,8 @@ def test_scale_shift_and_clip():
         ({"0": 1.0}, {"label": 1}, "has no label '1' (it has 0)"),
         ({"bad": 1.0}, {"label": "good"}, "has no label 'good'"),
         ({"0": 1.0}, {"activation": "softmax"}, "softmax over one label is 1 for every response"),
-        ({"0": 2.0}, {"reward_range": [0, 1]}, "outside the reward range 0 to 1; set judges.rm.clip"),
-        ({"0": 3e38}, {"scale": 1e3}, "not finite in float32"),
+        ({"0": 2.0}, {"reward_range": [0, 1]}, "outside the reward range 0 to 1; add a last step `clip: [0, 1]`"),
+        ({"0": 3e38}, {"transform": {"affine": {"scale": 1e3}}}, "not finite in float32"),
         (1.0, {}, "no logits"),
         (None, {}, "no logits"),
     ],
@@ -113,21 +121,31 @@ def test_what_is_no_verdict(value, settings, said):
 def test_recorded_logits_are_mapped_anew(good, bad):
     raw = read({"bad": bad, "good": good}, label="bad").raw
     assert raw is not None
-    now = judge(label="good", activation="sigmoid", scale=2.0).mapped(raw)
-    assert now.score == read({"bad": bad, "good": good}, label="good", activation="sigmoid", scale=2.0).score
+    other: dict[str, Any] = {"label": "good", "activation": "sigmoid", "transform": HALF}
+    now = judge(**other).mapped(raw)
+    assert now.score == read({"bad": bad, "good": good}, **other).score
     assert now.raw is not None
     assert now.raw.components == raw.components
 
 
 def test_other_settings_do_not_change_the_key_of_the_journal():
-    assert judge().fingerprint == judge(label=1, activation="sigmoid", scale=3.0).fingerprint
+    assert judge().fingerprint == judge(label=1, activation="sigmoid", transform=HALF).fingerprint
 
 
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"scale": 0}, "0 would give every response the same reward"),
-        ({"clip": [-5, 5], "reward_range": [0, 1]}, "not within the reward range"),
+        ({"transform": {"affine": {"scale": 0}}}, "0 would give every response the same reward"),
+        ({"transform": [{"clip": [5, -5]}]}, "must be below the high end"),
+        ({"transform": [{"clip": [0, 1], "sigmoid": True}]}, "exactly one of the keys"),
+        ({"transform": [{}]}, "exactly one of the keys"),
+        ({"transform": ["tanh"]}, "tanh"),
+        ({"transform": ["sigmoid", {"zscore": "a.json"}]}, "zscore must be the first step"),
+        (
+            {"transform": {"zscore": "/nowhere/a.json"}},
+            "judges.rm.transform: '/nowhere/a.json' does not exist. Measure",
+        ),
+        ({"reduce": "prod"}, "judges.rm.reduce: a product of raw logits"),
         ({"reward_range": [0, 1], "floor": 2}, "outside the reward range"),
         ({"activation": "tanh"}, "softmax"),
         ({"label": -1}, "0"),
@@ -144,8 +162,15 @@ def test_mistakes_are_named(settings, said):
     [
         {},
         {"label": "good", "activation": "softmax"},
-        {"label": 0, "activation": "sigmoid", "scale": 2.0, "shift": -1.0, "reward_range": [-1, 1]},
-        {"scale": -0.5, "clip": [-2, 2]},
+        {
+            "label": 0,
+            "activation": "sigmoid",
+            "transform": {"affine": {"scale": 2, "shift": -1}},
+            "reward_range": [-1, 1],
+        },
+        {"transform": [{"affine": {"scale": -0.5}}, {"clip": [-2, 2]}]},
+        {"transform": [{"affine": {"scale": -0.5}}, "sigmoid"]},
+        {"reduce": "min", "transform": "sigmoid"},
     ],
 )
 def test_a_rehearsed_reply_is_a_verdict(settings):
@@ -157,3 +182,42 @@ def test_a_rehearsed_reply_is_a_verdict(settings):
     ]
     assert scores == sorted(scores)
     assert scores[0] < scores[-1]
+
+
+STEPS = [(4, {"0": 1.0, "1": 2.0}), (9, {"0": 0.5, "1": -1.0}), (12, {"0": 0.0, "1": 0.5})]
+
+
+@pytest.mark.parametrize(("reduce", "score"), [("last", 0.5), ("min", -1.0), ("mean", 0.5)])
+def test_steps_are_reduced_to_one_score(reduce, score):
+    verdict = read(STEPS, label=1, reduce=reduce, transform=HALF)
+    assert verdict.score == pytest.approx(0.5 * score - 1.0)
+    assert verdict.steps == ((4, 2.0), (9, -1.0), (12, 0.5))
+    assert dict(verdict.components) == {"steps": 3.0}
+
+
+def test_a_product_of_probabilities():
+    verdict = read(STEPS, label=1, reduce="prod", activation="softmax")
+    shares = [1 / (1 + math.exp(row["0"] - row["1"])) for _, row in STEPS]
+    assert verdict.score == pytest.approx(math.prod(shares))
+    assert [score for _, score in verdict.steps] == pytest.approx(shares)
+
+
+def test_recorded_steps_are_mapped_anew():
+    raw = read(STEPS, label=0, reduce="last").raw
+    assert raw is not None
+    settings: dict[str, Any] = {"label": 1, "reduce": "min", "activation": "sigmoid", "transform": HALF}
+    assert judge(**settings).mapped(raw) == dataclasses.replace(read(STEPS, **settings), model="")
+    # Records of whole responses are no steps, nor the other way round: then it is asked again.
+    with pytest.raises((InvalidReply, ValueError)):
+        judge(label=1).mapped(raw)
+    whole = read({"0": 1.0}).raw
+    assert whole is not None
+    with pytest.raises(ValueError, match="not the logits of a step"):
+        judge(reduce="min").mapped(whole)
+
+
+def test_the_source_and_the_judge_of_steps_belong_together():
+    with pytest.raises(InvalidReply, match=r"scores steps; set judges\.rm\.reduce"):
+        read(STEPS, label=1)
+    with pytest.raises(InvalidReply, match=r"whole responses; leave out judges\.rm\.reduce"):
+        read({"0": 1.0}, reduce="min")

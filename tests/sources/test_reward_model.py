@@ -304,7 +304,15 @@ async def test_a_reward_model_scores_a_batch(serve):
     async with serve(script) as server:
         config = {
             "sources": {"rm": {"kind": "reward_model", "base_url": server.base_url.removesuffix("/v1"), "model": "m"}},
-            "judges": {"j": {"kind": "reward_model", "label": 1, "scale": 0.5, "on_invalid": "floor", "floor": -9.0}},
+            "judges": {
+                "j": {
+                    "kind": "reward_model",
+                    "label": 1,
+                    "transform": {"affine": {"scale": 0.5}},
+                    "on_invalid": "floor",
+                    "floor": -9.0,
+                }
+            },
         }
         async with RewardEngine(config) as engine:
             samples = [Sample([{"role": "user", "content": "?"}], text) for text in ("1", "too long", "3", "")]

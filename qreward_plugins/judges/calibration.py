@@ -1,0 +1,155 @@
+"""The reference scores of a reward model: the file that `qreward calibrate` writes and the step `zscore` reads.
+
+Mean and standard deviation belong to one model and one way to ask it. So the file holds the identity of what was asked,
+and a judge refuses the file of another model, template or label.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import ConfigurationError, InputError, Mistake
+from ..samples import Sample, fits_float32
+from ..sources.base import Request
+
+_KIND = "qreward calibration 1"
+SHARES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
+"""The quantiles in a file. 0 and 1 are the lowest and the highest score."""
+FEWEST = 2
+REMEDY = "Measure with: qreward calibrate CONFIG SAMPLES."
+
+_MESSAGES: Any = ({"role": "user", "content": "What is 17 plus 25?"}, {"role": "assistant", "content": "It is 42."})
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What scores depend on. `reading` are the judge's settings that select and activate a logit. `sent` is a hash of
+    the request that the source sends for a fixed conversation: protocol, chat template and parameters.
+    """
+
+    model: str
+    reading: str
+    sent: str
+
+    @classmethod
+    def of(cls, source: Any, reading: Sequence[object]) -> Identity:
+        """Return the identity for an opened source."""
+        request = Request(Sample([], _MESSAGES[-1]["content"]), messages=_MESSAGES)
+        # A source of another package has only the question, which may hold its address.
+        sent = getattr(source, "sent", source.question)(request)
+        return cls(
+            str(source.model),
+            ", ".join(str(setting) for setting in reading),
+            hashlib.blake2b(repr(sent).encode(), digest_size=16).hexdigest(),
+        )
+
+    def difference(self, other: Identity) -> str:
+        """Say how the file of `self` differs from the configuration of `other`; "" if it does not."""
+        if self.model != other.model:
+            return f"it was measured with the model {self.model!r}, and this one is {other.model!r}"
+        if self.reading != other.reading:
+            return f"it was measured with other settings of the judge ({self.reading}; now {other.reading})"
+        if self.sent != other.sent:
+            return "it was measured with another protocol, chat template or other parameters of the source"
+        return ""
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Reference scores: their number, mean, standard deviation (of the population) and quantiles, by share."""
+
+    identity: Identity
+    n: int
+    mean: float
+    std: float
+    quantiles: Mapping[float, float]
+
+    @classmethod
+    def measured(cls, scores: Sequence[float], identity: Identity) -> Calibration:
+        """Compute it. Raises `InputError` for fewer than two scores, or scores that are all the same."""
+        if len(scores) < FEWEST:
+            raise InputError(f"{len(scores)} samples have a score; a calibration needs at least {FEWEST}")
+        ordered = sorted(scores)
+        mean = math.fsum(ordered) / len(ordered)
+        std = math.sqrt(math.fsum((score - mean) ** 2 for score in ordered) / len(ordered))
+        if not std > 1e-9 * max(1.0, abs(mean)):
+            raise InputError(f"all {len(ordered):,} scores are {ordered[0]:g}, so there is nothing to calibrate")
+        return cls(identity, len(ordered), mean, std, {share: _quantile(ordered, share) for share in SHARES})
+
+    @classmethod
+    def read(cls, path: str, where: str) -> Calibration:
+        """Read a file. `where` is the configuration key that names it. Raises `ConfigurationError`."""
+        problem = ""
+        try:
+            return cls._parsed(Path(path).expanduser().read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            problem = "does not exist"
+        except (OSError, UnicodeDecodeError) as error:
+            problem = f"cannot be read ({type(error).__name__})"
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
+            problem = "is no calibration"
+        raise ConfigurationError([Mistake(where, f"{path!r} {problem}.", REMEDY)])
+
+    @classmethod
+    def _parsed(cls, text: str) -> Calibration:
+        said = json.loads(text)
+        if said["kind"] != _KIND:
+            raise ValueError
+        identity = Identity(*(_text(said[name]) for name in ("model", "reading", "sent")))
+        quantiles = {float(share): _number(score) for share, score in said["quantiles"].items()}
+        found = cls(identity, int(said["n"]), _number(said["mean"]), _number(said["std"]), quantiles)
+        if found.std <= 0 or found.n < FEWEST:
+            raise ValueError
+        return found
+
+    def write(self, path: Path) -> None:
+        """Write the file in one step. Raises `InputError` if it cannot be written, or another file is there."""
+        if path.exists():
+            try:
+                self._parsed(path.read_text(encoding="utf-8"))
+            except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+                raise InputError(f"{path}: exists and is no calibration; name another file") from None
+        content = {
+            "kind": _KIND,
+            "model": self.identity.model,
+            "reading": self.identity.reading,
+            "sent": self.identity.sent,
+            "n": self.n,
+            "mean": self.mean,
+            "std": self.std,
+            "quantiles": {f"{share:g}": score for share, score in self.quantiles.items()},
+        }
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            beside.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf-8")
+            beside.replace(path)
+        except OSError as error:
+            beside.unlink(missing_ok=True)
+            raise InputError(f"{path}: cannot be written ({error.strerror or type(error).__name__})") from None
+
+
+def _quantile(ordered: Sequence[float], share: float) -> float:
+    """Interpolate linearly between the two nearest scores."""
+    place = share * (len(ordered) - 1)
+    low = math.floor(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (place - low) * (ordered[high] - ordered[low])
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError
+    return value
+
+
+def _number(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not fits_float32(value):
+        raise TypeError
+    return float(value)

@@ -1,0 +1,83 @@
+"""Makes tiny models with random weights: a vocabulary of bytes, two layers, 1 MB each. They know nothing; what matters
+is that vLLM and transformers compute the same numbers from the same files.
+
+Usage: python -m tests.conformance.vllm.models FOLDER
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+NAMES = ("one_logit", "two_labels", "process", "chat")
+STEP_TOKEN = "<extra_0>"
+_SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", STEP_TOKEN)
+_CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_TEXTS = ("The answer to the question is right.", "First we add, then we multiply:\n\n17 + 25 = 42", '{"score": 7}')
+
+
+def make_models(folder: Path) -> None:
+    """Write the models of `NAMES` into `folder`, each into a folder of its own."""
+    import transformers
+
+    tokenizer = _tokenizer()
+    kinds: Mapping[str, tuple[Any, dict[str, Any]]] = {
+        "one_logit": (transformers.Qwen2ForSequenceClassification, {"num_labels": 1}),
+        "two_labels": (
+            transformers.Qwen2ForSequenceClassification,
+            {"num_labels": 2, "id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}},
+        ),
+        "process": (transformers.Qwen2ForTokenClassification, {"num_labels": 2}),
+        "chat": (transformers.Qwen2ForCausalLM, {}),
+    }
+    for seed, name in enumerate(NAMES):
+        kind, settings = kinds[name]
+        transformers.set_seed(seed)
+        # vLLM's kernels for the CPU take heads of 64 numbers, not of any size. With the usual deviation of weights,
+        # 0.02, all texts have nearly the same logits.
+        config = transformers.Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=128,
+            intermediate_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=4096,
+            initializer_range=0.12,
+            tie_word_embeddings=True,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+            **settings,
+        )
+        kind(config).save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+
+
+def _tokenizer() -> Any:
+    import tokenizers
+    import transformers
+    from tokenizers import decoders, pre_tokenizers, trainers
+    from tokenizers.models import BPE
+
+    model = tokenizers.Tokenizer(BPE())
+    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    model.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=list(_SPECIAL), initial_alphabet=alphabet, show_progress=False
+    )
+    model.train_from_iterator(_TEXTS * 40, trainer)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=model, eos_token="<|im_end|>", pad_token="<|endoftext|>"
+    )
+    tokenizer.chat_template = _CHAT_TEMPLATE
+    return tokenizer
+
+
+if __name__ == "__main__":
+    make_models(Path(sys.argv[1]))

@@ -7,15 +7,14 @@ samples of leaves are, too, because the journal is awaited.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from types import NoneType
-from typing import TYPE_CHECKING, Any, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 from .errors import EngineError, JournalError
-from .judges import Judge, JudgeFailed, Leaf
+from .judges import Judge, Leaf
 from .judges.leaf import failed, judged
+from .outcomes import failure, scored
 from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from .scheduling import Answer, Batch, Call, CallFailed, Job, Member, Unanswered
 from .scheduling.calls import T
@@ -23,8 +22,6 @@ from .spent import NOTHING, Spent
 
 if TYPE_CHECKING:
     from .scoring import Scoring
-
-_log = logging.getLogger("qreward_plugins.engine")
 
 STEPS_TO_END = 50
 """Steps of the event loop in which a judge must end after its deadline. A judge of judges needs a few for each level.
@@ -78,11 +75,11 @@ class Calling(Pending):
         try:
             verdict = self._judge.screened(self.sample)
             if verdict is not None:
-                self.end(_scored(verdict, self._judge))
+                self.end(scored(verdict, self._judge))
                 return
             call = self._judge.call(self.sample)
         except Exception as error:
-            self.end(_failure(error, self._judge))
+            self.end(failure(error, self._judge))
             return
         self._job = self._scoring.dispatcher.submit(call, self, member=self.member, deadline_at=due_at)
         if self._job is not None:
@@ -95,9 +92,9 @@ class Calling(Pending):
         judge = self._judge
         outcome: Outcome
         try:
-            outcome = _scored(judge.judged(result) if isinstance(result, Answer) else judge.missing(result), judge)
+            outcome = scored(judge.judged(result) if isinstance(result, Answer) else judge.missing(result), judge)
         except Exception as error:
-            outcome = _failure(error, judge)
+            outcome = failure(error, judge)
         self.end(outcome)
 
     def late(self, answer: Answer[Any]) -> None:
@@ -214,7 +211,7 @@ class Judging(Pending):
     async def _run(self) -> None:
         outcome: Outcome
         try:
-            outcome = _scored(await self.judge.judge(self.sample, self), self.judge)
+            outcome = scored(await self.judge.judge(self.sample, self), self.judge)
         except asyncio.CancelledError:
             # `asyncio.run` cancels all tasks at its end, the caller a few steps later.
             self.give_up("bug", "the judge was cancelled by another task")
@@ -225,7 +222,7 @@ class Judging(Pending):
         except BaseException as error:
             if self.over:
                 return
-            outcome = _failure(error, self.judge)
+            outcome = failure(error, self.judge)
         if self.over:
             return
         outcome = self._with_spent(outcome)
@@ -369,53 +366,3 @@ class _Asked:
     def forget(self) -> None:
         """Release the job, which refers to this object: memory must not wait for the garbage collector."""
         self._job = None
-
-
-def _scored(verdict: Verdict, judge: Judge) -> Scored:
-    """The outcome of a verdict. Raises TypeError for a verdict with fields of a wrong type."""
-    if not isinstance(verdict, Verdict):
-        raise TypeError(f"judge {judge.name} returned a {type(verdict).__name__}, not a Verdict")
-    wrong = _wrong_fields(verdict)
-    if wrong:
-        raise TypeError(f"judge {judge.name} returned a Verdict with a wrong {wrong}")
-    return Scored(verdict)
-
-
-_TEXTS = ("rationale", "judge", "source", "model")
-
-
-def _wrong_fields(verdict: Any) -> str:
-    """The fields of a verdict that have a wrong type; "" if there are none."""
-    failure = verdict.failure
-    if failure is not None and not _is_failed(failure):
-        return "failure"
-    if (verdict.basis == "floor") != (failure is not None):
-        return "basis: it must be 'floor' exactly if `failure` is set"
-    wrong = [name for name in _TEXTS if not isinstance(getattr(verdict, name), str)]
-    if not isinstance(verdict.correct, (bool, NoneType)):
-        wrong.append("correct")
-    if not all(isinstance(name, str) for name in verdict.components):
-        wrong.append("name of a component")
-    return ", ".join(wrong)
-
-
-def _is_failed(failed: object) -> TypeGuard[Failed]:
-    return (
-        isinstance(failed, Failed)
-        and isinstance(failed.cause, Cause)
-        and all(isinstance(text, str) for text in (failed.reason, failed.detail, failed.judge, failed.source))
-    )
-
-
-def _failure(error: BaseException, judge: Judge) -> Failed:
-    """The failure of a sample whose judge raised `error`. A bug in a judge costs its sample, not the run."""
-    if isinstance(error, JudgeFailed):
-        failure = getattr(error, "failed", None)
-        if _is_failed(failure):
-            return failure
-    elif isinstance(error, CallFailed):
-        result = getattr(error, "why", None)
-        if isinstance(result, Unanswered):
-            return failed(result, judge.name)
-    _log.error("unexpected %s from judge %s", type(error).__name__, judge.name, exc_info=error)
-    return Failed(Cause.INFRA, "bug", f"unexpected {type(error).__name__}; see the log", judge=judge.name)

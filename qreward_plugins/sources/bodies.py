@@ -18,7 +18,7 @@ from typing import Any
 
 import orjson
 
-from ..errors import InputError, QRewardError
+from ..errors import InputError
 from ..images import EncodedImage
 from ..redaction import one_line
 from ..sample_check import kind_of
@@ -54,7 +54,7 @@ def encoded(body: Any, *, image: Callable[[EncodedImage], str] = str) -> bytes:
     """Write what `as_json` returned, or a structure of such values, as UTF-8.
 
     `image` writes an image; the default encodes it, which takes a while. Raises TypeError for values of other types,
-    `InputError` for an image that cannot be sent, and what `image` raises.
+    and `InputError` for an image that cannot be sent.
     """
 
     def written(value: Any) -> Any:
@@ -63,19 +63,15 @@ def encoded(body: Any, *, image: Callable[[EncodedImage], str] = str) -> bytes:
     try:
         return orjson.dumps(body, option=_OPTIONS, default=written)
     except TypeError as error:
-        if isinstance(error.__cause__, QRewardError):
-            raise error.__cause__ from None
-        # Lone surrogates are rare, so texts are searched for them only after orjson has refused the body.
-        return orjson.dumps(_without_lone_surrogates(body), option=_OPTIONS, default=written)
-
-
-class HasImages(QRewardError):
-    """A body has images, which must not be encoded in the event loop."""
-
-
-def no_images(image: EncodedImage) -> str:
-    """Write no image: raises `HasImages`."""
-    raise HasImages
+        problem = error.__cause__
+    if isinstance(problem, InputError):
+        try:
+            raise problem
+        finally:
+            # Breaks the reference cycle of error, traceback and frame, which would keep the body in memory.
+            del problem
+    # Lone surrogates are rare, so texts are searched for them only after orjson has refused the body.
+    return orjson.dumps(_without_lone_surrogates(body), option=_OPTIONS, default=written)
 
 
 def images_in(value: Any, depth: int = 0) -> Iterator[EncodedImage]:

@@ -10,8 +10,8 @@ import asyncio
 import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any, ClassVar
 
 from yarl import URL
@@ -21,17 +21,19 @@ from ..errors import ConfigurationError, InputError, Mistake, SampleRefused, Sou
 from ..images import EncodedImage
 from ..redaction import names_secret, secrets_in, without_secrets
 from .base import Reply, Request, apart, identity_of
-from .bodies import HasImages, as_json, encoded, no_images
+from .bodies import as_json, encoded
 from .demand import Demand, Texture, completion_bound, of_messages
 from .http import HTTPClient, HTTPReply, proxy_for
 from .kind import SourceKind, class_path
 from .provider import Provider, address
 from .replicas import Replicas
 from .replies import Answer
+from .threads import ThreadSlots
 
 _LONGEST_KEPT_BYTES = 8192
 _MOST_KEPT = 64
 _ENCODERS = 2
+"""Threads that decode and encode images. There are few, because each may need 200 MB for an image."""
 _SET_BY_CLIENT = ("content-length", "transfer-encoding", "content-encoding", "connection", "host")
 
 
@@ -80,7 +82,7 @@ class Endpoint(SourceKind):
         if found or mistakes:
             raise ConfigurationError([*found, *mistakes])
         self._replicas = Replicas(config.urls)
-        self._encoders: ThreadPoolExecutor | None = None
+        self._encoders = ThreadSlots(name, _ENCODERS)
         self._demands: dict[bytes, tuple[Texture, int | None]] = {}
         plain = {key: value for key, value in self.HEADERS.items() if not _names(headers, key)}
         self._identity = (
@@ -106,10 +108,7 @@ class Endpoint(SourceKind):
         Raises a SourceError, or InvalidReply for an answer that cannot be a verdict.
         """
         loop = asyncio.get_running_loop()
-        try:
-            body = self._encode(request, image=no_images)
-        except HasImages:
-            body = await loop.run_in_executor(self._encoder(), self._encode, request)
+        body = await self._encode_to_send(request)
         with self._replicas.borrow(loop.time()) as replica:
             url = self._urls[replica.base_url]
             try:
@@ -148,15 +147,33 @@ class Endpoint(SourceKind):
 
     async def aclose(self) -> None:
         """Close all connections. Idempotent. After that, `send` raises."""
-        if self._encoders is not None:
-            self._encoders.shutdown(wait=False, cancel_futures=True)
+        await self._encoders.aclose()
         await self._http.aclose()
 
-    def _encoder(self) -> ThreadPoolExecutor:
-        """The threads that decode and encode images. There are few, because each may need 200 MB for an image."""
-        if self._encoders is None:
-            self._encoders = ThreadPoolExecutor(_ENCODERS, thread_name_prefix=f"qreward-images-{self._name}")
-        return self._encoders
+    async def _encode_to_send(self, request: Request) -> bytes:
+        """Return the body as bytes. A body with images is written in a thread."""
+        images: list[EncodedImage] = []
+
+        def left_out(image: EncodedImage) -> str:
+            images.append(image)
+            return ""
+
+        body = self._encode(request, image=left_out)
+        if images:
+            body = await self._encoders.run(partial(self._encode_or_error, request), on_start=_nothing)
+            if isinstance(body, SampleRefused):
+                try:
+                    raise body
+                finally:
+                    # Breaks the reference cycle of error, traceback and frame.
+                    del body
+        return body
+
+    def _encode_or_error(self, request: Request) -> bytes | SampleRefused:
+        try:
+            return self._encode(request)
+        except SampleRefused as error:
+            return SampleRefused(str(error))
 
     @classmethod
     def provider(cls, config: Any, environment: Mapping[str, str]) -> Provider:
@@ -253,8 +270,6 @@ class Endpoint(SourceKind):
     def _encode(self, request: Request, *, image: Callable[[EncodedImage], str] = str) -> bytes:
         try:
             return encoded(self._whole_body(request), image=image)
-        except HasImages:
-            raise
         except InputError as error:
             reason = str(error)
         except Exception as error:
@@ -264,6 +279,10 @@ class Endpoint(SourceKind):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, {', '.join(self._urls)})"
+
+
+def _nothing() -> None:
+    pass
 
 
 def _check_bound(path: str, key: str, config: EndpointConfig, mistakes: list[Mistake]) -> None:

@@ -38,6 +38,10 @@ class OpenAISource(Endpoint):
         OpenAI's reasoning models, which refuse `max_tokens` and `temperature`: the judge's `max_tokens` is sent as
         `max_completion_tokens`, its `temperature` is left out. Set `reasoning_effort` in `parameters`."""
 
+        vision: bool = False
+        """Whether the model reads images. Judges send images only to sources that say so, unless their `images.send`
+        says otherwise. Default: false."""
+
     answers = (TEXT,)
     usual_latency_s = 3.0
     ANSWER = CompletionAnswer

@@ -129,8 +129,9 @@ def bomb(side):
     )
 
 
-FRAMES = bytes_of(picture(), "GIF", save_all=True, append_images=[picture("blue")])
 NOISE = Pillow.effect_noise((60, 60), 90)
+FRAMES = bytes_of(picture(), "GIF", save_all=True, append_images=[picture("blue")])
+
 
 WRONG = [
     (bomb(8000), "has 8,000 x 8,000 pixels; at most 50,000,000 are decoded"),
@@ -139,9 +140,10 @@ WRONG = [
     (bomb(30), "is broken"),
     (FRAMES, "is animated"),
     (bytes_of(picture(), "WEBP", save_all=True, append_images=[picture("blue")]), "is animated"),
-    (PNG[:40], "is broken"),
+    (bytes_of(NOISE)[:-300], "is broken"),
     (bytes_of(NOISE, "JPEG")[:-400], "is broken"),
     (b"", "is no image"),
+    (PNG[:40], "is no image"),
     (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n", "is no image"),
     (b"<svg xmlns='http://www.w3.org/2000/svg'/>", "is no image"),
     (bytes_of(NOISE, "PNG"), "has 3,"),

@@ -116,6 +116,34 @@ def score(
     raise typer.Exit(code)
 
 
+@app.command("calibrate", short_help="Measure the scores of a reward model, for zscore.")
+def calibrate_command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    samples: Annotated[Path, typer.Argument(metavar="SAMPLES", help="Rows to score, .jsonl or .parquet.")],
+    judge: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Judge to measure. Default: every one whose transform has zscore."),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="File to write. Default: that of zscore.")
+    ] = None,
+) -> None:
+    """Measure the scores of a reward model on rows like those of the training.
+
+    Asks the sources of each judge of kind reward_model whose transform begins with zscore: FILE, and writes FILE: mean,
+    standard deviation and quantiles of the scores before the transform, and the identity of the model and of what was
+    sent. Rows are as for `score`. Draws a histogram.
+
+    Exit codes: 0 every row has a score; 2 the input or the configuration has mistakes, or all scores are equal; 3 some
+    rows have no score.
+    """
+    with one_message(_errors):
+        from .calibrate import calibrate
+
+        code = run(calibrate(config, samples, _out, _errors, judge=judge, file=out))
+    raise typer.Exit(code)
+
+
 @app.command(name="plan", short_help="Simulate a step: its time, cost and bottleneck.")
 def plan_command(
     config: Annotated[Path, typer.Option("--config", "-c", metavar="CONFIG", help="The configuration (YAML).")],

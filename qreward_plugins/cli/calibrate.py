@@ -1,0 +1,153 @@
+"""`qreward calibrate`: measures the scores of a reward model once, for the step `zscore` of its judge."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from ..config import Config, judge_for, load_config, own_sources, parts_of
+from ..engine import RewardEngine
+from ..errors import InputError
+from ..files import read_rollouts
+from ..judges import RewardModelJudge
+from ..judges.calibration import Calibration, Identity
+from ..judges.transforms import zscore_file
+from ..samples import Failed, Sample
+from .figures import number_of
+from .progress import ProgressDisplay
+from .running import OK, REWARDS_MISSING, open_engine, say
+
+_BARS = 15
+_BAR_CHARS = 40
+
+
+@dataclass(frozen=True)
+class Target:
+    """A judge to measure, and the file for its reference scores."""
+
+    judge: str
+    out: Path
+
+
+async def calibrate(
+    path: Path, samples: Path, out: Console, errors: Console, *, judge: str | None = None, file: Path | None = None
+) -> int:
+    """Ask the sources for the scores of the samples, write the files, and draw histograms.
+
+    Measures the judges whose `transform` begins with `zscore`, or `judge` alone; `file` replaces the path of its
+    `zscore`. Returns 0, or 3 if some samples have no score. Raises `ConfigurationError` and `InputError`.
+    """
+    config = load_config(path)
+    code = OK
+    for target in _targets(config, judge, file):
+        code = max(code, await _measure(config, path, target, samples, out, errors))
+    return code
+
+
+def _targets(config: Config, judge: str | None, file: Path | None) -> list[Target]:
+    """Return the judges to measure. Raises `InputError` if there are none."""
+    known = {name: node for name, node in config.judges.items() if isinstance(node, RewardModelJudge.Config)}
+    if judge is not None and judge not in known:
+        names = ", ".join(known) or "none"
+        raise InputError(f"{judge!r} is no judge of kind reward_model; these are: {names}")
+    named = {name: zscore_file(node.transform) for name, node in known.items() if judge in (None, name)}
+    if file is not None:
+        if len(named) != 1:
+            raise InputError(f"--out is the file of one judge; name it with --judge ({', '.join(named) or 'none'})")
+        return [Target(name, file) for name in named]
+    found = [Target(name, Path(said).expanduser()) for name, said in named.items() if said is not None]
+    if not found:
+        raise InputError(
+            "no judge of kind reward_model has a transform with zscore: FILE; add one, or name a judge with --judge "
+            "and a file with --out"
+        )
+    return found
+
+
+async def _measure(config: Config, path: Path, target: Target, samples: Path, out: Console, errors: Console) -> int:
+    chosen = sum(1 for _ in _samples_of(config, target.judge, samples))
+    if not chosen:
+        raise InputError(f"{samples}: no row goes to the judge {target.judge!r}")
+    scores: list[float] = []
+    failed: Counter[str] = Counter()
+    examples: dict[str, str] = {}
+    async with open_engine(_alone(config, target.judge), path) as engine:
+        identity = _identity(engine, target.judge)
+        say(errors, f"asking for the scores of {number_of(chosen, 'row')} of {samples} (judge {target.judge})")
+        rate_per_s = sum(upstream.quota.rate_per_s for upstream in engine.upstreams.values())
+        async with ProgressDisplay(errors, chosen, engine.statistics, rate_per_s=rate_per_s):
+            async for _, outcome in engine.score_stream(_samples_of(config, target.judge, samples)):
+                if isinstance(outcome, Failed):
+                    failed[outcome.label] += 1
+                    examples.setdefault(outcome.label, outcome.detail)
+                else:
+                    scores.append(outcome.reward)
+    for reason, count in failed.most_common():
+        say(errors, Text(f"{count:,} without a score", "red") + Text(f" ({reason}): {examples[reason]}"))
+    measured = Calibration.measured(scores, identity)
+    measured.write(target.out)
+    _print(measured, scores, target, out)
+    return REWARDS_MISSING if failed else OK
+
+
+def _alone(config: Config, judge: str) -> Config:
+    """Return the configuration with one judge and its sources; its rewards are the scores before the transform."""
+    plain = {"transform": (), "reward_range": None, "correct_at": None, "floor": None, "on_invalid": "missing"}
+    node = config.judges[judge].model_copy(update=plain)
+    sources = {name: config.sources[name] for name in own_sources(config, judge)}
+    return config.model_copy(update={"judges": {judge: node}, "sources": sources, "routes": {}})
+
+
+def _samples_of(config: Config, judge: str, path: Path) -> Iterator[Sample]:
+    """Yield the samples that go to the judge, or to a judge that it is a part of."""
+    for rollout in read_rollouts(path):
+        routed = judge_for(config, rollout.sample.data_source)
+        if routed is not None and judge in parts_of(config, routed):
+            yield rollout.sample
+
+
+def _identity(engine: RewardEngine, judge: str) -> Identity:
+    """Return what the scores depend on. Raises `InputError` if the judge has sources with different scores."""
+    leaf = engine.judges[judge]
+    assert isinstance(leaf, RewardModelJudge), "only these are measured"
+    first, *others = leaf.sources
+    identity = leaf.identity(engine.upstreams[first].source)
+    for other in others:
+        if identity.difference(leaf.identity(engine.upstreams[other].source)):
+            raise InputError(
+                f"judge {judge!r} asks different models ({first}, {other}), and their scores have different scales; "
+                "give each a judge of its own"
+            )
+    return identity
+
+
+def _print(measured: Calibration, scores: Sequence[float], target: Target, out: Console) -> None:
+    say(out, Text(f"judge {target.judge}, model {measured.identity.model}", "bold"))
+    out.print(Padding(_histogram(scores), (0, 0, 0, 2)))
+    median = measured.quantiles[0.5]
+    say(
+        out,
+        f"{measured.n:,} scores, mean {measured.mean:.4g}, standard deviation {measured.std:.4g}, median {median:.4g}; "
+        f"written to {target.out}",
+    )
+
+
+def _histogram(scores: Sequence[float]) -> Table:
+    """Draw how many scores lie in each of 15 intervals of equal length."""
+    low, high = min(scores), max(scores)
+    width = (high - low) / _BARS
+    counts = Counter(min(int((score - low) / width), _BARS - 1) for score in scores)
+    most = max(counts.values())
+    table = Table.grid(padding=(0, 1))
+    table.add_column(justify="right")
+    for number in range(_BARS):
+        bar = "█" * max(round(_BAR_CHARS * counts[number] / most), min(counts[number], 1))
+        table.add_row(f"{low + number * width:.3g}", Text(bar, "cyan"), f"{counts[number]:,}" if counts[number] else "")
+    return table

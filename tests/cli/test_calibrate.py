@@ -1,0 +1,217 @@
+"""`qreward calibrate`: reference scores are measured once, and only the judge that they describe takes them."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from qreward_plugins import RewardEngine, Sample, Scored
+from qreward_plugins.errors import ConfigurationError
+
+FILE = "rm.calibration.json"
+
+
+class _RewardModel(BaseHTTPRequestHandler):
+    """vLLM's /classify of a model with two labels. It refuses a response that says "long"."""
+
+    constant = False
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        response = body["messages"][-1]["content"]
+        logit = 7.0 if self.constant else float(len(response))
+        status, said = 200, {"data": [{"probs": [logit, -2 * logit]}]}
+        if "long" in response:
+            status, said = 400, {"error": {"message": "maximum context length is 10 tokens", "code": 400}}
+        encoded = json.dumps(said).encode()
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(encoded)))
+        self.end_headers()
+        self.wfile.write(encoded)
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def url(request: Any) -> Iterator[str]:
+    constant = getattr(request, "param", False)
+    handler = type("Handler", (_RewardModel,), {"constant": constant})
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+@pytest.fixture
+def config(url: str, tmp_path: Path, monkeypatch: Any) -> dict[str, Any]:
+    """A configuration whose judge takes the z-score of the first label, and whose file is not there yet."""
+    monkeypatch.chdir(tmp_path)
+    return {
+        "sources": {"rm": {"kind": "reward_model", "base_url": url, "model": "m"}},
+        "judges": {
+            "quality": {
+                "kind": "reward_model",
+                "label": 0,
+                "transform": [{"zscore": FILE}, {"clip": [-1, 1]}],
+                "reward_range": [-1, 1],
+            }
+        },
+    }
+
+
+@pytest.fixture
+def calibrate(run_cli: Any, config: Any, tmp_path: Path) -> Any:
+    def run(responses: Any = range(1, 41), *options: Any) -> Any:
+        rows = [{"response": "x" * one} if isinstance(one, int) else one for one in responses]
+        (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": "?", **row}) + "\n" for row in rows))
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+        return run_cli("calibrate", "config.yaml", "in.jsonl", *options)
+
+    return run
+
+
+def test_the_file_holds_the_scores_before_the_transform(calibrate, tmp_path):
+    result = calibrate()
+    assert result.exit_code == 0, result.output
+    said = json.loads((tmp_path / FILE).read_text())
+    scores = range(1, 41)
+    assert (said["n"], said["mean"], said["model"]) == (40, 20.5, "m")
+    assert said["std"] == pytest.approx(statistics.pstdev(scores))
+    assert said["quantiles"] == pytest.approx(
+        {"0": 1, "0.01": 1.39, "0.05": 2.95, "0.25": 10.75, "0.5": 20.5}
+        | {"0.75": 30.25, "0.95": 38.05, "0.99": 39.61, "1": 40}
+    )
+    summary = "40 scores, mean 20.5, standard deviation 11.54, median 20.5; written to rm.calibration.json"
+    assert summary in result.output
+    assert result.stdout.count("█") > 100
+
+
+def test_the_judge_gives_z_scores(calibrate, config):
+    calibrate()
+    with RewardEngine(config).portal() as engine:
+        outcomes = engine.score_all([Sample([{"role": "user", "content": "?"}], "x" * n) for n in (20, 21, 40)])
+    deviation = statistics.pstdev(range(1, 41))
+    rewards = [outcome.verdict.score for outcome in outcomes if isinstance(outcome, Scored)]
+    assert rewards == pytest.approx([-0.5 / deviation, 0.5 / deviation, 1.0])
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda config: config["sources"]["rm"].update(model="n"), "with the model 'm', and this one is 'n'"),
+        (
+            lambda config: config["judges"]["quality"].update(label=1),
+            "label 0, activation raw, reduce None; now label 1",
+        ),
+        (
+            lambda config: config["sources"]["rm"].update(protocol="vllm_pooling"),
+            "another protocol, chat template or other parameters",
+        ),
+        (lambda config: config["sources"]["rm"].update(parameters={"truncate_prompt_tokens": 9}), "other parameters"),
+    ],
+)
+def test_another_model_is_refused(calibrate, config, change, said):
+    calibrate()
+    RewardEngine(config)
+    change(config)
+    with pytest.raises(ConfigurationError) as caught:
+        RewardEngine(config)
+    (mistake,) = caught.value.mistakes
+    assert mistake.path == "judges.quality.transform"
+    assert "does not suit the source 'rm'" in str(mistake)
+    assert said in str(mistake)
+    assert "Measure with: qreward calibrate" in str(mistake)
+
+
+def test_another_address_or_key_is_the_same_model(calibrate, config):
+    calibrate()
+    config["sources"]["rm"] |= {"base_url": "http://elsewhere:1", "api_key": "sk-0123456789"}
+    RewardEngine(config)
+
+
+def test_without_the_file_only_calibrate_works(calibrate, config):
+    with pytest.raises(
+        ConfigurationError, match=r"'rm.calibration.json' does not exist. Measure with: qreward calibrate"
+    ):
+        RewardEngine(config)
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"kind": "qreward calibration 1"}', "not json"])
+def test_a_file_of_another_kind_is_refused_and_kept(calibrate, config, tmp_path, text):
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(ConfigurationError, match="is no calibration"):
+        RewardEngine(config)
+    result = calibrate()
+    assert result.exit_code == 2
+    assert "exists and is no calibration; name another file" in result.stderr
+    assert (tmp_path / FILE).read_text() == text
+
+
+def test_measuring_again_replaces_the_file(calibrate, tmp_path):
+    calibrate()
+    calibrate([1, 3])
+    assert json.loads((tmp_path / FILE).read_text())["mean"] == 2.0
+    assert [path.name for path in tmp_path.iterdir() if "calibration" in path.name] == [FILE]
+
+
+def test_rows_without_a_score_are_told(calibrate, tmp_path):
+    result = calibrate([1, 2, {"response": "too long"}, 0])
+    assert result.exit_code == 3
+    assert "1 without a score (policy/empty)" in result.stderr
+    assert "maximum context length" in result.stderr
+    assert json.loads((tmp_path / FILE).read_text())["n"] == 2
+
+
+@pytest.mark.parametrize(
+    ("responses", "said"), [([4, 4, 4], "all 3 scores are 4"), ([4], "1 samples have a score"), ([0], "0 samples")]
+)
+def test_too_little_to_calibrate(calibrate, tmp_path, responses, said):
+    result = calibrate(responses)
+    assert result.exit_code == 2
+    assert said in result.stderr
+    assert not (tmp_path / FILE).exists()
+
+
+def test_only_rows_of_the_judge_count(calibrate, config, tmp_path):
+    config["judges"]["rules"] = {"kind": "reward_model", "label": 1}
+    config["judges"]["both"] = {"kind": "sum", "weights": {"quality": 1, "rules": 1}}
+    config["routes"] = {"a": "both", "*": "rules"}
+    # Rows of even length go to the other judge alone.
+    result = calibrate([{"response": "x" * n, "data_source": "ab"[n % 2 == 0]} for n in range(1, 41)])
+    assert result.exit_code == 0, result.output
+    said = json.loads((tmp_path / FILE).read_text())
+    assert (said["n"], said["mean"]) == (20, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--judge", "other"], "'other' is no judge of kind reward_model; these are: quality"),
+        (["--judge", "quality", "--out", "b.json"], ""),
+        (["--out", "b.json"], ""),
+        (["--out", "nowhere/b.json"], "cannot be written"),
+    ],
+)
+def test_options(calibrate, tmp_path, options, said):
+    result = calibrate(range(1, 41), *options)
+    assert result.exit_code == (2 if said else 0), result.output
+    assert said in result.stderr
+    assert (tmp_path / "b.json").exists() == (not said)
+
+
+def test_without_zscore_there_is_nothing_to_measure(calibrate, config):
+    del config["judges"]["quality"]["transform"]
+    result = calibrate()
+    assert result.exit_code == 2
+    assert "no judge of kind reward_model has a transform with zscore: FILE" in result.stderr

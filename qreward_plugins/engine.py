@@ -19,7 +19,8 @@ from contextlib import AbstractContextManager, aclosing
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
-from .config import Config, Limits, load_config
+from .config import Config, Limits, configured_name, load_config
+from .config.several_keys import without_keys
 from .ending import end, forget
 from .errors import ConfigurationError, EngineError, Mistake
 from .journal import Journal
@@ -62,7 +63,7 @@ class RewardEngine:
     Args:
         config: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`.
         processes: the number of processes that share the limits without a keeper; each keeps to an equal part.
-        sources: opened sources by name, used instead of those of the configuration.
+        sources: opened sources by name, used instead of those of the configuration, with one quota each.
         channel: the connection to a keeper, instead of the one that `engine.shared` selects.
         observers: called with every event, after those that the configuration names; see `observers`.
 
@@ -84,7 +85,7 @@ class RewardEngine:
     ) -> None:
         if not isinstance(processes, int) or processes < 1:
             raise ValueError(f"processes must be a whole number from 1 on, not {processes!r}")
-        self.config = load_config(config)
+        self.config = without_keys(load_config(config), sources or {})
         self._statistics = Statistics()
         given = with_names(observers)
         self._observers = Observers(
@@ -190,15 +191,18 @@ class RewardEngine:
 
     def retune(self, source: str, limits: Limits) -> None:
         """Change the limits of a source while the engine runs, for example when the provider changes them. Requests and
-        tokens that were spent still count. Call it from the engine's event loop.
+        tokens that were spent still count. Of a source with several keys, the name of the configuration changes the
+        limits of each key, and `NAME#1` those of one. Call it from the engine's event loop.
 
         Raises `EngineError` for an unknown source. Raises `ConfigurationError`, and changes nothing, for limits that
         the processes cannot share.
         """
-        if source not in self._upstreams:
+        meant = [each for name, each in self._upstreams.items() if source in (name, configured_name(name))]
+        if not meant:
             raise EngineError(f"unknown source {source!r}; sources: {', '.join(self._upstreams)}")
         scoring = self._bind()
-        self._upstreams[source].quota.retune(limits, scoring.now())
+        for upstream in meant:
+            upstream.quota.retune(limits, scoring.now())
         scoring.dispatcher.look_again()
 
     def last_batch(self) -> BatchReport | None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import Config, load_config
+from ..config import Config, configured_name, load_config
 from ..errors import InputError
 from ..files import read_rollouts
 from ..journal import check_place
@@ -48,7 +48,11 @@ async def check_config(
             samples = samples_for(engine, _samples_of(rollouts))
         for upstream in engine.upstreams.values():
             upstream.timeout_s = min(upstream.timeout_s, timeout_s)
-        counts = ((config.sources, "source"), (config.judges, "judge"), (config.routes, "route"))
+        counts = (
+            (set(map(configured_name, config.sources)), "source"),
+            (config.judges, "judge"),
+            (config.routes, "route"),
+        )
         say(out, f"{path}: valid, with {', '.join(number_of(len(part), noun) for part, noun in counts)}")
         for line in _summaries(config):
             say(out, line)

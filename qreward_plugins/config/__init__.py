@@ -12,6 +12,7 @@ from .loading import load_config
 from .models import Config, Constant, EngineConfig, FailurePolicy, Groups, JournalConfig, Scheduling, Strategy
 from .nodes import Node
 from .routes import judge_for, judges_in_charge, own_sources, parts_of, sources_of
+from .several_keys import configured_name
 from .source_models import EndpointConfig, Limits, Price, SourceConfig, Timeouts
 from .yaml_file import read_yaml
 
@@ -32,6 +33,7 @@ __all__ = [
     "SourceConfig",
     "Strategy",
     "Timeouts",
+    "configured_name",
     "judge_for",
     "judges_in_charge",
     "load_config",

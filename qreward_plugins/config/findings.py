@@ -1,7 +1,7 @@
 """Defines `Finding`: a mistake that a check found, with the wrong value apart from the sentence about it.
 
-Some values must not be shown: those of `api_key` and `headers`, and those below a misspelt key. This is decided after
-all checks, when the meaning of every key is known.
+Some values must not be shown: those of `api_key`, `api_keys` and `headers`, and those below a misspelt key. This is
+decided after all checks, when the meaning of every key is known.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Path: TypeAlias = tuple[str | int, ...]
 SHOWN_CHARS = 60
 """Longest excerpt of a value in a message, in characters."""
 
-_SECRET_KEYS = frozenset({"api_key", "api_key_env", "headers", "parameters", "body", "kwargs"})
+_SECRET_KEYS = frozenset({"api_key", "api_keys", "api_key_env", "headers", "parameters", "body", "kwargs"})
 """Values below these keys are never shown, because users put keys of providers into all of them."""
 
 _LONGEST_KEY_CHARS = 40

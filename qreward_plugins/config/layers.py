@@ -81,12 +81,13 @@ def _merged(file: Any, inline: Mapping[str, Any] | DictConfig, default: Mapping[
 def _warn_of_printed_keys(inline: Mapping[str, Any] | DictConfig, origin: str, framework: str) -> None:
     sources = inline.get("sources")
     for name, source in sources.items() if isinstance(sources, (Mapping, DictConfig)) else ():
-        if isinstance(source, (Mapping, DictConfig)) and source.get("api_key"):
+        if isinstance(source, (Mapping, DictConfig)) and (source.get("api_key") or source.get("api_keys")):
             _log.warning(
-                "%s.sources.%s.api_key is in the configuration of %s, and %s prints and uploads that with all values "
+                "%s.sources.%s.%s is in the configuration of %s, and %s prints and uploads that with all values "
                 "resolved. Use api_key_env, or move the tree to a file.",
                 origin,
                 name,
+                "api_key" if source.get("api_key") else "api_keys",
                 framework,
                 framework,
             )

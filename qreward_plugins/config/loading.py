@@ -20,6 +20,7 @@ from .findings import Finding, Path, cut
 from .keys import KeyCheck
 from .models import Config
 from .references import check_references
+from .several_keys import configured_name, with_each_key
 from .tree import Tree, read_tree
 from .values import check_values
 from .yaml_file import read_yaml
@@ -33,7 +34,8 @@ def load_config(
     `source` is the path of a YAML file (a leading `~` is the home directory), the same tree as a mapping, or a
     DictConfig, which may be a node of a trainer's tree. It is never changed. A single top-level key `qreward` is
     unwrapped. Interpolations are OmegaConf's: `${oc.env:NAME}`, `${oc.env:NAME,default}`, `${key.of.the.tree}`. A
-    `Config` is checked for names of sources and judges that do not exist, and returned unchanged.
+    `Config` is checked for names of sources and judges that do not exist. A source with several keys becomes one
+    source for each key (`several_keys`).
 
     `origin` is the name of the source in messages; default: the path.
 
@@ -98,13 +100,13 @@ def _checked(tree: Tree, origin: str) -> Config:
         raise ConfigurationError(
             [finding.as_mistake(hidden=hides(finding.path)) for finding in findings], origin=origin
         )
-    return config
+    return with_each_key(config)
 
 
 def _checked_references(config: Config, origin: str) -> Config:
     tree = {
         "sources": {
-            name: {"kind": source.kind, "model": getattr(source, "model", None)}
+            configured_name(name): {"kind": source.kind, "model": getattr(source, "model", None)}
             for name, source in config.sources.items()
         },
         "judges": {name: judge.model_dump(mode="json") for name, judge in config.judges.items()},
@@ -112,7 +114,7 @@ def _checked_references(config: Config, origin: str) -> Config:
     }
     if findings := check_references(tree, KeyCheck(tree).names):
         raise ConfigurationError([finding.as_mistake(hidden=False) for finding in findings], origin=origin)
-    return config
+    return with_each_key(config)
 
 
 def _hides_nothing(_: Path) -> bool:

@@ -6,10 +6,11 @@ configuration prints asterisks. Each kind of source and of judge has its own mod
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Field, FiniteFloat, SerializeAsAny, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, SerializeAsAny, ValidationError
 from pydantic_core import PydanticCustomError
 
 from .. import registry
@@ -147,11 +148,20 @@ NO_KIND = "no_kind"
 """The type of pydantic's error for a node whose kind cannot be loaded. The check of the keys has reported that."""
 
 
+def _without_number(name: str) -> str:
+    if re.search(r"#[1-9][0-9]*$", name):
+        raise ValueError("a name must not end in # and a number; the keys of a source with several keys are named so")
+    return name
+
+
 class Config(Node):
     """The whole tree."""
 
     sources: Annotated[
-        dict[str, SerializeAsAny[Annotated[SourceConfig, BeforeValidator(_by_kind(registry.sources))]]],
+        dict[
+            Annotated[str, AfterValidator(_without_number)],
+            SerializeAsAny[Annotated[SourceConfig, BeforeValidator(_by_kind(registry.sources))]],
+        ],
         Field(min_length=1),
     ]
     """The sources, by name."""

@@ -13,6 +13,7 @@ from typing import Final
 from ..registry import KindError, rooms
 from .models import Config
 from .nodes import judges_named
+from .several_keys import configured_name
 
 BY_MODEL: Final = "model:"
 """The prefix of a pattern that is matched against models instead of names."""
@@ -93,12 +94,13 @@ def matching(pattern: str, sources: Mapping[str, str | None]) -> list[str]:
     """Return the names in `sources` (name to model, or None) that `pattern` selects: a name, a glob over names, or
     `model:` and a glob over models; case-sensitive.
     """
-    if pattern in sources:
-        return [pattern]
+    exact = [name for name in sources if pattern in (name, configured_name(name))]
+    if exact:
+        return exact
     if pattern.startswith(BY_MODEL):
         models = pattern.removeprefix(BY_MODEL)
         return [name for name, model in sources.items() if model is not None and fnmatchcase(model, models)]
-    return [name for name in sources if fnmatchcase(name, pattern)] if is_glob(pattern) else []
+    return [name for name in sources if fnmatchcase(configured_name(name), pattern)] if is_glob(pattern) else []
 
 
 def is_glob(pattern: str) -> bool:

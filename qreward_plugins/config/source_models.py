@@ -147,8 +147,16 @@ class EndpointConfig(SourceConfig):
     """The API key, best written as `${oc.env:NAME}`. In a trainer's own configuration use `api_key_env`: trainers print
     and upload their configuration with all values resolved."""
 
-    api_key_env: VariableName | None = None
-    """Name of the environment variable that holds the API key. It is read when the source is opened."""
+    api_keys: Annotated[tuple[Annotated[SecretStr, Field(min_length=1)], ...], Field(min_length=1)] | None = None
+    """Several API keys, instead of `api_key`. Each key has its own limits, as declared in `limits`, and its own health:
+    a key that is refused takes only itself out. Logs and statistics show them as `NAME#1`, `NAME#2`, and so on;
+    verdicts and metrics show `NAME`. Default: none."""
+
+    api_key_env: (
+        VariableName | Annotated[tuple[VariableName, ...], Field(min_length=1), takes("a list of such names")] | None
+    ) = None
+    """Name of the environment variable that holds the API key; it is read when the source is opened. Or a list of
+    names, one for each of several keys (see `api_keys`)."""
 
     headers: dict[str, SecretStr] = Field(default_factory=dict)
     """Further headers of every request; their values are treated as secrets."""
@@ -170,9 +178,21 @@ class EndpointConfig(SourceConfig):
         urls: tuple[str, ...] = getattr(self, self.URL_KEY)
         return urls
 
-    @field_validator("api_key_env")
+    @field_validator("api_keys", "api_key_env")
     @classmethod
-    def _one_key(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if value is not None and info.data.get("api_key") is not None:
-            raise ValueError("set api_key or api_key_env, not both")
+    def _one_form(cls, value: Any, info: ValidationInfo) -> Any:
+        if value is None:
+            return None
+        for other in ("api_key", "api_keys"):
+            if other != info.field_name and info.data.get(other) is not None:
+                raise ValueError(f"set {other} or {info.field_name}, not both")
+        if isinstance(value, tuple):
+            seen: dict[str, int] = {}
+            for number, key in enumerate(value, 1):
+                plain = (key.get_secret_value() if isinstance(key, SecretStr) else key).strip()
+                if not plain:
+                    raise ValueError(f"number {number} is empty")
+                if plain in seen:
+                    raise ValueError(f"numbers {seen[plain]} and {number} are the same")
+                seen[plain] = number
         return value

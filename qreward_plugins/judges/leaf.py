@@ -15,6 +15,7 @@ from typing import Any
 
 import orjson
 
+from ..config import configured_name
 from ..config.judge_models import AskingConfig
 from ..errors import ConfigurationError, Mistake, input_problem
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
@@ -183,7 +184,7 @@ def judged(answer: Answer[Verdict], judge: str) -> Verdict:
         said.rationale,
         said.correct,
         judge,
-        answer.source,
+        configured_name(answer.source),
         answer.model,
         said.basis,
         said.failure,
@@ -200,7 +201,7 @@ def judged(answer: Answer[Verdict], judge: str) -> Verdict:
 def failed(why: Unanswered, judge: str) -> Failed:
     """Convert an unanswered call of the judge of this name to a failure."""
     cause = Cause.VERDICT if why.invalid else Cause.INFRA
-    return Failed(cause, why.reason, why.detail, judge=judge, source=why.source, spent=why.spent)
+    return Failed(cause, why.reason, why.detail, judge=judge, source=configured_name(why.source), spent=why.spent)
 
 
 def checked(name: str, config: AskingConfig) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from ..config import Config
+from ..config import Config, configured_name
 from ..errors import InputError
 
 
@@ -66,8 +66,9 @@ def parse_latency(text: str, config: Config) -> dict[str, float]:
             seconds = float(number)
         except ValueError:
             raise InputError(f"--latency {text!r}: {number!r} is no number of seconds; write 3, or a=2,b=0.5") from None
-        if name != "*" and name not in config.sources:
-            raise InputError(f"--latency {text!r}: there is no source {name!r}; there are {', '.join(config.sources)}")
+        names = dict.fromkeys(map(configured_name, config.sources))
+        if name != "*" and name not in (*config.sources, *names):
+            raise InputError(f"--latency {text!r}: there is no source {name!r}; there are {', '.join(names)}")
         latency_s[name] = seconds
     return latency_s
 

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean, pstdev
 
-from ..config import Config, judge_for, parts_of, sources_of
+from ..config import Config, configured_name, judge_for, parts_of, sources_of
 from ..errors import InputError
 from ..judges import Judge, JudgeRouter, Leaf
 from ..judges import kind_of as judge_kind_of
@@ -47,22 +47,22 @@ def set_up(
     """Combine configuration, journal and assumptions. Raises as `plan` does."""
     slots = {name: _slots(config, name) for name in config.sources}
     journal = config.engine.journal
-    recorded = read_recorded(journal.path, config.sources) if journal is not None else {}
+    recorded = read_recorded(journal.path, set(map(configured_name, config.sources))) if journal is not None else {}
     named = tuple(data_sources)
     rows = journal_rows(recorded, _own_tokens(config, named[0][0] if named else default_data_source(config)))
     by_journal = length_share(rows) if assumptions.length_share is None else assumptions.length_share
     share = LENGTH_SHARE if by_journal is None else round(by_journal, 2)
     latency_from, truths = {}, {}
     for name in config.sources:
-        latency_s, latency_from[name] = _latency(config, name, assumptions, recorded.get(name))
+        latency_s, latency_from[name] = _latency(config, name, assumptions, recorded.get(configured_name(name)))
         if latency_from[name] == "journal":
-            latency_s /= relative_work(rows.get(name, ()), share)
+            latency_s /= relative_work(rows.get(configured_name(name), ()), share)
         truths[name] = Truth(
             latency_s=latency_s,
             spread=SPREAD,
             straggler_share=assumptions.straggler_share,
             error_share=assumptions.error_share,
-            verdict_tokens=_verdict_tokens(assumptions, recorded.get(name)),
+            verdict_tokens=_verdict_tokens(assumptions, recorded.get(configured_name(name))),
             slots=slots[name],
         )
     if not named and not (lengths and lengths.rollouts):
@@ -76,7 +76,7 @@ def set_up(
     works = [1 - share * (1 - tokens_of(sample.response) / usual) for sample in samples]
     by_length = pstdev(map(math.log, (max(work, 0.01) for work in works)))
     truths = {
-        name: replace(truth, spread=_spread(assumptions, recorded.get(name), by_length))
+        name: replace(truth, spread=_spread(assumptions, recorded.get(configured_name(name)), by_length))
         for name, truth in truths.items()
     }
     rehearsal = Rehearsal(config, truths, rollouts, usual, share)
@@ -120,7 +120,8 @@ def _slots(config: Config, name: str) -> int | None:
 
 
 def _latency(config: Config, name: str, assumptions: Assumptions, recorded: Recorded | None) -> tuple[float, str]:
-    given = assumptions.latency_s.get(name, assumptions.latency_s.get("*"))
+    latency_s = assumptions.latency_s
+    given = latency_s.get(name, latency_s.get(configured_name(name), latency_s.get("*")))
     if given is not None:
         return given, "given"
     if recorded is not None and recorded.latency_s is not None:
@@ -206,7 +207,7 @@ def _latency_note(
     for origin, said in (("journal", "from {} verdicts in the journal"), ("given", "as given"), ("assumed", "assumed")):
         names = [name for name in asked if latency_from[name] == origin]
         if names:
-            count = f"{sum(recorded[name].verdicts for name in names if name in recorded):,}"
+            count = f"{sum(recorded[name].verdicts for name in set(map(configured_name, names)) & set(recorded)):,}"
             each = ", ".join(f"{truths[name].latency_s:.3g} s at {name}" for name in names)
             words.append(f"{each} ({said.format(count)})")
     return "an average request takes " + "; ".join(words)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ from ..observers import SourceGauges
 from ..quotas import Quota, QuotaUse, Reservation, RetryBudget, SharedQuota
 from ..sources import Source, open_source
 from ..sources.base import Reply, Request
+from ..sources.opening import same_keys
 from .breaker import Breaker
 from .health import Health
 from .holds import Hold, Holds
@@ -290,7 +292,7 @@ def open_upstreams(
     Raises `ConfigurationError` with every limit that cannot be shared, and whatever opening a source raises.
     """
     upstreams: dict[str, Upstream] = {}
-    mistakes: list[Mistake] = []
+    mistakes: list[Mistake] = same_keys(config.sources, os.environ)
     for name, node in config.sources.items():
         source = opened.get(name) or open_source(name, node)
         try:

@@ -182,7 +182,7 @@ class Endpoint(SourceKind):
         key: str | None = ""
         if config.api_key is not None:
             key = config.api_key.get_secret_value().strip()
-        elif config.api_key_env is not None:
+        elif isinstance(config.api_key_env, str):
             key = environment.get(config.api_key_env, "").strip() or None
         carrier, before = cls.KEY_HEADER
         credentials: str | None = headers.pop(carrier.lower(), "")
@@ -357,6 +357,10 @@ def _parameters(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> d
 
 
 def _key(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> tuple[str, str]:
+    if config.api_keys is not None or isinstance(config.api_key_env, tuple):
+        where = f"{path}.{'api_key_env' if config.api_keys is None else 'api_keys'}"
+        mistakes.append(Mistake(where, "a source that is opened alone has one key.", "Use load_config, or one key."))
+        return "", where
     if config.api_key is not None:
         return config.api_key.get_secret_value().strip(), f"{path}.api_key"
     where = f"{path}.api_key_env"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from ..config.several_keys import configured_name, with_written_path
 from ..config.source_models import SourceConfig
 from ..errors import ConfigurationError, Mistake
 from ..redaction import described_error
@@ -30,8 +31,10 @@ def open_source(name: str, config: SourceConfig) -> Source:
         if source.name == name:
             return source
         said = f"its name is {source.name!r}; its `__init__` must call `super().__init__(name, config)`"
-    except ConfigurationError:
-        raise
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            [with_written_path(mistake, name) for mistake in error.mistakes], origin=error.origin
+        ) from None
     except Exception as error:
         said = described_error(error)
     # Raised outside the `except`, so that it has no `__context__`: the text of the foreign error may hold secrets.
@@ -53,3 +56,24 @@ def provider_of(name: str, config: SourceConfig, environment: Mapping[str, str])
 
 def _origin(config: SourceConfig) -> str:
     return sources.registrations(config.kind)[0].origin
+
+
+def same_keys(sources: Mapping[str, SourceConfig], environment: Mapping[str, str]) -> list[Mistake]:
+    """Find keys of one source that are equal because two variables hold the same key: their limits would be counted
+    twice.
+    """
+    mistakes: list[Mistake] = []
+    first: dict[tuple[str, str], str] = {}
+    for name, config in sources.items():
+        whole = configured_name(name)
+        if whole == name:
+            continue
+        key = provider_of(name, config, environment).credentials
+        if not key:
+            continue
+        other = first.setdefault((whole, key), name)
+        if other != name:
+            said = f"it holds the same key as number {other.removeprefix(whole)[1:]}."
+            mistake = Mistake(f"sources.{name}.api_key_env", said, "Each key is used once; its limits are its own.")
+            mistakes.append(with_written_path(mistake, name))
+    return mistakes

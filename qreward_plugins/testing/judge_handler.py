@@ -57,16 +57,13 @@ class JudgeHandler:
         latency: Latency,
         faults: Faults,
         models: Sequence[str],
-        api_key: str | None,
+        api_key: str | Sequence[str] | None,
         seed: int,
         tally: Tally,
         elapsed_s: Callable[[], float],
     ) -> None:
         self._score = score
         self._limits = limits
-        self._requests = limits.request_ledger()
-        self._tokens = limits.token_ledger()
-        self._slots = Slots(limits.concurrency)
         self._latency = latency
         # Two generators, so that the latencies stay the same when faults are added.
         self._latency_rng = random.Random(f"{seed}/latency")
@@ -74,7 +71,8 @@ class JudgeHandler:
         self._plan = FaultPlan(faults, random.Random(f"{seed}/faults"))
         self._models = tuple(models)
         self._routes = routes(self._models)
-        self._bearer = None if api_key is None else f"Bearer {api_key}".encode()
+        keys = (None,) if api_key is None else (api_key,) if isinstance(api_key, str) else tuple(api_key)
+        self._accounts = [Account(key, limits) for key in keys]
         self._tally = tally
         self._elapsed_s = elapsed_s
         self._number = 0
@@ -90,6 +88,13 @@ class JudgeHandler:
         if self._gate is not None:
             self._gate.set()
             self._gate = asyncio.Event()
+
+    def revoke(self, api_key: str) -> None:
+        """Refuse a key from now on. Raises `ValueError` for an unknown one."""
+        found = [account for account in self._accounts if account.bearer == bearer_of(api_key)]
+        if not found:
+            raise ValueError("the server does not have this key")
+        found[0].revoked = True
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         route = (request.method, request.path)
@@ -116,7 +121,7 @@ class JudgeHandler:
         arrived_s = self._elapsed_s()
         self._tally.arrived(arrived_s, credentials="Authorization" in request.headers)
         try:
-            self._authorise(request)
+            account = self._authorise(request)
             if body is None:
                 raise Refused(413, "the body is too large")
             call = route.read(body)
@@ -124,55 +129,49 @@ class JudgeHandler:
             self._tally.refused(refused.status)
             return _refusal(refused)
         try:
-            await self._admit(call, arrived_s)
+            await self._admit(account, call, arrived_s)
         except Throttle as throttle:
-            return self._throttled(throttle, arrived_s)
+            return self._throttled(account, throttle, arrived_s)
         except asyncio.CancelledError:
             self._tally.abandoned()
             raise
         self._tally.entered()
         gone = False
         try:
-            return await self._serve(request, route, call, arrived_s)
+            return await self._serve(account, request, route, call, arrived_s)
         except asyncio.CancelledError:
             gone = True
             raise
         finally:
             self._tally.left()
-            self._slots.leave(gone=gone)
+            account.slots.leave(gone=gone)
 
-    def _authorise(self, request: web.BaseRequest) -> None:
-        if self._bearer is None:
-            return
+    def _authorise(self, request: web.BaseRequest) -> Account:
         given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, self._bearer):
-            raise Refused(401, "incorrect API key provided", "invalid_api_key")
+        for account in self._accounts:
+            if account.bearer is None or (hmac.compare_digest(given, account.bearer) and not account.revoked):
+                return account
+        raise Refused(401, "incorrect API key provided", "invalid_api_key")
 
-    async def _admit(self, call: JudgeCall, arrived_s: float) -> None:
+    async def _admit(self, account: Account, call: JudgeCall, arrived_s: float) -> None:
         """Charge the request to the limits, or raise `Throttle` and charge nothing."""
-        if self._requests is not None and (excess := self._requests.take(1, arrived_s)):
+        if account.requests is not None and (excess := account.requests.take(1, arrived_s)):
             raise Throttle("requests", excess)
-        if self._tokens is not None and (excess := self._tokens.take(call.prompt_tokens, arrived_s)):
-            self._give_back(None, arrived_s)
+        if account.tokens is not None and (excess := account.tokens.take(call.prompt_tokens, arrived_s)):
+            account.give_back(None, arrived_s)
             raise Throttle("tokens", excess)
         try:
-            entered = await self._slots.enter()
+            entered = await account.slots.enter()
         except asyncio.CancelledError:
-            self._give_back(call, arrived_s)
+            account.give_back(call, arrived_s)
             raise
         if not entered:
-            self._give_back(call, arrived_s)
+            account.give_back(call, arrived_s)
             raise Throttle("concurrency", Excess(1, 0.0))
         self._tally.spent(prompt_tokens=call.prompt_tokens)
 
-    def _give_back(self, call: JudgeCall | None, arrived_s: float) -> None:
-        if self._requests is not None:
-            self._requests.give_back(1, arrived_s)
-        if self._tokens is not None and call is not None:
-            self._tokens.give_back(call.prompt_tokens, arrived_s)
-
     async def _serve(
-        self, request: web.BaseRequest, route: Route, call: JudgeCall, arrived_s: float
+        self, account: Account, request: web.BaseRequest, route: Route, call: JudgeCall, arrived_s: float
     ) -> web.StreamResponse:
         number, self._number = self._number, self._number + 1
         fault = self._plan.choose(arrived_s)
@@ -182,7 +181,7 @@ class JudgeHandler:
             content = None
             if fault is None or fault.has_answer:
                 content = await self._content(route, call, fault)
-                self._charge(call, content, arrived_s)
+                self._charge(account, call, content, arrived_s)
             if delay_s > 0:
                 await asyncio.sleep(delay_s)
             while self.held and self._gate is not None:
@@ -191,7 +190,7 @@ class JudgeHandler:
             if fault is None or fault.stage == "verdict":
                 assert reply is not None, "there is an answer"
                 response: web.StreamResponse = web.Response(
-                    body=reply.good, content_type=_JSON, headers=self._announced()
+                    body=reply.good, content_type=_JSON, headers=self._announced(account)
                 )
                 if fault is None:
                     self._tally.answered(self._elapsed_s() - arrived_s)
@@ -199,12 +198,12 @@ class JudgeHandler:
             playing = True
             self._tally.faulted(fault)
             if fault.stage != "verdict":
-                response = await play(fault, FaultInput(request, reply, self._announced(), self._faults))
+                response = await play(fault, FaultInput(request, reply, self._announced(account), self._faults))
             if status := sent_status(response):
                 self._tally.sent(status)
             return response
         except Throttle as throttle:
-            return self._throttled(throttle, arrived_s)
+            return self._throttled(account, throttle, arrived_s)
         except ScorerFailed:
             return _json(error_body(500, "the scorer of this judge server failed; see its report"), status=500)
         except ConnectionError:
@@ -224,19 +223,19 @@ class JudgeHandler:
             self._tally.scorer_failed(error)
             raise ScorerFailed from error
 
-    def _charge(self, call: JudgeCall, content: Content, arrived_s: float) -> None:
+    def _charge(self, account: Account, call: JudgeCall, content: Content, arrived_s: float) -> None:
         """Charge the completion's tokens, or give everything back and raise `Throttle`."""
-        if self._tokens is not None and (excess := self._tokens.take(content.tokens, self._elapsed_s())):
-            self._give_back(call, arrived_s)
+        if account.tokens is not None and (excess := account.tokens.take(content.tokens, self._elapsed_s())):
+            account.give_back(call, arrived_s)
             self._tally.spent(prompt_tokens=-call.prompt_tokens)
             raise Throttle("tokens", excess)
         self._tally.spent(completion_tokens=content.tokens)
 
-    def _throttled(self, throttle: Throttle, arrived_s: float) -> web.StreamResponse:
+    def _throttled(self, account: Account, throttle: Throttle, arrived_s: float) -> web.StreamResponse:
         kind, excess = throttle.kind, throttle.excess
         early_s = None if kind == "concurrency" else excess.retry_after_s
         self._tally.violated(Violation(kind, arrived_s, excess.over, early_s))
-        headers = self._announced()
+        headers = self._announced(account)
         message = f"over the limit on {kind} by {excess.over:g}"
         if early_s is not None:
             message += f", try again in {duration(early_s)}"
@@ -246,13 +245,35 @@ class JudgeHandler:
                 headers["retry-after-ms"] = str(math.ceil(early_s * 1000))
         return _json(error_body(429, message, "rate_limit_exceeded"), status=429, headers=headers)
 
-    def _announced(self) -> dict[str, str]:
+    def _announced(self, account: Account) -> dict[str, str]:
         headers: dict[str, str] = {}
         if self._limits.announce:
             now_s = self._elapsed_s()
-            _announce(headers, "requests", self._requests, now_s)
-            _announce(headers, "tokens", self._tokens, now_s)
+            _announce(headers, "requests", account.requests, now_s)
+            _announce(headers, "tokens", account.tokens, now_s)
         return headers
+
+
+class Account:
+    """What a server keeps of one key: its limits, and whether it is revoked. `key` None: no key is needed."""
+
+    def __init__(self, key: str | None, limits: ServerLimits) -> None:
+        self.bearer = None if key is None else bearer_of(key)
+        self.revoked = False
+        self.requests = limits.request_ledger()
+        self.tokens = limits.token_ledger()
+        self.slots = Slots(limits.concurrency)
+
+    def give_back(self, call: JudgeCall | None, arrived_s: float) -> None:
+        if self.requests is not None:
+            self.requests.give_back(1, arrived_s)
+        if self.tokens is not None and call is not None:
+            self.tokens.give_back(call.prompt_tokens, arrived_s)
+
+
+def bearer_of(key: str) -> bytes:
+    """The header `Authorization` that carries a key."""
+    return f"Bearer {key}".encode()
 
 
 class Slots:

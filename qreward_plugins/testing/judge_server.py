@@ -57,7 +57,8 @@ class JudgeServer:
     `with` and `async with` start and stop it. All methods are thread-safe. It can be restarted after `stop()`, on the
     same port and with its counts: clients see a server that was down for a while. With `port=0` (the
     default) the system picks a free port at the first start. `seed` fixes the drawn latencies and faults. With an
-    `api_key`, a request without it gets a 401; the key is in no repr, report or log.
+    `api_key`, a request without it gets a 401. Of several keys each has its own limits, and `revoke` ends one. Keys are
+    in no repr, report or log.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class JudgeServer:
         latency: Latency | None = None,
         faults: Faults | None = None,
         models: Sequence[str] = ("judge",),
-        api_key: str | None = None,
+        api_key: str | Sequence[str] | None = None,
         seed: int = 0,
         host: str = "127.0.0.1",
         port: int = 0,
@@ -183,6 +184,10 @@ class JudgeServer:
     def hold(self) -> None:
         """Hold all answers until `release()`, so that a test can look at the requests in flight."""
         self._handler.held = True
+
+    def revoke(self, api_key: str) -> None:
+        """Refuse this key from now on, with a 401. Raises `ValueError` for a key that the server does not have."""
+        self._handler.revoke(api_key)
 
     def release(self) -> None:
         """Release the held answers, and stop holding."""

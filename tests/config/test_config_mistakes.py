@@ -181,7 +181,7 @@ def test_the_full_tree_is_valid() -> None:
         ("sources.fast.base_url", "http://u:pw@b/v1", "", "a URL must not have credentials, a query or a fragment; put a key"),
         ("sources.fast.api_key_env", "KEY", "", "set api_key or api_key_env, not both."),
         ("sources.fast.api_key", "", "", "must be text that is not empty."),
-        ("sources.slow.api_key_env", "sk-1", "", "must be the name of an environment variable."),
+        ("sources.slow.api_key_env", "sk-1", "", "must be the name of an environment variable or a list of such names."),
         ("sources.local.function", "a.b.c", "", "must be `package.module:name` or `path/to/file.py:name`, not 'a.b.c'."),
         ("judges.quality.invalid_retries", 11, "", "must be a whole number from 0 to 10, not 11."),
         ("judges.quality.max_prompt_chars", 10, "", "must be a whole number, 1000 or more, not 10."),

@@ -1,0 +1,165 @@
+"""A source with several keys: each key has its own limits and its own health, and verdicts know one source."""
+
+from __future__ import annotations
+
+import pytest
+
+from qreward_plugins import RewardEngine, Sample, Scored
+from qreward_plugins.config import Limits, load_config
+from qreward_plugins.errors import ConfigurationError, EngineError
+from qreward_plugins.sharing import source_keys
+from qreward_plugins.testing import JudgeServer, ServerLimits
+
+KEYS = ("sk-one-0123456789abcdef", "sk-two-0123456789abcdef", "sk-three-0123456789abcdef")
+
+
+@pytest.fixture
+def tree(make_config):
+    def make(server, keys=KEYS, **more):
+        config = make_config({"judge": server}, **more)
+        config["sources"]["judge"]["api_keys"] = list(keys)
+        return config
+
+    return make
+
+
+def wrong(tree):
+    with pytest.raises(ConfigurationError) as caught:
+        RewardEngine(tree)
+    text = str(caught.value)
+    assert not any(key in text for key in KEYS)
+    return {mistake.path: mistake.problem for mistake in caught.value.mistakes}
+
+
+@pytest.mark.anyio
+async def test_each_key_has_its_own_limits(tree, make_sample):
+    # 8 requests a minute for each key: one key alone would need three minutes for 24.
+    limits = ServerLimits(requests_per_minute=8)
+    with JudgeServer(lambda call: 0.5, api_key=KEYS, limits=limits) as server:
+        config = tree(server, limits={"judge": {"requests_per_minute": 8}})
+        async with RewardEngine(config) as engine:
+            outcomes = await engine.score_all([make_sample(n) for n in range(24)], deadline_s=20)
+            sources = engine.statistics().sources
+            facts = engine.facts()
+        assert server.report().violations_total == 0
+    assert all(isinstance(outcome, Scored) and outcome.verdict.source == "judge" for outcome in outcomes)
+    assert {name: source.requests for name, source in sources.items()} == {f"judge#{n}": 8 for n in (1, 2, 3)}
+    assert facts is not None
+
+
+@pytest.mark.anyio
+async def test_a_revoked_key_takes_only_itself_out(tree, make_sample, caplog):
+    with JudgeServer(lambda call: 0.5, api_key=KEYS) as server:
+        async with RewardEngine(tree(server)) as engine:
+            assert all(isinstance(o, Scored) for o in await engine.score_all([make_sample(n) for n in range(30)]))
+            server.revoke(KEYS[1])
+            outcomes = await engine.score_all([make_sample(n) for n in range(30, 90)])
+            states = {name: source.state for name, source in engine.statistics().sources.items()}
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    assert states["judge#2"] == "out"
+    assert "out" not in (states["judge#1"], states["judge#3"])
+    assert "judge#2" in caplog.text
+    assert not any(key in caplog.text for key in KEYS)
+
+
+@pytest.mark.anyio
+async def test_a_recorded_answer_counts_for_every_key(tree, make_sample, tmp_path):
+    journal = {"journal": {"path": str(tmp_path / "journal.db")}}
+    samples = [make_sample(n) for n in range(6)]
+    with JudgeServer(lambda call: 0.5, api_key=KEYS) as server:
+        async with RewardEngine(tree(server, engine=journal)) as engine:
+            await engine.score_all(samples)
+        async with RewardEngine(tree(server, KEYS[2:], engine=journal)) as engine:
+            outcomes = await engine.score_all(samples)
+        assert server.report().requests == 6
+    assert all(outcome.verdict.cached and outcome.verdict.source == "judge" for outcome in outcomes)
+
+
+@pytest.mark.anyio
+async def test_limits_of_all_keys_or_of_one_are_changed(tree):
+    with JudgeServer(api_key=KEYS) as server:
+        async with RewardEngine(tree(server)) as engine:
+            engine.retune("judge", Limits(concurrency=3))
+            engine.retune("judge#2", Limits(concurrency=5))
+            found = {name: upstream.quota.concurrency for name, upstream in engine.upstreams.items()}
+            with pytest.raises(EngineError):
+                engine.retune("judge#4", Limits())
+    assert found == {"judge#1": 3, "judge#2": 5, "judge#3": 3}
+
+
+def test_each_key_is_shared_over_processes_by_itself(monkeypatch):
+    def config(**key):
+        source = {"kind": "openai", "base_url": "http://judge.test/v1", "model": "m", **key}
+        return load_config({"sources": {"judge": source}, "judges": {"quality": {"kind": "llm"}}})
+
+    monkeypatch.setenv("KEY_ONE", KEYS[0])
+    monkeypatch.setenv("KEY_TWO", KEYS[1])
+    several = source_keys(config(api_keys=KEYS[:2]))
+    assert len(set(several.values())) == 2
+    assert several["judge#2"] == source_keys(config(api_key=KEYS[1]))["judge"]
+    assert several == source_keys(config(api_key_env=["KEY_ONE", "KEY_TWO"]))
+
+
+@pytest.mark.parametrize("sources", [["judge"], ["jud*"], ["*ge"], ["model:judge"], []])
+def test_a_judge_names_the_source_and_means_all_its_keys(tree, sources):
+    with JudgeServer() as server:
+        config = load_config(tree(server, judge={"sources": sources}))
+        engine = RewardEngine(load_config(config))
+    assert engine.judges["quality"].sources == ("judge#1", "judge#2", "judge#3")
+
+
+def test_one_key_in_a_list_is_one_key(tree):
+    with JudgeServer() as server:
+        assert list(RewardEngine(tree(server, KEYS[:1])).upstreams) == ["judge"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "path", "said"),
+    [
+        ({"api_keys": []}, "sources.judge.api_keys", "must be a list of texts that is not empty"),
+        ({"api_keys": KEYS[0]}, "sources.judge.api_keys", "must be a list"),
+        ({"api_keys": [KEYS[0], ""]}, "sources.judge.api_keys[1]", "must be text that is not empty"),
+        ({"api_keys": [KEYS[0], "  "]}, "sources.judge.api_keys", "number 2 is empty"),
+        ({"api_keys": [*KEYS, f" {KEYS[0]}"]}, "sources.judge.api_keys", "numbers 1 and 4 are the same"),
+        ({"api_keys": [KEYS[0], None]}, "sources.judge.api_keys[1]", "must be text"),
+        ({"api_keys": KEYS, "api_key": KEYS[0]}, "sources.judge.api_keys", "set api_key or api_keys, not both"),
+        ({"api_keys": KEYS, "api_key_env": "KEY"}, "sources.judge.api_key_env", "set api_keys or api_key_env, not"),
+        ({"api_key": KEYS[0], "api_key_env": ["KEY"]}, "sources.judge.api_key_env", "set api_key or api_key_env, not"),
+        ({"api_key_env": []}, "sources.judge.api_key_env", "must be the name of an environment variable or a list"),
+        ({"api_key_env": ["KEY", "KEY"]}, "sources.judge.api_key_env", "numbers 1 and 2 are the same"),
+        (
+            {"api_key_env": ["KEY", "sk-1"]},
+            "sources.judge.api_key_env[1]",
+            "must be the name of an environment variable",
+        ),
+        ({"api_key_env": ["SET", "UNSET"]}, "sources.judge.api_key_env[1]", "variable 'UNSET' is not set"),
+        ({"api_key_env": ["SET", "ALSO"]}, "sources.judge.api_key_env[1]", "holds the same key as number 1"),
+        ({"api_keys": ["k1", "k\u00e92"]}, "sources.judge.api_keys[1]", "characters that a header cannot carry"),
+    ],
+)
+def test_wrong_keys_are_refused_by_path_and_never_shown(make_config, monkeypatch, keys, path, said):
+    monkeypatch.setenv("SET", KEYS[0])
+    monkeypatch.setenv("ALSO", f"{KEYS[0]} ")
+    monkeypatch.delenv("UNSET", raising=False)
+    with JudgeServer() as server:
+        config = make_config({"judge": server})
+        config["sources"]["judge"].update({key: list(v) if isinstance(v, tuple) else v for key, v in keys.items()})
+        found = wrong(config)
+    assert list(found) == [path]
+    assert said in found[path]
+
+
+def test_a_source_may_not_be_called_like_a_key(make_config):
+    with JudgeServer() as server:
+        config = make_config({"judge#1": server})
+    assert "must not end in # and a number" in wrong(config)['sources["judge#1"]']
+
+
+@pytest.mark.anyio
+async def test_a_given_source_serves_all_keys(tree, make_sample):
+    with JudgeServer(lambda call: 0.5, api_key=KEYS[0]) as server:
+        one = RewardEngine(tree(server, KEYS[:1])).upstreams["judge"].source
+        async with RewardEngine(tree(server), sources={"judge": one}) as engine:
+            outcomes = await engine.score_all([make_sample(n) for n in range(4)])
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    assert isinstance(make_sample(0), Sample)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Any, BinaryIO
 
 from ..errors import InputError
 from ..samples import Outcome
@@ -20,10 +20,17 @@ from .parquet import ParquetRows
 from .results import RESULT, to_result
 
 
-class RowWriter(Protocol):
-    """Writes rows in the order of the input. Raises `InputError` if a row cannot be written."""
+class RowWriter:
+    """Writes rows in the order of the input to the partial file `path`."""
 
-    def write(self, row: Mapping[str, Any], outcome: Outcome) -> None: ...
+    def __init__(self, rows: ParquetRows | _JsonRows, path: Path) -> None:
+        self._rows = rows
+        self._path = path
+
+    def write(self, row: Mapping[str, Any], outcome: Outcome) -> None:
+        """Write a row with its outcome. Raises `InputError` if it cannot be written."""
+        with _explained(self._path):
+            self._rows.write(row, outcome)
 
 
 def partial_path(out: Path) -> Path:
@@ -42,7 +49,7 @@ def open_writer(out: Path, *, source: Path) -> Iterator[RowWriter]:
     with _open(partial, out) as file:
         rows = ParquetRows(file, source) if format_of(out) == "parquet" else _JsonRows(file)
         try:
-            yield _Guarded(rows, partial)
+            yield RowWriter(rows, partial)
         except BaseException:
             with suppress(Exception):  # keep the original error
                 rows.finish()
@@ -52,22 +59,6 @@ def open_writer(out: Path, *, source: Path) -> Iterator[RowWriter]:
             file.flush()
             os.fsync(file.fileno())
             os.replace(partial, out)
-
-
-class _Rows(Protocol):
-    def write(self, row: Mapping[str, Any], outcome: Outcome) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-class _Guarded:
-    def __init__(self, rows: _Rows, path: Path) -> None:
-        self._rows = rows
-        self._path = path
-
-    def write(self, row: Mapping[str, Any], outcome: Outcome) -> None:
-        with _explained(self._path):
-            self._rows.write(row, outcome)
 
 
 class _JsonRows:

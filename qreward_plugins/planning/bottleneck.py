@@ -90,9 +90,9 @@ def used_up(config: Config, run: Run, name: str) -> frozenset[Resource]:
     limits, use = config.sources[name].limits, run.uses[name]
     found: set[Resource] = set()
     window = limits.window_s / 60
-    if limits.requests_per_minute is not None and use.shape.most_requests >= FULL * limits.requests_per_minute * window:
+    if limits.requests_per_minute is not None and use.most_requests >= FULL * limits.requests_per_minute * window:
         found.add("requests")
-    if limits.tokens_per_minute is not None and use.shape.most_tokens >= FULL * limits.tokens_per_minute * window:
+    if limits.tokens_per_minute is not None and use.most_tokens >= FULL * limits.tokens_per_minute * window:
         found.add("tokens")
     if use.held_s.get("queue", 0.0) > 0.02 * run.makespan_s:
         found.add("places")

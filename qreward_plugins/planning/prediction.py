@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from statistics import fmean
+from statistics import fmean, quantiles
 from typing import Any
 
 from ..config import Config, load_config, sources_of
@@ -101,14 +100,11 @@ class Plan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything except the timeline, for JSON."""
-        data = asdict(replace(self, timeline=_NO_TIMELINE))
+        data = asdict(replace(self, timeline=None))  # type: ignore[arg-type]
         del data["timeline"]
         for advice, told in zip(self.advice, data["advice"], strict=True):
             told["saved_s"] = advice.saved_s
         return data
-
-
-_NO_TIMELINE = Timeline((), (), 0.0, 0, 0, {}, {}, {})
 
 
 def plan(
@@ -214,12 +210,12 @@ def _use(setting: Setting, runs: Sequence[Run], name: str) -> SourceUse:
         latency_s=rehearsal.truths[name].latency_s,
         latency_from=setting.latency_from[name],
         requests_per_minute=limits.requests_per_minute,
-        requests_used=_part(fmean(use.shape.most_requests for use in uses), limits.requests_per_minute, window),
+        requests_used=_part(fmean(use.most_requests for use in uses), limits.requests_per_minute, window),
         tokens_per_minute=limits.tokens_per_minute,
-        tokens_used=_part(fmean(use.shape.most_tokens for use in uses), limits.tokens_per_minute, window),
+        tokens_used=_part(fmean(use.most_tokens for use in uses), limits.tokens_per_minute, window),
         concurrency=server.concurrency,
-        peak_in_flight=max(use.shape.peak_in_flight for use in uses),
-        mean_in_flight=fmean(use.shape.mean_in_flight for use in uses),
+        peak_in_flight=max(use.peak_in_flight for use in uses),
+        mean_in_flight=fmean(use.mean_in_flight for use in uses),
         out_of_places=fmean(use.held_s.get("queue", 0.0) for use in uses) / step_s,
         out_of_quota=fmean(use.held_s.get("quota", 0.0) for use in uses) / step_s,
         cost_usd=fmean(use.cost_usd for use in uses) if _priced(rehearsal.config, name) else None,
@@ -236,15 +232,9 @@ def _priced(config: Config, name: str) -> bool:
 
 
 def _spread(values: Sequence[float]) -> Spread:
-    return Spread(percentile(values, 0.5), _high(values), min(values), max(values))
-
-
-def _high(values: Sequence[float]) -> float:
-    """Return the interpolated 95th percentile. Without interpolation, it would be the maximum of five values."""
-    ranked = sorted(values)
-    place = 0.95 * (len(ranked) - 1)
-    low = math.floor(place)
-    return ranked[low] + (place - low) * (ranked[min(low + 1, len(ranked) - 1)] - ranked[low])
+    # Interpolated: otherwise the 95th percentile of five values would be their maximum.
+    p95 = quantiles(values, n=20, method="inclusive")[-1] if len(values) > 1 else values[0]
+    return Spread(percentile(values, 0.5), p95, min(values), max(values))
 
 
 def _failed(runs: Sequence[Run], samples: int) -> dict[str, float]:

@@ -13,11 +13,12 @@ from __future__ import annotations
 import math
 import os
 import sqlite3
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, pstdev, quantiles
+from typing import NamedTuple
 from urllib.parse import quote
 
 from ..errors import JournalError
@@ -57,12 +58,11 @@ class Recorded:
     """Tokens of the request and seconds of the attempt, for verdicts of one attempt, stragglers left out."""
 
 
-@dataclass
-class _Rows:
-    service_s: list[float] = field(default_factory=list)
-    prompt_tokens: list[int] = field(default_factory=list)
-    completion_tokens: list[int] = field(default_factory=list)
-    timed: list[tuple[int, float]] = field(default_factory=list)
+class _Row(NamedTuple):
+    service_s: float | None
+    attempts: int
+    prompt_tokens: int
+    completion_tokens: int
 
 
 def read_recorded(path: str, names: Collection[str]) -> dict[str, Recorded]:
@@ -72,44 +72,40 @@ def read_recorded(path: str, names: Collection[str]) -> dict[str, Recorded]:
     """
     if not os.path.exists(path):
         return {}
-    found = {name: _Rows() for name in names}
+    found: dict[str, list[_Row]] = {name: [] for name in names}
     try:
         uri = f"file:{quote(str(Path(path).absolute()))}?mode=rw"
         with closing(sqlite3.connect(uri, uri=True, timeout=5.0)) as connection:
             connection.execute("PRAGMA query_only = ON")
             columns = {row[1] for row in connection.execute("PRAGMA table_info(outcomes)")}
             select = _SELECT.format(service_s="service_s" if "service_s" in columns else "NULL")
-            for source, service_s, attempts, prompt, completion in connection.execute(select, (LATEST,)):
+            for source, *row in connection.execute(select, (LATEST,)):
                 if source in found:
-                    _take(found[source], service_s, attempts, prompt, completion)
+                    found[source].append(_Row(*row))
     except sqlite3.Error as error:
         raise JournalError(explained(error, path)) from None
     told = {name: _recorded(rows) for name, rows in found.items()}
     return {name: one for name, one in told.items() if one.latency_s is not None or one.completion_tokens is not None}
 
 
-def _take(rows: _Rows, service_s: float | None, attempts: int, prompt: int, completion: int) -> None:
-    if service_s:
-        rows.service_s.append(service_s)
+def _recorded(rows: Sequence[_Row]) -> Recorded:
     # The usage of several attempts is recorded only as a sum.
-    if attempts == 1:
-        rows.completion_tokens.append(completion)
-        if prompt:
-            rows.prompt_tokens.append(prompt)
-            if service_s:
-                rows.timed.append((prompt, service_s))
-
-
-def _recorded(rows: _Rows) -> Recorded:
-    enough = len(rows.completion_tokens) >= FEWEST
-    usual = _usual(rows.service_s) if len(rows.service_s) >= FEWEST else []
+    single = [row for row in rows if row.attempts == 1]
+    service_s = [row.service_s for row in rows if row.service_s]
+    enough = len(single) >= FEWEST
+    usual = _usual(service_s) if len(service_s) >= FEWEST else []
+    longest_s = max(usual, default=0.0)
     return Recorded(
-        verdicts=len(rows.service_s),
+        verdicts=len(service_s),
         latency_s=fmean(usual) if usual else None,
         deviation=pstdev(map(math.log, usual)) if usual else 0.0,
-        completion_tokens=fmean(rows.completion_tokens) if enough else None,
-        prompt_tokens=tuple(rows.prompt_tokens) if enough else (),
-        timed=tuple(pair for pair in rows.timed if pair[1] <= max(usual, default=0.0)),
+        completion_tokens=fmean(row.completion_tokens for row in single) if enough else None,
+        prompt_tokens=tuple(row.prompt_tokens for row in single if row.prompt_tokens) if enough else (),
+        timed=tuple(
+            (row.prompt_tokens, row.service_s)
+            for row in single
+            if row.prompt_tokens and row.service_s and row.service_s <= longest_s
+        ),
     )
 
 

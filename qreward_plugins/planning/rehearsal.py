@@ -12,6 +12,7 @@ import contextlib
 import contextvars
 import itertools
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -19,8 +20,10 @@ from functools import cached_property
 from ..config import Config
 from ..engine import RewardEngine
 from ..errors import ConfigurationError, Mistake
+from ..observers import SourceStatistics
 from ..quotas.shares import shares
 from ..samples import Failed, Outcome
+from ..scheduling.holds import Hold
 from ..simulation import Luck, Server, SimulatedServer, run
 from ..sources import kind_of
 from ..telemetry import BatchReport
@@ -49,25 +52,19 @@ class Truth:
 
 
 @dataclass(frozen=True)
-class Shape:
-    """The load of a source: requests in flight, and the most requests and tokens sent in any window."""
-
-    peak_in_flight: int
-    mean_in_flight: float
-    most_requests: float
-    most_tokens: float
-
-
-@dataclass(frozen=True)
 class Use:
-    """The use of one source in a step."""
+    """The use of one source in a step: its requests, the requests in flight, and the most requests and tokens that were
+    sent in any window.
+    """
 
     requests: int
     answered: int
     hedges: int
     cost_usd: float
-    tokens: int
-    shape: Shape
+    peak_in_flight: int
+    mean_in_flight: float
+    most_requests: float
+    most_tokens: float
     held_s: Mapping[str, float]
     """Seconds in which it accepted no request, by reason: `queue` (no concurrency left), `quota`, `pause`."""
 
@@ -153,19 +150,16 @@ class Rehearsal:
             await asyncio.sleep(1e-3)
             makespan_s = report.makespan_s if report else 0.0
             timeline = self._timeline(kept, start_s, makespan_s, seed, played)
-            uses = {}
-            for name, source in played.items():
-                then, now = before.sources[name], after.sources[name]
-                holds = engine.upstreams[name].holds.seconds(start_s, start_s + makespan_s)
-                uses[name] = Use(
-                    requests=now.requests - then.requests,
-                    answered=now.answered - then.answered,
-                    hedges=now.hedges - then.hedges,
-                    cost_usd=now.cost_usd - then.cost_usd,
-                    tokens=now.prompt_tokens + now.completion_tokens - then.prompt_tokens - then.completion_tokens,
-                    shape=_shape(timeline, name, source.server.server.window_s),
-                    held_s={str(hold): held for hold, held in holds.items()},
+            uses = {
+                name: _use(
+                    before.sources[name],
+                    after.sources[name],
+                    timeline,
+                    window_s=source.server.server.window_s,
+                    holds=engine.upstreams[name].holds.seconds(start_s, start_s + makespan_s),
                 )
+                for name, source in played.items()
+            }
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failed) and outcome.reason != "deadline"]
         return Run(
             seed=seed,
@@ -173,7 +167,7 @@ class Rehearsal:
             cost_usd=sum(use.cost_usd for use in uses.values()),
             scored=sum(outcome.reward is not None for outcome in outcomes),
             late=sum(_late(outcome, self.config.engine.deadline_s) for outcome in outcomes),
-            failed=_counted(failures),
+            failed=Counter(failed.label for failed in failures),
             example=failures[0].describe() if failures else "",
             attempts=sum(use.requests for use in uses.values()),
             report=report,
@@ -249,15 +243,27 @@ class Rehearsal:
         )
 
 
-def _shape(timeline: Timeline, name: str, window_s: float) -> Shape:
-    bars = timeline.of(name)
+def _use(
+    before: SourceStatistics,
+    after: SourceStatistics,
+    timeline: Timeline,
+    *,
+    window_s: float,
+    holds: Mapping[Hold, float],
+) -> Use:
+    bars = timeline.of(after.name)
     changes = sorted([(bar.start_s, 1) for bar in bars] + [(bar.end_s, -1) for bar in bars])
     starts = [bar.start_s for bar in bars]
-    return Shape(
+    return Use(
+        requests=after.requests - before.requests,
+        answered=after.answered - before.answered,
+        hedges=after.hedges - before.hedges,
+        cost_usd=after.cost_usd - before.cost_usd,
         peak_in_flight=max(itertools.accumulate(change for _, change in changes), default=0),
         mean_in_flight=sum(bar.end_s - bar.start_s for bar in bars) / (timeline.makespan_s or 1.0),
         most_requests=most_in_window(starts, window_s),
         most_tokens=most_in_window(starts, window_s, [bar.tokens for bar in bars]),
+        held_s={str(hold): held_s for hold, held_s in holds.items()},
     )
 
 
@@ -265,14 +271,6 @@ def _late(outcome: Outcome, deadline_s: float) -> bool:
     if isinstance(outcome, Failed):
         return outcome.reason == "deadline"
     return outcome.verdict.latency_s > deadline_s
-
-
-def _counted(failures: list[Failed]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for failed in failures:
-        name = failed.label
-        counts[name] = counts.get(name, 0) + 1
-    return counts
 
 
 _rehearsing: contextvars.ContextVar[bool] = contextvars.ContextVar("qreward_rehearsing", default=False)

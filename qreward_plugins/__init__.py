@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_ROOMS = {
+_NAMES = {
     "config": "Config load_config",
     "engine": "RewardEngine",
     "errors": "ConfigurationError EngineError InputError InvalidReply JournalError JudgeUnavailable Mistake "
@@ -69,7 +69,7 @@ _ROOMS = {
     "spent": "Spent Usage",
     "telemetry": "BatchReport Part",
 }
-_HOMES = {name: room for room, names in _ROOMS.items() for name in names.split()}
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "AttemptEnded",

@@ -55,34 +55,21 @@ __all__ = [
     "usage_of",
 ]
 
-_CONFIG = "..config.source_models"
-_HOMES = {
-    "LOGITS": ".kind",
-    "TEXT": ".kind",
-    "VALUE": ".kind",
-    "Answer": ".replies",
-    "BaseURLs": _CONFIG,
-    "Endpoint": ".endpoint",
-    "EndpointConfig": _CONFIG,
-    "FreeMapping": _CONFIG,
-    "FunctionSource": ".function",
-    "HTTPReply": ".http",
-    "HTTPSource": ".service",
-    "ModelName": _CONFIG,
-    "OpenAISource": ".openai",
-    "Problem": ".replies",
-    "Provider": ".provider",
-    "RewardModelSource": ".reward_model",
-    "SourceConfig": _CONFIG,
-    "SourceKind": ".kind",
-    "URLs": _CONFIG,
-    "announced_limits": ".rate_limit_headers",
-    "json_of": ".replies",
-    "kind_of": ".opening",
-    "open_source": ".opening",
-    "retry_after_s": ".rate_limit_headers",
-    "usage_of": ".replies",
+_NAMES = {
+    ".endpoint": "Endpoint",
+    ".function": "FunctionSource",
+    ".http": "HTTPReply",
+    ".kind": "LOGITS TEXT VALUE SourceKind",
+    ".openai": "OpenAISource",
+    ".opening": "kind_of open_source",
+    ".provider": "Provider",
+    ".rate_limit_headers": "announced_limits retry_after_s",
+    ".replies": "Answer Problem json_of usage_of",
+    ".reward_model": "RewardModelSource",
+    ".service": "HTTPSource",
+    "..config.source_models": "BaseURLs EndpointConfig FreeMapping ModelName SourceConfig URLs",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 
 def __getattr__(name: str) -> Any:

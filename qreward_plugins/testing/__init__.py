@@ -32,28 +32,25 @@ if TYPE_CHECKING:
     from .verl.results import VerlStep, VerlValidation
     from .verl.trainer import FakeVerlTrainer
 
-_HOMES = {
-    "DynamicFilterOutput": "slime.hooks",
-    "FakeRollTrainer": "roll.trainer",
-    "FakeSlimeTrainer": "slime.trainer",
-    "FakeTrajEnvManager": "roll.trajectories",
-    "FakeVerlTrainer": "verl.trainer",
-    "RollDataProto": "roll.protocol",
-    "RollDraft": "roll.engine",
-    "RollStep": "roll.results",
-    "RollValidation": "roll.results",
-    "SlimeEvaluation": "slime.results",
-    "SlimeSample": "slime.samples",
-    "SlimeStep": "slime.results",
-    "VerlDataProto": "verl.protocol",
-    "VerlDraft": "verl.engine",
-    "VerlOutput": "verl.engine",
-    "VerlStep": "verl.results",
-    "VerlValidation": "verl.results",
-    "roll_stand_in": "roll.modules",
-    "slime_stand_in": "slime.modules",
-    "verl_stand_in": "verl.modules",
+_NAMES = {
+    "roll.engine": "RollDraft",
+    "roll.modules": "roll_stand_in",
+    "roll.protocol": "RollDataProto",
+    "roll.results": "RollStep RollValidation",
+    "roll.trainer": "FakeRollTrainer",
+    "roll.trajectories": "FakeTrajEnvManager",
+    "slime.hooks": "DynamicFilterOutput",
+    "slime.modules": "slime_stand_in",
+    "slime.results": "SlimeEvaluation SlimeStep",
+    "slime.samples": "SlimeSample",
+    "slime.trainer": "FakeSlimeTrainer",
+    "verl.engine": "VerlDraft VerlOutput",
+    "verl.modules": "verl_stand_in",
+    "verl.protocol": "VerlDataProto",
+    "verl.results": "VerlStep VerlValidation",
+    "verl.trainer": "FakeVerlTrainer",
 }
+_HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
 _EXTRA_PACKAGES = {"numpy": 'pip install "qreward-plugins[testing]"'}
 

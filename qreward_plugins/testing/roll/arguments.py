@@ -7,11 +7,13 @@ suggests the nearest.
 from __future__ import annotations
 
 import copy
-import difflib
+import functools
 from argparse import Namespace
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from .. import flags as _flags
 
 DEFAULT_LOOP = "roll.distributed.scheduler.user_defined_rollout_loop.UserDefinedRolloutLoop"
 
@@ -133,14 +135,7 @@ class GeneratingArguments:
         return asdict(self)
 
 
-def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise `TypeError` for the first name in `given` that is not `known`, with the nearest known one."""
-    names = list(known)
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(sorted(names))}"
-            raise TypeError(f"{what} has no {name!r}: {hint} ROLL itself ignores unknown keys.")
+refuse_unknown = functools.partial(_flags.refuse_unknown, note=" ROLL itself ignores unknown keys.")
 
 
 def path_of(value: Any) -> Any:

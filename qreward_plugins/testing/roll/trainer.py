@@ -16,16 +16,14 @@ import asyncio
 import copy
 import importlib
 import itertools
-import weakref
 from argparse import Namespace
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from types import TracebackType
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch
 
-from ..background_loop import BackgroundLoop
+from ..fake_trainer import FakeTrainer
 from ..tokenizer import WordTokenizer
 from .arguments import DEFAULT_LOOP, batch_sizes, make_config, refuse_unknown
 from .cluster import RollCluster
@@ -44,7 +42,7 @@ _START_S = 60.0
 """Most seconds for making all workers, and for closing them."""
 
 
-class FakeRollTrainer:
+class FakeRollTrainer(FakeTrainer[RollDraft]):
     """ROLL's `RLVRPipeline`, with a fake inference engine and trainer.
 
     `rewards` is ROLL's node of that name: for every domain `worker_cls` (a dotted path, or a class derived from the
@@ -99,7 +97,7 @@ class FakeRollTrainer:
         config = self.pipeline_config
         self._tokenizer = tokenizer
         self._engine = RollEngine(respond, hold, tokenizer, seed)
-        self._timeout_s = timeout_s
+        super().__init__("fake-roll-scheduler", "fake-roll-driver", self._engine.held, timeout_s)
         self._sizes = batch_sizes(config, domain_interleave_probs)
         datasets = {domain: RollDataset(self._encoded(rows, domain), seed) for domain in self._sizes}
         for domain, dataset in datasets.items():
@@ -117,9 +115,6 @@ class FakeRollTrainer:
         self._clusters: dict[str, RollCluster] = {}
         self._schedulers: dict[str, RollScheduler] = {}
         self._val: RollScheduler | None = None
-        self._background: ThreadPoolExecutor | None = None
-        self._loop = BackgroundLoop("fake-roll-scheduler", "FakeRollTrainer")
-        self._finalizer = weakref.finalize(self, self._loop.close)
         try:
             self._loop.run(self._start(kinds, datasets, val_set, loop_cls), _START_S)
         except BaseException:
@@ -191,9 +186,7 @@ class FakeRollTrainer:
 
     def start_step(self) -> Future[RollStep]:
         """`step` in its own thread, for tests that act while it runs."""
-        if self._background is None:
-            self._background = ThreadPoolExecutor(1, thread_name_prefix="fake-roll-driver")
-        return self._background.submit(self.step)
+        return self._in_background(self.step)
 
     def validate(self) -> RollValidation:
         """Generate and reward `val_rows` once. Raises like `step`, and `ValueError` without any."""
@@ -220,27 +213,8 @@ class FakeRollTrainer:
         """Release held generations for which `which` is true; return their number. From any thread."""
         return self._engine.release(which)
 
-    def wait_until_held(self, count: int, timeout_s: float = 20.0) -> None:
-        """Block until `count` generations are held; for tests with `start_step`. Raises `TimeoutError`."""
-        self._engine.held.wait_until(count, timeout_s)
-
-    def close(self) -> None:
-        """End all tasks, close the workers that have `close`, and stop the threads. May be called more than once."""
-        try:
-            if self._finalizer.alive:
-                self._loop.run(self._end(), _START_S)
-        finally:
-            self._finalizer()
-            if self._background is not None:
-                self._background.shutdown()
-
-    def __enter__(self) -> FakeRollTrainer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    def _end(self) -> None:
+        self._loop.run(self._end_workers(), _START_S)
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         if self._ended is not None:
@@ -300,7 +274,7 @@ class FakeRollTrainer:
         for cluster in self._clusters.values():
             await cluster.call_all(method)
 
-    async def _end(self) -> None:
+    async def _end_workers(self) -> None:
         for scheduler in self._all_schedulers():
             await scheduler.close()
         actors = [actor for cluster in self._clusters.values() for actor in cluster.actors]

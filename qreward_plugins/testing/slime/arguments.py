@@ -6,12 +6,12 @@ an error that suggests the nearest.
 
 from __future__ import annotations
 
-import difflib
 from argparse import Namespace
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..flags import refuse_unknown
 from .samples import SlimeSample
 
 ESTIMATORS = ("grpo", "gspo", "cispo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "ppo")
@@ -122,16 +122,6 @@ EVAL_DATASET_KEYS = (
     "max_response_len",
     "metadata_overrides",
 )
-
-
-def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str) -> None:
-    """Raise `TypeError` for the first name in `given` that is not `known`, with the nearest known one."""
-    names = list(known)
-    for name in given:
-        if name not in names:
-            near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-            hint = f"did you mean {near[0]!r}?" if near else f"known are: {', '.join(sorted(names))}"
-            raise TypeError(f"{what} has no {name!r}: {hint}")
 
 
 def resolve_args(flags: Mapping[str, Any], extra: Mapping[str, Any]) -> Namespace:

@@ -12,7 +12,7 @@ from argparse import Namespace
 from collections.abc import Iterable, Mapping
 from typing import Any, TypeAlias
 
-from .arguments import refuse_unknown
+from ..flags import refuse_unknown
 from .hooks import HookLoader
 from .samples import SlimeSample
 

@@ -11,25 +11,23 @@ milliseconds, without slime, torch, Ray, Megatron, SGLang or a GPU.
 
 from __future__ import annotations
 
-import concurrent.futures
 import itertools
 import time
-import weakref
 from argparse import Namespace
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
-from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
-from ..background_loop import BackgroundLoop
+from ..fake_trainer import FakeTrainer
+from ..flags import refuse_unknown
 from .advantages import sample_advantages, token_advantages
 from .arguments import (
     DEFAULT_ROLLOUT_FUNCTION,
     EVAL_DATASET_KEYS,
     EvalDataset,
-    refuse_unknown,
     resolve_args,
     resolve_eval_dataset,
 )
@@ -44,10 +42,8 @@ from .train_data import check_rollout_ids, convert_samples, post_process_rewards
 
 _SHORTEST_S = 1e-9
 
-T = TypeVar("T")
 
-
-class FakeSlimeTrainer:
+class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
     """slime's `RolloutManager`, with a fake data source, inference engine and trainer.
 
     `flags` are slime's own, with slime's defaults, except for `rollout_batch_size` and `n_samples_per_prompt`, which
@@ -91,7 +87,8 @@ class FakeSlimeTrainer:
         self._loader = HookLoader()
         self._engine = SlimeEngine(respond, hold, seed)
         self._state = SlimeRollout(self.args, self._loader, self._engine)
-        self._timeout_s = timeout_s
+        # slime awaits all rewards on one loop, of rollouts and of evaluations alike (slime/utils/async_utils.py).
+        super().__init__("fake-slime-rollout", "fake-slime-manager", self._engine.held, timeout_s)
         self._logged: dict[str, Any] = {}
         self._steps = itertools.count()
         self.args.qreward_aborted = lambda: self._state.aborted
@@ -106,10 +103,6 @@ class FakeSlimeTrainer:
         self._post_process = self._startup(self.args.custom_reward_post_process_path) or post_process_rewards
         self._convert = self._startup(self.args.custom_convert_samples_to_train_data_path) or self._default_conversion
         self._record: RolloutRecord | None = None
-        self._background: concurrent.futures.ThreadPoolExecutor | None = None
-        # slime awaits all rewards on one loop, of rollouts and of evaluations alike (slime/utils/async_utils.py).
-        self._loop = BackgroundLoop("fake-slime-rollout", "FakeSlimeTrainer")
-        self._finalizer = weakref.finalize(self, self._loop.close)
 
     def rollout(self, rollout_id: int | None = None) -> SlimeStep:
         """One step: a batch of scored groups, logged, post-processed and made ready for training.
@@ -154,13 +147,9 @@ class FakeSlimeTrainer:
             rewards_pending_max=self._state.rewards_pending_max,
         )
 
-    def start_rollout(self, rollout_id: int | None = None) -> concurrent.futures.Future[SlimeStep]:
+    def start_rollout(self, rollout_id: int | None = None) -> Future[SlimeStep]:
         """`rollout` in a thread of its own, for tests that act while it runs."""
-        if not self._finalizer.alive:
-            raise RuntimeError("this FakeSlimeTrainer is closed")
-        if self._background is None:
-            self._background = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="fake-slime-manager")
-        return self._background.submit(self.rollout, rollout_id)
+        return self._in_background(self.rollout, rollout_id)
 
     def evaluate(self, rollout_id: int = 0) -> SlimeEvaluation:
         """Score `eval_datasets`. Raises like `rollout`, and `AssertionError` with `group_rm`, as slime does."""
@@ -189,31 +178,9 @@ class FakeSlimeTrainer:
         """Let the engine write one response, for custom generate functions. In slime this is `POST /generate`."""
         return await self._engine.generate(args, sample, dict(sampling_params), self._state.rollout_id)
 
-    def release(self, which: Callable[[SlimeSample], bool] | None = None) -> int:
-        """Release held generations for which `which` is true; return their number. From any thread or hook."""
-        return self._engine.held.release(which)
-
-    def wait_until_held(self, count: int, timeout_s: float = 20.0) -> None:
-        """Block until `count` generations are held; for tests with `start_rollout`. Raises `TimeoutError`."""
-        self._engine.held.wait_until(count, timeout_s)
-
     async def until_aborted(self) -> None:
         """Return after generation was aborted because the batch is full; for hooks that play a slow judge."""
         await self._engine.until_aborted()
-
-    def close(self) -> None:
-        """Cancel all running tasks and stop the threads. May be called more than once."""
-        self._finalizer()
-        if self._background is not None:
-            self._background.shutdown()
-
-    def __enter__(self) -> FakeSlimeTrainer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
 
     def _begin(self, rollout_id: int) -> None:
         self._logged = {}
@@ -227,9 +194,6 @@ class FakeSlimeTrainer:
     def _default_conversion(self, args: Namespace, samples: list[SlimeSample]) -> dict[str, Any]:
         raw_rewards, rewards = self._post_process(args, samples)
         return convert_samples(args, samples, raw_rewards, rewards)
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return self._loop.run(coroutine, self._timeout_s, self._waiting_for)
 
     def _waiting_for(self) -> str:
         return (

@@ -13,16 +13,14 @@ milliseconds. It needs numpy, but no verl, torch, Ray or GPU.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig
 
-from ..background_loop import BackgroundLoop
+from ..fake_trainer import FakeTrainer
 from ..tokenizer import WordTokenizer
 from .actors import FakeRay
 from .base import LogProbs, Setup, Values
@@ -46,7 +44,7 @@ _EXPERIMENTAL = {
 }
 
 
-class FakeVerlTrainer:
+class FakeVerlTrainer(FakeTrainer[VerlDraft]):
     """verl's trainers with stand-ins for inference and training.
 
     `config`: overrides as on verl's command line (`"reward.reward_manager.name=qreward"`, `"+reward_manager=qreward"`),
@@ -103,13 +101,10 @@ class FakeVerlTrainer:
         self.config = compose_config(config, f"{experimental}_ppo_trainer" if experimental else "ppo_trainer")
         if experimental != "fully_async":
             check_config(self.config)
-        self._timeout_s = timeout_s
         self._trainer: Any = None
         self._ended: BaseException | None = None
-        self._background: ThreadPoolExecutor | None = None
         self._engine = VerlEngine(respond, hold, tokenizer if tokenizer is not None else WordTokenizer(), seed)
-        self._loop = BackgroundLoop("fake-verl-actors", "FakeVerlTrainer")
-        self._finalizer = weakref.finalize(self, self._loop.close)
+        super().__init__("fake-verl-actors", "fake-verl-trainer", self._engine.held, timeout_s)
         self._ray = FakeRay(self._loop.loop)
         self._modules = ExitStack()
         try:
@@ -135,9 +130,7 @@ class FakeVerlTrainer:
 
     def start_step(self) -> Future[VerlStep]:
         """`step` in a thread of its own, for tests that act while it runs."""
-        if self._background is None:
-            self._background = ThreadPoolExecutor(1, thread_name_prefix="fake-verl-trainer")
-        return self._background.submit(self.step)
+        return self._in_background(self.step)
 
     def validate(self) -> VerlValidation:
         """Generate and reward `val_rows`, `val_kwargs.n` times each. Raises like `step`."""
@@ -165,34 +158,17 @@ class FakeVerlTrainer:
         """End a reward worker: its calls fail with `RayActorError`, those under way and all later ones."""
         self._ray.kill(self._workers[number])
 
-    def release(self, which: Hold | None = None) -> int:
-        """Let held responses finish (those for which `which` is true), and say how many. From any thread."""
-        return self._engine.held.release(which)
-
-    def wait_until_held(self, count: int, timeout_s: float = 20.0) -> None:
-        """Block until `count` responses are held; for tests with `start_step`. Raises `TimeoutError`."""
-        self._engine.held.wait_until(count, timeout_s)
-
     def close(self) -> None:
         """End what still runs, close the reward managers, stop the threads. May be called more than once."""
         try:
-            if self._finalizer.alive:
-                if self._trainer is not None:
-                    self._loop.run(self._trainer.aclose(), _CLOSING_S)
-                self._loop.run(self._ray.aclose(), _CLOSING_S)
+            super().close()
         finally:
-            self._finalizer()
             self._modules.close()
-            if self._background is not None:
-                self._background.shutdown()
 
-    def __enter__(self) -> FakeVerlTrainer:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+    def _end(self) -> None:
+        if self._trainer is not None:
+            self._loop.run(self._trainer.aclose(), _CLOSING_S)
+        self._loop.run(self._ray.aclose(), _CLOSING_S)
 
     @property
     def _workers(self) -> list[Any]:
@@ -211,9 +187,6 @@ class FakeVerlTrainer:
         except BaseException as error:
             self._ended = error
             raise
-
-    def _run(self, coroutine: Any) -> Any:
-        return self._loop.run(coroutine, self._timeout_s, self._waiting_for)
 
     def _waiting_for(self) -> str:
         calls = sum(len(handle._actor._running) for handle in self._workers)

@@ -7,40 +7,18 @@ its place: `[image 1 of the prompt]`.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
 
 from ..config import Config
 from ..config.image_models import ImageLimits, JudgeImages
-from ..errors import InputError, Mistake
-from ..images import EXTRA, EncodedImage, Image, has_pillow, is_image_part, remote_url
-from ..images.encoded import named
-from ..samples import Message, Sample
+from ..errors import Mistake
+from ..images import EXTRA, has_pillow
+from ..samples import Sample, Verdict
+from ..scheduling.calls import Call
+from ..sources.image_parts import ShownImages, has_images, has_urls, shown_images
 
 _log = logging.getLogger("qreward_plugins.judges")
-
-
-@dataclass(frozen=True, slots=True)
-class ShownImage:
-    """One image of a sample: its name ("image 1 of the prompt"), and the part of a message that holds it."""
-
-    name: str
-    part: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class ShownImages:
-    """The images of a sample. `messages` are those of its prompt, with a name in the place of each image."""
-
-    messages: Sequence[Message]
-    images: Sequence[ShownImage]
-
-    def parts(self) -> Iterator[dict[str, Any]]:
-        """Yield the content parts that show the images, each below its name."""
-        for image in self.images:
-            yield {"type": "text", "text": f"{image.name[0].upper()}{image.name[1:]}:"}
-            yield dict(image.part)
 
 
 class ImageRules:
@@ -79,9 +57,12 @@ class ImageRules:
             )
         return found and self.sends
 
-    def sources(self) -> tuple[str, ...]:
-        """The sources for a sample with images."""
-        return self._sources
+    def call(self, call: Call[Verdict], sample: Sample) -> Call[Verdict]:
+        """Return the call of a sample. One with images goes only to sources that read them."""
+        if not self.sent(sample):
+            return call
+        # What a URL leads to may change, so the answer is not used again.
+        return replace(call, sources=self._sources, identity="" if has_urls(sample) else call.identity)
 
     def of(self, sample: Sample) -> ShownImages:
         """Return the images of a sample.
@@ -95,69 +76,3 @@ class ImageRules:
 def vision_sources(config: Config, names: Sequence[str]) -> tuple[str, ...]:
     """Return those of the sources `names` whose configuration says that their model reads images."""
     return tuple(name for name in names if getattr(config.sources.get(name), "vision", False))
-
-
-def has_images(sample: Sample) -> bool:
-    """Whether a sample has an image, in its prompt or its response."""
-    if sample.response_images:
-        return True
-    for message in sample.messages:
-        content: Any = message.get("content") if isinstance(message, Mapping) else None
-        if isinstance(content, (list, tuple)) and any(map(is_image_part, content)):
-            return True
-    return False
-
-
-def has_urls(sample: Sample) -> bool:
-    """Whether an image of the prompt is the URL of one."""
-    contents: list[Any] = [message.get("content") for message in sample.messages if isinstance(message, Mapping)]
-    return any(
-        is_image_part(part) and remote_url(part) is not None
-        for content in contents
-        if isinstance(content, (list, tuple))
-        for part in content
-    )
-
-
-def shown_images(sample: Sample, limits: ImageLimits, where: str) -> ShownImages:
-    """Return the images of a sample within `limits`, which are at `where` in the configuration; see `ImageRules.of`."""
-    images: list[ShownImage] = []
-    messages: list[Any] = []
-    for message in sample.messages:
-        content: Any = message.get("content") if isinstance(message, Mapping) else None
-        if not isinstance(content, (list, tuple)) or not any(map(is_image_part, content)):
-            messages.append(message)
-            continue
-        parts: list[Any] = []
-        for part in content:
-            if is_image_part(part):
-                name = f"image {len(images) + 1} of the prompt"
-                images.append(ShownImage(name, image_part(part, name, limits, where)))
-                part = {"type": "text", "text": f"[{name}]"}
-            parts.append(part)
-        messages.append({**message, "content": parts})
-    for number, image in enumerate(sample.response_images, start=1):
-        name = f"image {number} of the response"
-        images.append(ShownImage(name, image_part(image, name, limits, where)))
-    if len(images) > limits.max_count:
-        raise InputError(f"the sample has {len(images):,} images, but {where}.max_count is {limits.max_count:,}")
-    return ShownImages(messages, images)
-
-
-def image_part(value: Any, name: str, limits: ImageLimits, where: str) -> dict[str, Any]:
-    """Return the part of a message that holds the image `value`, in the form of chat completions.
-
-    Raises `InputError` for a value that is no image, and for a URL unless `limits` allow it.
-    """
-    url = remote_url(value)
-    if url is not None:
-        if not limits.allow_urls:
-            raise InputError(
-                f"{name} is a URL, and images are not fetched; give the image itself, or set {where}.allow_urls to "
-                "let the server fetch it"
-            )
-        return {"type": "image_url", "image_url": {"url": url}}
-    with named(name):
-        image = Image.of(value, folder=limits.folder)
-    encoded = EncodedImage(image, name=name, max_side=limits.max_side, max_bytes=limits.max_bytes)
-    return {"type": "image_url", "image_url": {"url": encoded}}

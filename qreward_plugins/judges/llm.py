@@ -28,7 +28,7 @@ from ..sources.kind import TEXT
 from .base import Opening
 from .fence import NONCE_LENGTH, draw_nonce, occurs_in
 from .finish_reasons import why_no_verdict
-from .images import ImageRules, has_urls, vision_sources
+from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
 from .sample_texts import SampleTexts, conversation_text
 from .templates import Page, Template
@@ -212,11 +212,7 @@ class LLMJudge(Leaf):
             raise ConfigurationError(mistakes)
 
     def call(self, sample: Sample) -> Call[Verdict]:
-        call = super().call(sample)
-        if not self._images.sent(sample):
-            return call
-        # What a URL leads to may change, so its answer is not used again.
-        return replace(call, sources=self._images.sources(), identity="" if has_urls(sample) else call.identity)
+        return self._images.call(super().call(sample), sample)
 
     def screen(self, sample: Sample) -> Verdict | None:
         """Return the floor for a response without a visible character or an image; apply `on_too_long` to a sample that

@@ -2,7 +2,7 @@
 
 A reward model gets no instructions, so there is no fence. But servers tokenize control tokens in a text: a response
 with `<|im_end|>` could end its own turn and add one that scores better. So they are neutralised here, as in the prompt
-of an LLM judge.
+of an LLM judge. Images stand in the conversation where they stand in the prompt.
 
 The journal keeps the logits. So another label, activation, reduction or transform costs no request.
 """
@@ -10,20 +10,25 @@ The journal keeps the logits. So another label, activation, reduction or transfo
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from ..config.image_models import JudgeImages
 from ..config.judge_models import AskingConfig
 from ..config.nodes import Integer
 from ..errors import ConfigurationError, InvalidReply, Mistake
+from ..images import is_image_part
 from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict, fits_float32
+from ..scheduling.calls import Call
 from ..sources.base import Reply, Request, Source
+from ..sources.image_parts import ShownImage, with_images
 from ..sources.kind import LOGITS
 from .base import Opening
 from .calibration import REMEDY, Calibration, Identity
 from .control_tokens import neutralise
+from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
 from .sample_texts import SampleTexts, conversation_turns
 from .transforms import Transform, TransformSteps, sigmoid, zscore_file
@@ -53,6 +58,10 @@ class RewardModelJudge(Leaf):
         """What is applied to the logit. `raw` (default): nothing. `sigmoid`: for one label, 0 to 1. `softmax`: the
         share of the label among all labels of the model, 0 to 1."""
 
+        images: JudgeImages = JudgeImages()
+        """Which images of the conversation the reward model sees, and what is sent of them. Only servers that render
+        the conversation take images (`vllm_classify` and `vllm_pooling` without `chat_template`)."""
+
         reduce: Literal["last", "min", "mean", "prod"] | None = None
         """How the scores of the steps of a process reward model (`task: token_classify` of the source) become one
         score: the `last` one, the lowest, their mean, or their product, which needs `activation: softmax` or `sigmoid`.
@@ -66,7 +75,7 @@ class RewardModelJudge(Leaf):
 
     @classmethod
     def open(cls, name: str, config: Any, opening: Opening) -> RewardModelJudge:
-        return cls(name, config, sources=opening.sources)
+        return cls(name, config, sources=opening.sources, vision=vision_sources(opening.config, opening.sources))
 
     @classmethod
     def rehearsed(cls, config: Any, request: Request, share: float) -> Reply:
@@ -81,8 +90,9 @@ class RewardModelJudge(Leaf):
         logits = {label: score, **other}
         return Reply(value=logits if config.reduce is None else [(1, logits)])
 
-    def __init__(self, name: str, config: Config, *, sources: Sequence[str]) -> None:
-        mistakes = number_mistakes(name, config)
+    def __init__(self, name: str, config: Config, *, sources: Sequence[str], vision: Sequence[str] = ()) -> None:
+        self._images = ImageRules(name, config.images, sources=sources, vision=vision)
+        mistakes = [*number_mistakes(name, config), *self._images.mistakes()]
         if config.reduce == "prod" and config.activation == "raw":
             said = "a product of raw logits changes its sign with every bad step."
             mistakes.append(Mistake(f"judges.{name}.reduce", said, "Set activation: softmax or sigmoid."))
@@ -117,20 +127,26 @@ class RewardModelJudge(Leaf):
             source, [f"label {config.label}", f"activation {config.activation}", f"reduce {config.reduce}"]
         )
 
+    def call(self, sample: Sample) -> Call[Verdict]:
+        return self._images.call(super().call(sample), sample)
+
     def screen(self, sample: Sample) -> Verdict | None:
-        """Return the floor for a response without a visible character, if there is a floor."""
+        """Return the floor for a response without a visible character or an image, if there is a floor."""
         response: object = sample.response
-        if isinstance(response, str) and is_blank(response):
+        shown = self._images.sends and sample.response_images
+        if isinstance(response, str) and is_blank(response) and not shown:
             return self.instead(Failed(Cause.POLICY, "empty", "the response is empty", judge=self.name))
         return None
 
     def request(self, sample: Sample, *, attempt: int) -> Request:
         """Build the conversation, whose last turn is the response. Raises `InputError` for messages that cannot be
-        written as text.
+        written as text, and for images that cannot be sent.
         """
         texts = SampleTexts.of(sample)
         turns: list[Message] = [*conversation_turns(sample.messages), {"role": "assistant", "content": texts.response}]
         messages = tuple(Message(role=neutralise(turn["role"]), content=neutralise(turn["content"])) for turn in turns)
+        if self._images.sent(sample):
+            messages = tuple(_with_images(messages, sample, self._images.of(sample).images))
         return Request(sample=sample, messages=messages, judge=self.name)
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
@@ -222,6 +238,30 @@ class RewardModelJudge(Leaf):
             )
         most = max(logits.values())
         return math.exp(logit - most) / sum(math.exp(other - most) for other in logits.values())
+
+
+def _with_images(turns: Sequence[Message], sample: Sample, images: Sequence[ShownImage]) -> Iterator[Any]:
+    """Yield the turns of a conversation, those with images as lists of parts."""
+    response = [dict(image.part) for image in images if image.name.endswith("response")]
+    prompt = with_images(sample.messages, images)
+    for turn, message in zip(turns[:-1], prompt, strict=True):
+        content: Any = message.get("content")
+        if not isinstance(content, (list, tuple)) or not any(map(is_image_part, content)):
+            yield turn
+            continue
+        yield {
+            "role": turn["role"],
+            "content": [part if is_image_part(part) else _text_part(part) for part in content],
+        }
+    yield (
+        {**turns[-1], "content": [{"type": "text", "text": turns[-1]["content"]}, *response]} if response else turns[-1]
+    )
+
+
+def _text_part(part: Any) -> dict[str, Any]:
+    """Return a part that is no image as text."""
+    (turn,) = conversation_turns([Message(role="user", content=[part])])  # type: ignore[typeddict-item]
+    return {"type": "text", "text": neutralise(turn["content"])}
 
 
 _REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {

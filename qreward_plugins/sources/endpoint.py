@@ -240,7 +240,7 @@ class Endpoint(SourceKind):
 
         The requests of a judge have the same parameters, so results are kept, by all that is sent.
         """
-        sent = encoded(body, image=identity_of)
+        sent = encoded(body, image=lambda image: str(image.tokens))
         found = self._demands.get(sent)
         if found is None:
             # Some servers put schemas, tools and documents into the prompt, and scoring services get texts under any

@@ -160,6 +160,10 @@ class RewardModelSource(Endpoint):
         `token_classify`: it is a process reward model, which scores every step of the response; it needs
         `chat_template` and the package `tokenizers`, because the conversation is tokenized here."""
 
+        vision: bool = False
+        """Whether the model reads images. Judges send images only to sources that say so, unless their `images.send`
+        says otherwise. Only `vllm_classify` and `vllm_pooling` without `chat_template` take images. Default: false."""
+
         step_separator: Annotated[str, Field(min_length=1, max_length=100)] = "\n\n"
         """Text that ends a step of the response, for `task: token_classify`. Default: an empty line."""
 
@@ -191,6 +195,11 @@ class RewardModelSource(Endpoint):
         elif tokens and not config.chat_template:
             said = "the conversation is tokenized here for task: token_classify."
             mistakes.append(Mistake(where, said, "Set it to the folder of the reward model."))
+        self._takes_images = protocol.form == "messages" and not config.chat_template
+        if config.vision and not self._takes_images:
+            said = "images are sent only if the server renders the conversation."
+            remedy = "Use vllm_classify or vllm_pooling without chat_template, or leave it out."
+            mistakes.append(Mistake(f"sources.{name}.vision", said, remedy))
         mistakes += _misplaced(f"sources.{name}", config)
         super().__init__(name, config, mistakes=mistakes, path=protocol.path)
         if config.chat_template:
@@ -233,6 +242,10 @@ class RewardModelSource(Endpoint):
         messages = request.messages
         if not messages or messages[-1]["role"] != "assistant":
             raise InputError("the last message is not the response, a turn of the assistant")
+        if self._takes_images:
+            return self._protocol.body(self._model, {"messages": [dict(message) for message in messages]})
+        if not all(isinstance(message["content"], str) for message in messages):
+            raise InputError("images are sent only if the server renders the conversation; set images.send to false")
         prompt = {"prompt": _plain(messages[:-1]), "response": messages[-1]["content"]}
         if self._protocol.form == "pair":
             return self._protocol.body(self._model, prompt)
@@ -240,7 +253,7 @@ class RewardModelSource(Endpoint):
             return self._protocol.body(self._model, {"tokens": self._tokens(_turns(request)).ids})
         if self._template is not None:
             return self._protocol.body(self._model, {"text": self._template.render(messages), **prompt})
-        return self._protocol.body(self._model, {"messages": [dict(message) for message in messages]})
+        raise InputError("the protocol needs a chat template")
 
     def answer(self, url: URL, http: HTTPReply) -> LogitsAnswer:
         return LogitsAnswer(self._name, url, self._model, self._url_key, http, self._http.redactor, self._protocol)

@@ -9,19 +9,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
 from pydantic import Field, field_validator
 from yarl import URL
 
+from ..config.image_models import ImageLimits
 from ..config.nodes import takes
 from ..config.source_models import EndpointConfig, ModelName, URLs
+from ..images import EncodedImage
+from ..images.encoded import Form
 from ..samples import Sample
 from .base import Request
 from .bodies import as_json
 from .endpoint import Endpoint
 from .http import HTTPReply
+from .image_parts import has_images, has_urls, shown_images, with_images
 from .kind import VALUE
 from .values import ValueAnswer
 
@@ -35,7 +40,20 @@ SamplePart = Literal[
     "extras",
     "group_id",
     "id",
+    "images",
+    "response_images",
 ]
+
+
+class ServiceImages(ImageLimits):
+    """What is sent of the images of a sample."""
+
+    send: bool = True
+    """Whether images in `prompt`, `messages` and `conversation` are sent as parts in the form of chat completions, with
+    data URLs. `false`: these parts are sent as they are, if JSON can hold them. Default: true."""
+
+    form: Form = "data_url"
+    """How `images` and `response_images` are sent: as `data_url` (default), or as `base64` alone."""
 
 
 def _remote_rm_body() -> dict[str, SamplePart]:
@@ -63,10 +81,14 @@ class HTTPSource(Endpoint):
         body: Annotated[dict[str, SamplePart], Field(min_length=1)] = Field(default_factory=_remote_rm_body)
         """The keys of the body, each with the part of the sample that it holds. `prompt`: the text if the prompt is one
         user message, else its messages; `messages`: the prompt as a list of messages; `conversation`: that list plus
-        the response as the assistant's turn; `response`, `ground_truth`, `data_source`, `extras`, `group_id` and `id`.
+        the response as the assistant's turn; `response`, `ground_truth`, `data_source`, `extras`, `group_id` and `id`;
+        `images` and `response_images`: lists of the images of the prompt and of the response, as data URLs or base64.
         Samples that differ in a part that is sent never share an answer of the journal. Keys with a constant value go
         into `parameters`. Default: `{prompt: prompt, response: response, label: ground_truth}`, the body that slime
         posts to its `--rm-url`."""
+
+        images: ServiceImages = ServiceImages()
+        """What is sent of the images of a sample."""
 
         score_key: (
             Annotated[
@@ -96,6 +118,7 @@ class HTTPSource(Endpoint):
         known = config if config.version or not config.model else config.model_copy(update={"version": config.model})
         super().__init__(name, known)
         self._parts = dict(config.body)
+        self._images = config.images
         self._score_key = config.score_key
         self._model = _named(config)
 
@@ -110,7 +133,38 @@ class HTTPSource(Endpoint):
     def body(self, request: Request) -> Mapping[str, Any]:
         """Return the body. Raises `InputError` for a value that JSON cannot hold."""
         sample = request.sample
-        return {key: as_json(_PARTS[part](sample), part) for key, part in self._parts.items()}
+        images: dict[str, Any] = {"images": [], "response_images": []}
+        if has_images(sample):
+            sample, images = self._with_images(sample)
+        return {
+            key: as_json(images[part] if part in images else _PARTS[part](sample), part)
+            for key, part in self._parts.items()
+        }
+
+    def question(self, request: Request) -> object | None:
+        """See `Endpoint.question`. None for a sample with the URL of an image: what it leads to may change."""
+        return None if has_urls(request.sample) else super().question(request)
+
+    def _with_images(self, sample: Sample) -> tuple[Sample, dict[str, Any]]:
+        """Return the sample with its images as they are sent, and the images of the prompt and of the response."""
+        listed = {part for part in self._parts.values() if part in ("images", "response_images")}
+        if not (self._images.send or listed):
+            return sample, {}
+        where = f"sources.{self._name}.images"
+        shown = shown_images(sample, self._images, where).images
+        lists: dict[str, Any] = {"images": [], "response_images": []}
+        for image in shown:
+            url = image.part["image_url"]["url"]
+            if self._images.form == "base64" and isinstance(url, EncodedImage):
+                url = url.as_base64()
+            lists["images" if image.name.endswith("prompt") else "response_images"].append(url)
+        if self._images.send:
+            prompt = sample.prompt
+            if isinstance(prompt, (list, tuple)) and prompt:
+                own = shown_images(replace(sample, messages=prompt, response_images=()), self._images, where).images
+                prompt = with_images(prompt, own)
+            sample = replace(sample, messages=with_images(sample.messages, shown), prompt=prompt)
+        return sample, lists
 
     def answer(self, url: URL, http: HTTPReply) -> ValueAnswer:
         return ValueAnswer(
@@ -162,4 +216,6 @@ _PARTS: Mapping[SamplePart, Callable[[Sample], Any]] = {
     "extras": lambda sample: sample.extras,
     "group_id": lambda sample: sample.group_id,
     "id": lambda sample: sample.id,
+    "images": lambda sample: [],
+    "response_images": lambda sample: [],
 }

@@ -6,11 +6,14 @@ import asyncio
 import base64
 import io
 import logging
+import random
+import re
 import threading
 import tracemalloc
 from dataclasses import replace
 
 import pytest
+from aiohttp import web
 
 from qreward_plugins import ConfigurationError, RewardEngine, Sample, Scored
 from qreward_plugins.images import Image
@@ -185,7 +188,7 @@ def test_a_wrong_image_fails_its_sample_alone(make_config, sample, problem):
     outcomes, seen = score(make_config, [SAMPLE, sample, SAMPLE])
     assert [isinstance(outcome, Scored) for outcome in outcomes] == [True, False, True]
     assert outcomes[1].reason == "input"
-    assert pytest.importorskip("re").search(problem, outcomes[1].detail), outcomes[1].detail
+    assert re.search(problem, outcomes[1].detail), outcomes[1].detail
     assert len(seen.calls) == 2
 
 
@@ -273,7 +276,7 @@ def test_a_batch_does_not_hold_all_encodings(make_config):
     """Encodings exist for the requests in flight only."""
     side, count = 600, 48
     # Different noise for each, so that no encoding is shared.
-    rng = pytest.importorskip("random").Random(1)
+    rng = random.Random(1)
     pictures = [Pillow.frombytes("L", (side, side), rng.randbytes(side * side)) for _ in range(4)]
     samples = [asked(*map(image, pictures), response=f"r{n}") for n in range(count)]
     most = 0
@@ -302,3 +305,86 @@ def test_a_batch_does_not_hold_all_encodings(make_config):
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
     one = 4 * side * side * 4 / 3
     assert most - before < 14 * one < count * one / 3
+
+
+def posted(samples, source, *, engine=None, bodies=None):
+    """Score with a service; return the outcomes and the bodies that it got."""
+    bodies = [] if bodies is None else bodies
+
+    async def run():
+        async def answer(request):
+            bodies.append(await request.json())
+            return web.json_response(0.5)
+
+        app = web.Application(client_max_size=10**8)
+        app.router.add_post("/score", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        port = runner.addresses[0][1]
+        config = {
+            "sources": {"a": {"kind": "http", "url": f"http://127.0.0.1:{port}/score", "model": "m", **source}},
+            "judges": {"a": {"kind": "function"}},
+            "engine": {"max_attempts": 2, **(engine or {})},
+        }
+        try:
+            async with RewardEngine(config) as opened:
+                return await opened.score_all(samples)
+        finally:
+            await runner.cleanup()
+
+    return asyncio.run(run()), bodies
+
+
+def opened(text):
+    return Pillow.open(io.BytesIO(base64.b64decode(text.rpartition(",")[2])))
+
+
+def test_a_service_gets_images_in_messages_and_as_lists():
+    sample = replace(SAMPLE, response_images=[Image.of(png("green"))])
+    body = {"m": "messages", "c": "conversation", "r": "response", "i": "images", "ri": "response_images"}
+    outcomes, bodies = posted([sample], {"body": body})
+    assert isinstance(outcomes[0], Scored), outcomes
+    (sent,) = bodies
+    assert [part["type"] for part in sent["m"][0]["content"]] == ["text", "image_url", "text", "image_url", "text"]
+    assert sent["c"] == [*sent["m"], {"role": "assistant", "content": sample.response}]
+    assert [part["image_url"]["url"] for part in sent["m"][0]["content"][1::2]] == sent["i"]
+    assert all(url.startswith("data:image/png;base64,") for url in sent["i"])
+    assert [opened(url).size for url in (*sent["i"], *sent["ri"])] == [(8, 6)] * 3
+
+
+def test_a_service_may_get_bare_base64_and_the_framework_s_own_prompt():
+    sample = replace(SAMPLE, prompt=SAMPLE.messages)
+    source = {"body": {"p": "prompt", "r": "response", "i": "images"}, "images": {"form": "base64"}}
+    outcomes, bodies = posted([sample, Sample([{"role": "user", "content": "?"}], "4")], source)
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    bodies.sort(key=lambda body: len(body["i"]))
+    assert bodies[0] == {"p": "?", "r": "4", "i": []}
+    assert [":" in text for text in bodies[1]["i"]] == [False, False]
+    assert bodies[1]["p"][0]["content"][1]["type"] == "image_url"
+
+
+def test_a_wrong_image_fails_alone_at_a_service():
+    wrong = [asked(image(value)) for value in (b"junk", animated(), broken(), "a.png", "http://h/a.png")]
+    outcomes, bodies = posted([SAMPLE, *wrong], {})
+    assert [isinstance(outcome, Scored) for outcome in outcomes] == [True] + [False] * 5
+    assert {outcome.reason for outcome in outcomes[1:]} == {"input"}
+    assert len(bodies) == 1
+    assert "sources.a.images.allow_urls" in outcomes[5].detail
+
+
+def test_a_service_may_get_parts_as_they_are():
+    sample = asked("What?", {"type": "image", "image": "a.png"})
+    outcomes, bodies = posted([sample], {"images": {"send": False}})
+    assert isinstance(outcomes[0], Scored)
+    assert bodies[0]["prompt"][0]["content"][1] == {"type": "image", "image": "a.png"}
+
+
+def test_another_image_is_another_question_to_a_service(tmp_path):
+    engine = {"journal": {"path": str(tmp_path / "j.sqlite"), "reuse": True}}
+    bodies = []
+    red, blue = (asked("What?", image(png(colour))) for colour in ("red", "blue"))
+    for sample, calls in ((red, 1), (red, 1), (blue, 2), (red, 2)):
+        posted([sample], {}, engine=engine, bodies=bodies)
+        assert len(bodies) == calls

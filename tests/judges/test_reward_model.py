@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from qreward_plugins.errors import ConfigurationError, InputError, InvalidReply
+from qreward_plugins.images import Image
 from qreward_plugins.judges import JudgeFailed, RewardModelJudge
 from qreward_plugins.samples import Sample, Verdict
 from qreward_plugins.sources.base import Reply, Request
@@ -221,3 +222,21 @@ def test_the_source_and_the_judge_of_steps_belong_together():
         read(STEPS, label=1)
     with pytest.raises(InvalidReply, match=r"whole responses; leave out judges\.rm\.reduce"):
         read({"0": 1.0}, reduce="min")
+
+
+def test_images_stand_in_the_conversation_where_they_stand_in_the_prompt():
+    Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    picture = Pillow.new("RGB", (8, 6), "red")
+    parts = [{"type": "text", "text": "look<|im_end|>"}, {"type": "image", "image": picture}, "and", {"type": "video"}]
+    sample = Sample(
+        [{"role": "system", "content": "s"}, {"role": "user", "content": parts}],
+        "4",
+        response_images=[Image.of(picture)],
+    )
+    request = judge(images={"send": True}).request(sample, attempt=0)
+    system, user, response = request.messages
+    assert system == {"role": "system", "content": "s"}
+    assert [part.get("text") for part in user["content"]] == ["look\u2039|im_end|\u203a", None, "and", "[video]"]
+    assert user["content"][1]["type"] == "image_url"
+    assert response["content"][0] == {"type": "text", "text": "4"}
+    assert str(response["content"][1]["image_url"]["url"]).startswith("data:image/png;base64,")

@@ -15,7 +15,14 @@ import pytest
 import yaml
 
 from qreward_plugins import RewardEngine, Sample, load_config
-from qreward_plugins.errors import ConfigurationError, InvalidReply, QRewardError, SampleRefused, TransientError
+from qreward_plugins.errors import (
+    ConfigurationError,
+    InputError,
+    InvalidReply,
+    QRewardError,
+    SampleRefused,
+    TransientError,
+)
 from qreward_plugins.samples import Failed, Scored
 from qreward_plugins.sources import Request, RewardModelSource
 from qreward_plugins.spent import Usage
@@ -328,3 +335,18 @@ def test_the_example_of_the_docs_opens():
     assert list(config.judges) == ["quality"]
     RewardEngine(config)
     assert all(f"`{protocol}`" in page for protocol in PROTOCOLS)
+
+
+@pytest.mark.parametrize("settings", [{"protocol": "vllm_score"}, {"protocol": "tei_rerank"}])
+def test_images_need_a_server_that_renders_the_conversation(settings):
+    config = RewardModelSource.Config.model_validate(
+        {"kind": "reward_model", "base_url": "http://h", "model": "rm", "vision": True, **settings}
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        RewardModelSource("a", config)
+    assert [mistake.path for mistake in caught.value.mistakes] == ["sources.a.vision"]
+    blind = RewardModelSource("a", config.model_copy(update={"vision": False}))
+    parts = [{"type": "text", "text": "?"}]
+    messages = ({"role": "user", "content": parts}, MESSAGES[1])
+    with pytest.raises(InputError, match="images are sent only if the server renders"):
+        blind.body(Request(Sample([], "4"), messages=messages))

@@ -1,0 +1,119 @@
+"""Turns the images of a sample into parts of messages in the form of chat completions, within configured limits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..config.image_models import ImageLimits
+from ..errors import InputError
+from ..images import EncodedImage, Image, is_image_part, remote_url
+from ..images.encoded import named
+from ..samples import Message, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class ShownImage:
+    """One image of a sample: its name ("image 1 of the prompt"), and the part of a message that holds it."""
+
+    name: str
+    part: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class ShownImages:
+    """The images of a sample. `messages` are those of its prompt, with a name in the place of each image."""
+
+    messages: Sequence[Message]
+    images: Sequence[ShownImage]
+
+    def parts(self) -> Iterator[dict[str, Any]]:
+        """Yield the content parts that show the images, each below its name."""
+        for image in self.images:
+            yield {"type": "text", "text": f"{image.name[0].upper()}{image.name[1:]}:"}
+            yield dict(image.part)
+
+
+def with_images(messages: Sequence[Any], images: Sequence[ShownImage]) -> list[Any]:
+    """Return messages with `images`, those of the prompt, in the places where they stand."""
+    left = iter([image for image in images if image.name.endswith("prompt")])
+    turns: list[Any] = []
+    for message in messages:
+        content: Any = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, (list, tuple)):
+            message = {
+                **message,
+                "content": [dict(next(left).part) if is_image_part(part) else part for part in content],
+            }
+        turns.append(message)
+    return turns
+
+
+def has_images(sample: Sample) -> bool:
+    """Whether a sample has an image, in its prompt or its response."""
+    if sample.response_images:
+        return True
+    for message in sample.messages:
+        content: Any = message.get("content") if isinstance(message, Mapping) else None
+        if isinstance(content, (list, tuple)) and any(map(is_image_part, content)):
+            return True
+    return False
+
+
+def has_urls(sample: Sample) -> bool:
+    """Whether an image of the prompt is the URL of one."""
+    contents: list[Any] = [message.get("content") for message in sample.messages if isinstance(message, Mapping)]
+    return any(
+        is_image_part(part) and remote_url(part) is not None
+        for content in contents
+        if isinstance(content, (list, tuple))
+        for part in content
+    )
+
+
+def shown_images(sample: Sample, limits: ImageLimits, where: str) -> ShownImages:
+    """Return the images of a sample within `limits`, which are at `where` in the configuration.
+
+    Raises `InputError` for too many images, and for an image that is broken, animated, too large, or not given itself.
+    """
+    images: list[ShownImage] = []
+    messages: list[Any] = []
+    for message in sample.messages:
+        content: Any = message.get("content") if isinstance(message, Mapping) else None
+        if not isinstance(content, (list, tuple)) or not any(map(is_image_part, content)):
+            messages.append(message)
+            continue
+        parts: list[Any] = []
+        for part in content:
+            if is_image_part(part):
+                name = f"image {len(images) + 1} of the prompt"
+                images.append(ShownImage(name, image_part(part, name, limits, where)))
+                part = {"type": "text", "text": f"[{name}]"}
+            parts.append(part)
+        messages.append({**message, "content": parts})
+    for number, image in enumerate(sample.response_images, start=1):
+        name = f"image {number} of the response"
+        images.append(ShownImage(name, image_part(image, name, limits, where)))
+    if len(images) > limits.max_count:
+        raise InputError(f"the sample has {len(images):,} images, but {where}.max_count is {limits.max_count:,}")
+    return ShownImages(messages, images)
+
+
+def image_part(value: Any, name: str, limits: ImageLimits, where: str) -> dict[str, Any]:
+    """Return the part of a message that holds the image `value`, in the form of chat completions.
+
+    Raises `InputError` for a value that is no image, and for a URL unless `limits` allow it.
+    """
+    url = remote_url(value)
+    if url is not None:
+        if not limits.allow_urls:
+            raise InputError(
+                f"{name} is a URL, and images are not fetched; give the image itself, or set {where}.allow_urls to "
+                "let the server fetch it"
+            )
+        return {"type": "image_url", "image_url": {"url": url}}
+    with named(name):
+        image = Image.of(value, folder=limits.folder)
+    encoded = EncodedImage(image, name=name, max_side=limits.max_side, max_bytes=limits.max_bytes)
+    return {"type": "image_url", "image_url": {"url": encoded}}

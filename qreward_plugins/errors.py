@@ -13,7 +13,7 @@
     ├── InvalidReply            a source replied, but not with a valid answer
     └── SourceError             one attempt at one source failed
         ├── Throttled           429, 529, or 503 with Retry-After: the source asks for a pause
-        ├── TransientError      time-outs, resets, 5xx, garbled replies: another try may help
+        ├── TransientError      time-outs, resets, 5xx, unreadable replies: another try may help
         │   ├── NotStarted      a local function could not start the call; this is not the sample's fault
         │   └── SampleFault     this sample hung or crashed a local function
         └── PermanentError      the source will not answer this request

@@ -175,7 +175,7 @@ def _done(statistics: EngineStatistics) -> int:
     return statistics.scored + statistics.failed_total
 
 
-_STYLES = {"up": "green", "paused": "yellow", "resting": "yellow", "garbled": "red", "out": "red"}
+_STYLES = {"up": "green", "paused": "yellow", "down": "yellow", "degraded": "red", "unusable": "red"}
 
 
 def _state(source: SourceStatistics) -> Text:

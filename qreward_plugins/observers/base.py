@@ -78,12 +78,12 @@ class Observers:
         if self._theirs:
             self._send(event)
 
-    def state(self, at: float, source: str, state: str, trouble: str) -> None:
+    def state(self, at: float, source: str, state: str, problem: str) -> None:
         """Emit the state of a source if it has changed."""
         before = self._states.get(source, "up")
         if state != before:
             self._states[source] = state
-            self.emit(SourceStateChanged(at, source, state, before, one_line(trouble, _MESSAGE_CHARS)))
+            self.emit(SourceStateChanged(at, source, state, before, one_line(problem, _MESSAGE_CHARS)))
 
     def close(self, at: float) -> None:
         """Send `EngineClosed` to the user's observers, and release them. May be called again."""

@@ -121,16 +121,16 @@ class AttemptEnded(NamedTuple):
 class SourceStateChanged(NamedTuple):
     """A source started or stopped taking requests.
 
-    `state` and `before` are "up", "paused" (it asked for a pause), "resting" (its circuit is open), "garbled" (most of
-    its replies are invalid) or "out" (it refuses everything). The scheduler looks at states when it places requests, so
-    the end of a pause in which nothing waits is emitted later.
+    `state` and `before` are "up", "paused" (it asked for a pause), "down" (its circuit is open), "degraded" (most of
+    its replies are invalid) or "unusable" (it refuses everything). The scheduler looks at states when it places
+    requests, so the end of a pause in which nothing waits is emitted later.
     """
 
     at: float
     source: str
     state: str
     before: str
-    trouble: str
+    problem: str
     """Why it takes no requests, with the last error; "" if it takes them."""
 
 

@@ -49,8 +49,8 @@ class Attempt:
     """Whether observers were told that it ended."""
     superseded: bool = False
     """Whether it is an overdue probe: another probe may decide about the source now."""
-    young: bool = False
-    """Whether little was known of its source when it started, so that `expected_s` is corrected as more is learned."""
+    uncalibrated: bool = False
+    """Whether its source's latency model was not calibrated yet when it started, so that `expected_s` is corrected."""
     reply: Reply | None = None
     value: Any = None
     """What `Call.read` made of the reply, if that is valid."""

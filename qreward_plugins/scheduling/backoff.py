@@ -19,12 +19,12 @@ LONGEST_BACKOFF_S = 20.0
 RAISED_BACKOFF_S = 3.0
 LONGEST_RAISED_BACKOFF_S = 60.0
 """Backoff after a local function raised, in seconds: the first doubles up to the longest."""
-THROTTLED_TO_REST = 3
+THROTTLED_TO_BACK_OFF = 3
 """Throttled attempts of one sample from which other samples go first."""
-SHORTEST_THROTTLED_REST_S = 0.5
-LONGEST_REST_S = 10.0
+SHORTEST_THROTTLED_BACKOFF_S = 0.5
+LONGEST_THROTTLED_BACKOFF_S = 10.0
 """Bounds, in seconds, of the time after the pause for which they go first. In between it is as long as the pause."""
-SHORTEST_INVALID_REST_S = 0.5
+SHORTEST_INVALID_BACKOFF_S = 0.5
 """Shortest time, in seconds, for which a job avoids a source that gave it an invalid verdict, if it has another."""
 LEAST_PATIENCE_S = 1.0
 """Least time, in seconds, between two checks whether a suspect job still has to wait."""
@@ -37,7 +37,7 @@ class Backoff:
         self._jobs = jobs
         self._upstreams = upstreams
         self._rng = rng
-        self._resting: dict[str, dict[Job, None]] = {name: {} for name in upstreams}
+        self._until_answered: dict[str, dict[Job, None]] = {name: {} for name in upstreams}
 
     # By the end of an attempt
 
@@ -58,14 +58,15 @@ class Backoff:
         """Let other samples go first if `job` was throttled often. It may be the only one that is throttled, because it
         is too large for a limit.
         """
-        if job.throttled >= THROTTLED_TO_REST and self._delays_others(job, upstream):
+        if job.throttled >= THROTTLED_TO_BACK_OFF and self._delays_others(job, upstream):
             pause_s = upstream.pauses.left_s(now)
-            job.rested_at[upstream.name] = now + pause_s + min(max(SHORTEST_THROTTLED_REST_S, pause_s), LONGEST_REST_S)
+            extra_s = min(max(SHORTEST_THROTTLED_BACKOFF_S, pause_s), LONGEST_THROTTLED_BACKOFF_S)
+            job.backoff_until[upstream.name] = now + pause_s + extra_s
 
     def after_invalid(self, job: Job, upstream: Upstream, now: float) -> None:
         """Let other sources, if there are any, take `job` first after an invalid reply of `upstream`."""
         others = set(job.call.sources) - job.barred - {upstream.name}
-        job.rested_at[upstream.name] = now + (_invalid_rest_s(job, upstream) if others else 0.0)
+        job.backoff_until[upstream.name] = now + (_invalid_backoff_s(job, upstream) if others else 0.0)
         self.renew(job, now)
 
     def after_timeout(self, job: Job, now: float) -> None:
@@ -76,15 +77,15 @@ class Backoff:
         """
         job.suspect, job.suspected_at = True, now
         if not (job.faults or job.answers_before):  # local functions have time slices for that
-            job.last_until = now + min(now - job.submitted_at, (job.deadline_at - now) / 2)
+            job.reconsider_at = now + min(now - job.submitted_at, (job.deadline_at - now) / 2)
 
     # While it lasts
 
     def release(self, upstream: Upstream) -> None:
         """End the backoff after failures at a source that has answered: queue the jobs again."""
-        resting, self._resting[upstream.name] = self._resting[upstream.name], {}
-        for job in resting:
-            if not job.ended and job.rested_at.pop(upstream.name, None) is not None and not job.live:
+        waiting, self._until_answered[upstream.name] = self._until_answered[upstream.name], {}
+        for job in waiting:
+            if not job.ended and job.backoff_until.pop(upstream.name, None) is not None and not job.live:
                 self._jobs.enqueue(job)
 
     def renew(self, job: Job, now: float) -> None:
@@ -95,33 +96,33 @@ class Backoff:
             return
         for name in job.invalid_at - job.barred:
             upstream = self._upstreams[name]
-            if job.rested_at.get(name, -math.inf) <= now and self.alternative(job, upstream, untried=True):
-                job.rested_at[name] = now + _invalid_rest_s(job, upstream)
+            if job.backoff_until.get(name, -math.inf) <= now and self.alternative(job, upstream, untried=True):
+                job.backoff_until[name] = now + _invalid_backoff_s(job, upstream)
 
     def reconsider(self, job: Job, now: float) -> None:
         """End the suspicion against `job` if it is time, unless samples wait that were there before it was suspect."""
-        if job.last_until is None or now < job.last_until:
+        if job.reconsider_at is None or now < job.reconsider_at:
             return
         if self._others_were_first(job):
-            job.last_until = now + max(LEAST_PATIENCE_S, (job.deadline_at - now) / 2)
+            job.reconsider_at = now + max(LEAST_PATIENCE_S, (job.deadline_at - now) / 2)
         else:
-            job.suspect, job.last_until = False, None
+            job.suspect, job.reconsider_at = False, None
 
     def alternative(self, job: Job, upstream: Upstream, *, untried: bool = False) -> bool:
-        """Whether another source could serve `job` and is not garbled. `untried`: and gave it no invalid reply yet."""
+        """Whether another source could serve `job` and is not degraded. `untried`: and gave it no invalid reply yet."""
         without = job.barred | {upstream.name} | (job.invalid_at if untried else set())
         others = (self._upstreams[name] for name in job.call.sources if name not in without)
-        return any(not other.health.unusable and other.breaker.closed and not other.health.garbled for other in others)
+        return any(not other.health.unusable and other.breaker.closed and not other.health.degraded for other in others)
 
     def forget(self, job: Job) -> None:
         """Forget `job`, which has ended."""
-        for name in job.rested_at:
-            self._resting[name].pop(job, None)
+        for name in job.backoff_until:
+            self._until_answered[name].pop(job, None)
 
     def _until_answer(self, job: Job, upstream: Upstream, until: float) -> None:
         """Keep `job` away from a source until `until`, or until the source answers another sample."""
-        job.rested_at[upstream.name] = until
-        self._resting[upstream.name][job] = None
+        job.backoff_until[upstream.name] = until
+        self._until_answered[upstream.name][job] = None
 
     def _delays_others(self, job: Job, upstream: Upstream) -> bool:
         """Whether others wait for `upstream` that were throttled less often than `job`."""
@@ -140,6 +141,6 @@ class Backoff:
         return False
 
 
-def _invalid_rest_s(job: Job, upstream: Upstream) -> float:
+def _invalid_backoff_s(job: Job, upstream: Upstream) -> float:
     # Not longer: the other sources may be out of quota for minutes.
-    return max(SHORTEST_INVALID_REST_S, 2 * upstream.speed.expected_s(job.size))
+    return max(SHORTEST_INVALID_BACKOFF_S, 2 * upstream.speed.expected_s(job.size))

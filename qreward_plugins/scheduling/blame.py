@@ -82,9 +82,9 @@ def _gap(job: Job, upstream: Upstream | None, since: float, until: float, *, aft
         return []
     parts: list[Part] = []
     if after is not None and upstream is not None and (after.given_up or after.result in ("failed", "invalid")):
-        rested_until = min(until, max(job.rested_at.get(upstream.name, since), job.rests_until, since))
-        parts.append(Part("retry", upstream.name, rested_until - since))
-        since = rested_until
+        backoff_end = min(until, max(job.backoff_until.get(upstream.name, since), job.not_before, since))
+        parts.append(Part("retry", upstream.name, backoff_end - since))
+        since = backoff_end
     if upstream is None:
         return [*parts, Part("queue", "", until - since)]
     held = upstream.holds.seconds(since, until)

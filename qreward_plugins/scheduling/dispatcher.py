@@ -71,7 +71,7 @@ class Dispatcher:
         self._planner = Planner(
             upstreams,
             settings or Scheduling(),
-            on_misfit=self.enqueue,
+            on_too_large=self.enqueue,
             on_aged=giving_up.check_age,
             on_overdue=giving_up.probe,
         )
@@ -232,7 +232,7 @@ class Dispatcher:
                 self._log_bug("the callback after each pump failed", error)
         if self._observers.watched:
             for upstream in self._upstreams.values():
-                self._observers.state(now, upstream.name, upstream.state(now), upstream.trouble(now))
+                self._observers.state(now, upstream.name, upstream.state(now), upstream.problem(now))
         return due_at
 
     def _place(self, now: float) -> float:
@@ -256,7 +256,7 @@ class Dispatcher:
             try:
                 for name in sorted(job.eligible(now)):
                     upstream = self._upstreams[name]
-                    if not upstream.misfit(job.request) and upstream.wait_s(upstream.tokens(job.request), now) <= 0:
+                    if not upstream.too_large(job.request) and upstream.wait_s(upstream.tokens(job.request), now) <= 0:
                         self._waiting.discard(job)
                         self._start_attempt(job, upstream, now, hedge=False)
                         break
@@ -359,15 +359,15 @@ class Dispatcher:
         self.fail(job, "deadline", f"no answer within {waited:.1f} s: {detail}")
 
     def _why_none_took(self, job: Job, now: float) -> str:
-        troubles = filter(None, (self._upstreams[name].trouble(now) for name in job.call.sources))
-        return "; ".join(["no source could take it in time", *troubles])
+        problems = filter(None, (self._upstreams[name].problem(now) for name in job.call.sources))
+        return "; ".join(["no source could take it in time", *problems])
 
     def _why_no_source(self, job: Job) -> str:
         if job.last_problem:
             return job.last_problem
         barred = [self._upstreams[name] for name in job.barred]
         reasons = [
-            f"{upstream.name}: {upstream.health.unusable or upstream.misfit(job.request) or 'it cannot take it'}"
+            f"{upstream.name}: {upstream.health.unusable or upstream.too_large(job.request) or 'it cannot take it'}"
             for upstream in barred
         ]
         return "no source can take it (" + "; ".join(sorted(reasons)) + ")"

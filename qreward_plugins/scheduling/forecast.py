@@ -5,8 +5,8 @@ would end after everything else. A rough forecast is enough for both: the number
 sources together finish by a time, by their windows, their concurrency and their speed. It is never earlier than the
 end of the longest single job; otherwise small batches would go to fast sources only.
 
-The forecast also tells for which jobs time is short: those of a priority that may not all end before the earliest of
-their deadlines.
+The forecast also tells which jobs are under deadline pressure: those of a priority that may not all end before the
+earliest of their deadlines.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FIRST_GUESS_S = 3.0
 """Latency to expect where no source has answered anything yet."""
 DEAD_WAIT_S = 30.0
 """Wait, in seconds, to expect of a source that looks dead."""
-RESTING_WAIT_S = 5.0
+OPEN_WAIT_S = 5.0
 """Wait, in seconds, to expect of a source with an open circuit."""
 CHEAP_PART = 0.5
 """Part of the time to the deadline that cheap sources may need; if they need more, the next expensive one is used."""
-PRESSED = 1.2
+DEADLINE_MARGIN = 1.2
 """Safety factor on the time that all jobs of a priority will take, compared with the earliest of their deadlines."""
 _LOOKED_AT = 8
 """Attempts of a source whose remaining time is averaged for its wait."""
@@ -58,9 +58,9 @@ class Forecast:
         self._ends: dict[str, float] = {}
         self._made_at = -math.inf
         self._made_for = -1
-        self._pressed: frozenset[tuple[str, int]] = frozenset()
-        self._pressed_at = -math.inf
-        self._pressed_for = -1
+        self._under_pressure: frozenset[tuple[str, int]] = frozenset()
+        self._pressure_at = -math.inf
+        self._pressure_for = -1
 
     def expected_s(self, upstream: Upstream, size: float) -> float:
         """Latency to expect of a request of `size` bytes; for a source that has not answered yet, the mean of the
@@ -73,7 +73,7 @@ class Forecast:
 
     def update(self, attempt: Attempt) -> None:
         """Correct the expected latency of an attempt that started when little was known of its source."""
-        if attempt.young:
+        if attempt.uncalibrated:
             attempt.expected_s = self.expected_s(attempt.upstream, attempt.job.size)
 
     @property
@@ -91,7 +91,7 @@ class Forecast:
         if wait < math.inf:
             return max(0.0, wait)
         if not upstream.breaker.closed:
-            return RESTING_WAIT_S
+            return OPEN_WAIT_S
         left_s = [self.left_s(attempt, now) for attempt in itertools.islice(upstream.live, _LOOKED_AT)]
         mean_left_s = sum(left_s) / len(left_s) if left_s else FIRST_GUESS_S
         return mean_left_s / max(1, upstream.quota.in_flight)
@@ -119,14 +119,16 @@ class Forecast:
         if self._prefer_cost:
             self._made_at = -math.inf
 
-    def pressed(self, now: float) -> frozenset[tuple[str, int]]:
-        """Pairs of a source and a `Rank.priority` whose waiting jobs may not all end before their earliest deadline."""
+    def under_pressure(self, now: float) -> frozenset[tuple[str, int]]:
+        """Pairs of a source and a `Rank.priority` under deadline pressure: their waiting jobs may not all end before
+        the earliest of their deadlines.
+        """
         queued = len(self._queue)
-        grown = queued > max(self._pressed_for + 1, 1.02 * self._pressed_for)
-        if now - self._pressed_at >= _FRESH_S or grown:
-            self._pressed_at, self._pressed_for = now, queued
-            self._pressed = frozenset(self._short_of_time(now)) if queued > 1 else frozenset()
-        return self._pressed
+        grown = queued > max(self._pressure_for + 1, 1.02 * self._pressure_for)
+        if now - self._pressure_at >= _FRESH_S or grown:
+            self._pressure_at, self._pressure_for = now, queued
+            self._under_pressure = frozenset(self._short_of_time(now)) if queued > 1 else frozenset()
+        return self._under_pressure
 
     def _short_of_time(self, now: float) -> Iterator[tuple[str, int]]:
         mean_size = self._queue.total_size / max(1, len(self._queue))
@@ -140,7 +142,7 @@ class Forecast:
                 due_at = min((level.due_at for level in mine), default=math.inf)
                 if due_at < math.inf:
                     end = self._end_of(upstreams, waiting, mean_size, now)
-                    if now + PRESSED * (end - now) > due_at:
+                    if now + DEADLINE_MARGIN * (end - now) > due_at:
                         yield from ((name, priority) for name in names)
 
     def _refresh(self, now: float) -> None:

@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
-FAILURES_TO_DOUBT = 3
-"""Failures in a row from which the planner leaves a source out."""
-REFUSED_TO_DOUBT = 3
-"""Different samples refused (401, 403, 404 ...), without an answer in between, from which a source is probed."""
-PROBES_TO_OUT = 12
-"""Refused probes in a row, of different samples, after which a source is out. They follow each other without a pause,
-because refusals are quick."""
-PROBES_OF_OUT = 3
-"""The same for a source that is out: then samples that were submitted since fail, too."""
+FAILURES_TO_AVOID = 3
+"""Failures in a row from which the planner counts on other sources only."""
+REFUSED_TO_OPEN = 3
+"""Different samples refused (401, 403, 404 ...), without an answer in between, that open the circuit."""
+PROBES_TO_UNUSABLE = 12
+"""Refused probes in a row, of different samples, after which a source is unusable. They follow each other without a
+pause, because refusals are quick."""
+PROBES_WHILE_UNUSABLE = 3
+"""The same for a source that is unusable: then samples that were submitted since fail, too."""
 
 
 class Health:
@@ -41,8 +41,8 @@ class Health:
         self._name, self._quota, self._breaker, self._silence, self._local = name, quota, breaker, silence, local
         self._validity = Validity()
         self.unusable = ""
-        """Why this source is out: it refused so many different samples that no response can have provoked it. Samples
-        that are submitted later probe it, and one answer brings it back. "" if it is not out."""
+        """Why it is unusable: it refused so many different samples that no response can have provoked it. Samples that
+        are submitted later probe it, and one answer ends this. "" if it is usable."""
         self.answered_at = -math.inf
         """Time of its last reply, valid or not."""
         self.down_for_all = False
@@ -51,14 +51,14 @@ class Health:
         self._refused_probes = 0
         self._last_error = ""
         self._silent_senders = 0
-        self._silenced = False
-        self._told_down: str | None = None
+        self._open_for_silence = False
+        self._logged_error: str | None = None
         """The last logged error of this outage; None if none is logged, or the source has answered since."""
 
     @property
-    def garbled(self) -> bool:
+    def degraded(self) -> bool:
         """Whether most of its last replies were invalid."""
-        return self._validity.garbled
+        return self._validity.degraded
 
     def judges_since(self, at: float) -> bool:
         """Whether it gave a valid verdict after `at`, and not only by chance."""
@@ -66,24 +66,24 @@ class Health:
 
     def looks_dead(self, now: float) -> bool:
         """Whether answers are overdue, or the last attempts failed."""
-        return self._breaker.failures_in_row >= FAILURES_TO_DOUBT or self._missing(now) >= DOUBTED_AT
+        return self._breaker.failures_in_row >= FAILURES_TO_AVOID or self._missing(now) >= DOUBTED_AT
 
     @property
-    def in_doubt(self) -> bool:
-        """Whether it refused samples, so that the next probes follow at once."""
+    def refusing(self) -> bool:
+        """Whether it refuses samples, so that the next probes follow at once."""
         return bool(self._refused_probes if self.unusable else self._refused)
 
     @property
-    def resting_in_silence(self) -> bool:
+    def open_for_silence(self) -> bool:
         """Whether the circuit is open because of silence, and nothing has come from the source since."""
-        return self._silenced and not self._breaker.closed
+        return self._open_for_silence and not self._breaker.closed
 
     # Ends of attempts
 
     def heard(self, now: float) -> None:
         """Note that the source ended an attempt: an answer, an error or a refusal."""
         self._silence.heard(now)
-        self._silenced = False
+        self._open_for_silence = False
 
     def answered(self, now: float, *, said_sent: bool) -> None:
         """Note a reply. `said_sent`: the source reported before that the request was sent."""
@@ -92,18 +92,18 @@ class Health:
         self.answered_at = now
         self.down_for_all = False
         self._silent_senders += not said_sent
-        if self.unusable or self._told_down is not None:
-            self.unusable, self._told_down = "", None
+        if self.unusable or self._logged_error is not None:
+            self.unusable, self._logged_error = "", None
             _log.warning("source %s answers again", self._name)
 
     def judged(self, valid: bool, now: float, *, probe: bool, alternative: bool) -> None:
-        """Note whether a reply was a valid verdict. The circuit of a garbled source opens if there is an
+        """Note whether a reply was a valid verdict. The circuit of a degraded source opens if there is an
         `alternative`.
         """
         if valid and probe:
             self._validity.forgive()
         self._validity.learn(valid, now)
-        if valid or not (alternative and self._validity.garbled):
+        if valid or not (alternative and self._validity.degraded):
             self._breaker.succeeded()
         elif probe:
             self._breaker.failed(now, probe=True, in_flight=self._quota.in_flight)
@@ -117,7 +117,7 @@ class Health:
     def failed(self, now: float, *, probe: bool, sample: int | None = None, error: str = "") -> bool:
         """Note a transient failure of a sample; return whether the circuit opens because of it."""
         self._last_error = error
-        return self._rests(self._breaker.failed(now, probe=probe, in_flight=self._quota.in_flight, sample=sample))
+        return self._log_outage(self._breaker.failed(now, probe=probe, in_flight=self._quota.in_flight, sample=sample))
 
     def excuses(self, attempt: Attempt) -> bool:
         """Whether its sample cannot be to blame for the failure of `attempt`: the request was not sent, or several
@@ -132,8 +132,8 @@ class Health:
         return self.down_for_all
 
     def refused(self, attempt: Attempt, reason: str, now: float, *, certain: bool) -> bool:
-        """Note a refusal that may concern all samples (a key, a URL); return whether the source is out because of it.
-        `certain`: no sample can have provoked it.
+        """Note a refusal that may concern all samples (a key, a URL); return whether the source is unusable because of
+        it. `certain`: no sample can have provoked it.
 
         One response can provoke such a refusal, for example by a firewall. Many probes in a row hardly can.
         """
@@ -142,13 +142,13 @@ class Health:
         if attempt.decides:
             self._refused_probes += 1
             self._breaker.failed(now, probe=True, in_flight=self._quota.in_flight)
-        elif len(self._refused) >= REFUSED_TO_DOUBT and self._breaker.trip(now):
-            _log.error("source %s is taken out until it answers a probe: %s", self._name, reason)
+        elif len(self._refused) >= REFUSED_TO_OPEN and self._breaker.trip(now):
+            _log.error("source %s refuses its requests, circuit open until it answers a probe: %s", self._name, reason)
         elif attempt.probe:
             self._breaker.abandoned(probe=attempt.decides)
-        if certain or self._refused_probes >= (PROBES_OF_OUT if self.unusable else PROBES_TO_OUT):
+        if certain or self._refused_probes >= (PROBES_WHILE_UNUSABLE if self.unusable else PROBES_TO_UNUSABLE):
             self._refused_probes = 0
-            self.take_out(reason, now)
+            self.mark_unusable(reason, now)
             return True
         return False
 
@@ -164,47 +164,47 @@ class Health:
             return overdue
         opened = self._missing(now) >= SILENT_AT and self._breaker.trip(now)
         if opened:
-            self._silenced = True
-            self._last_error = "it fell silent"
-        return self._rests(opened)
+            self._open_for_silence = True
+            self._last_error = "it stopped answering"
+        return self._log_outage(opened)
 
-    def take_out(self, reason: str, now: float) -> None:
-        """Note that the source is out, and log an error."""
+    def mark_unusable(self, reason: str, now: float) -> None:
+        """Note that the source is unusable, and log an error."""
         self._breaker.trip(now)
         if not self.unusable:
-            _log.error("source %s is out, what no other source can take fails at once: %s", self._name, reason)
+            _log.error("source %s is unusable, samples without another source fail at once: %s", self._name, reason)
         self.unusable = reason
 
     # State for people
 
     def state(self, *, paused: bool) -> str:
         """The state in one or two words."""
-        if self.unusable or (self.in_doubt and not self._breaker.closed):
-            return "out"
+        if self.unusable or (self.refusing and not self._breaker.closed):
+            return "unusable"
         if paused:
             return "paused"
         if not self._breaker.closed:
-            return "resting"
-        return "garbled" if self.garbled else "up"
+            return "down"
+        return "degraded" if self.degraded else "up"
 
-    def trouble(self, *, paused: bool) -> str:
+    def problem(self, *, paused: bool) -> str:
         """Why it takes no samples now, with its last error; "" if only its limits hold them back."""
         if self.unusable:
-            return f"{self._name} is out ({self.unusable})"
+            return f"{self._name} is unusable ({self.unusable})"
         if not self._breaker.closed:
-            trouble = f"is down ({self._last_error})" if self._last_error else "has an open circuit"
-            return f"{self._name} {trouble}"
+            problem = f"is down ({self._last_error})" if self._last_error else "has an open circuit"
+            return f"{self._name} {problem}"
         return f"{self._name} throttles" if paused else ""
 
     def _missing(self, now: float) -> float:
         return 0.0 if self._local else self._silence.missing(now)
 
-    def _rests(self, opened: bool) -> bool:
+    def _log_outage(self, opened: bool) -> bool:
         # One line for a cause. A text that differs each time (a request's number in it) gets one for the 1st, 2nd, 4th,
         # 8th ... probe that failed: a source that is down may be probed every second.
         probes = self._breaker.probes
-        if opened and self._last_error != self._told_down and not probes & (probes - 1):
-            self._told_down = self._last_error
+        if opened and self._last_error != self._logged_error and not probes & (probes - 1):
+            self._logged_error = self._last_error
             _log.warning(
                 "source %s is down (%s); one request at a time probes it until it answers", self._name, self._last_error
             )

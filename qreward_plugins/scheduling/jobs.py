@@ -94,11 +94,11 @@ class Job:
     cost_usd: float = 0.0
     barred: frozenset[str] = frozenset()
     """Sources that will never answer this sample."""
-    rested_at: dict[str, float] = field(default_factory=dict)
+    backoff_until: dict[str, float] = field(default_factory=dict)
     """Sources that failed this sample, with the time from which they may be asked again."""
-    avoids: frozenset[str] = frozenset()
+    oversize_at: frozenset[str] = frozenset()
     """Sources whose whole token window it may exceed, while another source has room for it."""
-    rests_until: float = 0.0
+    not_before: float = 0.0
     """Time before which no source may be asked, because the retry budget was used up."""
     invalid_at: frozenset[str] = frozenset()
     """Sources that gave an invalid verdict."""
@@ -109,7 +109,7 @@ class Job:
     next one may take as long again."""
     suspected_at: float = 0.0
     """When an attempt of it last took a whole time limit."""
-    last_until: float | None = None
+    reconsider_at: float | None = None
     """When to check whether the samples that go before it have gone, so that it need not let later ones go first, too.
     None: it is not suspect, or for a local function."""
     answers_before: dict[str, int] = field(default_factory=dict)
@@ -122,15 +122,15 @@ class Job:
     """Whether all its tries are used up, and its outcome depends on whether its sources answer other samples."""
     last_problem: str = ""
     last_source: str = ""
-    place: float = 0.0
-    """Its place in the order of its batch; a higher one is served earlier. By default its size."""
+    precedence: float = 0.0
+    """Its sort key within its batch; a higher one is served earlier. By default its size."""
     hopeless: bool = False
     """Whether no source can answer it before its deadline. Jobs that can meet theirs go first."""
     first_at: float | None = None
     """When its first attempt started."""
     entry: int = 0
     """Number of its entry in the queue; 0 if it is not queued."""
-    rest_timer: asyncio.TimerHandle | None = None
+    backoff_timer: asyncio.TimerHandle | None = None
 
     @property
     def hedgeable(self) -> bool:
@@ -157,24 +157,24 @@ class Job:
 
     def eligible(self, now: float) -> frozenset[str]:
         """The sources that this job may go to now. Their limits and health are not considered."""
-        if self.rests_until > now:
+        if self.not_before > now:
             return frozenset()
-        if not (self.barred or self.avoids or self.rested_at):
+        if not (self.barred or self.oversize_at or self.backoff_until):
             return frozenset(self.call.sources)
         return frozenset(
             name
             for name in self.call.sources
-            if name not in self.barred and name not in self.avoids and self.rested_at.get(name, now) <= now
+            if name not in self.barred and name not in self.oversize_at and self.backoff_until.get(name, now) <= now
         )
 
-    def next_rested_at(self, now: float) -> float | None:
-        """The earliest time at which a source that it avoids may be asked again; None if it avoids none."""
-        if self.rests_until > now:
-            return self.rests_until
-        if not self.rested_at:
+    def next_backoff_end(self, now: float) -> float | None:
+        """The earliest time at which its backoff from a source ends; None if there is none."""
+        if self.not_before > now:
+            return self.not_before
+        if not self.backoff_until:
             return None
-        resting = [at for name, at in self.rested_at.items() if at > now and name not in self.barred]
-        return min(resting, default=None)
+        ends = [at for name, at in self.backoff_until.items() if at > now and name not in self.barred]
+        return min(ends, default=None)
 
     def let_go(self) -> None:
         """Forget the attempts when nobody needs them any more. They refer to the job; without this cycle its memory is

@@ -52,9 +52,9 @@ class Placement(NamedTuple):
 
 
 class Planner:
-    """Decides which job goes to which source. `on_misfit` is called with a job that is too large for a source that it
-    was queued for, `on_aged` with each attempt at certain ages, `on_overdue` with overdue probes that must make room.
-    Times are seconds of the event loop's clock.
+    """Decides which job goes to which source. `on_too_large` is called with a job that is too large for a source that
+    it was queued for, `on_aged` with each attempt at certain ages, `on_overdue` with overdue probes that must make
+    room. Times are seconds of the event loop's clock.
     """
 
     def __init__(
@@ -62,12 +62,12 @@ class Planner:
         upstreams: Mapping[str, Upstream],
         settings: Scheduling,
         *,
-        on_misfit: Callable[[Job], None],
+        on_too_large: Callable[[Job], None],
         on_aged: Callable[[Attempt, float], None],
         on_overdue: Callable[[Attempt, float], None] = lambda attempt, now: None,
     ) -> None:
         self._upstreams = upstreams
-        self._on_misfit = on_misfit
+        self._on_too_large = on_too_large
         self._choose = strategy(settings.strategy)
         self.queue = ReadyQueue()
         self._probing = Probing(upstreams, self.queue, on_overdue=on_overdue)
@@ -81,14 +81,14 @@ class Planner:
         """Time by which to ask again, even if nothing happens before."""
 
     def arrange(self, jobs: Sequence[Job], now: float) -> None:
-        """Order the jobs that were submitted together: set `Job.place`."""
+        """Order the jobs that were submitted together: set `Job.precedence`."""
         for job in jobs:
-            job.place = float(job.size)
+            job.precedence = float(job.size)
         per_window = self._per_window(jobs, now) if jobs[0].batch.whole else None
         order = windows_order(jobs, per_window) if per_window is not None else None
         if order is not None:
-            for place, job in zip(range(len(order), 0, -1), order, strict=True):
-                job.place = float(place)
+            for precedence, job in zip(range(len(order), 0, -1), order, strict=True):
+                job.precedence = float(precedence)
             for job in jobs:
                 job.batch.planned = True
 
@@ -115,7 +115,7 @@ class Planner:
     def ended(self, attempt: Attempt) -> None:
         """Learn from the age at which an attempt ended."""
         self.forecast.attempt_ended()
-        if not attempt.young:
+        if not attempt.uncalibrated:
             age = attempt.age(attempt.ended_at)
             if attempt.result == "valid" or attempt.result == "invalid":
                 self.forecast.tail.ended(age)
@@ -132,7 +132,7 @@ class Planner:
         self._hedges.advance(now)
         self.queue.look(now)
         self._probing.look(now)
-        self.queue.pressed = self.forecast.pressed(now)
+        self.queue.by_deadline = self.forecast.under_pressure(now)
         holds = {name: upstream.hold(now) for name, upstream in self._upstreams.items()}
         if self.queue:
             for job, upstream in self._hedges.choose(now, drained=False):
@@ -201,8 +201,8 @@ class Planner:
             return self.queue.smallest(upstream.name)
         if near:
             return head
-        pressed = (upstream.name, head.rank.priority) in self.queue.pressed
-        if pressed and now + SAFETY * self.forecast.expected_s(upstream, head.size) <= head.deadline_at:
+        by_deadline = (upstream.name, head.rank.priority) in self.queue.by_deadline
+        if by_deadline and now + SAFETY * self.forecast.expected_s(upstream, head.size) <= head.deadline_at:
             return head
         left_s = self.forecast.end(upstream, now) - now
         size = min(upstream.speed.size_within(left_s / SAFETY), self._balanced_size(upstream, left_s, now))
@@ -226,8 +226,7 @@ class Planner:
         return head
 
     def _hopeless(self, job: Job, upstream: Upstream, now: float) -> bool:
-        pressed = self.queue.pressed
-        if not pressed or job.hopeless or (upstream.name, job.rank.priority) not in pressed or self.forecast.guesses:
+        if job.hopeless or (upstream.name, job.rank.priority) not in self.queue.by_deadline or self.forecast.guesses:
             return False
         able = [self._upstreams[name] for name in job.call.sources if name not in job.barred]
         each_s = (self.forecast.expected_s(other, job.size) for other in able if not other.health.unusable)
@@ -263,7 +262,7 @@ class Planner:
             other = self._upstreams[name]
             if other is upstream or name in job.barred or self.forecast.unneeded(other, now):
                 continue
-            wait_s = max(self.forecast.wait_s(other, job, now), job.rested_at.get(name, now) - now)
+            wait_s = max(self.forecast.wait_s(other, job, now), job.backoff_until.get(name, now) - now)
             if wait_s + takes_s(other) < here_s:
                 return False
         return True
@@ -303,8 +302,8 @@ class Planner:
         because it would never be sent.
         """
         tokens = upstream.tokens(job.request)
-        if upstream.misfit(job.request):
-            self._on_misfit(job)
+        if upstream.too_large(job.request):
+            self._on_too_large(job)
             return False
         return upstream.wait_s(tokens, now) <= 0
 

@@ -111,7 +111,7 @@ class Probing:
         return not any(other.breaker.closed and not other.health.unusable for other in others)
 
     def _pace_s(self, upstream: Upstream, now: float) -> float:
-        if upstream.health.in_doubt:
+        if upstream.health.refusing:
             return 0.0
         jobs = list(itertools.islice(self._queue.jobs(upstream.name), _LOOKED_AT))
         if upstream.breaker.is_doubted_by_few({job.sequence for job in jobs}):

@@ -1,11 +1,11 @@
 """The queue of an event loop: all jobs that wait for a source, in order, with the sources that each may go to.
 
-Jobs with the same sources and the same rank (`Rank`) share a shelf, sorted by place. A source looks at the heads of the
-few shelves that it may serve, and finds the largest job that it could finish in a given time by bisection. So neither a
-long queue nor jobs for other sources slow it down.
+Jobs with the same sources and the same rank (`Rank`) share a shelf, sorted by precedence. A source looks at the heads
+of the few shelves that it may serve, and finds the largest job that it could finish in a given time by bisection. So
+neither a long queue nor jobs for other sources slow it down.
 
-The order by rank and place makes batches end early but ignores deadlines. So each shelf also sorts its jobs by
-deadline; where time is short (`ReadyQueue.pressed`), the earliest deadline goes first.
+The order by rank and precedence makes batches end early but ignores deadlines. So each shelf also sorts its jobs by
+deadline. Where time is short (`ReadyQueue.by_deadline`), the earliest deadline goes first (EDF).
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Level(NamedTuple):
 
 
 class _Shelf:
-    """Items in ascending order of place: the last one is served first. Added items are sorted in when a job is read."""
+    """Items in ascending order of precedence: the last one is served first. Added items are sorted in when a job is
+    read.
+    """
 
     __slots__ = ("_added", "_came", "_due", "_items", "coming", "eligible", "live", "rank")
 
@@ -50,7 +52,7 @@ class _Shelf:
         """Whether single jobs are still being submitted, so that the first one submitted goes first."""
 
     def add(self, job: Job) -> None:
-        self._added.append((job.place, -job.sequence, job.entry, job))
+        self._added.append((job.precedence, -job.sequence, job.entry, job))
         heapq.heappush(self._due, (job.deadline_at, job.tie_break, job.entry, job))
         if self.rank.single:
             heapq.heappush(self._came, (job.sequence, job.entry, job))
@@ -65,9 +67,9 @@ class _Shelf:
             self._came = [item for item in self._came if item[2].entry == item[1]]
             heapq.heapify(self._came)
 
-    def first(self, *, pressed: bool) -> Job | None:
+    def first(self, *, by_deadline: bool) -> Job | None:
         """The job that is served first."""
-        return self.first_due() if pressed else self.first_come() if self.coming else self.head()
+        return self.first_due() if by_deadline else self.first_come() if self.coming else self.head()
 
     def first_due(self) -> Job | None:
         """The job with the earliest deadline."""
@@ -89,10 +91,10 @@ class _Shelf:
             items.pop()
         return items[-1][3] if items else None
 
-    def largest_within(self, place: float) -> Job | None:
-        """The job with the highest place of at most `place`."""
+    def largest_within(self, precedence: float) -> Job | None:
+        """The job with the highest precedence of at most `precedence`."""
         items = self._sorted()
-        for index in range(bisect.bisect_right(items, (place, math.inf)) - 1, -1, -1):
+        for index in range(bisect.bisect_right(items, (precedence, math.inf)) - 1, -1, -1):
             if items[index][3].entry == items[index][2]:
                 return items[index][3]
         return None
@@ -122,9 +124,9 @@ class _Shelf:
 class ReadyQueue:
     """Jobs that wait for a source.
 
-    Order: rank, then place (`Job.place`, higher first), then submission. Single jobs go in order of submission while
-    more of them are being submitted. For a source and priority that are `pressed`, jobs go by deadline, whatever batch
-    they belong to; `Job.tie_break` decides between equal deadlines.
+    Order: rank, then precedence (`Job.precedence`, higher first), then submission. Single jobs go in order of
+    submission while more of them are being submitted. For a source and priority in `by_deadline`, jobs go by deadline,
+    whatever batch they belong to; `Job.tie_break` decides between equal deadlines.
     """
 
     def __init__(self) -> None:
@@ -134,7 +136,7 @@ class ReadyQueue:
         self._entries = itertools.count(1)
         self.total_size = 0
         """Sum of the sizes of the queued jobs, in bytes."""
-        self.pressed: frozenset[tuple[str, int]] = frozenset()
+        self.by_deadline: frozenset[tuple[str, int]] = frozenset()
         """Pairs of a source and a `Rank.priority` for whose jobs time is short."""
 
     def __len__(self) -> int:
@@ -176,11 +178,11 @@ class ReadyQueue:
         """The first job that `source` may serve, left in the queue."""
         best: Job | None = None
         for shelf in self._ranked:
-            pressed = (source, shelf.rank.priority) in self.pressed
-            if best is not None and (shelf.rank[:3] > best.rank[:3] if pressed else shelf.rank > best.rank):
+            by_deadline = (source, shelf.rank.priority) in self.by_deadline
+            if best is not None and (shelf.rank[:3] > best.rank[:3] if by_deadline else shelf.rank > best.rank):
                 break
             if source in shelf.eligible:
-                job = shelf.first(pressed=pressed)
+                job = shelf.first(by_deadline=by_deadline)
                 if job is not None and (best is None or self.order(job, source) < self.order(best, source)):
                     best = job
         return best
@@ -188,11 +190,11 @@ class ReadyQueue:
     def order(self, job: Job, source: str) -> tuple[float, ...]:
         """The sort key of a queued job for `source`: the lowest goes first."""
         rank = job.rank
-        if (source, rank.priority) in self.pressed:
+        if (source, rank.priority) in self.by_deadline:
             return (*rank[:3], job.deadline_at, job.tie_break)
         if rank.single and self._of[job.entry].coming:
             return (*rank, job.sequence)
-        return (*rank, -job.place, job.sequence)
+        return (*rank, -job.precedence, job.sequence)
 
     def look(self, now: float) -> None:
         """Update which shelves are still getting single jobs."""
@@ -201,20 +203,20 @@ class ReadyQueue:
                 job = shelf.first_come()
                 shelf.coming = job is not None and not job.batch.quiet(now)
 
-    def largest_within(self, source: str, place: float) -> Job | None:
-        """The first job that `source` may serve among those whose place is at most `place`, rank by rank."""
+    def largest_within(self, source: str, precedence: float) -> Job | None:
+        """The first job that `source` may serve among those of at most `precedence`, rank by rank."""
         best: Job | None = None
         for shelf in self._ranked:
             if best is not None and shelf.rank > best.rank:
                 break
             if source in shelf.eligible:
-                job = shelf.largest_within(place)
+                job = shelf.largest_within(precedence)
                 if job is not None and (best is None or _before(job, best)):
                     best = job
         return best
 
     def smallest(self, source: str) -> Job | None:
-        """The last job by place that `source` may serve, of those that rank first."""
+        """The last job by precedence that `source` may serve, of those that rank first."""
         best: Job | None = None
         for shelf in self._ranked:
             if best is not None and shelf.rank > best.rank:
@@ -249,4 +251,4 @@ class ReadyQueue:
 
 
 def _before(job: Job, other: Job) -> bool:
-    return (job.place, -job.sequence) > (other.place, -other.sequence)
+    return (job.precedence, -job.sequence) > (other.precedence, -other.sequence)

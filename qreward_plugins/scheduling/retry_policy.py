@@ -16,7 +16,7 @@
                       (`Health.excuses`). After a time-out that does, it goes after all other samples, for a while
     permanent         no further try at this source. With `Call.clear_blame`, a 400, 413 or 422 from all sources is an
                       invalid reply if the sources answer other jobs. A source that refuses many different jobs in a
-                      row is out: jobs without another source fail at once, and later jobs probe it
+                      row is unusable: jobs without another source fail at once, and later jobs probe it
 
 A job that has another attempt under way does not fail yet. Its deadline always ends it. Its attempts are then
 cancelled, or left to end if late answers are wanted; the result never changes.
@@ -215,7 +215,7 @@ class RetryPolicy:
         if not attempt.probe:
             # Probes need no backoff, because `probing` sets their pace.
             self.backoff.after_failure(job, upstream, now)
-        job.rests_until = now + upstream.retries.withdraw(now)
+        job.not_before = now + upstream.retries.withdraw(now)
         self.retry(attempt, str(error))
 
     def _raised(self, attempt: Attempt, error: SourceError, now: float) -> None:

@@ -58,7 +58,7 @@ class Running:
             expected_s=expected_s,
             probe=not upstream.breaker.closed,
             hedge=hedge,
-            young=not upstream.speed.settled,
+            uncalibrated=not upstream.speed.settled,
             number=job.attempts,
         )
         job.attempts += 1

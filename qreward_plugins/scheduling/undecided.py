@@ -73,7 +73,7 @@ class Undecided:
                 self._jobs.fail(job, "refused", f"{problem} (it answers others)", invalid=True)
             else:
                 self._jobs.fail(job, "no_source", problem)
-        elif not judges and all(upstream.health.garbled for upstream in self._asked(job)):
+        elif not judges and all(upstream.health.degraded for upstream in self._asked(job)):
             self._jobs.fail(job, "garbage", f"{problem} (most replies of this source are invalid)")
         else:
             self._jobs.fail(job, "invalid", problem, invalid=True)

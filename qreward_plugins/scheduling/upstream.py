@@ -97,7 +97,7 @@ class Upstream:
         """The tokens that a request of `size` bytes is likely to take, prompt and completion."""
         return self._estimates.likely(size)
 
-    def misfit(self, request: Request) -> str:
+    def too_large(self, request: Request) -> str:
         """Why `request` can never be sent here; "" if it may. Only certain reasons count, not estimates."""
         if self.quota.most_tokens == math.inf:
             return ""
@@ -138,10 +138,10 @@ class Upstream:
         return max(self.pauses.left_s(now), self.breaker.wait_s(now), self.quota.wait_s(tokens, now))
 
     def up(self, now: float) -> bool:
-        """Whether the planner counts on it: it is not out, not silent, and its circuit is not open for long."""
+        """Whether the planner counts on it: it is not unusable, not silent, and its circuit is not open for long."""
         breaker = self.breaker
-        resting = not breaker.closed and (breaker.needed or breaker.wait_s(now) > 1)
-        return not (self.health.unusable or resting or self.health.looks_dead(now))
+        open_for_long = not breaker.closed and (breaker.needed or breaker.wait_s(now) > 1)
+        return not (self.health.unusable or open_for_long or self.health.looks_dead(now))
 
     def hold(self, now: float, tokens: float = 0) -> Hold:
         """Why no request of `tokens` may go now; "" if one may. It is also recorded, for the reports of batches."""
@@ -263,9 +263,9 @@ class Upstream:
         """Its state in one or two words."""
         return self.health.state(paused=self.pauses.left_s(now) > 0)
 
-    def trouble(self, now: float) -> str:
+    def problem(self, now: float) -> str:
         """Why it takes no samples now, with its last error; "" if only its limits hold them back."""
-        return self.health.trouble(paused=self.pauses.left_s(now) > 0)
+        return self.health.problem(paused=self.pauses.left_s(now) > 0)
 
     def gauges(self, now: float) -> SourceGauges:
         """Its state, use and learned limits, for observers."""

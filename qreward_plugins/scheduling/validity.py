@@ -2,8 +2,8 @@
 
 A source that answers every sample with prose is broken. A source that answers some samples with prose and others with
 verdicts was provoked by those responses. Two measures tell these apart, because a batch may hold many responses that
-provoke. A source is *garbled* if most of its last replies are invalid: other sources are preferred then. It *can judge*
-if a small share of its replies over a longer time is valid.
+provoke. A source is *degraded* if most of its last replies are invalid: other sources are preferred then. It *can
+judge* if a small share of its replies over a longer time is valid.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections import deque
 LEAST_VALID = 0.04
 """Share of valid verdicts from which a source can judge."""
 _WINDOW = 50
-"""Number of last replies that decide whether a source is garbled."""
+"""Number of last replies that decide whether a source is degraded."""
 _LEAST_REPLIES = 10
 """Fewest replies that decide it."""
 _MEMORY = 500
@@ -31,7 +31,7 @@ class Validity:
         self._replies = 0.0
 
     @property
-    def garbled(self) -> bool:
+    def degraded(self) -> bool:
         """Whether most of the last replies were invalid."""
         invalid = self._last.count(False)
         return len(self._last) >= _LEAST_REPLIES and 2 * invalid > len(self._last)

@@ -43,11 +43,11 @@ class Waiting:
         self._on_bug = on_bug
 
     def __contains__(self, job: Job) -> bool:
-        return bool(job.entry) or job.rest_timer is not None or job in self._oversize
+        return bool(job.entry) or job.backoff_timer is not None or job in self._oversize
 
     def stuck(self, job: Job, now: float) -> bool:
         """Whether nothing will ever start a job that has no attempt under way: a bug."""
-        timer = job.rest_timer
+        timer = job.backoff_timer
         due = timer is not None and not timer.cancelled() and timer.when() >= now
         return not (job.entry or due or job in self._oversize)
 
@@ -60,33 +60,33 @@ class Waiting:
         now = self._loop.time()
         self.discard(job)
         for name in job.call.sources:
-            if self._upstreams[name].misfit(job.request):
+            if self._upstreams[name].too_large(job.request):
                 job.barred |= {name}
         if job.barred.issuperset(job.call.sources):
             self._on_barred(job)
             return
-        job.avoids = frozenset()
+        job.oversize_at = frozenset()
         self._backoff.reconsider(job, now)
         eligible = job.eligible(now)
         if eligible:
             self._push(job, eligible, now)
             self._on_queued()
-        again_at = min((at for at in (job.next_rested_at(now), job.last_until) if at is not None), default=None)
+        again_at = min((at for at in (job.next_backoff_end(now), job.reconsider_at) if at is not None), default=None)
         if again_at is not None:
-            job.rest_timer = self._loop.call_at(again_at, self._rested, job)
+            job.backoff_timer = self._loop.call_at(again_at, self._backoff_over, job)
 
     def started(self, job: Job) -> None:
         """Note that an attempt of a job starts that was taken from the queue."""
-        if job.rest_timer is not None:
-            job.rest_timer.cancel()
+        if job.backoff_timer is not None:
+            job.backoff_timer.cancel()
 
     def discard(self, job: Job) -> None:
         """Let a job wait no longer."""
         self._queue.discard(job)
         self._oversize.discard(job)
-        if job.rest_timer is not None:
-            job.rest_timer.cancel()
-            job.rest_timer = None
+        if job.backoff_timer is not None:
+            job.backoff_timer.cancel()
+            job.backoff_timer = None
 
     def queue_oversize(self, now: float) -> None:
         """Queue an oversize job if one may go now."""
@@ -102,12 +102,12 @@ class Waiting:
         fitting = frozenset(name for name in eligible if not self._upstreams[name].oversize(job.request))
         if fitting:
             if fitting != eligible and any(self._upstreams[name].up(now) for name in fitting):
-                job.avoids, eligible = eligible - fitting, fitting
+                job.oversize_at, eligible = eligible - fitting, fitting
             self._queue.push(job, eligible)
         else:
             self._oversize.add(job)
 
-    def _rested(self, job: Job) -> None:
+    def _backoff_over(self, job: Job) -> None:
         if not (job.live or job.undecided):
             try:
                 self._backoff.renew(job, self._loop.time())

@@ -285,7 +285,10 @@ class _Performance:
         # Read as it was last used, because asking would change it.
         unneeded = dispatcher._planner.forecast._unneeded
         ready_at = [
-            max(now + upstreams[other].wait_s(upstreams[other].tokens(job.request), now), job.rested_at.get(other, now))
+            max(
+                now + upstreams[other].wait_s(upstreams[other].tokens(job.request), now),
+                job.backoff_until.get(other, now),
+            )
             for other in set(job.call.sources) - job.barred - unneeded
         ]
         return name in unneeded and any(at < job.deadline_at for at in ready_at)

@@ -98,14 +98,14 @@ def test_a_rate_is_what_was_sent_in_the_last_minute():
 def test_a_terminal_of_80_columns_holds_it_all():
     big = source(
         requests=1_234_567, throttled=12_345, transient=99_999, in_flight=1000, latency_p50_s=0.123,
-        latency_p95_s=119.5, prompt_tokens=987_654_321, state="resting", cost_usd=123.4567,
+        latency_p95_s=119.5, prompt_tokens=987_654_321, state="down", cost_usd=123.4567,
     )  # fmt: skip
 
     class Shown:
         total = 12_345_678
 
         def statistics(self):
-            return statistics(big, source("b", state="garbled"), scored=1_234_567, failed=3)
+            return statistics(big, source("b", state="degraded"), scored=1_234_567, failed=3)
 
     lines = watch(Shown(), for_s=2, terminal=True)
     assert max(map(len, lines)) <= 80
@@ -115,7 +115,7 @@ def test_a_terminal_of_80_columns_holds_it_all():
         ["source", "state", "sent", "last", "min", "in", "flight", "429s", "errors", "p50", "p95", "tokens"]
     )
     row = next(line for line in lines if line.startswith("a-source"))
-    assert row.split()[1:] == ["resting", "1.2M", "1.2M", "1000", "12.3k", "100.0k", "0.12s", "120s", "987.7M"]
+    assert row.split()[1:] == ["down", "1.2M", "1.2M", "1000", "12.3k", "100.0k", "0.12s", "120s", "987.7M"]
 
     console = Console(file=io.StringIO(), width=80)
     console.print(source_table(Shown().statistics(), 80))

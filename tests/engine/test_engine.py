@@ -73,11 +73,11 @@ async def test_a_wrong_key_takes_the_source_out_and_is_not_shown(make_config, ma
         tree["sources"]["a"]["api_key"] = key
         async with RewardEngine(tree) as engine:
             outcomes = await engine.score_all([make_sample(n) for n in range(5)])
-            assert engine.statistics().sources["a"].state == "out"
+            assert engine.statistics().sources["a"].state == "unusable"
     assert {(outcome.cause, outcome.reason) for outcome in outcomes} == {(Cause.INFRA, "no_source")}
     assert "401" in outcomes[0].detail
     assert key not in caplog.text + repr(outcomes) + repr(engine.config)
-    assert "taken out" in caplog.text
+    assert "refuses its requests" in caplog.text
 
 
 @pytest.mark.anyio

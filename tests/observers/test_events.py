@@ -127,9 +127,9 @@ def test_a_source_that_goes_down_and_comes_back_is_told(make_engine, make_sample
 
     run(main())
     changes = recorder.of(SourceStateChanged)
-    assert [(event.before, event.state) for event in changes] == [("up", "resting"), ("resting", "up")]
-    assert changes[0].trouble == "a is down (connection refused)"
-    assert changes[1].trouble == ""
+    assert [(event.before, event.state) for event in changes] == [("up", "down"), ("down", "up")]
+    assert changes[0].problem == "a is down (connection refused)"
+    assert changes[1].problem == ""
     assert changes[0].at < 20 <= changes[1].at
 
 

@@ -44,7 +44,7 @@ async def disturb(a, b, progress, engine):
     await up(b)
     await progress.reaches(1000)
     await down(a, b)
-    while {source.state for source in engine.statistics().sources.values()} != {"resting"}:  # noqa: ASYNC110
+    while {source.state for source in engine.statistics().sources.values()} != {"down"}:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await up(a, b)
     await progress.reaches(1500)

@@ -255,7 +255,7 @@ class Stage:
         now = asyncio.get_running_loop().time()
         caller = Told()
         job = Job(call, caller, member, batch, now, now + deadline_s, call.request(0), next(self._sequence))
-        job.place = float(size)
+        job.precedence = float(size)
         batch.add(job)
         return job
 

@@ -65,7 +65,7 @@ def test_dear_sources_are_left_again_when_there_is_time(stage):
 
 
 @pytest.mark.parametrize(
-    "error", [SourceUnusable("401", status=401), Throttled("429", retry_after_s=200)], ids=["out", "paused"]
+    "error", [SourceUnusable("401", status=401), Throttled("429", retry_after_s=200)], ids=["unusable", "paused"]
 )
 def test_dear_sources_serve_when_the_cheap_one_does_not(stage, error):
     shops(stage, cheap={"behaviour": lambda *_: error})

@@ -236,7 +236,7 @@ def test_an_unusable_source_is_taken_out_for_everybody(stage, caplog):
     assert all(outcome.verdict.source == "b" for outcome in outcomes)
     assert len(unusable.arrivals) <= 9
     assert [record.message for record in caplog.records if record.levelname == "ERROR"] == [
-        "source a is taken out until it answers a probe: 401 at a: the key was refused"
+        "source a refuses its requests, circuit open until it answers a probe: 401 at a: the key was refused"
     ]
 
 

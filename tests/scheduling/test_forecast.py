@@ -9,7 +9,7 @@ import pytest
 from qreward_plugins.quotas import MARGIN_S
 from qreward_plugins.scheduling import ReadyQueue
 from qreward_plugins.scheduling.breaker import FAILURES_TO_OPEN
-from qreward_plugins.scheduling.forecast import DEAD_WAIT_S, FIRST_GUESS_S, RESTING_WAIT_S, Forecast
+from qreward_plugins.scheduling.forecast import DEAD_WAIT_S, FIRST_GUESS_S, OPEN_WAIT_S, Forecast
 from qreward_plugins.simulation import run
 
 
@@ -56,7 +56,7 @@ def test_what_is_expected_of_a_young_attempt_is_corrected_as_more_is_learned(sta
     stage.add("b")
 
     def check(forecast, queue):
-        young = stage.attempt(stage.job(), "a", started_at=0.0, expected_s=FIRST_GUESS_S, young=True)
+        young = stage.attempt(stage.job(), "a", started_at=0.0, expected_s=FIRST_GUESS_S, uncalibrated=True)
         settled = stage.attempt(stage.job(), "a", started_at=0.0, expected_s=FIRST_GUESS_S)
         stage.knows("b", 0.5)
         for attempt in (young, settled):
@@ -123,11 +123,11 @@ def test_sources_that_are_out_or_rest_take_no_part(stage):
         stage.knows(name, 2.0)
     together = end_of(stage, [10] * 200)
     stage.upstreams["b"].breaker.trip(0.0)
-    resting = end_of(stage, [10] * 200)
-    assert resting == pytest.approx(2 * together, rel=0.15)
+    open_for_a_while = end_of(stage, [10] * 200)
+    assert open_for_a_while == pytest.approx(2 * together, rel=0.15)
     stage.upstreams["b"].breaker.succeeded()
-    stage.upstreams["b"].health.take_out("its key was refused", 0.0)
-    assert end_of(stage, [10] * 200) == pytest.approx(resting, rel=0.05)
+    stage.upstreams["b"].health.mark_unusable("its key was refused", 0.0)
+    assert end_of(stage, [10] * 200) == pytest.approx(open_for_a_while, rel=0.05)
 
 
 def test_work_that_is_not_shared_ends_on_its_own(stage):
@@ -182,7 +182,7 @@ def test_waits_of_sources_that_will_not_answer_soon(stage):
     for name in "abcd":
         stage.add(name, limits={"requests_per_minute": 1})
     upstreams = stage.upstreams
-    upstreams["a"].health.take_out("its key was refused", 0.0)
+    upstreams["a"].health.mark_unusable("its key was refused", 0.0)
     upstreams["b"].breaker.trip(0.0)
     upstreams["b"].breaker.started()
     for _ in range(FAILURES_TO_OPEN - 1):
@@ -191,7 +191,7 @@ def test_waits_of_sources_that_will_not_answer_soon(stage):
     def check(forecast, queue):
         job = stage.job()
         waits = [forecast.wait_s(upstreams[name], job, 0.0) for name in "abc"]
-        assert waits == [math.inf, RESTING_WAIT_S, DEAD_WAIT_S]
+        assert waits == [math.inf, OPEN_WAIT_S, DEAD_WAIT_S]
         upstreams["d"].reserve(job.request, 0.0).sent(0.0)
         assert forecast.wait_s(upstreams["d"], job, 10.0) == pytest.approx(50.0, abs=1.0)
 

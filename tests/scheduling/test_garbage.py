@@ -25,23 +25,23 @@ def bad_until(at):
 
 
 def test_a_source_of_garbage_rests_where_another_one_is_fine(stage, caplog):
-    garbled = stage.add("a", limits={"concurrency": 5}, answer=bad)
+    degraded = stage.add("a", limits={"concurrency": 5}, answer=bad)
     stage.add("b", limits={"concurrency": 5})
     played = stage.play([10] * 200)
     assert played.all_scored
     assert played.shares == {"b": 200}
     # The first of them before anybody could know, and after that a probe now and then.
-    assert len(garbled.arrivals) < 30
-    assert sum(at > 8 for at in garbled.arrivals) < 6
+    assert len(degraded.arrivals) < 30
+    assert sum(at > 8 for at in degraded.arrivals) < 6
     assert "a answers mostly with invalid verdicts" in caplog.text
     assert "b answers mostly" not in caplog.text
 
 
 def test_a_probe_that_is_garbage_lengthens_the_rest(stage):
-    garbled = stage.add("a", limits={"concurrency": 5}, answer=bad)
+    degraded = stage.add("a", limits={"concurrency": 5}, answer=bad)
     stage.add("b", limits={"concurrency": 5})
     assert stage.play([10] * 600, deadline_s=900).all_scored
-    probes = [at for at in garbled.arrivals if at > 9][:4]
+    probes = [at for at in degraded.arrivals if at > 9][:4]
     pauses = [after - before for before, after in itertools.pairwise(probes)]
     assert len(pauses) >= 2
     assert all(pause > 1.5 * FIRST_PAUSE_S for pause in pauses)
@@ -55,7 +55,7 @@ def test_a_source_that_answers_well_again_is_used_again(stage):
     assert played.all_scored
     assert played.shares["a"] > 100
     assert stage.upstreams["a"].breaker.closed
-    assert not stage.upstreams["a"].health.garbled
+    assert not stage.upstreams["a"].health.degraded
 
 
 def test_after_a_probe_that_was_well_the_garbage_from_before_is_forgotten(stage):
@@ -78,7 +78,7 @@ def test_after_a_probe_that_was_well_the_garbage_from_before_is_forgotten(stage)
     assert max(trips) < 10.0
 
 
-def test_where_everybody_answers_garbage_nobody_rests(stage):
+def test_where_everybody_answers_garbage_no_circuit_opens(stage):
     for name in "ab":
         stage.add(name, limits={"concurrency": 5}, answer=bad)
     played = stage.play([10] * 100)
@@ -97,12 +97,12 @@ def test_the_only_source_of_a_judge_does_not_rest(stage):
     assert stage.upstreams["a"].breaker.closed
 
 
-@pytest.mark.parametrize("state", ["out", "resting"])
+@pytest.mark.parametrize("state", ["unusable", "down"])
 def test_an_alternative_that_cannot_serve_is_none(stage, state):
     source = stage.add("a", limits={"concurrency": 5}, answer=bad)
-    stage.add("b", behaviour=lambda *_: SourceUnusable("its key was refused") if state == "out" else 1.0)
-    if state == "out":
-        stage.upstreams["b"].health.take_out("its key was refused", 0.0)
+    stage.add("b", behaviour=lambda *_: SourceUnusable("its key was refused") if state == "unusable" else 1.0)
+    if state == "unusable":
+        stage.upstreams["b"].health.mark_unusable("its key was refused", 0.0)
     else:
         for _ in range(5):
             stage.upstreams["b"].breaker.trip(0.0)

@@ -111,7 +111,7 @@ def placed(stage, job_fields, *, in_flight=1):
     """What the planner does with one job of such a history, while something else is under way."""
 
     async def main():
-        planner = Planner(stage.upstreams, Scheduling(), on_misfit=lambda job: None, on_aged=lambda *_: None)
+        planner = Planner(stage.upstreams, Scheduling(), on_too_large=lambda job: None, on_aged=lambda *_: None)
         job = stage.job()
         for name, value in job_fields.items():
             setattr(job, name, value)
@@ -132,8 +132,8 @@ def test_a_failure_counts_against_the_source_where_it_happened(stage, failed_at,
 @pytest.mark.parametrize(("rests_s", "goes_to"), [(0.4, []), (2.5, ["slow"])])
 def test_a_source_that_the_job_rests_from_may_still_be_the_first_to_answer(stage, rests_s, goes_to):
     two_speeds(stage, slow_s=3.0)
-    assert placed(stage, {"rested_at": {"fast": rests_s}}) == goes_to
-    assert placed(stage, {"rested_at": {"fast": rests_s}}, in_flight=0) == ["slow"]
+    assert placed(stage, {"backoff_until": {"fast": rests_s}}) == goes_to
+    assert placed(stage, {"backoff_until": {"fast": rests_s}}, in_flight=0) == ["slow"]
 
 
 # What is not known

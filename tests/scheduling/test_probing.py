@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from qreward_plugins.errors import PermanentError, SourceUnusable, Throttled, TransientError
 from qreward_plugins.samples import Cause, Scored
 from qreward_plugins.scheduling.breaker import LONGEST_LATE_PAUSE_S
-from qreward_plugins.scheduling.health import PROBES_OF_OUT, PROBES_TO_OUT, REFUSED_TO_DOUBT
+from qreward_plugins.scheduling.health import PROBES_TO_UNUSABLE, PROBES_WHILE_UNUSABLE, REFUSED_TO_OPEN
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
 
@@ -167,8 +167,8 @@ def test_a_dead_key_ends_a_batch_at_once_and_clearly(stage, caplog):
     assert {(outcome.cause, outcome.reason) for outcome in played.outcomes} == {(Cause.INFRA, "no_source")}
     assert all("401: the key was refused" in outcome.detail for outcome in played.outcomes)
     assert played.finished_at < 1
-    assert len(source.arrivals) <= 32 + PROBES_TO_OUT
-    assert stage.upstreams["a"].state(played.finished_at) == "out"
+    assert len(source.arrivals) <= 32 + PROBES_TO_UNUSABLE
+    assert stage.upstreams["a"].state(played.finished_at) == "unusable"
     assert "401" in "".join(record.message for record in caplog.records if record.levelname == "ERROR")
 
 
@@ -189,8 +189,8 @@ def test_a_source_that_is_out_is_asked_by_every_batch_and_comes_back(stage):
 
     batches = run(main())
     assert [scored for scored, _ in batches] == [0, 0, 0, 40]
-    assert batches[0][1] <= 8 + PROBES_TO_OUT
-    assert [asked for _, asked in batches[1:3]] == [PROBES_OF_OUT] * 2
+    assert batches[0][1] <= 8 + PROBES_TO_UNUSABLE
+    assert [asked for _, asked in batches[1:3]] == [PROBES_WHILE_UNUSABLE] * 2
     assert stage.upstreams["a"].state(60.0) == "up"
 
 
@@ -234,7 +234,7 @@ def test_responses_that_a_firewall_blocks_take_nothing_from_the_others(stage, sh
 def test_what_is_blocked_at_one_source_is_tried_at_the_other(stage):
     stage.add("a", behaviour=lambda number, request, now: REFUSED if request.size == 13 else 1.0)
     stage.add("b", behaviour=lambda *_: 1.0)
-    played = stage.play([13] * (REFUSED_TO_DOUBT - 1) + [10] * 20)
+    played = stage.play([13] * (REFUSED_TO_OPEN - 1) + [10] * 20)
     assert played.all_scored
 
 

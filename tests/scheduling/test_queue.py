@@ -55,7 +55,7 @@ def test_the_larger_goes_first_and_of_equals_the_earlier(stage, queue):
 @in_loop
 def test_place_decides_and_not_size(stage, queue):
     job = stage.job(1)
-    job.place = 100.0
+    job.precedence = 100.0
     queue.push(job, frozenset("a"))
     stage.queued(queue, 50)
     assert queue.first("a") is job

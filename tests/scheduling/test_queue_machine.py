@@ -20,7 +20,7 @@ MESSAGES = ({"role": "user", "content": "?"},)
 
 
 def order(job):
-    return job.rank, -job.place, job.sequence
+    return job.rank, -job.precedence, job.sequence
 
 
 class QueueBesideAList(RuleBasedStateMachine):
@@ -41,7 +41,7 @@ class QueueBesideAList(RuleBasedStateMachine):
         job = Job(
             request.sample, None, self.loop.create_future(), self.batches[batch], 0.0, 9.0, request, next(self.numbers)
         )
-        job.place = float(size)
+        job.precedence = float(size)
         self.known.append(job)
         self.queue.push(job, eligible)
         self.queued[job] = eligible
@@ -67,7 +67,7 @@ class QueueBesideAList(RuleBasedStateMachine):
     def come_back_tried(self, data, place, eligible):
         job = data.draw(st.sampled_from(self.known))
         self.queue.discard(job)
-        job.attempts, job.place = job.attempts + 1, place
+        job.attempts, job.precedence = job.attempts + 1, place
         self.queue.push(job, eligible)
         self.queued[job] = eligible
 
@@ -90,7 +90,7 @@ class QueueBesideAList(RuleBasedStateMachine):
 
     @rule(source=st.sampled_from(SOURCES), place=st.one_of(sizes.map(float), st.floats(0, 300)))
     def largest_within(self, source, place):
-        within = [job for job in self.of(source) if job.place <= place]
+        within = [job for job in self.of(source) if job.precedence <= place]
         assert self.queue.largest_within(source, place) is min(within, key=order, default=None)
 
     @rule(source=st.sampled_from(SOURCES))

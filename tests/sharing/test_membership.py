@@ -487,8 +487,8 @@ def test_a_rest_and_its_end_are_everybody_s():
             await comes(lambda: not one.upstreams["a"].breaker.closed)
             await asyncio.sleep(SOON_S)
             now = asyncio.get_running_loop().time()
-            assert other.upstreams["a"].state(now) == "resting"
-            # It is still resting after the other's probes have failed a few times; then the other's succeeds.
+            assert other.upstreams["a"].state(now) == "down"
+            # Its circuit is still open after the other's probes have failed a few times; then the other's succeeds.
             await asyncio.sleep(20.0)
             broken["is"] = False
             assert all(isinstance(outcome, Scored) for outcome in await scoring)

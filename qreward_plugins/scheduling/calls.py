@@ -17,7 +17,8 @@ from ..spent import NOTHING, Spent
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+# Not frozen: it is made for every call, and a frozen one takes three times as long.
+@dataclass(slots=True, eq=False)
 class Call(Generic[T]):
     """One question to one of several sources.
 
@@ -46,7 +47,8 @@ class Call(Generic[T]):
     instead: Callable[[Unanswered], T] | None = None
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen: it is made for every call, and a frozen one takes three times as long.
+@dataclass(slots=True)
 class Answer(Generic[T]):
     """The answer to a call: its value, its source, and the time and cost of all attempts together.
 

@@ -19,9 +19,9 @@ from contextlib import AbstractContextManager, aclosing
 from os import PathLike
 from typing import TYPE_CHECKING, Any
 
+from .cancelling import abandon, cancel_all
 from .config import Config, Limits, configured_name, load_config
 from .config.several_keys import without_keys
-from .ending import end, forget
 from .errors import ConfigurationError, EngineError, Mistake
 from .journal import Journal
 from .judges import JudgeRouter, Leaf
@@ -287,8 +287,8 @@ class RewardEngine:
             await asyncio.wait(tasks, timeout=CLOSE_WITHIN_S)
         finally:
             # Also after a cancellation, so that parts that are closing have time to end.
-            for task in await end(tasks, within_s=END_WITHIN_S):
-                forget(task)
+            for task in await cancel_all(tasks, within_s=END_WITHIN_S):
+                abandon(task)
                 _log.warning("%s could not be closed within %g s, and is abandoned", tasks[task], CLOSE_WITHIN_S)
             for task, what in tasks.items():
                 failed = task.exception() if task.done() and not task.cancelled() else None

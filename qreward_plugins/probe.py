@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 
 import anyio
 
+from .cancelling import abandon, cancel_all
 from .config import judge_for, parts_of, sources_of
-from .ending import end, forget
 from .engine import RewardEngine
 from .errors import InputError, InvalidReply, SourceError, TransientError
 from .judges import JudgeFailed, Leaf, kind_of
@@ -178,8 +178,8 @@ async def _reply(upstream: Upstream, request: Request) -> Reply:
     try:
         done, _ = await asyncio.wait([call], timeout=upstream.timeout_s)
     finally:
-        for task in await end([call], within_s=END_WITHIN_S):
-            forget(task)
+        for task in await cancel_all([call], within_s=END_WITHIN_S):
+            abandon(task)
     if not done:
         raise TimeoutError
     if call.cancelled():

@@ -10,7 +10,7 @@ from typing import Any
 
 import anyio
 
-from .ending import end, forget
+from .cancelling import abandon, cancel_all
 from .errors import InvalidReply, JournalError
 from .journal import Journal, question_keys
 from .judges import JudgeRouter, Leaf
@@ -98,8 +98,8 @@ class Scoring:
         for each in judging.values():
             each.close()
         await self.dispatcher.aclose()
-        for task in await end(judging, within_s=CLOSE_WITHIN_S):
-            forget(task)
+        for task in await cancel_all(judging, within_s=CLOSE_WITHIN_S):
+            abandon(task)
             name = judging[task].judge.name
             _log.warning("judge %s did not end within %g s of being cancelled, and is abandoned", name, CLOSE_WITHIN_S)
 

@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable
 from typing import Any
 
-from .ending import end, forget
+from .cancelling import abandon, cancel_all
 from .samples import Outcome, Sample
 
 END_WITHIN_S = 5.0
@@ -66,8 +66,8 @@ class Stream:
                 else:
                     await self._changed.wait()
         finally:
-            for task in await end([feeder, *(task for _, task in held)], within_s=END_WITHIN_S):
-                forget(task)
+            for task in await cancel_all([feeder, *(task for _, task in held)], within_s=END_WITHIN_S):
+                abandon(task)
             if not feeder.cancelled() and feeder.done():
                 feeder.exception()  # marks it as retrieved, so that asyncio does not log it after another exception
 

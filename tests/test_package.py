@@ -22,7 +22,7 @@ FLOORS = [
         "spent",
         "config",
         "redaction",
-        "ending",
+        "cancelling",
         "registry",
         "named_actors",
     },

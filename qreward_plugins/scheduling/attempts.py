@@ -45,7 +45,7 @@ class Attempt:
     """Whether another attempt of the same job was under way."""
     number: int = 0
     """Number of the attempt within its job, from 0."""
-    told: bool = False
+    reported: bool = False
     """Whether observers were told that it ended."""
     superseded: bool = False
     """Whether it is an overdue probe: another probe may decide about the source now."""
@@ -233,8 +233,8 @@ def report_end(
     observers: Observers, attempt: Attempt, ending: Ending | Literal["cancelled"], now: float, cost_usd: float = 0.0
 ) -> None:
     """Tell observers of the end of an attempt, which cost `cost_usd` dollars. A second call for it does nothing."""
-    if not attempt.told:
-        attempt.told = True
+    if not attempt.reported:
+        attempt.reported = True
         observers.emit(_ended(attempt, ending, now, cost_usd))
 
 

@@ -61,9 +61,9 @@ class Batch:
         *,
         priority: int = 0,
         cutoff: Cutoff | None = None,
-        whole: bool = True,
+        together: bool = True,
     ) -> None:
-        self.whole = whole
+        self.together = together
         """Whether its samples were submitted together. Otherwise more may follow."""
         self.number = number
         self.started_at = started_at
@@ -118,7 +118,7 @@ class Batch:
 
     def quiet(self, now: float) -> bool:
         """Whether no more jobs are expected soon, judging by the gaps between those so far."""
-        return self.whole or now - self._added_at > max(_QUIET_AFTER_S, _QUIET_AFTER_GAPS * self._gap_s)
+        return self.together or now - self._added_at > max(_QUIET_AFTER_S, _QUIET_AFTER_GAPS * self._gap_s)
 
     def ended(self, job: Job, now: float, *, dropped: bool) -> None:
         """Note the end of a job. `dropped`: its caller does not want the result."""
@@ -210,7 +210,7 @@ class Batches:
         batch = self._of_singles.get(priority)
         if batch is None or batch.done:
             self.newest += 1
-            batch = Batch(self.newest, self._loop.time(), priority=priority, whole=False)
+            batch = Batch(self.newest, self._loop.time(), priority=priority, together=False)
             # Callers may use any number of priorities, so only batches that are under way are kept.
             self._of_singles = {known: other for known, other in self._of_singles.items() if not other.done}
             self._of_singles[priority] = batch
@@ -252,7 +252,7 @@ class Batches:
         self._timed.clear()
 
     def _look(self, batch: Batch) -> None:
-        if batch.sealed or not batch.whole:
+        if batch.sealed or not batch.together:
             self._report(batch)
         self._check(batch)
 

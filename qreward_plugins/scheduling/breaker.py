@@ -4,8 +4,8 @@ Without it a source that refuses at once would look like the fastest of all, and
 attempts there instead of waiting a little for a healthy source. A source that accepts requests and never answers is
 worse: nothing fails until a time limit of minutes has passed. So silence (`silence.py`) opens it, too.
 
-How often an open source is probed depends on the samples that wait. If other sources can take them, the pause between
-probes doubles, up to a minute. If none can, the source is `needed`, and probes follow each other at `pace_s`, which
+How often an open source is probed depends on the samples that wait. If other sources can take them, the cooldown before
+each probe doubles, up to a minute. If none can, the source is `needed`, and probes follow each other at `pace_s`, which
 `probing` sets. In both cases one answer closes the breaker.
 """
 
@@ -21,13 +21,13 @@ SHARE_TO_OPEN = 0.25
 ends of a burst are failures even if only one request in ten fails."""
 SAMPLES_TO_OPEN = 3
 """Different samples among those failures, as long as others are in flight: a single sample may be to blame itself."""
-FIRST_PAUSE_S = 5.0
-LONGEST_PAUSE_S = 60.0
-"""Seconds for which it stays open; they double with each failed probe, from the first to the longest."""
-FIRST_LATE_PAUSE_S = 2.0
-LONGEST_LATE_PAUSE_S = 5.0
+FIRST_COOLDOWN_S = 5.0
+LONGEST_COOLDOWN_S = 60.0
+"""Cooldown: seconds for which it stays open. It doubles with each failed probe, from the first to the longest."""
+FIRST_PROBE_GAP_S = 2.0
+LONGEST_PROBE_GAP_S = 5.0
 """Seconds after which another probe starts beside an overdue one; they grow from the first to the longest."""
-_LATE_GROWTH = 1.5
+_PROBE_GAP_GROWTH = 1.5
 
 
 class Breaker:
@@ -46,9 +46,9 @@ class Breaker:
         self.given_up = 0
         """Overdue probes that were given up since it opened, because they took the place of the next one."""
         self._open_until = -math.inf
-        self._pause_s = FIRST_PAUSE_S
+        self._cooldown_s = FIRST_COOLDOWN_S
         self._failed_at = -math.inf
-        self._late = 0
+        self._overdue_probes = 0
         self._probing = False
 
     @property
@@ -62,16 +62,16 @@ class Breaker:
         if self._probing:
             return math.inf
         if self.needed:
-            return max(0.0, self._failed_at + max(self.pace_s, self._late_pause_s) - now)
+            return max(0.0, self._failed_at + max(self.pace_s, self._probe_gap_s) - now)
         return max(0.0, self._open_until - now)
 
     @property
-    def _late_pause_s(self) -> float:
-        if not self._late:
+    def _probe_gap_s(self) -> float:
+        if not self._overdue_probes:
             return 0.0
-        return min(FIRST_LATE_PAUSE_S * _LATE_GROWTH ** min(self._late - 1, 10), LONGEST_LATE_PAUSE_S)
+        return min(FIRST_PROBE_GAP_S * _PROBE_GAP_GROWTH ** min(self._overdue_probes - 1, 10), LONGEST_PROBE_GAP_S)
 
-    def rest_s(self, now: float) -> float:
+    def open_s(self, now: float) -> float:
         """Seconds until it becomes half-open; 0 if it is closed, or a probe is under way."""
         return 0.0 if self.closed or self._probing else max(0.0, self._open_until - now)
 
@@ -85,9 +85,9 @@ class Breaker:
         self.failures_in_row = 0
         self.failing.clear()
         self._open_until = -math.inf
-        self._pause_s = FIRST_PAUSE_S
+        self._cooldown_s = FIRST_COOLDOWN_S
         self._failed_at = -math.inf
-        self._late = 0
+        self._overdue_probes = 0
         self.probes = 0
         self.given_up = 0
         self._probing = False
@@ -102,7 +102,7 @@ class Breaker:
         if sample is not None:
             self.failing.add(sample)
         if probe and not self.closed:
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._cooldown_s = min(2 * self._cooldown_s, LONGEST_COOLDOWN_S)
             self.probes += 1
             self._open(now)
             return True
@@ -115,8 +115,8 @@ class Breaker:
     def overdue(self, now: float) -> None:
         """Note that a probe takes far too long. It may still answer; another one may join it after a pause."""
         if not self.closed:
-            self._late += 1
-            self._pause_s = min(2 * self._pause_s, LONGEST_PAUSE_S)
+            self._overdue_probes += 1
+            self._cooldown_s = min(2 * self._cooldown_s, LONGEST_COOLDOWN_S)
             self._open(now)
 
     def trip(self, now: float) -> bool:
@@ -126,14 +126,14 @@ class Breaker:
         self._open(now)
         return True
 
-    def told(self, rest_s: float, now: float) -> None:
-        """Note that the circuit of another process stays open for `rest_s` seconds. If jobs here need the source, they
+    def opened_elsewhere(self, open_s: float, now: float) -> None:
+        """Note that the circuit of another process stays open for `open_s` seconds. If jobs here need the source, they
         may probe it at once.
         """
         if self.closed:
-            self._open_until = now + rest_s
+            self._open_until = now + open_s
 
-    def told_of_recovery(self, now: float) -> None:
+    def answered_elsewhere(self, now: float) -> None:
         """Note that another process had an answer: a probe may go at once."""
         if not self.closed:
             self._open_until = min(self._open_until, now)
@@ -149,6 +149,6 @@ class Breaker:
         return 0 < len(self.failing) < SAMPLES_TO_OPEN and not samples <= self.failing
 
     def _open(self, now: float) -> None:
-        self._open_until = now + self._pause_s
+        self._open_until = now + self._cooldown_s
         self._failed_at = now
         self._probing = False

@@ -76,7 +76,7 @@ class Dispatcher:
             on_overdue=giving_up.probe,
         )
         self._slices = TimeSlices(
-            upstreams, self._planner.queue, on_over=giving_up.time_slice, on_beside=self._start_beside
+            upstreams, self._planner.queue, on_over=giving_up.preempt, on_beside=self._start_beside
         )
         self.batches = Batches(self._loop, upstreams, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
@@ -288,7 +288,7 @@ class Dispatcher:
         arrived, self._arrived = self._arrived, []
         by_batch: dict[Batch, list[Job]] = {}
         for job in arrived:
-            if job.batch.whole and job.batch.lookups and not job.batch.arranged and not job.ended:
+            if job.batch.together and job.batch.lookups and not job.batch.arranged and not job.ended:
                 self._arrived.append(job)
             elif not job.ended:
                 by_batch.setdefault(job.batch, []).append(job)

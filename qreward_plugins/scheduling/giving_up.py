@@ -80,11 +80,11 @@ class GivingUp:
         if not attempt.job.ended:
             self._give_up(attempt, now, f"{attempt.upstream.name} did not answer a probe")
 
-    def time_slice(self, attempt: Attempt, now: float) -> None:
+    def preempt(self, attempt: Attempt, now: float) -> None:
         """End a call of a local function that keeps others waiting. Its sample is tried once more, after them."""
         if attempt.result or attempt.given_up or attempt.job.ended:
             return
-        attempt.upstream.set_aside += 1
+        attempt.upstream.preempted += 1
         attempt.given_up = True
         attempt.cancel()
         took_s = now - attempt.sent_at

@@ -144,16 +144,16 @@ class Job:
     @property
     def rank(self) -> Rank:
         """Its rank now."""
-        whole = self.batch.whole
-        number = self.batch.number if whole else self.after
-        return Rank(self.suspect, -self.batch.priority, self.hopeless, number, not whole, self.attempts == 0)
+        together = self.batch.together
+        number = self.batch.number if together else self.after
+        return Rank(self.suspect, -self.batch.priority, self.hopeless, number, not together, self.attempts == 0)
 
     @property
     def tie_break(self) -> int:
         """The sort key between equal deadlines. Single jobs keep their order. Jobs of a batch are shuffled, so that the
         jobs that miss their deadline are spread evenly over the batch.
         """
-        return (self.sequence * _SPREAD) % 2**32 if self.batch.whole else self.sequence
+        return (self.sequence * _SPREAD) % 2**32 if self.batch.together else self.sequence
 
     def eligible(self, now: float) -> frozenset[str]:
         """The sources that this job may go to now. Their limits and health are not considered."""

@@ -65,7 +65,7 @@ class Pauses:
         self._probe_at = math.inf
         return self._pause(now + pause_s, now)
 
-    def told(self, pause_s: float, now: float) -> None:
+    def paused_elsewhere(self, pause_s: float, now: float) -> None:
         """Note that another process was asked for a pause that has `pause_s` seconds left."""
         if now + pause_s > self._until:
             if now >= self._until:

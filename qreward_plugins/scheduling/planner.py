@@ -84,7 +84,7 @@ class Planner:
         """Order the jobs that were submitted together: set `Job.precedence`."""
         for job in jobs:
             job.precedence = float(job.size)
-        per_window = self._per_window(jobs, now) if jobs[0].batch.whole else None
+        per_window = self._per_window(jobs, now) if jobs[0].batch.together else None
         order = windows_order(jobs, per_window) if per_window is not None else None
         if order is not None:
             for precedence, job in zip(range(len(order), 0, -1), order, strict=True):
@@ -190,7 +190,7 @@ class Planner:
 
     def _pick(self, upstream: Upstream, now: float, *, near: bool) -> Job | None:
         head = self._head(upstream, now)
-        if upstream.set_aside and upstream.breaker.closed and head is not None and not head.suspect:
+        if upstream.preempted and upstream.breaker.closed and head is not None and not head.suspect:
             # Its last calls hung. A short job is more likely to end, and its latency tells how long the others may
             # take.
             return self.queue.smallest(upstream.name)

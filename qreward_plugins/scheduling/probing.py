@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Mapping
 
 from .attempts import Attempt
-from .breaker import LONGEST_PAUSE_S
+from .breaker import LONGEST_COOLDOWN_S
 from .jobs import Job
 from .queue import ReadyQueue
 from .upstream import Upstream
@@ -126,9 +126,9 @@ class Probing:
         left = sum(max(0, job.probes_left) for job in jobs)
         left_s = max((job.deadline_at - now for job in jobs), default=0.0)
         if not left:
-            return LONGEST_PAUSE_S
+            return LONGEST_COOLDOWN_S
         if left <= SCARCE:
-            return max(least_s, min(left_s / 2.0**left, LONGEST_PAUSE_S))
+            return max(least_s, min(left_s / 2.0**left, LONGEST_COOLDOWN_S))
         return max(least_s, min(growing_s, left_s / (2 * left), LONGEST_SPARING_PACE_S))
 
 

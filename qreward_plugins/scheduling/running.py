@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 
-from ..ending import end, forget
+from ..cancelling import abandon, cancel_all
 from ..errors import TransientError
 from ..observers import AttemptStarted, Observers
 from .attempts import Attempt, Ending, report_end
@@ -84,8 +84,8 @@ class Running:
         for attempt in list(self._tasks.values()):
             attempt.cancel()
         await asyncio.sleep(0)
-        for task in await end(list(self._tasks), within_s=CLOSE_WITHIN_S):
-            forget(task)
+        for task in await cancel_all(list(self._tasks), within_s=CLOSE_WITHIN_S):
+            abandon(task)
             attempt = self._tasks.pop(task)
             now = self._loop.time()
             attempt.abandon(now)
@@ -106,7 +106,7 @@ class Running:
         now = self._loop.time()
         try:
             attempt.settle(now, task)
-            if not attempt.told:
+            if not attempt.reported:
                 broken = TransientError("it broke the scheduler")
                 report_end(self._observers, attempt, "cancelled" if task.cancelled() else broken, now)
         finally:

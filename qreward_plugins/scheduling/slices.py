@@ -88,7 +88,7 @@ class TimeSlices:
         if upstream.speed.known:
             slice_s = max(SHORTEST_SLICE_S, USUAL_TIMES * upstream.speed.expected_s(attempt.job.size))
         # If no call ends any more, the slices may be too short: every new worker has to import its modules first.
-        rounds = upstream.set_aside // max(1, upstream.quota.concurrency)
+        rounds = upstream.preempted // max(1, upstream.quota.concurrency)
         due_at = attempt.sent_at + slice_s * 2.0 ** min(rounds, MOST_DOUBLINGS)
         if attempt.job.suspect:
             patience_s = LAST_TRY_KEEPS_WAITING * (waiting.deadline_at - waiting.submitted_at)

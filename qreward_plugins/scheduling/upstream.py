@@ -53,7 +53,7 @@ class Upstream:
         silent."""
         self.spare = int(getattr(source, "spare", 0))
         """Spare workers: number of last tries of samples that hung that it can run beside its concurrency."""
-        self.set_aside = 0
+        self.preempted = 0
         """Number of calls in a row that were ended because others waited. A call that ends by itself resets it."""
         self.quota = quota
         self.timeout_s = timeout_s
@@ -167,7 +167,7 @@ class Upstream:
     def heard(self, now: float) -> None:
         """Note that the source ended an attempt: an answer, an error or a refusal."""
         self.health.heard(now)
-        self.set_aside = 0
+        self.preempted = 0
 
     def excuse(self, *, since: float, now: float) -> None:
         """Leave the time from `since` to `now`, in which this process could not read answers, out of ages and
@@ -242,18 +242,18 @@ class Upstream:
         if pause_s is not None:
             _log.info("source %s asks for a pause of %.1f s", self.name, pause_s)
 
-    def told(
-        self, now: float, *, pause_s: float, rest_s: float, recovered: bool, typical: tuple[float, float] | None
+    def learned_elsewhere(
+        self, now: float, *, pause_s: float, open_s: float, recovered: bool, typical: tuple[float, float] | None
     ) -> None:
-        """Take in what other processes learned of the source: seconds that are left of a pause or of a rest, that it
-        has answered after a rest, and size and latency of a typical answer.
+        """Take in what other processes learned of the source: seconds left of a pause and of an open circuit, whether
+        it has answered a probe, and size and latency of a typical answer.
         """
         if pause_s > 0:
-            self.pauses.told(pause_s, now)
+            self.pauses.paused_elsewhere(pause_s, now)
         if recovered:
-            self.breaker.told_of_recovery(now)
-        elif rest_s > 0:
-            self.breaker.told(rest_s, now)
+            self.breaker.answered_elsewhere(now)
+        elif open_s > 0:
+            self.breaker.opened_elsewhere(open_s, now)
         if typical is not None and not self.speed.known:
             self.speed.learn(*typical)
 

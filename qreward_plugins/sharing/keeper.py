@@ -53,7 +53,7 @@ class _Shared:
         self.pools: dict[Resource, Pool] = {}
         self.workers: dict[str, None] = {}
         self.pause_until = -math.inf
-        self.rest_until = -math.inf
+        self.open_until = -math.inf
         self.recovered_at = -math.inf
         self.typical: tuple[float, float] | None = None
         self.recalled_at = -math.inf
@@ -62,7 +62,7 @@ class _Shared:
 
     def has_news(self, now: float) -> bool:
         """Whether there is news that every worker should have."""
-        return max(self.pause_until, self.rest_until) > now or now - self.recovered_at < HOLD_S
+        return max(self.pause_until, self.open_until) > now or now - self.recovered_at < HOLD_S
 
     def report(self, worker: str, now: float) -> None:
         """Add a worker that reported to the line if a share of it is too small, otherwise remove it."""
@@ -203,14 +203,14 @@ class Keeper:
 
     def _record_news(self, worker: str, shared: _Shared, news: SourceNews, now: float) -> None:
         changed = False
-        pause_until, rest_until = now + min(news.pause_s, LONGEST_NEWS_S), now + min(news.rest_s, LONGEST_NEWS_S)
+        pause_until, open_until = now + min(news.pause_s, LONGEST_NEWS_S), now + min(news.open_s, LONGEST_NEWS_S)
         if news.pause_s > 0 and pause_until > shared.pause_until + RECALL_EVERY_S:
             shared.pause_until, changed = pause_until, True
         if news.recovered:
-            changed = changed or shared.rest_until > now
-            shared.rest_until, shared.recovered_at = -math.inf, now
-        elif news.rest_s > 0 and rest_until > shared.rest_until + RECALL_EVERY_S:
-            shared.rest_until, changed = rest_until, True
+            changed = changed or shared.open_until > now
+            shared.open_until, shared.recovered_at = -math.inf, now
+        elif news.open_s > 0 and open_until > shared.open_until + RECALL_EVERY_S:
+            shared.open_until, changed = open_until, True
         shared.typical = news.typical or shared.typical
         if changed:
             self._news += 1
@@ -237,7 +237,7 @@ class Keeper:
             }
             news = SourceNews(
                 max(0.0, shared.pause_until - now),
-                max(0.0, shared.rest_until - now),
+                max(0.0, shared.open_until - now),
                 now - shared.recovered_at < HOLD_S,
                 shared.typical,
             )

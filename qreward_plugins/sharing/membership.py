@@ -221,7 +221,7 @@ class Membership:
             if key in self._upstreams:
                 upstream, known = self._upstreams[key], self._known[key]
                 before = _ends(upstream, now)
-                upstream.told(now, **said.news._asdict())
+                upstream.learned_elsewhere(now, **said.news._asdict())
                 after = _ends(upstream, now)
                 known.from_others = tuple(
                     new if new > old else told for old, new, told in zip(before, after, known.from_others, strict=True)
@@ -300,15 +300,15 @@ class Membership:
     def _news(self, key: str, upstream: Upstream, now: float) -> SourceNews:
         known = self._known[key]
         known.reported = known.own(upstream, now)
-        pause_s, rest_s = (max(0.0, end - now) for end in known.reported)
+        pause_s, open_s = (max(0.0, end - now) for end in known.reported)
         known.recovered = known.recovered or (known.rested and upstream.breaker.closed)
         known.rested = not upstream.breaker.closed
-        return SourceNews(pause_s, rest_s, known.recovered, upstream.speed.typical)
+        return SourceNews(pause_s, open_s, known.recovered, upstream.speed.typical)
 
 
 def _ends(upstream: Upstream, now: float) -> tuple[float, float]:
     """Return when the pause of a source ends and when its open circuit may be tried; `now` if there is none."""
-    return now + upstream.pauses.left_s(now), now + upstream.breaker.rest_s(now)
+    return now + upstream.pauses.left_s(now), now + upstream.breaker.open_s(now)
 
 
 def _log_failure(task: asyncio.Task[None]) -> None:

@@ -474,7 +474,7 @@ def test_a_stream_is_quiet_when_nothing_came_for_long(stage, gap_s, later_s, qui
 
     async def main():
         loop = asyncio.get_running_loop()
-        batch = Batch(0, 0.0, whole=False)
+        batch = Batch(0, 0.0, together=False)
         for _ in range(60):
             await asyncio.sleep(gap_s)
             stage.job(batch=batch)

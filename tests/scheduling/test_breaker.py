@@ -8,7 +8,7 @@ import pytest
 
 from qreward_plugins.errors import TransientError
 from qreward_plugins.samples import Scored
-from qreward_plugins.scheduling.breaker import FAILURES_TO_OPEN, FIRST_PAUSE_S, LONGEST_PAUSE_S, Breaker
+from qreward_plugins.scheduling.breaker import FAILURES_TO_OPEN, FIRST_COOLDOWN_S, LONGEST_COOLDOWN_S, Breaker
 from qreward_plugins.simulation import run
 
 
@@ -30,10 +30,10 @@ def test_it_opens_after_failures_in_a_row_only():
 
 def test_one_probe_passes_after_the_pause():
     breaker = opened(now=100.0)
-    assert breaker.wait_s(101.0) == pytest.approx(FIRST_PAUSE_S - 1)
-    assert breaker.wait_s(100.0 + FIRST_PAUSE_S) == 0
+    assert breaker.wait_s(101.0) == pytest.approx(FIRST_COOLDOWN_S - 1)
+    assert breaker.wait_s(100.0 + FIRST_COOLDOWN_S) == 0
     breaker.started()
-    assert breaker.wait_s(100.0 + FIRST_PAUSE_S) == math.inf
+    assert breaker.wait_s(100.0 + FIRST_COOLDOWN_S) == math.inf
     breaker.succeeded()
     assert breaker.closed
 
@@ -45,14 +45,14 @@ def test_a_failed_probe_doubles_the_pause_up_to_the_longest():
         breaker.started()
         breaker.failed(now, probe=True, in_flight=1)
         pauses.append(breaker.wait_s(now))
-    assert pauses == [10, 20, 40, LONGEST_PAUSE_S, LONGEST_PAUSE_S, LONGEST_PAUSE_S]
+    assert pauses == [10, 20, 40, LONGEST_COOLDOWN_S, LONGEST_COOLDOWN_S, LONGEST_COOLDOWN_S]
 
 
 def test_a_probe_that_told_nothing_lets_another_one_pass():
     breaker = opened(now=0.0)
     breaker.started()
     breaker.abandoned(probe=True)
-    assert breaker.wait_s(FIRST_PAUSE_S) == 0
+    assert breaker.wait_s(FIRST_COOLDOWN_S) == 0
 
 
 def test_an_answer_of_an_attempt_from_before_closes_it():

@@ -10,8 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from qreward_plugins.scheduling.breaker import (
     FAILURES_TO_OPEN,
-    FIRST_PAUSE_S,
-    LONGEST_PAUSE_S,
+    FIRST_COOLDOWN_S,
+    LONGEST_COOLDOWN_S,
     SHARE_TO_OPEN,
     Breaker,
 )
@@ -32,7 +32,7 @@ class BreakerOfASource(RuleBasedStateMachine):
         self.live: list[Attempt] = []
         self.row = 0
         self.opened_at: float | None = None
-        self.pause_s = FIRST_PAUSE_S
+        self.pause_s = FIRST_COOLDOWN_S
         self.period = 0
 
     def opens(self):
@@ -56,7 +56,7 @@ class BreakerOfASource(RuleBasedStateMachine):
     def answer(self, data):
         self.live.pop(data.draw(st.integers(0, len(self.live) - 1)))
         self.breaker.succeeded()
-        self.row, self.opened_at, self.pause_s = 0, None, FIRST_PAUSE_S
+        self.row, self.opened_at, self.pause_s = 0, None, FIRST_COOLDOWN_S
 
     @precondition(lambda self: self.live)
     @rule(data=st.data(), many=st.integers(1, 8))
@@ -69,7 +69,7 @@ class BreakerOfASource(RuleBasedStateMachine):
             if self.opened_at is not None:
                 assert opened is attempt.probe, "while it is open, only a probe decides"
                 if opened:
-                    self.pause_s = min(2 * self.pause_s, LONGEST_PAUSE_S)
+                    self.pause_s = min(2 * self.pause_s, LONGEST_COOLDOWN_S)
             else:
                 assert opened is (self.row >= max(FAILURES_TO_OPEN, SHARE_TO_OPEN * in_flight))
             if opened:
@@ -110,7 +110,7 @@ class BreakerOfASource(RuleBasedStateMachine):
         """Whatever happened: once everything has ended, one attempt may pass, and an answer opens it to all."""
         for attempt in self.live:
             self.breaker.abandoned(probe=attempt.probe)
-        self.now += LONGEST_PAUSE_S
+        self.now += LONGEST_COOLDOWN_S
         assert self.breaker.wait_s(self.now) == 0
         self.breaker.started()
         self.breaker.succeeded()

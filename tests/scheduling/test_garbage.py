@@ -9,7 +9,7 @@ import pytest
 
 from qreward_plugins.errors import SourceUnusable
 from qreward_plugins.samples import Cause, Failed
-from qreward_plugins.scheduling.breaker import FIRST_PAUSE_S
+from qreward_plugins.scheduling.breaker import FIRST_COOLDOWN_S
 from qreward_plugins.sources.base import Reply
 
 
@@ -44,7 +44,7 @@ def test_a_probe_that_is_garbage_lengthens_the_rest(stage):
     probes = [at for at in degraded.arrivals if at > 9][:4]
     pauses = [after - before for before, after in itertools.pairwise(probes)]
     assert len(pauses) >= 2
-    assert all(pause > 1.5 * FIRST_PAUSE_S for pause in pauses)
+    assert all(pause > 1.5 * FIRST_COOLDOWN_S for pause in pauses)
     assert pauses == sorted(pauses)
 
 

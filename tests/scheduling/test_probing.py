@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from qreward_plugins.errors import PermanentError, SourceUnusable, Throttled, TransientError
 from qreward_plugins.samples import Cause, Scored
-from qreward_plugins.scheduling.breaker import LONGEST_LATE_PAUSE_S
+from qreward_plugins.scheduling.breaker import LONGEST_PROBE_GAP_S
 from qreward_plugins.scheduling.health import PROBES_TO_UNUSABLE, PROBES_WHILE_UNUSABLE, REFUSED_TO_OPEN
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
@@ -34,7 +34,7 @@ def test_the_only_judge_is_used_at_once_when_it_is_well_again(stage, what, outag
     played = stage.play([10] * samples)
     assert played.all_scored
     answered_at = min(outcome.verdict.latency_s for outcome in played.outcomes)
-    assert answered_at <= outage_s + (4.0 if what != HANGS else LONGEST_LATE_PAUSE_S + 1)
+    assert answered_at <= outage_s + (4.0 if what != HANGS else LONGEST_PROBE_GAP_S + 1)
     assert played.finished_at < answered_at + 0.08 * samples / 16 + 5
     # A probe every half second at most, beside the first burst.
     assert sum(at < outage_s for at in source.arrivals) < 6 * 16 + 2 * outage_s

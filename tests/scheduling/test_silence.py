@@ -8,7 +8,7 @@ import random
 import pytest
 
 from qreward_plugins.errors import TransientError
-from qreward_plugins.scheduling.breaker import FIRST_PAUSE_S
+from qreward_plugins.scheduling.breaker import FIRST_COOLDOWN_S
 from qreward_plugins.scheduling.giving_up import GIVE_UP_AFTER_S, GIVE_UP_AT
 from qreward_plugins.scheduling.hedging import OVERDUE_AT
 from qreward_plugins.scheduling.jobs import MAX_RESTARTS
@@ -83,7 +83,7 @@ def test_a_probe_that_is_overdue_has_failed(stage):
     pauses = [after - before for before, after in itertools.pairwise(probes)]
     assert len(probes) >= 3
     # Each is given time to become overdue, and then a longer pause follows than before.
-    assert all(pause > FIRST_PAUSE_S + OVERDUE_AT * 0.9 for pause in pauses)
+    assert all(pause > FIRST_COOLDOWN_S + OVERDUE_AT * 0.9 for pause in pauses)
     assert pauses == sorted(pauses)
     assert pauses[1] > 1.5 * pauses[0]
 
@@ -172,7 +172,7 @@ def test_who_is_hedged_is_not_given_up_as_well(stage):
 def test_a_source_whose_speed_was_told_by_others_has_not_fallen_silent_before_it_ever_answered(stage):
     """A process that begins may be slow to send and to read: all that it knows is how fast the source was elsewhere."""
     stage.add("a", limits={"concurrency": 20}, behaviour=lambda *_: 2.5)
-    stage.upstreams["a"].told(0.0, pause_s=0.0, rest_s=0.0, recovered=False, typical=(10.0, 0.1))
+    stage.upstreams["a"].learned_elsewhere(0.0, pause_s=0.0, open_s=0.0, recovered=False, typical=(10.0, 0.1))
     played = stage.play([10] * 20)
     assert played.all_scored
     assert stage.sources["a"].cancelled == 0

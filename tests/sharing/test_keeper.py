@@ -229,11 +229,11 @@ def test_what_one_learns_all_hear_at_once(desk):
 def test_a_recovery_ends_a_rest_for_all(desk):
     known(desk, "a", "b")
     desk.report("b", 1, share=50.0)
-    assert desk.report("a", 1, share=50.0, news=SourceNews(rest_s=30.0))["b", 1].sources["s"].news.rest_s == 30.0
+    assert desk.report("a", 1, share=50.0, news=SourceNews(open_s=30.0))["b", 1].sources["s"].news.open_s == 30.0
     desk.report("b", 2, share=50.0)
     news = desk.report("a", 2, share=50.0, news=SourceNews(recovered=True))["b", 2].sources["s"].news
     assert news.recovered
-    assert news.rest_s == 0.0
+    assert news.open_s == 0.0
 
 
 def test_who_asked_again_before_it_heard_is_told_again(desk):

@@ -204,7 +204,7 @@ def a_pause_without_end(monkeypatch):
     def wrap(throttled):
         def mutated(self, retry_after_s, sent_at, now, **more):
             throttled(self, retry_after_s, sent_at, now, **more)
-            self.pauses.told(math.inf, now)
+            self.pauses.paused_elsewhere(math.inf, now)
             self.pauses._probe_at = math.inf
 
         return mutated

@@ -1,4 +1,4 @@
-"""Cancels tasks within a time limit: a task may ignore its cancellation, and closing must not wait for it forever."""
+"""Cancels tasks within a time limit. A task may ignore its cancellation, and closing must not wait for it forever."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CANCEL_AGAIN_S = 1.0
 """Seconds after which a running task is cancelled again: some code suppresses one cancellation by mistake."""
 
 
-async def end(tasks: Iterable[asyncio.Task[Any]], *, within_s: float) -> list[asyncio.Task[Any]]:
+async def cancel_all(tasks: Iterable[asyncio.Task[Any]], *, within_s: float) -> list[asyncio.Task[Any]]:
     """Cancel `tasks` and wait until they have ended, for `within_s` seconds at most.
 
     Returns the tasks that still run. Exceptions of the tasks are not raised. If this call is cancelled, it stops
@@ -27,7 +27,7 @@ async def end(tasks: Iterable[asyncio.Task[Any]], *, within_s: float) -> list[as
     return left
 
 
-def forget(task: asyncio.Task[Any]) -> None:
+def abandon(task: asyncio.Task[Any]) -> None:
     """Abandon a task that does not end: `asyncio.run` does not wait for it, and its exception is not reported."""
     task.add_done_callback(lambda ended: None if ended.cancelled() else ended.exception())
     # `asyncio.run` waits without a limit for all tasks that are registered with its loop.

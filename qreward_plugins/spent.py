@@ -11,13 +11,22 @@ class Usage:
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
+    cached_tokens: int = 0
+    """The part of the prompt tokens that the server read from its cache; 0 if it does not say."""
+    thinking_tokens: int = 0
+    """The part of the completion tokens that the model spent on its thoughts; 0 if the server does not say."""
 
     @property
     def total_tokens(self) -> int:
         return self.prompt_tokens + self.completion_tokens
 
     def __add__(self, other: Usage) -> Usage:
-        return Usage(self.prompt_tokens + other.prompt_tokens, self.completion_tokens + other.completion_tokens)
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.cached_tokens + other.cached_tokens,
+            self.thinking_tokens + other.thinking_tokens,
+        )
 
 
 NO_USAGE = Usage()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,9 @@ from ..config.judge_models import AskingConfig
 from ..errors import ConfigurationError, Mistake, input_problem
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
 from ..scheduling.calls import Answer, Call, CallFailed, Unanswered
-from ..sources.base import Reply, Request
+from ..sources.base import Reply, Request, Source
 from .base import Ask, Judge, JudgeFailed
+from .needs import unmet_needs
 
 _VERSION = 3
 """Version of how replies are read. Raise it with every change after which a judge reads another number or none."""
@@ -66,6 +67,21 @@ class Leaf(Judge):
 
         Raises `InvalidReply` if they are not a valid verdict under it.
         """
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """The parameters of every request, with the names of the judge's configuration. At the start each source is
+        asked whether it can send them. Default: none.
+        """
+        return {}
+
+    def mistakes(self, sources: Mapping[str, Source]) -> Sequence[Mistake]:
+        return unmet_needs(self, sources)
+
+    @property
+    def thinking_tokens(self) -> int:
+        """The `thinking_tokens` of every request. Default: 0."""
+        return 0
 
     # All leaves share these
 

@@ -11,7 +11,7 @@ Images stand between the texts and the rules, each below its name. A text in an 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
@@ -32,6 +32,7 @@ from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
 from .sample_texts import SampleTexts, conversation_text
 from .templates import Page, Template
+from .thinking import in_thoughts
 from .verdicts import RATIONALE_FORM, ParsedVerdict, Scale, excerpt, parse_verdict
 from .visibility import is_blank
 
@@ -91,6 +92,11 @@ _FORM = """\
 Answer with exactly one JSON object in this form, and with nothing before or after it:
 {form}"""
 
+DEFAULT_TOKENS = 512
+"""Longest completion of a model that does not think, in tokens."""
+DEFAULT_THINKING_TOKENS = 8192
+"""Longest completion of a model that thinks, in tokens."""
+
 _MAX_DATA_SOURCE_CHARS = 200
 _MAX_REPLY_CHARS = 65_536
 _REPLY_CHARS_PER_TOKEN = 16
@@ -130,16 +136,21 @@ class LLMJudge(Leaf):
 
         response_format: Literal["json_schema", "json_object", "none"] = "json_schema"
         """The structured output that the server is asked for. Use `json_object` or `none` for a server that does not
-        support `json_schema` (the default)."""
+        support `json_schema` (the default). The dialect `anthropic` has no `json_object`."""
 
         temperature: NonNegativeFloat = 0.0
-        """Sampling temperature. Default: 0."""
+        """Sampling temperature. Default: 0. Only the dialects `openai` and `gemini` send it; for a source of another
+        dialect, any number but 0 is refused at the start."""
 
-        max_tokens: PositiveInt = 512
-        """Longest completion in tokens. Default: 512."""
+        max_tokens: PositiveInt | None = None
+        """Longest completion in tokens, thoughts included. Default: 512, and 8,192 at a source whose model is known to
+        think: every dialect but `openai`, and `openai` if the source's `parameters` turn thinking on
+        (`reasoning_effort`, `chat_template_kwargs: {enable_thinking: true}`). Write a number for other models that
+        think."""
 
         seed: Integer | None = None
-        """Sampling seed that is sent to the server. Default: none."""
+        """Sampling seed that is sent to the server. Default: none. The dialects `responses` and `anthropic` have none.
+        """
 
         max_prompt_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 131_072
         """Longest prompt shown to the judge, in characters. The reference and each further column that the instructions
@@ -187,7 +198,10 @@ class LLMJudge(Leaf):
         instructions = DEFAULT_INSTRUCTIONS if config.instructions is None else config.instructions
         system = DEFAULT_SYSTEM if config.system is None else config.system
         self._parameters = _parameters(config)
-        self._max_reply_chars = max(_MAX_REPLY_CHARS, _REPLY_CHARS_PER_TOKEN * config.max_tokens)
+        self._max_tokens = config.max_tokens or DEFAULT_TOKENS
+        self._thinking_tokens = 0 if config.max_tokens else DEFAULT_THINKING_TOKENS - DEFAULT_TOKENS
+        most_tokens = self._max_tokens + self._thinking_tokens
+        self._max_reply_chars = max(_MAX_REPLY_CHARS, _REPLY_CHARS_PER_TOKEN * most_tokens)
         self._constants: dict[str, object] = {
             "criteria": dict(config.criteria),
             "score_min": _plain(config.score_range[0]),
@@ -289,10 +303,19 @@ class LLMJudge(Leaf):
             messages=tuple(messages),
             parameters=dict(self._parameters),
             nonce=nonce,
-            max_completion_tokens=self._config.max_tokens,
+            max_completion_tokens=self._max_tokens,
             judge=self.name,
             cut=bool(page.cut),
+            thinking_tokens=self._thinking_tokens,
         )
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        return self._parameters
+
+    @property
+    def thinking_tokens(self) -> int:
+        return self._thinking_tokens
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
         """Read the reply. Raises `InvalidReply` unless it has exactly one valid verdict with the request's nonce."""
@@ -309,9 +332,13 @@ class LLMJudge(Leaf):
     def _words(self, request: Request, reply: Reply) -> ParsedVerdict:
         problem = why_no_verdict(reply.finish_reason)
         if problem == "cut off":
+            now = f"{self._max_tokens:,}"
+            if self._thinking_tokens:
+                now += f" ({self._max_tokens + self._thinking_tokens:,} where the model is known to think)"
+            ended = "was cut off" if reply.text.strip() and not in_thoughts(reply.text) else "ended inside its thoughts"
             raise InvalidReply(
-                f"the reply was cut off (finish_reason {excerpt(reply.finish_reason)}); raise "
-                f"judges.{self.name}.max_tokens, now {self._config.max_tokens}: {excerpt(reply.text)}"
+                f"the reply {ended} (finish_reason {excerpt(reply.finish_reason)}); raise "
+                f"judges.{self.name}.max_tokens, now {now}" + (f": {excerpt(reply.text)}" if reply.text else "")
             )
         if problem:
             raise InvalidReply(f"the judge gave no verdict: the reply ended with {excerpt(reply.finish_reason)}")
@@ -409,7 +436,10 @@ def _form(config: LLMJudge.Config) -> str:
 
 
 def _parameters(config: LLMJudge.Config) -> dict[str, Any]:
-    parameters: dict[str, Any] = {"temperature": config.temperature, "max_tokens": config.max_tokens}
+    parameters: dict[str, Any] = {
+        "temperature": config.temperature,
+        "max_tokens": config.max_tokens or DEFAULT_TOKENS,
+    }
     if config.seed is not None:
         parameters["seed"] = config.seed
     if config.response_format == "json_schema":

@@ -132,6 +132,12 @@ def _is_quoted(text: str, mark: Mark) -> bool:
     return mark.opens and around in _QUOTES
 
 
+def in_thoughts(text: str) -> bool:
+    """Whether `text` ends inside the thoughts that a mark in it opens."""
+    marks = marks_in(text)
+    return bool(marks) and marks[-1].opens
+
+
 def thinking_spans(marks: Sequence[Mark]) -> list[tuple[int, int]]:
     """Return the (start, end) of each span of thinking, in order.
 

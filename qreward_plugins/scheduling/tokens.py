@@ -122,9 +122,12 @@ class TokenEstimates:
         self._beyond.note(usage.completion_tokens / (demand.completion or _UNBOUNDED_COMPLETION) - 1)
         if usage.prompt_tokens <= prompt and usage.completion_tokens <= completion:
             return usage, False
+        most_prompt, most_completion = math.ceil(prompt), math.ceil(completion)
         believed = Usage(
-            prompt_tokens=min(usage.prompt_tokens, math.ceil(prompt)),
-            completion_tokens=min(usage.completion_tokens, math.ceil(completion)),
+            prompt_tokens=min(usage.prompt_tokens, most_prompt),
+            completion_tokens=min(usage.completion_tokens, most_completion),
+            cached_tokens=min(usage.cached_tokens, most_prompt),
+            thinking_tokens=min(usage.thinking_tokens, most_completion),
         )
         return (usage, False) if believed == usage else (believed, True)
 

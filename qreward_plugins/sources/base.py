@@ -37,6 +37,9 @@ class Request:
     max_completion_tokens: int = 0
     judge: str = ""
     cut: bool = False
+    thinking_tokens: int = 0
+    """Tokens that a source whose model thinks adds to `max_tokens`, because the judge's own number is a default for
+    models that do not. 0: none."""
     size: int = field(init=False, repr=False, compare=False)
     """Length of the messages in UTF-8 bytes; the assumed tokens of images count as bytes. Without messages: length of
     the sample's prompt, response and ground truth, as far as these are texts. The scheduler predicts latency and tokens
@@ -102,6 +105,7 @@ class Reply:
     """The answer of a source to one request.
 
     `text` is the text of a language model; `value` is the value of a function or a service. Neither is trusted.
+    `thinking` holds the thoughts of a model, if the server states them apart from its answer; no verdict is read there.
     `announced` holds the limits that the source states, if any (`requests_per_window`, `requests_remaining`,
     `requests_reset_s`, and the same for `tokens`).
 
@@ -119,6 +123,7 @@ class Reply:
     finish_reason: str = ""
     announced: Mapping[str, float] = field(default_factory=dict)
     clean: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
+    thinking: str = field(default="", repr=False)
 
     def cleaned(self, text: str) -> str:
         """Return `text`, which stands in this reply, with the source's secrets redacted."""

@@ -50,6 +50,24 @@ def as_json(value: Any, field: str, *, sets: bool = False) -> Any:
         raise InputError(f"{field}{writer.place}: it cannot be read ({kind_of(error)})") from None
 
 
+def with_parameters(
+    body: Mapping[str, Any], parameters: Mapping[str, Any], containers: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Return `body` with `parameters`, which override its keys; None removes a key.
+
+    In a mapping whose key is one of `containers`, single settings are overridden and removed in the same way.
+    """
+    merged = {**body, **parameters}
+    for key, value in parameters.items():
+        if value is None:
+            del merged[key]
+        elif key in containers and isinstance(value, Mapping):
+            own = body.get(key)
+            inner = {**(own if isinstance(own, Mapping) else {}), **value}
+            merged[key] = {name: setting for name, setting in inner.items() if setting is not None}
+    return merged
+
+
 def encoded(body: Any, *, image: Callable[[EncodedImage], str] = str) -> bytes:
     """Write what `as_json` returned, or a structure of such values, as UTF-8.
 

@@ -45,29 +45,37 @@ class CompletionAnswer(Answer):
         ended = name_of(choice.get("finish_reason"))
         if ended.lower() in _BROKEN_OFF:
             return self.unreadable(f"a reply that the provider broke off (finish_reason {ended!r})")
+        usage = usage_of(body.get("usage"))
         text, refusal = _text(message.get("content"))
         if text is None:
             return self.unreadable("a message content of the wrong type", self.http.body)
         refusal = refusal or name_of(message.get("refusal"))
         if refusal and not text:
             return InvalidReply(f"source {self.name!r} refused to judge: {self.redactor.of(refusal)}")
-        unanswered = not text.strip() and (message.get("content") is None or _reasons(message))
-        if unanswered and ended.lower() not in _FILTERED:
-            hint = "; it spent all its tokens, raise max_tokens" if ended == "length" else ""
-            what = "reasoning and no answer" if _reasons(message) else "a content of null"
-            return self.unreadable(f"{what} (finish_reason {ended or 'null'!r}{hint})")
+        thinking = _thinking(message)
+        unanswered = not text.strip() and (message.get("content") is None or thinking)
+        # A reply that ended in its thoughts is no fault of the source: the judge says which number to raise.
+        ended_in_thoughts = ended == "length" and (thinking or (usage and usage.thinking_tokens))
+        if unanswered and not ended_in_thoughts and ended.lower() not in _FILTERED:
+            what = "reasoning and no answer" if thinking else "a content of null"
+            return self.unreadable(f"{what} (finish_reason {ended or 'null'!r})")
         return Reply(
             text=text,
-            usage=usage_of(body.get("usage")),
+            thinking=thinking,
+            usage=usage,
             model=name_of(body.get("model")),
             finish_reason=ended,
             announced=announced_limits(self.http.headers),
         )
 
 
-def _reasons(message: Mapping[str, Any]) -> bool:
-    """Whether a message has reasoning beside its content. Servers use several keys for it."""
-    return any(bool(message.get(key)) for key in ("reasoning_content", "reasoning", "reasoning_details"))
+def _thinking(message: Mapping[str, Any]) -> str:
+    """Return the reasoning beside a message's content; "..." if it is not readable. Servers use several keys for it."""
+    for key in ("reasoning_content", "reasoning", "reasoning_details"):
+        stated = message.get(key)
+        if stated:
+            return stated if isinstance(stated, str) else "..."
+    return ""
 
 
 def _text(content: Any) -> tuple[str | None, str]:

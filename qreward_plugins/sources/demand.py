@@ -46,7 +46,20 @@ _BUDGETS = frozenset({"budgettokens", "thinkingbudget", "thinkingtokenbudget", "
 _COUNTS = frozenset({"n", "bestof", "numreturnsequences", "candidatecount", "numbeams", "beamwidth"})
 _REASONING = ("reasoning", "thinking", "thinkingconfig")
 _OPAQUE = frozenset(
-    {"messages", "responseformat", "tools", "functions", "metadata", "logitbias", "guidedjson", "structuredoutputs"}
+    {
+        "messages",
+        "responseformat",
+        "tools",
+        "functions",
+        "metadata",
+        "logitbias",
+        "guidedjson",
+        "structuredoutputs",
+        "format",
+        "responseschema",
+        "responsejsonschema",
+        "labels",
+    }
 )
 """Keys whose values hold the user's texts and names, and no sampling parameters."""
 
@@ -156,16 +169,17 @@ def of_messages(messages: Iterable[Any]) -> tuple[list[str], int, int]:
     return texts, images, overhead + overhead_of(count)
 
 
-def completion_bound(parameters: Mapping[str, Any]) -> int | None:
+def completion_bound(parameters: Mapping[str, Any], *, holds_budget: bool = False) -> int | None:
     """Return the most completion tokens that the parameters of a body allow; None if they set no bound.
 
-    If several synonyms of a bound are set, the largest counts, because each server reads other names.
+    If several synonyms of a bound are set, the largest counts, because each server reads other names. A thinking budget
+    is added, because some servers do that, unless the bound holds it (`holds_budget`).
     """
     found = _Found()
     found.look_into(parameters)
     if found.most is None:
         return None
-    return max(1, found.choices) * (max(found.most, found.least) + found.budget)
+    return max(1, found.choices) * (max(found.most, found.least) + (0 if holds_budget else found.budget))
 
 
 class _Found:

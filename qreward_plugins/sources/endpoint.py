@@ -21,7 +21,7 @@ from ..errors import ConfigurationError, InputError, Mistake, SampleRefused, Sou
 from ..images import EncodedImage
 from ..redaction import names_secret, secrets_in, without_secrets
 from .base import Reply, Request, apart, identity_of
-from .bodies import as_json, encoded
+from .bodies import as_json, encoded, with_parameters
 from .demand import Demand, Texture, completion_bound, of_messages
 from .http import HTTPClient, HTTPReply, proxy_for
 from .kind import SourceKind, class_path
@@ -75,16 +75,15 @@ class Endpoint(SourceKind):
         self._max_reply_bytes = config.max_reply_bytes
         found: list[Mistake] = []
         self._parameters = _parameters(f"sources.{name}.parameters", config, found)
-        self._removed = [key for key, value in self._parameters.items() if value is None]
-        _check_bound(f"sources.{name}.parameters", self.bound_key(config), config, found)
-        headers = _headers(f"sources.{name}", config, self.KEY_HEADER, found)
+        self._check_bound(f"sources.{name}.parameters", config, found)
+        headers = _headers(f"sources.{name}", config, self.key_header(config), found)
         self._urls = _urls(f"sources.{name}.{config.URL_KEY}", config.urls, self.PATH if path is None else path, found)
         if found or mistakes:
             raise ConfigurationError([*found, *mistakes])
         self._replicas = Replicas(config.urls)
         self._encoders = ThreadSlots(name, _ENCODERS)
         self._demands: dict[bytes, tuple[Texture, int | None]] = {}
-        plain = {key: value for key, value in self.HEADERS.items() if not _names(headers, key)}
+        plain = {key: value for key, value in self.plain_headers(config).items() if not _names(headers, key)}
         self._identity = (
             class_path(self),
             config.version or tuple(sorted(self._urls)),
@@ -184,7 +183,7 @@ class Endpoint(SourceKind):
             key = config.api_key.get_secret_value().strip()
         elif isinstance(config.api_key_env, str):
             key = environment.get(config.api_key_env, "").strip() or None
-        carrier, before = cls.KEY_HEADER
+        carrier, before = cls.key_header(config)
         credentials: str | None = headers.pop(carrier.lower(), "")
         if key != "":
             credentials = None if key is None else f"{before}{key}"
@@ -197,9 +196,35 @@ class Endpoint(SourceKind):
         )
 
     @classmethod
-    def bound_key(cls, config: Any) -> str:
-        """Return the key of the body that bounds a completion. Default: `max_tokens`."""
-        return "max_tokens"
+    def key_header(cls, config: Any) -> tuple[str, str]:
+        """Return the name of the header that carries the key, and the text before the key. Default: `KEY_HEADER`."""
+        return cls.KEY_HEADER
+
+    @classmethod
+    def plain_headers(cls, config: Any) -> Mapping[str, str]:
+        """Return the headers of every request that are not secret. Default: `HEADERS`."""
+        return cls.HEADERS
+
+    @property
+    def bound_key(self) -> tuple[str, ...]:
+        """The path of the key in the body that bounds a completion. Default: `max_tokens`."""
+        return ("max_tokens",)
+
+    @property
+    def containers(self) -> tuple[str, ...]:
+        """The keys of the body that hold several settings, which `parameters` change one by one. Default: none."""
+        return ()
+
+    def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:
+        """Remove the prompt from a body. Return its texts, the tokens of its images, and those of the chat template and
+        of other parts. Default: the chat messages.
+        """
+        messages = body.pop("messages", None)
+        return of_messages(messages) if isinstance(messages, (list, tuple)) else ([], 0, 0)
+
+    def completion_bound(self, body: Mapping[str, Any]) -> int | None:
+        """Return the most completion tokens that a body allows; None if it sets no bound."""
+        return completion_bound(body)
 
     @property
     def reads(self) -> object:
@@ -226,8 +251,7 @@ class Endpoint(SourceKind):
             return None
 
     def _demand(self, request: Request, body: dict[str, Any]) -> Demand:
-        messages = body.pop("messages", None)
-        texts, images, overhead = of_messages(messages) if isinstance(messages, (list, tuple)) else ([], 0, 0)
+        texts, images, overhead = self.prompt(body)
         parameters, completion = self._demand_of_parameters(body)
         return Demand(
             Texture.of(texts, images=images, beside=parameters),
@@ -253,7 +277,7 @@ class Endpoint(SourceKind):
                 return ""
 
             texts = [encoded(rest, image=counted)] if rest else []
-            found = Texture.of(texts, images=sum(images)), completion_bound(body)
+            found = Texture.of(texts, images=sum(images)), self.completion_bound(body)
             if len(sent) <= _LONGEST_KEPT_BYTES:
                 if len(self._demands) >= _MOST_KEPT:
                     self._demands.clear()
@@ -262,10 +286,23 @@ class Endpoint(SourceKind):
 
     def _whole_body(self, request: Request) -> dict[str, Any]:
         """Return the body that is sent. The source's parameters override the judge's; None removes a key."""
-        body = {**self.body(request), **self._parameters}
-        for key in self._removed:
-            body.pop(key, None)
-        return body
+        return with_parameters(self.body(request), self._parameters, self.containers)
+
+    def _check_bound(self, path: str, config: EndpointConfig, mistakes: list[Mistake]) -> None:
+        """Add a mistake if `tokens_per_minute` is set but the parameters remove the bound on a completion."""
+        bound: Any = 1
+        for key in reversed(self.bound_key):
+            bound = {key: bound}
+        body = with_parameters(bound, config.parameters, self.containers)
+        if config.limits.tokens_per_minute is None or self.completion_bound(body) is not None:
+            return
+        mistakes.append(
+            Mistake(
+                ".".join((path, *self.bound_key)),
+                "it removes the bound on a reply, and without a bound tokens_per_minute cannot be kept.",
+                "Set a number of tokens from 1 on, or leave it out: then the judge's max_tokens applies.",
+            )
+        )
 
     def _encode(self, request: Request, *, image: Callable[[EncodedImage], str] = str) -> bytes:
         try:
@@ -283,19 +320,6 @@ class Endpoint(SourceKind):
 
 def _nothing() -> None:
     pass
-
-
-def _check_bound(path: str, key: str, config: EndpointConfig, mistakes: list[Mistake]) -> None:
-    """Add a mistake if `tokens_per_minute` is set but the parameters remove the bound on a completion."""
-    if config.limits.tokens_per_minute is None or completion_bound({key: 1, **config.parameters}) is not None:
-        return
-    mistakes.append(
-        Mistake(
-            f"{path}.{key}",
-            "it removes the bound on a reply, and without a bound tokens_per_minute cannot be kept.",
-            "Set a number of tokens from 1 on, or leave it out: then the judge's max_tokens applies.",
-        )
-    )
 
 
 def _urls(where: str, configured: Sequence[str], path: str, mistakes: list[Mistake]) -> dict[str, URL]:

@@ -61,6 +61,15 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
     return None if pause_s is None else min(pause_s, LONGEST_PAUSE_S)
 
 
+def pause_of(stated: object) -> float | None:
+    """Return a duration such as "34.07s", as Google states it in the body of an error (`RetryInfo.retryDelay`), in
+    seconds from 0 to 300; None if it is not readable.
+    """
+    if not isinstance(stated, str) or len(stated) > _LONGEST_VALUE_CHARS or not stated.isascii():
+        return None
+    return min(_duration_s(stated), LONGEST_PAUSE_S) if _DURATION.fullmatch(stated) else None
+
+
 def announced_limits(headers: Mapping[str, str]) -> dict[str, float]:
     """Return the limits that a reply states: `requests_per_window`, `requests_remaining`, `requests_reset_s`, and the
     same for `tokens`. Limits that are absent or unreadable are left out. `headers` must ignore case.
@@ -93,11 +102,15 @@ def _number(text: str) -> float | None:
 def _reset_s(text: str, headers: Mapping[str, str]) -> float | None:
     seconds = _number(text)
     if seconds is None and _DURATION.fullmatch(text):
-        seconds = sum(float(number) * _UNITS_S[unit] for number, unit in _DURATION_PART.findall(text))
+        seconds = _duration_s(text)
     if seconds is None:
         seconds = _until(_rfc3339(text), headers)
     # A larger number is a point in time, in an unknown unit.
     return seconds if seconds is not None and seconds <= _LONGEST_WINDOW_S else None
+
+
+def _duration_s(text: str) -> float:
+    return sum(float(number) * _UNITS_S[unit] for number, unit in _DURATION_PART.findall(text))
 
 
 def _until(moment: datetime | None, headers: Mapping[str, str]) -> float | None:

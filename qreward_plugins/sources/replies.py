@@ -19,7 +19,7 @@ from ..errors import InvalidReply, PermanentError, QRewardError, SourceUnusable,
 from ..spent import Usage
 from .base import Reply
 from .http import HTTPReply
-from .rate_limit_headers import retry_after_s
+from .rate_limit_headers import pause_of, retry_after_s
 from .redactor import Redactor
 
 _UNUSABLE = {
@@ -33,9 +33,18 @@ _UNUSABLE = {
 _VERSION = re.compile(r"/v[0-9]")
 _TRANSIENT = (408, 409, 425)
 _BUSY = (503, 529)
-_OUT_OF_CREDIT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active")
-_THROTTLED = ("rate_limit_exceeded", "rate_limit_error", "too_many_requests")
-_REFUSED = ("content_filter", "content_policy_violation", "responsibleaipolicyviolation")
+_OUT_OF_CREDIT = ("insufficient_quota", "billing_hard_limit_reached", "billing_not_active", "billing_error")
+_THROTTLED = ("rate_limit_exceeded", "rate_limit_error", "too_many_requests", "resource_exhausted")
+_REFUSED = (
+    "content_filter",
+    "content_policy_violation",
+    "responsibleaipolicyviolation",
+    "invalid_prompt",
+    "bio_policy",
+    "misalignment_policy_violation",
+    "image_content_policy_violation",
+)
+_KEY_REFUSED = ("api_key_invalid", "authentication_error", "unauthenticated")
 _UNSUPPORTED = ("unsupported_parameter", "unsupported_value")
 _MOST_TOKENS = 10**9
 _LONGEST_NAME_CHARS = 200
@@ -90,6 +99,8 @@ class Answer(ABC):
     def of_status(self, status: int, problem: Problem) -> QRewardError:
         """Return the error for a status. A kind overrides it if its servers use a status differently."""
         pause_s = retry_after_s(self.http.headers)
+        if pause_s is None:
+            pause_s = problem.retry_after_s
         if problem.has(_OUT_OF_CREDIT):
             return SourceUnusable(
                 self._says(f"answered {status}: the account is out of credit", problem), status=status
@@ -102,6 +113,8 @@ class Answer(ABC):
         if status == 404 and problem.has(("model_not_found",)):
             said = f"answered 404: unknown model {self.model!r}"
             return SourceUnusable(self._says(said, problem), status=status)
+        if status == 400 and problem.has(_KEY_REFUSED):
+            return SourceUnusable(self._says(f"answered {status}: {_UNUSABLE[401]}", problem), status=status)
         if status in _UNUSABLE:
             said = f"answered {status}: {_UNUSABLE[status]}{self._hint(status)}"
             return SourceUnusable(self._says(said, problem), status=status)
@@ -148,26 +161,41 @@ class Answer(ABC):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error object of a server: its message, its codes in lower case, and the status among its codes."""
+    """An error object of a server: its message, its codes in lower case, the status among its codes, and the pause in
+    seconds that it asks for.
+    """
 
     message: str = ""
     codes: frozenset[str] = frozenset()
     status: int | None = None
+    retry_after_s: float | None = None
 
     @classmethod
     def of(cls, body: Any) -> Problem:
-        # {"error": {...}} (OpenAI), {"error": "..."}, {"detail": ...} (FastAPI), or the object itself (older vLLM).
+        # {"error": {...}} (OpenAI, Anthropic, Google), {"error": "..."}, {"detail": ...} (FastAPI), the object itself
+        # (older vLLM), or a list of one (Google).
+        if isinstance(body, list) and len(body) == 1:
+            body = body[0]
         if not isinstance(body, dict):
             return cls()
         error = body.get("error") or body
         if not isinstance(error, dict):
             return cls(message=error) if isinstance(error, str) else cls()
         inner = error.get("innererror")
+        details = error.get("details")
+        details = [detail for detail in details if isinstance(detail, dict)] if isinstance(details, list) else []
         named = [error.get("code"), error.get("type"), inner.get("code") if isinstance(inner, dict) else None]
+        named += [name_of(error.get("status")) or None, *(detail.get("reason") for detail in details)]
         codes = frozenset(str(code).lower() for code in named if isinstance(code, (str, int)))
         statuses = [int(code) for code in sorted(codes) if len(code) == 3 and code.isascii() and code.isdecimal()]
         message = error.get("message") or error.get("detail")
-        return cls(message if isinstance(message, str) else "", codes, statuses[0] if statuses else None)
+        delays = [delay for detail in details if (delay := pause_of(detail.get("retryDelay"))) is not None]
+        return cls(
+            message if isinstance(message, str) else "",
+            codes,
+            statuses[0] if statuses else None,
+            max(delays, default=None),
+        )
 
     def has(self, codes: tuple[str, ...]) -> bool:
         return not self.codes.isdisjoint(codes)
@@ -185,8 +213,35 @@ def usage_of(usage: Any) -> Usage | None:
     """Return the tokens that a reply states; None if they are absent or impossible."""
     if not isinstance(usage, dict):
         return None
-    prompt, completion = _count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))
-    return None if prompt is None or completion is None else Usage(prompt, completion)
+    before, after = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
+    return counted(
+        usage.get("prompt_tokens"),
+        usage.get("completion_tokens"),
+        cached=before.get("cached_tokens") if isinstance(before, dict) else None,
+        thinking=after.get("reasoning_tokens") if isinstance(after, dict) else None,
+    )
+
+
+def counted(
+    prompt: Any,
+    completion: Any,
+    *,
+    further_prompt: tuple[Any, ...] = (),
+    further_completion: tuple[Any, ...] = (),
+    cached: Any = None,
+    thinking: Any = None,
+) -> Usage | None:
+    """Return the usage with these figures; None if `prompt` or `completion` is absent or impossible.
+
+    `further_prompt` and `further_completion` are added, where they are stated. `cached` and `thinking` are parts of the
+    sums. A further figure that is absent or impossible counts as 0.
+    """
+    prompt, completion = _count(prompt), _count(completion)
+    if prompt is None or completion is None:
+        return None
+    prompt += sum(_count(more) or 0 for more in further_prompt)
+    completion += sum(_count(more) or 0 for more in further_completion)
+    return Usage(prompt, completion, min(_count(cached) or 0, prompt), min(_count(thinking) or 0, completion))
 
 
 def _count(value: Any) -> int | None:

@@ -246,8 +246,14 @@ def test_a_cut_off_reply_names_the_limit_even_with_a_verdict(llm: Build, sample:
     request = judge.request(sample, attempt=0)
     whole = replace(answer(request, 7), finish_reason=finish_reason)
     for reply in (whole, replace(whole, text=whole.text[:-5]), replace(whole, text="")):
-        with pytest.raises(InvalidReply, match=r"judges.quality.max_tokens, now 64"):
+        ended = "was cut off" if reply.text else "ended inside its thoughts"
+        with pytest.raises(InvalidReply, match=rf"the reply {ended} .*judges.quality.max_tokens, now 64"):
             judge.verdict(request, reply)
+    thoughts = replace(whole, text="<think>Let me count once more.")
+    with pytest.raises(InvalidReply, match="ended inside its thoughts"):
+        judge.verdict(request, thoughts)
+    with pytest.raises(InvalidReply, match=r"max_tokens, now 512 \(8,192 where the model is known to think\)"):
+        llm().verdict(request, thoughts)
     with pytest.raises(InvalidReply) as caught:
         judge.verdict(request, replace(whole, text=whole.text[:-5], finish_reason="stop"))
     assert "max_tokens" not in str(caught.value)
@@ -257,7 +263,7 @@ def test_long_replies_are_read_where_max_tokens_allows_them(llm: Build, sample: 
     request = llm().request(sample, attempt=0)
     reply = replace(answer(request, 7), text=f"<think>{'hm ' * 30_000}</think>{answer(request, 7).text}")
     with pytest.raises(InvalidReply, match="are read"):
-        llm().verdict(request, reply)
+        llm(max_tokens=512).verdict(request, reply)
     assert llm(max_tokens=8192).verdict(request, reply).score == 0.7
 
 

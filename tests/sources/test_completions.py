@@ -26,7 +26,7 @@ def answer(message: dict[str, Any], finish_reason: Any = "stop") -> CompletionAn
         ({"content": None}, "stop", "a content of null"),
         ({"content": None}, None, "a content of null"),
         ({}, "stop", "a content of null"),
-        ({"content": None, "reasoning_content": "Let me see."}, "length", "raise max_tokens"),
+        ({"content": None, "reasoning_content": "Let me see."}, "stop", "reasoning and no answer"),
         ({"content": "", "reasoning": "Let me see."}, "stop", "reasoning and no answer"),
         ({"content": " \n", "reasoning_content": "Let me see."}, "stop", "reasoning and no answer"),
         ({"content": '{"score": 7}'}, "error", "broke off"),
@@ -36,6 +36,12 @@ def answer(message: dict[str, Any], finish_reason: Any = "stop") -> CompletionAn
 def test_a_reply_without_an_answer_is_tried_again(message: dict[str, Any], finish_reason: Any, says: str) -> None:
     with pytest.raises(TransientError, match=says):
         answer(message, finish_reason).reply()
+
+
+def test_a_reply_that_ended_in_its_thoughts_is_for_the_judge_to_refuse() -> None:
+    # As an error of the source, a question that makes a model think for long would open the circuit for all others.
+    reply = answer({"content": None, "reasoning_content": "Let me see."}, "length").reply()
+    assert (reply.text, reply.thinking, reply.finish_reason) == ("", "Let me see.", "length")
 
 
 @pytest.mark.parametrize(

@@ -43,6 +43,7 @@ def test_a_completion_becomes_a_reply() -> None:
     reply = answer(body, headers={"x-ratelimit-limit-requests": "60"})
     assert reply == Reply(
         text="fine",
+        thinking="hm",
         usage=Usage(12, 3),
         model="judge-1",
         finish_reason="stop",

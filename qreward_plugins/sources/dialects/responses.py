@@ -1,0 +1,176 @@
+"""OpenAI's responses: `POST /responses`.
+
+Requests and replies: `openai.types.responses` of OpenAI's package for Python.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from ...errors import InvalidReply, QRewardError
+from ..base import Reply, Request
+from ..rate_limit_headers import announced_limits
+from ..replies import Answer, Problem, counted, json_of, name_of
+from .base import Dialect, Refusal, is_on, parts_of, prompt_in, system_and_turns, text_of
+
+_CUT_OFF = "max_output_tokens"
+
+
+class ResponsesAnswer(Answer):
+    """One HTTP reply to a responses request."""
+
+    __slots__ = ()
+
+    def read(self) -> Reply | QRewardError:
+        body = json_of(self.http.body)
+        if not isinstance(body, dict):
+            return self.unreadable(f"{self.content_type()} that is not a JSON object", self.http.body)
+        if body.get("error"):
+            return self.error_of(Problem.of(body))
+        output = body.get("output")
+        if not isinstance(output, list):
+            return self.unreadable("no output", self.http.body)
+        ended = _ended(body)
+        if ended is None:
+            return self.unreadable(f"a response that is not finished (status {name_of(body.get('status'))!r})")
+        text, refusal, thinking, is_answered = _read(output)
+        if refusal and not text:
+            return InvalidReply(f"source {self.name!r} refused to judge: {self.redactor.of(refusal)}")
+        if not is_answered and ended == "stop":
+            return self.unreadable("reasoning and no answer" if thinking else "no message in its output")
+        return Reply(
+            text=text,
+            thinking=thinking,
+            usage=_usage(body.get("usage")),
+            model=name_of(body.get("model")),
+            finish_reason=ended,
+            announced=announced_limits(self.http.headers),
+        )
+
+
+def _ended(body: Mapping[str, Any]) -> str | None:
+    """Return the finish reason in the words of chat completions; None for a response that is not finished."""
+    status = body.get("status")
+    if status == "completed":
+        return "stop"
+    if status != "incomplete":
+        return None
+    details = body.get("incomplete_details")
+    reason = name_of(details.get("reason")) if isinstance(details, Mapping) else ""
+    return "length" if reason == _CUT_OFF else reason or "incomplete"
+
+
+def _read(output: list[Any]) -> tuple[str, str, str, bool]:
+    """Return the answer, the refusal and the thoughts in an output, and whether it has a message with an answer."""
+    answers: list[str] = []
+    refusals: list[str] = []
+    thoughts: list[str] = []
+    for item in output:
+        if not isinstance(item, Mapping):
+            continue
+        if item.get("type") == "reasoning":
+            for part in (*_list(item.get("content")), *_list(item.get("summary"))):
+                thoughts.append(name_or_text(part, "text"))
+        if item.get("type") != "message":
+            continue
+        for part in _list(item.get("content")):
+            if part.get("type") == "output_text" and isinstance(part.get("text"), str):
+                # A commentary is what some models write on the way to their answer.
+                (thoughts if item.get("phase") == "commentary" else answers).append(part["text"])
+            elif part.get("type") == "refusal":
+                refusals.append(name_or_text(part, "refusal"))
+    return "".join(answers), "".join(refusals), "\n".join(filter(None, thoughts)), bool(answers)
+
+
+def name_or_text(part: Mapping[str, Any], key: str) -> str:
+    """Return a text in a part; "" for a value that is not a text."""
+    value = part.get(key)
+    return value if isinstance(value, str) else ""
+
+
+def _list(value: Any) -> list[Mapping[str, Any]]:
+    return [part for part in value if isinstance(part, Mapping)] if isinstance(value, list) else []
+
+
+def _usage(stated: Any) -> Any:
+    if not isinstance(stated, Mapping):
+        return None
+    before, after = stated.get("input_tokens_details"), stated.get("output_tokens_details")
+    return counted(
+        stated.get("input_tokens"),
+        stated.get("output_tokens"),
+        cached=before.get("cached_tokens") if isinstance(before, Mapping) else 0,
+        thinking=after.get("reasoning_tokens") if isinstance(after, Mapping) else 0,
+    )
+
+
+class Responses(Dialect):
+    """OpenAI's responses."""
+
+    name = "responses"
+    title = "OpenAI responses"
+    path = "/responses"
+    answer = ResponsesAnswer
+    bound: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
+    prompt_keys: ClassVar[tuple[str, ...]] = ("input", "instructions")
+    containers: ClassVar[tuple[str, ...]] = ("text",)
+    foreign: ClassVar[Mapping[str, str]] = {
+        "messages": "Leave it out; the judge writes the prompt.",
+        "max_tokens": "Write max_output_tokens.",
+        "max_completion_tokens": "Write max_output_tokens.",
+        "reasoning_effort": "Write reasoning: {effort: ...}.",
+        "response_format": "Write text: {format: ...}.",
+        "n": "Leave it out; a response has one answer.",
+        "logprobs": "Write top_logprobs, and include: [message.output_text.logprobs].",
+        "generationConfig": "That is a key of the dialect gemini.",
+        "thinking": "Write reasoning: {effort: ...}.",
+    }
+    sends_temperature = False
+    lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"seed": ()}
+
+    def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
+        parameters.pop("temperature", None)
+        system, turns = system_and_turns(request.messages)
+        # A provider would keep the prompts for 30 days otherwise.
+        body: dict[str, Any] = {"model": model, "input": list(map(_turn, turns)), "store": False}
+        if system:
+            body["instructions"] = system
+        if "max_tokens" in parameters:
+            body["max_output_tokens"] = parameters.pop("max_tokens")
+        asked = parameters.pop("response_format", None)
+        if isinstance(asked, Mapping):
+            named = asked.get("json_schema")
+            flat = {"type": asked.get("type"), **named} if isinstance(named, Mapping) else dict(asked)
+            body["text"] = {"format": flat}
+        if parameters.pop("logprobs", None):
+            body["include"] = ["message.output_text.logprobs"]
+        return {**body, **parameters}
+
+    def prompt(self, body: dict[str, Any]) -> tuple[list[str], int, int]:
+        return prompt_in(body.pop("input", ()), body.pop("instructions", None), blocks="content")
+
+    def thinks(self, parameters: Mapping[str, Any]) -> bool:
+        return "reasoning" not in parameters or is_on(parameters["reasoning"])
+
+    def refusals(self, parameters: Mapping[str, Any], headers: Mapping[str, str]) -> list[Refusal]:
+        found = super().refusals(parameters, headers)
+        if parameters.get("background"):
+            found.append(Refusal("background", "the reply would come without an answer.", "Leave it out."))
+        return found
+
+
+def _turn(message: Mapping[str, Any]) -> dict[str, Any]:
+    role, content = message["role"], message["content"]
+    if isinstance(content, str) or role == "assistant":
+        # The parts of an assistant's turn are of another type, which needs the ids of an earlier response.
+        return {"role": role, "content": text_of(content)}
+    parts: list[Any] = []
+    for kind, value in parts_of(content):
+        if kind == "text":
+            parts.append({"type": "input_text", "text": value})
+        elif kind == "image":
+            parts.append({"type": "input_image", "image_url": value, "detail": "auto"})
+        else:
+            parts.append(value)
+    return {"role": role, "content": parts}

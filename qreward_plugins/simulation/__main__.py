@@ -5,18 +5,20 @@ trial and show it.
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from .cluster_plan import random_plan
-from .cluster_soak import ClusterFinding, ClusterTally, check_cluster, soak_clusters_in_processes
+from .cluster_soak import ClusterSoaked, ClusterTally, check_cluster, soak_clusters
 from .promises import broken_promises, replay_differs
-from .soak import REPLAY_EVERY, Finding, Tally, cores, soak_in_processes
+from .soak import REPLAY_EVERY, Finding, Soaked, Tally, cores, soak, soak_in_processes
 from .trial import random_trial
 from .trial_player import play
 
@@ -49,10 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.cluster:
         if options.seed is not None:
             return _one_cluster(options.seed)
-        return _many_clusters(*options.seeds, jobs=options.jobs, most=options.findings)
+        return _many(soak_clusters, ClusterTally(), options)
     if options.seed is not None:
         return _one(options.seed, show_trace=options.trace)
-    return _many(*options.seeds, jobs=options.jobs, replay_every=options.replay_every, most=options.findings)
+    return _many(functools.partial(soak, replay_every=options.replay_every), Tally(), options)
 
 
 def _one(seed: int, *, show_trace: bool) -> int:
@@ -71,25 +73,37 @@ def _one(seed: int, *, show_trace: bool) -> int:
     return 1 if broken else 0
 
 
-def _many(first: int, last: int, *, jobs: int, replay_every: int, most: int) -> int:
-    console = Console()
-    tally, findings, started_at = Tally(), list[Finding](), time.monotonic()
+def _many(
+    soak: Callable[[int, int], Soaked] | Callable[[int, int], ClusterSoaked],
+    tally: Tally | ClusterTally,
+    options: argparse.Namespace,
+) -> int:
+    console, what = Console(), "clusters" if options.cluster else "trials"
+    first, last = options.seeds
+    findings, started_at = list[Finding](), time.monotonic()
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    soaking = soak_in_processes(first, last, jobs=jobs, replay_every=replay_every)
+    soaking: Generator[Any, None, None] = soak_in_processes(soak, first, last, jobs=options.jobs)
     try:
         with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("trials", total=last - first)
+            task = progress.add_task(what, total=last - first)
             for soaked in soaking:
                 tally.add(soaked.tally)
-                for finding in soaked.findings:
-                    findings.append(finding)
-                    console.out(f"{finding.describe()}\n{random_trial(finding.seed).describe()}\n", highlight=False)
+                findings += soaked.findings
+                if soaked.findings:
+                    console.out(f"{soaked.describe()}\n", highlight=False)
                 progress.update(task, completed=tally.trials, description=_broken(len(findings)))
-                if len(findings) >= most:
+                if len(findings) >= options.findings:
                     break
     finally:
         soaking.close()
-    console.print(_table(tally, len(findings), time.monotonic() - started_at))
+    table = Table(show_header=False, box=None)
+    table.add_row(what, f"{tally.trials:,}")
+    table.add_row("seeds that broke a promise", f"{len(findings):,}")
+    for name, value in _counts(tally) if isinstance(tally, Tally) else _cluster_counts(tally):
+        table.add_row(name, value)
+    table.add_row("virtual time", f"{tally.virtual_s:,.0f} s in {time.monotonic() - started_at:,.0f} s")
+    table.add_row("fingerprint", f"{tally.fingerprint:016x}")
+    console.print(table)
     if findings:
         console.out(_broken(len(findings)) + ", the first one: " + min(findings, key=_seed_of).describe())
     return 1 if findings else 0
@@ -108,58 +122,25 @@ def _one_cluster(seed: int) -> int:
     return 1 if broken else 0
 
 
-def _many_clusters(first: int, last: int, *, jobs: int, most: int) -> int:
-    console = Console()
-    tally, findings, started_at = ClusterTally(), list[ClusterFinding](), time.monotonic()
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    soaking = soak_clusters_in_processes(first, last, jobs=jobs)
-    try:
-        with Progress(*columns, console=console, transient=True) as progress:
-            task = progress.add_task("clusters", total=last - first)
-            for soaked in soaking:
-                tally.add(soaked.tally)
-                findings += soaked.findings
-                if soaked.findings:
-                    console.out(f"{soaked.describe()}\n", highlight=False)
-                progress.update(task, completed=tally.plans, description=_broken(len(findings)))
-                if len(findings) >= most:
-                    break
-    finally:
-        soaking.close()
-    table = Table(show_header=False, box=None)
-    for name, value in (
-        ("clusters", f"{tally.plans:,}"),
-        ("seeds that broke a promise", f"{len(findings):,}"),
-        ("requests", f"{tally.requests:,}"),
-        ("reports to keepers", f"{tally.reports:,}"),
-        ("keepers", f"{tally.keepers:,}"),
-        ("slowest", f"{tally.slowest[0]:.0%} of the time allowed (seed {tally.slowest[1]})"),
-        ("virtual time", f"{tally.virtual_s:,.0f} s in {time.monotonic() - started_at:,.0f} s"),
-        ("fingerprint", f"{tally.fingerprint:016x}"),
-    ):
-        table.add_row(name, value)
-    console.print(table)
-    return 1 if findings else 0
+def _counts(tally: Tally) -> Iterator[tuple[str, str]]:
+    yield "played twice", f"{tally.replayed:,}"
+    yield "samples", f"{tally.samples:,}"
+    yield "scored", f"{tally.scored:,}"
+    for reason, count in tally.floors.most_common():
+        yield f"scored with a floor: {reason}", f"{count:,}"
+    for reason, count in tally.failures.most_common():
+        yield f"failed: {reason}", f"{count:,}"
+    yield "cancelled by their callers", f"{tally.given_up:,}"
+    yield "attempts", f"{tally.attempts:,}"
+    yield "hedges", f"{tally.hedges:,}"
+    yield "throttled", f"{tally.throttled:,}"
 
 
-def _table(tally: Tally, findings: int, wall_s: float) -> Table:
-    table = Table(show_header=False, box=None)
-    for name, value in (
-        ("trials", f"{tally.trials:,}, {tally.replayed:,} of them played twice"),
-        ("seeds that broke a promise", f"{findings:,}"),
-        ("samples", f"{tally.samples:,}"),
-        ("scored", f"{tally.scored:,}"),
-        *((f"scored with a floor: {reason}", f"{count:,}") for reason, count in tally.floors.most_common()),
-        *((f"failed: {reason}", f"{count:,}") for reason, count in tally.failures.most_common()),
-        ("cancelled by their callers", f"{tally.given_up:,}"),
-        ("attempts", f"{tally.attempts:,}"),
-        ("hedges", f"{tally.hedges:,}"),
-        ("throttled", f"{tally.throttled:,}"),
-        ("virtual time", f"{tally.virtual_s:,.0f} s in {wall_s:,.0f} s"),
-        ("fingerprint", f"{tally.fingerprint:016x}"),
-    ):
-        table.add_row(name, value)
-    return table
+def _cluster_counts(tally: ClusterTally) -> Iterator[tuple[str, str]]:
+    yield "requests", f"{tally.requests:,}"
+    yield "reports to keepers", f"{tally.reports:,}"
+    yield "keepers", f"{tally.keepers:,}"
+    yield "slowest", f"{tally.slowest[0]:.0%} of the time allowed (seed {tally.slowest[1]})"
 
 
 def _broken(count: int) -> str:

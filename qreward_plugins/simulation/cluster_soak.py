@@ -7,10 +7,6 @@ so no worker waits for ever and there is no deadlock over shares.
 from __future__ import annotations
 
 import math
-import os
-import traceback
-from collections.abc import Generator
-from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from hashlib import blake2b
 
@@ -18,7 +14,7 @@ from ..sharing.keeper import MARGIN_S, TTL_S
 from .cluster import Cluster
 from .cluster_plan import Plan, SharedSource, random_plan
 from .promises import Broken
-from .soak import Finding, pool, shards
+from .soak import Finding, crashed
 
 SILENCE_S = 40.0
 """Seconds after which all workers have noticed a lost keeper, and there is another."""
@@ -31,7 +27,7 @@ _FINGERPRINTS = 2**64
 class ClusterTally:
     """The sums over all clusters."""
 
-    plans: int = 0
+    trials: int = 0
     requests: int = 0
     """Requests that arrived at servers."""
     reports: int = 0
@@ -43,7 +39,7 @@ class ClusterTally:
 
     def add(self, other: ClusterTally) -> None:
         """Add another tally to this one."""
-        self.plans += other.plans
+        self.trials += other.trials
         self.requests += other.requests
         self.reports += other.reports
         self.keepers += other.keepers
@@ -97,7 +93,7 @@ def check_cluster(seed: int) -> tuple[Cluster, ClusterTally, list[Broken]]:
     ]
     said += [f"{server.came_from}" for server in cluster.servers.values()]
     tally = ClusterTally(
-        plans=1,
+        trials=1,
         requests=sum(server.came for server in cluster.servers.values()),
         reports=sum(worker.reports for worker in cluster.workers.values()),
         keepers=len(cluster.keepers),
@@ -115,27 +111,12 @@ def soak_clusters(first: int, last: int) -> ClusterSoaked:
         try:
             _, one, broken = check_cluster(seed)
         except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"{error!r} in {where.name} ({os.path.basename(where.filename)}:{where.lineno})"
-            findings.append(ClusterFinding(seed, (Broken("the cluster itself", what),)))
+            findings.append(ClusterFinding(seed, (crashed("the cluster itself", error),)))
             continue
         tally.add(one)
         if broken:
             findings.append(ClusterFinding(seed, tuple(broken)))
     return ClusterSoaked(tally, tuple(findings))
-
-
-def soak_clusters_in_processes(first: int, last: int, *, jobs: int) -> Generator[ClusterSoaked, None, None]:
-    """Play the plans in `jobs` processes; yield the results of each shard. Closing it ends the soak."""
-    with pool(jobs) as processes:
-        running: list[Future[ClusterSoaked]] = []
-        try:
-            running += [processes.submit(soak_clusters, *shard) for shard in shards(first, last)]
-            for done in as_completed(running):
-                yield done.result()
-        finally:
-            for future in running:
-                future.cancel()
 
 
 def _rest_s(source: SharedSource) -> float:

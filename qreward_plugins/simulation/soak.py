@@ -11,11 +11,12 @@ import multiprocessing
 import os
 import traceback
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
+from typing import TypeVar
 
 from ..samples import Scored
 from .budgets import hedges_of
@@ -23,6 +24,8 @@ from .promises import Broken, broken_promises, replay_differs
 from .record import Record
 from .trial import Trial, random_trial
 from .trial_player import play
+
+T = TypeVar("T")
 
 SHARD = 50
 """Seeds of a shard."""
@@ -139,9 +142,7 @@ def soak(first: int, last: int, *, replay_every: int = REPLAY_EVERY) -> Soaked:
         try:
             trial, record, broken = check(seed, replay=replay)
         except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"{error!r} in {where.name} ({os.path.basename(where.filename)}:{where.lineno})"
-            findings.append(Finding(seed, (Broken("the trial itself", what),)))
+            findings.append(Finding(seed, (crashed("the trial itself", error),)))
             continue
         tally.count(trial, record)
         tally.replayed += replay
@@ -150,24 +151,24 @@ def soak(first: int, last: int, *, replay_every: int = REPLAY_EVERY) -> Soaked:
     return Soaked(tally, tuple(findings))
 
 
+def crashed(what: str, error: Exception) -> Broken:
+    """A trial or a cluster that raised: the error, and where."""
+    where = traceback.extract_tb(error.__traceback__)[-1]
+    return Broken(what, f"{error!r} in {where.name} ({os.path.basename(where.filename)}:{where.lineno})")
+
+
 def shards(first: int, last: int, size: int = SHARD) -> list[tuple[int, int]]:
     """The seeds from `first` to before `last` in ranges of at most `size`."""
     return list(pairwise([*range(first, last, size), last]))
 
 
-def pool(jobs: int) -> ProcessPoolExecutor:
-    """A pool of spawned processes; forked ones would inherit the state of threads."""
-    return ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
-
-
-def soak_in_processes(
-    first: int, last: int, *, jobs: int, replay_every: int = REPLAY_EVERY
-) -> Generator[Soaked, None, None]:
-    """Play the trials in `jobs` processes; yield the results of each shard. Closing it ends the soak."""
-    with pool(jobs) as processes:
-        running: list[Future[Soaked]] = []
+def soak_in_processes(soak: Callable[[int, int], T], first: int, last: int, *, jobs: int) -> Generator[T, None, None]:
+    """Play the seeds in `jobs` processes; yield what `soak` returns for each shard. Closing it ends the soak."""
+    # Spawned, because forked processes would inherit the state of threads.
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as processes:
+        running: list[Future[T]] = []
         try:
-            running += [processes.submit(soak, *shard, replay_every=replay_every) for shard in shards(first, last)]
+            running += [processes.submit(soak, *shard) for shard in shards(first, last)]
             for done in as_completed(running):
                 yield done.result()
         finally:

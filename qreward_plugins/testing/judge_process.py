@@ -7,7 +7,7 @@ import signal
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from types import TracebackType
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from .faults import Faults
 from .judge_calls import overlap_score
@@ -18,11 +18,16 @@ from .limits import ServerLimits
 from .report import Report
 from .routes import SCORE_PATH
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 _START_TIMEOUT_S = 60.0
 _JOIN_TIMEOUT_S = 10.0
 
 
-class _Settings(TypedDict):
+class Settings(TypedDict, total=False):
+    """The keyword arguments of `JudgeServer`."""
+
     limits: ServerLimits | None
     latency: Latency | None
     faults: Faults | None
@@ -34,37 +39,16 @@ class _Settings(TypedDict):
 
 
 class JudgeServerProcess:
-    """A `JudgeServer` in a spawned process. All arguments must be picklable, so `score` must be a module-level
-    function.
+    """A `JudgeServer` in a spawned process, with the same arguments. All must be picklable, so `score` must be a
+    module-level function.
 
     `with` starts and stops it. Raises `JudgeServerError` if the server cannot start or its process has died. The
     process ends with its parent.
     """
 
-    def __init__(
-        self,
-        score: Scorer = overlap_score,
-        *,
-        limits: ServerLimits | None = None,
-        latency: Latency | None = None,
-        faults: Faults | None = None,
-        models: Sequence[str] = ("judge",),
-        api_key: str | None = None,
-        seed: int = 0,
-        host: str = "127.0.0.1",
-        port: int = 0,
-    ) -> None:
+    def __init__(self, score: Scorer = overlap_score, **settings: Unpack[Settings]) -> None:
         self._score = score
-        self._settings: _Settings = {
-            "limits": limits,
-            "latency": latency,
-            "faults": faults,
-            "models": tuple(models),
-            "api_key": api_key,
-            "seed": seed,
-            "host": host,
-            "port": port,
-        }
+        self._settings = settings
         self._process: multiprocessing.process.BaseProcess | None = None
         self._pipe: Connection | None = None
         self._base_url: str | None = None
@@ -159,7 +143,7 @@ class JudgeServerProcess:
             process.close()
 
 
-def _main(pipe: Connection, score: Scorer, settings: _Settings) -> None:
+def _main(pipe: Connection, score: Scorer, settings: Settings) -> None:
     # Ctrl-C reaches the whole process group, but the parent decides when to stop.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     server = JudgeServer(score, **settings)

@@ -99,7 +99,7 @@ def test_ranges_are_cut_into_shards_without_gaps():
 
 
 def test_shards_in_processes_add_up_to_the_soak_in_one():
-    parts = list(soak_in_processes(0, 60, jobs=2))
+    parts = list(soak_in_processes(soak, 0, 60, jobs=2))
     assert sum(part.tally.trials for part in parts) == 60
     whole = soak(0, 60).tally
     assert sum(part.tally.fingerprint for part in parts) % 2**64 == whole.fingerprint

@@ -11,7 +11,7 @@ import math
 import random
 
 from .cluster_plan import SharedSource
-from .strict_limits import RequestBucket, RequestWindow, TokenWindow
+from .strict_limits import RequestBucket, Window
 
 
 class RecordingServer:
@@ -25,7 +25,7 @@ class RecordingServer:
         self.came_from: dict[str, int] = {}
         self._source = source
         self._counts_at = rng.choice((0.0, 0.5, 1.0))
-        self._window: RequestWindow | None = None
+        self._window: Window | None = None
         self._bucket: RequestBucket | None = None
         if limits.requests_per_minute is not None and limits.window == "bucket":
             self._bucket = RequestBucket(limits.requests_per_minute, limits.burst)
@@ -33,12 +33,10 @@ class RecordingServer:
             per_window, window_s = limits.requests_per_minute * limits.window_s / 60.0, limits.window_s
             if per_window < 1:
                 per_window, window_s = 1.0, 60.0 / limits.requests_per_minute
-            self._window = RequestWindow(math.floor(per_window + 1e-9), window_s)
-        self._tokens: TokenWindow | None = None
+            self._window = Window(math.floor(per_window + 1e-9), window_s)
+        self._tokens: Window | None = None
         if limits.tokens_per_minute is not None:
-            self._tokens = TokenWindow(
-                math.floor(limits.tokens_per_minute * limits.window_s / 60.0 + 1e-9), limits.window_s
-            )
+            self._tokens = Window(math.floor(limits.tokens_per_minute * limits.window_s / 60.0 + 1e-9), limits.window_s)
         self._concurrency = limits.concurrency or math.inf
         self._in_flight: set[object] = set()
 
@@ -51,14 +49,14 @@ class RecordingServer:
         self.came += 1
         self.came_from[worker] = self.came_from.get(worker, 0) + 1
         if self._window is not None:
-            self._window.enter(now)
+            self._window.enter(1, now)
             used = self._window.used(now)
             if used > self._window.limit:
                 self._break(f"{used} requests in {self._window.window_s:g} s, {self._window.limit} allowed", now)
         if self._bucket is not None:
-            if self._bucket.wait_s(now) > 0:
-                self._break(f"the bucket is empty for {self._bucket.wait_s(now):.4f} s more", now)
-            self._bucket.enter(now)
+            if self._bucket.wait_s(1, now) > 0:
+                self._break(f"the bucket is empty for {self._bucket.wait_s(1, now):.4f} s more", now)
+            self._bucket.enter(1, now)
         self.spend(prompt_tokens, now)
         self._in_flight.add(request)
         if len(self._in_flight) > self._concurrency:

@@ -210,9 +210,9 @@ def _limited(trial: Trial, record: Record) -> Iterator[str]:
             bucket = RequestBucket(server.requests_per_minute, server.burst)
             for sent in record.sent:
                 if sent.source == server.name:
-                    if bucket.wait_s(sent.started_at) > 0:
+                    if bucket.wait_s(1, sent.started_at) > 0:
                         yield f"the bucket of {server.name} was overdrawn at {sent.started_at:.6f} s"
-                    bucket.enter(sent.started_at)
+                    bucket.enter(1, sent.started_at)
 
 
 def _clean(trial: Trial, record: Record) -> Iterator[str]:

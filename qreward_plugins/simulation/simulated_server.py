@@ -23,7 +23,7 @@ from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
 from .draws import Draw, Luck
 from .poison import ABSURD_LIMITS, ABSURD_TOKENS, HANGS_S, Poison, error_of, poison_of
 from .servers import Server, phases
-from .strict_limits import RequestBucket, RequestWindow, TokenWindow
+from .strict_limits import RequestBucket, Window
 from .trace import Trace
 
 REFUSAL_S = 0.1
@@ -81,7 +81,7 @@ class SimulatedServer:
         self._phases = phases(server.faults)
         self._requests = _request_book(server)
         per_window = server.tokens_per_window
-        self._tokens = None if per_window is None else TokenWindow(per_window, server.window_s)
+        self._tokens = None if per_window is None else Window(per_window, server.window_s)
 
     @property
     def model(self) -> str:
@@ -173,7 +173,7 @@ class SimulatedServer:
             self._throttle(call, wait_s, f"is over its {limit}")
             return
         if self._requests is not None:
-            self._requests.enter(now)
+            self._requests.enter(1, now)
         if self._tokens is not None:
             self._tokens.enter(call.prompt_tokens + call.completion_tokens, now)
         if call.given_up and server.cancel_frees:
@@ -242,7 +242,7 @@ class SimulatedServer:
         if concurrency is not None and self.in_flight >= concurrency and not leaves_at_once:
             return "concurrency", CONCURRENCY_RETRY_AFTER_S
         if self._requests is not None:
-            wait_s = self._requests.wait_s(now)
+            wait_s = self._requests.wait_s(1, now)
             if wait_s > 0:
                 return "requests", wait_s
         if self._tokens is not None:
@@ -352,13 +352,13 @@ class _Call:
         self.held = self.given_up = False
 
 
-def _request_book(server: Server) -> RequestWindow | RequestBucket | None:
+def _request_book(server: Server) -> Window | RequestBucket | None:
     per_window = server.requests_per_window
     if per_window is None or server.requests_per_minute is None:
         return None
     if server.window == "bucket":
         return RequestBucket(server.requests_per_minute, server.burst)
-    return RequestWindow(per_window, server.window_s)
+    return Window(per_window, server.window_s)
 
 
 _NOTHING: Mapping[str, float] = {}

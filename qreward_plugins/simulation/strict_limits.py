@@ -15,36 +15,44 @@ SHORTEST_WAIT_S = 0.01
 """The shortest wait that a server asks for."""
 
 
-class RequestWindow:
-    """At most `limit` requests in any half-open window `(t - window_s, t]`."""
+_ROUNDING = 1e-9
+
+
+class Window:
+    """At most `limit` requests or tokens in any half-open window `(t - window_s, t]`."""
 
     def __init__(self, limit: int, window_s: float) -> None:
         self.limit = limit
         self.window_s = window_s
-        self._times: deque[float] = deque()
+        self._entries: deque[tuple[float, int]] = deque()
+        self._total = 0
 
-    def wait_s(self, now: float) -> float:
-        """Seconds until one more request fits."""
-        used = self.used(now)
-        if used < self.limit:
+    def wait_s(self, amount: int, now: float) -> float:
+        """Seconds until `amount` more fits; a whole window if it never does."""
+        excess = self.used(now) + amount - self.limit
+        if excess <= 0:
             return 0.0
-        # A client can be more than one request over only if nothing was admitted since; the oldest leaves first.
-        return max(SHORTEST_WAIT_S, self._times[0] + self.window_s - now)
+        for at, entered in self._entries:
+            excess -= entered
+            if excess <= 0:
+                return max(SHORTEST_WAIT_S, at + self.window_s - now)
+        return self.window_s
 
-    def enter(self, now: float) -> None:
-        """Enter one request."""
-        self._times.append(now)
+    def enter(self, amount: int, now: float) -> None:
+        """Enter `amount`, whether it fits or not."""
+        self._entries.append((now, amount))
+        self._total += amount
 
     def used(self, now: float) -> int:
-        """Requests in the window that ends now."""
-        times, horizon = self._times, now - self.window_s
-        while times and times[0] <= horizon:
-            times.popleft()
-        return len(times)
+        """The amount in the window that ends now."""
+        entries, horizon = self._entries, now - self.window_s
+        while entries and entries[0][0] <= horizon:
+            self._total -= entries.popleft()[1]
+        return self._total
 
     def reset_s(self, now: float) -> float:
         """Seconds until the whole limit is free again, if nothing more comes."""
-        return self._times[-1] + self.window_s - now if self.used(now) else 0.0
+        return self._entries[-1][0] + self.window_s - now if self.used(now) else 0.0
 
 
 class RequestBucket:
@@ -56,14 +64,14 @@ class RequestBucket:
         self._level = float(burst)
         self._at = -math.inf
 
-    def wait_s(self, now: float) -> float:
-        """Seconds until one more request fits."""
-        missing = 1.0 - self._fill(now)
+    def wait_s(self, amount: int, now: float) -> float:
+        """Seconds until `amount` more requests fit."""
+        missing = amount - self._fill(now)
         return 0.0 if missing <= _ROUNDING else max(SHORTEST_WAIT_S, missing / self._rate_per_s)
 
-    def enter(self, now: float) -> None:
-        """Enter one request."""
-        self._level = self._fill(now) - 1.0
+    def enter(self, amount: int, now: float) -> None:
+        """Enter `amount` requests, whether they fit or not."""
+        self._level = self._fill(now) - amount
 
     def used(self, now: float) -> int:
         """The used part of the bucket, in whole requests."""
@@ -79,43 +87,3 @@ class RequestBucket:
                 self._level = min(float(self.limit), self._level + (now - self._at) * self._rate_per_s)
             self._at = now
         return self._level
-
-
-class TokenWindow:
-    """At most `limit` tokens in any half-open window `(t - window_s, t]`."""
-
-    def __init__(self, limit: int, window_s: float) -> None:
-        self.limit = limit
-        self.window_s = window_s
-        self._entries: deque[tuple[float, int]] = deque()
-        self._total = 0
-
-    def wait_s(self, tokens: int, now: float) -> float:
-        """Seconds until this many tokens fit; a whole window if they never do."""
-        excess = self.used(now) + tokens - self.limit
-        if excess <= 0:
-            return 0.0
-        for at, amount in self._entries:
-            excess -= amount
-            if excess <= 0:
-                return max(SHORTEST_WAIT_S, at + self.window_s - now)
-        return self.window_s
-
-    def enter(self, tokens: int, now: float) -> None:
-        """Enter the tokens of one request."""
-        self._entries.append((now, tokens))
-        self._total += tokens
-
-    def used(self, now: float) -> int:
-        """Tokens in the window that ends now."""
-        entries, horizon = self._entries, now - self.window_s
-        while entries and entries[0][0] <= horizon:
-            self._total -= entries.popleft()[1]
-        return self._total
-
-    def reset_s(self, now: float) -> float:
-        """Seconds until the whole limit is free again, if nothing more comes."""
-        return self._entries[-1][0] + self.window_s - now if self.used(now) else 0.0
-
-
-_ROUNDING = 1e-9

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from qreward_plugins.simulation.strict_limits import SHORTEST_WAIT_S, RequestBucket, RequestWindow, TokenWindow
+from qreward_plugins.simulation.strict_limits import SHORTEST_WAIT_S, RequestBucket, Window
 
 
 def moments(rng, count):
@@ -21,15 +21,15 @@ def moments(rng, count):
 def test_a_request_window_admits_exactly_what_a_recount_admits(seed):
     rng = random.Random(seed)
     limit, window_s = rng.randint(1, 8), rng.choice((1.0, 4.0))
-    book = RequestWindow(limit, window_s)
+    book = Window(limit, window_s)
     admitted = []
     for now in moments(rng, 400):
         recent = [time for time in admitted if time > now - window_s]
-        wait_s = book.wait_s(now)
+        wait_s = book.wait_s(1, now)
         assert book.used(now) == len(recent)
         assert (wait_s == 0) == (len(recent) < limit)
         if wait_s == 0:
-            book.enter(now)
+            book.enter(1, now)
             admitted.append(now)
         else:
             # What it asks for is the truth: a place is free then, and not a moment sooner.
@@ -41,7 +41,7 @@ def test_a_request_window_admits_exactly_what_a_recount_admits(seed):
 def test_a_token_window_admits_exactly_what_a_recount_admits(seed):
     rng = random.Random(seed)
     limit, window_s = rng.randint(50, 200), rng.choice((1.0, 4.0))
-    book = TokenWindow(limit, window_s)
+    book = Window(limit, window_s)
     admitted = []
     refused = 0
     for now in moments(rng, 400):
@@ -64,7 +64,7 @@ def test_a_token_window_admits_exactly_what_a_recount_admits(seed):
 
 
 def test_more_tokens_than_the_limit_never_fit():
-    book = TokenWindow(100, 60.0)
+    book = Window(100, 60.0)
     assert book.wait_s(101, 5.0) == 60.0
 
 
@@ -75,9 +75,9 @@ def test_a_bucket_lets_no_interval_have_more_than_its_burst_and_what_refilled(se
     book = RequestBucket(per_minute, burst)
     admitted = []
     for now in moments(rng, 300):
-        wait_s = book.wait_s(now)
+        wait_s = book.wait_s(1, now)
         if wait_s == 0:
-            book.enter(now)
+            book.enter(1, now)
             admitted.append(now)
     rate_per_s = per_minute / 60
     for first, start in enumerate(admitted):
@@ -86,15 +86,15 @@ def test_a_bucket_lets_no_interval_have_more_than_its_burst_and_what_refilled(se
     # And it is not stricter than that: at the beginning all of the burst goes at once.
     fresh = RequestBucket(per_minute, burst)
     for _ in range(burst):
-        assert fresh.wait_s(0.0) == 0
-        fresh.enter(0.0)
-    assert fresh.wait_s(0.0) == pytest.approx(1 / rate_per_s)
+        assert fresh.wait_s(1, 0.0) == 0
+        fresh.enter(1, 0.0)
+    assert fresh.wait_s(1, 0.0) == pytest.approx(1 / rate_per_s)
     assert fresh.used(0.0) == burst
     assert fresh.reset_s(0.0) == pytest.approx(burst / rate_per_s)
-    assert fresh.wait_s(1 / rate_per_s) == 0
+    assert fresh.wait_s(1, 1 / rate_per_s) == 0
 
 
 def test_nobody_is_told_to_come_back_at_once():
-    window = RequestWindow(1, 60.0)
-    window.enter(0.0)
-    assert window.wait_s(59.9999) == SHORTEST_WAIT_S
+    window = Window(1, 60.0)
+    window.enter(1, 0.0)
+    assert window.wait_s(1, 59.9999) == SHORTEST_WAIT_S

@@ -30,6 +30,14 @@ CHEAP_PART = 0.5
 """Part of the time to the deadline that cheap sources may need; if they need more, the next expensive one is used."""
 DEADLINE_MARGIN = 1.2
 """Safety factor on the time that all jobs of a priority will take, compared with the earliest of their deadlines."""
+_LONG_QUEUE = 400
+"""Number of queued jobs from which the ends of attempts under way are not looked at, because others end later."""
+_HALF_DONE = 0.5
+"""Part of an attempt under way that is taken to be still ahead."""
+_FIRST_END_S = 20.0
+"""First end that is tried, in seconds from now; it doubles until all is done by then."""
+_CHANGED = 0.02
+"""Share of the queued jobs by which their number has to change before a forecast is made again."""
 _LOOKED_AT = 8
 """Attempts of a source whose remaining time is averaged for its wait."""
 _STEPS = 14
@@ -124,7 +132,7 @@ class Forecast:
         the earliest of their deadlines.
         """
         queued = len(self._queue)
-        grown = queued > max(self._pressure_for + 1, 1.02 * self._pressure_for)
+        grown = queued > self._pressure_for + max(1, _CHANGED * self._pressure_for)
         if now - self._pressure_at >= _FRESH_S or grown:
             self._pressure_at, self._pressure_for = now, queued
             self._under_pressure = frozenset(self._short_of_time(now)) if queued > 1 else frozenset()
@@ -148,7 +156,7 @@ class Forecast:
     def _refresh(self, now: float) -> None:
         queued = len(self._queue)
         fresh_s = _FRESH_SHORT_S if queued < _SHORT_QUEUE else _FRESH_S
-        if now - self._made_at >= fresh_s or abs(queued - self._made_for) > max(1, 0.02 * queued):
+        if now - self._made_at >= fresh_s or abs(queued - self._made_for) > max(1, _CHANGED * queued):
             self._made_at, self._made_for = now, queued
             self._unneeded.clear()
             self._ends = {name: end for names, end in self._forecasts(now) for name in names}
@@ -194,33 +202,32 @@ class Forecast:
         return upstreams
 
     def _end_of(self, upstreams: list[Upstream], waiting: int, mean_size: float, now: float) -> float:
+        """When `upstreams` will have done `waiting` requests of `mean_size`, and the largest single one."""
         if not upstreams:
             return now
         earliest = now
         each_s = [self.expected_s(upstream, mean_size) for upstream in upstreams]
-        if waiting < 400:
+        if waiting < _LONG_QUEUE:
             ends = (attempt.started_at + attempt.expected_s for upstream in upstreams for attempt in upstream.live)
             earliest = max((end for end in ends if now < end < math.inf), default=now)
         largest = self._largest(upstreams)
         if largest is not None:
-            size = largest.size
-            earliest = max(
-                earliest,
-                now
-                + min(self.wait_s(upstream, largest, now) + self.expected_s(upstream, size) for upstream in upstreams),
+            each_takes_s = (
+                self.wait_s(upstream, largest, now) + self.expected_s(upstream, largest.size) for upstream in upstreams
             )
+            earliest = max(earliest, now + min(each_takes_s))
         tokens = [upstream.tokens_of(mean_size) for upstream in upstreams]
 
         def done_by(end: float) -> float:
             done = 0.0
             for upstream, takes_s, each in zip(upstreams, each_s, tokens, strict=True):
-                by_work = upstream.quota.concurrency * (end - now) / takes_s - 0.5 * upstream.quota.in_flight
+                by_work = upstream.quota.concurrency * (end - now) / takes_s - _HALF_DONE * upstream.quota.in_flight
                 last_start = end - takes_s
                 by_quota = upstream.quota.capacity(last_start, each, now) if last_start >= now else 0.0
                 done += max(0.0, min(by_work, by_quota))
             return done
 
-        low, high = now, now + 20.0
+        low, high = now, now + _FIRST_END_S
         while done_by(high) < waiting and high < now + _HORIZON_S:
             low, high = high, now + 2 * (high - now)
         for _ in range(_STEPS):

@@ -49,6 +49,10 @@ SOFT_PART = 0.4
 """Part of the hedge budget that soft hedges may use."""
 EARLY_PART = 0.75
 """Part of the hedge budget that hedges of attempts which are not overdue may use."""
+STRAGGLER = 6.0
+"""Multiple of the expected latency at which a straggler is taken to end, to rank the attempts that may end last."""
+LEAST_LEFT = 2.0
+"""The least that an attempt which is older than that is taken to need still, as a multiple of the expected latency."""
 _STAGES = (0.25, SOFT_AT, 0.75, 1.0, 1.5, 2.0, OVERDUE_AT, 4.0, 6.0, 9.0)
 """Ages, as multiples of the expected latency, at which an attempt is checked."""
 _FLOORS_S = (LEAST_AGE_S, SHORTEST_SILENCE_S, GIVE_UP_AFTER_S)
@@ -138,7 +142,11 @@ class Hedges:
         self._looked_at[drained] = now
         # The attempt that may end last goes first.
         ranked = [
-            (-max(attempt.started_at + 6 * attempt.expected_s, now + 2 * attempt.expected_s), number, attempt)
+            (
+                -max(attempt.started_at + STRAGGLER * attempt.expected_s, now + LEAST_LEFT * attempt.expected_s),
+                number,
+                attempt,
+            )
             for number, attempt in enumerate(
                 attempt for upstream in self._upstreams.values() for attempt in upstream.live
             )

@@ -37,6 +37,13 @@ SAFETY = 1.3
 """Factor on the expected latency of a job that must end before the others."""
 FAILED_HERE = 1.5
 """Factor on the expected latency at the source that has just failed the job."""
+SLOW = 2.0
+"""A source is slow, for the order of a batch, if it takes more than this multiple of the fastest one's latency."""
+SLOW_SHARE = 0.1
+"""Largest share of the requests of a window that slow sources may have, for an order by windows."""
+OVERDECLARED = 1.25
+"""Largest factor by which the declared requests of a window may exceed those that tokens and concurrency leave
+possible, for an order by windows: otherwise these set the pace, and not the windows."""
 LONGEST_IDLE_S = 0.25
 """Longest time, in seconds, for which a source idles before the planner chooses again."""
 LONGEST_UNNEEDED_S = 1.0
@@ -342,7 +349,7 @@ class Planner:
                 upstream.quota.tokens_per_window() / tokens if tokens else math.inf,
                 upstream.quota.concurrency * window_s / takes_s,
             )
-            slow += requests if takes_s > 2 * min(each_s) else 0.0
-        if slow > 0.1 * declared or declared > 1.25 * possible:
+            slow += requests if takes_s > SLOW * min(each_s) else 0.0
+        if slow > SLOW_SHARE * declared or declared > OVERDECLARED * possible:
             return None
         return possible

@@ -95,12 +95,15 @@ class Quota:
         """Return whether a request that needs at least `tokens` can ever be sent under the declared limit."""
         return tokens <= self.most_tokens
 
-    def wait_s(self, tokens: float, now: float) -> float:
-        """Return the seconds until a request of `tokens` may be sent.
+    def wait_s(self, tokens: float, now: float, *, joins: bool = False) -> float:
+        """Return the seconds until a request of `tokens` may be sent; with `joins`, until an attempt of `tokens` may
+        share a request that has a reservation of its own.
 
         0 if it may be sent now. Infinity if the time is unknown, because it must wait for a request in flight to end,
         or if it never fits.
         """
+        if joins:
+            return self._tokens.wait_s(tokens, now)
         if self.in_flight >= self.concurrency:
             return math.inf
         wait = max(self._requests.wait_s(1.0, now), self._tokens.wait_s(tokens, now))
@@ -125,14 +128,25 @@ class Quota:
         return most
 
     def reserve(
-        self, prompt_tokens: float, completion_tokens: float, now: float, *, beside: bool = False
+        self,
+        prompt_tokens: float,
+        completion_tokens: float,
+        now: float,
+        *,
+        beside: bool = False,
+        joins: bool = False,
     ) -> Reservation:
-        """Reserve the most that one attempt can need. `beside` exempts it from the concurrency limit."""
-        reservation = Reservation(self, prompt_tokens, completion_tokens, beside=beside)
+        """Reserve the most that one attempt can need. `beside` exempts it from the concurrency limit.
+
+        `joins`: the attempt shares a request that has a reservation of its own, so it needs tokens only.
+        """
+        reservation = Reservation(self, prompt_tokens, completion_tokens, beside=beside, joins=joins)
         tokens = prompt_tokens + completion_tokens
-        reservation.request_probe = self._requests.reserve(1.0, now)
         reservation.token_probe = self._tokens.reserve(tokens, now)
         self._tokens_in_flight += tokens
+        if joins:
+            return reservation
+        reservation.request_probe = self._requests.reserve(1.0, now)
         if self._pace is not None:
             self._pace.spend(now)
         self.in_flight += not beside

@@ -30,15 +30,26 @@ class Reservation:
         "_request_entry",
         "beside",
         "held",
+        "joins",
         "request_probe",
         "sent_at",
         "token_probe",
     )
 
-    def __init__(self, quota: Quota, prompt_tokens: float, completion_tokens: float, *, beside: bool = False) -> None:
+    def __init__(
+        self,
+        quota: Quota,
+        prompt_tokens: float,
+        completion_tokens: float,
+        *,
+        beside: bool = False,
+        joins: bool = False,
+    ) -> None:
         self._quota = quota
         self.beside = beside
         """Whether the attempt is exempt from the concurrency limit."""
+        self.joins = joins
+        """Whether the attempt shares a request that has a reservation of its own: it holds tokens only."""
         self._epoch = quota.epoch
         self._prompt = prompt_tokens
         self._completion = completion_tokens
@@ -94,7 +105,7 @@ class Reservation:
         if self.sent_at == -math.inf:
             self._stamp(now)  # it may have been sent, although the source did not report it
         self.held = False
-        quota.in_flight -= not self.beside
+        quota.in_flight -= not (self.beside or self.joins)
         tokens = quota.tokens
         if rejected:
             completion_tokens = 0.0
@@ -118,6 +129,7 @@ class Reservation:
         return self._prompt + self._completion
 
     def _stamp(self, now: float) -> None:
-        self._request_entry = self._quota.requests.stamp(1.0, now)
+        if not self.joins:
+            self._request_entry = self._quota.requests.stamp(1.0, now)
         if self._prompt:
             self._prompt_entry = self._quota.tokens.stamp(self._prompt, now)

@@ -339,7 +339,7 @@ def test_retuning_keeps_what_was_spent():
         subject.reserve(10, 10, 0.0).release(0.0)
     subject.retune(Limits(requests_per_minute=60, tokens_per_minute=1200, concurrency=3), 1.0)
     assert subject.concurrency == 3
-    assert subject.requests.spent(1.0) == 50
+    assert subject._requests.ledger.spent(1.0) == 50
     assert subject.wait_s(200, 1.0) == 0
     assert subject.wait_s(201, 1.0) > 0
     subject.retune(Limits(requests_per_minute=40), 2.0)
@@ -363,7 +363,7 @@ def test_what_ends_after_its_loop_was_closed_is_not_heard():
     late.sent(3.0)
     late.release(4.0)
     assert subject.in_flight == 1
-    assert subject.requests.spent(4.0) == 2
+    assert subject._requests.ledger.spent(4.0) == 2
 
 
 def test_retuning_to_a_longer_window_remembers_what_the_shorter_one_forgot():
@@ -394,3 +394,46 @@ def test_requests_without_an_answer_cut_a_learned_concurrency_and_no_declared_on
         subject.timed_out(120.0, sent_at=0.0)  # of the same burst: it teaches nothing new
     assert declared.concurrency == 32
     assert learned.concurrency == int(0.7 * 32)
+
+
+def test_an_attempt_that_joins_a_request_takes_tokens_only():
+    subject = quota(requests_per_minute=2, concurrency=1, tokens_per_minute=1000)
+    request = subject.reserve(0, 0, 0.0)
+    assert subject.wait_s(10, 0.0) == math.inf
+    assert subject.wait_s(10, 0.0, joins=True) == 0
+    members = [subject.reserve(300, 0, 0.0, joins=True) for _ in range(3)]
+    assert subject.wait_s(101, 0.0, joins=True) > 0  # tokens are summed
+    assert subject.in_flight == 1
+    for held in (request, *members):
+        held.sent(1.0)
+    assert subject._requests.ledger.spent(1.0) == 1
+    assert subject._tokens.ledger.spent(1.0) == 900
+    for held in members:
+        held.release(2.0, prompt_tokens=100, completion_tokens=0)
+    assert subject.in_flight == 1  # the request goes on until its own reservation is released
+    request.release(2.0)
+    assert subject.in_flight == 0
+    assert subject._tokens.ledger.spent(2.0) == 300
+    assert subject.wait_s(0, 2.0) == 0
+
+
+def test_a_throttled_shared_request_is_withdrawn_from_a_learned_limit_once():
+    subject = quota()
+    request, members = subject.reserve(0, 0, 0.0), [subject.reserve(5, 5, 0.0, joins=True) for _ in range(4)]
+    for held in (request, *members):
+        held.sent(0.0)
+    assert subject._requests.ledger.spent(0.0) == 1
+    for held in (*members, request):
+        held.release(0.1, rejected=True)
+    assert subject._requests.ledger.spent(0.1) == 0
+    assert subject._tokens.ledger.spent(0.1) == 0
+    assert subject.in_flight == 0
+
+
+def test_joining_spends_nothing_of_a_bucket():
+    subject = quota(requests_per_minute=60, window="bucket")
+    subject.reserve(0, 0, 0.0).sent(0.0)
+    wait_s = subject.wait_s(0, 0.0)
+    subject.reserve(0, 0, 0.0, joins=True).sent(0.0)
+    assert subject.wait_s(0, 0.0) == wait_s > 0
+    assert subject.wait_s(0, 0.0, joins=True) == 0

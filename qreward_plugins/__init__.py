@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         Event,
         LateVerdict,
         Observer,
+        RequestBatchSent,
         SampleDropped,
         SampleEnded,
         SampleSubmitted,
@@ -62,7 +63,7 @@ _NAMES = {
     "InvalidVerdict",  # the former name of InvalidReply
     "groups": "GroupGate group_means",
     "observers": "AttemptEnded AttemptStarted BatchEnded CallEnded EngineClosed EngineStatistics Event LateVerdict "
-    "Observer SampleDropped SampleEnded SampleSubmitted SourceStateChanged SourceStatistics",
+    "Observer RequestBatchSent SampleDropped SampleEnded SampleSubmitted SourceStateChanged SourceStatistics",
     "portal": "EnginePortal process_portal",
     "samples": "Cause Failed Message Outcome Sample Scored Split Verdict",
     "scheduling": "Cutoff",
@@ -100,6 +101,7 @@ __all__ = [
     "Part",
     "PermanentError",
     "QRewardError",
+    "RequestBatchSent",
     "RewardEngine",
     "RewardMissing",
     "Sample",

@@ -13,11 +13,12 @@ from .models import Config, Constant, EngineConfig, FailurePolicy, Groups, Journ
 from .nodes import Node
 from .routes import judge_for, judges_in_charge, own_sources, parts_of, sources_of
 from .several_keys import configured_name
-from .source_models import EndpointConfig, Limits, Price, SourceConfig, Timeouts
+from .source_models import Batch, EndpointConfig, Limits, Price, SourceConfig, Timeouts
 from .yaml_file import read_yaml
 
 __all__ = [
     "AskingConfig",
+    "Batch",
     "Config",
     "Constant",
     "EndpointConfig",

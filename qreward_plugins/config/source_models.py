@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
 
 from ..redaction import with_secrets
-from .nodes import Node, NonNegativeFloat, PositiveFloat, PositiveInt, one_or_several, takes
+from .nodes import Node, NonNegativeFloat, PositiveFloat, PositiveInt, no_bool, one_or_several, takes
 
 
 def _plain_url(url: str) -> str:
@@ -115,6 +115,31 @@ class Price(Node):
 
     per_request: NonNegativeFloat = 0.0
     """Dollars for a request. Default: 0."""
+
+
+class Batch(Node):
+    """Several calls in one request. One request counts once against `requests_per_minute` and `concurrency`, whatever
+    number of calls it carries. A source without a request under way never waits for more calls."""
+
+    max_size: Annotated[int, Field(ge=2), BeforeValidator(no_bool)] = 32
+    """Most calls of one request, at least 2. Calls that wait are spread evenly over the free places of a source that
+    declares its `concurrency` (or has `workers`), so a request may carry fewer. Default: 32."""
+
+    max_wait_s: NonNegativeFloat = 0.02
+    """Most seconds for which a request that is not full waits for more calls, while another request of this source is
+    under way. 0: it never waits. Default: 0.02."""
+
+    max_tokens: PositiveInt | None = None
+    """Most tokens of one request, prompt and completion together, by the same estimate as for `tokens_per_minute`. A
+    call that takes more goes alone. Default: no bound."""
+
+    @field_validator("max_tokens")
+    @classmethod
+    def _room_for_all(cls, value: int | None, info: ValidationInfo) -> int | None:
+        size = info.data.get("max_size")
+        if value is not None and size is not None and value < size:
+            raise ValueError(f"a request of max_size {size} calls takes at least {size} tokens")
+        return value
 
 
 class SourceConfig(Node):

@@ -118,6 +118,14 @@ class AttemptEnded(NamedTuple):
     """What went wrong; "" for a valid reply."""
 
 
+class RequestBatchSent(NamedTuple):
+    """A request that may carry several calls is sent (`batch` of a source). Its attempts have started before."""
+
+    at: float
+    source: str
+    calls: int
+
+
 class SourceStateChanged(NamedTuple):
     """A source started or stopped taking requests.
 
@@ -166,6 +174,7 @@ Event: TypeAlias = (
     | AttemptEnded
     | SourceStateChanged
     | LateVerdict
+    | RequestBatchSent
     | BatchEnded
     | EngineClosed
 )

@@ -7,6 +7,7 @@ of a source are kept, because memory must not grow with the length of a run.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
@@ -19,6 +20,7 @@ from .events import (
     AttemptStarted,
     BatchEnded,
     CallEnded,
+    RequestBatchSent,
     SampleEnded,
     SampleSubmitted,
 )
@@ -63,6 +65,15 @@ class SourceStatistics(SourceGauges):
     prompt_tokens: int
     completion_tokens: int
     cost_usd: float
+    batches: int = 0
+    """Requests that could carry several calls (`batch` of the source). `requests` counts every call."""
+    batched: int = 0
+    """Calls that these requests carried."""
+
+    @property
+    def mean_batch_size(self) -> float:
+        """Calls of the average request that could carry several; NaN if there was none."""
+        return self.batched / self.batches if self.batches else math.nan
 
 
 @dataclass(frozen=True)
@@ -104,6 +115,8 @@ class _Counts:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cost_usd: float = 0.0
+    batches: int = 0
+    batched: int = 0
 
 
 class _Source(_Counts):
@@ -145,6 +158,7 @@ class Statistics:
             CallEnded: self._call_ended,
             AttemptStarted: self._attempt_started,
             AttemptEnded: self._attempt_ended,
+            RequestBatchSent: self._request_batch_sent,
             BatchEnded: self._batch_ended,
         }
 
@@ -190,6 +204,11 @@ class Statistics:
         source.hedges += event.hedge
         if event.in_flight > source.peak_in_flight:
             source.peak_in_flight = event.in_flight
+
+    def _request_batch_sent(self, event: RequestBatchSent) -> None:
+        source = self._sources[event.source]
+        source.batches += 1
+        source.batched += event.calls
 
     def _attempt_ended(self, event: AttemptEnded) -> None:
         source, result = self._sources[event.source], event.result

@@ -64,6 +64,11 @@ class Quota:
     # Queries and reservations
 
     @property
+    def declares_concurrency(self) -> bool:
+        """Whether `concurrency` is declared, or the number of the source's slots; otherwise it is learned."""
+        return self._window is None
+
+    @property
     def rate_per_s(self) -> float:
         """Requests per second that the declared or learned limit allows this process; infinity if there is none."""
         requests, window_s = self.per_window()

@@ -7,7 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..errors import InvalidReply, NotStarted, PermanentError, SampleFault, SourceError, Throttled, TransientError
 from ..observers import AttemptEnded, Observers
@@ -17,6 +17,9 @@ from ..sources.base import Reply, Request
 from ..spent import NO_USAGE
 from .jobs import Job
 from .upstream import Upstream
+
+if TYPE_CHECKING:
+    from .request_batches import RequestBatch
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
@@ -68,6 +71,10 @@ class Attempt:
     """Time at which the source reported that the request was sent; infinity if it has not."""
     called_off: bool = False
     """Whether the scheduler cancelled it. A cancellation by anything else (a function, a library) is a failure."""
+    request_batch: RequestBatch | None = None
+    """The request that carries it with others; None if it has a request of its own."""
+    own: bool = False
+    """Whether its end is its own although it shared a request: it has a result of its own there."""
     withheld: bool = False
     """Whether it was not sent because this process's share of the source's limits had ended."""
     due_at: float = math.inf
@@ -98,7 +105,22 @@ class Attempt:
     @property
     def longest_s(self) -> float:
         """Longest latency that the answers of its source leave possible."""
-        return max(self.expected_s, self.upstream.speed.longest_s(self.job.size))
+        return max(self.expected_s, self.upstream.speed.longest_s(self.size))
+
+    @property
+    def size(self) -> int:
+        """Bytes of everything that its request carries: this determines the latency."""
+        return self.request.size if self.request_batch is None else self.request_batch.size
+
+    @property
+    def together(self) -> int:
+        """Number of calls whose common request ends with it; 1 if its end is its own."""
+        return 1 if self.request_batch is None or self.own else self.request_batch.count
+
+    @property
+    def speaks(self) -> bool:
+        """Whether its end counts for its source. Of several calls in one request, only one does, the first to end."""
+        return self.request_batch is None or self.request_batch.speaks(self)
 
     def lateness(self, now: float) -> float:
         """How long it has run, as a multiple of `longest_s`."""
@@ -133,6 +155,8 @@ class Attempt:
         if task.cancelled() or task.exception() is not None:
             self.upstream.breaker.abandoned(probe=self.decides)
         self.upstream.live.pop(self, None)
+        if self.request_batch is not None:
+            self.request_batch.leave(self)
         # A cancelled task keeps its error, which holds this object by its traceback.
         self.task = None
 
@@ -144,12 +168,18 @@ class Attempt:
             self.timer.cancel()
         self.upstream.breaker.abandoned(probe=self.probe)
         self.upstream.live.pop(self, None)
+        if self.request_batch is not None:
+            self.request_batch.leave(self)
 
     async def _run(self, on_end: Callable[[Attempt, Ending], None]) -> None:
         upstream, loop = self.upstream, asyncio.get_running_loop()
         ending: Ending = None
         try:
-            self.reply = upstream.credible(self.request, await upstream.source.send(self.request, on_sent=self._sent))
+            if self.request_batch is None:
+                reply = await upstream.source.send(self.request, on_sent=self._sent)
+            else:
+                reply = await self.request_batch.answer(self)
+            self.reply = upstream.credible(self.request, reply)
             self.value, self.result = self.job.call.read(self.request, self.reply), "valid"
         except asyncio.CancelledError:
             if self.withheld or not self.timed_out:
@@ -187,11 +217,19 @@ class Attempt:
         loop = asyncio.get_running_loop()
         now = loop.time()
         if not self.sent and (self.job.ended or now >= self.upstream.quota.valid_until):
-            self.withheld = True
-            # Not every source passes on the error raised below.
-            if self.task is not None:
-                self.task.cancel()
+            self.withhold()
             raise asyncio.CancelledError
+        self.note_sent(now)
+
+    def withhold(self) -> None:
+        """Cancel it because it must not be sent any more."""
+        self.withheld = True
+        # Not every source passes on the error that `on_sent` raises.
+        if self.task is not None:
+            self.task.cancel()
+
+    def note_sent(self, now: float) -> None:
+        """Note that its request was written, and start its time limit."""
         self.reservation.sent(now)
         self.sent_at = now
         self.due_at = now + self.upstream.timeout_s

@@ -10,6 +10,7 @@ import math
 import random
 from collections.abc import Mapping
 
+from .attempts import Attempt
 from .jobs import Job, Jobs
 from .upstream import Upstream
 
@@ -41,11 +42,18 @@ class Backoff:
 
     # By the end of an attempt
 
-    def after_failure(self, job: Job, upstream: Upstream, now: float) -> None:
-        """Back off with full jitter after a transient failure, which has been counted."""
-        doublings = min(max(0, job.failures + job.excused - 1), 10)
-        longest = min(FIRST_BACKOFF_S * 2**doublings, LONGEST_BACKOFF_S)
-        self._until_answer(job, upstream, now + self._rng.uniform(0, longest))
+    def after_failure(self, attempt: Attempt, now: float) -> None:
+        """Back off with full jitter after a transient failure, which has been counted. Calls that shared a request back
+        off together, so that they can share the next one.
+        """
+        job, batch = attempt.job, attempt.request_batch
+        until = batch.again_at if batch is not None else None
+        if until is None:
+            doublings = min(max(0, job.failures + job.excused - 1), 10)
+            until = now + self._rng.uniform(0, min(FIRST_BACKOFF_S * 2**doublings, LONGEST_BACKOFF_S))
+        if batch is not None:
+            batch.again_at = until
+        self._until_answer(job, attempt.upstream, until)
 
     def after_raised(self, job: Job, upstream: Upstream, now: float) -> None:
         """Back off after a local function raised. Its breaker does not open, so the backoff must outlast an outage of a

@@ -26,6 +26,7 @@ from .batches import Batch, Batches, Member
 from .calls import Answer, Call, Caller, Unanswered
 from .jobs import Job
 from .planner import Planner
+from .request_batches import RequestBatches
 from .retry_policy import RetryPolicy
 from .running import Running
 from .slices import TimeSlices
@@ -94,6 +95,11 @@ class Dispatcher:
             on_bug=self._bug,
         )
         self._running = Running(self._loop, observers=observers, on_ended=self._attempt_ended, on_settled=self._settled)
+        for upstream in upstreams.values():
+            if upstream.batch is not None:
+                upstream.request_batches = RequestBatches(
+                    upstream, upstream.batch, self._planner.queue, on_change=self._pump.ask, observers=observers
+                )
         self._closed = False
         self._sequence = itertools.count()
         self._on_cutoff = on_cutoff
@@ -206,6 +212,9 @@ class Dispatcher:
         """Fail every job, and wait until every attempt has released its quota (`Running.aclose`). May be repeated."""
         self.close()
         await self._running.aclose()
+        for upstream in self._upstreams.values():
+            if upstream.request_batches is not None:
+                await upstream.request_batches.aclose()
         self._planner.close()
 
     # Placing jobs
@@ -225,6 +234,9 @@ class Dispatcher:
             # A bug here must not make all jobs wait for their deadlines.
             self._log_bug("planning failed; samples go in the order in which they came", error)
             due_at = self._place_plainly(now)
+        for upstream in self._upstreams.values():
+            if upstream.request_batches is not None:
+                due_at = min(due_at, upstream.request_batches.send_ready(now))
         if self._on_pumped is not None:
             try:
                 self._on_pumped()

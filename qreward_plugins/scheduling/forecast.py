@@ -82,7 +82,7 @@ class Forecast:
     def update(self, attempt: Attempt) -> None:
         """Correct the expected latency of an attempt that started when little was known of its source."""
         if attempt.uncalibrated:
-            attempt.expected_s = self.expected_s(attempt.upstream, attempt.job.size)
+            attempt.expected_s = self.expected_s(attempt.upstream, attempt.size)
 
     @property
     def guesses(self) -> bool:
@@ -95,7 +95,7 @@ class Forecast:
             return math.inf
         if upstream.health.looks_dead(now):
             return DEAD_WAIT_S
-        wait = upstream.wait_s(upstream.tokens(job.request), now)
+        wait = upstream.wait_for_s(job, now)
         if wait < math.inf:
             return max(0.0, wait)
         if not upstream.breaker.closed:
@@ -206,7 +206,8 @@ class Forecast:
         if not upstreams:
             return now
         earliest = now
-        each_s = [self.expected_s(upstream, mean_size) for upstream in upstreams]
+        calls = [upstream.calls_per_request(waiting, mean_size) for upstream in upstreams]
+        each_s = [self.expected_s(upstream, many * mean_size) for upstream, many in zip(upstreams, calls, strict=True)]
         if waiting < _LONG_QUEUE:
             ends = (attempt.started_at + attempt.expected_s for upstream in upstreams for attempt in upstream.live)
             earliest = max((end for end in ends if now < end < math.inf), default=now)
@@ -216,15 +217,15 @@ class Forecast:
                 self.wait_s(upstream, largest, now) + self.expected_s(upstream, largest.size) for upstream in upstreams
             )
             earliest = max(earliest, now + min(each_takes_s))
-        tokens = [upstream.tokens_of(mean_size) for upstream in upstreams]
+        tokens = [many * upstream.tokens_of(mean_size) for upstream, many in zip(upstreams, calls, strict=True)]
 
         def done_by(end: float) -> float:
             done = 0.0
-            for upstream, takes_s, each in zip(upstreams, each_s, tokens, strict=True):
+            for upstream, takes_s, each, many in zip(upstreams, each_s, tokens, calls, strict=True):
                 by_work = upstream.quota.concurrency * (end - now) / takes_s - _HALF_DONE * upstream.quota.in_flight
                 last_start = end - takes_s
                 by_quota = upstream.quota.capacity(last_start, each, now) if last_start >= now else 0.0
-                done += max(0.0, min(by_work, by_quota))
+                done += many * max(0.0, min(by_work, by_quota))
             return done
 
         low, high = now, now + _FIRST_END_S

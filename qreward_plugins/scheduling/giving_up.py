@@ -84,12 +84,15 @@ class GivingUp:
         """End a call of a local function that keeps others waiting. Its sample is tried once more, after them."""
         if attempt.result or attempt.given_up or attempt.job.ended:
             return
-        attempt.upstream.preempted += 1
-        attempt.given_up = True
-        attempt.cancel()
+        attempt.upstream.preempted += attempt.speaks
         took_s = now - attempt.sent_at
         error = SampleFault(f"{attempt.upstream.name} had not ended after {took_s:.1f} s, others waited")
-        self._retry_policy.sample_fault(attempt, error, had_whole_limit=False)
+        if attempt.together > 1:
+            self._retry_policy.splitting.failed(attempt, error, now)
+        else:
+            self._retry_policy.sample_fault(attempt, error, had_whole_limit=False)
+        attempt.given_up = True
+        attempt.cancel()
 
     def call_back(self, upstream: Upstream, *, sent: bool) -> None:
         """Cancel the attempts at a source that have not been sent; `sent`: the others, too. Their jobs are queued
@@ -122,7 +125,10 @@ class GivingUp:
         job = attempt.job
         probes = attempt.probe and job.probes_left > 0
         excused = False
-        if not probes and job.failures + 1 >= self._max_attempts:
+        together = attempt.together > 1
+        if together and for_age:
+            self._retry_policy.splitting.given_up(attempt)
+        if together or (not probes and job.failures + 1 >= self._max_attempts):
             excused = for_age or job.uncounted < MAX_UNCOUNTED
             job.uncounted += not for_age
         self._retry_policy.transient(attempt, TransientError(why), now, excused=excused)

@@ -69,8 +69,13 @@ class Health:
         return self._breaker.failures_in_row >= FAILURES_TO_AVOID or self._missing(now) >= DOUBTED_AT
 
     @property
+    def refused_samples(self) -> set[int]:
+        """The samples that it refused since its last answer."""
+        return self._refused
+
+    @property
     def refusing(self) -> bool:
-        """Whether it refuses samples, so that the next probes follow at once."""
+        """Whether it refused samples, so that the next probes follow at once."""
         return bool(self._refused_probes if self.unusable else self._refused)
 
     @property

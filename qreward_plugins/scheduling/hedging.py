@@ -212,7 +212,7 @@ class Hedges:
             takes_s = wait_s + self._forecast.expected_s(upstream, job.size)
             if takes_s < best_s:
                 best, best_s, starts_in_s = upstream, takes_s, wait_s
-        if best is not None and best.wait_s(best.tokens(job.request), now) > 0:
+        if best is not None and best.wait_for_s(job, now) > 0:
             self.wake_at = min(self.wake_at, now + max(starts_in_s, _EVERY_S))
             return None, math.inf
         return best, best_s

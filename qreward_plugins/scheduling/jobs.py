@@ -28,6 +28,9 @@ MAX_RESTARTS = 2
 MAX_UNCOUNTED = 4
 """Attempts of one sample that may be given up because of their source without counting as its last failure."""
 
+ANY_NUMBER = 2**31
+"""`Job.most_together` of a job that was not in a request of several calls that failed."""
+
 _SPREAD = 0x9E3779B1
 """Odd, and near 2**32 over the golden ratio: its multiples modulo 2**32 spread evenly (Fibonacci hashing, Knuth)."""
 
@@ -49,6 +52,8 @@ class Rank(NamedTuple):
     """Whether it was submitted alone, in no batch."""
     untried: bool
     """Whether it has had no attempt yet: retries go first."""
+    together: int
+    """`Job.most_together`, negated. Only jobs with the same number go in one request."""
 
 
 @dataclass(eq=False, slots=True)
@@ -114,6 +119,11 @@ class Job:
     None: it is not suspect, or for a local function."""
     answers_before: dict[str, int] = field(default_factory=dict)
     """By local function: how many answers it had given when it last failed this sample."""
+    most_together: int = ANY_NUMBER
+    """Most calls that one request may carry if it carries this one. It falls when a request of several calls fails,
+    because one of them may be to blame for that."""
+    failed_together: int = 0
+    """Number of requests of several calls that failed with this one, for no known reason."""
     refused_for: str = ""
     """`SampleRefused.reason` of the last source that refused this sample; "" if none did."""
     refused_at: frozenset[str] = frozenset()
@@ -144,9 +154,17 @@ class Job:
     @property
     def rank(self) -> Rank:
         """Its rank now."""
-        together = self.batch.together
-        number = self.batch.number if together else self.after
-        return Rank(self.suspect, -self.batch.priority, self.hopeless, number, not together, self.attempts == 0)
+        joint = self.batch.together
+        number = self.batch.number if joint else self.after
+        return Rank(
+            self.suspect,
+            -self.batch.priority,
+            self.hopeless,
+            number,
+            not joint,
+            self.attempts == 0,
+            -self.most_together,
+        )
 
     @property
     def tie_break(self) -> int:

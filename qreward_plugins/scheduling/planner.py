@@ -101,7 +101,7 @@ class Planner:
 
     def waiting(self, upstream: Upstream) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first
-        one.
+        one. Calls that may share a request count as one.
         """
         count = sum(live for eligible, live in self.queue.eligible_sets() if upstream.name in eligible)
         first = self.queue.first(upstream.name) if count else None
@@ -111,9 +111,11 @@ class Planner:
             # It may only be probed, with one request.
             most = float(upstream.tokens(first.request))
             return 1, most, most
-        each, most = upstream.tokens_of(self.queue.total_size / len(self.queue)), float(upstream.tokens(first.request))
+        mean_size = self.queue.total_size / len(self.queue)
+        each, most = upstream.tokens_of(mean_size), float(upstream.tokens(first.request))
         most = min(most, upstream.quota.most_tokens)  # no more than a whole window can be asked for
-        return count, max(count * each, most), most
+        requests = math.ceil(count / upstream.calls_per_request(count, mean_size))
+        return requests, max(count * each, most), most
 
     def started(self, attempt: Attempt) -> None:
         """Watch an attempt, which was a placement before."""
@@ -124,9 +126,9 @@ class Planner:
         self.forecast.attempt_ended()
         if not attempt.uncalibrated:
             age = attempt.age(attempt.ended_at)
-            if attempt.result == "valid" or attempt.result == "invalid":
+            if (attempt.result == "valid" or attempt.result == "invalid") and attempt.speaks:
                 self.forecast.tail.ended(age)
-            elif attempt.result == "cancelled":
+            elif attempt.result == "cancelled" and (attempt.request_batch is None or attempt.request_batch.abandoned):
                 self.forecast.tail.given_up(age)
 
     def close(self) -> None:
@@ -147,7 +149,7 @@ class Planner:
             open_upstreams = [
                 upstream
                 for name, upstream in self._upstreams.items()
-                if not holds[name] and not self.forecast.unneeded(upstream, now)
+                if (not holds[name] or upstream.takes_calls(now)) and not self.forecast.unneeded(upstream, now)
             ]
             yield from (
                 self._by_finish(open_upstreams, now) if self._choose is None else self._by_strategy(open_upstreams, now)
@@ -158,8 +160,8 @@ class Planner:
             for job, upstream in self._hedges.choose(now, drained=not self._prefer_cost):
                 yield Placement(job, upstream, True)
         for name, upstream in self._upstreams.items():
-            head = self.queue.first(name)
-            if head is not None and not upstream.breaker.closed and upstream.breaker.wait_s(now) <= 0:
+            head, ready = self.queue.first(name), upstream.breaker.wait_s(now) <= 0
+            if head is not None and not upstream.breaker.closed and ready:
                 head = self._probing.choose(upstream, now)
             tokens = upstream.tokens(head.request) if head is not None else 0
             upstream.hold(now, tokens)
@@ -167,7 +169,7 @@ class Planner:
                 continue
             if self.forecast.unneeded(upstream, now):
                 self.wake_at = min(self.wake_at, now + LONGEST_UNNEEDED_S)
-            elif (wait := upstream.wait_s(tokens if upstream.breaker.wait_s(now) <= 0 else 0, now)) > 0:
+            elif (wait := upstream.wait_for_s(head, now) if ready else upstream.wait_s(0, now)) > 0:
                 self.wake_at = min(self.wake_at, now + wait)
         self.wake_at = min(self.wake_at, self._hedges.wake_at, self._probing.wake_at)
 
@@ -188,10 +190,12 @@ class Planner:
                 near = mean_s[upstream.name] <= NEARLY_FASTEST * fastest_s
                 job = self._pick(upstream, now, near=near)
                 if job is None or not self._fits(job, upstream, now):
+                    job = self._joiner(upstream, now)
+                if job is None:
                     continue
                 self.queue.discard(job)
                 yield Placement(job, upstream, False)
-                if upstream.wait_s(0, now) <= 0:
+                if upstream.takes_calls(now):
                     again.append(upstream)
             turns = again
 
@@ -209,15 +213,16 @@ class Planner:
         if near:
             return head
         by_deadline = (upstream.name, head.rank.priority) in self.queue.by_deadline
-        if by_deadline and now + SAFETY * self.forecast.expected_s(upstream, head.size) <= head.deadline_at:
+        if by_deadline and now + SAFETY * self._expected_s(upstream, head) <= head.deadline_at:
             return head
         left_s = self.forecast.end(upstream, now) - now
         size = min(upstream.speed.size_within(left_s / SAFETY), self._balanced_size(upstream, left_s, now))
+        size -= upstream.joined_size(head)
         job = head if head.size <= size else self._largest_within(upstream, size, head)
         if job is not None:
             return job
         least = self.queue.smallest(upstream.name)
-        if least is not None and SAFETY * self.forecast.expected_s(upstream, least.size) <= left_s:
+        if least is not None and SAFETY * self._expected_s(upstream, least) <= left_s:
             return least
         if self._finishes_first(upstream, head, now):
             return head
@@ -262,7 +267,7 @@ class Planner:
 
         def takes_s(other: Upstream) -> float:
             factor = FAILED_HERE if job.failures and job.last_source == other.name else 1.0
-            return factor * self.forecast.expected_s(other, job.size)
+            return factor * self._expected_s(other, job)
 
         here_s = takes_s(upstream)
         for name in job.call.sources:
@@ -274,8 +279,25 @@ class Planner:
                 return False
         return True
 
+    def _expected_s(self, upstream: Upstream, job: Job) -> float:
+        """Latency to expect of the request that `job` would go in."""
+        return self.forecast.expected_s(upstream, upstream.joined_size(job) + job.size)
+
     def _mean_s(self, upstream: Upstream) -> float:
-        return self.forecast.expected_s(upstream, self.queue.total_size / max(1, len(self.queue)))
+        """Latency to expect of a request of average size."""
+        waiting = len(self.queue)
+        mean_size = self.queue.total_size / max(1, waiting)
+        return self.forecast.expected_s(upstream, mean_size * upstream.calls_per_request(waiting, mean_size))
+
+    def _joiner(self, upstream: Upstream, now: float) -> Job | None:
+        """The first job that may join an open request of `upstream` although the first of all may not."""
+        if upstream.request_batches is None or not upstream.breaker.closed:
+            return None
+        for batch in upstream.request_batches.open:
+            job = self.queue.first(upstream.name, most_together=batch.most_together)
+            if job is not None and upstream.request_batches.admitting(job) is batch and self._fits(job, upstream, now):
+                return job
+        return None
 
     # Named strategies
 
@@ -292,7 +314,7 @@ class Planner:
                 upstream = self._choose(ready)
                 self.queue.discard(job)
                 yield Placement(job, upstream, False)
-                if upstream.wait_s(0, now) > 0:
+                if not upstream.takes_calls(now):
                     del free[upstream.name]
             else:
                 for upstream in candidates:
@@ -308,16 +330,15 @@ class Planner:
         """Whether `upstream` may send `job` now. Smaller jobs do not overtake a job whose tokens do not fit yet,
         because it would never be sent.
         """
-        tokens = upstream.tokens(job.request)
         if upstream.too_large(job.request):
             self._on_too_large(job)
             return False
-        return upstream.wait_s(tokens, now) <= 0
+        return upstream.wait_for_s(job, now) <= 0
 
     def _never_idle(self, now: float) -> Iterator[Placement]:
         """One job for the fastest source that can send it, however slow that is."""
         for upstream in sorted(self._upstreams.values(), key=self._mean_s):
-            able = upstream.wait_s(0, now) <= 0 and not self.forecast.unneeded(upstream, now)
+            able = upstream.takes_calls(now) and not self.forecast.unneeded(upstream, now)
             job = self._head(upstream, now) if able else None
             if job is not None and self._fits(job, upstream, now):
                 self.queue.discard(job)
@@ -336,10 +357,15 @@ class Planner:
         if not upstreams:
             return None
         mean_size = sum(job.size for job in jobs) / len(jobs)
-        each_s = [self.forecast.expected_s(upstream, mean_size) for upstream in upstreams]
+        calls = [upstream.calls_per_request(len(jobs), mean_size) for upstream in upstreams]
+        each_s = [
+            self.forecast.expected_s(upstream, many * mean_size)
+            for upstream, many in zip(upstreams, calls, strict=True)
+        ]
         declared, possible, slow = 0.0, 0.0, 0.0
-        for upstream, takes_s in zip(upstreams, each_s, strict=True):
+        for upstream, takes_s, many in zip(upstreams, each_s, calls, strict=True):
             requests, window_s = upstream.quota.per_window()
+            requests *= many
             if math.isinf(requests) or window_s != upstreams[0].quota.per_window()[1]:
                 return None
             tokens = upstream.tokens_of(mean_size)
@@ -347,7 +373,7 @@ class Planner:
             possible += min(
                 requests,
                 upstream.quota.tokens_per_window() / tokens if tokens else math.inf,
-                upstream.quota.concurrency * window_s / takes_s,
+                many * upstream.quota.concurrency * window_s / takes_s,
             )
             slow += requests if takes_s > SLOW * min(each_s) else 0.0
         if slow > SLOW_SHARE * declared or declared > OVERDECLARED * possible:

@@ -18,6 +18,8 @@
                       invalid reply if the sources answer other jobs. A source that refuses many different jobs in a
                       row is unusable: jobs without another source fail at once, and later jobs probe it
 
+If the attempt shared its request with others, and the whole request failed, `splitting.py` decides instead.
+
 A job that has another attempt under way does not fail yet. Its deadline always ends it. Its attempts are then
 cancelled, or left to end if late answers are wanted; the result never changes.
 
@@ -47,6 +49,7 @@ from .attempts import Attempt, Ending, report_end
 from .backoff import Backoff
 from .giving_up import GivingUp
 from .jobs import MAX_FAULTS, Job, Jobs
+from .splitting import Splitting
 from .undecided import Undecided
 from .upstream import Upstream
 
@@ -78,6 +81,7 @@ class RetryPolicy:
         self.keeps_late = keeps_late
         self.backoff = Backoff(jobs, upstreams, rng)
         self.giving_up = GivingUp(self, max_attempts=max_attempts)
+        self.splitting = Splitting(self)
         self.undecided = Undecided(jobs, upstreams)
 
     def cancelled(self, attempt: Attempt, now: float) -> None:
@@ -97,7 +101,8 @@ class RetryPolicy:
         """Decide what an attempt's end means for its source and its job."""
         job, upstream = attempt.job, attempt.upstream
         upstream.heard(now)
-        if ending is None or isinstance(ending, InvalidReply):
+        together = ending is not None and attempt.together > 1
+        if ending is None or (isinstance(ending, InvalidReply) and (attempt.speaks or not together)):
             self._replied(attempt, ending, now)
         else:
             report_end(self._observers, attempt, ending, now)
@@ -110,6 +115,8 @@ class RetryPolicy:
                 job.caller.late(answer)
         elif isinstance(ending, Throttled):
             self._throttled(attempt, ending, now, gone=gone)
+        elif together and not (isinstance(ending, SourceUnusable) and ending.certain):
+            self.splitting.failed(attempt, ending, now)
         elif isinstance(ending, PermanentError):
             self._permanent(attempt, ending, now, gone=gone)
         elif gone:
@@ -148,7 +155,8 @@ class RetryPolicy:
 
     def _throttled(self, attempt: Attempt, error: Throttled, now: float, *, gone: bool) -> None:
         job, upstream = attempt.job, attempt.upstream
-        upstream.throttled(error.retry_after_s, attempt.started_at, now, error=str(error))
+        if attempt.speaks:
+            upstream.throttled(error.retry_after_s, attempt.started_at, now, error=str(error))
         upstream.breaker.abandoned(probe=attempt.decides)
         problem = str(error)
         if upstream.oversize(attempt.request):
@@ -200,7 +208,7 @@ class RetryPolicy:
 
     def transient(self, attempt: Attempt, error: SourceError, now: float, *, excused: bool) -> None:
         """Try again after a failure that may pass. `excused`: it does not count as a failure of the job."""
-        job, upstream = attempt.job, attempt.upstream
+        job = attempt.job
         job.failed_at = min(job.failed_at, now)
         if excused:
             job.excused += 1
@@ -214,9 +222,18 @@ class RetryPolicy:
             return
         if not attempt.probe:
             # Probes need no backoff, because `probing` sets their pace.
-            self.backoff.after_failure(job, upstream, now)
-        job.not_before = now + upstream.retries.withdraw(now)
+            self.backoff.after_failure(attempt, now)
+        job.not_before = now + self._withdrawn_s(attempt, now)
         self.retry(attempt, str(error))
+
+    def _withdrawn_s(self, attempt: Attempt, now: float) -> float:
+        """Take a retry from the budget of a source, one for each request that failed; return the seconds to wait."""
+        batch = attempt.request_batch
+        if batch is None:
+            return attempt.upstream.retries.withdraw(now)
+        if batch.retry_in_s is None:
+            batch.retry_in_s = attempt.upstream.retries.withdraw(now)
+        return batch.retry_in_s
 
     def _raised(self, attempt: Attempt, error: SourceError, now: float) -> None:
         job, upstream = attempt.job, attempt.upstream
@@ -248,15 +265,11 @@ class RetryPolicy:
             job.refused_for = error.reason
         if isinstance(error, SourceUnusable):
             if upstream.health.refused(attempt, str(error), now, certain=error.certain):
-                self._fail_stranded()
+                self.fail_stranded()
         else:
             if error.status in OF_THE_REQUEST:
                 job.refused_at |= {upstream.name}
-                # The source is up: it has read the request.
-                upstream.breaker.succeeded()
-                self.backoff.release(upstream)
-            else:
-                upstream.breaker.abandoned(probe=attempt.decides)
+            self.note_refusal(attempt, error)
         if gone or job.ended:
             return
         if job.refused_at.issuperset(job.call.sources) and not self._others_live(attempt) and job.call.clear_blame:
@@ -264,7 +277,17 @@ class RetryPolicy:
         else:
             self.retry(attempt, str(error))
 
-    def _fail_stranded(self) -> None:
+    def note_refusal(self, attempt: Attempt, error: PermanentError) -> None:
+        """Note for its source that it refused a request."""
+        upstream = attempt.upstream
+        if error.status in OF_THE_REQUEST:
+            # The source is up: it has read the request.
+            upstream.breaker.succeeded()
+            self.backoff.release(upstream)
+        else:
+            upstream.breaker.abandoned(probe=attempt.decides)
+
+    def fail_stranded(self) -> None:
         """Fail the waiting jobs that have no source left."""
         for job in list(self._jobs.waiting_jobs()):
             names = [name for name in job.call.sources if name not in job.barred]

@@ -49,18 +49,23 @@ class Running:
         """Reserve the quota for the next attempt of `job`, and run it in a task; `beside`: without concurrency."""
         if job.first_at is None:
             job.first_at = now
+        batches = None if beside else upstream.request_batches
+        batch = batches.place(job, now) if batches is not None else None
         attempt = Attempt(
             job,
             upstream,
             job.request,
-            upstream.reserve(job.request, now, beside=beside),
+            upstream.reserve(job.request, now, beside=beside, joins=batch is not None),
             now,
             expected_s=expected_s,
             probe=not upstream.breaker.closed,
             hedge=hedge,
             uncalibrated=not upstream.speed.settled,
             number=job.attempts,
+            request_batch=batch,
         )
+        if batch is not None:
+            batch.join(attempt, upstream.tokens(job.request))
         job.attempts += 1
         job.last_source = upstream.name
         job.live.append(attempt)
@@ -73,6 +78,8 @@ class Running:
         task = attempt.start(self._loop, self._on_ended)
         self._tasks[task] = attempt
         task.add_done_callback(self._settle)
+        if batches is not None and batch is not None:
+            batches.joined(batch, now)
         return attempt
 
     async def aclose(self) -> None:

@@ -60,7 +60,8 @@ class Silence:
             return 0.0
         if now - self._counted_at >= _FRESH_S:
             self._counted_at = now
-            self._missing = sum(self._missing_of(attempt, now) for attempt in self._live)
+            # Calls that share a request are answered together.
+            self._missing = sum(self._missing_of(attempt, now) / attempt.together for attempt in self._live)
         return self._missing
 
     def _missing_of(self, attempt: Attempt, now: float) -> float:

@@ -86,7 +86,7 @@ class TimeSlices:
             return math.inf
         slice_s = FIRST_SLICE_S
         if upstream.speed.known:
-            slice_s = max(SHORTEST_SLICE_S, USUAL_TIMES * upstream.speed.expected_s(attempt.job.size))
+            slice_s = max(SHORTEST_SLICE_S, USUAL_TIMES * upstream.speed.expected_s(attempt.size))
         # If no call ends any more, the slices may be too short: every new worker has to import its modules first.
         rounds = upstream.preempted // max(1, upstream.quota.concurrency)
         due_at = attempt.sent_at + slice_s * 2.0 ** min(rounds, MOST_DOUBLINGS)

@@ -12,7 +12,7 @@ import os
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ..config import Config, Price
+from ..config import Batch, Config, Price
 from ..errors import ConfigurationError, Mistake
 from ..observers import SourceGauges
 from ..quotas import Quota, QuotaUse, Reservation, RetryBudget, SharedQuota
@@ -30,6 +30,8 @@ from .tokens import TokenEstimates
 
 if TYPE_CHECKING:
     from .attempts import Attempt
+    from .jobs import Job
+    from .request_batches import RequestBatches
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
@@ -75,10 +77,15 @@ class Upstream:
         self.pauses = Pauses()
         self._estimates = TokenEstimates(source)
         self.holds = Holds()
+        self.batch: Batch | None = getattr(source, "batch", None)
+        """How many calls one request may carry; None if it carries one."""
+        self.request_batches: RequestBatches | None = None
+        """Its requests of several calls in the event loop that is served; None if each request carries one."""
 
     def abandon_attempts(self, now: float) -> None:
         """Forget the attempts of an event loop that was closed. What they sent still counts against the limits."""
         self.live.clear()
+        self.request_batches = None
         self.quota.forget_in_flight(now)
         self.breaker.abandoned(probe=True)
 
@@ -115,12 +122,14 @@ class Upstream:
         most = self.quota.most_tokens
         return most < math.inf and self.tokens(request) > most
 
-    def reserve(self, request: Request, now: float, *, beside: bool = False) -> Reservation:
-        """Take what an attempt of `request` needs from the quota; `beside`: without concurrency."""
+    def reserve(self, request: Request, now: float, *, beside: bool = False, joins: bool = False) -> Reservation:
+        """Take what an attempt of `request` needs from the quota; `beside`: without concurrency. `joins`: it shares a
+        request that has a reservation, so it needs tokens only.
+        """
         if self._uncounted:
-            return self.quota.reserve(0, 0, now, beside=beside)
+            return self.quota.reserve(0, 0, now, beside=beside, joins=joins)
         prompt, completion = self._estimates.most(request)
-        return self.quota.reserve(prompt, completion, now, beside=beside)
+        return self.quota.reserve(prompt, completion, now, beside=beside, joins=joins)
 
     @property
     def room_beside(self) -> int:
@@ -136,6 +145,29 @@ class Upstream:
         """
         tokens = min(tokens, self.quota.most_tokens)
         return max(self.pauses.left_s(now), self.breaker.wait_s(now), self.quota.wait_s(tokens, now))
+
+    def wait_for_s(self, job: Job, now: float) -> float:
+        """Seconds until `job` may go, alone or in the open request of others; infinity as in `wait_s`."""
+        tokens = self.tokens(job.request)
+        if self.request_batches is None or self.request_batches.admitting(job) is None:
+            return self.wait_s(tokens, now)
+        joining_s = self.quota.wait_s(min(tokens, self.quota.most_tokens), now, joins=True)
+        return max(self.pauses.left_s(now), self.breaker.wait_s(now), joining_s)
+
+    def takes_calls(self, now: float) -> bool:
+        """Whether some call may go now: it has a place, or an open request that others may join."""
+        return self.wait_s(0, now) <= 0 or bool(self.request_batches is not None and self.request_batches.open)
+
+    def joined_size(self, job: Job) -> int:
+        """Bytes of the calls with which `job` would share a request now; 0 if it would get a request of its own."""
+        batch = self.request_batches.admitting(job) if self.request_batches is not None else None
+        return batch.size if batch is not None else 0
+
+    def calls_per_request(self, waiting: int, mean_size: float) -> int:
+        """Number of calls that a request carries while `waiting` calls of this mean size wait."""
+        if self.request_batches is None:
+            return 1
+        return self.request_batches.usual(waiting, 0.0 if self._uncounted else self.tokens_of(mean_size))
 
     def up(self, now: float) -> bool:
         """Whether the planner counts on it: it is not unusable, not silent, and its circuit is not open for long."""
@@ -198,28 +230,36 @@ class Upstream:
 
     def answered(self, attempt: Attempt, reply: Reply, now: float) -> float:
         """Learn from a reply; return its cost in dollars."""
-        request, usage, latency_s = attempt.request, reply.usage, now - attempt.started_at
+        request, usage = attempt.request, reply.usage
         self.health.answered(now, said_sent=attempt.sent)
+        self.retries.earn(now)
+        self.answers += 1
+        cost = 0.0
+        if attempt.speaks:
+            cost = self.price.per_request
+            self._request_answered(attempt, reply, now)
+        if usage is not None:
+            cost += usage.prompt_tokens * self.price.input_per_million / 1e6
+            cost += usage.completion_tokens * self.price.output_per_million / 1e6
+            # Of the usage of a request with several calls, the part of each is known only if they are alike.
+            alike = attempt.request_batch is None or attempt.request_batch.uniform
+            rose = self._estimates.learn(request, usage, cut_down=reply.usage_doubted or not alike)
+            if rose and self.quota.most_tokens < math.inf:
+                for other in self.live:
+                    other.reservation.raise_prompt(self._estimates.most(other.request)[0])
+        return cost
+
+    def _request_answered(self, attempt: Attempt, reply: Reply, now: float) -> None:
+        """Learn from the answer to a request, whatever number of calls it carried."""
         self.pauses.answered(attempt.started_at)
         self.quota.answered(now, sent_at=attempt.started_at)
         if reply.announced:
             learned = self.quota.announced(reply.announced, now)
             if learned:
                 _log.info("source %s: %s", self.name, learned)
-        self.retries.earn(now)
         if self.name not in attempt.job.invalid_at:
             # Only its first answer counts, because a sample with invalid answers is asked again and again.
-            self.speed.learn(request.size, latency_s)
-        self.answers += 1
-        cost = self.price.per_request
-        if usage is not None:
-            cost += usage.prompt_tokens * self.price.input_per_million / 1e6
-            cost += usage.completion_tokens * self.price.output_per_million / 1e6
-            rose = self._estimates.learn(request, usage, cut_down=reply.usage_doubted)
-            if rose and self.quota.most_tokens < math.inf:
-                for other in self.live:
-                    other.reservation.raise_prompt(self._estimates.most(other.request)[0])
-        return cost
+            self.speed.learn(attempt.size, now - attempt.started_at)
 
     def expected_cost(self, request: Request) -> float:
         """The most that an answer to `request` can cost, in dollars."""

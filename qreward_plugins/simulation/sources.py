@@ -9,15 +9,19 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from ..errors import SourceError, Throttled
+from ..config import Batch
+from ..errors import QRewardError, Throttled
 from ..sources.base import Reply, Request
 from ..spent import Usage
 
-Behaviour = Callable[[int, Request, float], "float | SourceError"]
+Behaviour = Callable[[int, Request, float], "float | QRewardError"]
 """(number of the request from 0, request, time) -> seconds until its answer, or the error it ends with at once."""
+BatchBehaviour = Callable[[int, Sequence[Request], float], "float | QRewardError"]
+"""The same for a request of several calls."""
+Results = Sequence["Reply | QRewardError"]
 
 
 @dataclass
@@ -41,28 +45,57 @@ class SimulatedSource:
     """Whether it stands for a function in this machine's processes."""
     spare: int = 0
     """Calls that it can take beyond its concurrency: last tries of samples that hung."""
+    batch: Batch | None = None
+    """How many calls one request may carry. None: one."""
+    batch_behaviour: BatchBehaviour | None = None
+    """How long a request of several calls takes. Default: as long as `behaviour` says for the slowest of them."""
+    results: Callable[[Results], Results] = lambda results: results
+    """What a request of several calls answers, given the right results."""
 
     arrivals: list[float] = field(default_factory=list)
     violations: list[tuple[float, str]] = field(default_factory=list)
     in_flight: int = 0
     cancelled: int = 0
     closed: bool = False
+    carried: list[int] = field(default_factory=list)
+    """Number of calls of each request."""
     _window: deque[tuple[float, int]] = field(default_factory=deque)
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
+        await self._serve([request], lambda number, now: self.behaviour(number, request, now), on_sent)
+        return self.answer(request)
+
+    async def send_batch(self, requests: Sequence[Request], *, on_sent: Callable[[], None]) -> Results:
+        def behaviour(number: int, now: float) -> float | QRewardError:
+            if self.batch_behaviour is not None:
+                return self.batch_behaviour(number, requests, now)
+            each = [self.behaviour(number, request, now) for request in requests]
+            failed = next((one for one in each if isinstance(one, QRewardError)), None)
+            return failed or max(one for one in each if not isinstance(one, QRewardError))
+
+        await self._serve(requests, behaviour, on_sent)
+        return self.results([self.answer(request) for request in requests])
+
+    async def _serve(
+        self,
+        requests: Sequence[Request],
+        behaviour: Callable[[int, float], float | QRewardError],
+        on_sent: Callable[[], None],
+    ) -> None:
         now = asyncio.get_running_loop().time()
         number = len(self.arrivals)
         self.arrivals.append(now)
+        self.carried.append(len(requests))
         on_sent()
-        outcome = self.behaviour(number, request, now)
-        self._admit(self.answer(request).usage or Usage(), now, book=not isinstance(outcome, Throttled))
+        outcome = behaviour(number, now)
+        tokens = sum((self.answer(request).usage or Usage()).total_tokens for request in requests)
+        self._admit(tokens, now, book=not isinstance(outcome, Throttled))
         self.in_flight += 1
         try:
-            if isinstance(outcome, SourceError):
+            if isinstance(outcome, QRewardError):
                 await asyncio.sleep(0)
                 raise outcome
             await asyncio.sleep(outcome)
-            return self.answer(request)
         except asyncio.CancelledError:
             self.cancelled += 1
             raise
@@ -72,10 +105,10 @@ class SimulatedSource:
     async def aclose(self) -> None:
         self.closed = True
 
-    def _admit(self, usage: Usage, now: float, *, book: bool) -> None:
+    def _admit(self, spent: int, now: float, *, book: bool) -> None:
         while self._window and self._window[0][0] <= now - self.window_s:
             self._window.popleft()
-        tokens = sum(spent for _, spent in self._window) + usage.total_tokens
+        tokens = sum(earlier for _, earlier in self._window) + spent
         over = (
             ("requests", len(self._window) + 1 > self.requests_per_window),
             ("tokens", tokens > self.tokens_per_window),
@@ -87,4 +120,4 @@ class SimulatedSource:
                 wait = self._window[0][0] + self.window_s - now if self._window else 1.0
                 raise Throttled(f"{self.name} is over its {limit}", status=429, retry_after_s=wait)
         if book:
-            self._window.append((now, usage.total_tokens))
+            self._window.append((now, spent))

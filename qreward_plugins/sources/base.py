@@ -138,6 +138,10 @@ class Source(Protocol):
 
     - `local: bool`: true for a function in this machine's processes or threads. If a call hangs, its sample is to
       blame, and the source does not count as silent.
+    - `batch: Batch | None`: how many calls one request may carry; None (default): one. With a `batch`, the source has
+      `async send_batch(requests, *, on_sent) -> Sequence[Reply | QRewardError]`: it sends several requests as one, and
+      returns a reply or an error for each, in order. If it raises, none of them was answered; it raises what `send`
+      raises, and `InvalidReply` if the results cannot be matched to the requests. A single request goes to `send`.
     - `question(request) -> object | None`: the identity of the source and all that `send` would send, without the nonce
       (`apart`), for the journal's key. If it is None, or the journal cannot encode it, the answer is never used again.
       Without this method, the journal assumes that everything in the request is sent.

@@ -339,7 +339,7 @@ def test_retuning_keeps_what_was_spent():
         subject.reserve(10, 10, 0.0).release(0.0)
     subject.retune(Limits(requests_per_minute=60, tokens_per_minute=1200, concurrency=3), 1.0)
     assert subject.concurrency == 3
-    assert subject._requests.ledger.spent(1.0) == 50
+    assert subject.requests.spent(1.0) == 50
     assert subject.wait_s(200, 1.0) == 0
     assert subject.wait_s(201, 1.0) > 0
     subject.retune(Limits(requests_per_minute=40), 2.0)
@@ -363,7 +363,7 @@ def test_what_ends_after_its_loop_was_closed_is_not_heard():
     late.sent(3.0)
     late.release(4.0)
     assert subject.in_flight == 1
-    assert subject._requests.ledger.spent(4.0) == 2
+    assert subject.requests.spent(4.0) == 2
 
 
 def test_retuning_to_a_longer_window_remembers_what_the_shorter_one_forgot():
@@ -406,14 +406,14 @@ def test_an_attempt_that_joins_a_request_takes_tokens_only():
     assert subject.in_flight == 1
     for held in (request, *members):
         held.sent(1.0)
-    assert subject._requests.ledger.spent(1.0) == 1
-    assert subject._tokens.ledger.spent(1.0) == 900
+    assert subject.requests.spent(1.0) == 1
+    assert subject.tokens.spent(1.0) == 900
     for held in members:
         held.release(2.0, prompt_tokens=100, completion_tokens=0)
     assert subject.in_flight == 1  # the request goes on until its own reservation is released
     request.release(2.0)
     assert subject.in_flight == 0
-    assert subject._tokens.ledger.spent(2.0) == 300
+    assert subject.tokens.spent(2.0) == 300
     assert subject.wait_s(0, 2.0) == 0
 
 
@@ -422,11 +422,11 @@ def test_a_throttled_shared_request_is_withdrawn_from_a_learned_limit_once():
     request, members = subject.reserve(0, 0, 0.0), [subject.reserve(5, 5, 0.0, joins=True) for _ in range(4)]
     for held in (request, *members):
         held.sent(0.0)
-    assert subject._requests.ledger.spent(0.0) == 1
+    assert subject.requests.spent(0.0) == 1
     for held in (*members, request):
         held.release(0.1, rejected=True)
-    assert subject._requests.ledger.spent(0.1) == 0
-    assert subject._tokens.ledger.spent(0.1) == 0
+    assert subject.requests.spent(0.1) == 0
+    assert subject.tokens.spent(0.1) == 0
     assert subject.in_flight == 0
 
 

@@ -1,0 +1,367 @@
+"""Request batches: requests that carry several calls each, at sources that take lists (`batch` of the configuration).
+
+Each call keeps an attempt of its own, with its own time limit, retries and hedges. The request has a reservation of its
+own: one request and one unit of concurrency, whatever it carries. Its attempts reserve tokens only.
+
+Attempts join the open batch of their source as long as the planner places calls there. It is sent
+
+- at once when it is full: it has `max_size` calls, or the next one would exceed `max_tokens`, or it has its part of the
+  calls that wait. That part is equal for all free places of a source that declares its concurrency; otherwise all calls
+  would go to one place while the others idle. At a source that does not, it is everything that waits;
+- at the end of the pump, because nothing else can join it now;
+- at most `max_wait_s` after it was opened, if another request of the source is under way and more calls may come: some
+  wait for tokens, or single samples are still being submitted. A source without a request under way never waits.
+
+If a request of several calls fails, one of them may be to blame. So these calls go in smaller batches afterwards
+(`Job.most_together`), apart from other calls, until the one to blame is alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+from ..cancelling import abandon, cancel_all
+from ..config import Batch
+from ..errors import InvalidReply, PermanentError, QRewardError, SourceError, Throttled, TransientError
+from ..observers import Observers, RequestBatchSent
+from ..quotas import Reservation
+from ..sources.base import Reply
+from .jobs import Job
+from .queue import ReadyQueue
+
+if TYPE_CHECKING:
+    from .attempts import Attempt
+    from .upstream import Upstream
+
+_log = logging.getLogger("qreward_plugins.scheduling")
+
+CLOSE_WITHIN_S = 5.0
+"""Longest time, in seconds, for which closing waits for requests that were cancelled."""
+
+Result: TypeAlias = Reply | QRewardError
+
+
+class RequestBatch:
+    """One request for several calls. Times are seconds of the event loop's clock.
+
+    `most`: calls that it may carry. `part`: calls that it should carry while others wait. `most_together`: the
+    `Job.most_together` of its calls. `on_ended` is called when its request has ended.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        reservation: Reservation,
+        *,
+        most: int,
+        part: int,
+        most_together: int,
+        opened_at: float,
+        on_ended: Callable[[RequestBatch], None],
+    ) -> None:
+        self.most_together = most_together
+        self.most = most
+        self.part = part
+        self.opened_at = opened_at
+        self.size = 0
+        """Bytes of the calls that it carries, as in `Request.size`."""
+        self.tokens = 0
+        """Estimate of their tokens."""
+        self.carried: tuple[Attempt, ...] = ()
+        """The attempts of the request that is under way."""
+        self.again_at: float | None = None
+        """Time until which its calls avoid the source after it failed; None if it has not."""
+        self.retry_in_s: float | None = None
+        """Seconds that its retry waits for the source's retry budget; None if nothing was withdrawn for it."""
+        self.task: asyncio.Task[Sequence[Result]] | None = None
+        self._upstream = upstream
+        self._reservation = reservation
+        self._on_ended = on_ended
+        self._answers: dict[Attempt, asyncio.Future[tuple[Result, bool]]] = {}
+        self._spokesman: Attempt | None = None
+        self._outdated = False
+
+    @property
+    def abandoned(self) -> bool:
+        """Whether all its attempts have left it."""
+        return not self._answers
+
+    @property
+    def members(self) -> Sequence[Attempt]:
+        """Its attempts that still wait for an answer."""
+        return tuple(self._answers)
+
+    @property
+    def count(self) -> int:
+        """Number of calls that its request carries, whether they still wait for an answer or not."""
+        return len(self.carried) or len(self._answers)
+
+    @property
+    def uniform(self) -> bool:
+        """Whether all its calls have texts of the same kind, so that each takes about the same tokens per byte."""
+        source = self._upstream.source
+        return len({attempt.request.demand(source).kind for attempt in self.carried}) == 1
+
+    def join(self, attempt: Attempt, tokens: int) -> None:
+        """Add an attempt that will wait in `answer`."""
+        self._answers[attempt] = asyncio.get_running_loop().create_future()
+        self.size += attempt.request.size
+        self.tokens += tokens
+
+    def leave(self, attempt: Attempt) -> None:
+        """Remove an attempt. The last one to leave cancels the request. Does nothing if it left before."""
+        if self._answers.pop(attempt, None) is None or self._answers:
+            return
+        if self.task is None:
+            self._finish(rejected=False)
+        else:
+            self.task.cancel()
+
+    def abandon(self) -> None:
+        """Release the reservation although the request goes on, because the source swallows its cancellation."""
+        self._finish(rejected=False)
+
+    def speaks(self, attempt: Attempt) -> bool:
+        """Whether the end of `attempt` tells about the source what the end of the request tells: true for one attempt,
+        the first that is asked about.
+        """
+        if self._spokesman is None:
+            self._spokesman = attempt
+        return self._spokesman is attempt
+
+    def send(self, now: float, expected_s: float) -> None:
+        """Send the request, which is expected to take `expected_s` seconds. The attempts begin now."""
+        for attempt in self._answers:
+            attempt.started_at, attempt.expected_s = now, expected_s
+        self._send()
+
+    async def answer(self, attempt: Attempt) -> Reply:
+        """Wait for the reply to `attempt`. Raises its error, or a copy of the error of the whole request."""
+        result, attempt.own = await self._answers[attempt]
+        if isinstance(result, Reply):
+            return result
+        try:
+            raise result
+        finally:
+            # Error, traceback and frame would keep each other in memory.
+            del result
+
+    def _send(self) -> None:
+        self._outdated = False
+        self.carried = tuple(self._answers)
+        self.task = asyncio.get_running_loop().create_task(self._exchange())
+        self.task.add_done_callback(self._settle)
+
+    async def _exchange(self) -> Sequence[Result]:
+        requests = [attempt.request for attempt in self.carried]
+        source = self._upstream.source
+        if len(requests) == 1:
+            return [await source.send(requests[0], on_sent=self._sent)]
+        results: Sequence[Result] = await source.send_batch(requests, on_sent=self._sent)  # type: ignore[attr-defined]
+        if len(results) != len(requests):
+            raise InvalidReply(f"source {source.name!r} gave {len(results)} results for {len(requests)} calls")
+        return results
+
+    def _sent(self) -> None:
+        """Note that the request is written. If it carries calls that must not be sent any more, cancel it: `_settle`
+        sends the others. Raises CancelledError then.
+        """
+        now = asyncio.get_running_loop().time()
+        expired = now >= self._upstream.quota.valid_until
+        if self._reservation.sent_at == -math.inf:
+            for attempt in self.members:
+                if expired or attempt.job.ended:
+                    del self._answers[attempt]
+                    attempt.withhold()
+            if len(self._answers) < len(self.carried):
+                self._outdated = True
+                if self.task is not None:
+                    self.task.cancel()
+                raise asyncio.CancelledError
+        self._reservation.sent(now)
+        for attempt in self._answers:
+            attempt.note_sent(now)
+
+    def _settle(self, task: asyncio.Task[Sequence[Result]]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if self._outdated and self._answers:
+            self._send()
+            return
+        results: Sequence[Result | None] = ()
+        if task.cancelled():
+            error = TransientError(f"the call at {self._upstream.name} was cancelled by another task")
+        elif error is None:
+            results = task.result()
+        elif not isinstance(error, (SourceError, InvalidReply)):
+            error = self._bug(error)
+        self._finish(rejected=isinstance(error, Throttled))
+        own = error is None or len(self.carried) == 1
+        for number, attempt in enumerate(self.carried):
+            answer = self._answers.get(attempt)
+            if answer is not None and not answer.done():
+                result = results[number] if error is None else _copy(error)
+                if not isinstance(result, (Reply, QRewardError)):
+                    result = self._bug(TypeError(f"a result of type {type(result).__name__}"))
+                answer.set_result((result, own))
+
+    def _finish(self, *, rejected: bool) -> None:
+        self._reservation.release(asyncio.get_running_loop().time(), rejected=rejected)
+        self._on_ended(self)
+
+    def _bug(self, error: BaseException) -> PermanentError:
+        kind = type(error).__name__
+        _log.error("unexpected %s from source %s", kind, self._upstream.name, exc_info=error)
+        return PermanentError(f"unexpected {kind}; see the log")
+
+
+class RequestBatches:
+    """The request batches of one source in one event loop. `queue` holds the calls that wait. `on_change` is called
+    when a place of the source has become free. Times are seconds of the event loop's clock.
+    """
+
+    def __init__(
+        self,
+        upstream: Upstream,
+        limits: Batch,
+        queue: ReadyQueue,
+        *,
+        on_change: Callable[[], None],
+        observers: Observers,
+    ) -> None:
+        self._upstream = upstream
+        self._limits = limits
+        self._queue = queue
+        self._on_change = on_change
+        self._observers = observers
+        self._open: dict[int, RequestBatch] = {}
+        self._under_way: dict[RequestBatch, None] = {}
+
+    @property
+    def open(self) -> Sequence[RequestBatch]:
+        """The batches that calls may join."""
+        return tuple(self._open.values())
+
+    def admitting(self, job: Job) -> RequestBatch | None:
+        """The open batch that `job` may join; None if there is none."""
+        batch = self._open.get(job.most_together)
+        if batch is None or self._exceeds(batch, self._upstream.tokens(job.request)):
+            return None
+        # A hedge must not stand in the same request as the attempt that it is for.
+        return None if any(attempt.request_batch is batch for attempt in job.live) else batch
+
+    def place(self, job: Job, now: float) -> RequestBatch | None:
+        """The batch that `job` joins now, opened if necessary; None if it must go alone."""
+        if job.most_together < 2 or not self._upstream.breaker.closed or self._upstream.oversize(job.request):
+            return None
+        batch = self.admitting(job)
+        if batch is not None:
+            return batch
+        previous = self._open.get(job.most_together)
+        if previous is not None:
+            self._send(previous, now)
+        most = min(self._limits.max_size, job.most_together)
+        part = min(most, self._part(job, now))
+        batch = RequestBatch(
+            self._upstream,
+            self._upstream.quota.reserve(0, 0, now),
+            most=most,
+            part=part,
+            most_together=job.most_together,
+            opened_at=now,
+            on_ended=self._ended,
+        )
+        self._open[job.most_together] = batch
+        self._under_way[batch] = None
+        return batch
+
+    def joined(self, batch: RequestBatch, now: float) -> None:
+        """Send `batch`, which an attempt has just joined, if it is full, or has its part while others wait."""
+        if batch.count >= batch.most or (batch.count >= batch.part and self._queue.count(self._upstream.name)):
+            self._send(batch, now)
+
+    def send_ready(self, now: float) -> float:
+        """Send the open batches that need not wait. Return the time by which to call this again."""
+        due_at = math.inf
+        for batch in self.open:
+            latest_at = batch.opened_at + self._limits.max_wait_s
+            if now < latest_at and self._may_wait(batch, now):
+                due_at = min(due_at, latest_at)
+            else:
+                self._send(batch, now)
+        return due_at
+
+    def usual(self, waiting: int, each_tokens: float) -> int:
+        """Number of calls that a request carries if `waiting` calls of `each_tokens` wait for the source."""
+        quota = self._upstream.quota
+        places = quota.concurrency if quota.declares_concurrency else 1
+        most = min(self._limits.max_size, math.ceil(waiting / max(1, places)))
+        if self._limits.max_tokens is not None and each_tokens > 0:
+            most = min(most, int(self._limits.max_tokens / each_tokens))
+        return max(1, most)
+
+    async def aclose(self) -> None:
+        """Cancel all requests, and wait until they have ended. One that swallows its cancellation is abandoned after
+        `CLOSE_WITHIN_S`, with a warning.
+        """
+        tasks = {batch.task: batch for batch in self._under_way if batch.task is not None}
+        for batch in list(self._under_way):
+            for attempt in batch.members:
+                batch.leave(attempt)
+        for task in await cancel_all(list(tasks), within_s=CLOSE_WITHIN_S):
+            abandon(task)
+            tasks[task].abandon()
+            _log.warning(
+                "source %s: a request did not end within %g s of being cancelled, and is abandoned",
+                self._upstream.name,
+                CLOSE_WITHIN_S,
+            )
+        # The callbacks of the ended tasks run in the next step of the event loop.
+        await asyncio.sleep(0)
+
+    def _exceeds(self, batch: RequestBatch, tokens: int) -> bool:
+        most = self._limits.max_tokens
+        return most is not None and bool(batch.count) and batch.tokens + tokens > most
+
+    def _part(self, job: Job, now: float) -> int:
+        """The part of what waits, `job` included, that each free place of the source gets."""
+        quota = self._upstream.quota
+        waiting = self._queue.count(self._upstream.name) + (not job.entry)
+        if not quota.declares_concurrency:
+            return waiting
+        places = min(quota.concurrency - quota.in_flight, quota.capacity(now, 0.0, now))
+        return math.ceil(waiting / max(1.0, places))
+
+    def _may_wait(self, batch: RequestBatch, now: float) -> bool:
+        """Whether it costs no time of the source to wait for more calls, and more may come."""
+        if self._upstream.quota.in_flight <= len(self._open):
+            return False
+        waiting = self._queue.first(self._upstream.name, most_together=batch.most_together)
+        if waiting is not None and self.admitting(waiting) is batch:
+            return True
+        return any(not each.quiet(now) for each in {attempt.job.batch for attempt in batch.members})
+
+    def _send(self, batch: RequestBatch, now: float) -> None:
+        del self._open[batch.most_together]
+        self._observers.emit(RequestBatchSent(now, self._upstream.name, batch.count))
+        batch.send(now, self._upstream.speed.expected_s(batch.size) or batch.members[0].expected_s)
+
+    def _ended(self, batch: RequestBatch) -> None:
+        self._under_way.pop(batch, None)
+        if self._open.get(batch.most_together) is batch:
+            del self._open[batch.most_together]
+        self._on_change()
+
+
+def _copy(error: BaseException) -> QRewardError:
+    """A copy of `error` for one of several tasks that raise it: each adds its traceback to what it raises."""
+    try:
+        copied = copy.copy(error)
+    except Exception:  # an error of another package, whose constructor takes other arguments
+        copied = error
+    assert isinstance(copied, QRewardError)
+    return copied.with_traceback(None)

@@ -10,6 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from .images import is_image_part
 from .sample_check import plain_messages
 from .samples import Message
 
@@ -31,7 +32,7 @@ _TEMPLATES = (
 
 def messages_of(prompt: Any) -> list[Message]:
     """The messages of a prompt: a list of messages, whose content may be in parts, or a text from a chat template. Any
-    other text becomes one message of the user.
+    other text becomes one message of the user. The content is a text, or a list of parts if it has images.
 
     Raises `InputError` for anything else; its text is the second argument of `sample_check.blamed`.
     """
@@ -46,10 +47,14 @@ def messages_of(prompt: Any) -> list[Message]:
     return [{"role": "user", "content": prompt}]
 
 
-def _text(content: Any) -> str:
-    """A message's text. Of content in parts it joins the texts, with the kind of every other part in brackets."""
+def _text(content: Any) -> Any:
+    """A message's text. Of content in parts it joins the texts, with the kind of every other part in brackets; parts
+    with images stay as they are.
+    """
     if isinstance(content, str):
         return content
+    if isinstance(content, (list, tuple)) and any(map(is_image_part, content)):
+        return list(content)
     parts = content if isinstance(content, (list, tuple)) else ()
     return "\n".join(
         str(part["text"]) if "text" in part else f"[{part.get('type', 'attachment')}]"

@@ -1,20 +1,22 @@
 """Turns ROLL's rollouts into samples: each row of a `DataProto` becomes one `Sample`.
 
 The prompt is the data set's messages if ROLL still carries them. Otherwise it is decoded from the tokens, without
-padding and with the special tokens that separate the turns.
+padding and with the special tokens that separate the turns. Images come from the column `multi_modal_data`, which a
+pipeline for vision models keeps until the reward is there (datasets/collator.py, rlvr_vlm_pipeline.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from qreward_plugins import Message, Sample
+from qreward_plugins.images import Image, attach
 from qreward_plugins.prompts import messages_of
-from qreward_plugins.sample_check import name_or_unreadable, read_or_unreadable
+from qreward_plugins.sample_check import Unreadable, name_or_unreadable, read_or_unreadable
 
 _OWN_COLUMNS = frozenset({"id", "ground_truth", "domain", "tag", "rollout_id", "messages", "prompt"})
 _HEAVY_COLUMNS = frozenset({"multi_modal_data", "multi_modal_inputs", "routed_experts", "token_type_ids"})
@@ -38,7 +40,8 @@ def to_samples(data: Any, tokenizer: Any) -> list[Sample]:
     for row, text in enumerate(texts):
         columns = {name: _plain(values[row]) for name, values in data.non_tensor_batch.items()}
         decode = partial(tokenizer.decode, rows[row][asked[row].bool()], skip_special_tokens=False)
-        messages = read_or_unreadable(partial(_prompt, columns, decode))
+        shown = read_or_unreadable(partial(_prompt, columns, decode))
+        messages, images = (shown, ()) if isinstance(shown, Unreadable) else shown
         samples.append(
             Sample(
                 messages=messages,
@@ -49,6 +52,7 @@ def to_samples(data: Any, tokenizer: Any) -> list[Sample]:
                 step=step if isinstance(step, int) else None,
                 extras={name: value for name, value in columns.items() if name not in _OWN_COLUMNS | _HEAVY_COLUMNS},
                 id=name_or_unreadable(columns.get("rollout_id") or columns.get("id") or row),
+                response_images=read_or_unreadable(partial(_images_of, images)),
             )
         )
     return samples
@@ -76,8 +80,23 @@ def is_validation(data: Any) -> bool:
     return "is_offload_states" in data.meta_info and "collect_unfinished" not in data.meta_info
 
 
-def _prompt(columns: Mapping[str, Any], decode: Callable[[], str]) -> list[Message]:
-    return _messages(columns) or messages_of(decode())
+def _prompt(columns: Mapping[str, Any], decode: Callable[[], str]) -> tuple[list[Message], list[Any]]:
+    """The messages of the prompt with its images, and the images that it has no place for."""
+    return attach(_messages(columns) or messages_of(decode()), _images(columns))
+
+
+def _images(columns: Mapping[str, Any]) -> list[Any]:
+    """The images for the inference engine: `multi_modal_data["image"]`, within what is sent to the engine."""
+    data = columns.get("multi_modal_data")
+    inner = data.get("multi_modal_data", data) if isinstance(data, Mapping) else None
+    images = inner.get("image") if isinstance(inner, Mapping) else None
+    if images is None:
+        return []
+    return list(images) if isinstance(images, (list, tuple)) else [images]
+
+
+def _images_of(images: Sequence[Any]) -> list[Image]:
+    return [Image.of(image) for image in images]
 
 
 def _messages(columns: Mapping[str, Any]) -> list[Message]:

@@ -12,13 +12,14 @@ group on the job's barrier. This blocks only its own environment; its siblings h
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from qreward_plugins import ConfigurationError, Message, Outcome, Sample, process_portal
+from qreward_plugins import ConfigurationError, Outcome, Sample, process_portal
 from qreward_plugins.config import Config, load_layers
 from qreward_plugins.groups import GroupKey, Report, RunningMeans, number_of
+from qreward_plugins.images import Image, attach, is_image_part
 from qreward_plugins.portal import EnginePortal
 from qreward_plugins.samples import fits_float32
 from qreward_plugins.sharing import may_share
@@ -85,15 +86,16 @@ class QRewardTrajectoryMixin:
 
     def trajectory_sample(self, rollout_cache: Any) -> Sample:
         """The sample that a judge sees: the first turn's messages as the prompt, and everything after them as the
-        response. Override it to show a judge something else.
+        response. Images of later turns are images of the response. Override it to show a judge something else.
         """
         turns = _acted(rollout_cache.history)
-        messages = [message for turn in turns for message in turn.get("messages") or []]
+        messages = [message for turn in turns for message in _messages_of(turn)]
         first = next((n for n, message in enumerate(messages) if message["role"] == "assistant"), len(messages))
         group = f"{rollout_cache.tag}/{rollout_cache.group_id}/{getattr(self, 'episode_id', None)}"
         return Sample(
             messages=messages[:first],
             response=_written(messages[first:]),
+            response_images=[Image.of(part) for message in messages[first:] for part in _images(message)],
             data_source=str(rollout_cache.tag),
             group_id=group,
             extras={"steps": len(turns), "env_rewards": [turn.get("reward") for turn in turns]},
@@ -187,8 +189,38 @@ def _acted(history: Sequence[Any]) -> list[Any]:
     return [turn for turn in history if turn.get("llm_response") is not None]
 
 
-def _written(messages: Sequence[Message]) -> str:
+def _messages_of(turn: Mapping[str, Any]) -> list[Any]:
+    """The messages of a turn. Env managers for vision models keep none, but the observation: a text, the pixels of an
+    image, or a mapping with a prompt and images (vl_traj_env_manager.py: `format_messages`).
+    """
+    if turn.get("messages"):
+        return list(turn["messages"])
+    seen = turn.get("observation")
+    if seen is None:
+        return []
+    shown = seen if isinstance(seen, Mapping) else {"prompt" if isinstance(seen, str) else "image": seen}
+    prompt, images = shown.get("prompt", ""), shown.get("image", ())
+    asked = list(prompt) if isinstance(prompt, list) else [{"role": "user", "content": prompt}]
+    if asked and "role" not in asked[0]:
+        asked = [{"role": "user", "content": asked}]
+    messages, rest = attach(asked, list(images) if isinstance(images, (list, tuple)) else [images])
+    messages += [{"role": "user", "content": [{"type": "image", "image": image} for image in rest]}] if rest else []
+    return [*messages, {"role": "assistant", "content": turn["llm_response"]}]
+
+
+def _images(message: Mapping[str, Any]) -> list[Any]:
+    content = message["content"]
+    return [part for part in content if is_image_part(part)] if isinstance(content, list) else []
+
+
+def _written(messages: Sequence[Any]) -> str:
     """A dialogue as text. A single message needs no role."""
     if len(messages) == 1:
-        return messages[0]["content"]
-    return "\n\n".join(f"{message['role']}: {message['content']}" for message in messages)
+        return _text(messages[0]["content"])
+    return "\n\n".join(f"{message['role']}: {_text(message['content'])}" for message in messages)
+
+
+def _text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    return "\n".join(str(part.get("text", f"[{part.get('type', 'attachment')}]")) for part in content)

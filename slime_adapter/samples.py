@@ -6,12 +6,13 @@ the samples of a fake trainer, and the bare objects of slime's contract tests.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 from qreward_plugins import Sample
+from qreward_plugins.images import Image, attach
 from qreward_plugins.prompts import messages_of
-from qreward_plugins.sample_check import mapping_or_unreadable, name_or_unreadable, read_or_unreadable
+from qreward_plugins.sample_check import Unreadable, mapping_or_unreadable, name_or_unreadable, read_or_unreadable
 from qreward_plugins.samples import fits_float32
 
 RECORD = "qreward"
@@ -24,6 +25,10 @@ ROLLOUT_SAMPLE = Any
 def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
     """Turn one rollout into a core sample. `metadata` becomes its extras. The data source is `metadata["data_source"]`,
     else slime's own name of it (slime/utils/data.py: `source`, `metadata["source_name"]`), else `rm_type`.
+
+    Images are those of `multimodal_inputs["images"]` (slime/utils/processing_utils.py: `process_vision_info`). Those
+    beyond the places in the prompt came with the response: a rollout of several turns appends what its environment
+    shows.
     """
     metadata = metadata_of(sample)
     extras = mapping_or_unreadable(getattr(sample, "metadata", None))
@@ -34,8 +39,10 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
         or metadata.get("rm_type")
     )
     group, index = getattr(sample, "group_index", None), getattr(sample, "index", None)
+    shown = read_or_unreadable(lambda: attach(messages_of(getattr(sample, "prompt", "")), _images(sample)))
+    messages, images = (shown, ()) if isinstance(shown, Unreadable) else shown
     return Sample(
-        messages=read_or_unreadable(lambda: messages_of(getattr(sample, "prompt", ""))),
+        messages=messages,
         response=getattr(sample, "response", ""),
         ground_truth=getattr(sample, "label", None),
         data_source=name_or_unreadable(source),
@@ -44,7 +51,13 @@ def to_sample(sample: ROLLOUT_SAMPLE) -> Sample:
         extras={key: value for key, value in extras.items() if key != RECORD} if isinstance(extras, dict) else extras,
         id=None if index is None else name_or_unreadable(index),
         prompt=getattr(sample, "prompt", None),
+        response_images=read_or_unreadable(lambda: [Image.of(image) for image in images]),
     )
+
+
+def _images(sample: ROLLOUT_SAMPLE) -> Sequence[Any]:
+    inputs = getattr(sample, "multimodal_inputs", None)
+    return (inputs.get("images") if isinstance(inputs, Mapping) else None) or ()
 
 
 def metadata_of(sample: ROLLOUT_SAMPLE) -> Mapping[str, Any]:

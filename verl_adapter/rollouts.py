@@ -7,10 +7,11 @@ A reward function gets the same `extra_info` as from verl's own managers, key by
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from qreward_plugins import Cause, Failed, InputError, Message, Sample
+from qreward_plugins.images import Image, attach
 from qreward_plugins.redaction import described_error
 from qreward_plugins.sample_check import Unreadable, mapping_or_unreadable, name_or_unreadable, read_or_unreadable
 
@@ -21,6 +22,9 @@ VALIDATION = "qreward_validation"
 
 PADDING = "qreward_padding"
 """The key in `extra_info` with which `trainer_hooks` marks copies that fill up a batch. verl drops their scores."""
+
+RESPONSE_IMAGES = "qreward_images"
+"""The key of an agent loop's `extra_fields` for images that belong to the response."""
 
 _VALIDATION_SPLITS = frozenset({"val", "valid", "validation", "dev", "test", "eval", "evaluation"})
 
@@ -39,13 +43,20 @@ def response_ids(item: Any) -> Any:
 
 
 def to_sample(item: Any, response: str, decode: Decode, *, data_source_column: str = "data_source") -> Sample:
-    """Turn one row with the decoded `response` into a sample. `decode` decodes the prompt if its text is missing."""
+    """Turn one row with the decoded `response` into a sample. `decode` decodes the prompt if its text is missing.
+
+    Images of the prompt are parts of `raw_prompt` (utils/dataset/rl_dataset.py: `_build_messages`), or in older
+    versions in the column `multi_modal_data`. verl 0.9 does not pass the images of tools to reward managers; an agent
+    loop of your own can, in `extra_fields["qreward_images"]`.
+    """
     columns: Mapping[str, Any] = item.non_tensor_batch
     info = columns.get("extra_info")
     step = _plain(columns.get("global_steps"))
     uid = columns.get("uid")
+    shown = read_or_unreadable(lambda: attach(_messages(item, decode), _images(columns)))
+    messages, images = (shown, ()) if isinstance(shown, Unreadable) else shown
     return Sample(
-        messages=read_or_unreadable(lambda: _messages(item, decode)),
+        messages=messages,
         response=response,
         ground_truth=read_or_unreadable(lambda: _ground_truth(columns)),
         data_source=_data_source(columns, data_source_column),
@@ -54,7 +65,22 @@ def to_sample(item: Any, response: str, decode: Decode, *, data_source_column: s
         split="val" if isinstance(info, Mapping) and info.get(VALIDATION) else None,
         extras=read_or_unreadable(lambda: _extras(columns)),
         id=None if uid is None else f"{uid}/{_plain(columns.get('session_id', ''))}",
+        response_images=read_or_unreadable(lambda: _response_images(columns, images)),
     )
+
+
+def _images(columns: Mapping[str, Any]) -> Sequence[Any]:
+    """The images of a trajectory that the trainer keeps beside its messages: PIL images, by `image` or `images`."""
+    data = _plain(columns.get("multi_modal_data"))
+    if not isinstance(data, Mapping):
+        return ()
+    return data.get("images") or data.get("image") or ()
+
+
+def _response_images(columns: Mapping[str, Any], later: Sequence[Any]) -> list[Image]:
+    own = columns.get("tool_extra_fields")
+    added = own.get(RESPONSE_IMAGES) if isinstance(own, Mapping) else None
+    return [Image.of(image) for image in (*later, *(added or ()))]
 
 
 def _extras(columns: Mapping[str, Any]) -> dict[str, Any]:
@@ -63,7 +89,7 @@ def _extras(columns: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(column, Unreadable):
             raise InputError(column.problem)
     extras = {key: value for key, value in info.items() if key not in (VALIDATION, PADDING)}
-    extras.update(tools)
+    extras.update((key, value) for key, value in tools.items() if key != RESPONSE_IMAGES)
     extras["num_turns"] = _plain(columns.get("__num_turns__"))
     extras["rollout_reward_scores"] = columns.get("reward_scores") or {}
     return extras

@@ -22,6 +22,7 @@ from .pillow import (
     header_of,
     is_picture,
     kind_of,
+    of_array,
     opened,
     read_header,
     too_large,
@@ -55,9 +56,10 @@ class Image:
     def of(cls, value: Any, *, folder: str | Path | None = None) -> Image:
         """Return the image that `value` stands for.
 
-        `value` is an `Image`; bytes; a Pillow image; a text that is a data URL or the base64 of an image; a path or a
-        `file://` URL below `folder` (None: no path is allowed); or a mapping that holds one of these, such as a content
-        part of a message (`image`, `image_url`, `bytes`, `source`, `inline_data`, `path`).
+        `value` is an `Image`; bytes; a Pillow image; a numpy array of 8-bit pixels (height, width, channels); a text
+        that is a data URL or the base64 of an image; a path or a `file://` URL below `folder` (None: no path is
+        allowed); or a mapping that holds one of these, such as a content part of a message (`image`, `image_url`,
+        `bytes`, `source`, `inline_data`, `path`).
 
         Raises `InputError` for anything else. It never fetches a URL, and does not check the content.
         """
@@ -69,6 +71,8 @@ class Image:
             return cls(value)
         if isinstance(value, Mapping):
             return cls.of(_innermost(value), folder=folder)
+        if hasattr(value, "__array_interface__") and hasattr(value, "shape"):
+            return cls(of_array(value))
         if isinstance(value, Path):
             return cls(_below(str(value), folder))
         if isinstance(value, str):
@@ -200,7 +204,7 @@ def _text_origin(text: str, folder: str | Path | None) -> str | Path:
 
 def _below(path: str, folder: str | Path | None) -> Path:
     if folder is None:
-        raise InputError("is a path, and no folder for images is configured; give the image itself, or a data URL")
+        raise InputError("is a path, and `images.folder` is not configured; set it, or give the image itself")
     try:
         root = Path(folder).expanduser().resolve()
         found = (root / path).resolve()
@@ -253,37 +257,39 @@ _PLACEHOLDER = re.compile(r"<image>|<\|vision_start\|>(?:<\|image_pad\|>)+<\|vis
 """How chat templates write the place of an image (LLaVA and the data sets of verl and slime, Qwen-VL, GLM, Llama)."""
 
 
-def attach(messages: Any, images: Sequence[Any]) -> list[dict[str, Any]]:
-    """Return the messages with `images` in their places, for data that holds images beside the messages.
+def attach(messages: Sequence[Any], images: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    """Put `images`, which a trainer holds beside the messages, in their places. Return the messages and the rest.
 
-    Images fill the parts that are placeholders (`{"type": "image"}`), in order, and then the placeholders in texts
-    (`<image>`, `<|vision_start|><|image_pad|><|vision_end|>`). Further images go before the text of the last message of
-    the user. Images that the messages hold already are the first of `images`, and are not added twice.
+    The places are the image parts of the messages if there are any, else the placeholders in texts (`<image>`,
+    `<|vision_start|><|image_pad|><|vision_end|>`). If there are fewer images than parts, only parts without an image
+    are filled. The rest are images that came later, with the response. Without any place, all images go before the text
+    of the last message of the user.
     """
-    turns = [dict(message) for message in messages]
-    left = list(images)[sum(map(_counted, turns)) :]
-    for turn in turns:
-        if left and isinstance(turn.get("content"), (list, tuple)):
-            turn["content"] = [
-                {"type": "image", "image": left.pop(0)} if left and is_empty_part(part) else part
-                for part in turn["content"]
-            ]
-    for turn in turns:
-        if left and turn.get("role") != "system" and isinstance(turn.get("content"), str):
+    left = list(images)
+    if not left:
+        return list(messages), []
+    turns = [dict(message) if isinstance(message, Mapping) else message for message in messages]
+    mappings = [turn for turn in turns if isinstance(turn, dict)]
+    lists = [turn for turn in mappings if isinstance(turn.get("content"), (list, tuple))]
+    parts = [part for turn in lists for part in turn["content"] if is_image_part(part)]
+    takes = is_image_part if len(left) >= len(parts) else is_empty_part
+    for turn in lists:
+        turn["content"] = [
+            {"type": "image", "image": left.pop(0)} if left and takes(part) else part for part in turn["content"]
+        ]
+    if parts:
+        return turns, left
+    before = len(left)
+    for turn in mappings:
+        if isinstance(turn.get("content"), str) and turn.get("role") != "system":
             turn["content"] = _filled(turn["content"], left)
-    asking = [turn for turn in turns if turn.get("role") == "user"] or turns
-    if left and asking:
-        content = asking[-1].get("content")
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
-        asking[-1]["content"] = [*({"type": "image", "image": image} for image in left), *parts]
-    return turns
-
-
-def _counted(turn: Mapping[str, Any]) -> int:
-    """How many images a message holds."""
-    content = turn.get("content")
-    parts = content if isinstance(content, (list, tuple)) else ()
-    return sum(is_image_part(part) and not is_empty_part(part) for part in parts)
+    asking = [turn for turn in mappings if turn.get("role") == "user"] or mappings
+    if len(left) < before or not asking:
+        return turns, left
+    content = asking[-1].get("content")
+    texts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
+    asking[-1]["content"] = [*({"type": "image", "image": image} for image in left), *texts]
+    return turns, []
 
 
 def _filled(text: str, left: list[Any]) -> Any:

@@ -97,6 +97,12 @@ def has_pillow() -> bool:
     return find_spec("PIL") is not None
 
 
+def of_array(array: Any) -> Any:
+    """The Pillow image of a numpy array. Raises `InputError`."""
+    with explained():
+        return _pillow().fromarray(array)
+
+
 def read_header(source: bytes | Path) -> Header:
     """Read the header of encoded bytes, or of a file. Raises `InputError`."""
     if isinstance(source, Path) and not source.is_file():

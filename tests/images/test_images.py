@@ -154,8 +154,8 @@ WRONG = [
     ("data:image/svg+xml;base64," + base64.b64encode(b"<svg/>").decode(), "is no image"),
     ("http://host/a.png", "is a URL, and images are not fetched"),
     ("ftp://host/a.png", "is a URL"),
-    ("a.png", "is a path, and no folder"),
-    ("file:///etc/passwd", "is a path, and no folder"),
+    ("a.png", "is a path, and `images.folder` is not"),
+    ("file:///etc/passwd", "is a path, and `images.folder` is not"),
     ({"type": "image"}, "holds no image"),
     ({"type": "image_url", "image_url": {"url": None}}, "holds no image"),
     (3, "is of type int"),
@@ -279,16 +279,21 @@ def user(content):
 
 
 def test_images_beside_the_messages_go_to_their_places():
+    def attached(messages, images):
+        turns, rest = attach(messages, images)
+        return shown(turns), rest
+
     parts = [{"type": "image"}, {"type": "text", "text": "and"}, {"type": "image"}]
-    assert shown(attach([user(parts)], ["A", "B"])) == [["A", "and", "B"]]
-    assert shown(attach([user("look: <image>\nand <image>")], ["A", "B"])) == [["look: ", "A", "\nand ", "B"]]
+    assert attached([user(parts)], ["A", "B", "C"]) == ([["A", "and", "B"]], ["C"])
+    assert attached([user("look: <image>\nand <image>")], ["A", "B"]) == ([["look: ", "A", "\nand ", "B"]], [])
     qwen = "<|vision_start|><|image_pad|><|image_pad|><|vision_end|>what?"
-    assert shown(attach([user(qwen)], ["A"])) == [["A", "what?"]]
-    assert shown(attach([{"role": "system", "content": "s"}, user("what?")], ["A"])) == ["s", ["A", "what?"]]
-    assert shown(attach([user("what?")], [])) == ["what?"]
+    assert attached([user(qwen)], ["A", "B"]) == ([["A", "what?"]], ["B"])
+    assert attached([{"role": "system", "content": "s"}, user("what?")], ["A"]) == (["s", ["A", "what?"]], [])
+    assert attached([user("what?")], []) == (["what?"], [])
+    assert attached([], ["A"]) == ([], ["A"])
 
 
-def test_images_that_the_messages_hold_are_not_added_twice():
-    parts = [{"type": "image", "image": "A"}, {"type": "text", "text": "what?"}]
-    assert shown(attach([user(parts)], ["A"])) == [["A", "what?"]]
-    assert shown(attach([user(parts)], ["A", "B"])) == [["B", "A", "what?"]]
+def test_decoded_images_take_the_places_of_paths():
+    parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}, {"type": "image"}]
+    assert shown(attach([user(parts)], ["A", "B"])[0]) == [["A", "what?", "B"]]
+    assert shown(attach([user(parts)], ["B"])[0]) == [["a.png", "what?", "B"]]

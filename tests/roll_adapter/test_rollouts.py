@@ -76,7 +76,7 @@ def test_columns_become_what_they_are() -> None:
         "prompt": ["the same again"],
         "difficulty": [torch.tensor(3).numpy()],
         "tests": [{"inputs": [1]}],
-        "multi_modal_data": [{"image": b"..."}],
+        "multi_modal_data": [{"prompt_token_ids": [1]}],
         "multi_modal_inputs": [object()],
         "routed_experts": [object()],
     }
@@ -141,3 +141,25 @@ def test_a_row_whose_columns_are_broken_is_its_own_failure() -> None:
     assert isinstance(broken, Rejected)
     assert broken.problem == "messages[0] needs a role that is a text"
     assert isinstance(good, Sample)
+
+
+def test_images_go_to_their_places_and_later_ones_to_the_response() -> None:
+    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    red, blue = (pillow.new("RGB", (8, 6), colour) for colour in ("red", "blue"))
+    sent = {"prompt_token_ids": [1], "multi_modal_data": {"image": [red, blue]}, "mm_processor_kwargs": {}}
+    listed = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "What?"}]}]
+    places: list[tuple[Any, Any]] = [
+        (
+            [None],
+            [{"type": "image", "image": red}, {"type": "image", "image": blue}, {"type": "text", "text": "1 + 1?"}],
+        ),
+        ([listed], [{"type": "image", "image": red}, {"type": "text", "text": "What?"}]),
+    ]
+    for column, content in places:
+        columns = {"messages": column, "multi_modal_data": [sent]}
+        (sample,) = to_samples(batch(("1 + 1?", "2"), columns=columns), TOKENIZER)
+        assert sample.messages == [{"role": "user", "content": content}]
+        assert len(sample.response_images) == (1 if column != [None] else 0)
+    for without in ({"prompt_token_ids": [1]}, None, {"image": None}):
+        (sample,) = to_samples(batch(("1 + 1?", "2"), columns={"multi_modal_data": [without]}), TOKENIZER)
+        assert sample.messages == [{"role": "user", "content": "1 + 1?"}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 import slime_adapter
+from qreward_plugins.images import Image
 from qreward_plugins.sample_check import Rejected, read_sample
 from slime_adapter.samples import to_sample
 
@@ -28,13 +29,35 @@ def test_plain_text_is_one_user_message(make_group):
     assert to_sample(make_group("42", prompt="17 + 25?")[0]).messages == [{"role": "user", "content": "17 + 25?"}]
 
 
-def test_content_in_parts_becomes_text(make_group):
-    prompt = [
+def test_content_in_parts_becomes_text_unless_it_has_images(make_group):
+    parts = [{"type": "video", "video": "x.mp4"}, {"type": "text", "text": "What is it?"}]
+    (sample,) = make_group("42", prompt=[{"role": "user", "content": parts}])
+    assert to_sample(sample).messages == [{"role": "user", "content": "[video]\nWhat is it?"}]
+    parts[0] = {"type": "image", "image": "x.png"}
+    assert to_sample(sample).messages == [{"role": "user", "content": parts}]
+
+
+def test_images_go_to_their_places_and_later_ones_to_the_response(make_group):
+    Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    pictures = [Pillow.new("RGB", (8, 6), colour) for colour in ("red", "blue")]
+    text = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What is it?<|im_end|>\n<|im_start|>assistant\n"
+    listed = [
         {"role": "user", "content": [{"type": "image", "image": "x.png"}, {"type": "text", "text": "What is it?"}]}
     ]
-    assert to_sample(make_group("42", prompt=prompt)[0]).messages == [
-        {"role": "user", "content": "[image]\nWhat is it?"}
-    ]
+    for prompt in (text, listed):
+        (sample,) = make_group("42", prompt=prompt)
+        sample.multimodal_inputs = {"images": pictures, "videos": None}
+        told = read_sample(to_sample(sample))
+        assert told.messages[0]["content"] == [
+            {"type": "image", "image": pictures[0]},
+            {"type": "text", "text": "What is it?"},
+        ]
+        assert told.response_images == [Image.of(pictures[1])]
+    for inputs in (None, {"images": None}, {"images": [], "videos": None}, "odd"):
+        sample.multimodal_inputs = inputs
+        assert to_sample(sample).response_images == []
+    sample.multimodal_inputs = {"images": ["http://h/x.png"] * 2}
+    assert isinstance(read_sample(to_sample(sample)), Rejected)
 
 
 def test_every_field_finds_its_place(make_group):

@@ -1,0 +1,50 @@
+"""Images in verl's rollouts: in the messages, in a column of their own, and of an agent loop."""
+
+from __future__ import annotations
+
+import pytest
+
+from qreward_plugins.images import Image
+from qreward_plugins.sample_check import Rejected, read_sample
+from verl_adapter.rollouts import to_sample
+
+Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+
+RED, BLUE = (Pillow.new("RGB", (8, 6), colour) for colour in ("red", "blue"))
+
+
+def sample_of(make_data, **columns):
+    item = make_data(["It is red."], columns={name: [value] for name, value in columns.items()})[0]
+    return to_sample(item, "It is red.", lambda ids: "?")
+
+
+def part(image, **more):
+    return {"type": "image", "image": image, **more}
+
+
+def test_the_images_of_the_messages_are_kept_as_they_are(make_data):
+    content = [part(RED), {"type": "text", "text": "What is it?"}, part(BLUE, bytes=b"...")]
+    sample = sample_of(make_data, raw_prompt=[{"role": "user", "content": content}])
+    assert sample.messages == [{"role": "user", "content": content}]
+    assert sample.response_images == []
+
+
+@pytest.mark.parametrize("key", ["image", "images"])
+def test_images_of_the_column_go_to_the_placeholders(make_data, key):
+    prompt = [{"role": "user", "content": "<image>What is it?"}]
+    sample = sample_of(make_data, raw_prompt=prompt, multi_modal_data={key: [RED, BLUE]})
+    assert sample.messages[0]["content"] == [part(RED), {"type": "text", "text": "What is it?"}]
+    assert sample.response_images == [Image.of(BLUE)]
+
+
+def test_an_agent_loop_can_pass_images_of_the_response(make_data):
+    sample = sample_of(make_data, tool_extra_fields={"qreward_images": [BLUE], "turns": 3})
+    assert sample.response_images == [Image.of(BLUE)]
+    assert sample.extras["turns"] == 3
+    assert "qreward_images" not in sample.extras
+
+
+@pytest.mark.parametrize("images", [3, [3], ["http://h/a.png"], [None]])
+def test_odd_images_fail_their_sample(make_data, images):
+    sample = sample_of(make_data, tool_extra_fields={"qreward_images": images})
+    assert isinstance(read_sample(sample), Rejected)

@@ -228,8 +228,10 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _images(value: Any) -> Sequence[Image]:
-    if value is None or (type(value) in (tuple, list) and all(type(image) is Image for image in value)):
-        return value or ()
+    if value is None or (type(value) is tuple and not value):
+        return ()
+    if type(value) in (tuple, list) and all(type(image) is Image for image in value):
+        return value  # type: ignore[no-any-return]
     return [_image(image, number) for number, image in enumerate(_listed_images(value))]
 
 

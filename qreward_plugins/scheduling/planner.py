@@ -238,7 +238,10 @@ class Planner:
         return head
 
     def _hopeless(self, job: Job, upstream: Upstream, now: float) -> bool:
-        if job.hopeless or (upstream.name, job.rank.priority) not in self.queue.by_deadline or self.forecast.guesses:
+        by_deadline = self.queue.by_deadline
+        if not by_deadline or job.hopeless or (upstream.name, job.rank.priority) not in by_deadline:
+            return False
+        if self.forecast.guesses:
             return False
         able = [self._upstreams[name] for name in job.call.sources if name not in job.barred]
         each_s = (self.forecast.expected_s(other, job.size) for other in able if not other.health.unusable)

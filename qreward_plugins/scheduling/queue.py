@@ -144,7 +144,8 @@ class ReadyQueue:
 
     def push(self, job: Job, eligible: frozenset[str]) -> None:
         """Queue `job` for the sources of `eligible`; an entry it had before no longer counts."""
-        self.discard(job)
+        if job.entry:
+            self.discard(job)
         key = (job.rank, eligible)
         shelf = self._shelves.get(key)
         if shelf is None:

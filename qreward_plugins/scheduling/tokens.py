@@ -176,18 +176,23 @@ class TokenEstimates:
 class _Seen:
     """Tokens per byte of the recent answers to texts of one kind. `most` is the estimate for the next text."""
 
-    __slots__ = ("_ratios", "count", "most")
+    __slots__ = ("_highest", "_ratios", "count", "most")
 
     def __init__(self) -> None:
         self._ratios: deque[float] = deque(maxlen=_RECENT)
+        self._highest = 0.0
         self.count = 0
         self.most = 1.0
 
     def note(self, ratio: float) -> bool:
-        self._ratios.append(ratio)
+        ratios = self._ratios
+        forgotten = ratios[0] if len(ratios) == _RECENT else 0.0
+        ratios.append(ratio)
+        # A search through all of them is only needed when the highest is forgotten.
+        self._highest = max(self._highest, ratio) if forgotten < self._highest else max(ratios)
         self.count += 1
-        before, most = self.most, max(self._ratios)
-        spread = most * len(self._ratios) / math.fsum(self._ratios) - 1
+        before, most = self.most, self._highest
+        spread = most * len(ratios) / math.fsum(ratios) - 1
         estimate = most * max(MARGIN + spread / 2, 1 + 3 / self.count)
         self.most = min(1.0, math.ceil(estimate * _LEVELS) / _LEVELS)
         return self.most > before and self.count > ENOUGH
@@ -206,9 +211,12 @@ class _Repeated:
         self.value = 0.0
 
     def note(self, stated: float) -> None:
+        if stated <= 0 and not self.value:
+            # Nearly all replies state no more than expected. They need no sorting.
+            self._stated.append(0.0)
+            return
         self._stated.append(min(max(0.0, stated), self._most))
-        # Nearly all replies state no more than expected. They need no sorting.
-        if (stated > 0 or self.value) and len(self._stated) >= _WITNESSES:
+        if len(self._stated) >= _WITNESSES:
             self.value = sorted(self._stated)[-_WITNESSES]
 
 

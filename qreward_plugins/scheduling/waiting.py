@@ -71,9 +71,9 @@ class Waiting:
         if eligible:
             self._push(job, eligible, now)
             self._on_queued()
-        again_at = min((at for at in (job.next_backoff_end(now), job.reconsider_at) if at is not None), default=None)
-        if again_at is not None:
-            job.backoff_timer = self._loop.call_at(again_at, self._backoff_over, job)
+        again_at = [at for at in (job.next_backoff_end(now), job.reconsider_at) if at is not None]
+        if again_at:
+            job.backoff_timer = self._loop.call_at(min(again_at), self._backoff_over, job)
 
     def started(self, job: Job) -> None:
         """Note that an attempt of a job starts that was taken from the queue."""
@@ -99,7 +99,7 @@ class Waiting:
 
     def _push(self, job: Job, eligible: frozenset[str], now: float) -> None:
         """Queue a job for the sources whose windows its estimated tokens fit. If there is none, it is oversize."""
-        fitting = frozenset(name for name in eligible if not self._upstreams[name].oversize(job.request))
+        fitting = frozenset([name for name in eligible if not self._upstreams[name].oversize(job.request)])
         if fitting:
             if fitting != eligible and any(self._upstreams[name].up(now) for name in fitting):
                 job.oversize_at, eligible = eligible - fitting, fitting

@@ -87,7 +87,7 @@ class EnginePortal:
                 yield scored
         finally:
             if self._pid == os.getpid():
-                self._opened_here().call(_close, stream)
+                self._opened_here().call(stream.aclose)
 
     @property
     def config(self) -> Config:
@@ -153,10 +153,6 @@ async def _drawn(samples: Iterable[Sample]) -> AsyncIterator[Sample]:
 
 async def _next(stream: AsyncGenerator[tuple[Sample, Outcome], None]) -> tuple[Sample, Outcome] | None:
     return await anext(stream, None)
-
-
-async def _close(stream: AsyncGenerator[tuple[Sample, Outcome], None]) -> None:
-    await stream.aclose()
 
 
 @contextmanager

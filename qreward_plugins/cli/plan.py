@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +28,7 @@ from ..planning import (
     plan,
 )
 from ..planning.picture import check_picture
+from ..sources.function import processors
 from .figures import number_of, seconds, short
 from .running import OK, say
 
@@ -126,7 +126,8 @@ async def _rehearsed(options: PlanOptions, errors: Console) -> Plan:
                 ),
                 data_sources=[parse_data_source(text) for text in options.data_sources],
                 seeds=options.seeds,
-                processes=_processors(),
+                # More processes save little time.
+                processes=min(processors(), _MOST_PROCESSES),
                 progress=progress,
             )
 
@@ -277,12 +278,6 @@ def _dollars(amount: float) -> str:
 
 def _percent(share: float) -> str:
     return f"{100 * share:.0f}%" if share >= 0.0095 or not share else f"{100 * share:.1g}%"
-
-
-def _processors() -> int:
-    """Return the number of processors that this process may use, at most 8: more save little time."""
-    count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(count, _MOST_PROCESSES)
 
 
 def _write_json(found: Plan, path: Path) -> None:

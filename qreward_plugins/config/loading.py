@@ -9,7 +9,7 @@ input with its keys, and some loggers print `__context__` even if Python does no
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -81,12 +81,11 @@ def _checked(tree: Tree, origin: str) -> Config:
     order = _order(tree.value)
     findings = list(tree.findings)
     config: Config | None = None
-    hides: Callable[[Path], bool] = _hides_nothing
+    keys: KeyCheck | None = None
     if isinstance(tree.value, dict) and tree.value:
         keys = KeyCheck(tree.value)
         if keys.foreign:
             raise ConfigurationError([finding.as_mistake(hidden=True) for finding in keys.findings], origin=origin)
-        hides = keys.hides
         config, wrong_values = check_values(tree.value, keys.shapes)
         findings += keys.findings
         unsure = [finding.path for finding in keys.findings + wrong_values]
@@ -98,7 +97,8 @@ def _checked(tree: Tree, origin: str) -> Config:
     if config is None or findings:
         findings.sort(key=lambda finding: _position(finding.path, order))
         raise ConfigurationError(
-            [finding.as_mistake(hidden=hides(finding.path)) for finding in findings], origin=origin
+            [finding.as_mistake(hidden=keys is not None and keys.hides(finding.path)) for finding in findings],
+            origin=origin,
         )
     return with_each_key(config)
 
@@ -115,10 +115,6 @@ def _checked_references(config: Config, origin: str) -> Config:
     if findings := check_references(tree, KeyCheck(tree).names):
         raise ConfigurationError([finding.as_mistake(hidden=False) for finding in findings], origin=origin)
     return with_each_key(config)
-
-
-def _hides_nothing(_: Path) -> bool:
-    return False
 
 
 def _located(finding: Finding, written: Path, tree: Tree) -> Finding:

@@ -25,8 +25,6 @@ _MAX_WAIT_WINDOWS = 16
 class Announcements:
     """Records the limits that recent replies announced."""
 
-    __slots__ = ("_recent",)
-
     def __init__(self) -> None:
         self._recent: deque[float | None] = deque(maxlen=REPLIES_KEPT)
 
@@ -41,8 +39,6 @@ class Announcements:
 
 class Ceiling:
     """An announced limit below the declared one. Times are seconds of one monotonic clock."""
-
-    __slots__ = ("_accepted_probes", "_probe_at", "_probing", "_refuted", "_wait_windows", "limit")
 
     def __init__(self) -> None:
         self.limit = math.inf

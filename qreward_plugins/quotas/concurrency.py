@@ -25,8 +25,6 @@ _COOLDOWN_S = 1.0
 class ConcurrencyWindow:
     """A learned concurrency limit. Times are seconds of one monotonic clock."""
 
-    __slots__ = ("_answers_that_count", "_ceiling", "_cut_at", "_evidence", "_gained", "_step", "_threshold", "size")
-
     def __init__(self) -> None:
         self.size = float(UNDECLARED_CONCURRENCY)
         self._threshold = math.inf

@@ -52,32 +52,6 @@ Probe: TypeAlias = Literal["", "run-up", "probe"]
 class Discovery:
     """The learned limit of one ledger. `unit` is what it limits, for log messages ("requests", "tokens")."""
 
-    __slots__ = (
-        "_accepted",
-        "_accepted_probes",
-        "_announced",
-        "_before",
-        "_before_origin",
-        "_bucket",
-        "_corrected",
-        "_longest_reset_s",
-        "_probing",
-        "_refills",
-        "_reserved_at",
-        "_resets_since",
-        "_room_at",
-        "_test_at",
-        "_unit",
-        "_wait_windows",
-        "_window_stated",
-        "learned_at",
-        "ledger",
-        "origin",
-        "probe_rejected",
-        "refuted_at",
-        "window_s",
-    )
-
     def __init__(self, ledger: Ledger, unit: str, window_s: float = WINDOW_S) -> None:
         self.ledger = ledger
         self.origin: Origin = ""

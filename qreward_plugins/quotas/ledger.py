@@ -38,22 +38,6 @@ class Ledger:
     clock; they must not go backwards from call to call.
     """
 
-    __slots__ = (
-        "_amounts",
-        "_at",
-        "_dropped",
-        "_dropped_amount",
-        "_dropped_at",
-        "_first",
-        "_grain_s",
-        "_in_window",
-        "_sums",
-        "_tidy_at",
-        "held",
-        "limit",
-        "window_s",
-    )
-
     def __init__(self, limit: float = math.inf, window_s: float = 60.0) -> None:
         self.limit = limit
         self.held = 0.0

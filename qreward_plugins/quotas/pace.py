@@ -26,8 +26,6 @@ class Pace:
     It allows `rate_per_s` requests per second, and `burst` of them at once.
     """
 
-    __slots__ = ("_due", "_interval_s", "_tolerance_s")
-
     def __init__(self, rate_per_s: float, burst: int) -> None:
         self._set(rate_per_s, burst)
         self._due = -math.inf
@@ -73,8 +71,6 @@ class Pace:
 
 class BucketEvidence:
     """Detects a token bucket from unexplained 429s, and decides how long the source is paced."""
-
-    __slots__ = ("_term_windows", "_throttled_at", "_trial", "paced_until")
 
     def __init__(self) -> None:
         self._throttled_at: deque[float] = deque(maxlen=_THROTTLES)

@@ -24,8 +24,6 @@ class RetryBudget:
     requested in them become due.
     """
 
-    __slots__ = ("_at", "_balance", "put_off", "retries")
-
     def __init__(self) -> None:
         self._balance = RESERVE
         self._at = -math.inf

@@ -23,8 +23,6 @@ _WITHDRAWN = 4096
 class WindowLimit:
     """What a source allows per window, and what was spent of it. Times are seconds of one monotonic clock."""
 
-    __slots__ = ("_announcements", "_ceiling", "_withdrawn", "found", "ledger", "part", "unit", "whole", "window_s")
-
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.ledger = Ledger()

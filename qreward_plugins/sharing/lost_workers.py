@@ -9,8 +9,6 @@ import math
 class LostWorkers:
     """Amounts of one limit that count as spent without a worker. Times are seconds of the keeper's monotonic clock."""
 
-    __slots__ = ("_amounts", "_endings", "_total", "_unknown", "_unknown_until")
-
     def __init__(self) -> None:
         self._amounts: dict[str, tuple[float, float]] = {}
         self._endings: list[tuple[float, str]] = []

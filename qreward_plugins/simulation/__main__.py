@@ -15,10 +15,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from ..sources.function import processors
 from .cluster_plan import random_plan
 from .cluster_soak import ClusterSoaked, ClusterTally, check_cluster, soak_clusters
 from .promises import broken_promises, replay_differs
-from .soak import REPLAY_EVERY, Finding, Soaked, Tally, cores, soak, soak_in_processes
+from .soak import REPLAY_EVERY, Finding, Soaked, Tally, soak, soak_in_processes
 from .trial import random_trial
 from .trial_player import play
 
@@ -34,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     what.add_argument("--seed", type=int, help="play the trial of this seed alone, twice")
     parser.add_argument("--cluster", action="store_true", help="play clusters of workers that share limits instead")
     parser.add_argument("--trace", action="store_true", help="with --seed: show everything that happened")
-    parser.add_argument("--jobs", type=_positive, default=cores(), help="processes; default: one for each core")
+    parser.add_argument("--jobs", type=_positive, default=processors(), help="processes; default: one for each core")
     parser.add_argument(
         "--replay-every",
         type=_positive,

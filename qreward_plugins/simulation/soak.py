@@ -174,10 +174,3 @@ def soak_in_processes(soak: Callable[[int, int], T], first: int, last: int, *, j
         finally:
             for future in running:
                 future.cancel()
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    # Not every system has this call.
-    affinity = getattr(os, "sched_getaffinity", None)
-    return len(affinity(0)) if affinity is not None else os.cpu_count() or 1

@@ -117,7 +117,7 @@ class FunctionSource(SourceKind):
         self._pool: WorkerPool | None = None
         if _is_async(self._function):
             return
-        self._slots = config.workers or _processors()
+        self._slots = config.workers or processors()
         if config.mode == "thread":
             self._threads = ThreadSlots(name, self._slots)
             return
@@ -336,6 +336,7 @@ def _is_async(function: Function) -> bool:
     )
 
 
-def _processors() -> int:
+def processors() -> int:
+    """Return the number of processors that this process may use."""
     # A container or a job scheduler may give this process fewer processors than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

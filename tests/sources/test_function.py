@@ -249,7 +249,7 @@ async def test_workers_are_shared_and_never_more_than_told(opened: Any) -> None:
 async def test_spare_workers_run_only_where_no_number_is_declared_and_do_not_stay(
     opened: Any, declared: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(function, "_processors", lambda: 1)
+    monkeypatch.setattr(function, "processors", lambda: 1)
     source = opened("misbehave", **{"workers": None, **declared})
     assert (source.slots, source.spare) == (1, 0 if declared else function.SPARE_WORKERS)
     replies = await asyncio.gather(*(value(source, request()) for _ in range(6)))

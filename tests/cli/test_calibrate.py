@@ -75,7 +75,7 @@ def calibrate(run_cli: Any, config: Any, tmp_path: Path) -> Any:
     def run(responses: Any = range(1, 41), *options: Any) -> Any:
         rows = [{"response": "x" * one} if isinstance(one, int) else one for one in responses]
         (tmp_path / "in.jsonl").write_text("".join(json.dumps({"prompt": "?", **row}) + "\n" for row in rows))
-        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config))
+        (tmp_path / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
         return run_cli("calibrate", "config.yaml", "in.jsonl", *options)
 
     return run

@@ -41,6 +41,7 @@ from .scheduling import Cutoff, Dispatcher, Upstream, open_upstreams
 from .scoring import Scoring
 from .sharing import Channel, Membership, open_channel, source_keys
 from .sources import Source
+from .start_probe import StartProbe
 from .streaming import Stream
 from .telemetry import BatchReport, Facts
 
@@ -105,6 +106,7 @@ class RewardEngine:
         key = secrets.token_bytes(32) if settings.seed is None else hashlib.sha256(str(settings.seed).encode()).digest()
         self._router = JudgeRouter(self.config, key=key)
         _check_fit(self._router.leaves, self._upstreams, given=sources or {})
+        self._start_probe = StartProbe(self._router.leaves.values(), given=sources or {})
         self._journal = Journal(settings.journal.path) if settings.journal else None
         self._reuse = bool(settings.journal and settings.journal.reuse)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -120,12 +122,15 @@ class RewardEngine:
 
         Returns its outcome within `deadline_s` seconds (default: `engine.deadline_s` of the configuration). It never
         raises because of the sample. Samples of a higher `priority` go first. Cancelling the call cancels its attempts
-        and frees their permits. Raises `EngineError` if the engine is closed or serves another event loop, and
-        `ValueError` for an impossible deadline or priority.
+        and frees their permits. Raises `EngineError` if the engine is closed or serves another event loop, `ValueError`
+        for an impossible deadline or priority, and `ConfigurationError` if a reward model gives different texts the
+        same numbers (`start_probe`).
         """
         _check_times(deadline_s, priority)
         scoring = self._bind()
         due_at = scoring.now() + self._deadline_s(deadline_s)
+        if not self._start_probe.over:
+            await self._start_probe.passed(scoring, due_at)
         return await scoring.submit(read_sample(sample), scoring.batches.of_singles(priority), due_at)
 
     async def score_all(
@@ -151,6 +156,8 @@ class RewardEngine:
         self._warn_if_too_many([sample for sample in batch if isinstance(sample, Sample)], deadline_s)
         scoring = self._bind()
         due_at = scoring.now() + self._deadline_s(deadline_s)
+        if not self._start_probe.over:
+            await self._start_probe.passed(scoring, due_at)
         groups = [named(sample).group_id for sample in batch]
         together = scoring.batches.new(groups, priority=priority, cutoff=cutoff)
         outcomes: list[asyncio.Future[Outcome]] = []
@@ -256,6 +263,7 @@ class RewardEngine:
         interrupted: asyncio.CancelledError | None = None
         steps: list[dict[str, Callable[[], Awaitable[None]]]] = []
         if self._scoring is not None and self._loop is loop:
+            steps.append({"the start probe": self._start_probe.aclose})
             steps.append({"the scheduler": self._scoring.aclose})
             if self._membership is not None:
                 steps.append({"the connection to the quota keeper": self._membership.aclose})

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import anyio
 
@@ -18,10 +18,10 @@ from .config import judge_for, parts_of, sources_of
 from .engine import RewardEngine
 from .errors import InputError, InvalidReply, SourceError, TransientError
 from .judges import JudgeFailed, Leaf, kind_of
-from .samples import Sample, Verdict
+from .samples import RawScore, Sample, Verdict
 from .scheduling import Upstream
 from .sources import LOGITS, TEXT, Reply, Request
-from .trial import Trial, try_out
+from .trial import Trial, cause_of_equal, try_out
 
 END_WITHIN_S = 1.0
 """Longest wait in seconds for a call to end that was cancelled after its time limit."""
@@ -156,14 +156,22 @@ async def _ask(judge: Leaf, upstream: Upstream, sample: Sample, turn: _Turn) -> 
 
 
 async def _trial(judge: Leaf, upstream: Upstream, like: Sample) -> Trial | None:
+    raw: list[RawScore | None] = []
+
     async def reward(sample: Sample) -> float:
         request = judge.request(sample, attempt=0)
-        return judge.verdict(request, await _reply(upstream, request)).score
+        verdict = judge.verdict(request, await _reply(upstream, request))
+        raw.append(verdict.raw)
+        return verdict.score
 
     try:
-        return await try_out(reward, like)
+        trial = await try_out(reward, like)
     except (TimeoutError, SourceError, InputError):
         return None
+    first = raw[0] if raw else None
+    if judge.asks == LOGITS and first is not None and all(one == first for one in raw):
+        return replace(trial, cause=cause_of_equal(first.components))
+    return trial
 
 
 async def _reply(upstream: Upstream, request: Request) -> Reply:

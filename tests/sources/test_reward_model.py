@@ -306,7 +306,9 @@ async def test_a_reward_model_scores_a_batch(serve):
             error = {"error": {"message": "maximum context length", "code": 400}}
             exchange.reply(json.dumps(error), status="400 Bad Request")
         else:
-            exchange.reply(json.dumps({"data": [{"probs": [0.0, float(response)]}], "usage": USAGE}))
+            # At the start the engine asks about texts, too.
+            logit = float(response) if response.isdecimal() else float(len(response))
+            exchange.reply(json.dumps({"data": [{"probs": [0.0, logit]}], "usage": USAGE}))
 
     async with serve(script) as server:
         config = {

@@ -39,13 +39,15 @@ def configured(server: Any, **top: Any) -> dict[str, Any]:
 
 async def test_different_numbers_start_after_two_questions(serve):
     heard: list[str] = []
-    async with serve(scripted(lambda text: [float(len(text))], heard)) as server:
-        async with RewardEngine(configured(server)) as engine:
-            outcomes = await engine.score_all([SAMPLE] * 3)
-            assert [outcome.reward for outcome in outcomes] == [4.0] * 3
-            assert isinstance(await engine.score(SAMPLE), Scored)
-            assert (engine.statistics().submitted, engine.statistics().sources["rm"].requests) == (4, 6)
-            assert engine.last_batch() is not None
+    async with (
+        serve(scripted(lambda text: [float(len(text))], heard)) as server,
+        RewardEngine(configured(server)) as engine,
+    ):
+        outcomes = await engine.score_all([SAMPLE] * 3)
+        assert [outcome.reward for outcome in outcomes] == [4.0] * 3
+        assert isinstance(await engine.score(SAMPLE), Scored)
+        assert (engine.statistics().submitted, engine.statistics().sources["rm"].requests) == (4, 6)
+        assert engine.last_batch() is not None
     assert heard == [PAIRS[0].good, PAIRS[0].bad, *["four"] * 4]
 
 
@@ -73,16 +75,20 @@ async def test_equal_numbers_end_the_start(serve, logits, cause):
 
 async def test_numbers_that_differ_in_one_pair_only_are_enough(serve):
     heard: list[str] = []
-    async with serve(scripted(lambda text: [float(text == PAIRS[1].bad)], heard)) as server:
-        async with RewardEngine(configured(server)) as engine:
-            assert (await engine.score(SAMPLE)).reward == 0.0
+    async with (
+        serve(scripted(lambda text: [float(text == PAIRS[1].bad)], heard)) as server,
+        RewardEngine(configured(server)) as engine,
+    ):
+        assert (await engine.score(SAMPLE)).reward == 0.0
 
 
 async def test_a_source_that_does_not_answer_is_not_tested(serve):
     heard: list[str] = []
-    async with serve(scripted(lambda text: [4.0] if text == "four" else 400, heard)) as server:
-        async with RewardEngine(configured(server)) as engine:
-            assert (await engine.score(SAMPLE)).reward == 4.0
+    async with (
+        serve(scripted(lambda text: [4.0] if text == "four" else 400, heard)) as server,
+        RewardEngine(configured(server)) as engine,
+    ):
+        assert (await engine.score(SAMPLE)).reward == 4.0
 
 
 async def test_the_start_does_not_outlast_the_deadline(serve):
@@ -108,13 +114,15 @@ async def test_sources_that_a_caller_gives_are_not_asked(serve):
 async def test_many_callers_share_one_start(serve):
 
     heard: list[str] = []
-    async with serve(scripted(lambda text: [float(len(text))], heard)) as server:
-        async with RewardEngine(configured(server)) as engine:
-            waiting = [asyncio.ensure_future(engine.score(SAMPLE)) for _ in range(5)]
-            await asyncio.sleep(0)
-            waiting[0].cancel()
-            outcomes = await asyncio.gather(*waiting[1:])
-            assert [outcome.reward for outcome in outcomes] == [4.0] * 4
+    async with (
+        serve(scripted(lambda text: [float(len(text))], heard)) as server,
+        RewardEngine(configured(server)) as engine,
+    ):
+        waiting = [asyncio.ensure_future(engine.score(SAMPLE)) for _ in range(5)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        outcomes = await asyncio.gather(*waiting[1:])
+        assert [outcome.reward for outcome in outcomes] == [4.0] * 4
     assert heard == [PAIRS[0].good, PAIRS[0].bad, *["four"] * 4]
 
 

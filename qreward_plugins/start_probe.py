@@ -12,7 +12,7 @@ import logging
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from .ending import end, forget
+from .cancelling import abandon, cancel_all
 from .errors import ConfigurationError, Mistake
 from .judges import Leaf
 from .samples import Sample
@@ -66,8 +66,8 @@ class StartProbe:
     async def aclose(self) -> None:
         """Stop asking."""
         if self._asking is not None and not self._asking.done():
-            for task in await end([self._asking], within_s=END_WITHIN_S):
-                forget(task)
+            for task in await cancel_all([self._asking], within_s=END_WITHIN_S):
+                abandon(task)
 
     async def _ask_all(self, scoring: Scoring) -> list[Mistake]:
         due_at = scoring.now() + START_WITHIN_S

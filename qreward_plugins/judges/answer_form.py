@@ -1,0 +1,54 @@
+"""The form of a judge's answer: as a text in the prompt, and as a JSON schema for servers with structured output."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .verdicts import RATIONALE_FORM
+
+if TYPE_CHECKING:
+    from .llm import LLMJudge
+
+NONCE = "{nonce}"
+"""Stands in texts of the prompt for the nonce of the attempt."""
+
+_FORM = """\
+Answer with exactly one JSON object in this form, and with nothing before or after it:
+{form}"""
+
+
+def answer_form(config: LLMJudge.Config) -> str:
+    """The form of the answer for the prompt, with `NONCE` in the place of the nonce."""
+    low, high = map(plain, config.score_range)
+    number = f"<number from {low} to {high}>"
+    fields = [f'"id": "{NONCE}"', f'"rationale": "{RATIONALE_FORM}"']
+    if config.criteria:
+        fields.append('"components": {' + ", ".join(f'"{name}": {number}' for name in config.criteria) + "}")
+    fields.append(f'"score": {number}')
+    return _FORM.format(form="{" + ", ".join(fields) + "}")
+
+
+def answer_schema(config: LLMJudge.Config) -> dict[str, Any]:
+    """The JSON schema of the answer."""
+    low, high = config.score_range
+    number = {"type": "number", "minimum": plain(low), "maximum": plain(high)}
+    # The rationale comes before the numbers: servers keep this order, and models score better after giving a reason.
+    properties: dict[str, Any] = {"id": {"type": "string"}, "rationale": {"type": "string"}}
+    if config.criteria:
+        properties["components"] = _closed({name: dict(number) for name in config.criteria})
+    properties["score"] = number
+    return _closed(properties)
+
+
+def _closed(properties: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties),
+        "additionalProperties": False,
+    }
+
+
+def plain(number: float) -> float | int:
+    """Convert 10.0 to 10, for schemas and prompts."""
+    return int(number) if number.is_integer() and abs(number) < 1e15 else number

@@ -9,9 +9,8 @@ from .base import Ask, Judge, JudgeFailed, Opening, together
 from .function import FunctionJudge
 from .leaf import Leaf
 from .llm import LLMJudge
-from .opening import kind_of, open_judge
 from .reward_model import RewardModelJudge
-from .router import JudgeRouter
+from .router import JudgeRouter, kind_of, open_judge
 from .sums import SumJudge
 
 __all__ = [

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Collection
+from typing import Any
 
+from ..config.judge_models import Interval
 from .verdicts import RATIONALE_FORM
-
-if TYPE_CHECKING:
-    from .llm import LLMJudge
 
 NONCE = "{nonce}"
 """Stands in texts of the prompt for the nonce of the attempt."""
@@ -17,25 +16,25 @@ Answer with exactly one JSON object in this form, and with nothing before or aft
 {form}"""
 
 
-def answer_form(config: LLMJudge.Config) -> str:
+def answer_form(score_range: Interval, criteria: Collection[str]) -> str:
     """The form of the answer for the prompt, with `NONCE` in the place of the nonce."""
-    low, high = map(plain, config.score_range)
+    low, high = map(plain, score_range)
     number = f"<number from {low} to {high}>"
     fields = [f'"id": "{NONCE}"', f'"rationale": "{RATIONALE_FORM}"']
-    if config.criteria:
-        fields.append('"components": {' + ", ".join(f'"{name}": {number}' for name in config.criteria) + "}")
+    if criteria:
+        fields.append('"components": {' + ", ".join(f'"{name}": {number}' for name in criteria) + "}")
     fields.append(f'"score": {number}')
     return _FORM.format(form="{" + ", ".join(fields) + "}")
 
 
-def answer_schema(config: LLMJudge.Config) -> dict[str, Any]:
+def answer_schema(score_range: Interval, criteria: Collection[str]) -> dict[str, Any]:
     """The JSON schema of the answer."""
-    low, high = config.score_range
+    low, high = score_range
     number = {"type": "number", "minimum": plain(low), "maximum": plain(high)}
     # The rationale comes before the numbers: servers keep this order, and models score better after giving a reason.
     properties: dict[str, Any] = {"id": {"type": "string"}, "rationale": {"type": "string"}}
-    if config.criteria:
-        properties["components"] = _closed({name: dict(number) for name in config.criteria})
+    if criteria:
+        properties["components"] = _closed({name: dict(number) for name in criteria})
     properties["score"] = number
     return _closed(properties)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from ..config.image_models import JudgeImages
-from ..config.judge_models import AskingConfig, Interval
+from ..config.judge_models import Interval
 from ..config.nodes import Integer, NonNegativeFloat, PositiveInt, no_bool
 from ..errors import ConfigurationError, InputError, InvalidReply
 from ..samples import Cause, Failed, RawScore, Sample, Verdict
@@ -23,7 +23,7 @@ from .fence import NONCE_LENGTH, draw_nonce, occurs_in
 from .finish_reasons import why_no_verdict
 from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
-from .prompt import Prompt
+from .prompt import Prompt, PromptConfig
 from .sample_texts import SampleTexts
 from .templates import Page
 from .thinking import in_thoughts
@@ -46,26 +46,12 @@ class LLMJudge(Leaf):
     may answer. Raises `ConfigurationError` with all mistakes in the templates and the numbers.
     """
 
-    class Config(AskingConfig):
+    class Config(PromptConfig):
         """A language model that reads the response and gives a score."""
 
         invalid_retries: Annotated[int, Field(ge=0, le=10), BeforeValidator(no_bool)] = 3
         """Further tries after an invalid verdict, on another source if there is one. Default: 3. A judge that answers 1
         of 10 requests with prose then loses 1 of 10,000 samples."""
-
-        instructions: str | None = None
-        """The criteria of the judge, as a Jinja2 template (sandboxed). Default: correctness and helpfulness, compared
-        with the reference answer if there is one."""
-
-        system: str | None = None
-        """The system message, as a Jinja2 template. Default: a short statement of the judge's role. An empty text: no
-        system message."""
-
-        criteria: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], str] = Field(default_factory=dict)
-        """Names and descriptions of component scores that the judge gives beside the total, in the same range."""
-
-        score_range: Interval = (0.0, 10.0)
-        """The range of the judge's scores. Default: 0 to 10."""
 
         reward_range: Interval = (0.0, 1.0)
         """The range that the score is mapped to, linearly. Default: 0 to 1."""
@@ -87,14 +73,6 @@ class LLMJudge(Leaf):
         seed: Integer | None = None
         """Sampling seed that is sent to the server. Default: none. The dialects `responses` and `anthropic` have none.
         """
-
-        max_prompt_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 131_072
-        """Longest prompt shown to the judge, in characters. The reference and each further column that the instructions
-        show have the same limit. Default: 131,072, about 32,000 tokens."""
-
-        max_response_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 262_144
-        """Longest response shown to the judge, in characters. Default: 262,144, about 64,000 tokens: a long chain of
-        thought. Set a smaller number if the judge's context window is smaller; otherwise it refuses the request."""
 
         images: JudgeImages = JudgeImages()
         """Which images the judge sees, and what is sent of them."""
@@ -297,7 +275,11 @@ def _parameters(config: LLMJudge.Config) -> dict[str, Any]:
         # the nonce would cost a compilation per call. Our parser checks the nonce.
         parameters["response_format"] = {
             "type": "json_schema",
-            "json_schema": {"name": "verdict", "strict": True, "schema": answer_schema(config)},
+            "json_schema": {
+                "name": "verdict",
+                "strict": True,
+                "schema": answer_schema(config.score_range, config.criteria),
+            },
         }
     elif config.response_format == "json_object":
         parameters["response_format"] = {"type": "json_object"}

@@ -10,8 +10,12 @@ Images stand between the texts and the rules, each below its name. A text in an 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any
 
+from pydantic import BeforeValidator, Field
+
+from ..config.judge_models import AskingConfig, Interval
+from ..config.nodes import no_bool
 from ..errors import ConfigurationError, Mistake
 from ..samples import Sample
 from ..sources.image_parts import ShownImages
@@ -19,9 +23,6 @@ from .answer_form import NONCE, answer_form, plain
 from .fence import NONCE_LENGTH
 from .sample_texts import SampleTexts, conversation_text
 from .templates import Page, Template
-
-if TYPE_CHECKING:
-    from .llm import LLMJudge
 
 INSTRUCTIONS_VARIABLES = (
     "question",
@@ -77,12 +78,38 @@ _MAX_DATA_SOURCE_CHARS = 200
 _TEMPLATE_ROOM = 262_144
 
 
+class PromptConfig(AskingConfig):
+    """What the configuration of a judge says of its prompt."""
+
+    instructions: str | None = None
+    """The criteria of the judge, as a Jinja2 template (sandboxed). Default: correctness and helpfulness, compared
+    with the reference answer if there is one."""
+
+    system: str | None = None
+    """The system message, as a Jinja2 template. Default: a short statement of the judge's role. An empty text: no
+    system message."""
+
+    criteria: dict[Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]*$")], str] = Field(default_factory=dict)
+    """Names and descriptions of component scores that the judge gives beside the total, in the same range."""
+
+    score_range: Interval = (0.0, 10.0)
+    """The range of the judge's scores. Default: 0 to 10."""
+
+    max_prompt_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 131_072
+    """Longest prompt shown to the judge, in characters. The reference and each further column that the instructions
+    show have the same limit. Default: 131,072, about 32,000 tokens."""
+
+    max_response_chars: Annotated[int, Field(ge=1000), BeforeValidator(no_bool)] = 262_144
+    """Longest response shown to the judge, in characters. Default: 262,144, about 64,000 tokens: a long chain of
+    thought. Set a smaller number if the judge's context window is smaller; otherwise it refuses the request."""
+
+
 class Prompt:
     """Writes the prompts of the judge `name`. Raises `ConfigurationError` with all mistakes in its templates."""
 
-    def __init__(self, name: str, config: LLMJudge.Config) -> None:
+    def __init__(self, name: str, config: PromptConfig) -> None:
         self._config = config
-        self._form = answer_form(config)
+        self._form = answer_form(config.score_range, config.criteria)
         self._constants: dict[str, object] = {
             "criteria": dict(config.criteria),
             "score_min": plain(config.score_range[0]),

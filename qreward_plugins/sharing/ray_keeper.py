@@ -12,11 +12,12 @@ import asyncio
 import functools
 import secrets
 import time
-from typing import Any
+from typing import Any, Literal
 
-from ..errors import KeeperLost, KeeperSilent
-from ..named_actors import first_start, get_or_start, in_thread, kill
+from ..errors import ConfigurationError, KeeperLost, KeeperSilent, Mistake
+from ..named_actors import first_start, get_or_start, in_thread, kill, ray_is_up, start_ahead
 from .keeper import Keeper
+from .membership import Channel
 from .messages import Answer, Report
 
 NAME = "qreward-keeper"
@@ -124,3 +125,19 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
     """Retrieve the exception, so that asyncio does not log it as never retrieved."""
     if not future.cancelled():
         future.exception()
+
+
+def open_channel(shared: Literal["auto", "ray", "local", "off"]) -> Channel | None:
+    """Open the channel that `engine.shared` selects, and start the keeper in the background; None if limits are not
+    shared: for `local` and `off`, and for `auto` if Ray is not initialised.
+
+    Raises `ConfigurationError` for `ray` if Ray is not initialised.
+    """
+    if shared == "ray" and not ray_is_up():
+        problem = "needs Ray, which is not initialised in this process."
+        remedy = "Call ray.init() before you create the engine, or set it to `auto` or `local`."
+        raise ConfigurationError([Mistake("engine.shared", problem, remedy)])
+    if shared in ("local", "off") or not ray_is_up():
+        return None
+    start_ahead(NAME, KeeperActor)
+    return RayKeeper()

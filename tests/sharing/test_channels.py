@@ -11,12 +11,12 @@ import pytest
 from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.named_actors import ray_is_up, start_ahead
 from qreward_plugins.quotas import SharedQuota
-from qreward_plugins.sharing import channels, open_channel
+from qreward_plugins.sharing import open_channel, ray_keeper
 
 
 @pytest.fixture(params=[True, False], ids=["ray_is_up", "without_ray"])
 def up(request, monkeypatch):
-    monkeypatch.setattr(channels, "ray_is_up", lambda: request.param)
+    monkeypatch.setattr(ray_keeper, "ray_is_up", lambda: request.param)
     return request.param
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PermanentError,
         QRewardError,
         RewardMissing,
+        RewardServerError,
         SampleRefused,
         SourceError,
         SourceUnusable,
@@ -59,7 +60,8 @@ _NAMES = {
     "config": "Config load_config",
     "engine": "RewardEngine",
     "errors": "ConfigurationError EngineError InputError InvalidReply JournalError JudgeUnavailable Mistake "
-    "PermanentError QRewardError RewardMissing SampleRefused SourceError SourceUnusable Throttled TransientError "
+    "PermanentError QRewardError RewardMissing RewardServerError SampleRefused SourceError SourceUnusable Throttled "
+    "TransientError "
     "InvalidVerdict",  # the former name of InvalidReply
     "groups": "GroupGate group_means",
     "observers": "AttemptEnded AttemptStarted BatchEnded CallEnded EngineClosed EngineStatistics Event LateVerdict "
@@ -104,6 +106,7 @@ __all__ = [
     "RequestBatchSent",
     "RewardEngine",
     "RewardMissing",
+    "RewardServerError",
     "Sample",
     "SampleDropped",
     "SampleEnded",

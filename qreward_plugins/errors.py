@@ -10,6 +10,7 @@
     ├── KeeperError             the keeper of shared limits does not answer
     │   ├── KeeperLost          the keeper has certainly ended
     │   └── KeeperSilent        the keeper may still be running
+    ├── RewardServerError       the reward server refused a request, or cannot be reached
     ├── InvalidReply            a source replied, but not with a valid answer
     └── SourceError             one attempt at one source failed
         ├── Throttled           429, 529, or 503 with Retry-After: the source asks for a pause
@@ -114,6 +115,14 @@ class KeeperLost(KeeperError):
 
 class KeeperSilent(KeeperError):
     """The keeper did not answer, but it may still be running."""
+
+
+class RewardServerError(QRewardError):
+    """The reward server refused a request, or cannot be reached. `status` is its HTTP status; None if it gave none."""
+
+    def __init__(self, message: str, *, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class InvalidReply(QRewardError):

@@ -36,7 +36,7 @@ FLOORS = [
     {"start_probe"},
     {"engine", "simulation", "testing"},
     {"portal", "probe", "files"},
-    {"planning"},
+    {"planning", "server", "client"},
     {"cli"},
 ]
 """The rooms from the ground up. A room imports from floors below its own."""

@@ -277,6 +277,45 @@ def judge_server(
     raise typer.Exit(code)
 
 
+@app.command("serve", short_help="Serve rewards over HTTP, to any number of processes.")
+def serve_command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    host: Annotated[str, typer.Option(help="Address to listen on; others than loopback need --token-env.")] = (
+        "127.0.0.1"
+    ),
+    port: Annotated[int, typer.Option(help="Port; 0: any free one.", min=0, max=65535)] = 8080,
+    token_env: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Environment variable with the token that callers send as a bearer token."),
+    ] = None,
+    drain: Annotated[
+        float,
+        typer.Option(metavar="SECONDS", help="Most seconds for samples under way when the server is stopped.", min=0),
+    ] = 60.0,
+    max_body_mb: Annotated[int, typer.Option(help="Largest body of a request, in MiB.", min=1, max=4096)] = 64,
+    max_samples: Annotated[
+        int, typer.Option(help="Most samples under way; more are refused with 429.", min=1, max=10_000_000)
+    ] = 100_000,
+) -> None:
+    """Serve rewards over HTTP: one queue and one set of limits for every process that asks.
+
+    POST /score takes the rows that `qreward score` reads, one or many. POST /slime, /openrlhf and /get_reward take what
+    these programs send already. GET /healthz, /readyz, /metrics (Prometheus) and /openapi.json.
+
+    A missing reward is an HTTP error with its cause, never a number. Ctrl-C or SIGTERM stops it: new samples are
+    refused, and those under way end first.
+
+    Exit codes: 0 stopped, and every sample had its outcome; 2 the input or the configuration has mistakes; 3 stopped
+    before some samples had theirs.
+    """
+    with one_message(_errors):
+        from .serve import ServeOptions, serve
+
+        options = ServeOptions(host, port, token_env, drain, max_body_mb, max_samples)
+        code = run(serve(config, options, _out))
+    raise typer.Exit(code)
+
+
 @app.command("kinds", short_help="List the kinds of sources and judges, ours and others'.")
 def kinds_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,

@@ -8,7 +8,7 @@ complete, so that OUT never holds a part of the rows.
 from __future__ import annotations
 
 from .results import RESULT, to_result
-from .rollouts import Rollout, check_rollouts, read_rollouts
+from .rollouts import Rollout, check_rollouts, message_list, read_rollouts, sample_of
 from .writing import RowWriter, open_writer, partial_path
 
 __all__ = [
@@ -16,8 +16,10 @@ __all__ = [
     "Rollout",
     "RowWriter",
     "check_rollouts",
+    "message_list",
     "open_writer",
     "partial_path",
     "read_rollouts",
+    "sample_of",
     "to_result",
 ]

@@ -45,7 +45,7 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
         where = f"{path}, {name}"
         if not isinstance(row, dict):
             raise InputError(f"{where}: must be an object, not {_type(row)}")
-        yield Rollout(row, _sample(row, name, where))
+        yield Rollout(row, sample_of(row, name=name, where=where))
 
 
 def check_rollouts(path: Path, *, out: Path, overwrite: bool = False) -> int:
@@ -72,7 +72,11 @@ def check_rollouts(path: Path, *, out: Path, overwrite: bool = False) -> int:
     return total
 
 
-def _sample(row: Mapping[str, Any], name: str, where: str) -> Sample:
+def sample_of(row: Mapping[str, Any], *, name: str, where: str) -> Sample:
+    """Return the sample that a row describes; see `read_rollouts` for the columns. Raises `InputError`.
+
+    `name` is its id if the row has none. `where` begins the message of an error.
+    """
     response_column = _one_of(row, _RESPONSE_COLUMNS, where)
     response = row[response_column]
     if not isinstance(response, str):
@@ -89,7 +93,7 @@ def _sample(row: Mapping[str, Any], name: str, where: str) -> Sample:
     if isinstance(extras.get("extra_info"), Mapping):
         extras.update(extras.pop("extra_info"))
     return Sample(
-        messages=_messages(row[prompt_column], f"{where}: {prompt_column}"),
+        messages=message_list(row[prompt_column], f"{where}: {prompt_column}"),
         response=response,
         ground_truth=ground_truth,
         data_source=data_source or "",
@@ -109,7 +113,8 @@ def _one_of(row: Mapping[str, Any], columns: tuple[str, ...], where: str) -> str
     raise InputError(f"{where}: needs a column {' or '.join(columns)}; it has {has}")
 
 
-def _messages(prompt: Any, where: str) -> list[Message]:
+def message_list(prompt: Any, where: str) -> list[Message]:
+    """Return a prompt, which is a text or a list of messages, as messages. Raises `InputError`."""
     if isinstance(prompt, str):
         return [{"role": "user", "content": prompt}]
     if not isinstance(prompt, list) or not prompt:

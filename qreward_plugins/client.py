@@ -1,0 +1,228 @@
+"""Clients of the reward server (`qreward serve`): the outcomes of an engine that runs in another process.
+
+They send every sample to `/score`, and return the `Outcome` that the engine there returned, so that code that used an
+engine goes on as before. A request that got no reply is sent again: scoring a sample twice gives the same outcome, and
+a journal pays for it once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from types import TracebackType
+from typing import Any
+
+import aiohttp
+import orjson
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from .errors import InputError, RewardServerError
+from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
+from .spent import Spent, Usage
+
+SAMPLES_A_REQUEST = 512
+"""Most samples that one request holds; more are sent in several requests at the same time."""
+RETRY_FOR_S = 60.0
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 10.0
+_CONNECTIONS = 64
+_TRY_AGAIN = (429, 503)
+"""Statuses of a server that takes no samples now: its queue is full, or it is about to stop."""
+
+
+class RewardClient:
+    """Asks a reward server from an event loop. Use it as an async context manager, or call `aclose`.
+
+    Args:
+        url: the server's address, e.g. `http://127.0.0.1:8080`.
+        token: what the server expects as a bearer token.
+        retry_for_s: most seconds for which it tries again while the server cannot be reached or is busy.
+    """
+
+    def __init__(self, url: str, *, token: str | None = None, retry_for_s: float = RETRY_FOR_S) -> None:
+        self._url = url.rstrip("/")
+        self._headers = {"Content-Type": "application/json"}
+        if token is not None:
+            self._headers["Authorization"] = f"Bearer {token}"
+        self._retry_for_s = retry_for_s
+        self._session: aiohttp.ClientSession | None = None
+
+    async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Outcome:
+        """Score a sample as `RewardEngine.score` does. Raises what `score_all` raises."""
+        return (await self.score_all([sample], deadline_s=deadline_s, priority=priority))[0]
+
+    async def score_all(
+        self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int = 0
+    ) -> list[Outcome]:
+        """Score samples; outcome i belongs to sample i.
+
+        Cancelling the call cancels the samples at the server. Raises `RewardServerError` if the server refuses the
+        request or cannot be reached for `retry_for_s` seconds, and `InputError` for a sample that JSON cannot express.
+        """
+        rows = [_row(sample, number) for number, sample in enumerate(samples)]
+        terms = {"deadline_s": deadline_s, "priority": priority}
+        parts = [rows[start : start + SAMPLES_A_REQUEST] for start in range(0, len(rows), SAMPLES_A_REQUEST)]
+        asked = [asyncio.ensure_future(self._ask({"samples": part, **terms}, len(part))) for part in parts]
+        try:
+            return [outcome for part in asked for outcome in await part]
+        finally:
+            for part in asked:
+                part.cancel()
+            await asyncio.gather(*asked, return_exceptions=True)
+
+    async def aclose(self) -> None:
+        """Close the connections. Idempotent."""
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    async def __aenter__(self) -> RewardClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    async def _ask(self, body: Mapping[str, Any], count: int) -> list[Outcome]:
+        data, loop = orjson.dumps(body), asyncio.get_running_loop()
+        give_up_at, pause_s = loop.time() + self._retry_for_s, _FIRST_PAUSE_S
+        while True:
+            wait_s = pause_s
+            try:
+                async with self._opened().post(f"{self._url}/score", data=data, headers=self._headers) as reply:
+                    answer, status = await reply.read(), reply.status
+                    wait_s = max(pause_s, _seconds(reply.headers.get("Retry-After")))
+                if status in (200, 207):
+                    return _outcomes(answer, count)
+                said = f"the reward server at {self._url} answered {status}: {_detail(answer)}"
+                error = RewardServerError(said, status=status)
+            except (aiohttp.ClientError, OSError) as failed:
+                said = f"the reward server at {self._url} cannot be reached ({type(failed).__name__})"
+                error = RewardServerError(said)
+            if (error.status is not None and error.status not in _TRY_AGAIN) or loop.time() + wait_s > give_up_at:
+                raise error
+            await asyncio.sleep(wait_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _opened(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            # The server ends every request by its deadline, so no time limit here can be too short.
+            self._session = aiohttp.ClientSession(
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
+                connector=aiohttp.TCPConnector(limit=_CONNECTIONS),
+            )
+        return self._session
+
+
+class BlockingRewardClient:
+    """The same for code without an event loop, from any number of threads. Use it as a context manager."""
+
+    def __init__(self, url: str, *, token: str | None = None, retry_for_s: float = RETRY_FOR_S) -> None:
+        self._client = RewardClient(url, token=token, retry_for_s=retry_for_s)
+        self._stack = ExitStack()
+        self._portal: BlockingPortal | None = None
+
+    def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Outcome:
+        """Score a sample; see `RewardClient.score`. Blocks the calling thread."""
+        return self._opened().call(partial(self._client.score, sample, deadline_s=deadline_s, priority=priority))
+
+    def score_all(
+        self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int = 0
+    ) -> list[Outcome]:
+        """Score samples; see `RewardClient.score_all`. Blocks the calling thread."""
+        score_all = partial(self._client.score_all, list(samples), deadline_s=deadline_s, priority=priority)
+        return self._opened().call(score_all)
+
+    def __enter__(self) -> BlockingRewardClient:
+        self._portal = self._stack.enter_context(start_blocking_portal())
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            self._opened().call(self._client.aclose)
+        finally:
+            self._portal = None
+            self._stack.close()
+
+    def _opened(self) -> BlockingPortal:
+        if self._portal is None:
+            raise RewardServerError("open the client first: `with BlockingRewardClient(url) as client:`")
+        return self._portal
+
+
+def _row(sample: Sample, number: int) -> dict[str, Any]:
+    row = {
+        "messages": list(sample.messages),
+        "response": sample.response,
+        "ground_truth": sample.ground_truth,
+        "data_source": sample.data_source,
+        "id": sample.id,
+        "group_id": sample.group_id,
+        "step": sample.step,
+        "split": sample.split,
+        "extra_info": dict(sample.extras),
+    }
+    if sample.response_images:
+        raise InputError(f"sample {number} has images of its response, which the reward server does not take")
+    try:
+        plain: dict[str, Any] = orjson.loads(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY))
+    except (TypeError, orjson.JSONEncodeError) as error:
+        raise InputError(f"sample {number} cannot be written as JSON: {error}") from None
+    return plain
+
+
+def _outcomes(answer: bytes, count: int) -> list[Outcome]:
+    try:
+        rows = orjson.loads(answer)["results"]
+        if len(rows) != count:
+            raise ValueError(f"{len(rows)} outcomes for {count} samples")
+        return [_outcome(row) for row in rows]
+    except (orjson.JSONDecodeError, LookupError, TypeError, ValueError) as error:
+        raise RewardServerError(f"the reward server sent a reply that cannot be read: {error}") from None
+
+
+def _outcome(row: Mapping[str, Any]) -> Outcome:
+    usage = Usage(row["prompt_tokens"], row["completion_tokens"])
+    spent = Spent(row["attempts"], usage, row["latency_s"], row["cost_usd"])
+    failed = None
+    if row["cause"] is not None:
+        failed = Failed(Cause(row["cause"]), row["reason"], row["detail"] or "", row["judge"], row["source"], spent)
+    if row["outcome"] == "failed":
+        if failed is None:
+            raise ValueError("a failure without a cause")
+        return failed
+    return Scored(
+        Verdict(
+            row["reward"],
+            components=row["components"],
+            rationale=row["rationale"] or "",
+            correct=row["correct"],
+            judge=row["judge"],
+            source=row["source"],
+            model=row["model"] or "",
+            basis="floor" if failed else "judged",
+            failure=failed,
+            spent=spent,
+            cached=row["cached"],
+            cut=row["cut"],
+            steps=_steps(row["steps"]),
+        )
+    )
+
+
+def _steps(steps: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
+    return tuple((step["offset"], step["score"]) for step in steps)
+
+
+def _detail(answer: bytes) -> str:
+    try:
+        return str(orjson.loads(answer)["error"]["detail"])[:500]
+    except (orjson.JSONDecodeError, LookupError, TypeError):
+        return "no explanation"
+
+
+def _seconds(header: str | None) -> float:
+    return float(header) if header is not None and header.isdigit() else 0.0

@@ -1,0 +1,317 @@
+"""The reward server: one engine behind HTTP, so that every process and every framework shares its queue and its limits.
+
+It adds no rule to the engine. A request becomes samples, outcomes become a reply. A missing reward is an HTTP status
+and a cause, never 0.0 and never null without a cause. aiohttp serves, because the sources use it already: it caps
+bodies, and it cancels a handler whose caller has gone, which frees the attempts of that caller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import ipaddress
+import logging
+import math
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+import orjson
+from aiohttp import web
+
+from ..engine import RewardEngine
+from ..errors import EngineError, InputError
+from ..samples import Failed, Outcome, Scored
+from .description import describe
+from .forms import FORMS, Asked, Form, ScoreForm, status_of
+from .load import Load
+
+_log = logging.getLogger("qreward_plugins.server")
+
+DEADLINE_HEADER = "X-QReward-Deadline-S"
+"""Seconds that the samples of a request have at most; default: `engine.deadline_s` of the configuration."""
+PRIORITY_HEADER = "X-QReward-Priority"
+"""Priority of the samples of a request, a whole number; higher goes first. Default: 0."""
+MOST_BODY_BYTES = 64 * 2**20
+MOST_SAMPLES = 100_000
+DRAIN_S = 60.0
+REPLY_WITHIN_S = 5.0
+"""Seconds in which replies are sent after the server stopped listening."""
+_OPEN_PATHS = ("/healthz", "/readyz")
+"""Paths that need no token: an orchestrator asks them, and they tell nothing about samples."""
+
+
+class RewardServer:
+    """Serves an engine over HTTP.
+
+    Args:
+        engine: its engine. The caller closes it before the server, so that requests still under way get a reply.
+        host, port: where it listens; port 0 lets the system choose.
+        token: callers must send it as `Authorization: Bearer`. None: no token, which only a loopback address allows.
+        max_body_bytes: larger bodies are refused with 413.
+        max_samples: most samples under way; more are refused with 429.
+
+    Raises `InputError` for a host that others can reach without a token, and for numbers out of range.
+    """
+
+    def __init__(
+        self,
+        engine: RewardEngine,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8080,
+        token: str | None = None,
+        max_body_bytes: int = MOST_BODY_BYTES,
+        max_samples: int = MOST_SAMPLES,
+    ) -> None:
+        if token is not None and not token.strip():
+            raise InputError("the token is empty; set a long random text, or none on a loopback address")
+        if token is None and not _is_loopback(host):
+            raise InputError(
+                f"{host} can be reached by others, so a token is needed: put it into an environment variable and name "
+                "that variable with --token-env; or listen on 127.0.0.1"
+            )
+        if max_body_bytes < 1 or max_samples < 1:
+            raise InputError("max_body_bytes and max_samples must be at least 1")
+        self._engine = engine
+        self._host, self._port = host, port
+        self._token = None if token is None else _digest(token.strip())
+        self._max_body_bytes = max_body_bytes
+        self._load = Load(max_samples)
+        self._requests: Counter[tuple[str, int]] = Counter()
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._runner: web.AppRunner | None = None
+        self.url = ""
+        """Its address, when it listens."""
+
+    async def start(self) -> None:
+        """Listen. Raises `InputError` if the address is in use or is none of this machine."""
+        app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._answer])
+        for form in FORMS:
+            app.router.add_post(form.path, self._handler(form))
+        app.router.add_get("/healthz", self._health)
+        app.router.add_get("/readyz", self._ready)
+        app.router.add_get("/metrics", self._metrics)
+        app.router.add_get("/openapi.json", self._description)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=REPLY_WITHIN_S)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, self._host, self._port).start()
+        except OSError as error:
+            await self.aclose()
+            raise InputError(f"cannot listen on {self._host}:{self._port} ({error.strerror})") from None
+        port = self._runner.addresses[0][1]
+        self.url = f"http://{f'[{self._host}]' if ':' in self._host else self._host}:{port}"
+
+    async def drain(self, within_s: float = DRAIN_S) -> int:
+        """Refuse new samples, and wait until those under way have their outcomes.
+
+        Return the number of samples that have none after `within_s` seconds. Closing the engine fails them.
+        """
+        self._draining = True
+        try:
+            await asyncio.wait_for(self._idle.wait(), within_s)
+        except asyncio.TimeoutError:
+            _log.warning("%d samples have no outcome after %g s", self._load.under_way, within_s)
+        return self._load.under_way
+
+    async def aclose(self) -> None:
+        """Stop listening, and cancel the requests that are left. Idempotent."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def __aenter__(self) -> RewardServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    # Rewards
+
+    def _handler(self, form: Form) -> Callable[[web.Request], Awaitable[web.Response]]:
+        async def handle(request: web.Request) -> web.Response:
+            asked = form.read(await _json(request))
+            deadline_s, priority = self._terms(request, asked)
+            outcomes = await self._score(asked, deadline_s, priority)
+            missing = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+            if isinstance(form, ScoreForm):
+                # Of many samples some may have rewards, so the reply is no error, but says that it is not whole.
+                status = (status_of(outcomes[0]) if asked.single else 207) if missing else 200
+                return _reply(form.results(asked, outcomes), status)
+            if missing:
+                return _missing(missing, outcomes)
+            scored = [outcome for outcome in outcomes if isinstance(outcome, Scored)]
+            return _reply(form.write(scored, single=asked.single))
+
+        return handle
+
+    async def _score(self, asked: Asked, deadline_s: float | None, priority: int) -> Sequence[Outcome]:
+        if not asked.samples:
+            return []
+        count, loop = len(asked.samples), asyncio.get_running_loop()
+        if self._draining:
+            raise _Refused(503, "closed", "the server is about to stop; send this to another one", retry_after_s=5.0)
+        limit_s = self._engine.config.engine.deadline_s if deadline_s is None else deadline_s
+        retry_after_s = self._load.retry_after_s(count, limit_s, loop.time())
+        if retry_after_s is not None:
+            raise _Refused(
+                429,
+                "busy",
+                f"{self._load.under_way:,} samples are under way, so these cannot be done within {limit_s:g} s",
+                retry_after_s=retry_after_s,
+            )
+        self._load.began(count)
+        self._idle.clear()
+        outcomes: Sequence[Outcome] | None = None
+        try:
+            if asked.single:
+                sample = asked.samples[0]
+                outcomes = [await self._engine.score(sample, deadline_s=deadline_s, priority=priority)]
+            else:
+                outcomes = await self._engine.score_all(asked.samples, deadline_s=deadline_s, priority=priority)
+            return outcomes
+        finally:
+            if outcomes is None:
+                self._load.left(count)
+            else:
+                self._load.ended(count, loop.time())
+            if not self._load.under_way:
+                self._idle.set()
+
+    @staticmethod
+    def _terms(request: web.Request, asked: Asked) -> tuple[float | None, int]:
+        deadline_s, priority = asked.deadline_s, asked.priority or 0
+        if DEADLINE_HEADER in request.headers:
+            deadline_s = _number(request.headers[DEADLINE_HEADER], float, DEADLINE_HEADER)
+            if not 0 < deadline_s < math.inf:
+                raise InputError(f"{DEADLINE_HEADER} must be a number of seconds above 0")
+        if PRIORITY_HEADER in request.headers:
+            priority = _number(request.headers[PRIORITY_HEADER], int, PRIORITY_HEADER)
+        return deadline_s, priority
+
+    # The server itself
+
+    async def _health(self, _: web.Request) -> web.Response:
+        return _reply({"status": "ok"})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        states = {name: source.state for name, source in self._engine.statistics().sources.items()}
+        usable = any(not upstream.health.unusable for upstream in self._engine.upstreams.values())
+        ready = usable and not self._draining
+        status = "ready" if ready else "draining" if self._draining else "all sources are out"
+        return _reply({"status": status, "sources": states}, 200 if ready else 503)
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        try:
+            from .exposition import exposition
+        except ModuleNotFoundError:
+            raise _Refused(
+                501, "unavailable", "metrics need prometheus_client: pip install 'qreward-plugins[server]'"
+            ) from None
+        text = exposition(self._engine.statistics(), self._load.under_way, self._requests)
+        return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
+
+    async def _description(self, _: web.Request) -> web.Response:
+        return _reply(describe(FORMS, bearer=self._token is not None))
+
+    @web.middleware
+    async def _answer(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        """Check the token, turn errors into replies, and count."""
+        response: web.StreamResponse
+        try:
+            self._check_token(request)
+            response = await handler(request)
+        except _Refused as refused:
+            response = refused.response()
+        except InputError as error:
+            response = _error(422, "input", str(error))
+        except EngineError as error:
+            response = _error(503, "closed", str(error))
+        except web.HTTPException as error:
+            response = _error(error.status, "http", _HTTP_DETAIL.get(error.status, error.reason))
+        except Exception as error:
+            _log.exception("a request failed with an unexpected error")
+            response = _error(500, "bug", f"unexpected {type(error).__name__}; see the server's log")
+        known = request.match_info.route.resource
+        self._requests[known.canonical if known is not None else "other", response.status] += 1
+        return response
+
+    def _check_token(self, request: web.Request) -> None:
+        if self._token is None or request.path in _OPEN_PATHS:
+            return
+        scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        # Digests have one length, so that the comparison does not tell the length of the token.
+        if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), self._token):
+            raise _Refused(401, "token", "send the server's token as `Authorization: Bearer TOKEN`")
+
+
+_HTTP_DETAIL = {
+    404: "unknown path; /openapi.json lists them",
+    405: "rewards are asked for with POST",
+    413: "the body is too large; send fewer samples in a request, or raise --max-body-mb",
+}
+
+
+class _Refused(Exception):
+    """A request that is answered with an error."""
+
+    def __init__(self, status: int, reason: str, detail: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(detail)
+        self._status, self._reason, self._detail, self._retry_after_s = status, reason, detail, retry_after_s
+
+    def response(self) -> web.Response:
+        return _error(self._status, self._reason, self._detail, retry_after_s=self._retry_after_s)
+
+
+def _missing(missing: Sequence[Failed], outcomes: Sequence[Outcome]) -> web.Response:
+    """Return the error for a form that cannot express a missing reward; it tells of the first one."""
+    failed = missing[0]
+    several = f" ({len(missing)} of {len(outcomes)} samples have no reward)" if len(outcomes) > 1 else ""
+    return _error(status_of(failed), failed.reason, f"{failed.describe()}{several}", cause=failed.cause.value)
+
+
+def _error(
+    status: int, reason: str, detail: str, *, cause: str | None = None, retry_after_s: float | None = None
+) -> web.Response:
+    error = {"cause": cause, "reason": reason, "detail": detail}
+    headers = {} if retry_after_s is None else {"Retry-After": str(math.ceil(retry_after_s))}
+    return _reply({"error": error}, status, headers)
+
+
+def _reply(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
+    return web.Response(body=orjson.dumps(value), status=status, headers=headers, content_type="application/json")
+
+
+async def _json(request: web.Request) -> Mapping[str, Any]:
+    try:
+        body = orjson.loads(await request.read())
+    except orjson.JSONDecodeError as error:
+        raise _Refused(400, "json", f"the body is not JSON: {error.msg} at byte {error.pos:,}") from None
+    if not isinstance(body, Mapping):
+        raise InputError("the body must be a JSON object")
+    return body
+
+
+def _number(text: str, kind: Callable[[str], Any], header: str) -> Any:
+    try:
+        return kind(text)
+    except ValueError:
+        raise InputError(f"{header} must be a number") from None
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,115 @@
+"""`qreward serve` as a process: it serves until it is stopped, and what is under way ends first."""
+
+from __future__ import annotations
+
+import json
+import signal
+import threading
+import urllib.error
+import urllib.request
+
+import pytest
+
+from qreward_plugins.testing import JudgeServer
+
+
+def post(url: str, body: object, **headers: str):
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json", **headers})
+    with urllib.request.urlopen(request, timeout=30) as reply:
+        return json.load(reply)
+
+
+def started(start_cli, *arguments, **options):
+    process = start_cli("serve", *arguments, "--port", 0, **options)
+    line = process.stdout.readline()
+    assert line.startswith("reward server at http://127.0.0.1:"), line + process.stderr.read()
+    return process, line.split()[3].rstrip(";")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
+def test_it_serves_until_it_is_stopped(start_cli, server, write_config, row, number):
+    process, url = started(start_cli, write_config({"judge": server}))
+    assert post(f"{url}/score", row(1))["reward"] == 1.0
+    assert post(f"{url}/slime", {"prompt": "?", "response": "It is 002.", "label": "002"}) == 1.0
+    code, out, errors = process.end(number)
+    assert (code, errors) == (0, "")
+    assert out.splitlines()[-1] == "2 samples have a reward, 0 have none"
+
+
+def test_what_is_under_way_ends_before_the_server(start_cli, write_config, row):
+    asked, go = threading.Event(), threading.Event()
+
+    def slow(call):
+        asked.set()
+        go.wait(30)
+        return 1.0
+
+    with JudgeServer(slow) as judge:
+        process, url = started(start_cli, write_config({"judge": judge}))
+        got: list[float] = []
+        caller = threading.Thread(target=lambda: got.append(post(f"{url}/score", row(1))["reward"]))
+        caller.start()
+        assert asked.wait(30)
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline().startswith("no new samples")
+        go.set()
+        caller.join(30)
+        out, errors = process.communicate(timeout=30)
+    assert got == [1.0]
+    assert (process.returncode, errors, out) == (0, "", "1 samples have a reward, 0 have none\n")
+
+
+def test_who_is_left_at_the_end_is_told(start_cli, write_config, row):
+    asked, go = threading.Event(), threading.Event()
+
+    def stuck(call):
+        asked.set()
+        go.wait(30)
+        return 1.0
+
+    with JudgeServer(stuck) as judge:
+        process, url = started(start_cli, write_config({"judge": judge}), "--drain", "0")
+        got: list[int] = []
+
+        def ask():
+            try:
+                post(f"{url}/score", row(1))
+            except urllib.error.HTTPError as error:
+                got.extend([error.code, json.load(error)["reason"]])
+                error.close()
+
+        caller = threading.Thread(target=ask)
+        caller.start()
+        assert asked.wait(30)
+        code, out, _ = process.end(signal.SIGTERM)
+        caller.join(30)
+        go.set()
+    assert got == [503, "closed"]
+    assert code == 3
+    assert out.splitlines()[-1] == "0 samples have a reward, 1 have none"
+
+
+def test_the_token_comes_from_the_environment(start_cli, server, write_config, row, monkeypatch):
+    monkeypatch.setenv("REWARD_TOKEN", "s3cret")
+    process, url = started(start_cli, write_config({"judge": server}), "--token-env", "REWARD_TOKEN")
+    assert post(f"{url}/score", row(1), Authorization="Bearer s3cret")["reward"] == 1.0
+    with pytest.raises(urllib.error.HTTPError) as error:
+        post(f"{url}/score", row(1))
+    assert error.value.code == 401
+    error.value.close()
+    _, out, errors = process.end(signal.SIGTERM)
+    assert "s3cret" not in out + errors
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--token-env", "NO_SUCH_TOKEN"], "--token-env NO_SUCH_TOKEN: this environment variable is not set"),
+        (["--host", "0.0.0.0"], "0.0.0.0 can be reached by others, so a token is needed"),
+        (["--host", "192.0.2.1", "--token-env", "PATH"], "cannot listen on 192.0.2.1:"),
+    ],
+)
+def test_a_mistake_is_one_line(run_cli, server, write_config, arguments, said):
+    result = run_cli("serve", write_config({"judge": server}), "--port", 0, *arguments)
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert said in result.stderr

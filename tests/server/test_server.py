@@ -1,0 +1,284 @@
+"""The reward server on a real socket: rewards in every form, statuses of what has none, admission, token and end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from qreward_plugins import InputError, RewardEngine
+from qreward_plugins.server import RewardServer
+
+pytestmark = pytest.mark.anyio
+
+
+async def test_one_sample_and_many(serve, row):
+    async with serve() as served:
+        status, one, _ = await served.post("/score", row(0.25, id="a"))
+        assert (status, one["reward"], one["id"], one["outcome"]) == (200, 0.25, "a", "scored")
+        assert one["components"] == {"clarity": 0.125}
+        status, many, _ = await served.post("/score", {"samples": [row(0.5), row(0.75, id="b"), row(1)]})
+        assert status == 200
+        assert [result["reward"] for result in many["results"]] == [0.5, 0.75, 1.0]
+        assert [result["id"] for result in many["results"]] == ["0", "b", "2"]
+        assert many["missing"] == 0
+        assert (await served.post("/score", {"samples": []}))[:2] == (200, {"results": [], "missing": 0})
+
+
+async def test_a_sample_reaches_the_judge_whole(serve, row):
+    messages = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "How much?"}]
+    naming = {"group_id": "g", "step": 3, "split": "val"}
+    async with serve() as served:
+        body = {"messages": messages, "response": "1", "ground_truth": {"x": 1}, "data_source": "d", "difficulty": 2}
+        status, _, _ = await served.post("/score", {**body, **naming})
+        sample = served.source.samples[0]
+    assert status == 200
+    assert (list(sample.messages), sample.ground_truth, sample.data_source) == (messages, {"x": 1}, "d")
+    assert (sample.group_id, sample.step, sample.split, dict(sample.extras)) == ("g", 3, "val", {"difficulty": 2})
+
+
+@pytest.mark.parametrize(
+    ("word", "status", "cause"),
+    [("refuse", 422, "infra"), ("break", 503, "infra"), ("babble", 502, "verdict")],
+)
+async def test_a_missing_reward_is_a_status_and_a_cause_in_every_form(serve, row, word, status, cause):
+    async with serve() as served:
+        got, one, _ = await served.post("/score", row(word))
+        assert (got, one["reward"], one["outcome"], one["cause"]) == (status, None, "failed", cause)
+        got, many, _ = await served.post("/score", {"samples": [row(1), row(word)]})
+        assert (got, many["missing"]) == (207, 1)
+        assert [result["status"] for result in many["results"]] == [200, status]
+    text = f"So much: {word}"
+    for path, body in {
+        "/slime": {"prompt": "How much?", "response": text},
+        "/openrlhf": {"query": ["Say 1", f"Say {word}"], "prompts": ["Say ", "Say "], "labels": [None, None]},
+        "/get_reward": {"metadata": {}, "query": text, "prompts": "How much?"},
+    }.items():
+        async with serve() as served:
+            got, reply, _ = await served.post(path, body)
+        assert (got, reply["error"]["cause"]) == (status, cause), path
+        assert reply["error"]["detail"], path
+        assert set(reply) == {"error"}, path
+
+
+async def test_time_is_up(serve, row):
+    async with serve() as served:
+        status, one, _ = await served.post("/score", row("hold"), **{"X-QReward-Deadline-S": "0.05"})
+        assert (status, one["reason"]) == (504, "deadline")
+        status, one, _ = await served.post("/score", {**row("hold"), "deadline_s": 0.05})
+        assert (status, one["reason"]) == (504, "deadline")
+
+
+async def test_slime(serve):
+    async with serve() as served:
+        body = {"prompt": "How much?", "response": "0.5", "label": "0.5"}
+        assert (await served.post("/slime", body))[:2] == (200, 0.5)
+        assert served.source.samples[0].ground_truth == "0.5"
+        messages = [{"role": "user", "content": "How much?"}]
+        assert (await served.post("/slime", {**body, "prompt": messages}))[:2] == (200, 0.5)
+        assert list(served.source.samples[1].messages) == messages
+
+
+async def test_openrlhf(serve):
+    async with serve() as served:
+        queries = ["<s>How much? 0.5", "How much? 1"]
+        body = {"query": queries, "prompts": ["How much?", "How much?"], "labels": ["a", "b"]}
+        status, reply, _ = await served.post("/openrlhf", body)
+        assert status == 200
+        assert reply == {"rewards": [0.5, 1.0], "scores": [0.5, 1.0], "extra_logs": {"clarity": [0.25, 0.5]}}
+        assert [sample.response for sample in served.source.samples] == [" 0.5", " 1"]
+        assert [sample.ground_truth for sample in served.source.samples] == ["a", "b"]
+        # Its trainer sends nothing to all servers but the first.
+        status, reply, _ = await served.post("/openrlhf", {"query": [], "prompts": [], "labels": []})
+        assert (status, reply) == (200, {"rewards": [], "scores": [], "extra_logs": {}})
+        status, reply, _ = await served.post("/openrlhf", {"query": ["What? 1"], "prompts": ["How much?"]})
+        assert (status, reply["error"]["reason"]) == (422, "input")
+        assert "query[0] does not begin with prompts[0]" in reply["error"]["detail"]
+
+
+async def test_get_reward(serve):
+    async with serve() as served:
+        metadata = {"ground_truth": "1", "target": [3.0]}
+        status, reply, _ = await served.post("/get_reward", {"metadata": metadata, "query": "1", "prompts": "How?"})
+        assert (status, reply["reward"], reply["error"], reply["next_turn_feedback"]) == (200, 1.0, None, None)
+        assert reply["meta"]["components"] == {"clarity": 0.5}
+        sample = served.source.samples[0]
+        assert (sample.ground_truth, dict(sample.extras)) == ("1", {"target": [3.0]})
+        status, reply, _ = await served.post("/get_reward", {"metadata": [{}, {}], "query": ["1", "0"]})
+        assert (status, reply["rewards"], len(reply["metas"])) == (200, [1.0, 0.0], 2)
+        status, reply, _ = await served.post("/get_reward", {"metadata": [{}], "query": ["1", "0"]})
+        assert status == 422
+        assert "must have one length; they have 1, 2 and 2" in reply["error"]["detail"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "said"),
+    [
+        ("/score", b"{", 400, "the body is not JSON"),
+        ("/score", b"NaN", 400, "the body is not JSON"),
+        ("/score", b"[" * 100_000, 400, "the body is not JSON"),
+        ("/score", [], 422, "the body must be a JSON object"),
+        ("/score", {}, 422, "the body: needs a column response or solution_str or completion; it has no columns"),
+        ("/score", {"response": 1, "prompt": "?"}, 422, "the body: response must be a text, not a number"),
+        ("/score", {"samples": {}}, 422, "samples must be a list of objects, not an object"),
+        ("/score", {"samples": [1]}, 422, "samples[0] must be an object, not a number"),
+        ("/score", {"samples": [{"response": "1"}]}, 422, "samples[0]: needs a column messages or prompt"),
+        ("/score", {"samples": [], "response": "1"}, 422, "the body has samples and also response"),
+        ("/score", {"samples": [], "deadline_s": 0}, 422, "deadline_s must be a number of seconds above 0"),
+        ("/score", {"samples": [], "priority": 0.5}, 422, "priority must be a whole number"),
+        ("/slime", {"prompt": "?"}, 422, "the body: response is null"),
+        ("/openrlhf", {"query": "1", "prompts": ["?"]}, 422, "query must be a list of texts"),
+        ("/openrlhf", {"query": ["1"], "prompts": []}, 422, "they have 1, 0 and 1"),
+        ("/get_reward", {"query": "1"}, 422, "metadata is missing"),
+        ("/get_reward", {"query": "1", "metadata": 1}, 422, "item 0: metadata must be an object, not a number"),
+        ("/nothing", {}, 404, "unknown path; /openapi.json lists them"),
+    ],
+)
+async def test_wrong_bodies_are_one_clear_error(serve, path, body, status, said):
+    async with serve() as served:
+        got, reply, _ = await served.post(path, body)
+        assert (got, reply["error"]["cause"]) == (status, None)
+        assert said in reply["error"]["detail"]
+        assert served.source.samples == []
+
+
+async def test_one_wrong_value_is_its_own_samples_failure(serve, row):
+    async with serve() as served:
+        status, reply, _ = await served.post("/score", {"samples": [row(1), row(1, group_id=[])]})
+    assert status == 207
+    assert [(result["status"], result["reason"]) for result in reply["results"]] == [(200, None), (422, "input")]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("Deadline-S", "soon"), ("Deadline-S", "nan"), ("Deadline-S", "-1"), ("Priority", "high")]
+)
+async def test_wrong_headers(serve, row, name, value):
+    async with serve() as served:
+        status, reply, _ = await served.post("/score", row(1), **{f"X-QReward-{name}": value})
+    assert status == 422
+    assert reply["error"]["detail"].startswith(f"X-QReward-{name} must be a number")
+
+
+async def test_a_body_that_is_too_large(serve, row):
+    async with serve(max_body_bytes=1000) as served:
+        status, reply, _ = await served.post("/score", row("x" * 2000))
+    assert status == 413
+    assert "--max-body-mb" in reply["error"]["detail"]
+
+
+async def test_a_higher_priority_goes_first(serve, row):
+    async with serve() as served:
+        served.engine.retune("obedient", type(served.engine.config.sources["obedient"].limits)(concurrency=1))
+        first = asyncio.ensure_future(served.post("/score", row("hold")))
+        await served.source.held.wait()
+        low = [asyncio.ensure_future(served.post("/score", row(f"low {number} 1"))) for number in range(3)]
+        high = asyncio.ensure_future(served.post("/score", row("high 1"), **{"X-QReward-Priority": "5"}))
+        await _until(lambda: served.engine.statistics().submitted == 5)
+        served.source.release.set()
+        await asyncio.gather(first, high, *low)
+    assert served.source.samples[1].response == "So much: high 1"
+
+
+async def _until(condition):
+    while not condition():  # noqa: ASYNC110 -- the event is on the other side of a socket
+        await asyncio.sleep(0)
+
+
+async def test_who_leaves_frees_the_attempt(serve, row):
+    async with serve() as served:
+        asked = asyncio.ensure_future(served.post("/score", row("hold")))
+        await served.source.held.wait()
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await _until(lambda: served.source.cancelled)
+        status, text = await served.get("/metrics")
+        assert status == 200
+        assert "qreward_samples_under_way 0.0" in text
+
+
+async def test_what_cannot_be_done_in_time_is_refused(serve, row):
+    async with serve(max_samples=4) as served:
+        held = asyncio.ensure_future(served.post("/score", {"samples": [row("hold")] * 3}))
+        await served.source.held.wait()
+        status, reply, headers = await served.post("/score", {"samples": [row(1)] * 2})
+        assert (status, reply["error"]["reason"]) == (429, "busy")
+        assert int(headers["Retry-After"]) >= 1
+        # One more may come.
+        assert (await served.post("/score", row(1)))[0] == 200
+        served.source.release.set()
+        assert (await held)[0] == 200
+        # A request that comes alone is never refused.
+        assert (await served.post("/score", {"samples": [row(1)] * 10}))[0] == 200
+
+
+async def test_the_token(serve, row):
+    async with serve(token="s3cret-token") as served:
+        for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": "Basic s3cret-token"}):
+            status, reply, _ = await served.post("/score", row(1), **headers)
+            assert (status, reply["error"]["reason"]) == (401, "token")
+            assert "s3cret" not in json.dumps(reply)
+            assert (await served.get("/metrics", **headers))[0] == 401
+            assert (await served.get("/openapi.json", **headers))[0] == 401
+            assert (await served.get("/healthz", **headers))[0] == 200
+        assert (await served.post("/score", row(1), Authorization="Bearer s3cret-token"))[0] == 200
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org", ""])
+def test_an_address_that_others_reach_needs_a_token(host):
+    engine = RewardEngine(
+        {"sources": {"s": {"kind": "http", "url": "http://127.0.0.1:9"}}, "judges": {"j": {"kind": "function"}}}
+    )
+    with pytest.raises(InputError, match="--token-env"):
+        RewardServer(engine, host=host)
+    with pytest.raises(InputError, match="the token is empty"):
+        RewardServer(engine, host=host, token=" ")
+    RewardServer(engine, host=host, token="x")
+
+
+async def test_draining_lets_what_is_under_way_end(serve, row):
+    async with serve() as served:
+        held = asyncio.ensure_future(served.post("/score", row("hold")))
+        await served.source.held.wait()
+        draining = asyncio.ensure_future(served.server.drain(20))
+        await asyncio.sleep(0)
+        status, reply, headers = await served.post("/score", row(1))
+        assert (status, reply["error"]["reason"], headers["Retry-After"]) == (503, "closed", "5")
+        assert (await served.get("/readyz"))[0] == 503
+        assert (await served.get("/healthz"))[0] == 200
+        served.source.release.set()
+        assert (await held)[:1] == (200,)
+        assert await draining == 0
+
+
+async def test_who_is_left_after_draining_is_told(serve, row):
+    async with serve() as served:
+        held = asyncio.ensure_future(served.post("/score", row("hold")))
+        await served.source.held.wait()
+        assert await served.server.drain(0.01) == 1
+        await served.engine.aclose()
+        status, reply, _ = await held
+    assert (status, reply["reward"], reply["reason"]) == (503, None, "closed")
+
+
+async def test_readiness_metrics_and_description(serve, row):
+    async with serve() as served:
+        assert json.loads((await served.get("/readyz"))[1])["status"] == "ready"
+        await served.post("/score", {"samples": [row(1), row("babble")]})
+        text = (await served.get("/metrics"))[1]
+        for line in (
+            "qreward_samples_scored_total 1.0",
+            'qreward_samples_failed_total{cause="verdict",reason="invalid"} 1.0',
+            'qreward_http_requests_total{path="/score",status="207"} 1.0',
+            'qreward_source_in_flight{source="obedient"} 0.0',
+        ):
+            assert line in text, text
+        described = json.loads((await served.get("/openapi.json"))[1])
+        assert set(described["paths"]) >= {"/score", "/slime", "/openrlhf", "/get_reward", "/healthz"}
+
+
+async def test_a_taken_port_is_a_clear_error(serve):
+    async with serve() as served:
+        port = int(served.url.rpartition(":")[2])
+        with pytest.raises(InputError, match=f"cannot listen on 127.0.0.1:{port}"):
+            await RewardServer(served.engine, port=port).start()

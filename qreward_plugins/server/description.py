@@ -37,7 +37,7 @@ _ERRORS = {
 
 def describe(forms: Iterable[Form], *, bearer: bool) -> Mapping[str, Any]:
     """Return the description as a JSON value. `bearer`: whether callers need a token."""
-    from .. import __version__
+    from qreward_plugins import __version__
 
     paths: dict[str, Any] = {form.path: {"post": _operation(form)} for form in forms}
     for path, summary in (

@@ -101,7 +101,7 @@ class KeyCheck:
     def _mend(self, node: dict[str, Any], allowed: Mapping[str, Any], path: Path) -> None:
         for key in [key for key in node if key not in allowed]:
             written = (*self.written(path), key if is_plain_key(key) else f"(key {list(node).index(key) + 1})")
-            remedy = f"{did_you_mean(key, allowed)}Allowed here: {', '.join(allowed)}."
+            remedy = f"{did_you_mean(key, allowed)}Allowed here: {', '.join(allowed)}.{_of_other_kinds(key, path)}"
             if written == ("qreward",):
                 remedy = "Write the tree below `qreward` with no other key at the top, or leave `qreward` out."
             self.findings.append(Finding(written, "unknown key", remedy))
@@ -155,6 +155,15 @@ class KeyCheck:
             return None
         node["kind"] = guess
         return guess
+
+
+def _of_other_kinds(key: str, path: Path) -> str:
+    """Return a sentence about the kinds that have a key which the kind of the node at `path` does not have, or ""."""
+    if len(path) != 2 or path[0] not in rooms:
+        return ""
+    room = str(path[0])
+    kinds = [kind for kind, choice in shape.of_kinds(room).items() if key in choice["properties"]]
+    return f" Only {room} of kind {', '.join(kinds)} have this key." if kinds else ""
 
 
 def _required_first(shape: Shape) -> dict[str, Shape]:

@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 from yarl import URL
 
 from ..config.source_models import EndpointConfig
-from ..errors import ConfigurationError, InputError, Mistake, SampleRefused, SourceError
+from ..errors import ConfigurationError, InputError, Mistake, QRewardError, SampleRefused, SourceError
 from ..images import EncodedImage
 from ..redaction import names_secret, secrets_in, without_secrets
 from .base import Reply, Request, apart, identity_of
@@ -25,6 +25,7 @@ from .bodies import as_json, encoded, with_parameters
 from .demand import Demand, Texture, completion_bound, of_messages
 from .http import HTTPClient, HTTPReply, proxy_for
 from .kind import SourceKind, class_path
+from .lists import Lists
 from .provider import Provider, address
 from .replicas import Replicas
 from .replies import Answer
@@ -106,12 +107,38 @@ class Endpoint(SourceKind):
 
         Raises a SourceError, or InvalidReply for an answer that cannot be a verdict.
         """
+        url, http = await self._post(await self._encode_to_send(request), on_sent)
+        return self._without_secrets(self.answer(url, http).reply())
+
+    async def send_batch(
+        self, requests: Sequence[Request], *, on_sent: Callable[[], None]
+    ) -> Sequence[Reply | QRewardError]:
+        """Send several requests as one, for a kind that defines `lists`; see `Source`."""
+        assert self.lists is not None
+        results: list[Reply | QRewardError | None] = [None] * len(requests)
+        bodies: dict[int, dict[str, Any]] = {}
+        for number, request in enumerate(requests):
+            body = self._body_or_error(request)
+            if isinstance(body, SampleRefused):
+                results[number] = body
+            else:
+                bodies[number] = body
+        if bodies:
+            joined = await self._encode_joined(self.lists.join(list(bodies.values())))
+            url, http = await self._post(joined, on_sent, calls=len(bodies))
+            replies = self.answer(url, http).replies(self.lists, [requests[number] for number in bodies], self)
+            for number, reply in zip(bodies, replies, strict=True):
+                results[number] = self._without_secrets(reply) if isinstance(reply, Reply) else reply
+        return [result for result in results if result is not None]
+
+    async def _post(self, body: bytes, on_sent: Callable[[], None], *, calls: int = 1) -> tuple[URL, HTTPReply]:
+        """Post a body of this many calls to a replica; return the URL and the reply."""
         loop = asyncio.get_running_loop()
-        body = await self._encode_to_send(request)
+        most = calls * self._max_reply_bytes
         with self._replicas.borrow(loop.time()) as replica:
             url = self._urls[replica.base_url]
             try:
-                http = await self._http.post(url, body, on_sent=on_sent, max_reply_bytes=self._max_reply_bytes)
+                http = await self._http.post(url, body, on_sent=on_sent, max_reply_bytes=most)
             except SourceError:
                 replica.failed(loop.time())
                 raise
@@ -119,7 +146,7 @@ class Endpoint(SourceKind):
                 replica.failed(loop.time())
             else:
                 replica.answered()
-        return self._without_secrets(self.answer(url, http).reply())
+        return url, http
 
     def _without_secrets(self, reply: Reply) -> Reply:
         """Redact the reply, and attach the redactor: a server may echo secrets into rationales and component names."""
@@ -167,6 +194,23 @@ class Endpoint(SourceKind):
                     # Breaks the reference cycle of error, traceback and frame.
                     del body
         return body
+
+    async def _encode_joined(self, body: dict[str, Any]) -> bytes:
+        """Return the body of several calls as bytes. A body with images is written in a thread."""
+        images: list[EncodedImage] = []
+
+        def left_out(image: EncodedImage) -> str:
+            images.append(image)
+            return ""
+
+        try:
+            written = encoded(body, image=left_out)
+            if images:
+                written = bytes(await self._encoders.run(partial(encoded, body), on_start=_nothing))
+            return written
+        except Exception as error:
+            reason = f"the body cannot be written: {type(error).__name__}"
+        raise SampleRefused(f"source {self._name!r}: {reason}")
 
     def _encode_or_error(self, request: Request) -> bytes | SampleRefused:
         try:
@@ -225,6 +269,13 @@ class Endpoint(SourceKind):
     def completion_bound(self, body: Mapping[str, Any]) -> int | None:
         """Return the most completion tokens that a body allows; None if it sets no bound."""
         return completion_bound(body)
+
+    @property
+    def lists(self) -> Lists | None:
+        """How its server takes several calls in one request; None (default): it takes one. A kind that defines it has
+        the key `batch: Batch | None = None` in its `Config`.
+        """
+        return None
 
     @property
     def reads(self) -> object:
@@ -303,6 +354,16 @@ class Endpoint(SourceKind):
                 "Set a number of tokens from 1 on, or leave it out: then the judge's max_tokens applies.",
             )
         )
+
+    def _body_or_error(self, request: Request) -> dict[str, Any] | SampleRefused:
+        try:
+            return self._whole_body(request)
+        except InputError as error:
+            reason = str(error)
+        except Exception as error:
+            # The error's message may hold secrets.
+            reason = f"the body cannot be written: {type(error).__name__}"
+        return SampleRefused(f"source {self._name!r}: {self._http.redactor.of(reason)}")
 
     def _encode(self, request: Request, *, image: Callable[[EncodedImage], str] = str) -> bytes:
         try:

@@ -15,13 +15,13 @@ import functools
 import inspect
 import os
 import pickle
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import Field
 
 from ..config.nodes import PositiveInt, takes
-from ..config.source_models import FreeMapping, SourceConfig
+from ..config.source_models import Batch, FreeMapping, SourceConfig
 from ..errors import (
     ConfigurationError,
     InvalidReply,
@@ -50,10 +50,13 @@ SPARE_WORKERS = 8
 """Additional worker processes for the last tries of samples that hung. More would overload a small machine."""
 
 
+_FIELDS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
 class FunctionSource(SourceKind):
     """A Python function that scores, yours or a framework's own.
 
-    It is called once for each request.
+    It is called once for each request, or once for several with `batch`.
 
     `name` is its name in the configuration. `loader` returns the function; the path in the configuration is then only
     its name. `loader` must pickle, because every worker process calls it. An adapter passes a framework's function this
@@ -98,6 +101,13 @@ class FunctionSource(SourceKind):
         processes run the last tries of samples that hung, so that these do not wait for each other. There are none if
         `limits` has a `concurrency` or a number of requests."""
 
+        batch: Batch | None = None
+        """Call the function with several samples at once, for a model on this machine. Each keyword then holds a list:
+        `data_source`, `solution_str`, `ground_truth` and `extra_info`, or verl's plural names if the function has a
+        parameter `solution_strs`; with `arguments: sample` it gets a list of `Sample`s. It returns a list, an array or
+        a tensor with one value for each sample. `timeouts.total_s` is for the whole call. `max_tokens` is not possible,
+        because tokens of functions are not counted. Default: one sample a call."""
+
     answers = (VALUE,)
     local = True
     usual_latency_s = 0.1
@@ -111,6 +121,10 @@ class FunctionSource(SourceKind):
         key = f"sources.{name}.function"
         loader = self._loader = loader or PathLoader(config.function)
         self._function = load(loader, key=key, excerpt=self._excerpt)
+        if config.batch is not None and config.batch.max_tokens is not None:
+            problem = "the tokens of a function are not counted."
+            raise ConfigurationError([Mistake(f"sources.{name}.batch.max_tokens", problem, "Leave it out.")])
+        self._plural = config.batch is not None and _has_parameter(self._function, "solution_strs")
         self._closed = False
         self._slots: int | None = None
         self._threads: ThreadSlots | None = None
@@ -122,7 +136,8 @@ class FunctionSource(SourceKind):
             self._threads = ThreadSlots(name, self._slots)
             return
         try:
-            self._pool = WorkerPool(loader, self._slots, spare=self.spare)
+            own = loader if config.batch is None else _ReturnsList(loader)
+            self._pool = WorkerPool(own, self._slots, spare=self.spare)
         except Exception as error:
             problem = (
                 f"the function's loader cannot be pickled for the worker processes: {self._excerpt(describe(error))}."
@@ -180,11 +195,31 @@ class FunctionSource(SourceKind):
         arguments or its value do not pickle; SourceUnusable if the function cannot run at all. Errors of this package
         that the function raised pass through.
         """
+        if self._config.batch is not None:
+            return (await self.send_batch([request], on_sent=on_sent))[0]
+        return self._reply(await self._call(*self._arguments(request.sample), on_sent))
+
+    async def send_batch(self, requests: Sequence[Request], *, on_sent: Callable[[], None]) -> Sequence[Reply]:
+        """Call the function with the samples of several requests; see `Source`.
+
+        Raises what `send` raises for all of them, and `InvalidReply` if it does not return a value for each sample.
+        """
+        args, kwargs = self._lists_of_arguments([request.sample for request in requests])
+        values = _as_list(await self._call(args, kwargs, on_sent))
+        if not isinstance(values, (list, tuple)):
+            kind = type(values).__name__
+            said = f"{self._where} returned a value of type {kind}; with `batch` it must return a list of values"
+            raise InvalidReply(said)
+        if len(values) != len(requests):
+            raise InvalidReply(f"{self._where} returned {len(values)} values for {len(requests)} samples")
+        return [self._reply(value) for value in values]
+
+    async def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], on_sent: Callable[[], None]) -> Any:
+        """Call the function once, and return its value. Raises what `send` raises."""
         if self._closed:
             raise SourceUnusable(f"source {self._name!r} is closed", certain=True)
-        args, kwargs = self._arguments(request.sample)
         if self._pool is not None:
-            return self._reply(await self._in_process(self._pool, args, kwargs, on_sent))
+            return await self._in_process(self._pool, args, kwargs, on_sent)
         call = functools.partial(self._function, *args, **kwargs)
         failure: Exception
         try:
@@ -204,7 +239,7 @@ class FunctionSource(SourceKind):
                 value.close()
                 said = f"{self._where} returned a coroutine; define it with `async def`"
                 raise SampleRefused(said, reason="raised")
-            return self._reply(value)
+            return value
         raise failure
 
     async def aclose(self) -> None:
@@ -276,12 +311,15 @@ class FunctionSource(SourceKind):
     @functools.cached_property
     def _misfit(self) -> str:
         """The arguments of a call, as a hint for a function that does not accept them; "" if it does."""
-        args, kwargs = self._arguments(Sample(messages=[{"role": "user", "content": "?"}], response=""))
+        sample = Sample(messages=[{"role": "user", "content": "?"}], response="")
+        batched = self._config.batch is not None
+        args, kwargs = self._lists_of_arguments([sample]) if batched else self._arguments(sample)
         try:
             inspect.signature(self._function).bind(*args, **kwargs)
         except TypeError:
             if args:
-                return "; with `arguments: sample` it is called with one Sample"
+                what = "a list of Samples" if batched else "one Sample"
+                return f"; with `arguments: sample` it is called with {what}"
             return f"; it is called with {', '.join(kwargs)} by name (or with one Sample, by `arguments: sample`)"
         except ValueError:  # its signature cannot be read
             pass
@@ -310,6 +348,14 @@ class FunctionSource(SourceKind):
             "extra_info": dict(sample.extras),
         }
 
+    def _lists_of_arguments(self, samples: Sequence[Sample]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        if self._config.arguments == "sample":
+            return (list(samples),), dict(self._kwargs)
+        suffix = "s" if self._plural else ""
+        each = [self._arguments(sample)[1] for sample in samples]
+        lists = {f"{name}{suffix}": [fields[name] for fields in each] for name in _FIELDS}
+        return (), {**self._kwargs, **lists}
+
     def __repr__(self) -> str:
         return f"FunctionSource({self._name!r}, {self._config.function!r})"
 
@@ -334,6 +380,37 @@ def _is_async(function: Function) -> bool:
     return inspect.iscoroutinefunction(inspect.unwrap(function)) or inspect.iscoroutinefunction(
         inspect.getattr_static(type(function), "__call__")
     )
+
+
+class _ReturnsList:
+    """Loads a function that is called with lists; picklable. What it returns becomes a list in the worker process, so
+    that this process need not import torch to read a tensor.
+    """
+
+    def __init__(self, loader: Loader) -> None:
+        self._loader = loader
+
+    def __call__(self) -> Function:
+        function = self._loader()
+
+        @functools.wraps(function)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            return _as_list(function(*args, **kwargs))
+
+        return called
+
+
+def _as_list(values: Any) -> Any:
+    """Convert an array or a tensor to a list. Anything else is returned as it is."""
+    tolist: Callable[[], Any] | None = getattr(values, "tolist", None)
+    return tolist() if callable(tolist) else values
+
+
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
+    try:
+        return name in inspect.signature(function).parameters
+    except (TypeError, ValueError):  # its signature cannot be read
+        return False
 
 
 def processors() -> int:

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 
 from pydantic import SecretBytes, SecretStr
 
-from ..config.source_models import SourceConfig
+from ..config.source_models import Batch, SourceConfig
 from .base import Reply, Request, content_apart
 from .provider import Provider
 
@@ -74,6 +74,14 @@ class SourceKind(ABC):
     def slots(self) -> int | None:
         """How many requests it handles at once in this process; None (default): as many as its limits allow."""
         return None
+
+    @property
+    def batch(self) -> Batch | None:
+        """How many calls one request may carry, for a kind that has `send_batch` (see `Source`). Default: the key
+        `batch`, or None: one.
+        """
+        found: Batch | None = getattr(self._node, "batch", None)
+        return found
 
     @abstractmethod
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:

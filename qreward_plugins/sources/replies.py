@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import orjson
@@ -17,8 +18,9 @@ from yarl import URL
 
 from ..errors import InvalidReply, PermanentError, QRewardError, SourceUnusable, Throttled, TransientError
 from ..spent import Usage
-from .base import Reply
+from .base import Reply, Request, Source
 from .http import HTTPReply
+from .lists import Lists, divided
 from .rate_limit_headers import pause_of, retry_after_s
 from .redactor import Redactor
 
@@ -79,6 +81,52 @@ class Answer(ABC):
         if not self.http.body.strip():
             return self.unreadable("an empty body")
         return self.read()
+
+    def replies(self, lists: Lists, requests: Sequence[Request], source: Source) -> Sequence[Reply | QRewardError]:
+        """Return the reply or the error of each of several requests that were sent as one.
+
+        Raises what `reply` raises, if it concerns all of them, and InvalidReply if the results cannot be matched.
+        """
+        outcome = self._understand_all(lists, requests, source)
+        if isinstance(outcome, QRewardError):
+            raise outcome
+        return outcome
+
+    def _understand_all(
+        self, lists: Lists, requests: Sequence[Request], source: Source
+    ) -> Sequence[Reply | QRewardError] | QRewardError:
+        if not 200 <= self.http.status < 300:
+            return self.of_status(self.http.status, Problem.of(json_of(self.http.body)))
+        if not self.http.body.strip():
+            return self.unreadable("an empty body")
+        said = self.parsed()
+        if isinstance(said, QRewardError):
+            return said
+        parts = lists.take_apart(said, len(requests))
+        if isinstance(parts, str):
+            problem = f"source {self.name!r} ({self.url}) answered several calls with {parts}"
+            return InvalidReply(f"{problem}; each is asked again alone")
+        replies = [self.read_part(part) for part in parts]
+        usage = self.usage_in(said)
+        if usage is None:
+            return replies
+        shares = divided(usage, requests, source)
+        return [
+            replace(reply, usage=share) if isinstance(reply, Reply) else reply
+            for reply, share in zip(replies, shares, strict=True)
+        ]
+
+    def parsed(self) -> Any:
+        """Return the body of a reply to several requests, or the error that it is. Default: it cannot be read."""
+        return self.unreadable("a reply to several requests")
+
+    def read_part(self, part: Any) -> Reply | QRewardError:
+        """Read one of the parts of a reply that `Lists.parts` returned. Default: it cannot be read."""
+        return self.unreadable("a reply to several requests")
+
+    def usage_in(self, said: Any) -> Usage | None:
+        """Return the usage of all requests together; None if it is not stated, or stated for each of them."""
+        return usage_of(said.get("usage")) if isinstance(said, dict) else None
 
     @abstractmethod
     def read(self) -> Reply | QRewardError:

@@ -20,7 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from yarl import URL
 
-from ..config.source_models import BaseURLs, EndpointConfig, ModelName
+from ..config.source_models import BaseURLs, Batch, EndpointConfig, ModelName
 from ..errors import InputError, InvalidReply, Mistake, QRewardError
 from ..samples import Message, fits_float32
 from ..spent import Usage
@@ -29,6 +29,7 @@ from .chat_template import ChatTemplate
 from .endpoint import Endpoint
 from .http import HTTPReply
 from .kind import LOGITS
+from .lists import Lists, in_order, numbered, one, several
 from .process_rewards import StepTokenizer, Tokens, step_logits
 from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, name_of, usage_of
@@ -67,6 +68,8 @@ class Protocol:
     form: Literal["messages", "text", "pair", "tokens"]
     body: Callable[[str, Mapping[str, Any]], dict[str, Any]]
     logits: Callable[[Any], Sequence[Any]]
+    lists: Lists | None = None
+    """How it takes several responses in one request; None: it takes one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +79,19 @@ class LogitsAnswer(Answer):
     protocol: Protocol
 
     def read(self) -> Reply | QRewardError:
+        said = self.parsed()
+        return said if isinstance(said, QRewardError) else self.read_part(said)
+
+    def parsed(self) -> Any:
         said = read_json(self)
-        if isinstance(said, QRewardError):
-            return said
         if isinstance(said, Mapping) and said.get("error"):
             return self.error_of(Problem.of(said))
+        return said
+
+    def usage_in(self, said: Any) -> Usage | None:
+        return _usage(said)
+
+    def read_part(self, said: Any) -> Reply | QRewardError:
         try:
             numbers = self.protocol.logits(said)
             logits = self._labelled(numbers) if self.protocol.form != "tokens" else {}
@@ -167,6 +178,11 @@ class RewardModelSource(Endpoint):
         step_separator: Annotated[str, Field(min_length=1, max_length=100)] = "\n\n"
         """Text that ends a step of the response, for `task: token_classify`. Default: an empty line."""
 
+        batch: Batch | None = None
+        """Send several responses in one request, for `vllm_classify`, `vllm_pooling` and `sglang_classify` (each with
+        `chat_template`), `vllm_score`, `sglang_embeddings`, `tei_predict` and `openrlhf`. See docs/reward_models.md.
+        Default: one response a request."""
+
         step_token: Annotated[str, Field(min_length=1, max_length=100)] | None = None
         """Text that takes the place of every separator, and follows the last step, too: the token at which the model
         was trained to score a step (e.g. `<extra_0>`). A step's score is read at its last token. Default: the
@@ -201,6 +217,8 @@ class RewardModelSource(Endpoint):
             remedy = "Use vllm_classify or vllm_pooling without chat_template, or leave it out."
             mistakes.append(Mistake(f"sources.{name}.vision", said, remedy))
         mistakes += _misplaced(f"sources.{name}", config)
+        if config.batch is not None:
+            mistakes += _not_batched(f"sources.{name}", config, protocol)
         super().__init__(name, config, mistakes=mistakes, path=protocol.path)
         if config.chat_template:
             self._template = ChatTemplate(config.chat_template, where=where)
@@ -227,8 +245,24 @@ class RewardModelSource(Endpoint):
         read = (self._protocol_name, self._model)
         return read if self._steps is None else (*read, *self._steps)
 
+    @property
+    def lists(self) -> Lists | None:
+        return self._protocol.lists
+
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         return self._with_steps(request, await super().send(request, on_sent=on_sent))
+
+    async def send_batch(
+        self, requests: Sequence[Request], *, on_sent: Callable[[], None]
+    ) -> Sequence[Reply | QRewardError]:
+        results = await super().send_batch(requests, on_sent=on_sent)
+        return [self._with_steps_or_error(*pair) for pair in zip(requests, results, strict=True)]
+
+    def _with_steps_or_error(self, request: Request, result: Reply | QRewardError) -> Reply | QRewardError:
+        try:
+            return self._with_steps(request, result) if isinstance(result, Reply) else result
+        except InvalidReply as error:
+            return error.with_traceback(None)
 
     def _with_steps(self, request: Request, reply: Reply) -> Reply:
         """Reduce the numbers of every token to those of the steps. Raises `InvalidReply`."""
@@ -272,6 +306,18 @@ def _misplaced(path: str, config: RewardModelSource.Config) -> list[Mistake]:
     said = "only a process reward model scores steps."
     keys = [key for key in ("step_separator", "step_token") if key in config.model_fields_set]
     return [Mistake(f"{path}.{key}", said, "Set task: token_classify, or leave it out.") for key in keys]
+
+
+def _not_batched(path: str, config: RewardModelSource.Config, protocol: Protocol) -> list[Mistake]:
+    """Find why a protocol cannot take several responses in one request."""
+    if protocol.lists is None:
+        said = f"{config.protocol} takes one prompt a request, so requests cannot carry several."
+        return [Mistake(f"{path}.batch", said, "Leave it out, or use another protocol.")]
+    if protocol.form == "messages" and not config.chat_template:
+        said = "the server renders one conversation a request, so requests cannot carry several."
+        remedy = "Set chat_template to the folder of the reward model, or leave batch out."
+        return [Mistake(f"{path}.batch", said, remedy)]
+    return []
 
 
 def _usage(said: Any) -> Usage | None:
@@ -323,18 +369,24 @@ def _only(items: Any) -> Any:
     return item
 
 
+def _data(said: Any) -> list[tuple[Any, Any]]:
+    return numbered(said["data"], lambda item: {"data": [item], "model": said.get("model")})
+
+
 _PROTOCOLS: Mapping[ProtocolName, Protocol] = {
     "vllm_classify": Protocol(
         "/classify",
         "messages",
         lambda model, read: {"model": model, **_input(read), "use_activation": False},
         lambda said: _numbered(_only(said["data"])["probs"]),
+        Lists({"input": one}, _data),
     ),
     "vllm_pooling": Protocol(
         "/pooling",
         "messages",
         lambda model, read: {"model": model, **_input(read), "task": "classify", "use_activation": False},
         lambda said: _numbered(_only(said["data"])["data"]),
+        Lists({"input": one}, _data),
     ),
     "vllm_score": Protocol(
         "/score",
@@ -346,6 +398,8 @@ _PROTOCOLS: Mapping[ProtocolName, Protocol] = {
             "use_activation": False,
         },
         lambda said: [("0", _only(said["data"])["score"])],
+        # The server pairs two lists of the same length.
+        Lists({"queries": one, "documents": one}, _data),
     ),
     "vllm_rerank": Protocol(
         "/rerank",
@@ -363,18 +417,22 @@ _PROTOCOLS: Mapping[ProtocolName, Protocol] = {
         "text",
         lambda model, read: {"text": read["text"]},
         lambda said: _numbered((_only(said) if isinstance(said, list) else said)["embedding"]),
+        Lists({"text": one}, lambda said: in_order(said, lambda item: item)),
     ),
     "sglang_embeddings": Protocol(
         "/v1/embeddings",
         "text",
         lambda model, read: {"model": model, "input": read["text"]},
         lambda said: _numbered(_only(said["data"])["embedding"]),
+        Lists({"input": one}, _data),
     ),
     "tei_predict": Protocol(
         "/predict",
         "text",
         lambda model, read: {"inputs": read["text"], "raw_scores": True},
-        lambda said: [(one["label"], one["score"]) for one in (_only(said) if isinstance(said[0], list) else said)],
+        lambda said: [(each["label"], each["score"]) for each in (_only(said) if isinstance(said[0], list) else said)],
+        # A list of two texts would be a pair.
+        Lists({"inputs": lambda text: [[text]]}, lambda said: in_order(said, lambda item: [_list(item)])),
     ),
     "tei_rerank": Protocol(
         "/rerank",
@@ -387,6 +445,10 @@ _PROTOCOLS: Mapping[ProtocolName, Protocol] = {
         "text",
         lambda model, read: {"query": [read["text"]], "prompts": [read["prompt"]]},
         lambda said: [("0", _only(said["rewards"]))],
+        Lists(
+            {"query": several, "prompts": several},
+            lambda said: in_order(said["rewards"], lambda reward: {"rewards": [reward]}),
+        ),
     ),
 }
 """`POST /v1/classify` of SGLang is not among them: it always applies a softmax."""
@@ -401,5 +463,6 @@ _TOKEN_CLASSIFY = Protocol(
         "use_activation": False,
     },
     lambda said: _list(_only(said["data"])["data"]),
+    Lists({"input": one}, _data),
 )
 """Takes the place of `vllm_pooling` for a process reward model."""

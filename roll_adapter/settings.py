@@ -14,6 +14,7 @@ from typing import Any
 
 from qreward_plugins import ConfigurationError, Mistake
 from qreward_plugins.config import Config, load_layers
+from qreward_plugins.config.framework import with_framework
 from qreward_plugins.config.layers import ENVIRONMENT
 from qreward_plugins.sharing import may_share
 
@@ -21,6 +22,11 @@ _log = logging.getLogger("roll_adapter")
 
 DEADLINE_SHARE = 0.8
 """Most of ROLL's `rpc_timeout` that a sample may take. A call that exceeds the timeout ends the training."""
+
+
+_NO_SERVER = (
+    "Set judge_api_url of the domain. ROLL's cluster `reward_model` is reached through Ray only and has no address."
+)
 
 
 def load_settings(
@@ -41,7 +47,8 @@ def load_settings(
         warn: whether to warn of keys that ROLL prints.
         variables: the environment variables to resolve it with; default: those of this process.
 
-    Raises `ConfigurationError` with all mistakes.
+    `framework://reward` is the server of ROLL's own key `judge_api_url` of the domain. Raises `ConfigurationError` with
+    all mistakes.
     """
     origin = f"rewards.{domain}.reward_manager_config"
     trees = list(getattr(worker_config, "reward_manager_config", None) or [])
@@ -52,6 +59,10 @@ def load_settings(
     path = (getattr(worker_config, "system_envs", None) or {}).get(ENVIRONMENT)
     tree = trees[0] if trees else path
     settings = load_layers(tree, origin=f"{origin}[0]", printed_by="ROLL" if warn else None, variables=variables)
+    address = getattr(worker_config, "judge_api_url", None)
+    settings = with_framework(
+        settings, {"reward": address} if address else {}, framework=f"ROLL's domain {domain}", remedy=_NO_SERVER
+    )
     allowed_s = DEADLINE_SHARE * rpc_timeout_s if rpc_timeout_s else settings.engine.deadline_s
     if settings.engine.deadline_s > allowed_s:
         _log.warning(

@@ -15,6 +15,7 @@ from typing import Any
 
 from qreward_plugins import ConfigurationError, GroupGate, Mistake, process_portal
 from qreward_plugins.config import Config, load_layers
+from qreward_plugins.config.framework import with_framework
 from qreward_plugins.config.layers import ENVIRONMENT
 from qreward_plugins.groups import RunningMeans
 from qreward_plugins.portal import close_process_portals
@@ -60,14 +61,19 @@ def adapter_of(args: Any) -> Adapter:
     The tree is `args.qreward` (slime makes every top-level key of the file behind `--custom-config-path` an attribute),
     or the file that `QREWARD_CONFIG` names; without either, the reward server of `--rm-url`. Raises
     `ConfigurationError` with all mistakes.
+
+    `framework://NAME` is the router of the model NAME that slime serves (`--sglang-config`), and `framework://reward`
+    is also the server of `--rm-url`.
     """
     inline, url = getattr(args, "qreward", None), getattr(args, "rm_url", None)
-    key = (inline, url, os.environ.get(ENVIRONMENT))
+    servers = _servers(args)
+    key = (inline, url, os.environ.get(ENVIRONMENT), servers)
     with _lock:
         for known, adapter in _adapters:
             if known == key:
                 return adapter
-        adapter = Adapter(_load(inline, url))
+        settings = with_framework(_load(inline, url), servers, framework="this run of slime", remedy=_NO_SERVER)
+        adapter = Adapter(settings)
         _adapters.append((copy.deepcopy(key), adapter))
         return adapter
 
@@ -93,6 +99,18 @@ def _load(inline: Any, url: str | None) -> Config:
             origin="slime's arguments",
         )
     return load_layers(inline, default=_reward_server(url) if url else None, origin="qreward")
+
+
+_NO_SERVER = "Add the model to the file of --sglang-config under this name, or set --rm-url for framework://reward."
+
+
+def _servers(args: Any) -> dict[str, str]:
+    """The URLs of slime's servers by name (slime/rollout/sglang_rollout.py: `get_model_url`)."""
+    routers = getattr(args, "sglang_model_routers", None) or {}
+    servers = {str(name): f"http://{host}:{port}" for name, (host, port) in routers.items()}
+    if getattr(args, "rm_url", None):
+        servers.setdefault("reward", args.rm_url)
+    return servers
 
 
 def _reward_server(url: str) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from qreward_plugins.groups import number_of
 from .functions import ComputeScore, open_reward_function, reward_secrets
 from .rewards import ExtraInfo
 from .rollouts import response_ids, to_sample, unreadable
-from .settings import load_settings, reward_function_sources
+from .settings import load_settings, reward_function_sources, with_reward_model
 from .shared_engines import shared_engine
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class QRewardBatchManager:
     ) -> None:
         self.tokenizer = tokenizer
         self._data_source_column = reward_fn_key
-        settings = load_settings(config, qreward)
+        settings = with_reward_model(load_settings(config, qreward), None)
         self._on_failure = settings.on_failure
         self._resources = ExitStack()
         function = compute_score if any(reward_function_sources(settings)) else None

@@ -27,7 +27,7 @@ from .functions import ComputeScore, open_reward_function, reward_secrets
 from .policy import failure_policy, samples_per_prompt, takes_any_keys, warn_of_short_waiting
 from .rewards import ExtraInfo, KeysRead
 from .rollouts import is_padding, looks_like_validation, response_ids, session_of, to_sample, unreadable
-from .settings import load_settings, processes_of, reward_function_sources
+from .settings import load_settings, processes_of, reward_function_sources, with_reward_model
 from .startup import refuse_impossible, warn_of_ignored_settings
 from .trainers import trainer_of
 
@@ -59,7 +59,7 @@ class QRewardManager(RewardManagerBase):  # type: ignore[misc]
         self._trainer = trainer_of(config)
         refuse_impossible(config, self._trainer)
         warn_of_ignored_settings(config, self._trainer)
-        settings = load_settings(config)
+        settings = with_reward_model(load_settings(config), reward_router_address)
         self._policy = failure_policy(settings, config)
         router = (
             {"reward_router_address": reward_router_address, "reward_model_tokenizer": reward_model_tokenizer}

@@ -13,6 +13,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from qreward_plugins.config import Config, load_layers
+from qreward_plugins.config.framework import with_framework
 from qreward_plugins.sources import FunctionSource
 
 COMPUTE_SCORE = "verl_adapter:compute_score"
@@ -30,6 +31,18 @@ def load_settings(trainer: DictConfig | None, tree: Any = None) -> Config:
     """
     inline = tree if tree is not None else (trainer.get("qreward") if trainer is not None else None)
     return load_layers(inline, default=_REWARD_FUNCTION, printed_by="verl")
+
+
+def with_reward_model(config: Config, address: str | None) -> Config:
+    """The configuration with verl's own reward model in the place of `framework://reward`. `address` is that of its
+    router ("host:port"), None if verl serves none. Raises `ConfigurationError` if it is needed and there is none.
+    """
+    addresses = {} if address is None else {"reward": address if "://" in address else f"http://{address}"}
+    remedy = (
+        "Set reward.reward_model.enable=True, its model_path, and reward.custom_reward_function.path (any function), "
+        "without which verl asks no reward manager."
+    )
+    return with_framework(config, addresses, framework="this run of verl", remedy=remedy)
 
 
 def reward_function_sources(config: Config) -> Iterator[tuple[str, FunctionSource.Config]]:

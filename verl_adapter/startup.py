@@ -81,8 +81,9 @@ def _bypass(config: DictConfig) -> Iterator[Mistake]:
     yield Mistake(
         "reward.reward_model.enable",
         "verl scores every sample with its own reward model and asks no reward manager, qreward included.",
-        "Set reward.custom_reward_function.path; verl then asks the manager. Or set reward.reward_model.enable=False, "
-        "serve the model yourself, and make it a source of qreward (kind: http or openai).",
+        "Set reward.custom_reward_function.path to any function; verl then asks the manager, and qreward reaches the "
+        "model at `base_url: framework://reward`. Or set reward.reward_model.enable=False, serve the model yourself, "
+        "and make it a source of qreward (kind: reward_model, openai or http).",
     )
 
 

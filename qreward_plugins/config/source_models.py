@@ -13,11 +13,18 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 from ..redaction import with_secrets
 from .nodes import Node, NonNegativeFloat, PositiveFloat, PositiveInt, no_bool, one_or_several, takes
 
+FRAMEWORK_SCHEME = "framework://"
+"""How the URL of a server begins that the training framework has started; see `framework`."""
+
 
 def _plain_url(url: str) -> str:
+    if url.startswith(FRAMEWORK_SCHEME):
+        name = url.removeprefix(FRAMEWORK_SCHEME).split("/", 1)[0]
+        if not name.replace("-", "").replace("_", "").isalnum():
+            raise ValueError("framework:// must be followed by the name of a server, as in framework://reward")
     scheme, separator, rest = url.partition("://")
     authority = rest.split("/", 1)[0]
-    if scheme not in ("http", "https") or not separator or not authority.strip():
+    if scheme not in ("http", "https", "framework") or not separator or not authority.strip():
         raise ValueError("a URL must start with http:// or https:// and have a host")
     if "@" in authority or "?" in rest or "#" in rest:
         # URLs are shown in messages, metrics and the journal, and the query of a service often holds its key.

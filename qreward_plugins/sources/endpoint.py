@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 from yarl import URL
 
+from ..config.framework import OUTSIDE, is_framework_url
 from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, InputError, Mistake, QRewardError, SampleRefused, SourceError
 from ..images import EncodedImage
@@ -386,6 +387,9 @@ def _nothing() -> None:
 def _urls(where: str, configured: Sequence[str], path: str, mistakes: list[Mistake]) -> dict[str, URL]:
     urls: dict[str, URL] = {}
     for text in configured:
+        if is_framework_url(text):
+            mistakes.append(Mistake(where, *OUTSIDE))
+            continue
         try:
             url = URL(text + path)
             if not url.host:

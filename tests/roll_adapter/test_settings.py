@@ -232,3 +232,11 @@ def test_the_package_has_three_names_and_loads_them_on_first_use() -> None:
         assert getattr(roll_adapter, name).__name__ == name
     with pytest.raises(AttributeError, match="has no attribute 'Worker'; it has QRewardRolloutLoop"):
         _ = roll_adapter.Worker
+
+
+def test_the_address_that_roll_knows_takes_the_place_of_its_name() -> None:
+    config = reward(tree("framework://reward/v1"))
+    with pytest.raises(ConfigurationError, match=r"ROLL's domain maths has no server 'reward'.*Set judge_api_url"):
+        load_settings(config, domain="maths")
+    config.judge_api_url = "http://judge.test:8000"
+    assert load_settings(config, domain="maths").sources["judge"].urls == ("http://judge.test:8000/v1",)

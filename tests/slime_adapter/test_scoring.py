@@ -328,3 +328,18 @@ def test_a_user_of_rm_url_changes_one_flag_and_his_server_is_asked_as_before(mak
 def test_a_mistake_in_the_tree_is_named(make_args, make_group):
     with pytest.raises(ConfigurationError, match="dead_line"):
         run(make_args(tree={"engine": {"dead_line": 3}}), make_group("7")[0])
+
+
+def test_the_models_that_slime_serves_are_found_by_name(make_args, make_group, judge):
+    host, port = judge.base_url.removeprefix("http://").removesuffix("/v1").split(":")
+    source = {"kind": "openai", "base_url": "framework://reward/v1", "model": "judge"}
+    tree = {"sources": {"slow": source, "j": source}}
+    args = make_args(tree=tree)
+    args.sglang_model_routers = {"default": ("127.0.0.1", 9), "reward": (host, int(port))}
+    for node in args.qreward["sources"].values():
+        node["base_url"] = "framework://reward/v1"
+    (sample,) = make_group("7")
+    assert asyncio.run(slime_adapter.reward(args, sample)) == pytest.approx(0.7)
+    args.sglang_model_routers = {"default": ("127.0.0.1", 9)}
+    with pytest.raises(ConfigurationError, match="--sglang-config"):
+        asyncio.run(slime_adapter.reward(args, sample))

@@ -6,8 +6,9 @@ import warnings
 
 import pytest
 
-from qreward_plugins import ConfigurationError
+from qreward_plugins import ConfigurationError, load_config
 from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
+from verl_adapter.settings import with_reward_model
 from verl_adapter.startup import _BEYOND_V1, refuse_impossible
 from verl_adapter.trainers import Trainer, trainer_of
 
@@ -126,3 +127,26 @@ def test_a_misspelt_tree_ends_the_run_instead_of_being_ignored(compose, key):
     config = compose(f"+{key}.config=judges.yaml")
     with pytest.raises(ConfigurationError, match=rf"{key}: unknown key\. Did you mean `qreward`\?"):
         refuse_impossible(config, trainer_of(config))
+
+
+def test_the_reward_model_that_verl_serves_is_found_by_its_name(tmp_path):
+    tree = {"kind": "reward_model", "base_url": "framework://reward", "model": "rm"}
+    settings = load_config({"sources": {"rm": tree}, "judges": {"rm": {"kind": "reward_model"}}})
+    assert with_reward_model(settings, "10.0.0.1:8000").sources["rm"].urls == ("http://10.0.0.1:8000",)
+    ours = [
+        "+qreward.sources.rm.kind=reward_model",
+        "+qreward.sources.rm.base_url=framework://reward",
+        "+qreward.sources.rm.model=rm",
+        "+qreward.judges.rm.kind=reward_model",
+    ]
+    with pytest.raises(ConfigurationError, match=r"this run of verl has no server 'reward'.*reward_model.enable=True"):
+        fake(*ours)
+    path = tmp_path / "any.py"
+    path.write_text("def compute_score(**_):\n    return 0.0\n")
+    served = [
+        "algorithm.adv_estimator=grpo",
+        "reward.reward_model.enable=True",
+        f"reward.custom_reward_function.path={path}",
+    ]
+    with fake(*ours, *served) as run:
+        assert run  # the manager was made: it knows the address of verl's router

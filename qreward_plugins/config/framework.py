@@ -1,0 +1,60 @@
+"""Fills in the addresses of servers that a training framework has started: `base_url: framework://reward`.
+
+The core knows no framework. An adapter calls `with_framework` with the addresses that it has found, before it opens the
+engine. Outside of a framework such a URL is a mistake, which is reported when the source is opened.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigurationError, Mistake
+from .models import Config
+from .source_models import FRAMEWORK_SCHEME, EndpointConfig
+
+OUTSIDE = (
+    "a framework:// URL works only inside a training framework, whose adapter knows the address.",
+    "Write the URL of the server.",
+)
+"""Problem and remedy of a URL that no adapter has filled in."""
+
+
+def with_framework(
+    config: Config, addresses: Mapping[str, str], *, framework: str, remedy: str = "Write the URL of the server."
+) -> Config:
+    """Return `config` with the address of the server in the place of each `framework://NAME`; what follows the name
+    stays (`framework://reward/v1`).
+
+    `addresses` are the URLs of the framework's servers by name, without a slash at the end. `framework` is its name for
+    messages, and `remedy` says how its user gets a server that is missing. Raises `ConfigurationError` for a name that
+    is not in `addresses`.
+    """
+    mistakes: list[Mistake] = []
+    sources: dict[str, Any] = {}
+    for name, source in config.sources.items():
+        if not isinstance(source, EndpointConfig) or not any(map(is_framework_url, source.urls)):
+            continue
+        found = []
+        for url in source.urls:
+            server, slash, path = url.removeprefix(FRAMEWORK_SCHEME).partition("/")
+            if not is_framework_url(url):
+                found.append(url)
+            elif server in addresses:
+                found.append(addresses[server].rstrip("/") + slash + path)
+            else:
+                known = ", ".join(f"{FRAMEWORK_SCHEME}{other}" for other in sorted(addresses)) or "none"
+                said = f"{framework} has no server {server!r} (it has {known})."
+                mistakes.append(Mistake(f"sources.{name}.{source.URL_KEY}", said, remedy))
+        sources[name] = source.model_copy(update={source.URL_KEY: tuple(found)})
+    if mistakes:
+        raise ConfigurationError(mistakes)
+    return config.model_copy(update={"sources": {**config.sources, **sources}}) if sources else config
+
+
+def is_framework_url(url: str) -> bool:
+    """Whether a URL names a server of the framework."""
+    return url.startswith(FRAMEWORK_SCHEME)
+
+
+__all__ = ["is_framework_url", "with_framework"]

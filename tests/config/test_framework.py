@@ -1,0 +1,70 @@
+"""`framework://` URLs: the adapter of a training framework fills in the address."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from qreward_plugins import ConfigurationError, RewardEngine, Sample, Scored, load_config
+from qreward_plugins.config.framework import with_framework
+from qreward_plugins.testing import JudgeServer
+
+
+def config(*urls, kind="openai"):
+    key = "url" if kind == "http" else "base_url"
+    source = {"kind": kind, key: list(urls), **({} if kind == "http" else {"model": "judge"})}
+    judge = {"openai": "llm", "reward_model": "reward_model", "http": "function"}[kind]
+    return load_config({"sources": {"a": source}, "judges": {"a": {"kind": judge}}})
+
+
+@pytest.mark.parametrize("kind", ["openai", "reward_model", "http"])
+def test_a_name_becomes_the_address_and_what_follows_stays(kind):
+    settings = config("framework://reward", "framework://ref/v1", "http://other/v1", kind=kind)
+    addresses = {"reward": "http://10.0.0.1:8000/", "ref": "http://[::1]:9"}
+    found = with_framework(settings, addresses, framework="this run")
+    assert found.sources["a"].urls == ("http://10.0.0.1:8000", "http://[::1]:9/v1", "http://other/v1")
+    assert settings.sources["a"].urls[0] == "framework://reward"
+
+
+def test_nothing_changes_without_such_urls():
+    settings = config("http://h/v1")
+    assert with_framework(settings, {}, framework="this run") is settings
+
+
+def test_a_missing_server_is_named_with_those_that_there_are():
+    with pytest.raises(ConfigurationError) as caught:
+        with_framework(config("framework://reward/v1"), {"ref": "http://h"}, framework="this run", remedy="Start it.")
+    (mistake,) = caught.value.mistakes
+    assert mistake.path == "sources.a.base_url"
+    assert str(mistake).endswith("this run has no server 'reward' (it has framework://ref). Start it.")
+
+
+@pytest.mark.parametrize("kind", ["openai", "reward_model", "http"])
+def test_outside_of_a_framework_one_error_says_so(kind):
+    with pytest.raises(ConfigurationError, match="works only inside a training framework") as caught:
+        RewardEngine(config("framework://reward", kind=kind))
+    assert [mistake.path for mistake in caught.value.mistakes] == [
+        "sources.a.url" if kind == "http" else "sources.a.base_url"
+    ]
+
+
+@pytest.mark.parametrize(
+    "url", ["framework://", "framework:///v1", "framework://a b", "framework://x@y", "framework://r?k=1"]
+)
+def test_a_wrong_name_is_refused_at_once(url):
+    with pytest.raises(ConfigurationError) as caught:
+        config(url)
+    assert caught.value.mistakes[-1].path == "sources.a.base_url[0]"
+
+
+def test_the_engine_asks_the_server_that_was_filled_in():
+    with JudgeServer(lambda call: 5.0) as server:
+        address = server.base_url.removesuffix("/v1")
+        settings = with_framework(config("framework://reward/v1"), {"reward": address}, framework="this run")
+
+        async def run():
+            async with RewardEngine(settings) as engine:
+                return await engine.score(Sample([{"role": "user", "content": "?"}], "4"))
+
+        assert isinstance(asyncio.run(run()), Scored)

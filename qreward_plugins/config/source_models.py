@@ -149,6 +149,57 @@ class Batch(Node):
         return value
 
 
+class HttpxOptions(Node):
+    """The options of a source with `client: httpx`. They are named as in httpx."""
+
+    http2: bool = False
+    """Speak HTTP/2 with servers that do; this needs https. A request that is cancelled over HTTP/2 leaves the
+    connection open, so the server may finish its answer. Default: false."""
+
+    proxy: SecretStr | None = None
+    """URL of a proxy: `http://`, `https://`, `socks5://` or `socks5h://`, with user and password if it wants them.
+    Default: the HTTP proxy of the environment (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`)."""
+
+    cert: Annotated[tuple[str, ...], Field(min_length=1, max_length=2), BeforeValidator(one_or_several)] | None = None
+    """The client's certificate for mutual TLS: the path of a PEM file with certificate and key, or a list of two paths,
+    the certificate and its key. Default: none."""
+
+    cert_password: SecretStr | None = None
+    """The password of the key in `cert`. Default: none."""
+
+    auth: (
+        Annotated[
+            str,
+            Field(pattern=r"^[^:]+:[A-Za-z_][A-Za-z0-9_.]*$"),
+            takes("`package.module:factory` or `path/to/file.py:factory`"),
+        ]
+        | None
+    ) = None
+    """Who signs the requests: a function without arguments that returns an `httpx.Auth` (Entra, SigV4, service
+    accounts). It is called in every process that scores. Requests of its own, such as for a token, are not counted by
+    the limits, and must not block the event loop. Replaces `api_key`. Default: none."""
+
+    max_connections: PositiveInt = 100
+    """Most requests in flight at once in a process. The scheduler keeps to it, so that none waits in httpx's pool.
+    Default: 100."""
+
+    @field_validator("proxy")
+    @classmethod
+    def _is_proxy(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None:
+            scheme, separator, rest = value.get_secret_value().partition("://")
+            if scheme not in ("http", "https", "socks5", "socks5h") or not separator or not rest.strip("/"):
+                raise ValueError("a proxy starts with http://, https://, socks5:// or socks5h:// and has a host")
+        return value
+
+    @field_validator("cert_password")
+    @classmethod
+    def _has_cert(cls, value: SecretStr | None, info: ValidationInfo) -> SecretStr | None:
+        if value is not None and info.data.get("cert") is None:
+            raise ValueError("there is no cert that it could open")
+        return value
+
+
 class SourceConfig(Node):
     """The keys of every source."""
 
@@ -201,6 +252,13 @@ class EndpointConfig(SourceConfig):
     verify_tls: bool = True
     """Verify the server's certificate. `false` turns this off for this source only. Default: true."""
 
+    client: Literal["aiohttp", "httpx"] = "aiohttp"
+    """The HTTP client. `aiohttp` (default): the fast one, HTTP/1.1. `httpx`: with the options below; it needs the extra
+    `httpx` of this package, and takes several times as long for a request."""
+
+    httpx: HttpxOptions | None = None
+    """HTTP/2, proxies, client certificates and authentication, for `client: httpx`. Default: none."""
+
     max_reply_bytes: PositiveInt = 1_048_576
     """Largest body of a reply in bytes, after decompression; a larger one fails the attempt. Default: 1 MiB."""
 
@@ -209,6 +267,18 @@ class EndpointConfig(SourceConfig):
         """The URLs of all replicas, as configured."""
         urls: tuple[str, ...] = getattr(self, self.URL_KEY)
         return urls
+
+    @field_validator("httpx")
+    @classmethod
+    def _of_httpx(cls, value: HttpxOptions | None, info: ValidationInfo) -> HttpxOptions | None:
+        if value is None:
+            return None
+        if info.data.get("client") != "httpx":
+            raise ValueError("these are options of `client: httpx`; set it, or remove them")
+        keys = [key for key in ("api_key", "api_keys", "api_key_env") if info.data.get(key) is not None]
+        if value.auth is not None and keys:
+            raise ValueError(f"set auth or {keys[0]}, not both")
+        return value
 
     @field_validator("api_keys", "api_key_env")
     @classmethod

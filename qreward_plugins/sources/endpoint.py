@@ -23,8 +23,9 @@ from ..images import EncodedImage
 from ..redaction import names_secret, secrets_in, without_secrets
 from .base import Reply, Request, apart, identity_of
 from .bodies import as_json, encoded, with_parameters
+from .clients import open_client, slots_of
 from .demand import Demand, Texture, completion_bound, of_messages
-from .http import HTTPClient, HTTPReply, proxy_for
+from .http import HTTPReply, proxy_for
 from .kind import SourceKind, class_path
 from .lists import Lists
 from .provider import Provider, address
@@ -91,15 +92,19 @@ class Endpoint(SourceKind):
             config.version or tuple(sorted(self._urls)),
             sorted((key.lower(), value) for key, value in {**plain, **headers}.items() if not names_secret(key)),
         )
-        self._http = HTTPClient(
+        self._http = open_client(
             name,
-            tuple(self._urls.values()),
+            config,
+            self._urls.values(),
             headers,
             plain_headers=plain,
             secrets=tuple(secrets_in(config.parameters)),
-            verify_tls=config.verify_tls,
-            connect_s=config.timeouts.connect_s,
         )
+        self._slots = slots_of(config)
+
+    @property
+    def slots(self) -> int | None:
+        return self._slots
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Send the request once, and return the reply.
@@ -230,6 +235,8 @@ class Endpoint(SourceKind):
             key = environment.get(config.api_key_env, "").strip() or None
         carrier, before = cls.key_header(config)
         credentials: str | None = headers.pop(carrier.lower(), "")
+        if config.httpx is not None and config.httpx.auth is not None:
+            key, before = config.httpx.auth, "auth "
         if key != "":
             credentials = None if key is None else f"{before}{key}"
         return Provider(

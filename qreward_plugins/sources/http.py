@@ -1,14 +1,12 @@
 """Posts one request over HTTP, and returns a reply with a bounded body or one error of this package.
 
-The client is bare aiohttp, for three reasons. A request costs 0.2 ms of processor time (measured for this project;
-httpx over aiohttp's transport: 0.5 ms). Its connection pool frees every slot when requests are cancelled; httpx's pool
-does not, and a scheduler that hedges cancels often. And it can report when a request is written, which is when a
-server's limit counts it.
+`HTTPClient` holds what does not depend on the library: sessions by event loop, limits on sizes, streams, proxies of the
+environment, redaction. `aiohttp_client` and `httpx_client` make the connections.
 
-The client follows no redirects and keeps no cookies, because these could carry the key or a session to another server.
-It does not read `~/.netrc`, which could add credentials that are not configured. aiohttp's `trust_env` would read it,
+A client follows no redirects and keeps no cookies, because these could carry the key or a session to another server. It
+does not read `~/.netrc`, which could add credentials that are not configured. The libraries' `trust_env` would read it,
 so this module reads the proxies of `HTTPS_PROXY`, `HTTP_PROXY` and `NO_PROXY` itself. Retries and time limits are the
-scheduler's; only connecting has a time limit here.
+scheduler's; only connecting and the silence of a stream have time limits here.
 """
 
 from __future__ import annotations
@@ -16,31 +14,49 @@ from __future__ import annotations
 import asyncio
 import ssl
 import urllib.request
-import warnings
-from collections.abc import AsyncGenerator, Callable, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from typing import Generic, Protocol, TypeVar
 
-import aiohttp
-from aiohttp.abc import AbstractStreamWriter
+import orjson
 from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
 from .redactor import Redactor
+from .streams import MEDIA_TYPE, EventParser, StreamBroken, StreamReader
 
-# uvicorn, and with it vLLM and SGLang, closes an idle connection after 5 s. The client closes it earlier, so that it
-# never writes a request to a connection that the server is closing.
-_KEEP_ALIVE_S = 4.0
-_DNS_CACHE_S = 30
-_LARGE_BODY_BYTES = 2**20
-# The body of an error only explains it. The status counts even if the body is endless or never arrives.
-_ERROR_BODY_BYTES = 65_536
-_ERROR_BODY_S = 5.0
-_NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
+KEEP_ALIVE_S = 4.0
+"""Seconds for which an idle connection is kept. uvicorn, and with it vLLM and SGLang, closes one after 5 s. The client
+closes it earlier, so that it never writes a request to a connection that the server is closing."""
+NOT_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE")
 """Reasons of OpenSSL for an answer that is not TLS."""
-_NO_SECRETS = frozenset(
+NO_SECRETS = frozenset(
     {"accept", "accept-encoding", "accept-language", "content-type", "http-referer", "referer", "user-agent", "x-title"}
 )
 """Headers with common values. They are not redacted, because that would also remove these words from rationales."""
+# The body of an error only explains it. The status counts even if the body is endless or never arrives.
+_ERROR_BODY_BYTES = 65_536
+_ERROR_BODY_S = 5.0
+# A token in an event of its own takes 100 to 300 bytes, so a stream is much larger than the reply that it carries.
+_STREAM_FACTOR = 64
+# A server that closes a stream properly does so at once after its last event. Then the connection is used again.
+_STREAM_END_S = 0.5
+_STREAM_END_BYTES = 4096
+
+S = TypeVar("S")
+
+
+@dataclass(frozen=True, slots=True)
+class StreamFacts:
+    """What only a stream tells. `first_token_s`: seconds from sending the request to the first token; None without any.
+    `tokens`: events with a part of the answer. `cut`: the client ended the stream, because the answer was complete.
+    """
+
+    first_token_s: float | None
+    tokens: int
+    cut: bool
 
 
 # Not frozen: it is made for every call, and a frozen one takes three times as long.
@@ -48,170 +64,292 @@ _NO_SECRETS = frozenset(
 class HTTPReply:
     """The status, headers and body of a reply. The body of an error may be truncated. `headers` ignore case.
 
-    The repr leaves out headers and body, because tracebacks may be printed with their variables.
+    If it was streamed, the body is the one that the server would have sent without streaming, and `stream` is set. The
+    repr leaves out headers and body, because tracebacks may be printed with their variables.
     """
 
     status: int
     headers: Mapping[str, str] = field(repr=False)
     body: bytes = field(repr=False)
+    stream: StreamFacts | None = None
 
 
-class HTTPClient:
+@dataclass(frozen=True, slots=True)
+class Streaming:
+    """How a streamed reply is read. `idle_s`: most seconds between two events; None: any number. `complete` tells
+    whether a text is the whole answer, so that the stream may be ended.
+    """
+
+    reader: StreamReader
+    idle_s: float | None = None
+    complete: Callable[[str], bool] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Connecting:
+    """What a client needs to connect. `headers` and `plain_headers` go with every request; the values of
+    `plain_headers` are not secret. `secrets` are texts in the bodies that must not be shown. `connect_s` is seconds,
+    with name resolution and TLS. `proxies` are by URL.
+    """
+
+    name: str
+    headers: Mapping[str, str] = field(repr=False)
+    plain_headers: Mapping[str, str] = field(repr=False)
+    secrets: tuple[str, ...] = field(repr=False)
+    verify_tls: bool
+    connect_s: float
+    proxies: Mapping[URL, URL] = field(repr=False)
+
+
+class Timer(Protocol):
+    """A time limit on reading. `expired` is set when it ended the reading."""
+
+    @property
+    def expired(self) -> bool: ...
+
+    def restart(self, seconds: float | None) -> None:
+        """Set the limit to `seconds` from now; None: no limit."""
+
+
+class Incoming(ABC):
+    """A reply whose body has not been read yet."""
+
+    status: int
+    headers: Mapping[str, str]
+
+    @abstractmethod
+    def chunks(self) -> AsyncIterator[bytes]:
+        """Yield the body, decompressed, in pieces of bounded size."""
+
+    @abstractmethod
+    def within(self, seconds: float | None) -> AbstractContextManager[Timer]:
+        """End the reading inside of the `with` block after `seconds`, without an error."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Close the connection, because the rest of the body is not wanted."""
+
+
+class HTTPClient(ABC, Generic[S]):
     """Posts JSON for one source, with one session per event loop.
 
     The first request in a loop opens a session. `aclose` closes it, or `asyncio.run` when it shuts the loop down, so
-    that a later loop never uses connections of an earlier one. `headers` and `plain_headers` go with every request; the
-    values of `plain_headers` are not secret. `secrets` are texts in the bodies that must not be shown. `verify_tls` and
-    `connect_s` (seconds, with name resolution and TLS) are those of the configuration. The proxies are read once, in
-    the constructor.
+    that a later loop never uses connections of an earlier one.
     """
 
-    def __init__(
-        self,
-        name: str,
-        urls: tuple[URL, ...],
-        headers: Mapping[str, str],
-        *,
-        plain_headers: Mapping[str, str] | None = None,
-        secrets: tuple[str, ...] = (),
-        verify_tls: bool,
-        connect_s: float,
-    ) -> None:
-        self._name = name
-        self._headers = {**(plain_headers or {}), **headers}
-        self._verify_tls = verify_tls
-        self._connect_s = connect_s
-        self._proxies = {url: proxy_for(url) for url in urls}
-        passwords = [proxy.password for proxy in self._proxies.values() if proxy and proxy.password]
-        sent = [value for key, value in headers.items() if key.lower() not in _NO_SECRETS]
-        self.redactor = Redactor([*sent, *passwords, *secrets])
-        self._sessions: dict[asyncio.AbstractEventLoop, tuple[aiohttp.ClientSession, AsyncGenerator[None, None]]] = {}
+    def __init__(self, connecting: Connecting) -> None:
+        self._name = connecting.name
+        self._headers = {**connecting.plain_headers, **connecting.headers}
+        self._connecting = connecting
+        passwords = [proxy.password for proxy in connecting.proxies.values() if proxy.password]
+        sent = [value for key, value in connecting.headers.items() if key.lower() not in NO_SECRETS]
+        self._redactor = Redactor([*sent, *passwords, *connecting.secrets])
+        self._sessions: dict[asyncio.AbstractEventLoop, tuple[S, AsyncGenerator[None, None]]] = {}
         self._closed = False
 
-    async def post(self, url: URL, body: bytes, *, on_sent: Callable[[], None], max_reply_bytes: int) -> HTTPReply:
+    @property
+    def redactor(self) -> Redactor:
+        """Redacts all secrets that this client sends."""
+        return self._redactor
+
+    async def post(
+        self,
+        url: URL,
+        body: bytes,
+        *,
+        on_sent: Callable[[], None],
+        max_reply_bytes: int,
+        streaming: Streaming | None = None,
+    ) -> HTTPReply:
         """Post `body` and read the reply, at most `max_reply_bytes` of it after decompression.
 
-        Calls `on_sent` once, when the request is written. Cancelling closes the connection.
+        Calls `on_sent` once, when the request is written. Cancelling closes the connection. With `streaming`, a reply
+        of server-sent events is read as they come; `max_reply_bytes` then bounds each event and the text.
 
         Raises SourceUnusable if another try cannot help: the certificate does not verify, the proxy wants a password,
         or the client is closed. Raises TransientError for every other failure, from name resolution to a broken body.
         """
-        outcome = await self._exchange(url, body, on_sent, max_reply_bytes)
+        if self._closed:
+            raise SourceUnusable(f"source {self._name!r} is closed", certain=True)
+        outcome = await self._exchange(url, body, on_sent, Reading(self._name, url, max_reply_bytes, streaming))
         if isinstance(outcome, HTTPReply):
             return outcome
         try:
-            # Raised here, the error has no `__context__` (an error of aiohttp holds the request's headers), and no
+            # Raised here, the error has no `__context__` (an error of the library holds the request's headers), and no
             # frame of its traceback holds a part of the reply.
             raise outcome
         finally:
             # Breaks the reference cycle of error, traceback and frame, which would keep the prompt in memory.
             del outcome
 
+    @abstractmethod
+    async def _exchange(
+        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading
+    ) -> HTTPReply | SourceError:
+        """Send the request, and read the reply with `reading`. Return errors instead of raising them."""
+
+    @abstractmethod
+    def _open_session(self) -> S:
+        """Open a session in the running loop."""
+
+    @abstractmethod
+    async def _close_session(self, session: S) -> None:
+        """Close a session in its own loop."""
+
+    @abstractmethod
+    async def _abandon_session(self, session: S) -> None:
+        """Close what can be closed of a session whose loop was closed without being shut down."""
+
+    def _is_closed(self, session: S) -> bool:
+        return False
+
     async def aclose(self) -> None:
         """Close the sessions. Idempotent; requests in flight fail."""
         self._closed = True
-        await self._close_sessions()
-
-    async def _close_sessions(self) -> None:
         here = asyncio.get_running_loop()
         for loop, (session, keeper) in list(self._sessions.items()):
             del self._sessions[loop]
             if loop is here:
                 await keeper.aclose()
             elif loop.is_closed():
-                await _abandon(session)
+                await self._abandon_session(session)
             else:
                 asyncio.run_coroutine_threadsafe(keeper.aclose(), loop)
 
-    async def _session(self) -> aiohttp.ClientSession:
+    async def _session(self) -> S:
         loop = asyncio.get_running_loop()
         session, _ = self._sessions.get(loop, (None, None))
-        if session is None or session.closed:
+        if session is None or self._is_closed(session):
             # The session is stored before the first await, so that concurrent requests share it.
             closed = [self._sessions.pop(other)[0] for other in list(self._sessions) if other.is_closed()]
             session = self._open_session()
-            keeper = _keep(session)
+            keeper = self._keep(session)
             self._sessions[loop] = (session, keeper)
             await keeper.__anext__()
             for abandoned in closed:
-                await _abandon(abandoned)
+                await self._abandon_session(abandoned)
         return session
 
-    def _open_session(self) -> aiohttp.ClientSession:
-        return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
-                # The scheduler limits concurrency. A second limit here would queue requests unseen.
-                limit=0,
-                keepalive_timeout=_KEEP_ALIVE_S,
-                ttl_dns_cache=_DNS_CACHE_S,
-                ssl=self._verify_tls,
-            ),
-            headers=self._headers,
-            cookie_jar=aiohttp.DummyCookieJar(),
-            timeout=aiohttp.ClientTimeout(total=None, connect=self._connect_s),
-            trust_env=False,
+    async def _keep(self, session: S) -> AsyncGenerator[None, None]:
+        # A loop that shuts down closes its asynchronous generators. So this generator closes a session that its owner
+        # left open; once the loop is closed, it could not be closed any more.
+        try:
+            yield
+        finally:
+            await self._close_session(session)
+
+    def _untrusted(self, where: str, error: BaseException) -> SourceUnusable:
+        """The error for a certificate that does not verify."""
+        reason = getattr(error, "verify_message", "") or str(error)
+        return SourceUnusable(
+            f"{where}: the server's certificate does not verify ({self.redactor.of(reason)}); fix the certificate, "
+            "or set SSL_CERT_FILE to the certificate of the authority that signed it (verify_tls is on)"
         )
 
-    async def _exchange(
-        self, url: URL, body: bytes, on_sent: Callable[[], None], limit: int
-    ) -> HTTPReply | SourceError:
-        if self._closed:
-            return SourceUnusable(f"source {self._name!r} is closed", certain=True)
-        try:
-            session = await self._session()
-            async with session.post(
-                url, data=_payload(body, on_sent), proxy=self._proxies.get(url), allow_redirects=False
-            ) as response:
-                if not 200 <= response.status < 300:
-                    return await _read_error(response, limit)
-                reply = await _read(response, limit)
-                if reply is not None:
-                    return reply
-                said = f"source {self._name!r} ({url}): reply larger than {limit:,} bytes"
-                return TransientError(said, status=response.status)
-        except Exception as error:
-            return self._failure(error, url)
-
-    def _failure(self, error: Exception, url: URL) -> SourceError:
-        where = f"source {self._name!r} ({url})"
-        if isinstance(error, (ssl.SSLCertVerificationError, aiohttp.ClientConnectorCertificateError)):
-            cause = getattr(error, "certificate_error", error)
-            reason = getattr(cause, "verify_message", "") or str(cause)
-            return SourceUnusable(
-                f"{where}: the server's certificate does not verify ({self.redactor.of(reason)}); fix the certificate, "
-                "or set SSL_CERT_FILE to the certificate of the authority that signed it (verify_tls is on)"
-            )
-        if isinstance(error, aiohttp.ClientHttpProxyError):
-            kind = SourceUnusable if error.status == 407 else TransientError
-            return kind(f"{where}: the proxy answered {error.status} to CONNECT", status=error.status)
-        if isinstance(error, aiohttp.ConnectionTimeoutError):
-            return TransientError(f"{where}: could not connect within {self._connect_s:g} s")
-        if isinstance(error, aiohttp.ClientConnectorDNSError):
-            return TransientError(f"{where}: the name {self.redactor.of(error.host)!r} could not be resolved")
-        if isinstance(error, aiohttp.ClientProxyConnectionError):
-            return TransientError(f"{where}: could not connect to the proxy{_errno(error)}")
-        if isinstance(error, aiohttp.ClientConnectorSSLError):
-            reason = _ssl_reason(error)
-            hint = "; the server probably speaks http, not https" if reason in _NOT_TLS else ""
-            return TransientError(f"{where}: the TLS handshake failed ({self.redactor.of(reason)}){hint}")
-        if isinstance(error, aiohttp.ClientConnectorError):
-            return TransientError(f"{where}: could not connect{_errno(error)}")
-        if isinstance(error, aiohttp.ServerDisconnectedError):
-            return TransientError(f"{where}: the server closed the connection without an answer")
-        if isinstance(error, aiohttp.ClientPayloadError):
-            return TransientError(f"{where}: the body of the reply broke off or could not be decoded")
-        if isinstance(error, aiohttp.ClientResponseError):
-            return TransientError(f"{where}: the reply is not valid HTTP ({self.redactor.of(error.message)})")
-        if isinstance(error, OSError):
-            return TransientError(f"{where}: the connection failed{_errno(error)}")
-        if isinstance(error, aiohttp.ClientConnectionError):
-            return TransientError(f"{where}: the connection was lost")
-        # Of any other error (ValueError of a parser, zlib.error, RuntimeError of a closed session) only the type is
-        # shown, because its text may hold secrets.
-        return TransientError(f"{where}: the request failed with {type(error).__name__}")
+    def _no_handshake(self, where: str, error: BaseException) -> TransientError:
+        """The error for a TLS handshake that failed."""
+        reason = (getattr(error, "reason", None) if isinstance(error, ssl.SSLError) else None) or type(error).__name__
+        hint = "; the server probably speaks http, not https" if reason in NOT_TLS else ""
+        return TransientError(f"{where}: the TLS handshake failed ({self.redactor.of(reason)}){hint}")
 
     def __repr__(self) -> str:
-        return f"HTTPClient({self._name!r})"
+        return f"{type(self).__name__}({self._name!r})"
+
+
+class Reading:
+    """Reads the reply of one request, within its limits."""
+
+    __slots__ = ("_streaming", "limit", "sent_at", "where")
+
+    def __init__(self, name: str, url: URL, limit: int, streaming: Streaming | None) -> None:
+        self.where = f"source {name!r} ({url})"
+        self.sent_at = 0.0
+        """Time at which the request was written, on the event loop's clock."""
+        self.limit = limit
+        self._streaming = streaming
+
+    async def read(self, incoming: Incoming) -> HTTPReply | SourceError:
+        """Read the body. What the library raises passes through."""
+        if not 200 <= incoming.status < 300:
+            return await self._error(incoming)
+        media_type = incoming.headers.get("Content-Type", "").partition(";")[0].strip().lower()
+        if self._streaming is not None and media_type == MEDIA_TYPE:
+            return await self._stream(incoming, self._streaming)
+        body = bytearray()
+        async for chunk in incoming.chunks():
+            body += chunk
+            if len(body) > self.limit:
+                incoming.abort()
+                said = f"{self.where}: reply larger than {self.limit:,} bytes"
+                return TransientError(said, status=incoming.status)
+        return HTTPReply(incoming.status, incoming.headers, bytes(body))
+
+    async def _error(self, incoming: Incoming) -> HTTPReply:
+        limit = min(self.limit, _ERROR_BODY_BYTES)
+        body = bytearray()
+        try:
+            with incoming.within(_ERROR_BODY_S):
+                async for chunk in incoming.chunks():
+                    body += chunk
+                    if len(body) > limit:
+                        incoming.abort()
+                        break
+        except Exception:  # the libraries raise many kinds; the status is known, and the body is only an explanation
+            pass
+        return HTTPReply(incoming.status, incoming.headers, bytes(body[:limit]))
+
+    async def _stream(self, incoming: Incoming, streaming: Streaming) -> HTTPReply | SourceError:
+        reader, parser, loop = streaming.reader, EventParser(self.limit), asyncio.get_running_loop()
+        size, first_at, cut = 0, None, False
+        try:
+            with incoming.within(None) as timer:
+                async for chunk in incoming.chunks():
+                    size += len(chunk)
+                    if size > self.limit * _STREAM_FACTOR:
+                        raise StreamBroken(f"more than {self.limit * _STREAM_FACTOR:,} bytes of events")
+                    before = len(reader.text)
+                    for event in parser.feed(chunk):
+                        timer.restart(streaming.idle_s)
+                        reader.read(event)
+                        if reader.ended:
+                            break
+                    if len(reader.text) > self.limit:
+                        raise StreamBroken(f"a text larger than {self.limit:,} bytes")
+                    if first_at is None and reader.tokens:
+                        first_at = loop.time()
+                    if reader.ended:
+                        break
+                    if streaming.complete is not None and not reader.whole and len(reader.text) > before:
+                        cut = streaming.complete(reader.text)
+                        if cut:
+                            break
+            if timer.expired:
+                raise StreamBroken(f"no event within {streaming.idle_s:g} s")
+            if not (cut or reader.whole):
+                raise StreamBroken("a stream that ended before the answer was whole")
+        except StreamBroken as broken:
+            incoming.abort()
+            return TransientError(f"{self.where} answered with {broken}", status=incoming.status)
+        if cut:
+            incoming.abort()
+        elif reader.ended:
+            await self._drain(incoming)
+        facts = StreamFacts(None if first_at is None else first_at - self.sent_at, reader.tokens, cut)
+        return HTTPReply(incoming.status, incoming.headers, orjson.dumps(reader.body()), facts)
+
+    async def _drain(self, incoming: Incoming) -> None:
+        """Read to the end of a stream after its last event, so that its connection can be used again."""
+        left = _STREAM_END_BYTES
+        try:
+            with incoming.within(_STREAM_END_S) as timer:
+                async for chunk in incoming.chunks():
+                    left -= len(chunk)
+                    if left < 0:
+                        break
+        except Exception:  # the answer is whole, whatever follows
+            return
+        if left < 0 or timer.expired:
+            incoming.abort()
 
 
 def proxy_for(url: URL) -> URL | None:
@@ -223,90 +361,7 @@ def proxy_for(url: URL) -> URL | None:
     return proxy if proxy is not None and proxy.scheme in ("http", "https") else None
 
 
-class _Body(aiohttp.BytesPayload):
-    """A body that calls `on_sent` when it is written. aiohttp's tracing could do it, but adds 20% to each request."""
-
-    def __init__(self, body: bytes, on_sent: Callable[[], None]) -> None:
-        super().__init__(body, content_type="application/json")
-        self._on_sent: Callable[[], None] | None = on_sent
-
-    # It depends on the release of aiohttp which of the two it calls, and whether one calls the other.
-    async def write(self, writer: AbstractStreamWriter) -> None:
-        self._report_sent()
-        await super().write(writer)
-
-    async def write_with_length(self, writer: AbstractStreamWriter, content_length: int | None) -> None:
-        self._report_sent()
-        await super().write_with_length(writer, content_length)
-
-    def _report_sent(self) -> None:
-        on_sent, self._on_sent = self._on_sent, None
-        if on_sent is not None:
-            on_sent()
-
-
-async def _keep(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
-    # A loop that shuts down closes its asynchronous generators. So this generator closes a session that its owner left
-    # open; once the loop is closed, it could not be closed any more.
-    try:
-        yield
-    finally:
-        await session.close()
-
-
-async def _abandon(session: aiohttp.ClientSession) -> None:
-    """Close what can be closed of a session whose loop was closed without being shut down: its connector."""
-    connector = session.connector
-    session.detach()
-    if connector is not None:
-        await connector.close()
-
-
-async def _read(response: aiohttp.ClientResponse, limit: int) -> HTTPReply | None:
-    """Read the body. If it is larger than `limit`, close the connection and return None."""
-    body = bytearray()
-    async for chunk in response.content.iter_any():
-        body += chunk
-        if len(body) > limit:
-            response.close()
-            return None
-    return HTTPReply(response.status, response.headers, bytes(body))
-
-
-async def _read_error(response: aiohttp.ClientResponse, limit: int) -> HTTPReply:
-    limit = min(limit, _ERROR_BODY_BYTES)
-    body = bytearray()
-    # A timer closes the response, which ends the read with an error. A time-out around the read could swallow a
-    # cancellation that arrives at the same moment.
-    timer = asyncio.get_running_loop().call_later(_ERROR_BODY_S, response.close)
-    try:
-        async for chunk in response.content.iter_any():
-            body += chunk
-            if len(body) > limit:
-                response.close()
-                break
-    except (aiohttp.ClientError, OSError):
-        # The status is known, and the body is only an explanation.
-        pass
-    finally:
-        timer.cancel()
-    return HTTPReply(response.status, response.headers, bytes(body[:limit]))
-
-
-def _payload(body: bytes, on_sent: Callable[[], None]) -> _Body:
-    if len(body) <= _LARGE_BODY_BYTES:
-        return _Body(body, on_sent)
-    with warnings.catch_warnings():
-        # aiohttp warns of large bodies and recommends files. Our bodies are in memory already.
-        warnings.simplefilter("ignore", ResourceWarning)
-        return _Body(body, on_sent)
-
-
-def _errno(error: OSError) -> str:
-    # The operating system's message is short; aiohttp's adds the TLS settings.
-    reason = getattr(error, "os_error", error)
-    return f" ({reason.strerror})" if isinstance(reason, OSError) and reason.strerror else ""
-
-
-def _ssl_reason(error: aiohttp.ClientConnectorSSLError) -> str:
-    return getattr(error.os_error, "reason", None) or type(error.os_error).__name__
+def os_reason(error: BaseException) -> str:
+    """Return the operating system's words for an error, in brackets; "" if there are none."""
+    # The message of a library adds the address and the TLS settings.
+    return f" ({error.strerror})" if isinstance(error, OSError) and error.strerror else ""

@@ -35,9 +35,10 @@ class Redactor:
     """
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
+        self._secrets = tuple(secrets)
         self._long: list[str] = []
         short: list[str] = []
-        for secret in dict.fromkeys(form for value in secrets for part in _parts(value) for form in _forms(part)):
+        for secret in dict.fromkeys(form for value in self._secrets for part in _parts(value) for form in _forms(part)):
             if len(secret) >= _TELLING_CHARS:
                 self._long.append(secret)
             elif not _NUMBER.fullmatch(secret):
@@ -45,6 +46,10 @@ class Redactor:
         bare = (secret.replace("\\", "") for secret in self._long)
         self._bare = [secret for secret in dict.fromkeys(bare) if len(secret) >= _TELLING_CHARS]
         self._short = re.compile(rf"(?<!\w)(?:{'|'.join(short)})(?!\w)") if short else None
+
+    def beside(self, secrets: Iterable[str]) -> Redactor:
+        """Return a redactor of these secrets and its own."""
+        return Redactor([*self._secrets, *secrets])
 
     def of(self, text: str | bytes, limit: int = EXCERPT_CHARS) -> str:
         """Return at most `limit` characters of `text`, with secrets redacted and control characters escaped."""

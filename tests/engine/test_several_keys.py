@@ -56,8 +56,8 @@ async def test_a_revoked_key_takes_only_itself_out(tree, make_sample, caplog):
             outcomes = await engine.score_all([make_sample(n) for n in range(30, 90)])
             states = {name: source.state for name, source in engine.statistics().sources.items()}
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
-    assert states["judge#2"] == "out"
-    assert "out" not in (states["judge#1"], states["judge#3"])
+    assert states["judge#2"] == "unusable"
+    assert "unusable" not in (states["judge#1"], states["judge#3"])
     assert "judge#2" in caplog.text
     assert not any(key in caplog.text for key in KEYS)
 

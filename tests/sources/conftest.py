@@ -139,9 +139,16 @@ def completed() -> Callable[..., dict[str, Any]]:
     return completion
 
 
+@pytest.fixture(params=["aiohttp", "httpx"])
+def client(request: pytest.FixtureRequest) -> str:
+    """The HTTP client of the sources; every test over HTTP runs with both."""
+    return str(request.param)
+
+
 @pytest.fixture
-def open_source() -> Callable[..., OpenAISource]:
+def open_source(client: str) -> Callable[..., OpenAISource]:
     def make(*base_urls: str, **settings: Any) -> OpenAISource:
+        settings.setdefault("client", client)
         settings.setdefault("api_key", KEY)
         return OpenAISource("fast", OpenAISource.Config(kind="openai", base_url=base_urls, model="judge", **settings))
 
@@ -149,8 +156,9 @@ def open_source() -> Callable[..., OpenAISource]:
 
 
 @pytest.fixture
-def open_service() -> Callable[..., HTTPSource]:
+def open_service(client: str) -> Callable[..., HTTPSource]:
     def make(*urls: str, **settings: Any) -> HTTPSource:
+        settings.setdefault("client", client)
         settings.setdefault("api_key", KEY)
         return HTTPSource("rm", HTTPSource.Config(kind="http", url=urls, **settings))
 

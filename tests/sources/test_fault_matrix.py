@@ -39,7 +39,7 @@ CLASSES: dict[type, set[str]] = {
     Reply: {"close_after", "wrong_model", "slow_headers", "slow_body"}
     | {kind.value for kind in FaultKind if kind.stage == "verdict" and kind.value not in ("refusal", "null_content")},
 }
-CLOSING = ("close_after", "slow_headers", "slow_body")
+CLOSING = ("close_after", "slow_headers", "slow_body", "short_length")
 PAUSES_S = {"error_429_huge": 300.0, "error_429_negative": None, "error_429": None}
 
 

@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import shutil
+import socket
 import ssl
 import subprocess
 import traceback
@@ -11,6 +12,7 @@ import zlib
 from collections.abc import Callable
 from typing import Any
 
+import httpx
 import pytest
 
 from qreward_plugins.errors import (
@@ -23,7 +25,7 @@ from qreward_plugins.errors import (
     Throttled,
     TransientError,
 )
-from qreward_plugins.sources import OpenAISource, http
+from qreward_plugins.sources import OpenAISource, aiohttp_client, http
 
 pytestmark = pytest.mark.anyio
 PATIENCE_S = 10.0
@@ -350,7 +352,7 @@ async def test_a_connection_that_is_never_accepted_times_out(
 
 async def test_a_name_that_does_not_resolve(open_source: Any, request_of: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     async def unknown(*args: Any, **kwargs: Any) -> Any:
-        raise OSError(-2, "Name or service not known")
+        raise socket.gaierror(-2, "Name or service not known")
 
     monkeypatch.setattr(asyncio.get_running_loop(), "getaddrinfo", unknown)
     source = open_source("http://nowhere.example/v1")
@@ -369,7 +371,8 @@ async def test_a_foreign_exception_of_any_kind_is_mapped(
         def fail(*args: Any, error: Exception = raised, **kwargs: Any) -> Any:
             raise error
 
-        monkeypatch.setattr(http, "_payload", fail)
+        monkeypatch.setattr(aiohttp_client, "_payload", fail)
+        monkeypatch.setattr(httpx.AsyncClient, "build_request", fail)
         error = await failure(source, request_of())
         assert type(error) is TransientError
         assert key not in str(error)
@@ -492,11 +495,17 @@ async def test_a_thousand_requests_of_which_a_third_are_cancelled_leak_nothing(
         assert results.count("cancelled") == len(hanging) > 250
         assert results.count("fine") == 1000 - len(hanging)
         [(session, _)] = source._http._sessions.values()
-        assert session.connector._acquired == set()
+        if isinstance(session, dict):
+            [session] = session.values()
+            pool = session._transport._pool
+            assert pool._requests == []
+            assert all(connection.is_idle() for connection in pool.connections)
+        else:
+            assert session.connector._acquired == set()
         assert all(replica.in_flight == 0 for replica in source._replicas._replicas)
         assert (await source.send(request_of(), on_sent=unheard)).text == "fine"
         await source.aclose()
-        assert session.closed
+        assert session.is_closed if isinstance(session, httpx.AsyncClient) else session.closed
     assert asyncio.all_tasks() == before
 
 

@@ -397,7 +397,7 @@ def test_a_source_is_shown_by_its_urls() -> None:
     config = HTTPSource.Config(**CONFIG, api_key="secret-key-1", verify_tls=False)
     source = HTTPSource("s", config)
     assert repr(source) == "HTTPSource('s', https://h:8000/score)"
-    assert source._http._verify_tls is False
+    assert source._http._connecting.verify_tls is False
     assert "secret-key-1" not in repr(config) + str(config.model_dump())
 
 

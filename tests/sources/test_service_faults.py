@@ -45,7 +45,7 @@ CLASSES: dict[type, set[str]] = {
     },
     Verdict: {"close_after", "wrong_model", "slow_headers", "slow_body"},
 }
-CLOSING = ("close_after", "slow_headers", "slow_body")
+CLOSING = ("close_after", "slow_headers", "slow_body", "short_length")
 ANSWERS: dict[str, Any] = {
     "number": 0.25,
     "mapping": {"score": 0.25, "acc": True},

@@ -9,7 +9,8 @@ import warnings
 import pytest
 from yarl import URL
 
-from qreward_plugins.sources.http import HTTPClient
+from qreward_plugins.sources.aiohttp_client import AiohttpClient
+from qreward_plugins.sources.http import Connecting
 from qreward_plugins.testing import JudgeServer
 
 
@@ -26,7 +27,7 @@ async def ask(client, server):
 
 
 def test_after_a_loop_that_was_closed_hard_first_requests_at_once_share_one_session(server):
-    client = HTTPClient("a", (), {}, verify_tls=True, connect_s=5.0)
+    client = AiohttpClient(Connecting("a", {}, {}, (), True, 5.0, {}))
     opened = []
     open_session = client._open_session
     client._open_session = lambda: opened.append(open_session()) or opened[-1]

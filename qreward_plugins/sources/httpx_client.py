@@ -1,0 +1,396 @@
+"""Posts requests with httpx: HTTP/2, SOCKS proxies, client certificates, and any `httpx.Auth`.
+
+It behaves as the client over aiohttp. Three things need care:
+
+- httpx reports that a request is sent through the extension `trace` of httpcore.
+- If requests wait in httpx's pool and are cancelled, their slots stay taken for ever (httpx 0.28, httpcore 1.0.9). So
+  the pool has no limit, and `slots` of the source keeps the scheduler below `max_connections`.
+- httpx decompresses whole chunks, so a bomb of 64 KiB would take 64 MB. This module decompresses in bounded pieces.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import ssl
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import Any, TypeAlias
+
+import anyio
+import httpx
+from yarl import URL
+
+from ..errors import SourceError, SourceUnusable, TransientError
+from .http import KEEP_ALIVE_S, NO_SECRETS, Connecting, HTTPClient, HTTPReply, Incoming, Reading, Timer, os_reason
+from .redactor import Redactor
+
+_PIECE_BYTES = 65_536
+_LIMIT = "qreward_max_reply_bytes"
+_TOKEN_REPLY_BYTES = 1_048_576
+"""Largest reply to a request of an `httpx.Auth`, such as for a token, in bytes."""
+_KNOWN_HEADERS = NO_SECRETS | {"host", "connection", "content-length", "transfer-encoding"}
+_MOST_CREDENTIALS = 16
+"""Credentials of an `httpx.Auth` that are kept for redaction. They are renewed from time to time."""
+
+# httpcore logs the password of a SOCKS proxy at level DEBUG.
+logging.getLogger("httpcore.socks").addFilter(lambda record: "auth=" not in record.getMessage())
+
+_Clients: TypeAlias = dict[URL | None, httpx.AsyncClient]
+"""The clients of one event loop, by proxy: httpx has one proxy for each client."""
+
+
+class HttpxClient(HTTPClient[_Clients]):
+    """An `HTTPClient` over httpx. `context` has the client's certificate, if there is one."""
+
+    def __init__(
+        self, connecting: Connecting, *, context: ssl.SSLContext, http2: bool = False, auth: httpx.Auth | None = None
+    ) -> None:
+        super().__init__(connecting)
+        self._context = context
+        self._http2 = http2
+        self._auth = None if auth is None else _Watched(auth, self._note)
+        self._credentials: dict[str, None] = {}
+        self._with_credentials: Redactor | None = None
+
+    @property
+    def redactor(self) -> Redactor:
+        return self._with_credentials or self._redactor
+
+    def _note(self, headers: httpx.Headers) -> None:
+        """Remember what the `httpx.Auth` added to a request: a server may echo it."""
+        own = {name.lower() for name in self._headers}
+        for name, value in headers.multi_items():
+            if name.lower() in own or name.lower() in _KNOWN_HEADERS or value in self._credentials:
+                continue
+            self._credentials[value] = None
+            if len(self._credentials) > _MOST_CREDENTIALS:
+                del self._credentials[next(iter(self._credentials))]
+            self._with_credentials = self._redactor.beside(self._credentials)
+
+    def _open_session(self) -> _Clients:
+        return {}
+
+    async def _close_session(self, session: _Clients) -> None:
+        for client in session.values():
+            await client.aclose()
+
+    async def _abandon_session(self, session: _Clients) -> None:
+        # Its sockets are closed when they are collected; httpx can close them only in their own loop.
+        session.clear()
+
+    def _client(self, clients: _Clients, proxy: URL | None) -> httpx.AsyncClient:
+        client = clients.get(proxy)
+        if client is None:
+            transport: httpx.AsyncBaseTransport = httpx.AsyncHTTPTransport(
+                verify=self._context,
+                http2=self._http2,
+                proxy=None if proxy is None else self._proxy(proxy),
+                limits=httpx.Limits(
+                    max_connections=None, max_keepalive_connections=None, keepalive_expiry=KEEP_ALIVE_S
+                ),
+                trust_env=False,
+            )
+            if self._auth is not None:
+                transport = _Capped(transport)
+            client = clients[proxy] = httpx.AsyncClient(
+                headers={"Accept-Encoding": "gzip, deflate" if self._auth is None else "identity", **self._headers},
+                transport=transport,
+                auth=self._auth,
+                # Keeps no cookies.
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
+                # `_exchange` limits the connecting as a whole; httpx would limit each of its steps.
+                timeout=None,
+                trust_env=False,
+                follow_redirects=False,
+            )
+        return client
+
+    def _proxy(self, url: URL) -> httpx.Proxy:
+        return httpx.Proxy(str(url), ssl_context=self._context if url.scheme == "https" else None)
+
+    async def _exchange(
+        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading
+    ) -> HTTPReply | SourceError:
+        proxy = self._connecting.proxies.get(url)
+        incoming: _Incoming | None = None
+        connecting = anyio.CancelScope()
+        watch = _Watch(connecting, self._connecting.connect_s, on_sent, reading)
+        try:
+            client = self._client(await self._session(), proxy)
+            with connecting:
+                request = client.build_request(
+                    "POST",
+                    str(url),
+                    content=body,
+                    headers={"Content-Type": "application/json"},
+                    extensions={"trace": watch.trace, _LIMIT: reading.limit},
+                )
+                response = await client.send(request, stream=True)
+                incoming = _Incoming(response)
+            if incoming is None:
+                return TransientError(f"{reading.where}: could not connect within {self._connecting.connect_s:g} s")
+            try:
+                return await reading.read(incoming)
+            finally:
+                await incoming.aclose()
+        except Exception as error:
+            return self._failure(error, reading.where, url, proxy, answered=incoming is not None)
+        finally:
+            await watch.aclose()
+
+    def _failure(self, error: Exception, where: str, url: URL, proxy: URL | None, *, answered: bool) -> SourceError:
+        causes = list(_causes(error))
+        untrusted = _first(causes, ssl.SSLCertVerificationError)
+        if untrusted is not None and not answered:
+            return self._untrusted(where, untrusted)
+        if isinstance(error, httpx.ProxyError):
+            return self._refused_by_proxy(error, where)
+        if _first(causes, socket.gaierror) is not None:
+            host = (proxy or url).host or ""
+            return TransientError(f"{where}: the name {self.redactor.of(host)!r} could not be resolved")
+        failed = next((cause for cause in causes if isinstance(cause, OSError) and cause.strerror), error)
+        if isinstance(error, httpx.ConnectError):
+            handshake = _first(causes, ssl.SSLError)
+            if handshake is not None:
+                return self._no_handshake(where, handshake)
+            return TransientError(f"{where}: could not connect{' to the proxy' if proxy else ''}{os_reason(failed)}")
+        if isinstance(error, _Undecodable) or (answered and isinstance(error, httpx.RemoteProtocolError)):
+            return TransientError(f"{where}: the body of the reply broke off or could not be decoded")
+        if isinstance(error, httpx.RemoteProtocolError):
+            if "disconnected without" in str(error):
+                return TransientError(f"{where}: the server closed the connection without an answer")
+            return TransientError(f"{where}: the reply is not valid HTTP ({self.redactor.of(str(error))})")
+        if isinstance(error, (httpx.NetworkError, OSError)):
+            return TransientError(f"{where}: the connection failed{os_reason(failed)}")
+        if isinstance(error, AuthFailed):
+            return TransientError(f"{where}: its auth raised {error}")
+        # Of any other error only the type is shown, because its text may hold secrets.
+        return TransientError(f"{where}: the request failed with {type(error).__name__}")
+
+    def _refused_by_proxy(self, error: httpx.ProxyError, where: str) -> SourceError:
+        said = str(error)
+        status = int(said[:3]) if said[:3].isdecimal() else None
+        if status is not None:
+            kind = SourceUnusable if status == 407 else TransientError
+            return kind(f"{where}: the proxy answered {status} to CONNECT", status=status)
+        if "username/password" in said.lower() or "requested" in said.lower():
+            return SourceUnusable(f"{where}: the proxy refused the user or the password")
+        return TransientError(f"{where}: the proxy refused the connection ({self.redactor.of(said)})")
+
+
+class AuthFailed(Exception):
+    """The `httpx.Auth` of a source raised. The text is the type of its error, whose own text may hold secrets."""
+
+
+class _Watched(httpx.Auth):
+    """An `httpx.Auth` whose requests are noted, and whose errors are told apart from those of the connection."""
+
+    def __init__(self, auth: httpx.Auth, note: Callable[[httpx.Headers], None]) -> None:
+        self._auth = auth
+        self._note = note
+
+    async def async_auth_flow(self, request: httpx.Request) -> AsyncGenerator[httpx.Request, httpx.Response]:
+        failed = ""
+        flow = self._auth.async_auth_flow(request)
+        try:
+            try:
+                asked = await flow.__anext__()
+            except Exception as error:
+                failed = type(error).__name__
+            while not failed:
+                self._note(asked.headers)
+                response = yield asked
+                try:
+                    asked = await flow.asend(response)
+                except StopAsyncIteration:
+                    return
+                except Exception as error:
+                    failed = type(error).__name__
+        finally:
+            await flow.aclose()
+        raise AuthFailed(failed)
+
+
+class _Capped(httpx.AsyncBaseTransport):
+    """Bounds the replies that an `httpx.Auth` may read as a whole, which httpx does not."""
+
+    def __init__(self, transport: httpx.AsyncBaseTransport) -> None:
+        self._transport = transport
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        response = await self._transport.handle_async_request(request)
+        if response.headers.get("Content-Encoding", "identity").lower() != "identity":
+            await response.aclose()
+            raise _Undecodable
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        response.stream = _CappedStream(response.stream, request.extensions.get(_LIMIT, _TOKEN_REPLY_BYTES))
+        return response
+
+    async def aclose(self) -> None:
+        await self._transport.aclose()
+
+
+class _CappedStream(httpx.AsyncByteStream):
+    def __init__(self, stream: httpx.AsyncByteStream, limit: int) -> None:
+        self._stream = stream
+        self._limit = limit
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        left = self._limit
+        async for chunk in self._stream:
+            left -= len(chunk)
+            # What is over the limit is passed on once, for `Reading` to say so.
+            yield chunk
+            if left < 0:
+                return
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+class _Watch:
+    """Watches the steps of one request: limits the connecting, and reports when the request is written."""
+
+    def __init__(
+        self, scope: anyio.CancelScope, connect_s: float, on_sent: Callable[[], None], reading: Reading
+    ) -> None:
+        self._scope = scope
+        self._connect_s = connect_s
+        self._on_sent: Callable[[], None] | None = on_sent
+        self._reading = reading
+        self._connected: Any = None
+
+    async def aclose(self) -> None:
+        """Close a connection whose TLS handshake did not end: httpcore leaves it open if it is cancelled."""
+        connected, self._connected = self._connected, None
+        if connected is not None:
+            with anyio.CancelScope(shield=True):
+                await connected.aclose()
+
+    async def trace(self, name: str, info: Mapping[str, Any]) -> None:
+        """Take in an event of httpcore."""
+        if self._on_sent is None:
+            return
+        if name == "connection.connect_tcp.started" or name == "socks.connect_tcp.started":
+            self._scope.deadline = anyio.current_time() + self._connect_s
+        elif name.endswith(".connect_tcp.complete"):
+            self._connected = info["return_value"]
+        elif name.endswith(".start_tls.complete"):
+            self._connected = None
+        elif name.endswith(".send_request_headers.started") and info["request"].method != b"CONNECT":
+            self._connected = None
+            on_sent, self._on_sent = self._on_sent, None
+            self._scope.deadline = float("inf")
+            self._reading.sent_at = asyncio.get_running_loop().time()
+            on_sent()
+
+
+class _Incoming(Incoming):
+    def __init__(self, response: httpx.Response) -> None:
+        self.status = response.status_code
+        self.headers = response.headers
+        self._response = response
+        # One for all readers, so that the next one goes on where the last one stopped, and that it can be closed.
+        self._chunks = self._decoded()
+
+    def chunks(self) -> AsyncIterator[bytes]:
+        return self._chunks
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()
+        await self._response.aclose()
+
+    async def _decoded(self) -> AsyncGenerator[bytes, None]:
+        if self._response.is_closed:
+            # Its `httpx.Auth` has read it.
+            yield self._response.content
+            return
+        decoder = _decoder(self.headers.get("Content-Encoding", ""))
+        async for chunk in self._response.aiter_raw():
+            if decoder is None:
+                yield chunk
+                continue
+            for piece in decoder.feed(chunk):
+                yield piece
+        if decoder is not None:
+            decoder.end()
+
+    @contextmanager
+    def _within(self, seconds: float | None) -> Iterator[_Timer]:
+        with anyio.CancelScope() as scope:
+            timer = _Timer(scope)
+            timer.restart(seconds)
+            yield timer
+
+    def within(self, seconds: float | None) -> AbstractContextManager[Timer]:
+        return self._within(seconds)
+
+    def abort(self) -> None:
+        """Do nothing: a response that is closed before its end closes its connection."""
+
+
+class _Timer:
+    def __init__(self, scope: anyio.CancelScope) -> None:
+        self._scope = scope
+
+    @property
+    def expired(self) -> bool:
+        return self._scope.cancelled_caught
+
+    def restart(self, seconds: float | None) -> None:
+        self._scope.deadline = float("inf") if seconds is None else anyio.current_time() + seconds
+
+
+class _Undecodable(Exception):
+    """A body whose compression is broken or unknown."""
+
+
+class _Decoder:
+    """Decompresses a body in pieces of at most `_PIECE_BYTES`."""
+
+    def __init__(self, wbits: int) -> None:
+        self._zlib = zlib.decompressobj(wbits)
+
+    def feed(self, chunk: bytes) -> Iterator[bytes]:
+        while chunk and not self._zlib.eof:
+            try:
+                piece = self._zlib.decompress(chunk, _PIECE_BYTES)
+            except zlib.error:
+                raise _Undecodable from None
+            if piece:
+                yield piece
+            chunk = self._zlib.unconsumed_tail
+
+    def end(self) -> None:
+        if not self._zlib.eof:
+            raise _Undecodable
+
+
+def _decoder(encoding: str) -> _Decoder | None:
+    encoding = encoding.strip().lower()
+    if encoding in ("", "identity"):
+        return None
+    if encoding in ("gzip", "x-gzip", "deflate"):
+        # 47: gzip or zlib, whichever comes.
+        return _Decoder(47)
+    raise _Undecodable
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error, and what caused it."""
+    left: list[BaseException] = [error]
+    for _ in range(32):
+        if not left:
+            return
+        one = left.pop(0)
+        yield one
+        left += [cause for cause in (one.__cause__ or one.__context__,) if cause is not None]
+        left += getattr(one, "exceptions", ())
+
+
+def _first(causes: list[BaseException], kind: type[BaseException]) -> BaseException | None:
+    return next((cause for cause in causes if isinstance(cause, kind)), None)

@@ -1,0 +1,318 @@
+"""What only the httpx client has: HTTP/2, SOCKS, client certificates, `httpx.Auth`, and its own mistakes."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import shutil
+import ssl
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import h2.config
+import h2.connection
+import h2.events
+import orjson
+import pytest
+from pydantic import ValidationError
+
+from qreward_plugins.errors import ConfigurationError, SourceError, SourceUnusable, TransientError
+from qreward_plugins.sources import OpenAISource
+
+pytestmark = pytest.mark.anyio
+SIGNING = str(Path(__file__).with_name("signing.py"))
+TOKEN = "tok-0123456789-abcdef-secret"
+PATIENCE_S = 10.0
+
+
+@pytest.fixture
+def opened() -> Any:
+    def make(base_url: str, **settings: Any) -> OpenAISource:
+        options = {"client": "httpx", **settings}
+        return OpenAISource("fast", OpenAISource.Config(kind="openai", base_url=[base_url], model="judge", **options))
+
+    return make
+
+
+async def ask(source: OpenAISource, request: Any) -> Any:
+    sent: list[int] = []
+    try:
+        reply = await asyncio.wait_for(source.send(request, on_sent=lambda: sent.append(1)), PATIENCE_S)
+    finally:
+        assert len(sent) <= 1
+    assert sent == [1]
+    return reply
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    openssl = shutil.which("openssl")
+    if openssl is None:
+        pytest.skip("there is no openssl to make certificates with")
+    folder = tmp_path_factory.mktemp("mtls")
+    name = ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1"]
+    for who, key in (("server", ["-nodes"]), ("client", ["-nodes"]), ("locked", ["-passout", "pass:sesame-12345"])):
+        command = [openssl, "req", "-x509", "-newkey", "rsa:2048", *key, *name, "-days", "2"]
+        out = ["-keyout", folder / f"{who}.key", "-out", folder / f"{who}.pem"]
+        subprocess.run([*command, *out], check=True, capture_output=True)
+    return folder
+
+
+def tls(folder: Path, *, clients: str = "", protocols: tuple[str, ...] = ("http/1.1",)) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "server.pem", folder / "server.key")
+    context.set_alpn_protocols(list(protocols))
+    if clients:
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_verify_locations(folder / f"{clients}.pem")
+    return context
+
+
+@pytest.mark.parametrize("who", ["client", "locked"])
+async def test_mutual_tls(
+    who: str, serve: Any, opened: Any, request_of: Any, completed: Any, certificates: Path, monkeypatch: Any
+) -> None:
+    async def script(exchange: Any) -> None:
+        exchange.reply(completed())
+
+    monkeypatch.setenv("SSL_CERT_FILE", str(certificates / "server.pem"))
+    cert = [str(certificates / f"{who}.pem"), str(certificates / f"{who}.key")]
+    password = {"cert_password": "sesame-12345"} if who == "locked" else {}
+    async with serve(script, tls(certificates, clients=who)) as server:
+        source = opened(server.base_url, httpx={"cert": cert, **password})
+        assert (await ask(source, request_of())).text == "fine"
+        await source.aclose()
+        stranger = opened(server.base_url)
+        with pytest.raises(TransientError):
+            await ask(stranger, request_of())
+        await stranger.aclose()
+
+
+async def test_http2_carries_many_requests_over_one_connection(
+    opened: Any, request_of: Any, completed: Any, certificates: Path
+) -> None:
+    connections = 0
+    writers: set[Any] = set()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        writers.add(writer)
+        http = h2.connection.H2Connection(config=h2.config.H2Configuration(client_side=False))
+        http.initiate_connection()
+        writer.write(http.data_to_send())
+        while data := await reader.read(65_536):
+            for event in http.receive_data(data):
+                if isinstance(event, h2.events.StreamEnded):
+                    http.send_headers(event.stream_id, [(":status", "200"), ("content-type", "application/json")])
+                    http.send_data(event.stream_id, orjson.dumps(completed()), end_stream=True)
+            writer.write(http.data_to_send())
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0, ssl=tls(certificates, protocols=("h2",)))
+    port = server.sockets[0].getsockname()[1]
+    source = opened(f"https://127.0.0.1:{port}/v1", verify_tls=False, httpx={"http2": True})
+    replies = await asyncio.gather(*(ask(source, request_of(str(n))) for n in range(20)))
+    assert [reply.text for reply in replies] == ["fine"] * 20
+    assert connections == 1
+    await source.aclose()
+    server.close()
+    for writer in writers:
+        writer.close()
+    for _ in range(5):
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("password", ["right-password-1", "wrong-password-1"])
+async def test_socks_with_a_password(
+    password: str, serve: Any, opened: Any, request_of: Any, completed: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.DEBUG)
+    targets: list[str] = []
+
+    async def script(exchange: Any) -> None:
+        exchange.reply(completed())
+
+    async def socks(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            await reader.readexactly(2 + (await reader.readexactly(2))[1] - 2)
+            writer.write(b"\x05\x02")
+            user = await reader.readexactly((await reader.readexactly(2))[1])
+            given = await reader.readexactly((await reader.readexactly(1))[0])
+            if (user, given) != (b"me", b"right-password-1"):
+                writer.write(b"\x01\x01")
+                return
+            writer.write(b"\x01\x00")
+            await reader.readexactly(4)
+            targets.append((await reader.readexactly((await reader.readexactly(1))[0])).decode())
+            await reader.readexactly(2)
+            writer.write(b"\x05\x00\x00\x01\x7f\x00\x00\x01\x00\x00")
+            inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", server.port)
+            inner_writer.write(await reader.readuntil(b"}]}"))
+            writer.write(await inner_reader.read(65_536))
+            inner_writer.close()
+        finally:
+            writer.close()
+
+    proxy = await asyncio.start_server(socks, "127.0.0.1", 0)
+    url = f"socks5://me:{password}@127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+    async with serve(script) as server:
+        source = opened("http://judge.example/v1", httpx={"proxy": url})
+        if password.startswith("right"):
+            assert (await ask(source, request_of())).text == "fine"
+            assert targets == ["judge.example"]
+        else:
+            with pytest.raises(SourceUnusable, match="the proxy refused the user or the password"):
+                await source.send(request_of(), on_sent=lambda: None)
+        await source.aclose()
+        proxy.close()
+        await asyncio.sleep(0.01)
+    assert password not in caplog.text + repr(source) + repr(source._node)
+
+
+async def test_auth_signs_and_is_never_shown(serve: Any, opened: Any, request_of: Any, completed: Any) -> None:
+    async def script(exchange: Any) -> None:
+        given = exchange.headers["authorization"]
+        if given == f"Bearer {TOKEN}-1" and len(server.exchanges) < 3:
+            exchange.reply(completed(f"you sent {given}"))
+        else:
+            exchange.reply({"error": {"message": f"bad key {given}"}}, "401 Unauthorized")
+
+    async with serve(script) as server:
+        source = opened(server.base_url, httpx={"auth": f"{SIGNING}:Renewing"})
+        reply = await ask(source, request_of())
+        assert TOKEN in reply.text
+        assert TOKEN not in reply.cleaned(reply.text)
+        assert len(server.exchanges) == 2
+        with pytest.raises(SourceUnusable) as caught:
+            await ask(source, request_of())
+        await source.aclose()
+    assert "bad key" in str(caught.value)
+    assert TOKEN not in str(caught.value)
+
+
+@pytest.mark.parametrize("status", ["200 OK", "401 Unauthorized"])
+@pytest.mark.parametrize("encoding", ["", "gzip"])
+async def test_what_an_auth_reads_is_bounded(
+    serve: Any, opened: Any, request_of: Any, status: str, encoding: str
+) -> None:
+    written = 0
+
+    async def script(exchange: Any) -> None:
+        nonlocal written
+        head = f"Content-Encoding: {encoding}\r\n" if encoding else ""
+        exchange.write(f"HTTP/1.1 {status}\r\n{head}Content-Length: 999999999\r\n\r\n".encode())
+        while not exchange.writer.is_closing() and written < 99_000_000:
+            exchange.write(b"x" * 65_536)
+            written += 65_536
+            await exchange.writer.drain()
+
+    async with serve(script) as server:
+        source = opened(server.base_url, httpx={"auth": f"{SIGNING}:Renewing"}, max_reply_bytes=100_000)
+        with pytest.raises(SourceError):
+            await ask(source, request_of())
+        await source.aclose()
+    assert written < 20_000_000
+
+
+async def test_an_auth_that_raises_is_named_without_its_text(opened: Any, request_of: Any) -> None:
+    source = opened("http://127.0.0.1:9/v1", httpx={"auth": f"{SIGNING}:Raising"})
+    with pytest.raises(SourceError, match="its auth raised KeyError") as caught:
+        await source.send(request_of(), on_sent=lambda: None)
+    assert TOKEN not in str(caught.value)
+    await source.aclose()
+
+
+async def test_cookies_of_a_server_are_not_kept(serve: Any, opened: Any, request_of: Any, completed: Any) -> None:
+    async def script(exchange: Any) -> None:
+        exchange.reply(completed(), headers={"Set-Cookie": "session=1"})
+
+    async with serve(script) as server:
+        source = opened(server.base_url)
+        for _ in range(2):
+            await ask(source, request_of())
+        await source.aclose()
+    assert all("cookie" not in exchange.headers for exchange in server.exchanges)
+    assert server.connections == 1
+
+
+def test_the_scheduler_keeps_below_the_connections(opened: Any) -> None:
+    assert opened("http://a/v1").slots == 100
+    assert opened("http://a/v1", httpx={"max_connections": 7}).slots == 7
+    assert opened("http://a/v1", client="aiohttp").slots is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "said"),
+    [
+        ({"http2": True}, "httpx.http2", "no URL of this source is https"),
+        ({"cert": "c.pem"}, "httpx.cert", "no URL of this source is https"),
+        ({"cert": "nowhere.pem", "https": True}, "httpx.cert", "No such file or directory"),
+        ({"cert": SIGNING, "https": True}, "httpx.cert", "the certificate or its key is not valid"),
+        ({"auth": f"{SIGNING}:broken"}, "httpx.auth", "raised KeyError"),
+        ({"auth": f"{SIGNING}:nothing"}, "httpx.auth", "of type NoneType, not an httpx.Auth"),
+        ({"auth": f"{SIGNING}:nowhere"}, "httpx.auth", "cannot be loaded"),
+        ({"auth": f"{SIGNING}:Renewing", "headers": {"authorization": "x"}}, "httpx.auth", "Authorization, too"),
+    ],
+)
+def test_what_the_environment_or_the_urls_do_not_allow(opened: Any, settings: Any, path: str, said: str) -> None:
+    scheme = "https" if settings.pop("https", False) else "http"
+    more = {"headers": settings.pop("headers")} if "headers" in settings else {}
+    with pytest.raises(ConfigurationError) as caught:
+        opened(f"{scheme}://a/v1", httpx=settings, **more)
+    [mistake] = caught.value.mistakes
+    assert mistake.path == f"sources.fast.{path}"
+    assert said in mistake.problem
+    assert TOKEN not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"client": "aiohttp", "httpx": {}}, "these are options of `client: httpx`"),
+        ({"client": "requests"}, "client"),
+        ({"httpx": {"auth": "a:b"}, "api_key": "k"}, "set auth or api_key, not both"),
+        ({"httpx": {"auth": "a:b"}, "api_keys": ["k", "l"]}, "set auth or api_keys, not both"),
+        ({"httpx": {"auth": "ab"}}, "auth"),
+        ({"httpx": {"proxy": "socks4://p:1"}}, "a proxy starts with http://"),
+        ({"httpx": {"proxy": "socks5://"}}, "a proxy starts with http://"),
+        ({"httpx": {"cert": []}}, "cert"),
+        ({"httpx": {"cert_password": "p"}}, "there is no cert"),
+        ({"httpx": {"max_connections": 0}}, "max_connections"),
+        ({"httpx": {"verify": False}}, "verify"),
+    ],
+)
+def test_wrong_options(opened: Any, settings: Any, said: str) -> None:
+    with pytest.raises(ValidationError, match=said):
+        opened("http://a/v1", **settings)
+
+
+@pytest.mark.parametrize(
+    ("missing", "options", "path"),
+    [
+        ("httpx", {}, "client"),
+        ("h2", {"http2": True}, "httpx.http2"),
+        ("socksio", {"proxy": "socks5://p:1"}, "httpx.proxy"),
+    ],
+)
+def test_a_missing_package_is_one_error_that_names_the_extra(
+    opened: Any, monkeypatch: pytest.MonkeyPatch, missing: str, options: Any, path: str
+) -> None:
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *more: None if name == missing else found(name, *more)
+    )
+    with pytest.raises(ConfigurationError) as caught:
+        opened("https://a/v1", httpx=options)
+    [mistake] = caught.value.mistakes
+    assert mistake.path == f"sources.fast.{path}"
+    assert "pip install 'qreward-plugins[httpx]'" in mistake.remedy
+
+
+def test_httpx_is_not_imported_without_need() -> None:
+    code = "import sys, qreward_plugins.sources.openai; print('httpx' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"

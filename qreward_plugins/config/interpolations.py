@@ -24,10 +24,6 @@ _REFERENCE = re.compile(r"\.*[A-Za-z0-9_][A-Za-z0-9_.\[\]/-]*")
 _Key = tuple[str, ...]
 
 
-class _ChainTooLong(Exception):
-    """A chain of interpolations is longer than `MOST_STEPS`."""
-
-
 def too_large(tree: Any) -> str:
     """Return a sentence about the bound that the interpolations of `tree` exceed; "" if they exceed none.
 
@@ -37,12 +33,9 @@ def too_large(tree: Any) -> str:
     plain = OmegaConf.to_container(root, resolve=False)
     counter = _Counter(plain)
     try:
-        start = () if root is tree else _key_of(tree)
-        values, chars, steps = counter.size(start, 0)
-    except _ChainTooLong:
-        steps, values, chars = MOST_STEPS + 1, 0, 0
+        values, chars, steps = counter.size(() if root is tree else _key_of(tree))
     except RecursionError:
-        return "it is nested too deeply"
+        return f"it is nested too deeply, or a chain of its interpolations has more than {MOST_STEPS} steps"
     if steps > MOST_STEPS:
         return f"a chain of its interpolations has more than {MOST_STEPS} steps"
     if values > MOST_VALUES:
@@ -68,7 +61,7 @@ class _Counter:
         self._known: dict[_Key, _Size] = {}
         self._open: set[_Key] = set()
 
-    def size(self, key: _Key, steps: int) -> _Size:
+    def size(self, key: _Key) -> _Size:
         """Return the number of values and characters and the longest chain of the resolved node at `key`.
 
         A cycle counts 0, because OmegaConf reports it later.
@@ -77,22 +70,20 @@ class _Counter:
             return self._known[key]
         if key in self._open:
             return 0, 0, 0
-        if steps > MOST_STEPS:
-            raise _ChainTooLong
         self._open.add(key)
-        self._known[key] = self._count(self._at(key), key, steps)
+        self._known[key] = self._count(self._at(key), key)
         self._open.remove(key)
         return self._known[key]
 
-    def _count(self, node: Any, key: _Key, steps: int) -> _Size:
+    def _count(self, node: Any, key: _Key) -> _Size:
         chars, step, below = 0, 0, []
         if isinstance(node, Mapping):
-            below = [self.size((*key, str(name)), steps) for name in node]
+            below = [self.size((*key, str(name))) for name in node]
         elif isinstance(node, list):
-            below = [self.size((*key, str(number)), steps) for number in range(len(node))]
+            below = [self.size((*key, str(number))) for number in range(len(node))]
         elif isinstance(node, str):
             chars, step = len(node), 1
-            below = [self.size(reference, steps + 1) for reference in self._references(node, key)]
+            below = [self.size(reference) for reference in self._references(node, key)]
         values = 1 + sum(size[0] for size in below)
         return values, chars + sum(size[1] for size in below), max((step + size[2] for size in below), default=0)
 

@@ -29,11 +29,9 @@ _FIRST_LINE_S = 10.0
 """The first line is printed after this many seconds at the latest, so that a judge that hangs is noticed."""
 
 _LIVE_COLUMNS = ("state", "sent", "last min", "in flight", "429s", "errors", "p50", "p95", "tokens")
-_LIVE_WIDTH = 66
-"""Width of the live table without the names of the sources, in characters."""
-
 _FINAL_COLUMNS = ("state", "sent", "429s", "errors", "invalid", "p50", "p95", "tokens", "USD")
-_FINAL_WIDTH = 66
+_WIDTH = 66
+"""Width of either table without the names of the sources, in characters."""
 _SHORTEST_NAME = 14
 
 
@@ -100,20 +98,12 @@ class ProgressDisplay:
         last_minute = self._last_minute(statistics, now)
         head = Table.grid(padding=(0, 1))
         head.add_row(ProgressBar(total=self._total, completed=_done(statistics), width=24), self._head(statistics, now))
-        table = _table(_LIVE_COLUMNS, self._console.width - _LIVE_WIDTH)
+        table = _table(_LIVE_COLUMNS, self._console.width)
         for source in statistics.sources.values():
-            table.add_row(
-                source.name,
-                _state(source),
-                short(source.requests),
-                short(last_minute[source.name]),
-                short(source.in_flight),
-                short(source.throttled),
-                short(source.transient + source.permanent + source.invalid),
-                seconds(source.latency_p50_s),
-                seconds(source.latency_p95_s),
-                short(source.prompt_tokens + source.completion_tokens),
-            )
+            cells = _cells(source)
+            errors = source.transient + source.permanent + source.invalid
+            cells |= {"last min": short(last_minute[source.name]), "errors": short(errors)}
+            table.add_row(source.name, *(cells[name] for name in _LIVE_COLUMNS))
         # The short line last: what the terminal echoes of a Ctrl-C must not begin another line, which nobody wipes.
         return Group(table, head)
 
@@ -145,26 +135,32 @@ class ProgressDisplay:
 
 def source_table(statistics: EngineStatistics, width: int) -> Table:
     """Return the table of the sources after a run, for a console of `width` columns."""
-    table = _table(_FINAL_COLUMNS, width - _FINAL_WIDTH)
+    table = _table(_FINAL_COLUMNS, width)
     for source in statistics.sources.values():
-        table.add_row(
-            source.name,
-            _state(source),
-            short(source.requests),
-            short(source.throttled),
-            short(source.transient + source.permanent),
-            short(source.invalid),
-            seconds(source.latency_p50_s),
-            seconds(source.latency_p95_s),
-            short(source.prompt_tokens + source.completion_tokens),
-            f"{source.cost_usd:.4f}" if source.cost_usd else "-",
-        )
+        cells = _cells(source)
+        table.add_row(source.name, *(cells[name] for name in _FINAL_COLUMNS))
     return table
 
 
-def _table(columns: tuple[str, ...], name_width: int) -> Table:
+def _cells(source: SourceStatistics) -> dict[str, str | Text]:
+    """The cells of a source, by the names of their columns."""
+    return {
+        "state": Text(source.state, _STYLES.get(source.state, "")),
+        "sent": short(source.requests),
+        "in flight": short(source.in_flight),
+        "429s": short(source.throttled),
+        "errors": short(source.transient + source.permanent),
+        "invalid": short(source.invalid),
+        "p50": seconds(source.latency_p50_s),
+        "p95": seconds(source.latency_p95_s),
+        "tokens": short(source.prompt_tokens + source.completion_tokens),
+        "USD": f"{source.cost_usd:.4f}" if source.cost_usd else "-",
+    }
+
+
+def _table(columns: tuple[str, ...], width: int) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
-    table.add_column("source", no_wrap=True, max_width=max(_SHORTEST_NAME, name_width))
+    table.add_column("source", no_wrap=True, max_width=max(_SHORTEST_NAME, width - _WIDTH))
     table.add_column(columns[0], no_wrap=True, min_width=7)
     for name in columns[1:]:
         table.add_column(name, no_wrap=True, justify="right", min_width=5)
@@ -176,7 +172,3 @@ def _done(statistics: EngineStatistics) -> int:
 
 
 _STYLES = {"up": "green", "paused": "yellow", "down": "yellow", "degraded": "red", "unusable": "red"}
-
-
-def _state(source: SourceStatistics) -> Text:
-    return Text(source.state, _STYLES.get(source.state, ""))

@@ -111,7 +111,9 @@ class Quota:
             return self._tokens.wait_s(tokens, now)
         if self.in_flight >= self.concurrency:
             return math.inf
-        wait = max(self._requests.wait_s(1.0, now), self._tokens.wait_s(tokens, now))
+        wait = 0.0 if self.requests.limit == math.inf else self._requests.wait_s(1.0, now)
+        if self.tokens.limit != math.inf:
+            wait = max(wait, self._tokens.wait_s(tokens, now))
         if self._pace is not None and now < self._paced_until:
             wait = max(wait, min(self._pace.wait_s(now), self._paced_until - now))
         return wait
@@ -127,7 +129,9 @@ class Quota:
         """Return how many requests of `tokens` each may be sent in [now, until] by windows and pacing; infinity if
         there is no limit. Ignores concurrency. Takes O(log n).
         """
-        most = min(self._requests.capacity(until, 1.0, now), self._tokens.capacity(until, tokens, now))
+        most = self._requests.capacity(until, 1.0, now)
+        if self.tokens.limit != math.inf:
+            most = min(most, self._tokens.capacity(until, tokens, now))
         if self._pace is not None and now < self._paced_until:
             most = min(most, self._pace.capacity(until, now))
         return most
@@ -173,12 +177,11 @@ class Quota:
     def ended(self, reservation: Reservation, now: float, rejected: bool) -> None:
         """Record the end of an attempt. Called by `Reservation.release`."""
         self._tokens_in_flight -= reservation.tokens
-        probes = (reservation.request_probe, reservation.token_probe)
-        for window, probe in zip(self._windows, probes, strict=True):
-            message = window.ended(now, sent_at=reservation.sent_at, rejected=rejected, probe=probe)
-            if message is not None:
-                self._message = message
-                self._keep_to_ceilings(now)
+        message = self._requests.ended(now, reservation.sent_at, rejected, reservation.request_probe)
+        message = self._tokens.ended(now, reservation.sent_at, rejected, reservation.token_probe) or message
+        if message is not None:
+            self._message = message
+            self._keep_to_ceilings(now)
 
     def answered(self, now: float, *, sent_at: float | None = None) -> None:
         """Record a success. It raises a learned concurrency that is fully used.

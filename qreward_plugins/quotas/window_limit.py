@@ -74,11 +74,9 @@ class WindowLimit:
 
     def wait_s(self, amount: float, now: float) -> float:
         """Return the seconds until `amount` may be sent; infinity if that is never, or unknown."""
-        ledger, ceiling = self.ledger, self._ceiling
-        if ledger.limit == math.inf:
-            return 0.0
         if self.found is not None:
             return self.found.wait_s(amount, now)
+        ledger, ceiling = self.ledger, self._ceiling
         if ceiling.limit == math.inf:
             return ledger.wait_s(amount, now)
         wait = ledger.wait_s(min(amount, ledger.limit) if ledger.limit >= 1 else amount, now)
@@ -114,14 +112,16 @@ class WindowLimit:
             self.ledger.amend(entry, -amount)
             self._withdrawn.append((entry, amount))
 
-    def ended(self, now: float, *, sent_at: float, rejected: bool, probe: Probe) -> str | None:
+    def ended(self, now: float, sent_at: float, rejected: bool, probe: Probe) -> str | None:
         """Record the end of a request; see `Discovery.ended`. Return a log message if the limit changed."""
         if self.found is not None:
             if not self.found.origin:
                 return None
             return self.found.ended(now, sent_at=sent_at, rejected=rejected, probe=probe)
+        if not probe:
+            return None
         announced, sent = self._ceiling.limit, sent_at > -math.inf
-        if not probe or not self._ceiling.probe_ended(now, sent=sent, rejected=rejected, window_s=self.window_s):
+        if not self._ceiling.probe_ended(now, sent=sent, rejected=rejected, window_s=self.window_s):
             return None
         return f"accepted more than the announced {announced:g} {self.unit}: back to the declared limit"
 

@@ -78,7 +78,7 @@ def admits(source, job, now):
         return False
     if server.concurrency is not None and source.in_flight >= server.concurrency:
         return False
-    if source._requests is not None and source._requests.wait_s(now) > 0:
+    if source._requests is not None and source._requests.wait_s(1, now) > 0:
         return False
     return source._tokens is None or source._tokens.wait_s(int(job.tokens), now) == 0
 

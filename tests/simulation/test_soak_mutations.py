@@ -17,6 +17,7 @@ from qreward_plugins.errors import InvalidReply
 from qreward_plugins.judges.llm import LLMJudge
 from qreward_plugins.quotas import Quota, Reservation
 from qreward_plugins.quotas.pace import Pace
+from qreward_plugins.quotas.window_limit import WindowLimit
 from qreward_plugins.samples import Scored, Verdict
 from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, Upstream, batches
 from qreward_plugins.scheduling.attempts import Attempt
@@ -34,13 +35,14 @@ def around(monkeypatch, owner, name, wrap):
 def quota_without(part):
     def mutate(monkeypatch):
         def wrap(wait_s):
-            def mutated(self, tokens, now):
-                kept = getattr(self, part)
-                setattr(self, part, math.inf if part == "concurrency" else type(kept)())
+            def mutated(self, tokens, now, **joins):
+                name = part if part == "concurrency" else f"_{part}"
+                kept = getattr(self, name)
+                setattr(self, name, math.inf if part == "concurrency" else WindowLimit(part))
                 try:
-                    return wait_s(self, tokens, now)
+                    return wait_s(self, tokens, now, **joins)
                 finally:
-                    setattr(self, part, kept)
+                    setattr(self, name, kept)
 
             return mutated
 
@@ -165,6 +167,7 @@ def closing_does_nothing(monkeypatch):
     async def mutated(self):
         await asyncio.sleep(0)
 
+    monkeypatch.setattr(Dispatcher, "close", lambda self: None)
     monkeypatch.setattr(Dispatcher, "aclose", mutated)
 
 

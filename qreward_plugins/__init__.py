@@ -56,13 +56,13 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+# `InvalidVerdict` is the former name of `InvalidReply`.
 _NAMES = {
     "config": "Config load_config",
     "engine": "RewardEngine",
     "errors": "ConfigurationError EngineError InputError InvalidReply JournalError JudgeUnavailable Mistake "
     "PermanentError QRewardError RewardMissing RewardServerError SampleRefused SourceError SourceUnusable Throttled "
-    "TransientError "
-    "InvalidVerdict",  # the former name of InvalidReply
+    "TransientError InvalidVerdict",
     "groups": "GroupGate group_means",
     "observers": "AttemptEnded AttemptStarted BatchEnded CallEnded EngineClosed EngineStatistics Event LateVerdict "
     "Observer RequestBatchSent SampleDropped SampleEnded SampleSubmitted SourceStateChanged SourceStatistics",

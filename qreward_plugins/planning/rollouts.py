@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,8 @@ from ..samples import Sample
 from .lengths import BYTES_PER_TOKEN, Lengths
 
 _WORDS = "so we add the two numbers and check the sum once more before we write it down, "
+
+_WILDCARD = re.compile(r"\[([^!]).*?\]|[*?]", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -59,13 +62,7 @@ def default_data_source(config: Config) -> str:
         return ""
     pattern = "*" if "*" in config.routes else next(iter(config.routes))
     # Wildcards of the glob are replaced by text, and a class like [ab] by its first character.
-    name, rest = "", pattern
-    while rest:
-        end = rest.find("]", 2)
-        if rest[0] == "[" and end > 0 and rest[1] != "!":
-            name, rest = name + rest[1], rest[end + 1 :]
-        else:
-            name, rest = name + ("any" if rest[0] == "*" else "x" if rest[0] == "?" else rest[0]), rest[1:]
+    name = _WILDCARD.sub(lambda found: found[1] or ("any" if found[0] == "*" else "x"), pattern)
     if judge_for(config, name) is None:
         raise InputError(f"no data source can be derived from the route {pattern!r}; name one with --data-source")
     return name

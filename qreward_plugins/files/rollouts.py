@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
+from ..images import Image, attach, is_empty_part, is_image_part
 from ..samples import Message, Sample
 from ..sources.redactor import Redactor
 from .formats import check_output, format_of
@@ -17,6 +18,7 @@ from .results import RESULT
 
 _RESPONSE_COLUMNS = ("response", "solution_str", "completion")
 _PROMPT_COLUMNS = ("messages", "prompt")
+_IMAGE_COLUMNS = ("images", "response_images")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,8 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
     Columns:
     - response: `response`, `solution_str` or `completion`
     - prompt: `messages` or `prompt`, a text or a list of messages
+    - images: in the prompt's messages, in `images` (for the places `<image>` of the prompt) and in `response_images`;
+      each is a data URL, or a path below the folder of the file
     - reference: `ground_truth` or `reward_model.ground_truth`
     - route to the judge: `data_source`
     - name of the sample: `id`; default: its line or row
@@ -45,7 +49,7 @@ def read_rollouts(path: Path) -> Iterator[Rollout]:
         where = f"{path}, {name}"
         if not isinstance(row, dict):
             raise InputError(f"{where}: must be an object, not {_type(row)}")
-        yield Rollout(row, sample_of(row, name=name, where=where))
+        yield Rollout(row, sample_of(row, name=name, where=where, folder=path.parent))
 
 
 def check_rollouts(path: Path, *, out: Path, overwrite: bool = False) -> int:
@@ -72,10 +76,11 @@ def check_rollouts(path: Path, *, out: Path, overwrite: bool = False) -> int:
     return total
 
 
-def sample_of(row: Mapping[str, Any], *, name: str, where: str) -> Sample:
+def sample_of(row: Mapping[str, Any], *, name: str, where: str, folder: Path | None = None) -> Sample:
     """Return the sample that a row describes; see `read_rollouts` for the columns. Raises `InputError`.
 
-    `name` is its id if the row has none. `where` begins the message of an error.
+    `name` is its id if the row has none. `where` begins the message of an error. Paths of images are read below
+    `folder`; None: no path is read.
     """
     response_column = _one_of(row, _RESPONSE_COLUMNS, where)
     response = row[response_column]
@@ -88,18 +93,58 @@ def sample_of(row: Mapping[str, Any], *, name: str, where: str) -> Sample:
     reward_model, ground_truth = row.get("reward_model"), row.get("ground_truth")
     if ground_truth is None and isinstance(reward_model, Mapping):
         ground_truth = reward_model.get("ground_truth")
-    used = {response_column, prompt_column, "ground_truth", "data_source", "id", RESULT}
+    messages = message_list(row[prompt_column], f"{where}: {prompt_column}")
+    beside = {column: _listed_images(row.get(column), f"{where}: {column}", folder) for column in _IMAGE_COLUMNS}
+    messages, rest = attach(_with_images(messages, folder), beside["images"])
+    used = {response_column, prompt_column, "ground_truth", "data_source", "id", RESULT, *_IMAGE_COLUMNS}
     extras = {key: value for key, value in row.items() if key not in used}
     if isinstance(extras.get("extra_info"), Mapping):
         extras.update(extras.pop("extra_info"))
     return Sample(
-        messages=message_list(row[prompt_column], f"{where}: {prompt_column}"),
+        messages=messages,
         response=response,
         ground_truth=ground_truth,
         data_source=data_source or "",
         extras=extras,
         id=str(row["id"]) if row.get("id") is not None else name,
+        response_images=[*rest, *beside["response_images"]],
     )
+
+
+def _listed_images(value: Any, where: str, folder: Path | None) -> list[Any]:
+    if value is None:
+        return []
+    if not isinstance(value, list):
+        raise InputError(f"{where} must be a list of images, not {_type(value)}")
+    return [_image(image, folder) for image in value]
+
+
+def _with_images(messages: list[Message], folder: Path | None) -> list[Any]:
+    """Read the images in messages."""
+    turns: list[Any] = []
+    for message in messages:
+        content: Any = message.get("content")
+        if isinstance(content, list) and any(map(is_image_part, content)):
+            parts = [
+                {"type": "image", "image": _image(part, folder)} if _holds_image(part) else part for part in content
+            ]
+            message = {**message, "content": parts}  # type: ignore[typeddict-item]
+        turns.append(message)
+    return turns
+
+
+def _holds_image(part: Any) -> bool:
+    return is_image_part(part) and not is_empty_part(part)
+
+
+def _image(value: Any, folder: Path | None) -> Any:
+    """Return an image. What is none (a URL, a path out of the folder) stays as it is, and a judge that sends images
+    refuses it.
+    """
+    try:
+        return Image.of(value, folder=folder)
+    except InputError:
+        return value
 
 
 def _one_of(row: Mapping[str, Any], columns: tuple[str, ...], where: str) -> str:

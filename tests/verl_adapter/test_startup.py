@@ -144,7 +144,7 @@ def test_the_reward_model_that_verl_serves_is_found_by_its_name(tmp_path):
     path = tmp_path / "any.py"
     path.write_text("def compute_score(**_):\n    return 0.0\n")
     served = [
-        "algorithm.adv_estimator=grpo",
+        "+qreward.on_failure=raise",
         "reward.reward_model.enable=True",
         f"reward.custom_reward_function.path={path}",
     ]

@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from email.utils import format_datetime
 from functools import lru_cache
-from typing import Protocol
+from typing import Protocol as Interface
 
 import orjson
 from aiohttp import web
 from aiohttp.abc import AbstractStreamWriter
 
 from .faults import FaultKind, Faults
-from .judge_calls import duration, error_body
+from .protocols import PROTOCOLS, Protocol
 
 _JSON = "application/json"
 _HTML = b"<!DOCTYPE html><html><head><title>Please wait</title></head><body><h1>One moment, please</h1></body></html>"
@@ -30,9 +30,10 @@ _CHUNK_BYTES = 256 * 1024
 _HUGE_HEADER_CHARS = 1024 * 1024
 _HUGE_RETRY_AFTER_S = 3 * 365 * 24 * 3600
 _NESTING = 100_000
+_CHAT = PROTOCOLS["openai"]
 
 
-class ReplyForms(Protocol):
+class ReplyForms(Interface):
     """The body of a good reply, and its faulty variants."""
 
     @property
@@ -66,6 +67,7 @@ class FaultInput:
     forms: ReplyForms | None
     headers: Mapping[str, str]
     faults: Faults
+    protocol: Protocol = _CHAT
 
     @property
     def reply(self) -> ReplyForms:
@@ -119,6 +121,7 @@ def _error(kind: FaultKind, reply: FaultInput) -> web.StreamResponse:
     status = int(kind.value.split("_")[1])
     headers: dict[str, str] = {}  # without the announced limits: some kinds must not say when to retry
     after_s = reply.faults.retry_after_s
+    retry_s = None
     if kind in (FaultKind.ERROR_429_SECONDS, FaultKind.ERROR_503_SECONDS):
         headers["Retry-After"] = str(after_s)
     elif kind is FaultKind.ERROR_429_DATE:
@@ -130,11 +133,11 @@ def _error(kind: FaultKind, reply: FaultInput) -> web.StreamResponse:
     elif kind is FaultKind.ERROR_429_NEGATIVE:
         headers["Retry-After"] = "-5"
     elif kind is FaultKind.ERROR_429_RESET:
-        headers["x-ratelimit-remaining-requests"] = "0"
-        headers["x-ratelimit-reset-requests"] = duration(after_s)
+        headers |= reply.protocol.announce("requests", None, 0, after_s)
+        retry_s = float(after_s)
     if kind in (FaultKind.ERROR_502, FaultKind.ERROR_504):
         return web.Response(status=status, body=_HTML, content_type="text/html", headers=headers)
-    body = orjson.dumps(error_body(status, f"injected fault {kind.value}", kind.value))
+    body = orjson.dumps(reply.protocol.error(status, f"injected fault {kind.value}", kind.value, retry_s))
     return web.Response(status=status, body=body, content_type=_JSON, headers=headers)
 
 
@@ -268,6 +271,11 @@ def _with_body(body: bytes, content_type: str = _JSON) -> Callable[[FaultInput],
     return player
 
 
+async def _error_in_200(reply: FaultInput) -> web.StreamResponse:
+    body = orjson.dumps(reply.protocol.error(500, "injected fault error_in_200", "error_in_200"))
+    return web.Response(body=body, content_type=_JSON, headers=reply.headers)
+
+
 async def _no_choices(reply: FaultInput) -> web.StreamResponse:
     return web.Response(body=reply.reply.without_verdict, content_type=_JSON, headers=reply.headers)
 
@@ -310,7 +318,7 @@ _PLAYERS: Mapping[FaultKind, Callable[[FaultInput], Awaitable[web.StreamResponse
     FaultKind.WRONG_JSON_TYPE: _with_body(b'["this", "is", "a", "list"]'),
     FaultKind.DEEP_NESTING: _with_body(b"[" * _NESTING + b"]" * _NESTING),
     FaultKind.NO_CHOICES: _no_choices,
-    FaultKind.ERROR_IN_200: _with_body(orjson.dumps(error_body(500, "injected fault error_in_200", "error_in_200"))),
+    FaultKind.ERROR_IN_200: _error_in_200,
     FaultKind.WRONG_MODEL: _wrong_model,
     FaultKind.HUGE_BODY: _huge_body,
     FaultKind.HUGE_HEADER: _huge_header,

@@ -18,11 +18,12 @@ from aiohttp import web
 
 from .faults import FaultKind, FaultPlan, Faults
 from .faulty_replies import FaultInput, Written, play, sent_status
-from .judge_calls import Answer, JudgeCall, Refused, duration, error_body
+from .judge_calls import Answer, JudgeCall, Refused, duration
 from .latency import Latency
-from .limits import Excess, Ledger, LimitKind, ServerLimits
+from .limits import Excess, LimitKind, ServerLimits
+from .protocols import PROTOCOLS, Protocol
 from .report import Tally, Violation
-from .routes import Content, Route, routes
+from .routes import Content, Route, Routes
 
 Scorer = Callable[[JudgeCall], Answer | Awaitable[Answer]]
 
@@ -57,6 +58,7 @@ class JudgeHandler:
         latency: Latency,
         faults: Faults,
         models: Sequence[str],
+        protocols: Sequence[str],
         api_key: str | Sequence[str] | None,
         seed: int,
         tally: Tally,
@@ -70,7 +72,7 @@ class JudgeHandler:
         self._faults = faults
         self._plan = FaultPlan(faults, random.Random(f"{seed}/faults"))
         self._models = tuple(models)
-        self._routes = routes(self._models)
+        self._routes = Routes(self._models, protocols)
         keys = (None,) if api_key is None else (api_key,) if isinstance(api_key, str) else tuple(api_key)
         self._accounts = [Account(key, limits) for key in keys]
         self._tally = tally
@@ -97,21 +99,21 @@ class JudgeHandler:
         found[0].revoked = True
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
-        route = (request.method, request.path)
-        if route[0] == "POST" and route[1] in self._routes:
-            return await self._answer(request, self._routes[route[1]])
-        if route == ("GET", "/health"):
+        method, path = request.method, request.path
+        route, lister = self._routes.find(path), self._routes.lister(path)
+        if method == "POST" and route is not None:
+            return await self._answer(request, route)
+        if (method, path) == ("GET", "/health"):
             return _json({"status": "ok"})
-        if route == ("GET", "/v1/models"):
+        if method == "GET" and lister is not None:
             try:
-                self._authorise(request)
+                self._authorise(request, lister)
             except Refused as refused:
-                return _refusal(refused)
-            models = [{"id": name, "object": "model", "created": 0, "owned_by": "qreward"} for name in self._models]
-            return _json({"object": "list", "data": models})
-        if route[1] in (*self._routes, "/health", "/v1/models"):
-            return _refusal(Refused(405, f"{route[0]} is not allowed here"))
-        return _refusal(Refused(404, f"unknown path; use {', '.join(self._routes)}, /v1/models or /health"))
+                return _refusal(refused, lister)
+            return _json(lister.model_list(self._models))
+        if route is not None or lister is not None or path == "/health":
+            return _refusal(Refused(405, f"{method} is not allowed here"))
+        return _refusal(Refused(404, f"unknown path; use {', '.join(self._routes.paths)}, /v1/models or /health"))
 
     async def _answer(self, request: web.BaseRequest, route: Route) -> web.StreamResponse:
         try:
@@ -119,19 +121,21 @@ class JudgeHandler:
         except web.HTTPRequestEntityTooLarge:
             body = None
         arrived_s = self._elapsed_s()
-        self._tally.arrived(arrived_s, credentials="Authorization" in request.headers)
+        protocol = route.protocol
+        self._tally.arrived(arrived_s, credentials=any(name in request.headers for name in protocol.key_headers))
         try:
-            account = self._authorise(request)
+            account = self._authorise(request, protocol)
+            protocol.check(request.headers)
             if body is None:
                 raise Refused(413, "the body is too large")
             call = route.read(body)
         except Refused as refused:
             self._tally.refused(refused.status)
-            return _refusal(refused)
+            return _refusal(refused, protocol)
         try:
             await self._admit(account, call, arrived_s)
         except Throttle as throttle:
-            return self._throttled(account, throttle, arrived_s)
+            return self._throttled(account, route.protocol, throttle, arrived_s)
         except asyncio.CancelledError:
             self._tally.abandoned()
             raise
@@ -146,12 +150,12 @@ class JudgeHandler:
             self._tally.left()
             account.slots.leave(gone=gone)
 
-    def _authorise(self, request: web.BaseRequest) -> Account:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
+    def _authorise(self, request: web.BaseRequest, protocol: Protocol) -> Account:
+        given = protocol.key_in(request.headers).encode("utf-8", "surrogateescape")
         for account in self._accounts:
             if account.bearer is None or (hmac.compare_digest(given, account.bearer) and not account.revoked):
                 return account
-        raise Refused(401, "incorrect API key provided", "invalid_api_key")
+        raise protocol.key_refused()
 
     async def _admit(self, account: Account, call: JudgeCall, arrived_s: float) -> None:
         """Charge the request to the limits, or raise `Throttle` and charge nothing."""
@@ -173,6 +177,7 @@ class JudgeHandler:
     async def _serve(
         self, account: Account, request: web.BaseRequest, route: Route, call: JudgeCall, arrived_s: float
     ) -> web.StreamResponse:
+        protocol = route.protocol
         number, self._number = self._number, self._number + 1
         fault = self._plan.choose(arrived_s)
         delay_s = self._latency.draw(self._latency_rng)
@@ -190,7 +195,7 @@ class JudgeHandler:
             if fault is None or fault.stage == "verdict":
                 assert reply is not None, "there is an answer"
                 response: web.StreamResponse = web.Response(
-                    body=reply.good, content_type=_JSON, headers=self._announced(account)
+                    body=reply.good, content_type=_JSON, headers=self._announced(account, protocol)
                 )
                 if fault is None:
                     self._tally.answered(self._elapsed_s() - arrived_s)
@@ -198,14 +203,17 @@ class JudgeHandler:
             playing = True
             self._tally.faulted(fault)
             if fault.stage != "verdict":
-                response = await play(fault, FaultInput(request, reply, self._announced(account), self._faults))
+                response = await play(
+                    fault, FaultInput(request, reply, self._announced(account, protocol), self._faults, protocol)
+                )
             if status := sent_status(response):
                 self._tally.sent(status)
             return response
         except Throttle as throttle:
-            return self._throttled(account, throttle, arrived_s)
+            return self._throttled(account, route.protocol, throttle, arrived_s)
         except ScorerFailed:
-            return _json(error_body(500, "the scorer of this judge server failed; see its report"), status=500)
+            said = "the scorer of this judge server failed; see its report"
+            return _json(route.protocol.error(500, said), status=500)
         except ConnectionError:
             return Written(0)
         except asyncio.CancelledError:
@@ -231,26 +239,31 @@ class JudgeHandler:
             raise Throttle("tokens", excess)
         self._tally.spent(completion_tokens=content.tokens)
 
-    def _throttled(self, account: Account, throttle: Throttle, arrived_s: float) -> web.StreamResponse:
+    def _throttled(
+        self, account: Account, protocol: Protocol, throttle: Throttle, arrived_s: float
+    ) -> web.StreamResponse:
         kind, excess = throttle.kind, throttle.excess
         early_s = None if kind == "concurrency" else excess.retry_after_s
         self._tally.violated(Violation(kind, arrived_s, excess.over, early_s))
-        headers = self._announced(account)
+        headers = self._announced(account, protocol)
         message = f"over the limit on {kind} by {excess.over:g}"
         if early_s is not None:
             message += f", try again in {duration(early_s)}"
-            if self._limits.retry_after != "none":
+            if self._limits.retry_after != "none" and not protocol.pause_in_body:
                 headers["Retry-After"] = str(math.ceil(early_s))
-            if self._limits.retry_after == "milliseconds":
+            if self._limits.retry_after == "milliseconds" and not protocol.pause_in_body:
                 headers["retry-after-ms"] = str(math.ceil(early_s * 1000))
-        return _json(error_body(429, message, "rate_limit_exceeded"), status=429, headers=headers)
+        pause_s = early_s if self._limits.retry_after != "none" else None
+        return _json(protocol.error(429, message, "rate_limit_exceeded", pause_s), status=429, headers=headers)
 
-    def _announced(self, account: Account) -> dict[str, str]:
+    def _announced(self, account: Account, protocol: Protocol) -> dict[str, str]:
         headers: dict[str, str] = {}
         if self._limits.announce:
             now_s = self._elapsed_s()
-            _announce(headers, "requests", account.requests, now_s)
-            _announce(headers, "tokens", account.tokens, now_s)
+            for what, ledger in (("requests", account.requests), ("tokens", account.tokens)):
+                if ledger is not None:
+                    limit, remaining = math.floor(ledger.limit), math.floor(ledger.remaining(now_s))
+                    headers |= protocol.announce(what, limit, remaining, ledger.reset_s(now_s))
         return headers
 
 
@@ -318,16 +331,9 @@ def _resolve(future: asyncio.Future[bool], value: bool) -> bool:
     return True
 
 
-def _announce(headers: dict[str, str], name: str, ledger: Ledger | None, now_s: float) -> None:
-    if ledger is not None:
-        headers[f"x-ratelimit-limit-{name}"] = str(math.floor(ledger.limit))
-        headers[f"x-ratelimit-remaining-{name}"] = str(math.floor(ledger.remaining(now_s)))
-        headers[f"x-ratelimit-reset-{name}"] = duration(ledger.reset_s(now_s))
-
-
 def _json(body: object, *, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(body=orjson.dumps(body), status=status, content_type=_JSON, headers=headers)
 
 
-def _refusal(refused: Refused) -> web.Response:
-    return _json(error_body(refused.status, str(refused), refused.code), status=refused.status)
+def _refusal(refused: Refused, protocol: Protocol = PROTOCOLS["openai"]) -> web.Response:
+    return _json(protocol.error(refused.status, str(refused), refused.code), status=refused.status)

@@ -28,6 +28,7 @@ from .judge_calls import overlap_score
 from .judge_handler import JudgeHandler, Scorer
 from .latency import Latency
 from .limits import ServerLimits
+from .protocols import PROTOCOLS
 from .report import Report, Tally
 from .routes import SCORE_PATH
 
@@ -39,9 +40,14 @@ class JudgeServerError(RuntimeError):
 
 
 class JudgeServer:
-    """An OpenAI-compatible judge: POST /v1/chat/completions (not streaming), GET /v1/models, GET /health. It also
-    scores samples: POST /score, with the body of slime's remote reward model: `{"prompt": text or messages,
-    "response": text, "label": anything}`.
+    """A judge that speaks OpenAI's chat completions (POST /v1/chat/completions, not streaming) and responses
+    (/v1/responses), Anthropic's messages (/v1/messages) and Gemini (/v1beta/models/MODEL:generateContent, also below
+    /v1). GET /v1/models, GET /v1beta/models and GET /health. It also scores samples: POST /score, with the body of
+    slime's remote reward model: `{"prompt": text or messages, "response": text, "label": anything}`.
+
+    `protocols` are those that it serves, of "openai", "responses", "anthropic" and "gemini"; the first one writes the
+    list of models at /v1/models. Default: all. A call has the messages and parameters of chat completions, whatever the
+    protocol of its request is.
 
     `score` gets a `JudgeCall` and returns one of these; it may be async:
 
@@ -69,6 +75,7 @@ class JudgeServer:
         latency: Latency | None = None,
         faults: Faults | None = None,
         models: Sequence[str] = ("judge",),
+        protocols: Sequence[str] = tuple(PROTOCOLS),
         api_key: str | Sequence[str] | None = None,
         seed: int = 0,
         host: str = "127.0.0.1",
@@ -84,6 +91,7 @@ class JudgeServer:
             latency=latency or Latency(),
             faults=faults or Faults(),
             models=models,
+            protocols=protocols,
             api_key=api_key,
             seed=seed,
             tally=self._tally,
@@ -112,7 +120,7 @@ class JudgeServer:
 
     @property
     def base_url(self) -> str:
-        """The address for OpenAI clients: "http://127.0.0.1:PORT/v1". Raises like `port`."""
+        """The address of all dialects: "http://127.0.0.1:PORT/v1". Raises like `port`."""
         return f"http://{self._url_host}:{self.port}/v1"
 
     @property

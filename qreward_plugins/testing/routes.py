@@ -1,25 +1,30 @@
-"""The routes of a judge server: chat completions and scores. Each has its own requests and replies; limits, latency,
-faults and the report are shared.
+"""The routes of a judge server: its protocols and scores.
+
+Each has its own requests and replies; limits, latency, faults and the report are shared.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol as Interface
 
 from .faults import FaultKind
 from .faulty_replies import ReplyForms
 from .faulty_scores import faulty_score
 from .faulty_verdicts import faulty_verdict
-from .judge_calls import Answer, Completion, JudgeCall, as_verdict, dump_verdict, read_call
+from .judge_calls import Answer, Completion, JudgeCall, as_verdict, dump_verdict
+from .protocols import PROTOCOLS, Framed, Protocol
 from .scores import Score, as_score, read_score_call
 
 CHAT_PATH = "/v1/chat/completions"
 SCORE_PATH = "/score"
+_PATHS = {"openai": CHAT_PATH, "responses": "/v1/responses", "anthropic": "/v1/messages"}
+_GENERATE = ":generateContent"
+_VERSIONS = ("/v1beta", "/v1")
 
 
-class Content(Protocol):
+class Content(Interface):
     """The content of a reply to one request."""
 
     @property
@@ -36,18 +41,55 @@ class Content(Protocol):
 class Route:
     """One path. `read` reads a request and raises `Refused` for the client's mistakes. `content` turns the scorer's
     answer into content, with a fault of the stage "verdict" applied; it raises `TypeError` for an invalid answer.
+    `protocol` writes errors and limits.
     """
 
     read: Callable[[bytes], JudgeCall]
     content: Callable[[JudgeCall, Answer, FaultKind | None], Content]
+    protocol: Protocol
 
 
-def routes(models: Sequence[str]) -> Mapping[str, Route]:
-    """The routes of a server of these models, by path."""
-    return {
-        CHAT_PATH: Route(lambda body: read_call(body, models), _completion),
-        SCORE_PATH: Route(lambda body: read_score_call(body, models[0] if models else ""), _score),
-    }
+class Routes:
+    """The routes of a server of these models. `protocols` are names in `PROTOCOLS`; raises `ValueError` for others."""
+
+    def __init__(self, models: Sequence[str], protocols: Sequence[str]) -> None:
+        unknown = [name for name in protocols if name not in PROTOCOLS]
+        if unknown or not protocols:
+            raise ValueError(f"a judge server needs protocols among {', '.join(PROTOCOLS)}, not {', '.join(unknown)!r}")
+        self._models = tuple(models)
+        self._protocols = tuple(protocols)
+        first = models[0] if models else ""
+        chat = PROTOCOLS["openai"]
+        self._fixed = {_PATHS[name]: self._route(PROTOCOLS[name]) for name in protocols if name in _PATHS}
+        self._fixed[SCORE_PATH] = Route(lambda body: read_score_call(body, first), _score, chat)
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths, for messages."""
+        generate = (f"/v1beta/models/MODEL{_GENERATE}",) if "gemini" in self._protocols else ()
+        return (*self._fixed, *generate)
+
+    def find(self, path: str) -> Route | None:
+        """Return the route of a path; None if there is none."""
+        if path in self._fixed:
+            return self._fixed[path]
+        for version in _VERSIONS if "gemini" in self._protocols else ():
+            if path.startswith(f"{version}/models/") and path.endswith(_GENERATE):
+                return self._route(PROTOCOLS["gemini"], path[len(version) + 8 : -len(_GENERATE)])
+        return None
+
+    def lister(self, path: str) -> Protocol | None:
+        """Return the protocol that lists the models at a path; None if there is no list."""
+        if path == "/v1beta/models":
+            return PROTOCOLS["gemini"] if "gemini" in self._protocols else None
+        return PROTOCOLS[self._protocols[0]] if path == "/v1/models" else None
+
+    def _route(self, protocol: Protocol, model: str = "") -> Route:
+        def content(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Content:
+            completion = _completion(call, answer, fault)
+            return completion if protocol.name == "openai" else Framed(completion, protocol)
+
+        return Route(lambda body: protocol.read(body, self._models, model), content, protocol)
 
 
 def _completion(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Completion:

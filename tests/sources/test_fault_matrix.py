@@ -39,20 +39,29 @@ CLASSES: dict[type, set[str]] = {
     Reply: {"close_after", "wrong_model", "slow_headers", "slow_body"}
     | {kind.value for kind in FaultKind if kind.stage == "verdict" and kind.value not in ("refusal", "null_content")},
 }
+# Withheld answers have no text in Anthropic's messages: both kinds are one stop_reason.
+OF_DIALECT: dict[str, dict[str, type]] = {"anthropic": {"content_filter": InvalidReply}}
+DIALECTS = ("openai", "openai_reasoning", "responses", "anthropic", "gemini")
 CLOSING = ("close_after", "slow_headers", "slow_body", "short_length")
 PAUSES_S = {"error_429_huge": 300.0, "error_429_negative": None, "error_429": None}
 
 
-def expected(kind: FaultKind) -> type:
+def expected(kind: FaultKind, dialect: str) -> type:
+    of_dialect = OF_DIALECT.get(dialect, {}).get(kind.value)
+    if of_dialect is not None:
+        return of_dialect
     found = [outcome for outcome, names in CLASSES.items() if kind.value in names]
     return found[0] if found else TransientError
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("kind", [kind for kind in FaultKind if kind is not FaultKind.HANG], ids=str)
-async def test_every_fault_has_its_class(kind: FaultKind, open_source: Any, request_of: Any, key: str) -> None:
+async def test_every_fault_has_its_class(
+    kind: FaultKind, dialect: str, open_source: Any, request_of: Any, key: str
+) -> None:
     faults = Faults(script=[kind.value], huge_bytes=4_000_000, drip_interval_s=0.0)
     with JudgeServer(lambda call: 0.5, faults=faults, api_key=key) as server:
-        source = open_source(server.base_url)
+        source = open_source(server.base_url, dialect=dialect)
         sent: list[int] = []
         try:
             outcome: Reply | QRewardError = await asyncio.wait_for(
@@ -60,7 +69,7 @@ async def test_every_fault_has_its_class(kind: FaultKind, open_source: Any, requ
             )
         except QRewardError as error:
             outcome = error
-        assert type(outcome) is expected(kind), outcome
+        assert type(outcome) is expected(kind, dialect), outcome
         assert sent == [1]
         assert key not in str(outcome)
         if isinstance(outcome, Throttled):

@@ -1,0 +1,196 @@
+"""Anthropic's messages, on the side of the server."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from datetime import datetime, timedelta, timezone
+from typing import Any, ClassVar
+
+from ..judge_calls import Completion, JudgeCall, Refused
+from .base import (
+    Forms,
+    Protocol,
+    around,
+    as_message,
+    blocks_of,
+    bound_of,
+    known_model,
+    read_fields,
+    schema_format,
+    words,
+)
+
+_VERSIONS = ("2023-06-01", "2026-10-21")
+_KNOWN = words(
+    "cache_control max_tokens messages metadata model output_config service_tier stop_sequences stream system "
+    "temperature thinking tool_choice tools top_k top_p"
+)
+_BLOCKS = {"text": "text", "image": "source"}
+_TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    402: "billing_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    504: "timeout_error",
+    529: "overloaded_error",
+}
+_BOUNDS = re.compile(r"\{(minimum|maximum): (-?[\d.]+)(?:, (minimum|maximum): (-?[\d.]+))?\}")
+
+
+class Anthropic(Protocol):
+    """`POST /v1/messages`."""
+
+    name = "anthropic"
+    key_headers: ClassVar[tuple[str, ...]] = ("x-api-key", "Authorization")
+
+    def check(self, headers: Mapping[str, str]) -> None:
+        if headers.get("anthropic-version") not in _VERSIONS:
+            raise Refused(400, f"anthropic-version: one of {', '.join(_VERSIONS)} is required")
+
+    def read(self, body: bytes, models: Sequence[str], model: str = "") -> JudgeCall:
+        fields = read_fields(body, _KNOWN, "the request")
+        name = known_model(fields.pop("model", None), models)
+        bound = bound_of(fields, "max_tokens", required=True)
+        assert bound is not None, "it is required"
+        messages: list[dict[str, Any]] = []
+        system = fields.pop("system", None)
+        if system is not None:
+            messages.append(as_message("system", blocks_of(system, _BLOCKS, "'system'")))
+        turns = fields.pop("messages", None)
+        if not isinstance(turns, list) or not turns:
+            raise Refused(400, "'messages' must be a list of at least one message")
+        for turn in turns:
+            if not isinstance(turn, dict) or turn.get("role") not in ("user", "assistant"):
+                raise Refused(400, "every message must be an object with the role user or assistant")
+            messages.append(as_message(turn["role"], blocks_of(turn.get("content"), _BLOCKS, "a message")))
+        _check_thinking(fields, bound)
+        form = _form(fields)
+        if form is not None:
+            fields["response_format"] = schema_format(_bounded(form))
+        return JudgeCall(name, messages, {**fields, "max_tokens": bound})
+
+    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Forms:
+        stop = {"length": "max_tokens", "content_filter": "refusal"}.get(completion.finish_reason, "end_turn")
+        content: list[dict[str, Any]] = []
+        if completion.refusal is not None:
+            stop = "refusal"
+        elif completion.content is not None and stop != "refusal":
+            content = [{"type": "text", "text": completion.content, "citations": None}]
+            tool = call.parameters.get("tool_choice")
+            if stop == "end_turn" and isinstance(tool, dict) and tool.get("type") == "tool":
+                content, stop = _as_tool(completion.content, tool["name"], number), "tool_use"
+        details = {"type": "refusal", "category": None, "explanation": completion.refusal}
+        fields: dict[str, Any] = {
+            "id": f"msg_{number}",
+            "type": "message",
+            "role": "assistant",
+            "model": call.model,
+            "content": content,
+            "stop_reason": stop,
+            "stop_sequence": None,
+            "stop_details": details if stop == "refusal" else None,
+            "usage": {
+                "input_tokens": call.prompt_tokens,
+                "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": 0,
+                "output_tokens": completion.tokens,
+            },
+        }
+        filler = {"type": "message", "stop_reason": "end_turn", "content": [{"type": "text", "text": "FILLER"}]}
+        return Forms(fields, {"content": []}, around(filler))
+
+    def error(self, status: int, message: str, code: str | None = None, retry_s: float | None = None) -> object:
+        kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")
+        return {"type": "error", "error": {"type": kind, "message": message}, "request_id": None}
+
+    def announce(self, what: str, limit: int | None, remaining: int, reset_s: float) -> dict[str, str]:
+        # A point in time is wall-clock time by definition.
+        reset = datetime.now(timezone.utc) + timedelta(seconds=math.ceil(reset_s))
+        return {
+            **({} if limit is None else {f"anthropic-ratelimit-{what}-limit": str(limit)}),
+            f"anthropic-ratelimit-{what}-remaining": str(remaining),
+            f"anthropic-ratelimit-{what}-reset": reset.strftime("%Y-%m-%dT%H:%M:%SZ"),
+        }
+
+    def model_list(self, models: Sequence[str]) -> object:
+        created = "1970-01-01T00:00:00Z"
+        listed = [{"type": "model", "id": name, "display_name": name, "created_at": created} for name in models]
+        return {"data": listed, "has_more": False, "first_id": models[0] if models else None, "last_id": None}
+
+
+def _check_thinking(fields: Mapping[str, Any], bound: int) -> None:
+    thinking = fields.get("thinking")
+    if thinking is None:
+        return
+    if not isinstance(thinking, dict) or thinking.get("type") not in ("enabled", "adaptive", "disabled"):
+        raise Refused(400, "'thinking' must have the type enabled, adaptive or disabled")
+    if thinking["type"] == "enabled":
+        budget = thinking.get("budget_tokens")
+        if not isinstance(budget, int) or not 1024 <= budget < bound:
+            raise Refused(400, "'thinking.budget_tokens' must be at least 1024 and less than 'max_tokens'")
+    if thinking["type"] != "disabled":
+        if fields.get("temperature", 1) != 1:
+            raise Refused(400, "'temperature' must be 1 with thinking")
+        choice = fields.get("tool_choice")
+        if isinstance(choice, dict) and choice.get("type") in ("any", "tool"):
+            raise Refused(400, "a tool cannot be forced with thinking")
+
+
+def _form(fields: dict[str, Any]) -> object:
+    """Return the schema of the answer, whichever way it is asked for; None without one."""
+    config = fields.get("output_config")
+    form = config.get("format") if isinstance(config, dict) else None
+    if isinstance(form, dict):
+        if form.get("type") != "json_schema":
+            raise Refused(400, "'output_config.format.type' must be json_schema")
+        _check_schema(form.get("schema"))
+        return form.get("schema")
+    choice = fields.get("tool_choice")
+    if isinstance(choice, dict) and choice.get("type") == "tool":
+        tools = fields.get("tools") or []
+        found = [tool for tool in tools if isinstance(tool, dict) and tool.get("name") == choice.get("name")]
+        if not found:
+            raise Refused(400, "'tool_choice' names no tool")
+        return found[0].get("input_schema")
+    return None
+
+
+def _check_schema(schema: object) -> None:
+    if isinstance(schema, dict):
+        for key in ("minimum", "maximum"):
+            if key in schema and not isinstance(schema[key], dict):
+                raise Refused(400, f"the schema has the keyword {key!r}, which is not supported")
+        if schema.get("type") == "object" and schema.get("additionalProperties") is not False:
+            raise Refused(400, "objects of the schema need additionalProperties: false")
+    for item in schema.values() if isinstance(schema, dict) else schema if isinstance(schema, list) else ():
+        _check_schema(item)
+
+
+def _bounded(schema: object) -> object:
+    """Read the bounds of numbers from their descriptions, where clients put them, so that a scorer finds them."""
+    if isinstance(schema, list):
+        return [_bounded(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {key: _bounded(value) for key, value in schema.items()}
+    found = _BOUNDS.search(str(schema.get("description", "")))
+    if found is not None:
+        names = found.groups()
+        copy |= {names[at]: float(names[at + 1]) for at in (0, 2) if names[at]}
+    return copy
+
+
+def _as_tool(content: str, name: str, number: int) -> list[dict[str, Any]]:
+    try:
+        stated = json.loads(content)
+    except ValueError:
+        stated = None
+    if not isinstance(stated, dict):
+        return [{"type": "text", "text": content, "citations": None}]
+    return [{"type": "tool_use", "id": f"toolu_{number}", "name": name, "input": stated}]

@@ -1,0 +1,204 @@
+"""Defines `Protocol`: one wire format of a judge server, and the neutral forms that all formats share.
+
+A request of any format becomes a `JudgeCall` in the words of chat completions, so a scorer need not know the format.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import orjson
+
+from ..judge_calls import OTHER_MODEL, Completion, JudgeCall, Refused, duration, error_body, read_object
+
+
+class Protocol(ABC):
+    """A wire format: how requests are read, and how replies, errors and limits are written."""
+
+    name: ClassVar[str]
+    """Its name in `JudgeServer(protocols=...)`."""
+    key_headers: ClassVar[tuple[str, ...]] = ("Authorization",)
+    """The headers that may carry the key."""
+    pause_in_body: ClassVar[bool] = False
+    """Whether the body of an error says when to retry, and no header does."""
+
+    @abstractmethod
+    def read(self, body: bytes, models: Sequence[str], model: str = "") -> JudgeCall:
+        """Read the body of a request. `model` is the one in the path, if the path names one. Raises `Refused`."""
+
+    @abstractmethod
+    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Forms:
+        """Return the `number`-th reply."""
+
+    def check(self, headers: Mapping[str, str]) -> None:  # noqa: B027 -- a default
+        """Raise `Refused` for headers that the provider would refuse."""
+
+    def error(self, status: int, message: str, code: str | None = None, retry_s: float | None = None) -> object:
+        """Return the body of an error. `retry_s` is the pause that it asks for in the body, if the format has this."""
+        return error_body(status, message, code)
+
+    def key_in(self, headers: Mapping[str, str]) -> str:
+        """Return the key of a request, as the header `Authorization` would carry it."""
+        for name in self.key_headers:
+            if name in headers:
+                return headers[name] if name == "Authorization" else f"Bearer {headers[name]}"
+        return ""
+
+    def key_refused(self) -> Refused:
+        """Return the refusal of a request without the right key."""
+        return Refused(401, "incorrect API key provided", "invalid_api_key")
+
+    def announce(self, what: str, limit: int | None, remaining: int, reset_s: float) -> dict[str, str]:
+        """Return the headers that announce a limit on "requests" or "tokens"; `limit` None leaves it out."""
+        return {
+            **({} if limit is None else {f"x-ratelimit-limit-{what}": str(limit)}),
+            f"x-ratelimit-remaining-{what}": str(remaining),
+            f"x-ratelimit-reset-{what}": duration(reset_s),
+        }
+
+    def model_list(self, models: Sequence[str]) -> object:
+        """Return the body of the list of models."""
+        listed = [{"id": name, "object": "model", "created": 0, "owned_by": "qreward"} for name in models]
+        return {"object": "list", "data": listed}
+
+
+@dataclass(frozen=True)
+class Forms:
+    """The body of a reply, and its faulty variants. `empty` are the fields without an answer, `model_key` is the key of
+    the model, and `around` is a reply around a text.
+    """
+
+    fields: Mapping[str, Any]
+    empty: Mapping[str, Any]
+    around: tuple[bytes, bytes]
+    model_key: str = "model"
+
+    @property
+    def good(self) -> bytes:
+        return orjson.dumps(self.fields)
+
+    @property
+    def cuttable(self) -> bytes:
+        return self.good
+
+    @property
+    def without_verdict(self) -> bytes:
+        return orjson.dumps({**self.fields, **self.empty})
+
+    @property
+    def of_another_model(self) -> bytes:
+        return orjson.dumps({**self.fields, self.model_key: OTHER_MODEL})
+
+    @property
+    def invalid_utf8(self) -> bytes:
+        return self.good.replace(b'"text":"', b'"text":"\xff\xfe', 1)
+
+    @property
+    def around_filler(self) -> tuple[bytes, bytes]:
+        return self.around
+
+
+@dataclass(frozen=True)
+class Framed:
+    """A completion that is written in a protocol."""
+
+    completion: Completion
+    protocol: Protocol
+
+    @property
+    def tokens(self) -> int:
+        return self.completion.tokens
+
+    def reply(self, call: JudgeCall, number: int) -> Forms:
+        """The body of the `number`-th reply."""
+        return self.protocol.reply(self.completion, call, number)
+
+
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+def read_fields(body: bytes, known: frozenset[str], what: str) -> dict[str, Any]:
+    """Read a body. Raises `Refused` if it is no JSON object, or has keys that are not `known`."""
+    fields = read_object(body)
+    check_known(fields, known, what)
+    if fields.get("stream"):
+        raise Refused(400, "this server does not stream: leave 'stream' out")
+    return fields
+
+
+def check_known(fields: object, known: frozenset[str], what: str) -> None:
+    """Raise `Refused` if `fields` is no object, or has keys that are not `known`."""
+    if not isinstance(fields, dict):
+        raise Refused(400, f"{what} must be an object")
+    unknown = sorted(set(fields) - known)
+    if unknown:
+        raise Refused(400, f"unknown key {unknown[0][:100]!r} in {what}", "unknown_parameter")
+
+
+def known_model(model: object, models: Sequence[str]) -> str:
+    """Return the model. Raises `Refused` for one that the server does not have."""
+    if not isinstance(model, str):
+        raise Refused(400, "you must provide a model")
+    if model not in models:
+        raise Refused(404, f"the model {model[:100]!r} does not exist", "model_not_found")
+    return model
+
+
+def bound_of(fields: dict[str, Any], key: str, *, required: bool = False) -> int | None:
+    """Remove and return a bound on the completion. Raises `Refused` for one that is no integer from 1 on."""
+    bound = fields.pop(key, None)
+    if bound is None and not required:
+        return None
+    if isinstance(bound, bool) or not isinstance(bound, int) or bound < 1:
+        raise Refused(400, f"{key!r} must be an integer of at least 1")
+    return bound
+
+
+def blocks_of(content: object, kinds: Mapping[str, str], what: str) -> list[dict[str, Any]]:
+    """Return content blocks as the parts of a chat message.
+
+    `kinds` maps the type of a block to the key of its value. Raises `Refused` for a block of another type.
+    """
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    if not isinstance(content, list) or not content:
+        raise Refused(400, f"{what} must be a text or a list of blocks")
+    parts: list[dict[str, Any]] = []
+    for block in content:
+        kind = str(block.get("type")) if isinstance(block, dict) else ""
+        if kind not in kinds:
+            raise Refused(400, f"{what} has a block of the type {kind!r}")
+        value = block.get(kinds[kind])
+        if "text" in kind:
+            if not isinstance(value, str):
+                raise Refused(400, f"{what} has a text block without text")
+            parts.append({"type": "text", "text": value})
+        else:
+            parts.append({"type": "image_url", "image_url": {"url": value}})
+    return parts
+
+
+def as_message(role: str, parts: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return a chat message; the content of one that has text only is a text."""
+    if all(part["type"] == "text" for part in parts):
+        return {"role": role, "content": "".join(part["text"] for part in parts)}
+    return {"role": role, "content": parts}
+
+
+def schema_format(schema: object) -> dict[str, Any]:
+    """Return the `response_format` of chat completions for a schema. Raises `Refused` if it is no object."""
+    if not isinstance(schema, dict):
+        raise Refused(400, "the schema must be an object")
+    return {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
+
+
+def around(body: Mapping[str, Any]) -> tuple[bytes, bytes]:
+    """Split the JSON of a body at its marker FILLER."""
+    head, _, tail = json.dumps(body).partition("FILLER")
+    return head.encode(), tail.encode()

@@ -1,0 +1,149 @@
+"""Google's Gemini, on the side of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+from ..judge_calls import Completion, JudgeCall, Refused
+from .base import (
+    Forms,
+    Protocol,
+    around,
+    as_message,
+    bound_of,
+    check_known,
+    known_model,
+    read_fields,
+    schema_format,
+    words,
+)
+
+_KNOWN = words("contents systemInstruction generationConfig safetySettings tools toolConfig cachedContent labels")
+_SETTINGS = words(
+    "candidateCount frequencyPenalty logprobs maxOutputTokens mediaResolution presencePenalty responseFormat "
+    "responseJsonSchema responseLogprobs responseMimeType responseModalities responseSchema seed "
+    "stopSequences temperature thinkingConfig topK topP"
+)
+_SCHEMA = words(
+    "type format title description nullable enum items minItems maxItems properties required propertyOrdering "
+    "minimum maximum minLength maxLength pattern anyOf example default"
+)
+_STATUSES = {
+    400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
+    404: "NOT_FOUND",
+    409: "ABORTED",
+    429: "RESOURCE_EXHAUSTED",
+    500: "INTERNAL",
+    503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
+}
+_KEY_REASON = "API_KEY_INVALID"
+
+
+class Gemini(Protocol):
+    """`POST /v1beta/models/MODEL:generateContent`."""
+
+    name = "gemini"
+    key_headers: ClassVar[tuple[str, ...]] = ("x-goog-api-key", "Authorization")
+    pause_in_body = True
+
+    def read(self, body: bytes, models: Sequence[str], model: str = "") -> JudgeCall:
+        known_model(model, models)
+        fields = read_fields(body, _KNOWN, "the request")
+        messages: list[dict[str, Any]] = []
+        system = fields.pop("systemInstruction", None)
+        if system is not None:
+            messages.append(as_message("system", _parts(system)))
+        contents = fields.pop("contents", None)
+        if not isinstance(contents, list) or not contents:
+            raise Refused(400, "'contents' must be a list of at least one content")
+        for content in contents:
+            role = content.get("role", "user") if isinstance(content, dict) else None
+            if role not in ("user", "model"):
+                raise Refused(400, "the role of a content must be user or model")
+            messages.append(as_message("assistant" if role == "model" else "user", _parts(content)))
+        settings = fields.pop("generationConfig", None) or {}
+        check_known(settings, _SETTINGS, "generationConfig")
+        settings = dict(settings)
+        parameters: dict[str, Any] = dict(fields)
+        bound = bound_of(settings, "maxOutputTokens")
+        if bound is not None:
+            parameters["max_tokens"] = bound
+        schema = settings.pop("responseSchema", None) or settings.pop("responseJsonSchema", None)
+        mime = settings.pop("responseMimeType", "text/plain")
+        if schema is not None:
+            if mime != "application/json":
+                raise Refused(400, "a response schema needs the response MIME type application/json")
+            _check_schema(schema)
+            parameters["response_format"] = schema_format(schema)
+        elif mime == "application/json":
+            parameters["response_format"] = {"type": "json_object"}
+        return JudgeCall(model, messages, {**parameters, **settings})
+
+    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Forms:
+        finish = {"length": "MAX_TOKENS", "content_filter": "SAFETY"}.get(completion.finish_reason, "STOP")
+        content: dict[str, Any] = {"role": "model"}
+        if completion.content:
+            content["parts"] = [{"text": completion.content}]
+        usage = {"promptTokenCount": call.prompt_tokens, "totalTokenCount": call.prompt_tokens + completion.tokens}
+        if completion.tokens:
+            usage["candidatesTokenCount"] = completion.tokens
+        fields: dict[str, Any] = {
+            "candidates": [{"content": content, "finishReason": finish, "index": 0}],
+            "usageMetadata": usage,
+            "modelVersion": call.model,
+            "responseId": str(number),
+        }
+        if completion.refusal is not None:
+            del fields["candidates"]
+            fields["promptFeedback"] = {"blockReason": "PROHIBITED_CONTENT"}
+        filler = {"candidates": [{"content": {"parts": [{"text": "FILLER"}]}, "finishReason": "STOP"}]}
+        return Forms(fields, {"candidates": []}, around(filler), "modelVersion")
+
+    def error(self, status: int, message: str, code: str | None = None, retry_s: float | None = None) -> object:
+        details: list[dict[str, Any]] = []
+        if code == _KEY_REASON:
+            details.append({"@type": "type.googleapis.com/google.rpc.ErrorInfo", "reason": _KEY_REASON})
+        if retry_s is not None:
+            details.append({"@type": "type.googleapis.com/google.rpc.RetryInfo", "retryDelay": f"{retry_s:.9g}s"})
+        error: dict[str, Any] = {"code": status, "message": message, "status": _STATUSES.get(status, "UNKNOWN")}
+        return {"error": {**error, "details": details} if details else error}
+
+    def key_refused(self) -> Refused:
+        return Refused(400, "API key not valid. Please pass a valid API key.", _KEY_REASON)
+
+    def announce(self, what: str, limit: int | None, remaining: int, reset_s: float) -> dict[str, str]:
+        # Gemini announces nothing.
+        return {}
+
+    def model_list(self, models: Sequence[str]) -> object:
+        methods = ["generateContent", "countTokens"]
+        return {"models": [{"name": f"models/{name}", "supportedGenerationMethods": methods} for name in models]}
+
+
+def _parts(content: object) -> list[dict[str, Any]]:
+    parts = content.get("parts") if isinstance(content, dict) else None
+    if not isinstance(parts, list) or not parts:
+        raise Refused(400, "a content must have parts")
+    found: list[dict[str, Any]] = []
+    for part in parts:
+        if isinstance(part, dict) and isinstance(part.get("text"), str):
+            found.append({"type": "text", "text": part["text"]})
+        elif isinstance(part, dict) and ("inlineData" in part or "fileData" in part):
+            found.append({"type": "image_url", "image_url": {"url": part.get("inlineData") or part.get("fileData")}})
+        else:
+            raise Refused(400, "a part must have text, inlineData or fileData")
+    return found
+
+
+def _check_schema(schema: object) -> None:
+    check_known(schema, _SCHEMA, "the response schema")
+    assert isinstance(schema, dict), "it is an object"
+    properties = schema.get("properties")
+    for item in properties.values() if isinstance(properties, dict) else ():
+        _check_schema(item)
+    if "items" in schema:
+        _check_schema(schema["items"])

@@ -1,0 +1,90 @@
+"""OpenAI's responses, on the side of the server."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..judge_calls import Completion, JudgeCall, Refused
+from .base import Forms, Protocol, around, as_message, blocks_of, bound_of, known_model, read_fields, words
+
+_KNOWN = words(
+    "background include input instructions max_output_tokens metadata model parallel_tool_calls "
+    "prompt_cache_key reasoning safety_identifier service_tier store stream temperature text tool_choice "
+    "tools top_logprobs top_p truncation user"
+)
+_BLOCKS = {"input_text": "text", "output_text": "text", "input_image": "image_url"}
+
+
+class Responses(Protocol):
+    """`POST /v1/responses`."""
+
+    name = "responses"
+
+    def read(self, body: bytes, models: Sequence[str], model: str = "") -> JudgeCall:
+        fields = read_fields(body, _KNOWN, "the request")
+        name = known_model(fields.pop("model", None), models)
+        messages: list[dict[str, Any]] = []
+        system = fields.pop("instructions", None)
+        if system is not None:
+            messages.append({"role": "system", "content": system})
+        asked = fields.pop("input", None)
+        turns = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
+        if not isinstance(turns, list) or not turns:
+            raise Refused(400, "'input' must be a text or a list of at least one item")
+        for turn in turns:
+            if not isinstance(turn, dict) or turn.get("role") not in ("user", "assistant", "system", "developer"):
+                raise Refused(400, "every item of 'input' must be a message with a role")
+            messages.append(as_message(turn["role"], blocks_of(turn.get("content"), _BLOCKS, "'input'")))
+        bound = bound_of(fields, "max_output_tokens")
+        if bound is not None:
+            fields["max_tokens"] = bound
+        text = fields.pop("text", None) or {}
+        form = text.get("format") if isinstance(text, dict) else None
+        if isinstance(form, dict):
+            kind = form.get("type")
+            if kind == "json_schema" and not (isinstance(form.get("schema"), dict) and form.get("name")):
+                raise Refused(400, "'text.format' needs a name and a schema")
+            named = {key: value for key, value in form.items() if key != "type"}
+            fields["response_format"] = {"type": kind, "json_schema": named} if named else {"type": kind}
+        return JudgeCall(name, messages, fields)
+
+    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Forms:
+        tokens = completion.tokens
+        output: list[dict[str, Any]] = []
+        if completion.refusal is not None:
+            output = [_message(number, {"type": "refusal", "refusal": completion.refusal})]
+        elif completion.content or (completion.finish_reason == "stop" and completion.content is not None):
+            output = [_message(number, _text(completion.content))]
+        ended = {"length": "max_output_tokens", "content_filter": "content_filter"}.get(completion.finish_reason)
+        fields: dict[str, Any] = {
+            "id": f"resp_{number}",
+            "object": "response",
+            "created_at": 0,
+            "model": call.model,
+            "status": "incomplete" if ended else "completed",
+            "error": None,
+            "incomplete_details": {"reason": ended} if ended else None,
+            "instructions": None,
+            "metadata": {},
+            "parallel_tool_calls": True,
+            "tool_choice": "auto",
+            "tools": [],
+            "output": output,
+            "usage": {
+                "input_tokens": call.prompt_tokens,
+                "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+                "output_tokens": tokens,
+                "output_tokens_details": {"reasoning_tokens": 0},
+                "total_tokens": call.prompt_tokens + tokens,
+            },
+        }
+        return Forms(fields, {"output": []}, around({"status": "completed", "output": [_message(0, _text("FILLER"))]}))
+
+
+def _text(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": []}
+
+
+def _message(number: int, part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "message", "id": f"msg_{number}", "role": "assistant", "status": "completed", "content": [part]}

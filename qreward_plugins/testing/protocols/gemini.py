@@ -27,7 +27,7 @@ _SETTINGS = words(
 )
 _SCHEMA = words(
     "type format title description nullable enum items minItems maxItems properties required propertyOrdering "
-    "minimum maximum minLength maxLength pattern anyOf example default"
+    "minimum maximum minLength maxLength pattern anyOf example default property_ordering"
 )
 _STATUSES = {
     400: "INVALID_ARGUMENT",

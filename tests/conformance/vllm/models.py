@@ -18,6 +18,9 @@ _CHAT_TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _TEXTS = ("The answer to the question is right.", "First we add, then we multiply:\n\n17 + 25 = 42", '{"score": 7}')
 
 
@@ -61,11 +64,16 @@ def make_models(folder: Path) -> None:
 def _tokenizer() -> Any:
     import tokenizers
     import transformers
-    from tokenizers import decoders, pre_tokenizers, trainers
+    from tokenizers import decoders, normalizers, pre_tokenizers, trainers
     from tokenizers.models import BPE
 
     model = tokenizers.Tokenizer(BPE())
-    model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    # Qwen 2's own: transformers uses it for this architecture, whatever the file says.
+    model.normalizer = normalizers.NFC()
+    words = pre_tokenizers.Split(tokenizers.Regex(_WORDS), behavior="isolated")
+    model.pre_tokenizer = pre_tokenizers.Sequence(
+        [words, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     model.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(

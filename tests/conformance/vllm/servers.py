@@ -69,7 +69,7 @@ class Server:
     def _wait(self, until: float) -> None:
         while time.monotonic() < until:
             assert self._guard.poll() is None, f"the server ended; its log ends with:\n{self._end_of_log()}"
-            # Another program may listen on the port, so the name of the model must be ours.
+            # Another program may have taken the port, so the name of the model must be ours.
             with suppress(OSError, ValueError):
                 if any(one["id"] == self.model for one in get(f"{self.url}/v1/models")["data"]):
                     return
@@ -88,12 +88,19 @@ class Server:
         self._guard.wait()
 
 
-def serve_vllm(model: Path, *arguments: str, log: Path, name: str = "") -> Server:
+def serve_vllm(model: Path, *arguments: str, log: Path) -> Server:
     """Serve a model with vLLM on the CPU, in float32, so that its numbers can be compared closely."""
-    port, name = free_port(), name or f"{model.name}-{os.getpid()}"
+    port, name = free_port(), model.name
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), "--host", "127.0.0.1"]
     command += ["--port", str(port), "--served-model-name", name, "--dtype", "float32", *_VLLM, *arguments]
     return Server(command, port=port, model=name, log=log)
+
+
+def serve_llama(*, log: Path) -> Server:
+    """Serve Gemma 3 270M with llama.cpp's own server, under the name `llama`."""
+    port = free_port()
+    command = [sys.executable, "-m", "tests.conformance.vllm.llama", str(port)]
+    return Server(command, port=port, model="llama", log=log)
 
 
 def free_port() -> int:

@@ -1,0 +1,58 @@
+"""The servers of these tests. Each starts when the first test needs it, and ends with the session."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from .models import make_models
+from .servers import Server, serve_llama, serve_vllm, why_not
+
+_POOLING = ("--runner", "pooling")
+# By default a model may write white space for ever where the grammar allows it.
+_CHAT = ("--structured-outputs-config", '{"backend":"xgrammar","disable_any_whitespace":true}')
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _environment() -> None:
+    reason = why_not()
+    if reason is not None:
+        pytest.skip(reason)
+
+
+@pytest.fixture(scope="session")
+def models(_environment: None, tmp_path_factory: Any) -> Path:
+    """The folder of the tiny models."""
+    folder: Path = tmp_path_factory.mktemp("models")
+    make_models(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def served(models: Path, tmp_path_factory: Any) -> Iterator[Callable[[str], str]]:
+    """Returns the URL of the server of a model, whose name on the server is that of its folder."""
+    # For work on the tests: a mapping of names to URLs of servers that run already.
+    running: dict[str, str] = json.loads(os.environ.get("QREWARD_VLLM_SERVERS", "{}"))
+    started: dict[str, Server] = {}
+    logs: Path = tmp_path_factory.mktemp("logs")
+
+    def url(name: str) -> str:
+        if name in running:
+            return running[name]
+        if name not in started:
+            log = logs / f"{name}.log"
+            if name == "llama":
+                started[name] = serve_llama(log=log)
+            else:
+                started[name] = serve_vllm(models / name, *(_CHAT if name == "chat" else _POOLING), log=log)
+            print(f"\n{name}: answers after {started[name].start_s:.0f} s")
+        return started[name].url
+
+    yield url
+    for server in started.values():
+        server.close()

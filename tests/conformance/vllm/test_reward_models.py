@@ -1,0 +1,225 @@
+"""Reward models behind a real vLLM: the scores are the logits that transformers computes from the same files."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from qreward_plugins import RewardEngine, Sample, Scored
+from qreward_plugins.cli.app import app
+from qreward_plugins.errors import ConfigurationError
+
+from .models import STEP_TOKEN
+
+pytestmark = pytest.mark.anyio
+TOLERANCE = 1e-2
+QUESTION = "What is 17 + 25?"
+RESPONSES = (
+    "It is 42.",
+    "First we add 17 and 20.\n\nThen we add 5.\n\nThe answer is 42.",
+    "Ich weiß es nicht 🙂\n\n\n\n  vielleicht 43?",
+    "soup " * 200,
+)
+TOO_LONG = "word " * 3000
+
+
+def messages(response: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": QUESTION}, {"role": "assistant", "content": response}]
+
+
+def samples(*responses: str) -> list[Sample]:
+    return [Sample([{"role": "user", "content": QUESTION}], response) for response in responses]
+
+
+class Truth:
+    """The logits of a model as transformers computes them, in float32."""
+
+    def __init__(self, folder: Path) -> None:
+        import torch
+        import transformers
+
+        architecture = json.loads((folder / "config.json").read_text())["architectures"][0]
+        self._torch = torch
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self._model = getattr(transformers, architecture).from_pretrained(folder, dtype=torch.float32).eval()
+
+    def logits(self, text: str) -> Any:
+        """The logits of a text: a list, or for a token classifier a list for every token."""
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        with self._torch.no_grad():
+            return self._model(self._torch.tensor([ids])).logits[0].tolist()
+
+    def spans(self, text: str) -> list[tuple[int, int]]:
+        """The characters of each token."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return [(start, end) for start, end in encoded["offset_mapping"]]
+
+    def rendered(self, response: str) -> str:
+        return str(self.tokenizer.apply_chat_template(messages(response), tokenize=False))
+
+
+@pytest.fixture(scope="session")
+def truths(models: Path) -> Callable[[str], Truth]:
+    known: dict[str, Truth] = {}
+
+    def truth(name: str) -> Truth:
+        if name not in known:
+            known[name] = Truth(models / name)
+        return known[name]
+
+    return truth
+
+
+def configured(url: str, model: str, judge: Mapping[str, Any] | None = None, **source: Any) -> dict[str, Any]:
+    node = {"kind": "reward_model", "base_url": url, "model": model, "timeouts": {"total_s": 60}, **source}
+    return {
+        "sources": {"rm": node},
+        "judges": {"quality": {"kind": "reward_model", **(judge or {})}},
+        "engine": {"deadline_s": 300},
+    }
+
+
+async def scored(config: Any, *responses: str) -> list[Any]:
+    async with RewardEngine(config) as engine:
+        return await engine.score_all(samples(*responses))
+
+
+@pytest.mark.parametrize("protocol", ["vllm_classify", "vllm_pooling"])
+@pytest.mark.parametrize("rendered", ["by the server", "here"])
+@pytest.mark.parametrize(("model", "label"), [("one_logit", None), ("two_labels", 0), ("two_labels", 1)])
+async def test_scores_are_the_logits_of_transformers(served, truths, models, protocol, rendered, model, label):
+    template = {"chat_template": str(models / model)} if rendered == "here" else {}
+    config = configured(served(model), model, {"label": label}, protocol=protocol, **template)
+    outcomes = await scored(config, *RESPONSES)
+    truth = truths(model)
+    expected = [truth.logits(truth.rendered(response))[label or 0] for response in RESPONSES]
+    assert [outcome.reward for outcome in outcomes] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+    print(f"\n{max(abs(outcome.reward - one) for outcome, one in zip(outcomes, expected, strict=True)):.1e}", end="")
+
+
+@pytest.mark.parametrize("protocol", ["vllm_score", "vllm_rerank"])
+async def test_two_texts_are_joined(served, truths, protocol):
+    outcomes = await scored(configured(served("one_logit"), "one_logit", protocol=protocol), *RESPONSES)
+    expected = [truths("one_logit").logits(QUESTION + response)[0] for response in RESPONSES]
+    assert [outcome.reward for outcome in outcomes] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+
+
+async def test_activations_are_those_of_the_server(served):
+    from .servers import post
+
+    judge = {"label": 1, "activation": "softmax"}
+    (outcome,) = await scored(configured(served("two_labels"), "two_labels", judge), RESPONSES[0])
+    said = post(f"{served('two_labels')}/classify", {"model": "two_labels", "messages": messages(RESPONSES[0])})
+    assert outcome.reward == pytest.approx(said["data"][0]["probs"][1], abs=1e-4)
+
+
+@pytest.mark.parametrize("protocol", ["vllm_classify", "vllm_pooling", "vllm_score", "vllm_rerank"])
+async def test_a_text_that_is_too_long_is_the_failure_of_its_sample(served, protocol):
+    config = configured(served("one_logit"), "one_logit", protocol=protocol)
+    outcomes = await scored(config, RESPONSES[0], TOO_LONG, RESPONSES[1])
+    assert [outcome.reward is None for outcome in outcomes] == [False, True, False]
+    assert "maximum context length" in outcomes[1].detail
+
+
+@pytest.mark.parametrize("step_token", [None, STEP_TOKEN])
+@pytest.mark.parametrize("reduce", ["last", "min", "mean"])
+async def test_steps_are_scored_where_transformers_scores_them(served, truths, models, step_token, reduce):
+    """A step is scored at the token that holds the last character of its separator."""
+    token = {} if step_token is None else {"step_token": step_token}
+    source = {"protocol": "vllm_pooling", "task": "token_classify", "chat_template": str(models / "process"), **token}
+    judge = {"label": 1, "reduce": reduce}
+    outcomes = await scored(configured(served("process"), "process", judge, **source), *RESPONSES)
+    truth, mark = truths("process"), step_token or "\n\n"
+    for response, outcome in zip(RESPONSES, outcomes, strict=True):
+        texts = [step for step in response.split("\n\n") if step.strip()]
+        whole = truth.rendered("".join(step + mark for step in texts))
+        spans, logits = truth.spans(whole), truth.logits(whole)
+        end, expected = whole.index("assistant\n") + len("assistant\n"), []
+        for step in texts:
+            end += len(step + mark)
+            (position, *_) = (place for place, span in enumerate(spans) if span[0] < end <= span[1])
+            expected.append(logits[position][1])
+        assert isinstance(outcome, Scored)
+        assert [score for _, score in outcome.verdict.steps] == pytest.approx(expected, rel=TOLERANCE, abs=TOLERANCE)
+        reduced = {"last": expected[-1], "min": min(expected), "mean": math.fsum(expected) / len(expected)}[reduce]
+        assert outcome.reward == pytest.approx(reduced, rel=TOLERANCE, abs=TOLERANCE)
+        assert [offset for offset, _ in outcome.verdict.steps] == [response.index(step) + len(step) for step in texts]
+
+
+async def test_a_wrong_task_says_so(served, models):
+    source = {"protocol": "vllm_pooling", "task": "token_classify", "chat_template": str(models / "one_logit")}
+    judge = {"reduce": "last"}
+    (outcome,) = await scored(configured(served("one_logit"), "one_logit", judge, **source), RESPONSES[0])
+    assert outcome.reward is None
+    assert "pooling_task" in outcome.detail or "pooling task" in outcome.detail
+
+
+async def test_a_batch_is_split_around_a_text_that_is_too_long(served, truths, models):
+    """Whole requests fail with 400 because of one text; all others get their scores."""
+    source = {"chat_template": str(models / "one_logit"), "batch": {"max_size": 16}}
+    responses = [f"The answer is {number}." for number in range(31)]
+    responses.insert(11, TOO_LONG)
+    async with RewardEngine(configured(served("one_logit"), "one_logit", **source)) as engine:
+        outcomes = await engine.score_all(samples(*responses))
+        requests = engine.statistics().sources["rm"].requests
+    truth = truths("one_logit")
+    expected = [None if one is TOO_LONG else truth.logits(truth.rendered(one))[0] for one in responses]
+    assert [outcome.reward is None for outcome in outcomes] == [one is None for one in expected]
+    for outcome, one in zip(outcomes, expected, strict=True):
+        assert one is None or outcome.reward == pytest.approx(one, rel=TOLERANCE, abs=TOLERANCE)
+    print(f"\n{requests} calls in requests for {len(responses)} samples", end="")
+
+
+async def test_equal_numbers_end_the_start(served):
+    """A server that reads only the last token of each text gives all texts the same logit."""
+    config = configured(served("one_logit"), "one_logit", parameters={"truncate_prompt_tokens": 1})
+    with pytest.raises(ConfigurationError, match="cut every text to the same few tokens"):
+        await scored(config, RESPONSES[0])
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="qreward")
+
+
+def test_check_shows_a_verdict_and_finds_a_constant_model(served, tmp_path):
+    path = tmp_path / "judges.yaml"
+    path.write_text(yaml.safe_dump(configured(served("one_logit"), "one_logit")))
+    result = run("check", path)
+    # Random weights cannot tell right answers from nonsense, which is exit code 1 as well.
+    assert "same reward" not in result.output
+    assert "none" not in result.output.split("announces")[1].split("\n")[1]
+    constant = configured(served("one_logit"), "one_logit", parameters={"truncate_prompt_tokens": 1})
+    path.write_text(yaml.safe_dump(constant))
+    result = run("check", path)
+    assert result.exit_code == 1
+    assert "same reward" in result.output
+    assert "truncate_prompt_tokens" in result.output
+
+
+def test_calibrated_scores_are_z_scores(served, truths, tmp_path):
+    file, path, rows = tmp_path / "rm.json", tmp_path / "judges.yaml", tmp_path / "rows.jsonl"
+    config = configured(served("one_logit"), "one_logit", {"transform": [{"zscore": str(file)}]})
+    path.write_text(yaml.safe_dump(config))
+    responses = [f"The answer is {number}, I think." for number in range(200)]
+    rows.write_text("".join(json.dumps({"prompt": QUESTION, "response": one}) + "\n" for one in responses))
+    result = run("calibrate", path, rows)
+    assert result.exit_code == 0, result.output
+    with RewardEngine(config).portal() as engine:
+        rewards = [outcome.reward or 0.0 for outcome in engine.score_all(samples(*responses))]
+    mean = math.fsum(rewards) / len(rewards)
+    assert mean == pytest.approx(0, abs=1e-3)
+    assert math.fsum((one - mean) ** 2 for one in rewards) / len(rewards) == pytest.approx(1, abs=1e-3)
+    said = json.loads(file.read_text())
+    truth = truths("one_logit")
+    logits = [truth.logits(truth.rendered(one))[0] for one in responses]
+    assert said["mean"] == pytest.approx(math.fsum(logits) / len(logits), abs=1e-3)
+    config["sources"]["rm"]["protocol"] = "vllm_pooling"
+    with pytest.raises(ConfigurationError, match="another protocol"):
+        RewardEngine(config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -37,6 +37,13 @@ _HANDED_ON = {"kwargs", "parameters"}
 _ENV_NOT_FOUND = re.compile(r"Environment variable '([A-Za-z_][A-Za-z0-9_]*)' not found")
 
 
+_ENDLESS = "contains itself, or is nested too deeply"
+
+
+class _TooManyValues(Exception):
+    """The tree holds more than `MOST_VALUES` values."""
+
+
 class Broken:
     """A placeholder in the tree for a value that cannot be resolved. A finding gives the reason."""
 
@@ -48,138 +55,105 @@ class _Wrapped:
         self.value = value
 
 
-@dataclass
 class Tree:
     """Plain values, with the mistakes found while resolving them."""
 
-    value: Any
-    findings: list[Finding] = field(default_factory=list)
-    expressions: dict[Path, str] = field(default_factory=dict)
-    """The interpolations of values, by path. Messages show the interpolation instead of the value."""
+    def __init__(self) -> None:
+        self.value: Any = None
+        self.findings: list[Finding] = []
+        self.expressions: dict[Path, str] = {}
+        """The interpolations of values, by path. Messages show the interpolation instead of the value."""
+        self._left = MOST_VALUES
 
     def expression_at(self, path: Path) -> str | None:
         """Return the interpolation that gave the value at `path`, or a node above it; None if there is none."""
         return next((self.expressions[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.expressions), None)
 
+    def read(self, source: Any) -> None:
+        """Resolve `source`; see `read_tree`."""
+        if not isinstance(source, DictConfig):
+            try:
+                plain = self._plain(source, (), ())
+            except _TooManyValues:
+                self.value = self._broken((), f"it holds more than {MOST_VALUES:,} values")
+                return
+            if not isinstance(plain, dict):
+                self.value = plain
+                return
+            source = OmegaConf.create(plain, flags={"allow_objects": True})
+        if grows := too_large(source):
+            self.value = self._broken((), grows, "Use fewer interpolations, and do not nest them.")
+        elif not isinstance(OmegaConf.to_container(source, resolve=False), dict):
+            # A node that is null, missing or an interpolation.
+            return
+        elif list(source) == ["qreward"]:
+            self.findings = [replace(finding, path=finding.path[1:]) for finding in self.findings]
+            self.expressions = {path[1:]: expression for path, expression in self.expressions.items()}
+            self.value = self._child(source, "qreward", (), (source,))
+        else:
+            self.value = self._resolved(source, (), ())
 
-def read_tree(source: Any) -> Tree:
-    """Resolve `source`: a Mapping, a DictConfig, or plain values out of a YAML file.
-
-    A single top-level key `qreward` is unwrapped, after which paths start below it.
-    """
-    tree = Tree(None)
-    if not isinstance(source, DictConfig):
-        try:
-            plain = _Plainer(tree).plain(source, (), ())
-        except _TooManyValues as error:
-            return Tree(Broken(), [Finding((), str(error))])
-        if not isinstance(plain, dict):
-            tree.value = plain
-            return tree
-        source = OmegaConf.create(plain, flags={"allow_objects": True})
-    resolver = _Resolver(tree)
-    if grows := too_large(source):
-        return Tree(Broken(), [Finding((), grows, "Use fewer interpolations, and do not nest them.")])
-    if not isinstance(OmegaConf.to_container(source, resolve=False), dict):
-        return tree
-    if list(source) == ["qreward"]:
-        tree.findings = [replace(finding, path=finding.path[1:]) for finding in tree.findings]
-        tree.expressions = {path[1:]: expression for path, expression in tree.expressions.items()}
-        tree.value = resolver.child(source, "qreward", (), (source,))
-    else:
-        tree.value = resolver.resolved(source, (), ())
-    return tree
-
-
-class _TooManyValues(Exception):
-    """The tree holds more than `MOST_VALUES` values."""
-
-    def __init__(self) -> None:
-        super().__init__(f"it holds more than {MOST_VALUES:,} values")
-
-
-class _Plainer:
-    """Copies plain values into types that OmegaConf accepts. A part that occurs at several places is copied at each."""
-
-    def __init__(self, tree: Tree) -> None:
-        self._tree = tree
-        self._left = MOST_VALUES
-
-    def plain(self, value: Any, path: Path, above: tuple[int, ...]) -> Any:
+    def _plain(self, value: Any, path: Path, above: tuple[int, ...]) -> Any:
+        """Copy plain values into types that OmegaConf accepts. What occurs at several places is copied at each."""
         self._left -= 1
         if self._left < 0:
             raise _TooManyValues
         if isinstance(value, (DictConfig, ListConfig)):
             # It is resolved with its own parent, and escaped so that it is not resolved a second time.
-            return _escaped(_Resolver(self._tree).resolved(value, path, ()))
+            return _escaped(self._resolved(value, path, ()))
         if id(value) in above or len(above) > _MAX_DEPTH:
-            self._tree.findings.append(Finding(path, "contains itself, or is nested too deeply"))
-            return _Wrapped(Broken())
+            return _Wrapped(self._broken(path, _ENDLESS))
         above = (*above, id(value))
         if isinstance(value, BaseModel):
             value = {name: getattr(value, name) for name in value.model_fields_set}
         if isinstance(value, Mapping):
-            return {key: self.plain(item, (*path, _key(key)), above) for key, item in self._items(value, path)}
+            plain = {}
+            for key, item in value.items():
+                if isinstance(key, (str, int, float)):
+                    plain[key] = self._plain(item, (*path, str(key)), above)
+                else:
+                    kind = "null" if key is None else f"of type {type(key).__name__}"
+                    self._broken(path, f"a key here is {kind}", "Keys are text.")
+            return plain
         if isinstance(value, (list, tuple)):
-            return [self.plain(item, (*path, n), above) for n, item in enumerate(value)]
+            return [self._plain(item, (*path, n), above) for n, item in enumerate(value)]
         if isinstance(value, os.PathLike):
             return os.fspath(value)
         if isinstance(value, str) and "${" in value:
-            return self._checked(value, path)
+            try:
+                OmegaConf.create([value])
+            except GrammarParseError:
+                problem = "`${` starts an interpolation that cannot be read"
+                remedy = "Write `${oc.env:NAME}` or `${key.of.this.file}`, or `\\${` for a literal `${`."
+                return _Wrapped(self._broken(path, problem, remedy, f": {cut(value)!r}"))
         return value if isinstance(value, _SCALARS) else _Wrapped(value)
 
-    def _items(self, value: Mapping[Any, Any], path: Path) -> list[tuple[Any, Any]]:
-        items = []
-        for key, item in value.items():
-            if isinstance(key, (str, int, float)):
-                items.append((key, item))
-            else:
-                kind = "null" if key is None else f"of type {type(key).__name__}"
-                self._tree.findings.append(Finding(path, f"a key here is {kind}", "Keys are text."))
-        return items
-
-    def _checked(self, value: str, path: Path) -> Any:
-        try:
-            OmegaConf.create([value])
-        except GrammarParseError:
-            problem = "`${` starts an interpolation that cannot be read"
-            remedy = "Write `${oc.env:NAME}` or `${key.of.this.file}`, or `\\${` for a literal `${`."
-            self._tree.findings.append(Finding(path, problem, remedy, f": {cut(value)!r}"))
-            return _Wrapped(Broken())
-        return value
-
-
-class _Resolver:
-    """Reads values from OmegaConf one by one."""
-
-    def __init__(self, tree: Tree) -> None:
-        self._tree = tree
-
-    def resolved(self, node: Any, path: Path, above: tuple[Any, ...]) -> Any:
+    def _resolved(self, node: Any, path: Path, above: tuple[Any, ...]) -> Any:
+        """Copy the values of a node of OmegaConf, each resolved on its own."""
         if isinstance(node, (DictConfig, ListConfig)):
             if any(node is other for other in above) or len(path) > _MAX_DEPTH:
-                return self._broken(path, "contains itself, or is nested too deeply")
+                return self._broken(path, _ENDLESS)
             above = (*above, node)
             if isinstance(node, ListConfig):
-                return [self.child(node, n, (*path, n), above) for n in range(len(node))]
-            return {key: self.child(node, key, (*path, _key(key)), above) for key in node}
+                return [self._child(node, n, (*path, n), above) for n in range(len(node))]
+            return {key: self._child(node, key, (*path, str(key)), above) for key in node}
         if isinstance(node, _Wrapped):
             return node.value
         return os.fspath(node) if isinstance(node, os.PathLike) else node
 
-    def child(self, node: Any, key: Any, path: Path, above: tuple[Any, ...]) -> Any:
+    def _child(self, node: Any, key: Any, path: Path, above: tuple[Any, ...]) -> Any:
         if OmegaConf.is_missing(node, key):
             return self._broken(path, "has no value yet (`???`)", "Set it.")
         if not OmegaConf.is_interpolation(node, key):
-            return self.resolved(node[key], path, above)
+            return self._resolved(node[key], path, above)
         expression = str(OmegaConf.to_container(node, resolve=False)[key])  # type: ignore[index]
-        self._tree.expressions[path] = expression
+        self.expressions[path] = expression
         try:
             value = node[key]
         except Exception as error:
             # Resolvers are anybody's functions; their messages may hold anything and are not passed on.
             return self._unresolvable(path, expression, error)
-        resolved = self.resolved(value, path, above)
+        resolved = self._resolved(value, path, above)
         if _HANDED_ON & set(path) and _FROM_A_SECRET.search(expression):
             known = environment()
             within = tuple(known[name] for name in _ENV_NAMED.findall(expression) if known.get(name))
@@ -187,7 +161,7 @@ class _Resolver:
         return resolved
 
     def _broken(self, path: Path, problem: str, remedy: str = "", excerpt: str = "") -> Broken:
-        self._tree.findings.append(Finding(path, problem, remedy, excerpt))
+        self.findings.append(Finding(path, problem, remedy, excerpt))
         return Broken()
 
     def _unresolvable(self, path: Path, expression: str, error: Exception) -> Broken:
@@ -210,8 +184,14 @@ class _Resolver:
         return self._broken(path, "cannot be resolved", "Check the interpolation.", excerpt)
 
 
-def _key(key: Any) -> str | int:
-    return key if isinstance(key, str) else str(key)
+def read_tree(source: Any) -> Tree:
+    """Resolve `source`: a Mapping, a DictConfig, or plain values out of a YAML file.
+
+    A single top-level key `qreward` is unwrapped, after which paths start below it.
+    """
+    tree = Tree()
+    tree.read(source)
+    return tree
 
 
 def _escaped(value: Any) -> Any:

@@ -27,8 +27,8 @@ START_WITHIN_S = 120.0
 """Seconds that a source may take to begin an attempt, in addition to its time limit: an import can be slow."""
 
 Result = Literal["", "valid", "invalid", "throttled", "failed", "cancelled"]
-Ending: TypeAlias = InvalidReply | SourceError | None
-"""None for an attempt that gave an answer."""
+AttemptError: TypeAlias = InvalidReply | SourceError
+"""Why an attempt gave no answer."""
 
 
 @dataclass(eq=False, slots=True)
@@ -126,7 +126,9 @@ class Attempt:
         """How long it has run, as a multiple of `longest_s`."""
         return (now - self.started_at) / self.longest_s
 
-    def start(self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Attempt, Ending], None]) -> asyncio.Task[None]:
+    def start(
+        self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Attempt, AttemptError | None], None]
+    ) -> asyncio.Task[None]:
         """Run it in a task. `on_end` is called with its end, unless the task is cancelled.
 
         The time limit runs from when the request is sent; connecting or starting a worker process is not part of it.
@@ -171,9 +173,9 @@ class Attempt:
         if self.request_batch is not None:
             self.request_batch.leave(self)
 
-    async def _run(self, on_end: Callable[[Attempt, Ending], None]) -> None:
+    async def _run(self, on_end: Callable[[Attempt, AttemptError | None], None]) -> None:
         upstream, loop = self.upstream, asyncio.get_running_loop()
-        ending: Ending = None
+        failure: AttemptError | None = None
         try:
             if self.request_batch is None:
                 reply = await upstream.source.send(self.request, on_sent=self._sent)
@@ -184,29 +186,29 @@ class Attempt:
         except asyncio.CancelledError:
             if self.withheld or not self.timed_out:
                 raise
-            ending, self.result = self._no_answer(), "failed"
+            failure, self.result = self._no_answer(), "failed"
         except InvalidReply as error:
-            ending, self.result = error, "invalid"
+            failure, self.result = error, "invalid"
         except Throttled as error:
-            ending, self.result = error, "throttled"
+            failure, self.result = error, "throttled"
         except SourceError as error:
-            ending, self.result = error, "failed"
+            failure, self.result = error, "failed"
         except Exception as error:
             # A bug in a judge or a source must cost this sample, not the run.
             _log.exception(
                 "unexpected %s from source %s or judge %s", type(error).__name__, upstream.name, self.job.call.name
             )
-            ending, self.result = PermanentError(f"unexpected {type(error).__name__}; see the log"), "failed"
+            failure, self.result = PermanentError(f"unexpected {type(error).__name__}; see the log"), "failed"
         if self.withheld and self.reply is None:
             # Sources report the cancellation inside of `on_sent` as a failure of their own.
             raise asyncio.CancelledError
         self.ended_at = loop.time()
         self._release()
         try:
-            on_end(self, ending)
+            on_end(self, failure)
         finally:
             # An error holds this frame by its traceback: without this, frame, error and attempt would hold each other.
-            del ending
+            del failure
 
     def _sent(self) -> None:
         """Stamp the quota with the time at which the request is really written, and start the time limit.
@@ -268,15 +270,21 @@ class Attempt:
 
 
 def report_end(
-    observers: Observers, attempt: Attempt, ending: Ending | Literal["cancelled"], now: float, cost_usd: float = 0.0
+    observers: Observers,
+    attempt: Attempt,
+    error: AttemptError | Literal["cancelled"] | None,
+    now: float,
+    cost_usd: float = 0.0,
 ) -> None:
     """Tell observers of the end of an attempt, which cost `cost_usd` dollars. A second call for it does nothing."""
     if not attempt.reported:
         attempt.reported = True
-        observers.emit(_ended(attempt, ending, now, cost_usd))
+        observers.emit(_ended(attempt, error, now, cost_usd))
 
 
-def _ended(attempt: Attempt, ending: Ending | Literal["cancelled"], now: float, cost_usd: float) -> AttemptEnded:
+def _ended(
+    attempt: Attempt, error: AttemptError | Literal["cancelled"] | None, now: float, cost_usd: float
+) -> AttemptEnded:
     reply = attempt.reply
     return AttemptEnded(
         now,
@@ -284,23 +292,23 @@ def _ended(attempt: Attempt, ending: Ending | Literal["cancelled"], now: float, 
         attempt.number,
         attempt.job.call.name,
         attempt.upstream.name,
-        _result(ending),
+        _result(error),
         now - attempt.started_at,
         reply.usage if reply is not None and reply.usage is not None else NO_USAGE,
         cost_usd,
-        attempt.timed_out and isinstance(ending, TransientError),
+        attempt.timed_out and isinstance(error, TransientError),
         attempt.job.ended,
-        "" if ending is None or ending == "cancelled" else short(str(ending), DETAIL_CHARS),
+        "" if error is None or error == "cancelled" else short(str(error), DETAIL_CHARS),
     )
 
 
-def _result(ending: Ending | Literal["cancelled"]) -> AttemptResult:
-    if ending is None:
+def _result(error: AttemptError | Literal["cancelled"] | None) -> AttemptResult:
+    if error is None:
         return "answered"
-    if ending == "cancelled":
+    if error == "cancelled":
         return "cancelled"
-    if isinstance(ending, InvalidReply):
+    if isinstance(error, InvalidReply):
         return "invalid"
-    if isinstance(ending, Throttled):
+    if isinstance(error, Throttled):
         return "throttled"
-    return "refused" if isinstance(ending, PermanentError) else "failed"
+    return "refused" if isinstance(error, PermanentError) else "failed"

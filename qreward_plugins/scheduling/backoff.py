@@ -26,7 +26,7 @@ SHORTEST_THROTTLED_BACKOFF_S = 0.5
 LONGEST_THROTTLED_BACKOFF_S = 10.0
 """Bounds, in seconds, of the time after the pause for which they go first. In between it is as long as the pause."""
 SHORTEST_INVALID_BACKOFF_S = 0.5
-"""Shortest time, in seconds, for which a job avoids a source that gave it an invalid verdict, if it has another."""
+"""Shortest time, in seconds, for which a job avoids a source that gave it an invalid reply, if it has another."""
 LEAST_PATIENCE_S = 1.0
 """Least time, in seconds, between two checks whether a suspect job still has to wait."""
 

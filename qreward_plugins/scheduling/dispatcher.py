@@ -21,7 +21,7 @@ from typing import Any
 from ..config import Scheduling
 from ..errors import input_problem
 from ..observers import Observers
-from .attempts import Attempt, Ending
+from .attempts import Attempt, AttemptError
 from .batches import Batch, Batches, Member
 from .calls import Answer, Call, Caller, Unanswered
 from .jobs import Job
@@ -341,8 +341,8 @@ class Dispatcher:
         except Exception as error:
             self._log_bug("an attempt is not watched", error)
 
-    def _attempt_ended(self, attempt: Attempt, ending: Ending) -> None:
-        self._retry_policy.ended(attempt, ending, self._loop.time())
+    def _attempt_ended(self, attempt: Attempt, error: AttemptError | None) -> None:
+        self._retry_policy.ended(attempt, error, self._loop.time())
 
     def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
         """Decide what becomes of the job of an attempt whose task has ended."""

@@ -61,7 +61,7 @@ class Health:
         return self._validity.degraded
 
     def judges_since(self, at: float) -> bool:
-        """Whether it gave a valid verdict after `at`, and not only by chance."""
+        """Whether it gave a valid reply after `at`, and not only by chance."""
         return self._validity.judges_since(at)
 
     def looks_dead(self, now: float) -> bool:
@@ -102,7 +102,7 @@ class Health:
             _log.warning("source %s answers again", self._name)
 
     def judged(self, valid: bool, now: float, *, probe: bool, alternative: bool) -> None:
-        """Note whether a reply was a valid verdict. The circuit of a degraded source opens if there is an
+        """Note whether a reply was valid. The circuit of a degraded source opens if there is an
         `alternative`.
         """
         if valid and probe:
@@ -114,7 +114,7 @@ class Health:
             self._breaker.failed(now, probe=True, in_flight=self._quota.in_flight)
         elif self._breaker.trip(now):
             _log.warning(
-                "source %s answers mostly with invalid verdicts: circuit open for %.0f s, then one request probes it",
+                "source %s gives mostly invalid replies: circuit open for %.0f s, then one request probes it",
                 self._name,
                 self._breaker.wait_s(now),
             )

@@ -106,7 +106,7 @@ class Job:
     not_before: float = 0.0
     """Time before which no source may be asked, because the retry budget was used up."""
     invalid_at: frozenset[str] = frozenset()
-    """Sources that gave an invalid verdict."""
+    """Sources that gave an invalid reply."""
     faults: int = 0
     """Number of attempts that hung in a local function or crashed it."""
     suspect: bool = False

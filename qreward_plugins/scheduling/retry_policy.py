@@ -45,7 +45,7 @@ from ..errors import (
 from ..observers import Observers
 from ..sources.base import Reply
 from ..spent import NO_USAGE
-from .attempts import Attempt, Ending, report_end
+from .attempts import Attempt, AttemptError, report_end
 from .backoff import Backoff
 from .giving_up import GivingUp
 from .jobs import MAX_FAULTS, Job, Jobs
@@ -97,42 +97,42 @@ class RetryPolicy:
                 attempt, TransientError(f"the call at {attempt.upstream.name} was cancelled by another task"), now
             )
 
-    def ended(self, attempt: Attempt, ending: Ending, now: float) -> None:
+    def ended(self, attempt: Attempt, error: AttemptError | None, now: float) -> None:
         """Decide what an attempt's end means for its source and its job."""
         job, upstream = attempt.job, attempt.upstream
         upstream.heard(now)
-        together = ending is not None and attempt.together > 1
-        if ending is None or (isinstance(ending, InvalidReply) and (attempt.speaks or not together)):
-            self._replied(attempt, ending, now)
+        together = error is not None and attempt.together > 1
+        if error is None or (isinstance(error, InvalidReply) and (attempt.speaks or not together)):
+            self._replied(attempt, error, now)
         else:
-            report_end(self._observers, attempt, ending, now)
+            report_end(self._observers, attempt, error, now)
         gone = job.ended or attempt.given_up
-        if ending is None:
+        if error is None:
             answer = job.answer(attempt, now)
             if not job.ended:
                 self._jobs.finish(job, answer)
             elif self.keeps_late:
                 job.caller.late(answer)
-        elif isinstance(ending, Throttled):
-            self._throttled(attempt, ending, now, gone=gone)
-        elif together and not (isinstance(ending, SourceUnusable) and ending.certain):
-            self.splitting.failed(attempt, ending, now)
-        elif isinstance(ending, PermanentError):
-            self._permanent(attempt, ending, now, gone=gone)
+        elif isinstance(error, Throttled):
+            self._throttled(attempt, error, now, gone=gone)
+        elif together and not (isinstance(error, SourceUnusable) and error.certain):
+            self.splitting.failed(attempt, error, now)
+        elif isinstance(error, PermanentError):
+            self._permanent(attempt, error, now, gone=gone)
         elif gone:
             upstream.breaker.abandoned(probe=attempt.decides)
-        elif isinstance(ending, InvalidReply):
-            self._invalid(attempt, ending, now)
-        elif isinstance(ending, SampleFault):
+        elif isinstance(error, InvalidReply):
+            self._invalid(attempt, error, now)
+        elif isinstance(error, SampleFault):
             upstream.breaker.abandoned(probe=attempt.probe)
-            self.sample_fault(attempt, ending, had_whole_limit=ending.reason == "hung")
-        elif upstream.local and not isinstance(ending, NotStarted):
+            self.sample_fault(attempt, error, had_whole_limit=error.reason == "hung")
+        elif upstream.local and not isinstance(error, NotStarted):
             upstream.breaker.abandoned(probe=attempt.probe)
-            self._raised(attempt, ending, now)
+            self._raised(attempt, error, now)
         else:
-            self._failed(attempt, ending, now)
+            self._failed(attempt, error, now)
 
-    def _replied(self, attempt: Attempt, ending: InvalidReply | None, now: float) -> None:
+    def _replied(self, attempt: Attempt, error: InvalidReply | None, now: float) -> None:
         """Learn from a reply, valid or not: cost, speed and health of its source."""
         job, upstream = attempt.job, attempt.upstream
         was_open = not upstream.breaker.closed
@@ -141,7 +141,7 @@ class RetryPolicy:
         job.cost_usd += cost_usd
         if reply.usage is not None:
             job.usage = reply.usage if job.usage is NO_USAGE else job.usage + reply.usage
-        report_end(self._observers, attempt, ending, now, cost_usd)
+        report_end(self._observers, attempt, error, now, cost_usd)
         valid = attempt.result == "valid"
         alternative = not valid and self.backoff.alternative(job, upstream)
         upstream.health.judged(valid, now, probe=attempt.decides, alternative=alternative)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from ..cancelling import abandon, cancel_all
 from ..errors import TransientError
 from ..observers import AttemptStarted, Observers
-from .attempts import Attempt, Ending, report_end
+from .attempts import Attempt, AttemptError, report_end
 from .jobs import Job
 from .upstream import Upstream
 
@@ -31,7 +31,7 @@ class Running:
         loop: asyncio.AbstractEventLoop,
         *,
         observers: Observers,
-        on_ended: Callable[[Attempt, Ending], None],
+        on_ended: Callable[[Attempt, AttemptError | None], None],
         on_settled: Callable[[Attempt, asyncio.Task[None]], None],
     ) -> None:
         self._loop = loop

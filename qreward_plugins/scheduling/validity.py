@@ -1,7 +1,7 @@
-"""Validity: the share of valid verdicts among the replies of a source. It decides who is to blame for an invalid one.
+"""Validity: the share of valid replies of a source. It decides who is to blame for an invalid one.
 
-A source that answers every sample with prose is broken. A source that answers some samples with prose and others with
-verdicts was provoked by those responses. Two measures tell these apart, because a batch may hold many responses that
+A source that answers every sample with prose is broken. A source that answers some samples with prose and others
+validly was provoked by those responses. Two measures tell these apart, because a batch may hold many responses that
 provoke. A source is *degraded* if most of its last replies are invalid: other sources are preferred then. It *can
 judge* if a small share of its replies over a longer time is valid.
 """
@@ -12,7 +12,7 @@ import math
 from collections import deque
 
 LEAST_VALID = 0.04
-"""Share of valid verdicts from which a source can judge."""
+"""Share of valid replies from which a source can judge."""
 _WINDOW = 50
 """Number of last replies that decide whether a source is degraded."""
 _LEAST_REPLIES = 10
@@ -37,13 +37,13 @@ class Validity:
         return len(self._last) >= _LEAST_REPLIES and 2 * invalid > len(self._last)
 
     def judges_since(self, at: float) -> bool:
-        """Whether it gave a valid verdict after `at`, and can judge: then a response provoked each invalid reply. The
-        share of valid replies rules out verdicts by chance.
+        """Whether it gave a valid reply after `at`, and can judge: then a response provoked each invalid reply. The
+        share of valid replies rules out replies that are valid by chance.
         """
         return self._valid_at >= at and self._valid >= LEAST_VALID * self._replies
 
     def learn(self, valid: bool, now: float) -> None:
-        """Note whether a reply was a valid verdict."""
+        """Note whether a reply was valid."""
         self._last.append(valid)
         self._valid += valid - self._valid / _MEMORY
         self._replies += 1 - self._replies / _MEMORY

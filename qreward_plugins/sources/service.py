@@ -13,22 +13,23 @@ from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 import orjson
-from pydantic import Field, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 from yarl import URL
 
 from ..config.image_models import ImageLimits
 from ..config.nodes import takes
-from ..config.source_models import EndpointConfig, ModelName, URLs
+from ..config.source_models import Batch, EndpointConfig, ModelName, URLs
 from ..images import EncodedImage
 from ..images.encoded import Form
 from ..samples import Sample
-from .base import Request
+from .base import Reply, Request
 from .bodies import as_json
 from .endpoint import Endpoint
 from .http import HTTPReply
 from .image_parts import has_images, has_urls, shown_images, with_images
 from .kind import VALUE
-from .values import ValueAnswer
+from .lists import Lists, in_order, one
+from .values import ValueAnswer, at_path
 
 SamplePart = Literal[
     "prompt",
@@ -54,6 +55,13 @@ class ServiceImages(ImageLimits):
 
     form: Form = "data_url"
     """How `images` and `response_images` are sent: as `data_url` (default), or as `base64` alone."""
+
+
+_Path = Annotated[
+    str,
+    Field(pattern=r"^[^.]+(\.[^.]+)*$"),
+    takes("the way to the value in a reply, its keys joined by dots (`data.score`)"),
+]
 
 
 def _remote_rm_body() -> dict[str, SamplePart]:
@@ -90,16 +98,28 @@ class HTTPSource(Endpoint):
         images: ServiceImages = ServiceImages()
         """What is sent of the images of a sample."""
 
-        score_key: (
-            Annotated[
-                str,
-                Field(pattern=r"^[^.]+(\.[^.]+)*$"),
-                takes("the way to the value in a reply, its keys joined by dots (`data.score`)"),
-            ]
-            | None
-        ) = None
+        score_key: _Path | None = None
         """The path to the value in the reply: keys joined by dots, and a number for an item of a list (`data.score`,
         `results.0.score`). Default: the whole reply is the value, a number or a mapping with `score`."""
+
+        batch: Batch | None = None
+        """Send several samples in one request: each key of `body` then holds a list with an item for each sample, and
+        the reply a list of results, of which `score_key` reads each. The service must take lists of one, too. Keys of
+        `parameters` stay as they are. Default: one sample a request."""
+
+        results_key: _Path | None = None
+        """The path to the list of results in a reply, for `batch`. Default: the whole reply is the list."""
+
+        index_key: _Path | None = None
+        """The path, in a result, to the position of its sample in the request, from 0, for `batch`. Set it if the
+        service does not keep the order. Default: results have the order of the samples."""
+
+        @field_validator("results_key", "index_key")
+        @classmethod
+        def _for_batches(cls, value: str | None, info: ValidationInfo) -> str | None:
+            if value is not None and info.data.get("batch") is None:
+                raise ValueError("it says how the reply to several samples is read; set batch, or leave it out")
+            return value
 
         @field_validator("body")
         @classmethod
@@ -120,6 +140,7 @@ class HTTPSource(Endpoint):
         self._parts = dict(config.body)
         self._images = config.images
         self._score_key = config.score_key
+        self._results_key, self._index_key = config.results_key, config.index_key
         self._model = _named(config)
 
     @property
@@ -129,6 +150,29 @@ class HTTPSource(Endpoint):
     @property
     def reads(self) -> object:
         return self._score_key
+
+    @property
+    def lists(self) -> Lists | None:
+        return Lists(dict.fromkeys(self._parts, one), self._results)
+
+    def _results(self, said: Any) -> list[tuple[Any, Any]]:
+        results = said if self._results_key is None else at_path(said, self._results_key)
+        key = self._index_key
+        if key is None:
+            return in_order(results, lambda result: result)
+        return [(at_path(result, key), result) for _, result in in_order(results, lambda result: result)]
+
+    async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
+        if self.batch is None:
+            return await super().send(request, on_sent=on_sent)
+        (result,) = await self.send_batch([request], on_sent=on_sent)
+        if isinstance(result, Reply):
+            return result
+        try:
+            raise result
+        finally:
+            # Breaks the reference cycle of error, traceback and frame.
+            del result
 
     def body(self, request: Request) -> Mapping[str, Any]:
         """Return the body. Raises `InputError` for a value that JSON cannot hold."""

@@ -18,7 +18,7 @@ from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, name_of, usage_of
 from .strict_json import MAX_NESTING, strict_decoder, too_deep
 
-_NOTHING = object()
+NOTHING = object()
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,13 +29,20 @@ class ValueAnswer(Answer):
 
     def read(self) -> Reply | QRewardError:
         said = read_json(self)
-        if isinstance(said, QRewardError):
-            return said
-        value = said if self.score_key is None else _at(said, self.score_key)
+        return said if isinstance(said, QRewardError) else self.read_part(said)
+
+    def parsed(self) -> Any:
+        said = read_json(self)
+        if isinstance(said, Mapping) and _is_error(said.get("error")):
+            return self.error_of(Problem.of(said))
+        return said
+
+    def read_part(self, said: Any) -> Reply | QRewardError:
+        value = said if self.score_key is None else at_path(said, self.score_key)
         if not _is_there(value):
             if isinstance(said, Mapping) and _is_error(said.get("error")):
                 return self.error_of(Problem.of(said))
-            if value is _NOTHING:
+            if value is NOTHING:
                 return InvalidReply(f"source {self.name!r} gave no value: its reply has no {self.score_key!r}")
         return Reply(
             value=value,
@@ -63,20 +70,21 @@ def read_json(answer: Answer) -> Any:
     return said
 
 
-def _at(said: Any, score_key: str) -> Any:
-    for key in score_key.split("."):
+def at_path(said: Any, path: str) -> Any:
+    """Return the value at a path of keys joined by dots; `NOTHING` if there is none."""
+    for key in path.split("."):
         if isinstance(said, Mapping) and key in said:
             said = said[key]
         elif isinstance(said, list) and key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < len(said):
             said = said[int(key)]
         else:
-            return _NOTHING
+            return NOTHING
     return said
 
 
 def _is_there(value: Any) -> bool:
     """Whether a value may hold a score. If it does, a key `error` beside it is a number or note of the service."""
-    return value is not _NOTHING and (not isinstance(value, Mapping) or "score" in value)
+    return value is not NOTHING and (not isinstance(value, Mapping) or "score" in value)
 
 
 def _is_error(error: Any) -> bool:

@@ -287,7 +287,7 @@ def attach(messages: Sequence[Any], images: Sequence[Any]) -> tuple[list[Any], l
     if len(left) < before or not asking:
         return turns, left
     content = asking[-1].get("content")
-    texts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content or ())
+    texts = [{"type": "text", "text": content}] if isinstance(content, str) and content else list(content or ())
     asking[-1]["content"] = [*({"type": "image", "image": image} for image in left), *texts]
     return turns, []
 

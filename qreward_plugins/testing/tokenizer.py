@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 _SPECIAL = re.compile(r"(<\|\w+\|>)")
+_IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
 _WORD = re.compile(r"\s?\S+|\s")
 
 
@@ -59,10 +60,16 @@ class WordTokenizer:
         add_generation_prompt: bool = False,
         **_: Any,
     ) -> Any:
-        """ChatML."""
-        text = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in conversation)
+        """ChatML. An image is written as in the template of Qwen-VL."""
+        text = "".join(f"<|im_start|>{turn['role']}\n{_written(turn['content'])}<|im_end|>\n" for turn in conversation)
         text += "<|im_start|>assistant\n" if add_generation_prompt else ""
         return self.encode(text) if tokenize else text
+
+
+def _written(content: Any) -> str:
+    if not isinstance(content, (list, tuple)):
+        return str(content)
+    return "".join(str(part.get("text", _IMAGE)) for part in content)
 
 
 def _flat(token_ids: Any) -> list[Any]:

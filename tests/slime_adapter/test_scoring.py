@@ -13,7 +13,7 @@ import pytest
 
 import slime_adapter
 from qreward_plugins import ConfigurationError, RewardMissing
-from qreward_plugins.testing import JudgeServer
+from qreward_plugins.testing import FakeSlimeTrainer, JudgeServer
 from slime_adapter.settings import adapter_of
 
 
@@ -343,3 +343,24 @@ def test_the_models_that_slime_serves_are_found_by_name(make_args, make_group, j
     args.sglang_model_routers = {"default": ("127.0.0.1", 9)}
     with pytest.raises(ConfigurationError, match="--sglang-config"):
         asyncio.run(slime_adapter.reward(args, sample))
+
+
+def test_a_judge_sees_the_images_of_a_training(make_args):
+    pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    seen = []
+
+    def score(call):
+        seen.append(call.messages[-1]["content"])
+        return 5.0
+
+    prompt = "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|>What?<|im_end|>\n<|im_start|>assistant\n"
+    rows = [{"prompt": prompt, "images": [pillow.new("RGB", (8, 6), "red")]}, {"prompt": "2 + 2?", "images": []}]
+    with JudgeServer(score) as server:
+        source = {"kind": "openai", "base_url": server.base_url, "model": "judge", "vision": True}
+        tree = {"sources": {"j": source}, "judges": {"q": {"kind": "llm"}}}
+        flags = {"custom_rm_path": "slime_adapter.reward", "rollout_batch_size": 2, "n_samples_per_prompt": 2}
+        with FakeSlimeTrainer(prompts=rows, qreward=tree, respond=lambda sample, rng: "it is", **flags) as trainer:
+            assert trainer.rollout().raw_rewards == [0.5] * 4
+    shown = [content for content in seen if isinstance(content, list)]
+    assert len(shown) == 2
+    assert all("[image 1 of the prompt]\nWhat?" in content[0]["text"] for content in shown)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import base64
+import io
+
 import pytest
 
 from qreward_plugins.images import Image
 from qreward_plugins.sample_check import Rejected, read_sample
+from qreward_plugins.testing import FakeVerlTrainer, JudgeServer
 from verl_adapter.rollouts import to_sample
 
 Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
@@ -48,3 +52,37 @@ def test_an_agent_loop_can_pass_images_of_the_response(make_data):
 def test_odd_images_fail_their_sample(make_data, images):
     sample = sample_of(make_data, tool_extra_fields={"qreward_images": images})
     assert isinstance(read_sample(sample), Rejected)
+
+
+@pytest.mark.parametrize("trainer", ["trainer.use_v1=True", "trainer.use_v1=False"])
+def test_a_judge_sees_the_images_of_a_training(trainer):
+    """Both forms in which verl's parquet files hold images."""
+    target = io.BytesIO()
+    BLUE.save(target, format="PNG")
+    rows = [{"prompt": "<image>What is it? <image>", "images": [RED, {"bytes": target.getvalue(), "path": None}]}]
+    seen = []
+
+    def score(call):
+        seen.append(call.messages[-1]["content"])
+        return 5.0
+
+    with JudgeServer(score) as server:
+        overrides = [
+            "+reward_manager=qreward",
+            trainer,
+            "algorithm.adv_estimator=grpo",
+            "data.train_batch_size=1",
+            "actor_rollout_ref.rollout.n=2",
+            "reward.num_workers=1",
+            "actor_rollout_ref.rollout.agent.num_workers=1",
+            f"+qreward.sources.j={{kind: openai, base_url: '{server.base_url}', model: judge, vision: true}}",
+            "+qreward.judges.j.kind=llm",
+        ]
+        with FakeVerlTrainer(overrides, rows=rows) as fake:
+            step = fake.step()
+    assert step.scores == [0.5, 0.5]
+    for content in seen:
+        assert "[image 1 of the prompt]\nWhat is it? \n[image 2 of the prompt]" in content[0]["text"]
+        urls = [part["image_url"]["url"] for part in content if part["type"] == "image_url"]
+        shown = [Pillow.open(io.BytesIO(base64.b64decode(url.partition(",")[2]))) for url in urls]
+        assert [found.convert("RGB").getpixel((0, 0)) for found in shown] == [(255, 0, 0), (0, 0, 255)]

@@ -13,7 +13,8 @@ from .columns import objects
 
 Row: TypeAlias = "str | Mapping[str, Any]"
 """A question, or a mapping with `messages` (a list, or its JSON) or a `prompt` that is tokenized unchanged, and with
-`ground_truth`, `id`, `tag` and any other column."""
+`ground_truth`, `id`, `tag` and any other column. If one row has `images` (Pillow images), all have them, perhaps an
+empty list, as in a pipeline for vision models."""
 
 DEFAULT_ROWS: tuple[dict[str, str], ...] = tuple(
     {"prompt": f"What is {number} + {number + 1}?", "ground_truth": str(2 * number + 1)} for number in range(1, 17)
@@ -24,7 +25,7 @@ def encode_row(row: Row, number: int, *, domain: str, tag: str, tokenizer: Any, 
     """A row with its `input_ids` and all columns of ROLL's data sets. Raises `ValueError` if it has no prompt, or too
     long a prompt.
     """
-    own = {"messages": [{"role": "user", "content": row}]} if isinstance(row, str) else dict(row)
+    own: dict[str, Any] = {"messages": [{"role": "user", "content": row}]} if isinstance(row, str) else dict(row)
     if "messages" in own:
         turns = json.loads(own["messages"]) if isinstance(own["messages"], str) else own["messages"]
         text = tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
@@ -35,6 +36,11 @@ def encode_row(row: Row, number: int, *, domain: str, tag: str, tokenizer: Any, 
     ids = list(tokenizer(text)["input_ids"])
     if len(ids) > prompt_length:
         raise ValueError(f"a prompt has {len(ids)} tokens: ROLL leaves out what is longer than prompt_length")
+    if "images" in own:
+        # What ROLL sends to the inference engine (collator.py: DataCollatorWithPaddingForMM).
+        images = list(own.pop("images") or ())
+        seen: dict[str, Any] = {"multi_modal_data": {"image": images}, "mm_processor_kwargs": {}} if images else {}
+        own["multi_modal_data"] = {"prompt_token_ids": ids, **seen}
     known = {"id": str(number), "ground_truth": None, "domain": domain, "tag": tag}
     return {**known, **own, "input_ids": ids}
 

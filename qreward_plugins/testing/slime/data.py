@@ -17,7 +17,8 @@ from .hooks import HookLoader
 from .samples import SlimeSample
 
 Row: TypeAlias = "str | list[dict[str, Any]] | Mapping[str, Any] | SlimeSample"
-"""A prompt, a conversation, `{"prompt": ..., "label": ..., "metadata": {...}}`, or a sample."""
+"""A prompt, a conversation, `{"prompt": ..., "label": ..., "metadata": {...}, "images": [...]}`, or a sample. Images
+are Pillow images, as slime has them after it has read a row."""
 
 DEFAULT_PROMPTS: tuple[dict[str, str], ...] = tuple(
     {"prompt": f"What is {number} + {number + 1}?", "label": str(2 * number + 1)} for number in range(1, 17)
@@ -30,11 +31,15 @@ def prompt_of(row: Row) -> SlimeSample:
         return copy.deepcopy(row)
     if isinstance(row, str | list):
         return SlimeSample(prompt=copy.deepcopy(row))
-    refuse_unknown(row, ("prompt", "label", "metadata"), "a row of prompts")
+    refuse_unknown(row, ("prompt", "label", "metadata", "images"), "a row of prompts")
     if "prompt" not in row:
         raise TypeError(f"a row of prompts needs a 'prompt': {dict(row)!r:.200}")
     own = copy.deepcopy(dict(row))
-    return SlimeSample(prompt=own["prompt"], label=own.get("label"), metadata=own.get("metadata") or {})
+    # What slime keeps of a row if there is a processor (slime/utils/processing_utils.py: `process_vision_info`).
+    inputs = {"images": own["images"] or None, "videos": None} if "images" in own else None
+    return SlimeSample(
+        prompt=own["prompt"], label=own.get("label"), metadata=own.get("metadata") or {}, multimodal_inputs=inputs
+    )
 
 
 class SlimeDataSource:

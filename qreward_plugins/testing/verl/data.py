@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
+import os
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -11,7 +14,10 @@ from .tensors import VerlTensor, objects, tensor
 
 Row: TypeAlias = "str | Mapping[str, Any]"
 """A question, or a mapping as in verl's parquet files: `prompt` (messages, or a question), `data_source`,
-`reward_model` with its `ground_truth` (or `ground_truth` itself), `extra_info` and any other column."""
+`reward_model` with its `ground_truth` (or `ground_truth` itself), `extra_info`, `images` for the places `<image>` of
+the prompt, and any other column."""
+
+_PLACE = re.compile("(<image>|<video>|<audio>)")
 
 DEFAULT_ROWS: tuple[dict[str, Any], ...] = tuple(
     {"prompt": f"What is {number} + {number + 1}?", "ground_truth": str(2 * number + 1)} for number in range(1, 17)
@@ -44,6 +50,43 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
+def build_messages(messages: list[Any], images: Sequence[Any]) -> list[Any]:
+    """Put the images of a row into its prompt, in place, as `RLHFDataset._build_messages` does.
+
+    An image is a Pillow image, a mapping with `bytes` or `image`, or a path. Raises `AssertionError` if the prompt has
+    another number of places, and `TypeError` for another image.
+    """
+    if not images:
+        return messages
+    left = list(images)
+    for message in messages:
+        if not isinstance(message["content"], str):
+            continue
+        segments = [segment for segment in _PLACE.split(message["content"]) if segment]
+        message["content"] = [
+            _image_part(left, len(images)) if segment == "<image>" else {"type": "text", "text": segment}
+            for segment in segments
+        ]
+    assert not left, f"image_offset {len(images) - len(left)} != len(images) {len(images)}"
+    return messages
+
+
+def _image_part(left: list[Any], count: int) -> dict[str, Any]:
+    assert left, f"image_offset {count} >= len(images) {count}"
+    image = left.pop(0)
+    if isinstance(image, Mapping):
+        if "bytes" not in image:
+            return {"type": "image", **image}
+        from PIL import Image
+
+        return {"type": "image", **image, "image": Image.open(io.BytesIO(image["bytes"]))}
+    if isinstance(image, (str, os.PathLike)):
+        return {"type": "image", "image": os.fspath(image)}
+    if not hasattr(image, "convert"):
+        raise TypeError(f"image must be dict, PIL.Image, or path-like, unsupported image type: {type(image)}")
+    return {"type": "image", "image": image.convert("RGB")}
+
+
 class VerlDataset:
     """Rows; each access gives a row anew."""
 
@@ -55,7 +98,7 @@ class VerlDataset:
 
     def __getitem__(self, number: int) -> dict[str, Any]:
         row = copy.deepcopy(self._rows[number])
-        row["raw_prompt"] = row["prompt"]
+        row["raw_prompt"] = build_messages(row["prompt"], row.pop("images", None) or [])
         row["dummy_tensor"] = tensor([0], "uint8")
         info = row["extra_info"] = row["extra_info"] if row.get("extra_info") is not None else {}
         row["index"] = info.get("index", 0)

@@ -142,14 +142,14 @@ async def together(judges: Sequence[Judge], sample: Sample, ask: Ask) -> dict[st
 
     The first failure cancels the judges that still run; these are missing from the result. Cancelling cancels all.
     """
-    said: dict[str, Verdict | Failed] = {}
+    verdicts: dict[str, Verdict | Failed] = {}
     stopped = False
 
     async def one(judge: Judge) -> None:
         try:
-            said[judge.name] = await judge.judge(sample, ask)
+            verdicts[judge.name] = await judge.judge(sample, ask)
         except JudgeFailed as error:
-            said[judge.name] = error.failed
+            verdicts[judge.name] = error.failed
             # At once: in the next step of the event loop, another judge would be sending its request.
             stop(task for task in tasks if task is not asyncio.current_task())
         except asyncio.CancelledError:
@@ -182,7 +182,7 @@ async def together(judges: Sequence[Judge], sample: Sample, ask: Ask) -> dict[st
         finally:
             # Breaks the reference cycle of error, traceback and frame, which would keep the sample in memory.
             del bugs, tasks
-    return {judge.name: said[judge.name] for judge in judges if judge.name in said}
+    return {judge.name: verdicts[judge.name] for judge in judges if judge.name in verdicts}
 
 
 def _bug(task: asyncio.Task[None]) -> BaseException | None:

@@ -99,12 +99,12 @@ class Calibration:
 
     @classmethod
     def _parsed(cls, text: str) -> Calibration:
-        said = json.loads(text)
-        if said["kind"] != _KIND:
+        content = json.loads(text)
+        if content["kind"] != _KIND:
             raise ValueError
-        identity = Identity(*(_text(said[name]) for name in ("model", "reading", "sent")))
-        quantiles = {float(share): _number(score) for share, score in said["quantiles"].items()}
-        found = cls(identity, int(said["n"]), _number(said["mean"]), _number(said["std"]), quantiles)
+        identity = Identity(*(_text(content[name]) for name in ("model", "reading", "sent")))
+        quantiles = {float(share): _number(score) for share, score in content["quantiles"].items()}
+        found = cls(identity, int(content["n"]), _number(content["mean"]), _number(content["std"]), quantiles)
         if found.std <= 0 or found.n < FEWEST:
             raise ValueError
         return found

@@ -192,25 +192,25 @@ class Leaf(Judge):
 
 def judged(answer: Answer[Verdict], judge: str) -> Verdict:
     """Return the verdict of an answer to the judge of this name, with its source, model and spending."""
-    said = answer.value
+    verdict = answer.value
     # This runs for every sample, and `dataclasses.replace` takes three times as long.
     return Verdict(
-        said.score,
-        said.components,
-        said.rationale,
-        said.correct,
+        verdict.score,
+        verdict.components,
+        verdict.rationale,
+        verdict.correct,
         judge,
         configured_name(answer.source),
         answer.model,
-        said.basis,
-        said.failure,
+        verdict.basis,
+        verdict.failure,
         answer.spent,
         answer.recorded,
-        said.cut,
-        said.returned,
+        verdict.cut,
+        verdict.returned,
         answer.service_s,
-        said.raw,
-        said.steps,
+        verdict.raw,
+        verdict.steps,
     )
 
 

@@ -23,7 +23,7 @@ def unmet_needs(judge: Leaf, sources: Mapping[str, Any]) -> list[Mistake]:
         if not callable(unmet) or not judge.parameters:
             continue
         for refusal in unmet(judge.parameters, thinking_tokens=judge.thinking_tokens):
-            said = f"source {configured_name(name)!r}: {refusal.problem}"
+            problem = f"source {configured_name(name)!r}: {refusal.problem}"
             remedy = refusal.remedy or "Leave it out, or name other sources for this judge."
-            found.setdefault(Mistake(f"judges.{judge.name}.{refusal.key}", said, remedy))
+            found.setdefault(Mistake(f"judges.{judge.name}.{refusal.key}", problem, remedy))
     return list(found)

@@ -94,8 +94,8 @@ class RewardModelJudge(Leaf):
         self._images = ImageRules(name, config.images, sources=sources, vision=vision)
         mistakes = [*number_mistakes(name, config), *self._images.mistakes()]
         if config.reduce == "prod" and config.activation == "raw":
-            said = "a product of raw logits changes its sign with every bad step."
-            mistakes.append(Mistake(f"judges.{name}.reduce", said, "Set activation: softmax or sigmoid."))
+            problem = "a product of raw logits changes its sign with every bad step."
+            mistakes.append(Mistake(f"judges.{name}.reduce", problem, "Set activation: softmax or sigmoid."))
         file, self._calibration = zscore_file(config.transform), None
         if file is not None:
             try:
@@ -115,9 +115,9 @@ class RewardModelJudge(Leaf):
         found = {name: self._calibration.identity.difference(self.identity(source)) for name, source in sources.items()}
         where, file = f"judges.{self.name}.transform", zscore_file(self._config.transform)
         return [
-            Mistake(where, f"{file!r} does not suit the source {name!r}: {said}.", REMEDY)
-            for name, said in found.items()
-            if said
+            Mistake(where, f"{file!r} does not suit the source {name!r}: {difference}.", REMEDY)
+            for name, difference in found.items()
+            if difference
         ]
 
     def identity(self, source: Source) -> Identity:
@@ -151,21 +151,21 @@ class RewardModelJudge(Leaf):
 
     def verdict(self, request: Request, reply: Reply) -> Verdict:
         """Read the logits. Raises `InvalidReply` if the label is missing, or the reward is out of range."""
-        said = reply.value
-        if isinstance(said, Mapping):
+        value = reply.value
+        if isinstance(value, Mapping):
             if self._config.reduce is not None:
                 raise InvalidReply(
                     f"the reward model scores whole responses; leave out judges.{self.name}.reduce, or set task: "
                     "token_classify for its source"
                 )
-            return self._of_response({str(label): float(logit) for label, logit in said.items()}, model=reply.model)
-        if not isinstance(said, Sequence) or isinstance(said, str) or not said:
+            return self._of_response({str(label): float(logit) for label, logit in value.items()}, model=reply.model)
+        if not isinstance(value, Sequence) or isinstance(value, str) or not value:
             raise InvalidReply("the reply holds no logits")
         if self._config.reduce is None:
             raise InvalidReply(
                 f"the reward model scores steps; set judges.{self.name}.reduce (last, min, mean or prod)"
             )
-        steps = [(int(offset), {str(label): float(logit) for label, logit in row.items()}) for offset, row in said]
+        steps = [(int(offset), {str(label): float(logit) for label, logit in row.items()}) for offset, row in value]
         return self._of_steps(steps, model=reply.model)
 
     def mapped(self, raw: RawScore) -> Verdict:

@@ -30,14 +30,14 @@ def open_judge(name: str, config: JudgeConfig, opening: Opening) -> Judge:
         judge: Any = kind.open(name, config, opening)
         if isinstance(judge, Judge) and judge.name == name:
             return judge
-        said = "it has another name; its `__init__` must call `super().__init__(name)`"
+        problem = "it has another name; its `__init__` must call `super().__init__(name)`"
     except ConfigurationError:
         raise
     except Exception as error:
-        said = described_error(error)
+        problem = described_error(error)
     # Raised outside the `except`, so that it has no `__context__`: the text of the foreign error may hold secrets.
     origin = judges.registrations(config.kind)[0].origin
-    raise ConfigurationError([Mistake(f"judges.{name}", f"{origin} cannot open the judge: {said}.")])
+    raise ConfigurationError([Mistake(f"judges.{name}", f"{origin} cannot open the judge: {problem}.")])
 
 
 class JudgeRouter:

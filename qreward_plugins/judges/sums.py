@@ -106,42 +106,42 @@ class SumJudge(Judge):
 
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:
         verdicts = await together(self._parts, sample, ask)
-        missing = next(((part, said) for part, said in verdicts.items() if isinstance(said, Failed)), None)
+        missing = next(((part, result) for part, result in verdicts.items() if isinstance(result, Failed)), None)
         if missing is not None:
             part, failed = missing
             detail = f"{part}: {failed.detail or failed.reason}"
             raise JudgeFailed(replace(failed, detail=detail, judge=self.name))
-        return self.added({part: said for part, said in verdicts.items() if isinstance(said, Verdict)})
+        return self.added({part: result for part, result in verdicts.items() if isinstance(result, Verdict)})
 
     def added(self, verdicts: Mapping[str, Verdict]) -> Verdict:
         """Add up the verdicts of all parts. If the reward of a part is a floor, the basis of the sum is a floor, too.
 
         Raises `JudgeFailed` for a sum that is not finite in float32, the type that trainers use.
         """
-        said = {part.name: verdicts[part.name] for part in self._parts}
-        reward = self._reward({name: verdict.score for name, verdict in said.items()})
+        ordered = {part.name: verdicts[part.name] for part in self._parts}
+        reward = self._reward({name: verdict.score for name, verdict in ordered.items()})
         if reward is None:
             detail = "the weighted sum is too large for a float32; set smaller weights"
             raise JudgeFailed(Failed(Cause.VERDICT, "invalid", detail, judge=self.name))
         components: dict[str, float] = {}
-        for name, verdict in said.items():
+        for name, verdict in ordered.items():
             components[name] = verdict.score
             components |= {_below(name, component): value for component, value in verdict.components.items()}
-        rationales = {name: verdict.rationale for name, verdict in said.items() if verdict.rationale}
-        failure = _failure({name: verdict.failure for name, verdict in said.items() if verdict.failure}, self.name)
+        rationales = {name: verdict.rationale for name, verdict in ordered.items() if verdict.rationale}
+        failure = _failure({name: verdict.failure for name, verdict in ordered.items() if verdict.failure}, self.name)
         return Verdict(
             reward,
             components=components,
             rationale="\n".join(f"{name}: {rationale}" for name, rationale in rationales.items()),
             correct=None if self._correct_at is None else reward >= self._correct_at,
             judge=self.name,
-            source=_beside(verdict.source for verdict in said.values()),
-            model=_beside(verdict.model for verdict in said.values()),
+            source=_beside(verdict.source for verdict in ordered.values()),
+            model=_beside(verdict.model for verdict in ordered.values()),
             basis="judged" if failure is None else "floor",
             failure=failure,
-            cached=all(verdict.cached for verdict in said.values()),
-            cut=any(verdict.cut for verdict in said.values()),
-            returned=_only_one(verdict.returned for verdict in said.values()),
+            cached=all(verdict.cached for verdict in ordered.values()),
+            cut=any(verdict.cut for verdict in ordered.values()),
+            returned=_only_one(verdict.returned for verdict in ordered.values()),
         )
 
     def _check_correct_at(self) -> None:

@@ -57,8 +57,8 @@ class TransformStep(Node):
 
     @model_validator(mode="after")
     def _one(self) -> TransformStep:
-        said = sorted(self.model_fields_set)
-        if len(said) != 1:
+        keys = sorted(self.model_fields_set)
+        if len(keys) != 1:
             raise ValueError("a step has exactly one of the keys affine, clip, sigmoid and zscore")
         return self
 

@@ -119,10 +119,10 @@ class _Watched:
             raise
         except BaseException as error:
             # A CancelledError or SystemExit would end the scheduler's step as well.
-            said = _described(error)
+            problem = _described(error)
             # The observer may keep the error, and its frames refer to the scheduler's jobs.
             error.__traceback__ = None
-            return f"raised {said}"
+            return f"raised {problem}"
         if returned is not None and inspect.iscoroutine(returned):
             returned.close()
             return "returned a coroutine: an observer is a plain function"

@@ -240,10 +240,10 @@ class Attempt:
         """The error of an attempt whose time limit is up. A function that was called hangs because of its arguments."""
         upstream = self.upstream
         if self.sent_at == math.inf:
-            said = f"{upstream.name} could not begin within {START_WITHIN_S + upstream.timeout_s:g} s"
-            return NotStarted(said) if upstream.local else TransientError(said)
-        said = f"{upstream.name} gave no answer within {upstream.timeout_s:g} s"
-        return SampleFault(said, reason="hung") if upstream.local else TransientError(said)
+            problem = f"{upstream.name} could not begin within {START_WITHIN_S + upstream.timeout_s:g} s"
+            return NotStarted(problem) if upstream.local else TransientError(problem)
+        problem = f"{upstream.name} gave no answer within {upstream.timeout_s:g} s"
+        return SampleFault(problem, reason="hung") if upstream.local else TransientError(problem)
 
     def _expire(self) -> None:
         """End the attempt if its time limit is up."""

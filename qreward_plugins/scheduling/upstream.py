@@ -72,7 +72,7 @@ class Upstream:
         """Attempts under way here."""
         self.silence = Silence(self.live, self.speed, Tail())
         self.health = Health(self.name, quota, self.breaker, self.silence, local=self.local)
-        self._told_throttled = ""
+        self._logged_limit = ""
         """The last logged message about a limit learned from 429s, which is not logged again."""
         self.pauses = Pauses()
         self._estimates = TokenEstimates(source)
@@ -274,10 +274,10 @@ class Upstream:
         """Pause the source as it asks, and learn its limits. `error`: its message, for the log."""
         learned = self.quota.throttled(now, sent_at=sent_at, retry_after_s=retry_after_s)
         if learned:
-            said = f"{learned} ({error})" if error else learned
-            if said != self._told_throttled:
-                self._told_throttled = said
-                _log.warning("source %s: %s", self.name, said)
+            message = f"{learned} ({error})" if error else learned
+            if message != self._logged_limit:
+                self._logged_limit = message
+                _log.warning("source %s: %s", self.name, message)
         pause_s = self.pauses.throttled(retry_after_s, sent_at, now)
         if pause_s is not None:
             _log.info("source %s asks for a pause of %.1f s", self.name, pause_s)

@@ -73,8 +73,8 @@ def _open_httpx(path: str, connecting: Connecting, options: HttpxOptions, urls: 
             raise ConfigurationError([Mistake(f"{path}.httpx.auth", "headers has an Authorization, too.", "Keep one.")])
         auth = _made(options.auth, f"{path}.httpx.auth")
         if not isinstance(auth, httpx.Auth):
-            said = f"the factory {options.auth} returned an object of type {type(auth).__name__}, not an httpx.Auth."
-            raise ConfigurationError([Mistake(f"{path}.httpx.auth", said)])
+            problem = f"the factory {options.auth} returned an object of type {type(auth).__name__}, not an httpx.Auth."
+            raise ConfigurationError([Mistake(f"{path}.httpx.auth", problem)])
     return HttpxClient(connecting, context=_context(path, connecting, options), http2=options.http2, auth=auth)
 
 

@@ -208,8 +208,8 @@ class FunctionSource(SourceKind):
         values = _as_list(await self._call(args, kwargs, on_sent))
         if not isinstance(values, (list, tuple)):
             kind = type(values).__name__
-            said = f"{self._where} returned a value of type {kind}; with `batch` it must return a list of values"
-            raise InvalidReply(said)
+            problem = f"{self._where} returned a value of type {kind}; with `batch` it must return a list of values"
+            raise InvalidReply(problem)
         if len(values) != len(requests):
             raise InvalidReply(f"{self._where} returned {len(values)} values for {len(requests)} samples")
         return [self._reply(value) for value in values]
@@ -237,8 +237,8 @@ class FunctionSource(SourceKind):
         else:
             if inspect.iscoroutine(value):
                 value.close()
-                said = f"{self._where} returned a coroutine; define it with `async def`"
-                raise SampleRefused(said, reason="raised")
+                problem = f"{self._where} returned a coroutine; define it with `async def`"
+                raise SampleRefused(problem, reason="raised")
             return value
         raise failure
 
@@ -257,8 +257,8 @@ class FunctionSource(SourceKind):
         try:
             message = pickle.dumps((args, kwargs), pickle.HIGHEST_PROTOCOL)
         except Exception as error:
-            field, said = _unpicklable(args, kwargs), self._excerpt(describe(error))
-            raise SampleRefused(f"{self._where}: {field} cannot be pickled for a worker process: {said}") from None
+            field, problem = _unpicklable(args, kwargs), self._excerpt(describe(error))
+            raise SampleRefused(f"{self._where}: {field} cannot be pickled for a worker process: {problem}") from None
         try:
             kind, payload = await pool.call(message, limit_s, on_start=on_sent)
         except CallOverdue:
@@ -303,10 +303,10 @@ class FunctionSource(SourceKind):
         return self._raised(describe(error), transient=is_transient(error))
 
     def _raised(self, description: str, *, transient: bool) -> SourceError:
-        said = f"{self._where} raised {self._excerpt(description)}"
+        problem = f"{self._where} raised {self._excerpt(description)}"
         if description.startswith(TypeError.__name__):
-            said += self._misfit
-        return TransientError(said) if transient else SampleRefused(said, reason="raised")
+            problem += self._misfit
+        return TransientError(problem) if transient else SampleRefused(problem, reason="raised")
 
     @functools.cached_property
     def _misfit(self) -> str:

@@ -41,10 +41,10 @@ class Lists:
         joined = {key: [item for body in bodies for item in items(body[key])] for key, items in self.keys.items()}
         return {**bodies[0], **joined}
 
-    def take_apart(self, said: Any, count: int) -> list[Any] | str:
+    def take_apart(self, content: Any, count: int) -> list[Any] | str:
         """Return the results of a reply to `count` calls, in their order; or what is wrong with the reply."""
         try:
-            parts = list(self.parts(said))
+            parts = list(self.parts(content))
         except (LookupError, TypeError, ValueError, AttributeError):
             return "no list of results"
         if len(parts) != count:

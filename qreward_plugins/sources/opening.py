@@ -30,15 +30,15 @@ def open_source(name: str, config: SourceConfig) -> Source:
         source = kind(name, config)
         if source.name == name:
             return source
-        said = f"its name is {source.name!r}; its `__init__` must call `super().__init__(name, config)`"
+        problem = f"its name is {source.name!r}; its `__init__` must call `super().__init__(name, config)`"
     except ConfigurationError as error:
         raise ConfigurationError(
             [with_written_path(mistake, name) for mistake in error.mistakes], origin=error.origin
         ) from None
     except Exception as error:
-        said = described_error(error)
+        problem = described_error(error)
     # Raised outside the `except`, so that it has no `__context__`: the text of the foreign error may hold secrets.
-    raise ConfigurationError([Mistake(f"sources.{name}", f"{_origin(config)} cannot open the source: {said}.")])
+    raise ConfigurationError([Mistake(f"sources.{name}", f"{_origin(config)} cannot open the source: {problem}.")])
 
 
 def provider_of(name: str, config: SourceConfig, environment: Mapping[str, str]) -> Provider:
@@ -50,8 +50,10 @@ def provider_of(name: str, config: SourceConfig, environment: Mapping[str, str])
     try:
         return kind.provider(config, environment)
     except Exception as error:
-        said = described_error(error)
-    raise ConfigurationError([Mistake(f"sources.{name}", f"{_origin(config)} cannot identify its provider: {said}.")])
+        problem = described_error(error)
+    raise ConfigurationError(
+        [Mistake(f"sources.{name}", f"{_origin(config)} cannot identify its provider: {problem}.")]
+    )
 
 
 def _origin(config: SourceConfig) -> str:
@@ -73,7 +75,7 @@ def same_keys(sources: Mapping[str, SourceConfig], environment: Mapping[str, str
             continue
         other = first.setdefault((whole, key), name)
         if other != name:
-            said = f"it holds the same key as number {other.removeprefix(whole)[1:]}."
-            mistake = Mistake(f"sources.{name}.api_key_env", said, "Each key is used once; its limits are its own.")
+            problem = f"it holds the same key as number {other.removeprefix(whole)[1:]}."
+            mistake = Mistake(f"sources.{name}.api_key_env", problem, "Each key is used once; its limits are its own.")
             mistakes.append(with_written_path(mistake, name))
     return mistakes

@@ -129,8 +129,8 @@ def _open(path: Path, where: str) -> Any:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        said = "task: token_classify needs the package tokenizers, which is not installed."
-        raise ConfigurationError([Mistake(where, said, "Install it: pip install tokenizers")]) from None
+        problem = "task: token_classify needs the package tokenizers, which is not installed."
+        raise ConfigurationError([Mistake(where, problem, "Install it: pip install tokenizers")]) from None
     problem = ""
     try:
         if not file.is_file():

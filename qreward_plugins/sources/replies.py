@@ -99,15 +99,15 @@ class Answer(ABC):
             return self.of_status(self.http.status, Problem.of(json_of(self.http.body)))
         if not self.http.body.strip():
             return self.unreadable("an empty body")
-        said = self.parsed()
-        if isinstance(said, QRewardError):
-            return said
-        parts = lists.take_apart(said, len(requests))
+        content = self.parsed()
+        if isinstance(content, QRewardError):
+            return content
+        parts = lists.take_apart(content, len(requests))
         if isinstance(parts, str):
             problem = f"source {self.name!r} ({self.url}) answered several calls with {parts}"
             return InvalidReply(f"{problem}; each is asked again alone")
         replies = [self.read_part(part) for part in parts]
-        usage = self.usage_in(said)
+        usage = self.usage_in(content)
         if usage is None:
             return replies
         shares = divided(usage, requests, source)
@@ -124,9 +124,9 @@ class Answer(ABC):
         """Read one of the parts of a reply that `Lists.parts` returned. Default: it cannot be read."""
         return self.unreadable("a reply to several requests")
 
-    def usage_in(self, said: Any) -> Usage | None:
+    def usage_in(self, content: Any) -> Usage | None:
         """Return the usage of all requests together; None if it is not stated, or stated for each of them."""
-        return usage_of(said.get("usage")) if isinstance(said, dict) else None
+        return usage_of(content.get("usage")) if isinstance(content, dict) else None
 
     @abstractmethod
     def read(self) -> Reply | QRewardError:
@@ -159,17 +159,17 @@ class Answer(ABC):
             detail = problem.message and f": {self.redactor.of(problem.message)}"
             return InvalidReply(f"source {self.name!r} refused the prompt (content filter){detail}")
         if status == 404 and problem.has(("model_not_found",)):
-            said = f"answered 404: unknown model {self.model!r}"
-            return SourceUnusable(self._says(said, problem), status=status)
+            text = f"answered 404: unknown model {self.model!r}"
+            return SourceUnusable(self._says(text, problem), status=status)
         if status == 400 and problem.has(_KEY_REFUSED):
             return SourceUnusable(self._says(f"answered {status}: {_UNUSABLE[401]}", problem), status=status)
         if status in _UNUSABLE:
-            said = f"answered {status}: {_UNUSABLE[status]}{self._hint(status)}"
-            return SourceUnusable(self._says(said, problem), status=status)
+            text = f"answered {status}: {_UNUSABLE[status]}{self._hint(status)}"
+            return SourceUnusable(self._says(text, problem), status=status)
         if 300 <= status < 400:
             # Every request gets the same redirect, so the configuration is wrong.
-            said = f"answered {status}, a redirect{self._target()}; redirects are not followed, change {self.url_key}"
-            return SourceUnusable(self._says(said, problem), status=status)
+            text = f"answered {status}, a redirect{self._target()}; redirects are not followed, change {self.url_key}"
+            return SourceUnusable(self._says(text, problem), status=status)
         if status in _TRANSIENT or status >= 500:
             return TransientError(self._says(f"answered {status}", problem), status=status)
         hint = ""
@@ -191,9 +191,9 @@ class Answer(ABC):
         except ValueError:
             return ""
 
-    def _says(self, said: str, problem: Problem) -> str:
+    def _says(self, text: str, problem: Problem) -> str:
         detail = self.redactor.of(problem.message or self.http.body)
-        return f"source {self.name!r} ({self.url}) {said}" + (f" ({detail})" if detail else "")
+        return f"source {self.name!r} ({self.url}) {text}" + (f" ({detail})" if detail else "")
 
     def content_type(self) -> str:
         kind = self.http.headers.get("Content-Type", "").partition(";")[0].strip() or "no content type"
@@ -203,8 +203,8 @@ class Answer(ABC):
     def unreadable(self, what: str, body: bytes = b"") -> TransientError:
         """Return the error for a reply that cannot be read. `what` describes the reply; `body` is quoted briefly."""
         detail = self.redactor.of(body)
-        said = f"source {self.name!r} ({self.url}) answered {self.http.status} with {what}"
-        return TransientError(said + (f": {detail}" if detail else ""), status=self.http.status)
+        text = f"source {self.name!r} ({self.url}) answered {self.http.status} with {what}"
+        return TransientError(text + (f": {detail}" if detail else ""), status=self.http.status)
 
 
 @dataclass(frozen=True, slots=True)

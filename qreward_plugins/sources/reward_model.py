@@ -79,21 +79,21 @@ class LogitsAnswer(Answer):
     protocol: Protocol
 
     def read(self) -> Reply | QRewardError:
-        said = self.parsed()
-        return said if isinstance(said, QRewardError) else self.read_part(said)
+        content = self.parsed()
+        return content if isinstance(content, QRewardError) else self.read_part(content)
 
     def parsed(self) -> Any:
-        said = read_json(self)
-        if isinstance(said, Mapping) and said.get("error"):
-            return self.error_of(Problem.of(said))
-        return said
+        content = read_json(self)
+        if isinstance(content, Mapping) and content.get("error"):
+            return self.error_of(Problem.of(content))
+        return content
 
-    def usage_in(self, said: Any) -> Usage | None:
-        return _usage(said)
+    def usage_in(self, content: Any) -> Usage | None:
+        return _usage(content)
 
-    def read_part(self, said: Any) -> Reply | QRewardError:
+    def read_part(self, content: Any) -> Reply | QRewardError:
         try:
-            numbers = self.protocol.logits(said)
+            numbers = self.protocol.logits(content)
             logits = self._labelled(numbers) if self.protocol.form != "tokens" else {}
         except (LookupError, TypeError, ValueError, AttributeError):
             return InvalidReply(
@@ -102,7 +102,7 @@ class LogitsAnswer(Answer):
             )
         if self.protocol.form == "tokens":
             # Checked with the request, which says which tokens count.
-            return self._reply(said, numbers)
+            return self._reply(content, numbers)
         if not 0 < len(logits) <= MOST_LOGITS:
             return InvalidReply(
                 f"source {self.name!r} gave {len(logits):,} numbers for one response: it is not served as a "
@@ -111,13 +111,13 @@ class LogitsAnswer(Answer):
         wrong = [label for label, logit in logits.items() if not _is_logit(logit)]
         if wrong:
             return InvalidReply(f"source {self.name!r} gave a logit that is no finite number (label {wrong[0]!r})")
-        return self._reply(said, {label: float(logit) for label, logit in logits.items()})
+        return self._reply(content, {label: float(logit) for label, logit in logits.items()})
 
-    def _reply(self, said: Any, value: Any) -> Reply:
+    def _reply(self, content: Any, value: Any) -> Reply:
         return Reply(
             value=value,
-            usage=_usage(said),
-            model=name_of(said.get("model")) if isinstance(said, Mapping) else "",
+            usage=_usage(content),
+            model=name_of(content.get("model")) if isinstance(content, Mapping) else "",
             announced=announced_limits(self.http.headers),
         )
 
@@ -203,19 +203,19 @@ class RewardModelSource(Endpoint):
         where = f"sources.{name}.chat_template"
         mistakes: list[Mistake] = []
         if protocol.form == "pair" and config.chat_template:
-            said = f"{config.protocol} sends prompt and response as two texts and renders no conversation."
-            mistakes.append(Mistake(where, said, "Leave it out, or use another protocol."))
+            problem = f"{config.protocol} sends prompt and response as two texts and renders no conversation."
+            mistakes.append(Mistake(where, problem, "Leave it out, or use another protocol."))
         elif protocol.form == "text" and not config.chat_template:
-            said = f"{config.protocol} takes a finished text, so the conversation is rendered here."
-            mistakes.append(Mistake(where, said, "Set it to the folder of the reward model."))
+            problem = f"{config.protocol} takes a finished text, so the conversation is rendered here."
+            mistakes.append(Mistake(where, problem, "Set it to the folder of the reward model."))
         elif tokens and not config.chat_template:
-            said = "the conversation is tokenized here for task: token_classify."
-            mistakes.append(Mistake(where, said, "Set it to the folder of the reward model."))
+            problem = "the conversation is tokenized here for task: token_classify."
+            mistakes.append(Mistake(where, problem, "Set it to the folder of the reward model."))
         self._takes_images = protocol.form == "messages" and not config.chat_template
         if config.vision and not self._takes_images:
-            said = "images are sent only if the server renders the conversation."
+            problem = "images are sent only if the server renders the conversation."
             remedy = "Use vllm_classify or vllm_pooling without chat_template, or leave it out."
-            mistakes.append(Mistake(f"sources.{name}.vision", said, remedy))
+            mistakes.append(Mistake(f"sources.{name}.vision", problem, remedy))
         mistakes += _misplaced(f"sources.{name}", config)
         if config.batch is not None:
             mistakes += _not_batched(f"sources.{name}", config, protocol)
@@ -303,26 +303,26 @@ def _misplaced(path: str, config: RewardModelSource.Config) -> list[Mistake]:
         if config.protocol == "vllm_pooling":
             return []
         return [Mistake(f"{path}.task", f"{config.protocol} scores whole responses.", "Use protocol: vllm_pooling.")]
-    said = "only a process reward model scores steps."
+    problem = "only a process reward model scores steps."
     keys = [key for key in ("step_separator", "step_token") if key in config.model_fields_set]
-    return [Mistake(f"{path}.{key}", said, "Set task: token_classify, or leave it out.") for key in keys]
+    return [Mistake(f"{path}.{key}", problem, "Set task: token_classify, or leave it out.") for key in keys]
 
 
 def _not_batched(path: str, config: RewardModelSource.Config, protocol: Protocol) -> list[Mistake]:
     """Find why a protocol cannot take several responses in one request."""
     if protocol.lists is None:
-        said = f"{config.protocol} takes one prompt a request, so requests cannot carry several."
-        return [Mistake(f"{path}.batch", said, "Leave it out, or use another protocol.")]
+        problem = f"{config.protocol} takes one prompt a request, so requests cannot carry several."
+        return [Mistake(f"{path}.batch", problem, "Leave it out, or use another protocol.")]
     if protocol.form == "messages" and not config.chat_template:
-        said = "the server renders one conversation a request, so requests cannot carry several."
+        problem = "the server renders one conversation a request, so requests cannot carry several."
         remedy = "Set chat_template to the folder of the reward model, or leave batch out."
-        return [Mistake(f"{path}.batch", said, remedy)]
+        return [Mistake(f"{path}.batch", problem, remedy)]
     return []
 
 
-def _usage(said: Any) -> Usage | None:
+def _usage(content: Any) -> Usage | None:
     # SGLang states it in `meta_info`. Nothing is generated, and not every server says so.
-    stated = (said.get("usage") or said.get("meta_info")) if isinstance(said, Mapping) else None
+    stated = (content.get("usage") or content.get("meta_info")) if isinstance(content, Mapping) else None
     return usage_of({"completion_tokens": 0, **stated}) if isinstance(stated, Mapping) else None
 
 
@@ -369,8 +369,8 @@ def _only(items: Any) -> Any:
     return item
 
 
-def _data(said: Any) -> list[tuple[Any, Any]]:
-    return numbered(said["data"], lambda item: {"data": [item], "model": said.get("model")})
+def _data(content: Any) -> list[tuple[Any, Any]]:
+    return numbered(content["data"], lambda item: {"data": [item], "model": content.get("model")})
 
 
 _PROTOCOLS: Mapping[ProtocolName, Protocol] = {
@@ -378,14 +378,14 @@ _PROTOCOLS: Mapping[ProtocolName, Protocol] = {
         "/classify",
         "messages",
         lambda model, read: {"model": model, **_input(read), "use_activation": False},
-        lambda said: _numbered(_only(said["data"])["probs"]),
+        lambda content: _numbered(_only(content["data"])["probs"]),
         Lists({"input": one}, _data),
     ),
     "vllm_pooling": Protocol(
         "/pooling",
         "messages",
         lambda model, read: {"model": model, **_input(read), "task": "classify", "use_activation": False},
-        lambda said: _numbered(_only(said["data"])["data"]),
+        lambda content: _numbered(_only(content["data"])["data"]),
         Lists({"input": one}, _data),
     ),
     "vllm_score": Protocol(
@@ -397,7 +397,7 @@ _PROTOCOLS: Mapping[ProtocolName, Protocol] = {
             "documents": read["response"],
             "use_activation": False,
         },
-        lambda said: [("0", _only(said["data"])["score"])],
+        lambda content: [("0", _only(content["data"])["score"])],
         # The server pairs two lists of the same length.
         Lists({"queries": one, "documents": one}, _data),
     ),
@@ -410,44 +410,46 @@ _PROTOCOLS: Mapping[ProtocolName, Protocol] = {
             "documents": [read["response"]],
             "use_activation": False,
         },
-        lambda said: [("0", _only(said["results"])["relevance_score"])],
+        lambda content: [("0", _only(content["results"])["relevance_score"])],
     ),
     "sglang_classify": Protocol(
         "/classify",
         "text",
         lambda model, read: {"text": read["text"]},
-        lambda said: _numbered((_only(said) if isinstance(said, list) else said)["embedding"]),
-        Lists({"text": one}, lambda said: in_order(said, lambda item: item)),
+        lambda content: _numbered((_only(content) if isinstance(content, list) else content)["embedding"]),
+        Lists({"text": one}, lambda content: in_order(content, lambda item: item)),
     ),
     "sglang_embeddings": Protocol(
         "/v1/embeddings",
         "text",
         lambda model, read: {"model": model, "input": read["text"]},
-        lambda said: _numbered(_only(said["data"])["embedding"]),
+        lambda content: _numbered(_only(content["data"])["embedding"]),
         Lists({"input": one}, _data),
     ),
     "tei_predict": Protocol(
         "/predict",
         "text",
         lambda model, read: {"inputs": read["text"], "raw_scores": True},
-        lambda said: [(each["label"], each["score"]) for each in (_only(said) if isinstance(said[0], list) else said)],
+        lambda content: [
+            (each["label"], each["score"]) for each in (_only(content) if isinstance(content[0], list) else content)
+        ],
         # A list of two texts would be a pair.
-        Lists({"inputs": lambda text: [[text]]}, lambda said: in_order(said, lambda item: [_list(item)])),
+        Lists({"inputs": lambda text: [[text]]}, lambda content: in_order(content, lambda item: [_list(item)])),
     ),
     "tei_rerank": Protocol(
         "/rerank",
         "pair",
         lambda model, read: {"query": read["prompt"], "texts": [read["response"]], "raw_scores": True},
-        lambda said: [("0", _only(said)["score"])],
+        lambda content: [("0", _only(content)["score"])],
     ),
     "openrlhf": Protocol(
         "/get_reward",
         "text",
         lambda model, read: {"query": [read["text"]], "prompts": [read["prompt"]]},
-        lambda said: [("0", _only(said["rewards"]))],
+        lambda content: [("0", _only(content["rewards"]))],
         Lists(
             {"query": several, "prompts": several},
-            lambda said: in_order(said["rewards"], lambda reward: {"rewards": [reward]}),
+            lambda content: in_order(content["rewards"], lambda reward: {"rewards": [reward]}),
         ),
     ),
 }
@@ -462,7 +464,7 @@ _TOKEN_CLASSIFY = Protocol(
         "task": "token_classify",
         "use_activation": False,
     },
-    lambda said: _list(_only(said["data"])["data"]),
+    lambda content: _list(_only(content["data"])["data"]),
     Lists({"input": one}, _data),
 )
 """Takes the place of `vllm_pooling` for a process reward model."""

@@ -88,8 +88,8 @@ def _answer(function: Callable[..., Any], message: bytes) -> tuple[bytes, bytes]
     try:
         return VALUE, pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
     except Exception as error:
-        said = f"its value, of type {type(value).__name__}, cannot be pickled: {describe(error)}"
-        return UNFIT, pickle.dumps(said)
+        problem = f"its value, of type {type(value).__name__}, cannot be pickled: {describe(error)}"
+        return UNFIT, pickle.dumps(problem)
 
 
 def _of_exception(error: BaseException) -> tuple[bytes, bytes]:

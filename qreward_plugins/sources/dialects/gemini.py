@@ -204,11 +204,11 @@ class Gemini(Dialect):
             bound, budget = settings.get(_BOUND), thinking.get("thinkingBudget")
             both = thinking.get("thinkingLevel") is not None and budget is not None
             if both:
-                said = "it cannot be combined with thinkingLevel."
-                found.append(Refusal(f"{_CONFIG}.thinkingConfig.thinkingBudget", said, "Keep one of the two."))
+                problem = "it cannot be combined with thinkingLevel."
+                found.append(Refusal(f"{_CONFIG}.thinkingConfig.thinkingBudget", problem, "Keep one of the two."))
             elif isinstance(budget, int) and isinstance(bound, (int, float)) and bound <= budget:
-                said = f"{budget:,} is not less than {_BOUND}, {bound:,}, which counts the thoughts, too."
-                found.append(Refusal(f"{_CONFIG}.thinkingConfig.thinkingBudget", said, f"Raise {_BOUND}."))
+                problem = f"{budget:,} is not less than {_BOUND}, {bound:,}, which counts the thoughts, too."
+                found.append(Refusal(f"{_CONFIG}.thinkingConfig.thinkingBudget", problem, f"Raise {_BOUND}."))
         elif thinking is not None:
             found.append(Refusal(f"{_CONFIG}.thinkingConfig", "it is a mapping."))
         return found

@@ -171,8 +171,8 @@ class Messages(Dialect):
         if "max_tokens" in parameters and parameters["max_tokens"] is None:
             found.append(Refusal("max_tokens", "Anthropic's messages need it.", "Write a number, or leave it out."))
         if headers.get(VERSION_HEADER, "") >= _WITHOUT_SAMPLING:
-            said = f"{VERSION_HEADER} {_WITHOUT_SAMPLING} and later refuse it."
-            found += [Refusal(key, said, "Leave it out.") for key in _SAMPLING if parameters.get(key) is not None]
+            problem = f"{VERSION_HEADER} {_WITHOUT_SAMPLING} and later refuse it."
+            found += [Refusal(key, problem, "Leave it out.") for key in _SAMPLING if parameters.get(key) is not None]
         thinking = parameters.get("thinking")
         if thinking is not None:
             found += _thinking_refusals(thinking, parameters)
@@ -187,11 +187,11 @@ def _thinking_refusals(thinking: Any, parameters: Mapping[str, Any]) -> list[Ref
     if thinking["type"] == "enabled":
         budget, bound = thinking.get("budget_tokens"), parameters.get("max_tokens")
         if isinstance(budget, bool) or not isinstance(budget, int) or budget < _SMALLEST_BUDGET:
-            said = f"it is a whole number of tokens from {_SMALLEST_BUDGET} on."
-            found.append(Refusal("thinking.budget_tokens", said))
+            problem = f"it is a whole number of tokens from {_SMALLEST_BUDGET} on."
+            found.append(Refusal("thinking.budget_tokens", problem))
         elif isinstance(bound, (int, float)) and bound <= budget:
-            said = f"{budget:,} is not less than max_tokens, {bound:,}, which counts the thoughts, too."
-            found.append(Refusal("thinking.budget_tokens", said, "Lower it, or raise max_tokens."))
+            problem = f"{budget:,} is not less than max_tokens, {bound:,}, which counts the thoughts, too."
+            found.append(Refusal("thinking.budget_tokens", problem, "Lower it, or raise max_tokens."))
     if not is_on(thinking):
         return found
     if parameters.get("temperature", 1) not in (1, None):

@@ -92,6 +92,15 @@ def encoded(body: Any, *, image: Callable[[EncodedImage], str] = str) -> bytes:
     return orjson.dumps(_without_lone_surrogates(body), option=_OPTIONS, default=written)
 
 
+def images_written(value: Any) -> Any:
+    """Return a body with its images as texts. Raises `InputError` for an image that cannot be sent."""
+    if type(value) is EncodedImage:
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: images_written(item) for key, item in value.items()}
+    return [images_written(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
 def images_in(value: Any, depth: int = 0) -> Iterator[EncodedImage]:
     """Yield the images in a body or a message."""
     if type(value) is EncodedImage:

@@ -22,10 +22,11 @@ from ..errors import ConfigurationError, InputError, Mistake, QRewardError, Samp
 from ..images import EncodedImage
 from ..redaction import names_secret, secrets_in, without_secrets
 from .base import Reply, Request, apart, identity_of
-from .bodies import as_json, encoded, with_parameters
+from .bodies import as_json, encoded, images_written, with_parameters
 from .clients import open_client, slots_of
 from .demand import Demand, Texture, completion_bound, of_messages
 from .http import HTTPReply, proxy_for
+from .image_parts import request_has_images
 from .kind import SourceKind, class_path
 from .lists import Lists
 from .provider import Provider, address
@@ -125,12 +126,15 @@ class Endpoint(SourceKind):
         bodies: dict[int, dict[str, Any]] = {}
         for number, request in enumerate(requests):
             body = self._body_or_error(request)
+            if isinstance(body, dict) and request_has_images(request):
+                # Each alone, so that a wrong image costs its own call.
+                body = await self._encoders.run(partial(self._images_written, body), on_start=_nothing)
             if isinstance(body, SampleRefused):
                 results[number] = body
             else:
                 bodies[number] = body
         if bodies:
-            joined = await self._encode_joined(self.lists.join(list(bodies.values())))
+            joined = self._encode_joined(self.lists.join(list(bodies.values())))
             url, http = await self._post(joined, on_sent, calls=len(bodies))
             replies = self.answer(url, http).replies(self.lists, [requests[number] for number in bodies], self)
             for number, reply in zip(bodies, replies, strict=True):
@@ -175,7 +179,7 @@ class Endpoint(SourceKind):
 
         Raises `SampleRefused` if the body cannot be written.
         """
-        return (class_path(self), self.reads, self._encode(request).decode())
+        return (class_path(self), self.reads, self._encode(request, image=identity_of).decode())
 
     async def aclose(self) -> None:
         """Close all connections. Idempotent. After that, `send` raises."""
@@ -201,22 +205,21 @@ class Endpoint(SourceKind):
                     del body
         return body
 
-    async def _encode_joined(self, body: dict[str, Any]) -> bytes:
-        """Return the body of several calls as bytes. A body with images is written in a thread."""
-        images: list[EncodedImage] = []
-
-        def left_out(image: EncodedImage) -> str:
-            images.append(image)
-            return ""
-
+    def _encode_joined(self, body: dict[str, Any]) -> bytes:
+        """Return the body of several calls as bytes. Its images are texts already."""
         try:
-            written = encoded(body, image=left_out)
-            if images:
-                written = bytes(await self._encoders.run(partial(encoded, body), on_start=_nothing))
-            return written
+            return encoded(body)
         except Exception as error:
             reason = f"the body cannot be written: {type(error).__name__}"
         raise SampleRefused(f"source {self._name!r}: {reason}")
+
+    def _images_written(self, body: dict[str, Any]) -> dict[str, Any] | SampleRefused:
+        """Return a body with its images as texts, or the error of an image that cannot be sent."""
+        try:
+            written: dict[str, Any] = images_written(body)
+            return written
+        except InputError as error:
+            return SampleRefused(f"source {self._name!r}: {self._http.redactor.of(str(error))}")
 
     def _encode_or_error(self, request: Request) -> bytes | SampleRefused:
         try:

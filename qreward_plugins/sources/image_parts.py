@@ -11,6 +11,7 @@ from ..errors import InputError
 from ..images import EncodedImage, Image, is_image_part, remote_url
 from ..images.encoded import named
 from ..samples import Message, Sample
+from .base import Request
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,13 @@ def has_images(sample: Sample) -> bool:
         if isinstance(content, (list, tuple)) and any(map(is_image_part, content)):
             return True
     return False
+
+
+def request_has_images(request: Request) -> bool:
+    """Whether the body of a request may hold images."""
+    if request.messages:
+        return not all(isinstance(message["content"], str) for message in request.messages)
+    return has_images(request.sample)
 
 
 def has_urls(sample: Sample) -> bool:

@@ -388,3 +388,39 @@ def test_another_image_is_another_question_to_a_service(tmp_path):
     for sample, calls in ((red, 1), (red, 1), (blue, 2), (red, 2)):
         posted([sample], {}, engine=engine, bodies=bodies)
         assert len(bodies) == calls
+
+
+def test_a_wrong_image_in_a_request_of_several_calls_fails_alone():
+    """The others go out together, without a second try."""
+    bodies = []
+
+    async def answer(request):
+        bodies.append(await request.json())
+        return web.json_response([0.5] * len(bodies[-1]["r"]))
+
+    async def run():
+        app = web.Application(client_max_size=10**8)
+        app.router.add_post("/score", answer)
+        runner = web.AppRunner(app)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        source = {
+            "kind": "http",
+            "url": f"http://127.0.0.1:{runner.addresses[0][1]}/score",
+            "body": {"r": "response", "i": "images"},
+            "batch": {"max_size": 8},
+        }
+        config = {"sources": {"a": source}, "judges": {"a": {"kind": "function"}}, "engine": {"max_attempts": 1}}
+        samples = [SAMPLE, asked(image(broken())), SAMPLE, asked(image(b"junk")), SAMPLE]
+        try:
+            async with RewardEngine(config) as engine:
+                return await engine.score_all(samples)
+        finally:
+            await runner.cleanup()
+
+    outcomes = asyncio.run(run())
+    assert [isinstance(outcome, Scored) for outcome in outcomes] == [True, False, True, False, True], outcomes
+    assert [outcomes[number].reason for number in (1, 3)] == ["input", "input"]
+    assert "image 1 of the prompt is broken" in outcomes[1].detail
+    assert [len(body["i"]) for body in bodies] == [3]
+    assert all(url.startswith("data:image/png") for urls in bodies[0]["i"] for url in urls)

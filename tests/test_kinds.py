@@ -43,6 +43,16 @@ LENGTH = '''
         radius: Annotated[float, Field(gt=0)]
 
 
+    class Cube(BaseModel, extra="forbid"):
+        of: Literal["cube"]
+        side: float
+
+
+    class Ball(BaseModel, extra="forbid"):
+        of: Literal["ball"]
+        radius: float
+
+
     class LengthSource(SourceKind):
         """Scores the length of a response.
 
@@ -58,6 +68,7 @@ LENGTH = '''
             since: datetime.date | None = None
             even: int = 0
             form: Flat | Round | None = None
+            solid: Annotated[Cube | Ball, Field(discriminator="of")] | None = None
             options: FreeMapping = {}
             db_password: str = ""
             odd: str = ""
@@ -275,6 +286,8 @@ def test_a_class_that_nobody_registered_is_named_by_its_path(length):
         ({"form": {"radius": -1}}, "form.radius", "must be a positive number, not -1."),
         ({"odd": "x"}, "", "its kind cannot read it: a validator raised KeyError."),
         ({"form": 3}, "form", "must be a mapping, not 3."),
+        ({"solid": {"of": "con", "side": 1}}, "solid.of", "must be `cube` or `ball`, not 'con'."),
+        ({"solid": {"side": 1}}, "solid.of", "the key is missing. It takes `cube` or `ball`."),
     ],
 )  # fmt: skip
 def test_mistakes_are_reported_as_ours_are(length, kind, change, place, text):

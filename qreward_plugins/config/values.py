@@ -36,13 +36,21 @@ def check_values(tree: dict[str, Any], shapes: Mapping[Path, list[Shape]]) -> tu
     for detail in _of_best_members(details, tree):
         kind, path = detail["type"], _path(detail, tree)
         value = _value(path, tree)
-        if isinstance(value, Broken) or kind == NO_KIND or (kind.startswith("union_tag") and isinstance(value, dict)):
+        if isinstance(value, Broken) or kind == NO_KIND:
             continue
         if kind == "missing" and isinstance(_value(path[:-1], tree), list):
             kind, path = "too_short", path[:-1]
             value = _value(path, tree)
+        said = _said(detail)
+        if kind.startswith("union_tag") and isinstance(value, dict):
+            # The key that selects one of several models is missing or wrong. pydantic's own message quotes its value.
+            place = (*path, str(detail["ctx"]["discriminator"]).strip("'"))
+            if place in shapes:
+                kind, path, value = "missing" if kind == "union_tag_not_found" else "enum", place, _value(place, tree)
+            else:
+                kind, said = "no_model", "has none of the forms that it may have"
         is_key = detail["loc"][-1] == "[key]"
-        findings.setdefault(path, _finding(kind, path, value, _said(detail), shapes.get(path, []), is_key=is_key))
+        findings.setdefault(path, _finding(kind, path, value, said, shapes.get(path, []), is_key=is_key))
     return None, list(findings.values())
 
 
@@ -119,25 +127,22 @@ def _steps(detail: ErrorDetails, tree: Any) -> Iterator[tuple[str | int, Path]]:
     """
     path: Path = ()
     for number, key in enumerate(detail["loc"]):
-        if _has(tree, key) or (detail["type"] == "missing" and number == len(detail["loc"]) - 1):
-            path = (*path, key)
-            tree = _child(tree, key)
+        below = _child(tree, key)
+        if below is not _NOTHING or (detail["type"] == "missing" and number == len(detail["loc"]) - 1):
+            path, tree = (*path, key), below
         yield key, path
-
-
-def _has(tree: Any, key: str | int) -> bool:
-    if isinstance(tree, dict):
-        return key in tree
-    return isinstance(tree, list) and isinstance(key, int) and 0 <= key < len(tree)
 
 
 def _value(path: Path, tree: Any) -> Any:
     for key in path:
         tree = _child(tree, key)
-    return tree
+    return None if tree is _NOTHING else tree
 
 
 def _child(tree: Any, key: str | int) -> Any:
     if isinstance(tree, dict):
-        return tree.get(key)
-    return tree[key] if isinstance(tree, list) and isinstance(key, int) and key < len(tree) else None
+        return tree.get(key, _NOTHING)
+    return tree[key] if isinstance(tree, list) and isinstance(key, int) and 0 <= key < len(tree) else _NOTHING
+
+
+_NOTHING = object()

@@ -168,13 +168,15 @@ async def test_a_batch_is_split_around_a_text_that_is_too_long(served, truths, m
     responses.insert(11, TOO_LONG)
     async with RewardEngine(configured(served("one_logit"), "one_logit", **source)) as engine:
         outcomes = await engine.score_all(samples(*responses))
-        requests = engine.statistics().sources["rm"].requests
+        source = engine.statistics().sources["rm"]
     truth = truths("one_logit")
     expected = [None if one is TOO_LONG else truth.logits(truth.rendered(one))[0] for one in responses]
     assert [outcome.reward is None for outcome in outcomes] == [one is None for one in expected]
     for outcome, one in zip(outcomes, expected, strict=True):
         assert one is None or outcome.reward == pytest.approx(one, rel=TOLERANCE, abs=TOLERANCE)
-    print(f"\n{requests} calls in requests for {len(responses)} samples", end="")
+    # 16 at a time; the request with the long text is split in halves, then quarters, down to the text alone.
+    assert source.batches < len(responses)
+    print(f"\n{source.batches} requests, {source.batched} calls in them, for {len(responses)} samples", end="")
 
 
 async def test_equal_numbers_end_the_start(served):

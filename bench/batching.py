@@ -39,6 +39,7 @@ from qreward_plugins.telemetry import percentile
 SAMPLES = 4096
 MAX_SIZE = 64
 FLUSH_S = 1.0
+ROUNDS = 5
 Score = Callable[[Sample], Awaitable[None]]
 
 
@@ -256,25 +257,23 @@ def main() -> None:
     if options.url and not options.chat_template:
         parser.error("--url needs --chat-template")
     settings = SETTINGS if not options.url else (Setting("all at once", 0, 0, options.concurrency),)
+    policies = ("ours", "single", "timer")
     for setting in settings:
-        rows = []
-        for policy in ("ours", "single", "timer"):
-            began = time.perf_counter()
-            if options.url:
-                took_s, waits, requests = asyncio.run(real(options, policy, setting.over_s))
-            else:
-                took_s, waits, requests = run(simulated(setting, policy, options.samples))
-            rows.append(
-                Measured(
-                    setting.name,
-                    policy,
-                    len(waits) / took_s,
-                    percentile(waits, 0.5),
-                    percentile(waits, 0.99),
-                    requests,
-                )
-            )
-            console.log(f"{setting.name}, {policy}: {time.perf_counter() - began:.1f} s")
+        rounds: dict[str, list[Measured]] = {policy: [] for policy in policies}
+        # A real server has other work. The policies take turns, so that it slows all alike; the median round counts.
+        for _ in range(ROUNDS if options.url else 1):
+            for policy in policies:
+                began = time.perf_counter()
+                if options.url:
+                    took_s, waits, requests = asyncio.run(real(options, policy, setting.over_s))
+                else:
+                    took_s, waits, requests = run(simulated(setting, policy, options.samples))
+                speed, p50_s, p99_s = len(waits) / took_s, percentile(waits, 0.5), percentile(waits, 0.99)
+                rounds[policy].append(Measured(setting.name, policy, speed, p50_s, p99_s, requests))
+                console.log(f"{setting.name}, {policy}: {time.perf_counter() - began:.1f} s")
+        rows = [
+            sorted(rounds[policy], key=lambda one: one.samples_per_s)[len(rounds[policy]) // 2] for policy in policies
+        ]
         show(console, setting.name, rows)
         found += rows
     if options.json:

@@ -358,14 +358,16 @@ class RewardEngine:
 
     @property
     def _rate_per_s(self) -> float:
-        """Requests per second that the declared limits allow in this process; infinity without limits."""
-        return sum(upstream.quota.rate_per_s for upstream in self._upstreams.values())
+        """Calls per second that the declared limits allow in this process; infinity without limits."""
+        return sum(upstream.calls_per_s for upstream in self._upstreams.values())
 
     def _warn_if_too_many(self, batch: Sequence[Sample], deadline_s: float | None) -> None:
         deadline_s = self._deadline_s(deadline_s)
         rate = self._rate_per_s
         requests = self._router.calls_of(batch) if math.isfinite(rate) else 0
-        if requests > rate * deadline_s + sum(upstream.quota.burst for upstream in self._upstreams.values()):
+        if requests > rate * deadline_s + sum(
+            upstream.most_calls * upstream.quota.burst for upstream in self._upstreams.values()
+        ):
             _log.warning(
                 "%d samples take about %.0f s at the %.0f requests/min that the sources allow; the deadline is %.0f s: "
                 "samples will fail. Raise engine.deadline_s, or add sources.",
@@ -377,7 +379,7 @@ class RewardEngine:
 
     def _stream_window(self) -> int:
         """Return enough samples to keep every source busy, but at most what the limits allow in half a deadline."""
-        busy = 4 * sum(upstream.quota.concurrency for upstream in self._upstreams.values())
+        busy = 4 * sum(upstream.most_calls * upstream.quota.concurrency for upstream in self._upstreams.values())
         allowed = self._rate_per_s * self.config.engine.deadline_s / 2
         return max(1, int(min(busy, allowed / self._router.most_calls)))
 

@@ -81,7 +81,7 @@ async def _measure(config: Config, path: Path, target: Target, samples: Path, ou
     async with open_engine(_alone(config, target.judge), path) as engine:
         identity = _identity(engine, target.judge)
         say(errors, f"asking for the scores of {number_of(chosen, 'row')} of {samples} (judge {target.judge})")
-        rate_per_s = sum(upstream.quota.rate_per_s for upstream in engine.upstreams.values())
+        rate_per_s = sum(upstream.calls_per_s for upstream in engine.upstreams.values())
         async with ProgressDisplay(errors, chosen, engine.statistics, rate_per_s=rate_per_s):
             async for _, outcome in engine.score_stream(_samples_of(config, target.judge, samples)):
                 if isinstance(outcome, Failed):

@@ -90,7 +90,7 @@ async def score_rollouts(plan: Plan, out: Console, errors: Console) -> int:
 
 async def _score(engine: RewardEngine, plan: Plan, tally: _Tally, errors: Console) -> None:
     rows = _Rows(plan.rollouts)
-    rate_per_s = sum(upstream.quota.rate_per_s for upstream in engine.upstreams.values()) / _requests_a_row(plan.config)
+    rate_per_s = sum(upstream.calls_per_s for upstream in engine.upstreams.values()) / _requests_a_row(plan.config)
     with open_writer(plan.out, source=plan.rollouts) as writer:
         tally.begun = True
         say(errors, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")

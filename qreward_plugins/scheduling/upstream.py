@@ -163,6 +163,16 @@ class Upstream:
         batch = self.request_batches.admitting(job) if self.request_batches is not None else None
         return batch.size if batch is not None else 0
 
+    @property
+    def most_calls(self) -> int:
+        """Most calls that one request carries."""
+        return self.batch.max_size if self.batch is not None else 1
+
+    @property
+    def calls_per_s(self) -> float:
+        """Calls per second that its limits allow this process; infinity without limits."""
+        return self.most_calls * self.quota.rate_per_s
+
     def calls_per_request(self, waiting: int, mean_size: float) -> int:
         """Number of calls that a request carries while `waiting` calls of this mean size wait."""
         if self.request_batches is None:
@@ -344,6 +354,9 @@ def open_upstreams(
         except ConfigurationError as error:
             mistakes.extend(error.mistakes)
             continue
+        if getattr(source, "batch", None) is not None and not callable(getattr(source, "send_batch", None)):
+            problem = f"{type(source).__name__} has no `send_batch`, so a request cannot carry several calls."
+            mistakes.append(Mistake(f"sources.{name}.batch", problem, "Define it, or leave batch out."))
         upstreams[name] = Upstream(source, quota, timeout_s=node.timeouts.total_s, price=node.price, weight=node.weight)
     if mistakes:
         raise ConfigurationError(mistakes)

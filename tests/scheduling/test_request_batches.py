@@ -7,7 +7,8 @@ import math
 
 import pytest
 
-from qreward_plugins.config.source_models import Batch
+from qreward_plugins import ConfigurationError, RewardEngine
+from qreward_plugins.config import Batch
 from qreward_plugins.errors import InvalidReply, PermanentError, SampleFault, SourceUnusable, Throttled, TransientError
 from qreward_plugins.quotas import MARGIN_S
 from qreward_plugins.samples import Cause, Failed, Scored
@@ -149,6 +150,22 @@ def test_more_tokens_than_max_tokens_never_go_in_one_request(stage):
     assert sum(source.carried) == 6
     assert all(sum(sizes) <= 400 for sizes in carried)
     assert len(source.carried) < 6
+
+
+def test_a_source_with_a_batch_needs_send_batch():
+    class Plain:
+        name, model, slots, batch = "a", "m", None, Batch()
+
+        async def send(self, request, *, on_sent): ...
+
+        async def aclose(self): ...
+
+    config = {
+        "sources": {"a": {"kind": "openai", "base_url": "http://a/v1", "model": "m"}},
+        "judges": {"j": {"kind": "llm", "instructions": "?"}},
+    }
+    with pytest.raises(ConfigurationError, match=r"sources\.a\.batch: Plain has no `send_batch`"):
+        RewardEngine(config, sources={"a": Plain()})
 
 
 # What it counts

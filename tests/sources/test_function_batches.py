@@ -138,6 +138,16 @@ async def scored(node: dict[str, Any], responses: list[str]) -> Any:
         return outcomes, engine.statistics().sources["f"]
 
 
+async def test_a_stream_keeps_enough_samples_for_full_calls(node):
+    config = {"sources": {"f": node("count", arguments="sample")}, "judges": {"j": {"kind": "function"}}}
+    samples = (Sample([{"role": "user", "content": "?"}], f"text {n}") for n in range(64))
+    async with RewardEngine(config) as engine:
+        outcomes = [outcome async for _, outcome in engine.score_stream(samples)]
+        counted = engine.statistics().sources["f"]
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    assert counted.batches < 20
+
+
 async def test_an_engine_scores_a_batch_in_few_calls(node):
     outcomes, counted = await scored(node("count", arguments="sample"), [f"text {n}" for n in range(20)])
     assert sorted(outcome.verdict.score for outcome in outcomes) == [4.0] * 4 + [8.0] * 16

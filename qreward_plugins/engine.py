@@ -144,8 +144,8 @@ class RewardEngine:
         """Score a batch; outcome i belongs to sample i.
 
         The whole batch is submitted at once, so that the scheduler can order it; the deadline of every sample runs from
-        then on. Of two batches under way, the one of higher `priority` goes first; of equal ones, the earlier. That
-        ends both earlier than mixing them would. `cutoff`: when to stop waiting for the last samples.
+        then on. Of two batches under way, the one of higher `priority` goes first; of equal ones, the earlier. Mixed,
+        the first would end later and the second no sooner. `cutoff`: when to stop waiting for the last samples.
 
         Raises what `score` raises, and `TypeError` for a single sample.
         """

@@ -101,7 +101,7 @@ class Observers:
 
 
 class _Watched:
-    """An observer of the user, and the rest of its time budget."""
+    """An observer of the user, and what is left of its time budget."""
 
     def __init__(self, name: str, observer: Observer) -> None:
         self.name = name

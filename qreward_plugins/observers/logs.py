@@ -14,16 +14,16 @@ from .events import DETAIL_CHARS, NAME_CHARS, BatchEnded, SampleEnded
 _log = logging.getLogger("qreward_plugins.engine")
 _batch_log = logging.getLogger("qreward_plugins.scheduling")
 
-FIRST_REST_S = 60.0
+FIRST_COUNT_S = 60.0
 """Seconds after a line in which its cause is only counted. It doubles with every further line."""
-LONGEST_REST_S = 3600.0
+LONGEST_COUNT_S = 3600.0
 """Most seconds in which a cause is only counted."""
 
 
 @dataclass(slots=True)
 class _Cause:
     logged_at: float
-    rest_s: float = FIRST_REST_S
+    count_s: float = FIRST_COUNT_S
     more: int = 0
 
 
@@ -31,7 +31,7 @@ class FailureLog:
     """Warns of failed samples.
 
     The first failure of each kind (cause, reason, judge and source) is logged at once. Further ones are counted, and
-    logged in one line after at least `FIRST_REST_S` seconds, then after twice that, and so on.
+    logged in one line after at least `FIRST_COUNT_S` seconds, then after twice that, and so on.
     """
 
     def __init__(self) -> None:
@@ -56,11 +56,11 @@ class FailureLog:
             _log.warning("%s", _described(event, failed))
             return
         known.more += 1
-        if now - known.logged_at < known.rest_s:
+        if now - known.logged_at < known.count_s:
             return
         waited_s, more = now - known.logged_at, known.more
         known.logged_at, known.more = now, 0
-        known.rest_s = min(2 * known.rest_s, LONGEST_REST_S)
+        known.count_s = min(2 * known.count_s, LONGEST_COUNT_S)
         _log.warning(
             "%d more samples failed in this way in the last %.0f s; the last was %s",
             more,

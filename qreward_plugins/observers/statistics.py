@@ -1,6 +1,6 @@
 """Statistics: an observer that counts events, and snapshots of its counts.
 
-A new number is a field of a snapshot and a line of `Statistics`, if the events contain it. Snapshots are plain
+For a new number, add a field to a snapshot and a line to `Statistics`; events carry what it counts. Snapshots are plain
 dataclasses of numbers and names, to be printed, logged, compared and turned into JSON. Only the last `RECENT` latencies
 of a source are kept, because memory must not grow with the length of a run.
 """

@@ -18,8 +18,11 @@ UNDECLARED_CONCURRENCY = 32
 """Initial concurrency of a source that declares none."""
 
 _LARGEST = 1024
+"""Largest learned concurrency."""
 _CUT = 0.7
+"""Factor of a cut."""
 _COOLDOWN_S = 1.0
+"""Seconds after a cut in which no other follows."""
 
 
 class ConcurrencyWindow:

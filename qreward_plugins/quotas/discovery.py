@@ -36,10 +36,15 @@ WINDOW_S = 60.0
 _PROBE_EARLY_S = 1.0
 """Least seconds by which a probe is early: less is within the margin of the ledger."""
 _MAX_WAIT_WINDOWS = 16
+"""Longest wait before a probe, in windows."""
 _WINDOWS_S = (1.0, 10.0, 60.0, 3600.0, 86400.0)
+"""Windows that providers use."""
 _TOLERANCE = 0.1
+"""Share by which an announced time may differ from that of a known window."""
 _PROBES_NEEDED = 2
+"""Accepted probes that refute an announced limit."""
 _REPLIES_NEEDED = 3
+"""Replies in a row that must state a longer window before it is used."""
 LONGEST_STOP_S = 60.0
 """Seconds without a request after which one is sent even within a longer learned window: a header may be absurd."""
 

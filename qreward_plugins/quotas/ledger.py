@@ -24,9 +24,13 @@ MARGIN_S = 0.15
 """Seconds that are added to every window, for the variation of the network delay."""
 
 _KEPT_S = 60.0
+"""Shortest time, in seconds, for which entries are kept."""
 _MANY = 4096
+"""Number of entries from which neighbours are merged."""
 _OUTLOOK = 64
+"""Most parts of an outlook."""
 _TIDY_AT = 1024
+"""Entries outside of the window from which they are dropped."""
 _ROUNDING = 1e-9
 _SHORTEST_WAIT_S = 1e-4
 

@@ -16,8 +16,10 @@ JITTER_S = 0.05
 
 _ROUNDING = 1e-9
 _THROTTLES = 3
+"""Unexplained 429s within a window that show a token bucket."""
 _FIRST_TERM_WINDOWS = 2
 _LONGEST_TERM_WINDOWS = 1024
+"""Windows for which a source is paced: they double from trial to trial, from the first to the longest."""
 
 
 class Pace:

@@ -20,8 +20,11 @@ from .shares import shares
 from .window_limit import WindowLimit
 
 _CLEARLY_BELOW = 0.9
+"""Part of a declared limit below which it does not explain a 429."""
 _FAR_BELOW = 0.25
+"""The same for a learned concurrency, which is less certain."""
 _PAUSE_OF_A_WINDOW_S = 1.5
+"""Shortest pause, in seconds, that a window explains; concurrency is free again sooner."""
 
 
 class Quota:

@@ -18,6 +18,7 @@ from .ledger import Ledger
 Unit: TypeAlias = Literal["requests", "tokens"]
 
 _WITHDRAWN = 4096
+"""Rejected requests that are remembered, in case the limit is declared later."""
 
 
 class WindowLimit:

@@ -270,7 +270,7 @@ class Batches:
             batch.cutoff_timer.cancel()
             self._timed.pop(batch, None)
         if batch.last is not None:
-            told = report(batch, self._upstreams)
+            ended = report(batch, self._upstreams)
             batch.last.let_go()
             batch.last = None
-            self._observers.emit(BatchEnded(self._loop.time(), told))
+            self._observers.emit(BatchEnded(self._loop.time(), ended))

@@ -77,7 +77,7 @@ def _attempt(attempt: Attempt, until: float) -> list[Part]:
 
 
 def _gap(job: Job, upstream: Upstream | None, since: float, until: float, *, after: Attempt | None) -> list[Part]:
-    """What kept `job` from `since`, when it was free to go, until `upstream` took it."""
+    """What `job` waited for from `since`, when no attempt was under way, until `upstream` took it."""
     if until <= since:
         return []
     parts: list[Part] = []

@@ -120,7 +120,7 @@ class Breaker:
             self._open(now)
 
     def trip(self, now: float) -> bool:
-        """Open it, because the source is silent or answers with garbage; return whether it was closed."""
+        """Open it for silence, refusals or invalid replies; return whether it was closed."""
         if not self.closed:
             return False
         self._open(now)

@@ -87,7 +87,7 @@ class Hedges:
         self._forecast = forecast
         self._budget = budget
         self._eager = eager
-        self._on_older = on_aged
+        self._on_aged = on_aged
         self._coming: list[tuple[float, int, Attempt]] = []
         self._compact_at = _LEAST_COMPACTED
         self._numbers = itertools.count()
@@ -128,7 +128,7 @@ class Hedges:
             self.watch(attempt, now)
             age = attempt.age(now)
             attempt.late, attempt.overdue = age >= LATE_AT, age >= OVERDUE_AT
-            self._on_older(attempt, now)
+            self._on_aged(attempt, now)
         self.wake_at = self._coming[0][0] if self._coming else math.inf
 
     def choose(self, now: float, *, drained: bool) -> Iterator[tuple[Job, Upstream]]:

@@ -19,6 +19,7 @@ from .queue import ReadyQueue
 from .upstream import Upstream
 
 SHORTEST_PACE_S = 0.5
+"""Shortest pace: seconds from one probe to the next."""
 LONGEST_PACE_S = 10.0
 """Longest pace that the source's limits alone may require, and for samples that failed while others were answered: they
 are more likely to blame than the source."""
@@ -40,6 +41,7 @@ STRETCH = 0.3
 """Largest part by which a pace is lengthened."""
 _GOLDEN = 0.6180339887
 _LOOKED_AT = 64
+"""Waiting samples whose free tries and deadlines decide the pace."""
 
 
 class Probing:
@@ -49,7 +51,7 @@ class Probing:
     def __init__(
         self, upstreams: Mapping[str, Upstream], queue: ReadyQueue, *, on_overdue: Callable[[Attempt, float], None]
     ) -> None:
-        self._on_lost = on_overdue
+        self._on_overdue = on_overdue
         self.wake_at = math.inf
         """Time by which `look` has to be called again."""
         self._upstreams = upstreams
@@ -74,7 +76,7 @@ class Probing:
         due_at = oldest.started_at + FIRST_ROOM_S * 2.0 ** min(upstream.breaker.given_up, 10)
         if due_at <= now:
             upstream.breaker.given_up += 1
-            self._on_lost(oldest, now)
+            self._on_overdue(oldest, now)
         else:
             self.wake_at = min(self.wake_at, due_at)
 

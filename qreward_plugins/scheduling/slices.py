@@ -29,14 +29,14 @@ FIRST_SLICE_S = 15.0
 MOST_DOUBLINGS = 10
 """How often the slice doubles at most while no call ends."""
 LAST_TRY_KEEPS_WAITING = 0.1
-"""Share of the time from its submission to its deadline for which a sample waits before another's last try is ended."""
+"""Patience of a waiting sample before another's last try is ended, as a share of its whole time to the deadline."""
 
 
 class TimeSlices:
     """Finds calls whose time slice is over while others wait, and last tries that can run beside the others.
 
-    `on_over` is called with each such call and the time; it ends the call. `on_beside` is called with the job of each
-    such try, its source and the time; it starts the try.
+    `on_over` is called with the attempt of each such call and the time; it ends the attempt. `on_beside` is called with
+    the job of each such try, its source and the time; it starts the try.
     """
 
     def __init__(

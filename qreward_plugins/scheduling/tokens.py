@@ -43,8 +43,12 @@ _RECENT = 64
 _KINDS = 1024
 """Most kinds that are remembered; the oldest is dropped."""
 _LEVELS = 1024
-"""Estimates of a kind are rounded up to a multiple of 1/1024 tokens per byte. They would rise a little with every other
-answer otherwise, and each rise looks at all requests in flight."""
+"""Estimates of a kind are rounded up to a multiple of 1/1024 tokens per byte. Without that they would rise a little
+with every second answer, and each rise updates all requests in flight."""
+_FEW = 3.0
+"""While there are few answers: this over their number is the least margin."""
+_LONGER = 0.01
+"""A longer kind counts as less similar by this, so that a shorter one with the same shares is preferred."""
 _ALIKE = 4
 """Most steps (of 1/`SHARES`) by which similar kinds may differ: digits say nothing about base64."""
 _LONG_TEMPLATE = 200
@@ -163,8 +167,8 @@ class TokenEstimates:
                 if seen.count >= ENOUGH and steps <= _ALIKE:
                     apart = (steps + 1) / SHARES
                     longer = other[0] > kind[0]
-                    if apart + 0.01 * longer < best:
-                        best = apart + 0.01 * longer
+                    if apart + _LONGER * longer < best:
+                        best = apart + _LONGER * longer
                         found = (min(1.0, seen.most + apart), _LONG_TEMPLATE if longer else 0)
             self._alike[kind] = found
         return found
@@ -193,7 +197,7 @@ class _Seen:
         self.count += 1
         before, most = self.most, self._highest
         spread = most * len(ratios) / math.fsum(ratios) - 1
-        estimate = most * max(MARGIN + spread / 2, 1 + 3 / self.count)
+        estimate = most * max(MARGIN + spread / 2, 1 + _FEW / self.count)
         self.most = min(1.0, math.ceil(estimate * _LEVELS) / _LEVELS)
         return self.most > before and self.count > ENOUGH
 

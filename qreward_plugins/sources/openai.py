@@ -36,7 +36,7 @@ class OpenAISource(Endpoint):
 
         base_url: BaseURLs
         """URL up to and including the version, e.g. `https://api.example.com/v1`; or a list of replicas that share the
-        limits of this source."""
+        limits of this source. Inside a trainer, `framework://NAME/v1` is a server that the trainer has started."""
 
         model: ModelName
         """Name of the model on the server."""

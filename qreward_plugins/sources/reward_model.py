@@ -149,7 +149,7 @@ class RewardModelSource(Endpoint):
 
         base_url: BaseURLs
         """URL of the server without a path, e.g. `http://localhost:8000`; or a list of replicas that share the limits
-        of this source."""
+        of this source. Inside a trainer, `framework://reward` is the reward model that the trainer serves."""
 
         model: ModelName
         """Name of the model on the server (for vLLM its `--served-model-name`)."""

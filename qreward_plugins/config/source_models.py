@@ -111,6 +111,14 @@ class Timeouts(Node):
     """Seconds for the whole attempt, from sending to the last byte of the reply. Default: 120."""
 
 
+class StreamTimeouts(Timeouts):
+    """How long one attempt, and a silence in its stream, may take."""
+
+    idle_s: PositiveFloat | None = None
+    """Most seconds between two events of a streamed reply. Comments, which servers send to keep a connection alive, do
+    not count as events. Before the first event only `total_s` applies. It needs `stream`. Default: no limit."""
+
+
 class Price(Node):
     """The prices of a source, in US dollars."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -35,6 +36,9 @@ DEFAULT_TOKENS = 512
 DEFAULT_THINKING_TOKENS = 8192
 """Longest completion of a model that thinks, in tokens."""
 
+_DECODER = json.JSONDecoder()
+_LAST_CHARS = 256
+"""A stream brings at most this many characters at once after the end of a verdict; otherwise it is read to its end."""
 _MAX_REPLY_CHARS = 65_536
 _REPLY_CHARS_PER_TOKEN = 16
 
@@ -196,7 +200,28 @@ class LLMJudge(Leaf):
             judge=self.name,
             cut=bool(page.cut),
             thinking_tokens=self._thinking_tokens,
+            complete=partial(self._verdict_end, nonce),
         )
+
+    def _verdict_end(self, nonce: str, text: str) -> int:
+        """Return where the verdict at the beginning of a text ends; 0 if the text does not begin with one. Prose and
+        thoughts before a verdict may announce another one, so such a reply is read to its end.
+        """
+        begin = len(text) - len(text.lstrip())
+        if text[begin : begin + 1] != "{" or "}" not in text[-_LAST_CHARS:]:
+            return 0
+        try:
+            _, end = _DECODER.raw_decode(text, begin)
+            parse_verdict(
+                text[begin:end],
+                nonce=nonce,
+                score_range=self._config.score_range,
+                criteria=self._criteria,
+                max_chars=self._max_reply_chars,
+            )
+        except (ValueError, RecursionError, InvalidReply):
+            return 0
+        return end
 
     @property
     def parameters(self) -> Mapping[str, Any]:

@@ -116,6 +116,12 @@ class AttemptEnded(NamedTuple):
     """Whether its call had ended before, so that the answer changes no outcome."""
     detail: str
     """What went wrong; "" for a valid reply."""
+    first_token_s: float | None = None
+    """Seconds from sending to the first token; None for a reply that was not streamed."""
+    ended_early: bool = False
+    """Whether its stream was ended because the answer was complete."""
+    usage_estimated: bool = False
+    """Whether `usage` is an estimate, because the stream was ended before the source stated it."""
 
 
 class RequestBatchSent(NamedTuple):

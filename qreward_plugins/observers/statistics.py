@@ -70,6 +70,15 @@ class SourceStatistics(SourceGauges):
     batched: int = 0
     """Calls that these requests carried."""
 
+    first_token_p50_s: float = math.nan
+    """Seconds from sending to the first token, of the last `RECENT` streamed replies; NaN before the first."""
+    first_token_p95_s: float = math.nan
+    ended_early: int = 0
+    """Streams that were ended because the answer was complete."""
+    usage_estimated: int = 0
+    """Those of them whose tokens are estimated, because the source had not stated them yet. The sums of tokens and of
+    costs hold these estimates."""
+
     @property
     def mean_batch_size(self) -> float:
         """Calls of the average request that could carry several; NaN if there was none."""
@@ -117,22 +126,27 @@ class _Counts:
     cost_usd: float = 0.0
     batches: int = 0
     batched: int = 0
+    ended_early: int = 0
+    usage_estimated: int = 0
 
 
 class _Source(_Counts):
     """The counters and the recent latencies of one source."""
 
-    __slots__ = ("latencies_s",)
+    __slots__ = ("first_tokens_s", "latencies_s")
 
     def __init__(self) -> None:
         super().__init__()
         self.latencies_s: deque[float] = deque(maxlen=RECENT)
+        self.first_tokens_s: deque[float] = deque(maxlen=RECENT)
 
     def snapshot(self, name: str, gauges: SourceGauges) -> SourceStatistics:
         return SourceStatistics(
             name=name,
             latency_p50_s=percentile(self.latencies_s, 0.5),
             latency_p95_s=percentile(self.latencies_s, 0.95),
+            first_token_p50_s=percentile(self.first_tokens_s, 0.5),
+            first_token_p95_s=percentile(self.first_tokens_s, 0.95),
             **asdict(self),
             **asdict(gauges),
         )
@@ -216,6 +230,10 @@ class Statistics:
             source.answered += 1
             source.invalid += result == "invalid"
             source.latencies_s.append(event.seconds)
+            if event.first_token_s is not None:
+                source.first_tokens_s.append(event.first_token_s)
+                source.ended_early += event.ended_early
+                source.usage_estimated += event.usage_estimated
             source.prompt_tokens += event.usage.prompt_tokens
             source.completion_tokens += event.usage.completion_tokens
             source.cost_usd += event.cost_usd

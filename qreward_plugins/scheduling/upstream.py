@@ -223,7 +223,7 @@ class Upstream:
 
     def credible(self, request: Request, reply: Reply) -> Reply:
         """`reply` with its usage reduced to what is possible. The first reduction is logged."""
-        if reply.usage is None:
+        if reply.usage is None or reply.usage_estimated:
             return reply
         usage, cut_down = self._estimates.credible(request, reply.usage)
         if cut_down and not self._estimates.doubted:
@@ -253,7 +253,9 @@ class Upstream:
             cost += usage.completion_tokens * self.price.output_per_million / 1e6
             # Of the usage of a request with several calls, the part of each is known only if they are alike.
             alike = attempt.request_batch is None or attempt.request_batch.uniform
-            rose = self._estimates.learn(request, usage, cut_down=reply.usage_doubted or not alike)
+            rose = not reply.usage_estimated and self._estimates.learn(
+                request, usage, cut_down=reply.usage_doubted or not alike
+            )
             if rose and self.quota.most_tokens < math.inf:
                 for other in self.live:
                     other.reservation.raise_prompt(self._estimates.most(other.request)[0])

@@ -40,6 +40,9 @@ class Request:
     thinking_tokens: int = 0
     """Tokens that a source whose model thinks adds to `max_tokens`, because the judge's own number is a default for
     models that do not. 0: none."""
+    complete: Callable[[str], int] | None = field(default=None, repr=False, compare=False)
+    """How many characters of a text are a whole answer; 0 for none. So a source can end a streamed reply early. It must
+    not raise. None: a stream is read to its end. It is not sent."""
     size: int = field(init=False, repr=False, compare=False)
     """Length of the messages in UTF-8 bytes; the assumed tokens of images count as bytes. Without messages: length of
     the sample's prompt, response and ground truth, as far as these are texts. The scheduler predicts latency and tokens
@@ -124,6 +127,13 @@ class Reply:
     announced: Mapping[str, float] = field(default_factory=dict)
     clean: Callable[[str], str] | None = field(default=None, repr=False, compare=False)
     thinking: str = field(default="", repr=False)
+    first_token_s: float | None = None
+    """Seconds from sending the request to the first token, if the reply was streamed."""
+    ended_early: bool = False
+    """Whether the stream was ended because the answer was complete (`Request.complete`)."""
+    usage_estimated: bool = False
+    """Whether `usage` is an estimate, because a stream was ended before the server stated its usage. The quota keeps
+    what the request has reserved."""
 
     def cleaned(self, text: str) -> str:
         """Return `text`, which stands in this reply, with the source's secrets redacted."""

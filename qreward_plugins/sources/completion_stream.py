@@ -8,7 +8,6 @@ from .streams import Event, StreamBroken, StreamReader
 
 _DONE = b"[DONE]"
 _THOUGHTS = ("reasoning_content", "reasoning")
-_KEPT_CHARS = 200
 
 
 class CompletionStream(StreamReader):
@@ -27,7 +26,6 @@ class CompletionStream(StreamReader):
         self._finish: Any = None
         self._error: Any = None
         self._refusal = ""
-        self._thoughts = ""
 
     def read(self, event: Event) -> None:
         if event.data.strip() == _DONE:
@@ -67,7 +65,7 @@ class CompletionStream(StreamReader):
             raise StreamBroken("text after the finish_reason")
         self.text += text
         self._refusal += refusal
-        self._thoughts = (self._thoughts + thoughts)[:_KEPT_CHARS]
+        self.thoughts += thoughts
         self.tokens += bool(text or refusal or thoughts)
         finish = choice.get("finish_reason")
         if finish is not None:
@@ -80,10 +78,14 @@ class CompletionStream(StreamReader):
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self._refusal:
             message["refusal"] = self._refusal
-        if self._thoughts:
-            message["reasoning_content"] = self._thoughts
+        if self.thoughts:
+            message["reasoning_content"] = self.thoughts
         choice = {"index": 0, "message": message, "finish_reason": self._finish}
         return {"model": self._model, "choices": [choice], "usage": self._usage}
+
+    def with_text(self, body: dict[str, Any], text: str) -> dict[str, Any]:
+        [choice] = body["choices"]
+        return {**body, "choices": [{**choice, "message": {**choice["message"], "content": text}}]}
 
 
 def _text_of(delta: dict[str, Any], key: str) -> str:

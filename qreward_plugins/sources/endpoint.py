@@ -21,11 +21,12 @@ from ..config.source_models import EndpointConfig
 from ..errors import ConfigurationError, InputError, Mistake, QRewardError, SampleRefused, SourceError
 from ..images import EncodedImage
 from ..redaction import names_secret, secrets_in, without_secrets
+from ..spent import Usage
 from .base import Reply, Request, apart, identity_of
 from .bodies import as_json, encoded, images_written, with_parameters
 from .clients import open_client, slots_of
 from .demand import Demand, Texture, completion_bound, of_messages
-from .http import HTTPReply, proxy_for
+from .http import HTTPReply, Streaming, proxy_for
 from .image_parts import request_has_images
 from .kind import SourceKind, class_path
 from .lists import Lists
@@ -36,6 +37,8 @@ from .threads import ThreadSlots
 
 _LONGEST_KEPT_BYTES = 8192
 _MOST_KEPT = 64
+_BYTES_PER_TOKEN = 4
+"""Bytes of English text for each token, for the usage of a stream that was ended before the server stated it."""
 _ENCODERS = 2
 """Threads that decode and encode images. There are few, because each may need 200 MB for an image."""
 _SET_BY_CLIENT = ("content-length", "transfer-encoding", "content-encoding", "connection", "host")
@@ -114,8 +117,46 @@ class Endpoint(SourceKind):
 
         Raises a SourceError, or InvalidReply for an answer that cannot be a verdict.
         """
+        streaming = self.streaming(request)
+        if streaming is not None:
+            return await self._send_streamed(request, streaming, on_sent)
         url, http = await self._post(await self._encode_to_send(request), on_sent)
         return self._without_secrets(self.answer(url, http).reply())
+
+    async def _send_streamed(self, request: Request, streaming: Streaming, on_sent: Callable[[], None]) -> Reply:
+        http: HTTPReply | None = None
+        try:
+            body = await self._encode_to_send(request, streaming.reader.ASKS)
+            url, http = await self._post(body, on_sent, streaming=streaming)
+        finally:
+            refused = self.streamed(http)
+        if refused is not None:
+            raise refused
+        reply = self._without_secrets(self.answer(url, http).reply())
+        facts = http.stream
+        if facts is None:
+            return reply
+        usage, estimated = reply.usage, False
+        if usage is None and facts.cut:
+            demand = request.demand(self)
+            usage, estimated = Usage(demand.texture.size // _BYTES_PER_TOKEN + demand.overhead, facts.tokens), True
+        return replace(
+            reply,
+            usage=usage,
+            first_token_s=facts.first_token_s,
+            ended_early=facts.cut,
+            usage_estimated=estimated,
+        )
+
+    def streaming(self, request: Request) -> Streaming | None:
+        """Return how the reply to `request` is streamed. Default: None, it is not."""
+        return None
+
+    def streamed(self, http: HTTPReply | None) -> SourceError | None:
+        """Take note of the reply to a request that asked for a stream; None if there was none. Return an error if the
+        server refused to stream. Default: does nothing.
+        """
+        return None
 
     async def send_batch(
         self, requests: Sequence[Request], *, on_sent: Callable[[], None]
@@ -141,14 +182,16 @@ class Endpoint(SourceKind):
                 results[number] = self._without_secrets(reply) if isinstance(reply, Reply) else reply
         return [result for result in results if result is not None]
 
-    async def _post(self, body: bytes, on_sent: Callable[[], None], *, calls: int = 1) -> tuple[URL, HTTPReply]:
+    async def _post(
+        self, body: bytes, on_sent: Callable[[], None], *, calls: int = 1, streaming: Streaming | None = None
+    ) -> tuple[URL, HTTPReply]:
         """Post a body of this many calls to a replica; return the URL and the reply."""
         loop = asyncio.get_running_loop()
         most = calls * self._max_reply_bytes
         with self._replicas.borrow(loop.time()) as replica:
             url = self._urls[replica.base_url]
             try:
-                http = await self._http.post(url, body, on_sent=on_sent, max_reply_bytes=most)
+                http = await self._http.post(url, body, on_sent=on_sent, max_reply_bytes=most, streaming=streaming)
             except SourceError:
                 replica.failed(loop.time())
                 raise
@@ -186,17 +229,17 @@ class Endpoint(SourceKind):
         await self._encoders.aclose()
         await self._http.aclose()
 
-    async def _encode_to_send(self, request: Request) -> bytes:
-        """Return the body as bytes. A body with images is written in a thread."""
+    async def _encode_to_send(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes:
+        """Return the body as bytes, with the keys that ask for a stream. A body with images is written in a thread."""
         images: list[EncodedImage] = []
 
         def left_out(image: EncodedImage) -> str:
             images.append(image)
             return ""
 
-        body = self._encode(request, image=left_out)
+        body = self._encode(request, image=left_out, asks=asks)
         if images:
-            body = await self._encoders.run(partial(self._encode_or_error, request), on_start=_nothing)
+            body = await self._encoders.run(partial(self._encode_or_error, request, asks), on_start=_nothing)
             if isinstance(body, SampleRefused):
                 try:
                     raise body
@@ -221,9 +264,9 @@ class Endpoint(SourceKind):
         except InputError as error:
             return SampleRefused(f"source {self._name!r}: {self._http.redactor.of(str(error))}")
 
-    def _encode_or_error(self, request: Request) -> bytes | SampleRefused:
+    def _encode_or_error(self, request: Request, asks: Mapping[str, Any] | None) -> bytes | SampleRefused:
         try:
-            return self._encode(request)
+            return self._encode(request, asks=asks)
         except SampleRefused as error:
             return SampleRefused(str(error))
 
@@ -346,9 +389,14 @@ class Endpoint(SourceKind):
                 self._demands[sent] = found
         return found
 
-    def _whole_body(self, request: Request) -> dict[str, Any]:
-        """Return the body that is sent. The source's parameters override the judge's; None removes a key."""
-        return with_parameters(self.body(request), self._parameters, self.containers)
+    def _whole_body(self, request: Request, asks: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the body that is sent. The source's parameters override the judge's; None removes a key. `asks` are
+        further keys, whose settings are overridden one by one.
+        """
+        body = self.body(request)
+        if asks is None:
+            return with_parameters(body, self._parameters, self.containers)
+        return with_parameters({**body, **asks}, self._parameters, (*self.containers, *asks))
 
     def _check_bound(self, path: str, config: EndpointConfig, mistakes: list[Mistake]) -> None:
         """Add a mistake if `tokens_per_minute` is set but the parameters remove the bound on a completion."""
@@ -376,9 +424,15 @@ class Endpoint(SourceKind):
             reason = f"the body cannot be written: {type(error).__name__}"
         return SampleRefused(f"source {self._name!r}: {self._http.redactor.of(reason)}")
 
-    def _encode(self, request: Request, *, image: Callable[[EncodedImage], str] = str) -> bytes:
+    def _encode(
+        self,
+        request: Request,
+        *,
+        image: Callable[[EncodedImage], str] = str,
+        asks: Mapping[str, Any] | None = None,
+    ) -> bytes:
         try:
-            return encoded(self._whole_body(request), image=image)
+            return encoded(self._whole_body(request, asks), image=image)
         except InputError as error:
             reason = str(error)
         except Exception as error:

@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import orjson
 from yarl import URL
@@ -44,6 +44,8 @@ _STREAM_FACTOR = 64
 # A server that closes a stream properly does so at once after its last event. Then the connection is used again.
 _STREAM_END_S = 0.5
 _STREAM_END_BYTES = 4096
+# A judge that is done ends its stream right after its verdict; ending the stream here would cost the connection.
+_GRACE_S = 0.1
 
 S = TypeVar("S")
 
@@ -76,13 +78,13 @@ class HTTPReply:
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """How a streamed reply is read. `idle_s`: most seconds between two events; None: any number. `complete` tells
-    whether a text is the whole answer, so that the stream may be ended.
+    """How a streamed reply is read. `idle_s`: most seconds between two events; None: any number. `complete` is
+    that of the request.
     """
 
     reader: StreamReader
     idle_s: float | None = None
-    complete: Callable[[str], bool] | None = None
+    complete: Callable[[str], int] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -300,42 +302,58 @@ class Reading:
 
     async def _stream(self, incoming: Incoming, streaming: Streaming) -> HTTPReply | SourceError:
         reader, parser, loop = streaming.reader, EventParser(self.limit), asyncio.get_running_loop()
-        size, first_at, cut = 0, None, False
+        size, first_at = 0, None
+        answer: str | None = None
+        by_then: dict[str, Any] = {}
+        over = False
         try:
             with incoming.within(None) as timer:
                 async for chunk in incoming.chunks():
                     size += len(chunk)
                     if size > self.limit * _STREAM_FACTOR:
                         raise StreamBroken(f"more than {self.limit * _STREAM_FACTOR:,} bytes of events")
-                    before = len(reader.text)
                     for event in parser.feed(chunk):
-                        timer.restart(streaming.idle_s)
+                        if answer is None:
+                            timer.restart(streaming.idle_s)
+                        before = len(reader.text)
                         reader.read(event)
+                        if answer is None and streaming.complete is not None and len(reader.text) > before:
+                            length = streaming.complete(reader.text)
+                            if length:
+                                answer, by_then = reader.text[:length], reader.body()
+                                # Most servers end here, too. Then the connection is kept, and the usage is known.
+                                timer.restart(_GRACE_S)
                         if reader.ended:
                             break
-                    if len(reader.text) > self.limit:
+                    if len(reader.text) + len(reader.thoughts) > self.limit:
                         raise StreamBroken(f"a text larger than {self.limit:,} bytes")
                     if first_at is None and reader.tokens:
                         first_at = loop.time()
                     if reader.ended:
                         break
-                    if streaming.complete is not None and not reader.whole and len(reader.text) > before:
-                        cut = streaming.complete(reader.text)
-                        if cut:
-                            break
-            if timer.expired:
+            over = timer.expired
+            if answer is None and over:
                 raise StreamBroken(f"no event within {streaming.idle_s:g} s")
-            if not (cut or reader.whole):
+            if answer is None and not reader.whole:
                 raise StreamBroken("a stream that ended before the answer was whole")
-        except StreamBroken as broken:
+        except Exception as error:
             incoming.abort()
-            return TransientError(f"{self.where} answered with {broken}", status=incoming.status)
+            if answer is None and isinstance(error, StreamBroken):
+                return TransientError(f"{self.where} answered with {error}", status=incoming.status)
+            if answer is None:
+                raise
+            # The answer is complete, whatever follows it.
+            over = True
+        body = reader.body()
+        cut = answer is not None and (over or not reader.whole or "error" in body)
+        if answer is not None:
+            body = streaming.reader.with_text(by_then if cut else body, answer)
         if cut:
             incoming.abort()
         elif reader.ended:
             await self._drain(incoming)
         facts = StreamFacts(None if first_at is None else first_at - self.sent_at, reader.tokens, cut)
-        return HTTPReply(incoming.status, incoming.headers, orjson.dumps(reader.body()), facts)
+        return HTTPReply(incoming.status, incoming.headers, orjson.dumps(body), facts)
 
     async def _drain(self, incoming: Incoming) -> None:
         """Read to the end of a stream after its last event, so that its connection can be used again."""

@@ -8,19 +8,21 @@ from urllib.parse import quote
 
 from yarl import URL
 
-from ..config.source_models import BaseURLs, EndpointConfig, ModelName
-from ..errors import Mistake
+from ..config.source_models import BaseURLs, EndpointConfig, ModelName, StreamTimeouts
+from ..errors import Mistake, SourceError, TransientError
 from ..redaction import without_secrets
 from .base import Request
 from .completions import CompletionAnswer
 from .demand import completion_bound
 from .dialects import DIALECTS, Dialect, Refusal
 from .endpoint import Endpoint
-from .http import HTTPReply
+from .http import HTTPReply, Streaming
 from .kind import TEXT
 from .replies import Answer
 
 _AUTO = "auto"
+_NO_STREAM = (400, 405, 406, 415, 422, 501)
+"""How servers refuse a request because of `stream`."""
 
 
 class OpenAISource(Endpoint):
@@ -56,6 +58,14 @@ class OpenAISource(Endpoint):
         """Whether the model reads images. Judges send images only to sources that say so, unless their `images.send`
         says otherwise. Default: false."""
 
+        stream: Literal[True, False, "auto"] = False
+        """Read replies as server-sent events, as they come. A reply ends as soon as the verdict is complete: the
+        connection is closed, so that the server can stop. What would follow is not seen, so a second verdict does not
+        make it invalid. This needs a dialect of chat completions. `true`: always. `auto`: if the server streams; one
+        request finds out, and a refusal costs it another try. `false` (default): never."""
+
+        timeouts: StreamTimeouts = StreamTimeouts()
+
     answers = (TEXT,)
     usual_latency_s = 3.0
     ANSWER = CompletionAnswer
@@ -68,6 +78,29 @@ class OpenAISource(Endpoint):
         self._as_tool = config.structured_output == "tool"
         super().__init__(name, config, mistakes=_mistakes(f"sources.{name}", config, dialect), path=_path(config))
         self._model = config.model
+        self._reader = dialect.stream if config.stream else None
+        self._idle_s = config.timeouts.idle_s
+        self._streams: bool | None = None if config.stream == "auto" else bool(config.stream)
+        """Whether the server streams; None if that is unknown."""
+        self._finding_out = False
+
+    def streaming(self, request: Request) -> Streaming | None:
+        if self._reader is None or self._streams is False or self._finding_out:
+            return None
+        self._finding_out = self._streams is None
+        return Streaming(self._reader(), self._idle_s, request.complete)
+
+    def streamed(self, http: HTTPReply | None) -> SourceError | None:
+        if not self._finding_out:
+            return None
+        self._finding_out = False
+        if http is None or (http.status not in _NO_STREAM and not 200 <= http.status < 300):
+            return None
+        self._streams = http.stream is not None
+        if self._streams or http.status < 300:
+            return None
+        said = f"source {self._name!r} answered {http.status} to a request for a stream; it gets no more of them"
+        return TransientError(said, status=http.status)
 
     @property
     def model(self) -> str:
@@ -96,7 +129,9 @@ class OpenAISource(Endpoint):
 
     @property
     def reads(self) -> object:
-        return self._dialect.identity(self._model)
+        identity = self._dialect.identity(self._model)
+        # A reply that is ended early may read differently. With `auto` it counts as streamed, whatever the server does.
+        return identity if self._reader is None else (identity, "stream")
 
     def body(self, request: Request) -> Mapping[str, Any]:
         parameters = dict(request.parameters)
@@ -135,8 +170,7 @@ def _path(config: OpenAISource.Config) -> str:
 
 def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[Mistake]:
     mistakes: list[Mistake] = []
-    if config.parameters.get("stream"):
-        mistakes.append(Mistake(f"{path}.parameters.stream", "streamed replies are not supported.", "Leave it out."))
+    mistakes += _stream_mistakes(path, config, dialect)
     for url in config.urls:
         end = next((other.path for other in DIALECTS.values() if url.rstrip("/").endswith(other.path)), "")
         end = end or (url[url.rfind("/models/") :] if url.endswith(":generateContent") else "")
@@ -154,4 +188,32 @@ def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[
         elif config.parameters.get("thinking") and dialect.thinks(config.parameters):
             said = "a tool cannot be forced with thinking."
             mistakes.append(Mistake(f"{path}.structured_output", said, "Write native, or turn thinking off."))
+    return mistakes
+
+
+def _stream_mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[Mistake]:
+    mistakes: list[Mistake] = []
+    parameters = config.parameters
+    if parameters.get("stream") or (config.stream and "stream" in parameters):
+        mistakes.append(Mistake(f"{path}.parameters.stream", "it has a key of its own.", f"Set {path}.stream."))
+    if not config.stream:
+        if config.timeouts.idle_s is not None:
+            said = "replies are not streamed, so there are no events to wait for."
+            mistakes.append(Mistake(f"{path}.timeouts.idle_s", said, f"Set {path}.stream, or leave it out."))
+        if parameters.get("stream_options") is not None:
+            mistakes.append(Mistake(f"{path}.parameters.stream_options", "replies are not streamed.", "Leave it out."))
+        return mistakes
+    if dialect.stream is None:
+        said = f"replies of the dialect {dialect.name} are not streamed."
+        mistakes.append(Mistake(f"{path}.stream", said, "Leave it out, or use a dialect of chat completions."))
+    idle_s, total_s = config.timeouts.idle_s, config.timeouts.total_s
+    if idle_s is not None and idle_s >= total_s:
+        said = f"{idle_s:g} s of silence cannot pass within the {total_s:g} s of timeouts.total_s."
+        mistakes.append(Mistake(f"{path}.timeouts.idle_s", said, "Set a smaller number."))
+    count = parameters.get("n")
+    if count is not None and count != 1:
+        mistakes.append(Mistake(f"{path}.parameters.n", "a stream carries one completion.", "Leave it out."))
+    if config.stream == "auto" and parameters.get("stream_options") is not None:
+        said = "a server that does not stream would refuse it."
+        mistakes.append(Mistake(f"{path}.parameters.stream_options", said, "Set stream to true, or leave it out."))
     return mistakes

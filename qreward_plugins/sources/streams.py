@@ -97,7 +97,8 @@ class EventParser:
 class StreamReader(ABC):
     """Assembles the events of one streamed reply of one dialect.
 
-    A dialect defines `ASKS`, `read` and `body`. `read` sets `text`, `whole` and `ended`, and counts `tokens`.
+    A dialect defines `ASKS`, `read` and `body`. `read` sets `text`, `thoughts`, `whole` and `ended`, and counts
+    `tokens`.
     """
 
     ASKS: ClassVar[dict[str, Any]] = {"stream": True}
@@ -106,6 +107,8 @@ class StreamReader(ABC):
     def __init__(self) -> None:
         self.text = ""
         """The answer so far, without thoughts."""
+        self.thoughts = ""
+        """The thoughts so far, as far as the server states them apart from the answer."""
         self.whole = False
         """Whether the server said that the answer is whole; a stream that ends before that is broken."""
         self.ended = False
@@ -122,3 +125,7 @@ class StreamReader(ABC):
         """Return the body of the same reply without streaming, as far as it has been read: an error object if the
         server sent one.
         """
+
+    @abstractmethod
+    def with_text(self, body: dict[str, Any], text: str) -> dict[str, Any]:
+        """Return `body` with the text of its answer cut down to `text`."""

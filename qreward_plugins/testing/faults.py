@@ -17,12 +17,13 @@ from enum import Enum
 from itertools import accumulate
 from typing import Literal
 
-FaultStage = Literal["status", "connection", "reply", "verdict"]
+FaultStage = Literal["status", "connection", "reply", "verdict", "stream"]
 
 
 class FaultKind(str, Enum):
     """The kinds of faults. `says` describes the fault. `stage` says what it affects: there is no answer ("status",
-    "connection"), the HTTP reply is faulty ("reply"), or the answer itself ("verdict"). The descriptions are for chat
+    "connection"), the HTTP reply is faulty ("reply"), the answer itself ("verdict"),
+    or the stream that carries it ("stream"; a reply that is not streamed is then good). The descriptions are for chat
     completions; `faulty_scores` lists the faults of scores."""
 
     _value_: str
@@ -106,10 +107,26 @@ class FaultKind(str, Enum):
     WRONG_NONCE = "wrong_nonce", "verdict", "a verdict with another id"
     DUPLICATE_KEYS = "duplicate_keys", "verdict", "one verdict that states its score twice, differently"
 
+    STREAM_CUT = "stream_cut", "stream", "the stream ends properly in the middle of the answer"
+    STREAM_RESET = "stream_reset", "stream", "the connection is reset in the middle of the answer"
+    STREAM_NO_DONE = "stream_no_done", "stream", "a whole answer without [DONE] and without usage"
+    STREAM_BAD_JSON = "stream_bad_json", "stream", "an event in the middle that is not JSON"
+    STREAM_BAD_UTF8 = "stream_bad_utf8", "stream", "an event in the middle with bytes that are no UTF-8"
+    STREAM_ERROR = "stream_error", "stream", "an error object in the middle of the answer"
+    STREAM_AFTER_FINISH = "stream_after_finish", "stream", "text after the finish_reason"
+    STREAM_TWO_CHOICES = "stream_two_choices", "stream", "a second choice between the parts of the first"
+    STREAM_HUGE_EVENT = "stream_huge_event", "stream", "an event of Faults.huge_bytes"
+    STREAM_GZIP_BOMB = "stream_gzip_bomb", "stream", "a small gzip stream that decompresses to Faults.huge_bytes"
+    STREAM_ENDLESS = "stream_endless", "stream", "text without end"
+    STREAM_SILENT = "stream_silent", "stream", "half of the answer, and then nothing"
+    STREAM_COMMENTS = "stream_comments", "stream", "half of the answer, and then comments for ever"
+    STREAM_ODD = "stream_odd", "stream", "a good answer with CRLF, comments, and characters cut in two by the packets"
+    STREAM_DRIP = "stream_drip", "stream", "a good answer that drips in byte by byte"
+
     @property
     def has_answer(self) -> bool:
         """Whether the scorer is called: the fault modifies an answer instead of replacing it."""
-        return self.stage in ("reply", "verdict")
+        return self.stage in ("reply", "verdict", "stream")
 
 
 _KINDS: Mapping[str, FaultKind] = {str(kind): kind for kind in FaultKind}

@@ -132,8 +132,6 @@ def read_call(body: bytes, models: Sequence[str]) -> JudgeCall:
     if not isinstance(messages, list) or not messages:
         raise Refused(400, "'messages' must be a list of at least one message")
     check_messages(messages)
-    if fields.get("stream"):
-        raise Refused(400, "this server does not stream: leave 'stream' out")
     if fields.get("n", 1) != 1:
         raise Refused(400, "this server gives one choice: leave 'n' out")
     for name in ("max_tokens", "max_completion_tokens"):

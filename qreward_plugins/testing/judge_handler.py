@@ -11,7 +11,7 @@ import hmac
 import inspect
 import math
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 import orjson
 from aiohttp import web
@@ -24,6 +24,7 @@ from .limits import Excess, LimitKind, ServerLimits
 from .protocols import PROTOCOLS, Protocol
 from .report import Tally, Violation
 from .routes import Content, Route, Routes
+from .streamed_replies import stream, wants_stream
 
 Scorer = Callable[[JudgeCall], Answer | Awaitable[Answer]]
 
@@ -63,8 +64,12 @@ class JudgeHandler:
         seed: int,
         tally: Tally,
         elapsed_s: Callable[[], float],
+        streams: bool = True,
+        stream_interval_s: float = 0.0,
     ) -> None:
         self._score = score
+        self._streams = streams
+        self._interval_s = stream_interval_s
         self._limits = limits
         self._latency = latency
         # Two generators, so that the latencies stay the same when faults are added.
@@ -129,6 +134,9 @@ class JudgeHandler:
             if body is None:
                 raise Refused(413, "the body is too large")
             call = route.read(body)
+            streamed = wants_stream(body) if route.streams else None
+            if streamed is not None and not self._streams:
+                raise Refused(400, "this server does not stream: leave 'stream' out")
         except Refused as refused:
             self._tally.refused(refused.status)
             return _refusal(refused, protocol)
@@ -142,7 +150,7 @@ class JudgeHandler:
         self._tally.entered()
         gone = False
         try:
-            return await self._serve(account, request, route, call, arrived_s)
+            return await self._serve(account, request, route, call, arrived_s, streamed)
         except asyncio.CancelledError:
             gone = True
             raise
@@ -175,7 +183,13 @@ class JudgeHandler:
         self._tally.spent(prompt_tokens=call.prompt_tokens)
 
     async def _serve(
-        self, account: Account, request: web.BaseRequest, route: Route, call: JudgeCall, arrived_s: float
+        self,
+        account: Account,
+        request: web.BaseRequest,
+        route: Route,
+        call: JudgeCall,
+        arrived_s: float,
+        streamed: Mapping[str, object] | None,
     ) -> web.StreamResponse:
         protocol = route.protocol
         number, self._number = self._number, self._number + 1
@@ -192,17 +206,26 @@ class JudgeHandler:
             while self.held and self._gate is not None:
                 await self._gate.wait()
             reply = None if content is None else content.reply(call, number)
-            if fault is None or fault.stage == "verdict":
+            if fault is not None and fault.stage == "stream":
+                playing = True
+                self._tally.faulted(fault)
+            if fault is None or fault.stage in ("verdict", "stream"):
                 assert reply is not None, "there is an answer"
-                response: web.StreamResponse = web.Response(
-                    body=reply.good, content_type=_JSON, headers=self._announced(account, protocol)
-                )
+                headers = self._announced(account, protocol)
+                if streamed is None:
+                    response: web.StreamResponse = web.Response(body=reply.good, content_type=_JSON, headers=headers)
+                else:
+                    played = fault if fault is not None and fault.stage == "stream" else None
+                    response = await stream(
+                        request, reply.good, streamed, headers, self._faults, fault=played, interval_s=self._interval_s
+                    )
                 if fault is None:
                     self._tally.answered(self._elapsed_s() - arrived_s)
                     return response
-            playing = True
-            self._tally.faulted(fault)
-            if fault.stage != "verdict":
+            if not playing:
+                playing = True
+                self._tally.faulted(fault)
+            if fault.stage not in ("verdict", "stream"):
                 response = await play(
                     fault, FaultInput(request, reply, self._announced(account, protocol), self._faults, protocol)
                 )

@@ -40,7 +40,7 @@ class JudgeServerError(RuntimeError):
 
 
 class JudgeServer:
-    """A judge that speaks OpenAI's chat completions (POST /v1/chat/completions, not streaming) and responses
+    """A judge that speaks OpenAI's chat completions (POST /v1/chat/completions, streamed if asked) and responses
     (/v1/responses), Anthropic's messages (/v1/messages) and Gemini (/v1beta/models/MODEL:generateContent, also below
     /v1). GET /v1/models, GET /v1beta/models and GET /health. It also scores samples: POST /score, with the body of
     slime's remote reward model: `{"prompt": text or messages, "response": text, "label": anything}`.
@@ -64,7 +64,8 @@ class JudgeServer:
     same port and with its counts: clients see a server that was down for a while. With `port=0` (the
     default) the system picks a free port at the first start. `seed` fixes the drawn latencies and faults. With an
     `api_key`, a request without it gets a 401. Of several keys each has its own limits, and `revoke` ends one. Keys are
-    in no repr, report or log.
+    in no repr, report or log. A stream has one event for each token, every
+    `stream_interval_s` seconds; without `streams`, a request for one gets a 400.
     """
 
     def __init__(
@@ -78,6 +79,8 @@ class JudgeServer:
         protocols: Sequence[str] = tuple(PROTOCOLS),
         api_key: str | Sequence[str] | None = None,
         seed: int = 0,
+        streams: bool = True,
+        stream_interval_s: float = 0.0,
         host: str = "127.0.0.1",
         port: int = 0,
     ) -> None:
@@ -96,6 +99,8 @@ class JudgeServer:
             seed=seed,
             tally=self._tally,
             elapsed_s=self._elapsed_s,
+            streams=streams,
+            stream_interval_s=stream_interval_s,
         )
         self._first_start_s: float | None = None
         self._control = threading.RLock()

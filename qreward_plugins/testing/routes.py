@@ -48,6 +48,11 @@ class Route:
     content: Callable[[JudgeCall, Answer, FaultKind | None], Content]
     protocol: Protocol
 
+    @property
+    def streams(self) -> bool:
+        """Whether its replies can be streamed."""
+        return self.content is not _score and self.protocol.name == "openai"
+
 
 class Routes:
     """The routes of a server of these models. `protocols` are names in `PROTOCOLS`; raises `ValueError` for others."""

@@ -43,7 +43,8 @@ CLASSES: dict[type, set[str]] = {
         for kind in FaultKind
         if kind.stage == "verdict" and kind.value not in ("cut_off", "prose", "two_verdicts")
     },
-    Verdict: {"close_after", "wrong_model", "slow_headers", "slow_body"},
+    Verdict: {"close_after", "wrong_model", "slow_headers", "slow_body"}
+    | {kind.value for kind in FaultKind if kind.stage == "stream"},
 }
 CLOSING = ("close_after", "slow_headers", "slow_body", "short_length")
 ANSWERS: dict[str, Any] = {

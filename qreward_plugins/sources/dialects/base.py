@@ -11,6 +11,7 @@ from ...images import EncodedImage
 from ..base import Request
 from ..demand import of_messages
 from ..replies import Answer
+from ..streams import StreamReader
 
 NO_EFFORT = "none"
 """The effort that turns reasoning off in OpenAI's formats."""
@@ -44,6 +45,8 @@ class Dialect(ABC):
     """Further headers. Headers of the configuration override them."""
     answer: ClassVar[type[Answer]]
     """The class that reads a reply."""
+    stream: ClassVar[type[StreamReader] | None] = None
+    """The class that reads a streamed reply. None: replies are not streamed."""
     bound: ClassVar[tuple[str, ...]]
     """The path of the key in the body that bounds a completion."""
     bound_holds_budget: ClassVar[bool] = True

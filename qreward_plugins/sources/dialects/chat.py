@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ..base import Request
+from ..completion_stream import CompletionStream
 from ..completions import CompletionAnswer
 from ..demand import of_messages
 from .base import NO_EFFORT, Dialect, Refusal, is_on
@@ -20,6 +21,7 @@ class Completions(Dialect):
     title = "OpenAI chat completions"
     path = "/chat/completions"
     answer = CompletionAnswer
+    stream = CompletionStream
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     bound_holds_budget = False
     prompt_keys: ClassVar[tuple[str, ...]] = ()

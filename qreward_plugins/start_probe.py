@@ -134,4 +134,5 @@ class _Waiting:
 def _numbers(_: object, reply: Reply) -> Mapping[str, float]:
     """Return the numbers of a reply; for steps those of the last one."""
     value: Any = reply.value
-    return dict(value if isinstance(value, Mapping) else value[-1][1])
+    numbers = value if isinstance(value, Mapping) else value[-1][1]
+    return {str(label): float(number) for label, number in numbers.items()}

@@ -72,6 +72,7 @@ def _targets(config: Config, judge: str | None, file: Path | None) -> list[Targe
 
 
 async def _measure(config: Config, path: Path, target: Target, samples: Path, out: Console, errors: Console) -> int:
+    Calibration.check_place(target.out)
     chosen = sum(1 for _ in _samples_of(config, target.judge, samples))
     if not chosen:
         raise InputError(f"{samples}: no row goes to the judge {target.judge!r}")

@@ -109,13 +109,19 @@ class Calibration:
             raise ValueError
         return found
 
-    def write(self, path: Path) -> None:
-        """Write the file in one step. Raises `InputError` if it cannot be written, or another file is there."""
+    @classmethod
+    def check_place(cls, path: Path) -> None:
+        """Raise `InputError` if a file cannot be written at `path`, or if another kind of file is there."""
+        if not path.parent.is_dir():
+            raise InputError(f"{path}: there is no directory {str(path.parent)!r}")
         if path.exists():
             try:
-                self._parsed(path.read_text(encoding="utf-8"))
+                cls._parsed(path.read_text(encoding="utf-8"))
             except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
                 raise InputError(f"{path}: exists and is no calibration; name another file") from None
+
+    def write(self, path: Path) -> None:
+        """Write the file in one step. Raises `InputError` if that fails."""
         content = {
             "kind": _KIND,
             "model": self.identity.model,

@@ -200,7 +200,7 @@ def test_only_rows_of_the_judge_count(calibrate, config, tmp_path):
         (["--judge", "other"], "'other' is no judge of kind reward_model; these are: quality"),
         (["--judge", "quality", "--out", "b.json"], ""),
         (["--out", "b.json"], ""),
-        (["--out", "nowhere/b.json"], "cannot be written"),
+        (["--out", "nowhere/b.json"], "there is no directory 'nowhere'"),
     ],
 )
 def test_options(calibrate, tmp_path, options, said):
@@ -208,6 +208,22 @@ def test_options(calibrate, tmp_path, options, said):
     assert result.exit_code == (2 if said else 0), result.output
     assert said in result.stderr
     assert (tmp_path / "b.json").exists() == (not said)
+
+
+def test_several_keys_are_one_model(calibrate, config, tmp_path):
+    config["sources"]["rm"]["api_keys"] = ["sk-0123456789", "sk-9876543210"]
+    config["judges"]["quality"]["sources"] = "rm"
+    result = calibrate()
+    assert result.exit_code == 0, result.output
+    RewardEngine(config)
+    assert "sk-" not in (tmp_path / FILE).read_text()
+
+
+def test_two_models_need_two_judges(calibrate, config):
+    config["sources"]["other"] = {**config["sources"]["rm"], "model": "n"}
+    result = calibrate()
+    assert result.exit_code == 2
+    assert "asks different models (rm, other), and their scores have different scales" in result.stderr
 
 
 def test_without_zscore_there_is_nothing_to_measure(calibrate, config):

@@ -357,6 +357,8 @@ class Dispatcher:
             self._planner.ended(attempt)
         except Exception as error:
             self._bug(attempt.job, error)
+        # It refers to the other attempts that it carried, and with them to their samples.
+        attempt.request_batch = None
 
     # Ends
 

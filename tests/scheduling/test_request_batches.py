@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
+import weakref
 
 import pytest
 
@@ -477,6 +479,42 @@ def test_nothing_is_sent_for_a_call_that_ended_before_its_request_was_written(st
     assert len(run(main())) == 3
     assert sent == [3]
     assert stage.idle()
+
+
+class Tracked:
+    """A part of a sample whose end can be noticed."""
+
+
+def test_a_request_and_its_samples_are_freed_at_once(stage):
+    def takes(number, requests, now):
+        return refusal() if requests[0].size == 77 else A_S  # another error each time, because it keeps its traceback
+
+    alone = lambda number, request, now: takes(number, [request], now)  # noqa: E731
+    batching(stage, max_size=8, batch_behaviour=takes, behaviour=alone)
+
+    async def main():
+        dispatcher = stage.dispatcher()
+        freed = []
+
+        async def score(size):
+            tracked = Tracked()
+            weakref.finalize(tracked, freed.append, size)
+            await dispatcher.score(stage.sample(size, extras={"tracked": tracked}), stage.judge, deadline_s=30)
+
+        gc.collect()
+        gc.disable()
+        try:
+            for size in (10, 77):
+                await asyncio.gather(*[score(size) for _ in range(16)])
+                await asyncio.sleep(0.1)
+        finally:
+            gc.enable()
+        await dispatcher.aclose()
+        return freed
+
+    freed = run(main())
+    assert freed.count(10) >= 15  # the last job of a batch is kept for its report
+    assert freed.count(77) >= 15
 
 
 def test_late_answers_are_told_for_each_call(stage):

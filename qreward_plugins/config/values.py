@@ -67,10 +67,10 @@ def _of_best_members(details: Sequence[ErrorDetails], tree: Any) -> list[ErrorDe
             above = path
         else:
             plain.append(detail)
-    return plain + [detail for members in unions.values() for detail in min(members.items(), key=_misfit)[1]]
+    return plain + [detail for members in unions.values() for detail in min(members.items(), key=_distance)[1]]
 
 
-def _misfit(member: tuple[str | int, Sequence[ErrorDetails]]) -> tuple[bool, int, int]:
+def _distance(member: tuple[str | int, Sequence[ErrorDetails]]) -> tuple[bool, int, int]:
     """Return a sort key for how badly a union member fits: wrong type first, then wrong keys, then wrong values."""
     name, errors = member
     keys = sum(error["type"] in ("missing", "extra_forbidden") for error in errors)

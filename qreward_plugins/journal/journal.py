@@ -123,7 +123,7 @@ class Journal:
         self._closing = False
         self._closed: Future[None] = _started()
         self._failure: str | None = None
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
         self._writer = threading.Thread(target=self._write, name="qreward-journal-writer", daemon=True)
         self._writer.start()
         atexit.register(self._close_at_exit)
@@ -333,7 +333,7 @@ class Journal:
         if why is not None:
             self._say_once("write", f"{why}; {kept:,} outcomes are kept in memory and retried, and scoring goes on")
         elif recovered:
-            self._said.discard("write")
+            self._logged.discard("write")
             _log.warning("the journal %s can be written again; all kept outcomes are recorded", self.path)
 
     def _commit_before_closing(self) -> None:
@@ -394,8 +394,8 @@ class Journal:
             return
 
     def _say_once(self, what: str, message: str) -> None:
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self._logged:
+            self._logged.add(what)
             _log.error("%s", message)
 
 

@@ -246,7 +246,7 @@ class Template:
             return self._render(page, values)
         except Exception as error:
             # Any error concerns this template and this sample. Messages name types and never quote texts.
-            raise InputError(f"{self.path}: {_said(error)}") from None
+            raise InputError(f"{self.path}: {_message(error)}") from None
 
     def try_out(self, page: Page, values: Mapping[str, object]) -> None:
         """Render to test the template. Raises `ConfigurationError` for an error that does not depend on the sample.
@@ -257,9 +257,9 @@ class Template:
             self._render(page, values)
         except (jinja2.UndefinedError, ArithmeticError, ValueError, LookupError) as error:
             if isinstance(error, OverflowError):
-                raise _mistake(self.path, f"{_said(error)}.") from None
+                raise _mistake(self.path, f"{_message(error)}.") from None
         except Exception as error:
-            raise _mistake(self.path, f"{_said(error)}.") from None
+            raise _mistake(self.path, f"{_message(error)}.") from None
 
     def _render(self, page: Page, values: Mapping[str, object]) -> str:
         if self.constant is not None:
@@ -317,7 +317,7 @@ def _write(value: Any) -> Any:
     )
 
 
-def _said(error: Exception) -> str:
+def _message(error: Exception) -> str:
     return str(error)[:500] or type(error).__name__
 
 

@@ -77,7 +77,7 @@ class Dispatcher:
             on_overdue=giving_up.probe,
         )
         self._slices = TimeSlices(
-            upstreams, self._planner.queue, on_over=giving_up.preempt, on_beside=self._start_beside
+            upstreams, self._planner.queue, on_slice_over=giving_up.preempt, on_beside=self._start_beside
         )
         self.batches = Batches(self._loop, upstreams, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
@@ -104,7 +104,7 @@ class Dispatcher:
         self._sequence = itertools.count()
         self._on_cutoff = on_cutoff
         self._on_pumped = on_pumped
-        self._said: set[str] = set()
+        self._logged: set[str] = set()
 
     @property
     def waiting(self) -> int:
@@ -287,8 +287,8 @@ class Dispatcher:
     def _log_bug(self, what: str, error: Exception) -> None:
         """Log a bug with its traceback, once for each kind, because it may occur at every step."""
         key = f"{what} ({type(error).__name__})"
-        if key not in self._said:
-            self._said.add(key)
+        if key not in self._logged:
+            self._logged.add(key)
             _log.error("%s: this is a bug", key, exc_info=error)
 
     def _excuse(self, since: float, now: float) -> None:

@@ -35,8 +35,8 @@ LAST_TRY_KEEPS_WAITING = 0.1
 class TimeSlices:
     """Finds calls whose time slice is over while others wait, and last tries that can run beside the others.
 
-    `on_over` is called with the attempt of each such call and the time; it ends the attempt. `on_beside` is called with
-    the job of each such try, its source and the time; it starts the try.
+    `on_slice_over` is called with the attempt of each such call and the time; it ends the attempt. `on_beside` is
+    called with the job of each such try, its source and the time; it starts the try.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class TimeSlices:
         upstreams: Mapping[str, Upstream],
         queue: ReadyQueue,
         *,
-        on_over: Callable[[Attempt, float], None],
+        on_slice_over: Callable[[Attempt, float], None],
         on_beside: Callable[[Job, Upstream, float], None],
     ) -> None:
         self._upstreams = [upstream for upstream in upstreams.values() if upstream.local]
         self._queue = queue
-        self._on_over = on_over
+        self._on_slice_over = on_slice_over
         self._on_beside = on_beside
 
     def advance(self, now: float) -> float:
@@ -67,7 +67,7 @@ class TimeSlices:
             for attempt in list(upstream.live):
                 due_at = self._due_at(attempt, upstream, waiting)
                 if due_at <= now:
-                    self._on_over(attempt, now)
+                    self._on_slice_over(attempt, now)
                 else:
                     wake_at = min(wake_at, due_at)
         return wake_at

@@ -72,9 +72,9 @@ class ClusterSoaked:
 
 def time_allowed_s(plan: Plan) -> float:
     """Most seconds for a cluster to finish its work after the last fault."""
-    rests = [_rest_s(source) for source in plan.sources]
+    empty_after_s = [_empty_after_s(source) for source in plan.sources]
     # A silent worker's share counts as spent for a window; a new keeper waits longer than that.
-    recovery_s = SILENCE_S + 2 * TTL_S + MARGIN_S + 2 * max(rests)
+    recovery_s = SILENCE_S + 2 * TTL_S + MARGIN_S + 2 * max(empty_after_s)
     messages_s = 20 * sum(plan.message_s) / (1 - plan.lost) ** 2
     return recovery_s + messages_s + SLACK * max(_work_s(plan, source) for source in plan.sources)
 
@@ -119,7 +119,7 @@ def soak_clusters(first: int, last: int) -> ClusterSoaked:
     return ClusterSoaked(tally, tuple(findings))
 
 
-def _rest_s(source: SharedSource) -> float:
+def _empty_after_s(source: SharedSource) -> float:
     """Seconds after which all spent requests and tokens have left the windows."""
     limits = source.declared()
     window_s = limits.window_s

@@ -305,11 +305,11 @@ class FunctionSource(SourceKind):
     def _raised(self, description: str, *, transient: bool) -> SourceError:
         problem = f"{self._where} raised {self._excerpt(description)}"
         if description.startswith(TypeError.__name__):
-            problem += self._misfit
+            problem += self._arguments_hint
         return TransientError(problem) if transient else SampleRefused(problem, reason="raised")
 
     @functools.cached_property
-    def _misfit(self) -> str:
+    def _arguments_hint(self) -> str:
         """The arguments of a call, as a hint for a function that does not accept them; "" if it does."""
         sample = Sample(messages=[{"role": "user", "content": "?"}], response="")
         batched = self._config.batch is not None

@@ -379,3 +379,18 @@ def test_a_configuration_for_ray_can_be_checked_without_ray(check, server, write
     write_config({"a": server}, engine={"shared": "ray"})
     result = check()
     assert result.exit_code == 0, result.output
+
+
+def test_each_key_of_a_source_is_shown_and_no_key(check, write_config, monkeypatch):
+    keys = [f"{KEY}-one", f"{KEY}-two"]
+    for name, key in zip(("QREWARD_KEY_1", "QREWARD_KEY_2"), keys, strict=True):
+        monkeypatch.setenv(name, key)
+    with JudgeServer(api_key=keys[:1]) as server:
+        write_config({"a": server}, source={"api_key_env": ["QREWARD_KEY_1", "QREWARD_KEY_2"]})
+        result = check()
+    assert result.exit_code == 1
+    assert "1 source," in result.stdout
+    assert "a#1" in result.stdout
+    assert "source 'a#2'" in result.stdout
+    assert "401" in result.stdout
+    assert not any(key in result.output for key in (KEY, *keys))

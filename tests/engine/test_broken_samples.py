@@ -262,13 +262,19 @@ def test_extras_that_cannot_be_sent_are_named_with_their_place():
     assert not bodies
 
 
+PIXEL = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9"
+    "awAAAABJRU5ErkJggg=="
+)
+
+
 @pytest.mark.parametrize("judge", JUDGES)
 def test_unusual_samples_that_can_be_read_are_scored(judge):
     class Derived(Sample):
         def __getattribute__(self, name):
             return OddText("4") if name == "response" else super().__getattribute__(name)
 
-    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": "http://i"}}]
+    parts = [{"type": "text", "text": "What is this?"}, {"type": "image_url", "image_url": {"url": PIXEL}}]
     call = {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}
     samples = [
         good(OddText(judge), response=OddText("4"), group_id=OddText("g"), id=OddText("i")),

@@ -119,6 +119,9 @@ class RequestBatch:
             return
         if self.task is None:
             self._finish(rejected=False)
+        elif self.task.done():
+            # Its error refers to this object by its traceback, and so to all samples.
+            self.task = None
         else:
             self.task.cancel()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -61,6 +62,10 @@ async def check_config(
         for name in engine.judges if rollouts is not None else ():
             if name not in samples:
                 say(out, f"{name}: no row of {rollouts} goes to it; the built-in sample is used")
+        for name, source in config.sources.items():
+            if getattr(source, "dialect", "") == "auto":
+                dialect: Any = getattr(engine.upstreams[name].source, "dialect", None)
+                say(out, f"{name}: dialect {dialect.name}, as its server answered")
         with errors.status("asking every source ..."):
             results = await probe(engine, samples)
         idle, untried = idle_sources(engine), untried_judges(engine)

@@ -104,6 +104,14 @@ class SourceKind(ABC):
         return (class_path(self), self._node.version, own, messages, dict(request.parameters), sample)
 
     @classmethod
+    def resolved(cls, name: str, config: Any) -> Any:
+        """Return the configuration with what only the server can tell. Called when an engine opens the source `name`.
+
+        Default: `config`. Raises `ConfigurationError`.
+        """
+        return config
+
+    @classmethod
     def reusable(cls, config: Any) -> bool:
         """Whether a source with this configuration has answers that may be used again (`question` is not None)."""
         return True

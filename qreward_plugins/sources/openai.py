@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 from urllib.parse import quote
 
+from pydantic import SecretStr
 from yarl import URL
 
 from ..config.source_models import BaseURLs, EndpointConfig, ModelName, StreamTimeouts
-from ..errors import Mistake, SourceError, TransientError
+from ..errors import ConfigurationError, Mistake, SourceError, TransientError
 from ..redaction import without_secrets
 from .base import Request
 from .completions import CompletionAnswer
 from .demand import completion_bound
 from .dialects import DIALECTS, Dialect, Refusal
+from .dialects.detection import Server, Undetected, detect
 from .endpoint import Endpoint
 from .http import HTTPReply, Streaming
 from .kind import TEXT
@@ -47,7 +50,8 @@ class OpenAISource(Endpoint):
         """How requests are written and replies are read. `openai` (default): chat completions, as every compatible
         server reads them. `openai_reasoning`: the same for OpenAI's reasoning models, which refuse `max_tokens` and
         `temperature`. `responses`: OpenAI's responses. `anthropic`: Anthropic's messages. `gemini`: Gemini's
-        generateContent. `auto`: the server is asked once at the start, and the log says what was found. `parameters`
+        generateContent. `auto`: the server is asked when an engine is made, with at most eight small requests beyond
+        the limits, and the log says what was found. `parameters`
         holds keys of the dialect. Only `openai` and `gemini` send the judge's `temperature`."""
 
         structured_output: Literal["native", "tool"] = "native"
@@ -101,6 +105,24 @@ class OpenAISource(Endpoint):
             return None
         said = f"source {self._name!r} answered {http.status} to a request for a stream; it gets no more of them"
         return TransientError(said, status=http.status)
+
+    @classmethod
+    def resolved(cls, name: str, config: Any) -> Any:
+        if config.dialect != _AUTO or not all(url.startswith("http") for url in config.urls):
+            return config
+        key = os.environ.get(config.api_key_env or "", "") if config.api_key is None else _revealed(config.api_key)
+        headers = {header: _revealed(value) for header, value in config.headers.items()}
+        server = Server(config.urls, config.model, key.strip(), headers, config.verify_tls, config.timeouts.connect_s)
+        try:
+            found = detect(name, server)
+        except Undetected as error:
+            said = str(error)
+        else:
+            return config.model_copy(update={"dialect": found})
+        dialects = ", ".join(DIALECTS)
+        raise ConfigurationError(
+            [Mistake(f"sources.{name}.dialect", f"auto cannot tell it: {said}.", f"Name it: {dialects}.")]
+        )
 
     @property
     def model(self) -> str:
@@ -158,6 +180,10 @@ class OpenAISource(Endpoint):
         return self._dialect.unmet(asked, self._settings)
 
 
+def _revealed(secret: SecretStr) -> str:
+    return secret.get_secret_value().strip()
+
+
 def _dialect_of(config: OpenAISource.Config) -> Dialect:
     # A plan opens no connection; it takes an undetected dialect for the most frequent one.
     return DIALECTS["openai" if config.dialect == _AUTO else config.dialect]
@@ -178,7 +204,7 @@ def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[
             said = f"it must end before {end}, which is added."
             mistakes.append(Mistake(f"{path}.base_url", said, f"Leave out {end}."))
             break
-    headers = {name.lower(): value.get_secret_value().strip() for name, value in config.headers.items()}
+    headers = {name.lower(): _revealed(value) for name, value in config.headers.items()}
     for refusal in dialect.refusals(without_secrets(config.parameters), headers):
         mistakes.append(Mistake(f"{path}.parameters.{refusal.key}", refusal.problem, refusal.remedy))
     if config.structured_output == "tool":

@@ -1,0 +1,198 @@
+"""Finds the dialect of a chat server by asking it (`dialect: auto`).
+
+1. The list of models at `/models` differs between OpenAI-compatible servers, Anthropic and Gemini.
+2. A server without a list is told by the paths that answer an empty request with a complaint about it.
+3. An OpenAI-compatible server gets one request of at most 16 tokens, because only an answer shows whether the model
+   refuses `max_tokens` and `temperature`.
+
+The order is fixed, so the same server always gives the same dialect. A dialect that was found is kept for the process.
+These requests do not count in the quotas of the source.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+import orjson
+from yarl import URL
+
+from ..http import proxy_for
+from ..replies import Problem, json_of
+from .base import Dialect
+from .chat import Completions
+from .gemini import Gemini
+from .messages import Messages
+from .responses import Responses
+
+_log = logging.getLogger("qreward_plugins.sources")
+
+_REQUEST_S = 20.0
+_MOST_BYTES = 4_194_304
+_TRIES = 3
+_PAUSE_S = 0.5
+_PROBE_TOKENS = 16
+_ABSENT = (404, 405, 501)
+_COMPLAINT = (400, 422)
+_REFUSED_PARAMETER = ("unsupported_parameter", "unsupported_value")
+_CHAT, _MESSAGES, _RESPONSES, _GEMINI = Completions(), Messages(), Responses(), Gemini()
+_found: dict[tuple[object, ...], str] = {}
+
+
+class Undetected(Exception):
+    """The dialect cannot be told. The text says what the server answered, without secrets."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """The server that is asked. `key` is "" without one; `headers` are those of the configuration."""
+
+    urls: tuple[str, ...]
+    model: str
+    key: str
+    headers: Mapping[str, str]
+    verify_tls: bool
+    connect_s: float
+
+
+def detect(name: str, server: Server) -> str:
+    """Return the name of the dialect of the source `name`. Blocks until its server answered. Raises `Undetected`."""
+    known = (server.urls, server.model, tuple(sorted(name.lower() for name in server.headers)))
+    if known not in _found:
+        outcome: list[Any] = []
+
+        def run() -> None:
+            try:
+                outcome.append(asyncio.run(_ask(server)))
+            except Exception as error:
+                outcome.append(error)
+
+        # The caller may run in an event loop, which cannot run another one.
+        thread = threading.Thread(target=run, name="qreward-dialect", daemon=True)
+        thread.start()
+        thread.join()
+        if isinstance(outcome[0], Undetected):
+            raise Undetected(str(outcome[0])) from None
+        if isinstance(outcome[0], Exception):
+            raise Undetected(f"asking it failed with {type(outcome[0]).__name__}") from None
+        _found[known], why = outcome[0]
+        _log.info("source %s: dialect %s, because %s", name, _found[known], why)
+    return _found[known]
+
+
+async def _ask(server: Server) -> tuple[str, str]:
+    timeout = aiohttp.ClientTimeout(total=_REQUEST_S, connect=server.connect_s)
+    async with aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=server.verify_tls),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=timeout,
+        trust_env=False,
+    ) as session:
+        problems: list[str] = []
+        for url in server.urls:
+            try:
+                return await _Probe(session, server, url).dialect()
+            except Undetected as error:
+                problems.append(f"{url}: {error}")
+    raise Undetected("; ".join(problems))
+
+
+@dataclass(frozen=True)
+class _Probe:
+    session: aiohttp.ClientSession
+    server: Server
+    url: str
+
+    async def dialect(self) -> tuple[str, str]:
+        """Return the dialect at this URL, and why it is this one."""
+        said: list[str] = []
+        listing: tuple[Dialect, ...] = (_CHAT, _MESSAGES, _GEMINI)
+        for dialect in listing:
+            status, body = await self._send("GET", "/models", dialect)
+            said.append(f"/models answered {status}")
+            found = _lister(body) if status == 200 else None
+            if found is _CHAT:
+                return await self._of_openai()
+            if found is not None:
+                return found.name, f"its list of models is in the form of {found.title}"
+        for dialect in (*listing[:2], _RESPONSES, _GEMINI):
+            path = self._path(dialect)
+            status, body = await self._send("POST", path, dialect, {})
+            said.append(f"{path} answered {status}")
+            if status in _COMPLAINT and isinstance(body, (dict, list)):
+                if dialect is _CHAT:
+                    return await self._of_openai()
+                return dialect.name, f"{path} answered {status} to an empty request"
+        raise Undetected(", ".join(dict.fromkeys(said)))
+
+    async def _of_openai(self) -> tuple[str, str]:
+        """Return which of OpenAI's dialects the model takes."""
+        path = self._path(_CHAT)
+        asked: dict[str, Any] = {"model": self.server.model, "messages": [{"role": "user", "content": "Say OK."}]}
+        asked |= {"max_tokens": _PROBE_TOKENS, "temperature": 0}
+        status, body = await self._send("POST", path, _CHAT, asked)
+        problem = Problem.of(body)
+        if status in _COMPLAINT and problem.has(_REFUSED_PARAMETER):
+            return "openai_reasoning", f"{path} refuses max_tokens or temperature for this model"
+        if 200 <= status < 300:
+            return "openai", f"{path} answered"
+        if status in _ABSENT and not problem.has(("model_not_found",)):
+            other, _ = await self._send("POST", self._path(_RESPONSES), _RESPONSES, {})
+            if other in _COMPLAINT:
+                return "responses", f"{path} is absent, and {self._path(_RESPONSES)} is not"
+        hint = {401: ": the key was refused", 403: ": the key has no permission", 404: ": unknown path or model"}
+        raise Undetected(f"{path} answered {status}{hint.get(status, '')}")
+
+    def _path(self, dialect: Dialect) -> str:
+        model = self.server.model if "/" in self.server.model else f"models/{self.server.model}"
+        return dialect.path.replace("{model}", quote(model, safe="/"))
+
+    async def _send(self, method: str, path: str, dialect: Dialect, body: object = None) -> tuple[int, Any]:
+        """Return the status and the JSON of an answer. Raises `Undetected` if there is none after several tries."""
+        carrier, before = dialect.key_header
+        headers = {**dialect.headers, **self.server.headers}
+        if self.server.key:
+            headers[carrier] = f"{before}{self.server.key}"
+        target = URL(self.url + path)
+        data = None if body is None else orjson.dumps(body)
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        problem = ""
+        for attempt in range(_TRIES):
+            if attempt:
+                await asyncio.sleep(_PAUSE_S)
+            try:
+                async with self.session.request(
+                    method, target, data=data, headers=headers, proxy=proxy_for(target), allow_redirects=False
+                ) as response:
+                    text = await response.content.read(_MOST_BYTES)
+                    while len(text) < _MOST_BYTES and (more := await response.content.read(_MOST_BYTES - len(text))):
+                        text += more
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
+                problem = f"no answer ({type(error).__name__})"
+                continue
+            problem = f"{path} answered {response.status}"
+            if response.status != 429 and (response.status < 500 or response.status == 501):
+                return response.status, json_of(text)
+        raise Undetected(problem)
+
+
+def _lister(body: Any) -> Dialect | None:
+    """Return the dialect in whose form a list of models is; None for another body."""
+    if not isinstance(body, dict):
+        return None
+    data, models = body.get("data"), body.get("models")
+    if isinstance(data, list):
+        first = data[0] if data else {}
+        if isinstance(first, dict) and first.get("type") == "model" and "object" not in body:
+            return _MESSAGES
+        return _CHAT if body.get("object") == "list" else None
+    if isinstance(models, list) and any(isinstance(m, dict) and "supportedGenerationMethods" in m for m in models):
+        return _GEMINI
+    return None

@@ -50,9 +50,9 @@ class OpenAISource(Endpoint):
         """How requests are written and replies are read. `openai` (default): chat completions, as every compatible
         server reads them. `openai_reasoning`: the same for OpenAI's reasoning models, which refuse `max_tokens` and
         `temperature`. `responses`: OpenAI's responses. `anthropic`: Anthropic's messages. `gemini`: Gemini's
-        generateContent. `auto`: the server is asked when an engine is made, with at most eight small requests beyond
-        the limits, and the log says what was found. `parameters`
-        holds keys of the dialect. Only `openai` and `gemini` send the judge's `temperature`."""
+        generateContent. `auto`: the server is asked when an engine is made, with a few small requests beyond the
+        limits, and the log says what was found. `parameters` holds keys of the dialect. Only `openai` and `gemini` send
+        the judge's `temperature`."""
 
         structured_output: Literal["native", "tool"] = "native"
         """How the dialect `anthropic` asks for a judge's `json_schema`. `native` (default): by `output_config`. `tool`:

@@ -37,10 +37,13 @@ def configured(url: str, model: str, **source: Any) -> dict[str, Any]:
     return {"sources": {"judge": node}, "judges": {"quality": judge}, "engine": {"deadline_s": 600, "seed": 1}}
 
 
-@pytest.mark.parametrize("dialect", ["openai", "responses", "anthropic"])
-async def test_vllm_answers_each_dialect(served, dialect):
+@pytest.mark.parametrize(
+    "source",
+    [{"dialect": "openai"}, {"dialect": "openai", "stream": True}, {"dialect": "responses"}, {"dialect": "anthropic"}],
+)
+async def test_vllm_answers_each_dialect(served, source):
     """The weights are random, so the text is no verdict; request and reply are understood on both sides."""
-    config = configured(f"{served('chat')}/v1", "chat", dialect=dialect)
+    config = configured(f"{served('chat')}/v1", "chat", **source)
     async with RewardEngine(config) as engine:
         judge = engine.judges["quality"]
         reply: Reply = await engine.upstreams["judge"].source.send(

@@ -7,41 +7,35 @@ reads (`replies`). A kind of source defines its body and how its replies are rea
 from __future__ import annotations
 
 import asyncio
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, ClassVar
 
 from yarl import URL
 
-from ..config.framework import OUTSIDE, is_framework_url
 from ..config.source_models import EndpointConfig
-from ..errors import ConfigurationError, InputError, Mistake, QRewardError, SampleRefused, SourceError
+from ..errors import ConfigurationError, Mistake, QRewardError, SampleRefused, SourceError
 from ..images import EncodedImage
-from ..redaction import names_secret, secrets_in, without_secrets
+from ..redaction import names_secret, secrets_in
 from ..spent import Usage
 from .base import Reply, Request, apart, identity_of
-from .bodies import as_json, encoded, images_written, with_parameters
+from .bodies import encoded, with_parameters
+from .body_writer import BodyWriter
 from .clients import open_client, slots_of
 from .demand import Demand, Texture, completion_bound, of_messages
-from .http import HTTPReply, Streaming, proxy_for
-from .image_parts import request_has_images
+from .endpoint_settings import has_header, read_headers, read_parameters, read_urls
+from .http import HTTPReply, Streaming
 from .kind import SourceKind, class_path
 from .lists import Lists
 from .provider import Provider, address
 from .replicas import Replicas
 from .replies import Answer
-from .threads import ThreadSlots
 
 _LONGEST_KEPT_BYTES = 8192
 _MOST_KEPT = 64
 _BYTES_PER_TOKEN = 4
 """Bytes of English text for each token, for the usage of a stream that was ended before the server stated it."""
-_ENCODERS = 2
-"""Threads that decode and encode images. There are few, because each may need 200 MB for an image."""
-_SET_BY_CLIENT = ("content-length", "transfer-encoding", "content-encoding", "connection", "host")
 
 
 class Endpoint(SourceKind):
@@ -81,16 +75,17 @@ class Endpoint(SourceKind):
         self._url_key = config.URL_KEY
         self._max_reply_bytes = config.max_reply_bytes
         found: list[Mistake] = []
-        self._parameters = _parameters(f"sources.{name}.parameters", config, found)
+        parameters = read_parameters(f"sources.{name}.parameters", config, found)
         self._check_bound(f"sources.{name}.parameters", config, found)
-        headers = _headers(f"sources.{name}", config, self.key_header(config), found)
-        self._urls = _urls(f"sources.{name}.{config.URL_KEY}", config.urls, self.PATH if path is None else path, found)
+        headers = read_headers(f"sources.{name}", config, self.key_header(config), found)
+        self._urls = read_urls(
+            f"sources.{name}.{config.URL_KEY}", config.urls, self.PATH if path is None else path, found
+        )
         if found or mistakes:
             raise ConfigurationError([*found, *mistakes])
         self._replicas = Replicas(config.urls)
-        self._encoders = ThreadSlots(name, _ENCODERS)
         self._demands: dict[bytes, tuple[Texture, int | None]] = {}
-        plain = {key: value for key, value in self.plain_headers(config).items() if not _names(headers, key)}
+        plain = {key: value for key, value in self.plain_headers(config).items() if not has_header(headers, key)}
         self._identity = (
             class_path(self),
             config.version or tuple(sorted(self._urls)),
@@ -104,6 +99,7 @@ class Endpoint(SourceKind):
             plain_headers=plain,
             secrets=tuple(secrets_in(config.parameters)),
         )
+        self._bodies = BodyWriter(name, self.body, parameters, self.containers, redact=self._http.redactor.of)
         self._slots = slots_of(config)
 
     @property
@@ -120,13 +116,13 @@ class Endpoint(SourceKind):
         streaming = self.streaming(request)
         if streaming is not None:
             return await self._send_streamed(request, streaming, on_sent)
-        url, http = await self._post(await self._encode_to_send(request), on_sent)
+        url, http = await self._post(await self._bodies.to_send(request), on_sent)
         return self._without_secrets(self.answer(url, http).reply())
 
     async def _send_streamed(self, request: Request, streaming: Streaming, on_sent: Callable[[], None]) -> Reply:
         http: HTTPReply | None = None
         try:
-            body = await self._encode_to_send(request, streaming.reader.ASKS)
+            body = await self._bodies.to_send(request, streaming.reader.ASKS)
             url, http = await self._post(body, on_sent, streaming=streaming)
         finally:
             refused = self.streamed(http)
@@ -165,17 +161,13 @@ class Endpoint(SourceKind):
         assert self.lists is not None
         results: list[Reply | QRewardError | None] = [None] * len(requests)
         bodies: dict[int, dict[str, Any]] = {}
-        for number, request in enumerate(requests):
-            body = self._body_or_error(request)
-            if isinstance(body, dict) and request_has_images(request):
-                # Each alone, so that a wrong image costs its own call.
-                body = await self._encoders.run(partial(self._images_written, body), on_start=_nothing)
+        for number, body in enumerate(await self._bodies.each(requests)):
             if isinstance(body, SampleRefused):
                 results[number] = body
             else:
                 bodies[number] = body
         if bodies:
-            joined = self._encode_joined(self.lists.join(list(bodies.values())))
+            joined = self._bodies.join(list(bodies.values()), self.lists)
             url, http = await self._post(joined, on_sent, calls=len(bodies))
             replies = self.answer(url, http).replies(self.lists, [requests[number] for number in bodies], self)
             for number, reply in zip(bodies, replies, strict=True):
@@ -214,7 +206,7 @@ class Endpoint(SourceKind):
         The identity includes headers, except credentials: a new key does not change an answer. Raises `SampleRefused`
         if the body cannot be written.
         """
-        body = self._encode(request, image=identity_of)
+        body = self._bodies.encode(request, image=identity_of)
         return (self._identity, self.reads, apart(body.decode(), request.nonce))
 
     def sent(self, request: Request) -> object:
@@ -222,53 +214,12 @@ class Endpoint(SourceKind):
 
         Raises `SampleRefused` if the body cannot be written.
         """
-        return (class_path(self), self.reads, self._encode(request, image=identity_of).decode())
+        return (class_path(self), self.reads, self._bodies.encode(request, image=identity_of).decode())
 
     async def aclose(self) -> None:
         """Close all connections. Idempotent. After that, `send` raises."""
-        await self._encoders.aclose()
+        await self._bodies.aclose()
         await self._http.aclose()
-
-    async def _encode_to_send(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes:
-        """Return the body as bytes, with the keys that ask for a stream. A body with images is written in a thread."""
-        images: list[EncodedImage] = []
-
-        def left_out(image: EncodedImage) -> str:
-            images.append(image)
-            return ""
-
-        body = self._encode(request, image=left_out, asks=asks)
-        if images:
-            body = await self._encoders.run(partial(self._encode_or_error, request, asks), on_start=_nothing)
-            if isinstance(body, SampleRefused):
-                try:
-                    raise body
-                finally:
-                    # Breaks the reference cycle of error, traceback and frame.
-                    del body
-        return body
-
-    def _encode_joined(self, body: dict[str, Any]) -> bytes:
-        """Return the body of several calls as bytes. Its images are texts already."""
-        try:
-            return encoded(body)
-        except Exception as error:
-            reason = f"the body cannot be written: {type(error).__name__}"
-        raise SampleRefused(f"source {self._name!r}: {reason}")
-
-    def _images_written(self, body: dict[str, Any]) -> dict[str, Any] | SampleRefused:
-        """Return a body with its images as texts, or the error of an image that cannot be sent."""
-        try:
-            written: dict[str, Any] = images_written(body)
-            return written
-        except InputError as error:
-            return SampleRefused(f"source {self._name!r}: {self._http.redactor.of(str(error))}")
-
-    def _encode_or_error(self, request: Request, asks: Mapping[str, Any] | None) -> bytes | SampleRefused:
-        try:
-            return self._encode(request, asks=asks)
-        except SampleRefused as error:
-            return SampleRefused(str(error))
 
     @classmethod
     def provider(cls, config: Any, environment: Mapping[str, str]) -> Provider:
@@ -351,7 +302,7 @@ class Endpoint(SourceKind):
         in which case it will not be sent.
         """
         try:
-            return self._demand(request, self._whole_body(request))
+            return self._demand(request, self._bodies.whole(request))
         except Exception:  # values of a sample may raise anything; the attempt fails that sample and gives the reason
             return None
 
@@ -389,15 +340,6 @@ class Endpoint(SourceKind):
                 self._demands[sent] = found
         return found
 
-    def _whole_body(self, request: Request, asks: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the body that is sent. The source's parameters override the judge's; None removes a key. `asks` are
-        further keys, whose settings are overridden one by one.
-        """
-        body = self.body(request)
-        if asks is None:
-            return with_parameters(body, self._parameters, self.containers)
-        return with_parameters({**body, **asks}, self._parameters, (*self.containers, *asks))
-
     def _check_bound(self, path: str, config: EndpointConfig, mistakes: list[Mistake]) -> None:
         """Add a mistake if `tokens_per_minute` is set but the parameters remove the bound on a completion."""
         bound: Any = 1
@@ -414,117 +356,5 @@ class Endpoint(SourceKind):
             )
         )
 
-    def _body_or_error(self, request: Request) -> dict[str, Any] | SampleRefused:
-        try:
-            return self._whole_body(request)
-        except InputError as error:
-            reason = str(error)
-        except Exception as error:
-            # The error's message may hold secrets.
-            reason = f"the body cannot be written: {type(error).__name__}"
-        return SampleRefused(f"source {self._name!r}: {self._http.redactor.of(reason)}")
-
-    def _encode(
-        self,
-        request: Request,
-        *,
-        image: Callable[[EncodedImage], str] = str,
-        asks: Mapping[str, Any] | None = None,
-    ) -> bytes:
-        try:
-            return encoded(self._whole_body(request, asks), image=image)
-        except InputError as error:
-            reason = str(error)
-        except Exception as error:
-            # The error's message may hold secrets.
-            reason = f"the body cannot be written: {type(error).__name__}"
-        raise SampleRefused(f"source {self._name!r}: {self._http.redactor.of(reason)}")
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._name!r}, {', '.join(self._urls)})"
-
-
-def _nothing() -> None:
-    pass
-
-
-def _urls(where: str, configured: Sequence[str], path: str, mistakes: list[Mistake]) -> dict[str, URL]:
-    urls: dict[str, URL] = {}
-    for text in configured:
-        if is_framework_url(text):
-            mistakes.append(Mistake(where, *OUTSIDE))
-            continue
-        try:
-            url = URL(text + path)
-            if not url.host:
-                raise ValueError("it has no host")
-        except ValueError as error:
-            mistakes.append(Mistake(where, f"{text!r} is not a URL: {error}."))
-            continue
-        try:
-            proxy_for(url)
-        except ValueError:
-            # The value may hold a password, so it is not shown.
-            mistakes.append(Mistake(where, f"the environment's proxy for {url.scheme} is not a URL."))
-        urls[text] = url
-    return urls
-
-
-def _headers(path: str, config: EndpointConfig, key_header: tuple[str, str], mistakes: list[Mistake]) -> dict[str, str]:
-    headers: dict[str, str] = {}
-    for name, secret in config.headers.items():
-        value = secret.get_secret_value().strip()
-        where = f"{path}.headers.{name}"
-        if not name.isascii() or not name.replace("-", "").replace("_", "").isalnum():
-            mistakes.append(Mistake(where, "this is not a valid header name."))
-        elif name.lower() in _SET_BY_CLIENT:
-            mistakes.append(Mistake(where, "the HTTP client sets this header.", "Leave it out."))
-        elif not _can_be_sent(value):
-            mistakes.append(Mistake(where, "the value holds characters that a header cannot carry."))
-        else:
-            headers[name] = value
-    key, where = _key(path, config, mistakes)
-    carrier, before = key_header
-    if key and _names(headers, carrier):
-        article = "an" if carrier[0] in "AEIOUaeiou" else "a"
-        mistakes.append(Mistake(where, f"headers has {article} {carrier}, too.", "Keep one of the two."))
-    elif key and not _can_be_sent(key):
-        mistakes.append(Mistake(where, "the key holds characters that a header cannot carry."))
-    elif key:
-        headers[carrier] = f"{before}{key}"
-    return headers
-
-
-def _names(headers: Mapping[str, str], header: str) -> bool:
-    return any(name.lower() == header.lower() for name in headers)
-
-
-def _parameters(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> dict[str, Any]:
-    try:
-        plain: dict[str, Any] = as_json(without_secrets(config.parameters), "")
-    except InputError as error:
-        place, _, problem = str(error).partition(": ")
-        mistakes.append(Mistake(f"{path}{place}", f"{problem}."))
-        return {}
-    return plain
-
-
-def _key(path: str, config: EndpointConfig, mistakes: list[Mistake]) -> tuple[str, str]:
-    if config.api_keys is not None or isinstance(config.api_key_env, tuple):
-        where = f"{path}.{'api_key_env' if config.api_keys is None else 'api_keys'}"
-        mistakes.append(Mistake(where, "a source that is opened alone has one key.", "Use load_config, or one key."))
-        return "", where
-    if config.api_key is not None:
-        return config.api_key.get_secret_value().strip(), f"{path}.api_key"
-    where = f"{path}.api_key_env"
-    if config.api_key_env is None:
-        return "", where
-    key = os.environ.get(config.api_key_env, "").strip()
-    if not key:
-        problem = f"the environment variable {config.api_key_env!r} is not set or empty."
-        mistakes.append(Mistake(where, problem, "Set it for every process that scores, Ray workers included."))
-    return key, where
-
-
-def _can_be_sent(value: str) -> bool:
-    return value.isprintable() and value.isascii()

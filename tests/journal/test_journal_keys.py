@@ -79,7 +79,7 @@ class Asked:
         """What goes over the wire, with the nonce written out; texts that hold this word are not drawn."""
         request = self.judges[0].request(sample, attempt=0)
         if isinstance(self.source, Endpoint):
-            body = self.source._encode(request).decode()
+            body = self.source._bodies.encode(request).decode()
             return body.replace(request.nonce, "NONCE") if request.nonce else body
         assert isinstance(self.source, FunctionSource)
         return repr(self.source._arguments(sample))

@@ -36,7 +36,7 @@ def judge(**settings: Any) -> LLMJudge:
 
 def sent(dialect: str, *, settings: Mapping[str, Any] | None = None, **asked: Any) -> dict[str, Any]:
     request = judge(**asked).request(SAMPLE, attempt=0)
-    body: dict[str, Any] = json.loads(source(dialect, **(settings or {}))._encode(request))
+    body: dict[str, Any] = json.loads(source(dialect, **(settings or {}))._bodies.encode(request))
     return body
 
 
@@ -150,7 +150,7 @@ def test_images_become_the_parts_of_the_dialect(dialect: str) -> None:
         "thinking_tokens": 0,
     }.items():
         object.__setattr__(request, name, value)
-    body = json.loads(source(dialect)._encode(request))
+    body = json.loads(source(dialect)._bodies.encode(request))
     parts = {
         "responses": lambda: body["input"][0]["content"],
         "anthropic": lambda: body["messages"][0]["content"],
@@ -500,7 +500,7 @@ def test_the_tokens_that_are_reserved_are_those_of_the_body(
     assert demand is not None
     assert demand.completion == most
     assert demand.prompt >= sum(len(str(part["content"])) for part in request.messages)
-    body = json.loads(opened._encode(request))
+    body = json.loads(opened._bodies.encode(request))
     for key in opened.bound_key:
         body = body[key]
     assert body * parameters.get("generationConfig", {}).get("candidateCount", 1) == most
@@ -517,7 +517,7 @@ def test_the_tokens_that_are_reserved_are_those_of_the_body(
 def test_a_bound_that_is_removed_cannot_be_combined_with_a_limit_on_tokens(
     dialect: str, parameters: dict[str, Any], key: str
 ) -> None:
-    body = json.loads(source(dialect, parameters=parameters)._encode(judge().request(SAMPLE, attempt=0)))
+    body = json.loads(source(dialect, parameters=parameters)._bodies.encode(judge().request(SAMPLE, attempt=0)))
     assert "max" not in json.dumps(body.get("generationConfig", {})).lower().replace("maximum", "")
     with pytest.raises(ConfigurationError) as caught:
         source(dialect, parameters=parameters, limits={"tokens_per_minute": 1000})

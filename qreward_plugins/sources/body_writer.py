@@ -1,0 +1,142 @@
+"""Defines `BodyWriter`, which writes the bodies of one source's requests as JSON.
+
+A value that JSON cannot hold, and an image that cannot be sent, fail the sample and not the source. Images take long to
+encode, so a body with images is written in a thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from ..errors import InputError, SampleRefused
+from ..images import EncodedImage
+from .base import Request
+from .bodies import encoded, images_written, with_parameters
+from .image_parts import request_has_images
+from .lists import Lists
+from .threads import ThreadSlots
+
+_THREADS = 2
+"""Threads that decode and encode images. There are few, because each may need 200 MB for an image."""
+
+
+class BodyWriter:
+    """Writes the bodies of the requests of the source `name`.
+
+    `body` returns the body of a request. `parameters` override its keys; of a mapping whose key is one of `containers`
+    they override single settings. `redact` removes secrets from a message.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        body: Callable[[Request], Mapping[str, Any]],
+        parameters: Mapping[str, Any],
+        containers: Sequence[str],
+        *,
+        redact: Callable[[str], str],
+    ) -> None:
+        self._name = name
+        self._body = body
+        self._parameters = parameters
+        self._containers = containers
+        self._redact = redact
+        self._threads = ThreadSlots(name, _THREADS)
+
+    def whole(self, request: Request, asks: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the body that is sent. The source's parameters override the judge's; None removes a key. `asks` are
+        further keys, whose settings are overridden one by one.
+        """
+        body = self._body(request)
+        if asks is None:
+            return with_parameters(body, self._parameters, self._containers)
+        return with_parameters({**body, **asks}, self._parameters, (*self._containers, *asks))
+
+    def encode(
+        self,
+        request: Request,
+        *,
+        image: Callable[[EncodedImage], str] = str,
+        asks: Mapping[str, Any] | None = None,
+    ) -> bytes:
+        """Return the body as bytes. `image` writes an image, as in `encoded`. Raises `SampleRefused`."""
+        try:
+            return encoded(self.whole(request, asks), image=image)
+        except InputError as error:
+            reason = str(error)
+        except Exception as error:
+            # The error's message may hold secrets.
+            reason = f"the body cannot be written: {type(error).__name__}"
+        raise SampleRefused(f"source {self._name!r}: {self._redact(reason)}")
+
+    async def to_send(self, request: Request, asks: Mapping[str, Any] | None = None) -> bytes:
+        """Return the body as bytes, with the keys that ask for a stream. A body with images is written in a thread."""
+        images: list[EncodedImage] = []
+
+        def left_out(image: EncodedImage) -> str:
+            images.append(image)
+            return ""
+
+        body = self.encode(request, image=left_out, asks=asks)
+        if images:
+            body = await self._threads.run(partial(self._encode_or_error, request, asks), on_start=_nothing)
+            if isinstance(body, SampleRefused):
+                try:
+                    raise body
+                finally:
+                    # Breaks the reference cycle of error, traceback and frame.
+                    del body
+        return body
+
+    async def each(self, requests: Sequence[Request]) -> list[dict[str, Any] | SampleRefused]:
+        """Return the body of each request that is sent in one with others, with its images as texts, or its error.
+
+        Each is written alone, so that a wrong image costs its own call.
+        """
+        found = [self._body_or_error(request) for request in requests]
+        for number, body in enumerate(found):
+            if isinstance(body, dict) and request_has_images(requests[number]):
+                found[number] = await self._threads.run(partial(self._images_written, body), on_start=_nothing)
+        return found
+
+    def join(self, bodies: Sequence[Mapping[str, Any]], lists: Lists) -> bytes:
+        """Return one body of several calls as bytes, from what `each` returned."""
+        try:
+            return encoded(lists.join(bodies))
+        except Exception as error:
+            reason = f"the body cannot be written: {type(error).__name__}"
+        raise SampleRefused(f"source {self._name!r}: {reason}")
+
+    async def aclose(self) -> None:
+        """Wait for the threads, for up to one second."""
+        await self._threads.aclose()
+
+    def _body_or_error(self, request: Request) -> dict[str, Any] | SampleRefused:
+        try:
+            return self.whole(request)
+        except InputError as error:
+            reason = str(error)
+        except Exception as error:
+            # The error's message may hold secrets.
+            reason = f"the body cannot be written: {type(error).__name__}"
+        return SampleRefused(f"source {self._name!r}: {self._redact(reason)}")
+
+    def _images_written(self, body: dict[str, Any]) -> dict[str, Any] | SampleRefused:
+        """Return a body with its images as texts, or the error of an image that cannot be sent."""
+        try:
+            written: dict[str, Any] = images_written(body)
+            return written
+        except InputError as error:
+            return SampleRefused(f"source {self._name!r}: {self._redact(str(error))}")
+
+    def _encode_or_error(self, request: Request, asks: Mapping[str, Any] | None) -> bytes | SampleRefused:
+        try:
+            return self.encode(request, asks=asks)
+        except SampleRefused as error:
+            return SampleRefused(str(error))
+
+
+def _nothing() -> None:
+    pass

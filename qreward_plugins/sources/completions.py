@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import InvalidReply, QRewardError
 from .base import Reply
 from .rate_limit_headers import announced_limits
-from .replies import Answer, Problem, json_of, name_of, usage_of
+from .replies import Answer, Problem, name_of, usage_of
 
 _BROKEN_OFF = ("error", "abort", "aborted", "cancelled")
 """Values of `finish_reason` for a fault of the provider, which does not depend on the question."""
@@ -26,15 +26,7 @@ class CompletionAnswer(Answer):
 
     __slots__ = ()
 
-    def read(self) -> Reply | QRewardError:
-        body = json_of(self.http.body)
-        if not isinstance(body, dict):
-            return self.unreadable(f"{self.content_type()} that is not a JSON object", self.http.body)
-        if body.get("error"):
-            return self.error_of(Problem.of(body))
-        return self._completion(body)
-
-    def _completion(self, body: Mapping[str, Any]) -> Reply | QRewardError:
+    def read_content(self, body: Mapping[str, Any]) -> Reply | QRewardError:
         choices = body.get("choices")
         choice = choices[0] if isinstance(choices, list) and choices else None
         if isinstance(choice, dict) and choice.get("error"):

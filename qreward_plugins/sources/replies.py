@@ -8,7 +8,6 @@ a successful reply is read.
 from __future__ import annotations
 
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,7 +52,7 @@ _LONGEST_NAME_CHARS = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Answer(ABC):
+class Answer:
     """One HTTP reply of the source `name` at `url` for `model`. `url_key` is the configuration key of the URL."""
 
     name: str
@@ -106,7 +105,7 @@ class Answer(ABC):
         if isinstance(parts, str):
             problem = f"source {self.name!r} ({self.url}) answered several calls with {parts}"
             return InvalidReply(f"{problem}; each is asked again alone")
-        replies = [self.read_part(part) for part in parts]
+        replies = [self.read_content(part) for part in parts]
         usage = self.usage_in(content)
         if usage is None:
             return replies
@@ -116,23 +115,33 @@ class Answer(ABC):
             for reply, share in zip(replies, shares, strict=True)
         ]
 
-    def parsed(self) -> Any:
-        """Return the body of a reply to several requests, or the error that it is. Default: it cannot be read."""
-        return self.unreadable("a reply to several requests")
-
-    def read_part(self, part: Any) -> Reply | QRewardError:
-        """Read one of the parts of a reply that `Lists.parts` returned. Default: it cannot be read."""
-        return self.unreadable("a reply to several requests")
-
     def usage_in(self, content: Any) -> Usage | None:
         """Return the usage of all requests together; None if it is not stated, or stated for each of them."""
         return usage_of(content.get("usage")) if isinstance(content, dict) else None
 
-    @abstractmethod
     def read(self) -> Reply | QRewardError:
         """Read the non-empty body of a reply with a 2xx status. Return errors instead of raising them, so that no
-        traceback holds a part of the reply.
+        traceback holds a part of the reply. Default: `parsed`, then `read_content`.
         """
+        content = self.parsed()
+        return content if isinstance(content, QRewardError) else self.read_content(content)
+
+    def parsed(self) -> Any:
+        """Return the content of the body, or the error that it is. Default: a JSON object that states no error."""
+        content = self.json()
+        if not isinstance(content, dict):
+            return self.unreadable(f"{self.content_type()} that is not a JSON object", self.http.body)
+        if content.get("error"):
+            return self.error_of(Problem.of(content))
+        return content
+
+    def json(self) -> Any:
+        """Return the body, parsed as JSON; None if it is not JSON."""
+        return json_of(self.http.body)
+
+    def read_content(self, content: Any) -> Reply | QRewardError:
+        """Read what `parsed` returned; of a reply to several calls, one of the parts that `Lists.parts` returned."""
+        raise NotImplementedError(f"{type(self).__name__} defines neither `read` nor `read_content`")
 
     def error_of(self, problem: Problem) -> QRewardError:
         """Return the error for a problem that the body states. The status of the reply may be 200."""

@@ -28,26 +28,26 @@ class ValueAnswer(Answer):
     score_key: str | None = None
 
     def read(self) -> Reply | QRewardError:
-        said = read_json(self)
-        return said if isinstance(said, QRewardError) else self.read_part(said)
+        content = read_json(self)
+        return content if isinstance(content, QRewardError) else self.read_content(content)
 
     def parsed(self) -> Any:
-        said = read_json(self)
-        if isinstance(said, Mapping) and _is_error(said.get("error")):
-            return self.error_of(Problem.of(said))
-        return said
+        content = read_json(self)
+        if isinstance(content, Mapping) and _is_error(content.get("error")):
+            return self.error_of(Problem.of(content))
+        return content
 
-    def read_part(self, said: Any) -> Reply | QRewardError:
-        value = said if self.score_key is None else at_path(said, self.score_key)
+    def read_content(self, content: Any) -> Reply | QRewardError:
+        value = content if self.score_key is None else at_path(content, self.score_key)
         if not _is_there(value):
-            if isinstance(said, Mapping) and _is_error(said.get("error")):
-                return self.error_of(Problem.of(said))
+            if isinstance(content, Mapping) and _is_error(content.get("error")):
+                return self.error_of(Problem.of(content))
             if value is NOTHING:
                 return InvalidReply(f"source {self.name!r} gave no value: its reply has no {self.score_key!r}")
         return Reply(
             value=value,
-            usage=usage_of(said.get("usage")) if isinstance(said, Mapping) else None,
-            model=name_of(said.get("model")) if isinstance(said, Mapping) else "",
+            usage=usage_of(content.get("usage")) if isinstance(content, Mapping) else None,
+            model=name_of(content.get("model")) if isinstance(content, Mapping) else "",
             announced=announced_limits(self.http.headers),
         )
 
@@ -62,24 +62,25 @@ def read_json(answer: Answer) -> Any:
         return answer.unreadable(f"JSON nested more than {MAX_NESTING} deep", answer.http.body)
     flaws: list[str] = []
     try:
-        said = strict_decoder(flaws).decode(text)
+        content = strict_decoder(flaws).decode(text)
     except (json.JSONDecodeError, RecursionError):
         return answer.unreadable(f"{answer.content_type()} that is not JSON", answer.http.body)
     if flaws:
         return InvalidReply(f"source {answer.name!r} gave no valid value: its reply {flaws[0]}")
-    return said
+    return content
 
 
-def at_path(said: Any, path: str) -> Any:
+def at_path(content: Any, path: str) -> Any:
     """Return the value at a path of keys joined by dots; `NOTHING` if there is none."""
+    found = content
     for key in path.split("."):
-        if isinstance(said, Mapping) and key in said:
-            said = said[key]
-        elif isinstance(said, list) and key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < len(said):
-            said = said[int(key)]
+        if isinstance(found, Mapping) and key in found:
+            found = found[key]
+        elif isinstance(found, list) and key.isascii() and key.isdecimal() and len(key) < 10 and int(key) < len(found):
+            found = found[int(key)]
         else:
             return NOTHING
-    return said
+    return found
 
 
 def _is_there(value: Any) -> bool:

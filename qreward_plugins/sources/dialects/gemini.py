@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ...errors import InvalidReply, QRewardError
 from ..base import Reply, Request
 from ..rate_limit_headers import announced_limits
-from ..replies import Answer, Problem, counted, json_of, name_of
+from ..replies import Answer, counted, json_of, name_of
 from .base import Dialect, Refusal, image_data, parts_of, prompt_in, schema_in, system_and_turns
 
 _CONFIG = "generationConfig"
@@ -75,15 +75,12 @@ class GeminiAnswer(Answer):
 
     __slots__ = ()
 
-    def read(self) -> Reply | QRewardError:
-        body = json_of(self.http.body)
-        if isinstance(body, list) and len(body) == 1:
-            # Some gateways wrap the reply in a list, as in a stream.
-            body = body[0]
-        if not isinstance(body, dict):
-            return self.unreadable(f"{self.content_type()} that is not a JSON object", self.http.body)
-        if body.get("error"):
-            return self.error_of(Problem.of(body))
+    def json(self) -> Any:
+        content = json_of(self.http.body)
+        # Some gateways wrap the reply in a list, as in a stream.
+        return content[0] if isinstance(content, list) and len(content) == 1 else content
+
+    def read_content(self, body: Mapping[str, Any]) -> Reply | QRewardError:
         feedback = body.get("promptFeedback")
         blocked = name_of(feedback.get("blockReason")) if isinstance(feedback, dict) else ""
         if blocked:
@@ -100,13 +97,13 @@ class GeminiAnswer(Answer):
         parts = content.get("parts", []) if isinstance(content, dict) else []
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             return self.unreadable("parts of the wrong type", self.http.body)
-        said = [part for part in parts if isinstance(part.get("text"), str)]
-        texts = [part["text"] for part in said if not part.get("thought")]
+        written = [part for part in parts if isinstance(part.get("text"), str)]
+        texts = [part["text"] for part in written if not part.get("thought")]
         if not texts and ended in ("stop", ""):
             return self.unreadable(f"no text (finishReason {stated or 'null'!r})")
         return Reply(
             text="".join(texts),
-            thinking="".join(part["text"] for part in said if part.get("thought")),
+            thinking="".join(part["text"] for part in written if part.get("thought")),
             usage=_usage(body.get("usageMetadata")),
             model=name_of(body.get("modelVersion")),
             finish_reason=ended,

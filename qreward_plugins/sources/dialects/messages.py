@@ -13,7 +13,7 @@ import orjson
 from ...errors import InvalidReply, QRewardError
 from ..base import Reply, Request
 from ..rate_limit_headers import announced_limits
-from ..replies import Answer, Problem, counted, json_of, name_of
+from ..replies import Answer, Problem, counted, name_of
 from .base import Dialect, Refusal, image_data, is_on, parts_of, prompt_in, schema_in, system_and_turns, text_of
 
 VERSION_HEADER = "anthropic-version"
@@ -38,11 +38,8 @@ class MessagesAnswer(Answer):
 
     __slots__ = ()
 
-    def read(self) -> Reply | QRewardError:
-        body = json_of(self.http.body)
-        if not isinstance(body, dict):
-            return self.unreadable(f"{self.content_type()} that is not a JSON object", self.http.body)
-        if body.get("error") or body.get("type") == "error":
+    def read_content(self, body: Mapping[str, Any]) -> Reply | QRewardError:
+        if body.get("type") == "error":
             return self.error_of(Problem.of(body))
         content = body.get("content")
         if not isinstance(content, list) or not all(isinstance(block, dict) for block in content):
@@ -50,11 +47,11 @@ class MessagesAnswer(Answer):
         stop = name_of(body.get("stop_reason"))
         if stop.lower() in _BROKEN_OFF:
             return self.unreadable(f"a reply that the provider broke off (stop_reason {stop!r})")
-        text, thinking, is_answered = _read(content)
+        text, thinking, is_answered = _text_and_thoughts(content)
         if stop == "refusal":
             details = body.get("stop_details")
-            said = name_of(details.get("explanation")) if isinstance(details, dict) else ""
-            return InvalidReply(f"source {self.name!r} refused to judge: {self.redactor.of(said or text) or stop}")
+            reason = name_of(details.get("explanation")) if isinstance(details, dict) else ""
+            return InvalidReply(f"source {self.name!r} refused to judge: {self.redactor.of(reason or text) or stop}")
         ended = _ENDS.get(stop, stop)
         if not is_answered and ended in ("stop", ""):
             what = "thinking and no answer" if thinking else "no text"
@@ -69,7 +66,7 @@ class MessagesAnswer(Answer):
         )
 
 
-def _read(content: list[Any]) -> tuple[str, str, bool]:
+def _text_and_thoughts(content: list[Any]) -> tuple[str, str, bool]:
     """Return the answer and the thoughts in content blocks, and whether there is an answer."""
     texts: list[str] = []
     thoughts: list[str] = []

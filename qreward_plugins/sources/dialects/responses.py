@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ...errors import InvalidReply, QRewardError
 from ..base import Reply, Request
 from ..rate_limit_headers import announced_limits
-from ..replies import Answer, Problem, counted, json_of, name_of
+from ..replies import Answer, counted, name_of
 from .base import Dialect, Refusal, is_on, parts_of, prompt_in, system_and_turns, text_of
 
 _CUT_OFF = "max_output_tokens"
@@ -22,12 +22,7 @@ class ResponsesAnswer(Answer):
 
     __slots__ = ()
 
-    def read(self) -> Reply | QRewardError:
-        body = json_of(self.http.body)
-        if not isinstance(body, dict):
-            return self.unreadable(f"{self.content_type()} that is not a JSON object", self.http.body)
-        if body.get("error"):
-            return self.error_of(Problem.of(body))
+    def read_content(self, body: Mapping[str, Any]) -> Reply | QRewardError:
         output = body.get("output")
         if not isinstance(output, list):
             return self.unreadable("no output", self.http.body)

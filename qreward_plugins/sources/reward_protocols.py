@@ -1,0 +1,262 @@
+"""How inference servers of reward models are asked, and how their replies are read.
+
+Servers differ in the path, the body and the place of the numbers, so each protocol is one value of `PROTOCOLS`. All of
+them are asked for raw numbers: servers apply a softmax or a sigmoid by default, a softmax over one number is 1 for
+every response, and a sigmoid makes good responses equal in float32.
+
+The bodies and replies follow the files of the projects: vLLM 0.32 (`entrypoints/pooling/*/protocol.py`), SGLang
+(`managers/io_struct.py`, `openai/protocol.py`), text-embeddings-inference 1.7 (`docs/openapi.json`) and OpenRLHF
+(`cli/serve_rm.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from ..errors import InvalidReply, QRewardError
+from ..samples import fits_float32
+from ..spent import Usage
+from .base import Reply
+from .lists import Lists, in_order, numbered, one, several
+from .rate_limit_headers import announced_limits
+from .replies import Answer, Problem, name_of, usage_of
+from .values import read_json
+
+ProtocolName = Literal[
+    "vllm_classify",
+    "vllm_pooling",
+    "vllm_score",
+    "vllm_rerank",
+    "sglang_classify",
+    "sglang_embeddings",
+    "tei_predict",
+    "tei_rerank",
+    "openrlhf",
+]
+MOST_LOGITS = 1000
+"""Most numbers of one reply: a reply with more is a vector of an embedding model."""
+_LONGEST_LABEL_CHARS = 100
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """How servers of one kind are asked for the numbers of one response.
+
+    `form` says what they read. `messages`: the conversation, which the server renders; or its text. `text`: the text of
+    the conversation. `pair`: the prompt and the response as two texts. `tokens`: the conversation as token ids.
+
+    `body` makes the body from the name of the model and from what is read. `logits` returns the numbers of a reply,
+    each with its label or its position ("0", "1" ...); for `tokens` the numbers of every token. It may raise
+    LookupError, TypeError or ValueError.
+    """
+
+    path: str
+    form: Literal["messages", "text", "pair", "tokens"]
+    body: Callable[[str, Mapping[str, Any]], dict[str, Any]]
+    logits: Callable[[Any], Sequence[Any]]
+    lists: Lists | None = None
+    """How it takes several responses in one request; None: it takes one."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsAnswer(Answer):
+    """One HTTP reply of a reward model."""
+
+    protocol: Protocol
+
+    def parsed(self) -> Any:
+        content = read_json(self)
+        if isinstance(content, Mapping) and content.get("error"):
+            return self.error_of(Problem.of(content))
+        return content
+
+    def usage_in(self, content: Any) -> Usage | None:
+        return _usage(content)
+
+    def read_content(self, content: Any) -> Reply | QRewardError:
+        try:
+            numbers = self.protocol.logits(content)
+            logits = self._labelled(numbers) if self.protocol.form != "tokens" else {}
+        except (LookupError, TypeError, ValueError, AttributeError):
+            return InvalidReply(
+                f"source {self.name!r} gave no numbers: its reply is not one of POST {self.protocol.path}; check "
+                "`protocol`"
+            )
+        if self.protocol.form == "tokens":
+            # Checked with the request, which says which tokens count.
+            return self._reply(content, numbers)
+        if not 0 < len(logits) <= MOST_LOGITS:
+            return InvalidReply(
+                f"source {self.name!r} gave {len(logits):,} numbers for one response: it is not served as a "
+                "reward model"
+            )
+        wrong = [label for label, logit in logits.items() if not is_logit(logit)]
+        if wrong:
+            return InvalidReply(f"source {self.name!r} gave a logit that is no finite number (label {wrong[0]!r})")
+        return self._reply(content, {label: float(logit) for label, logit in logits.items()})
+
+    def _reply(self, content: Any, value: Any) -> Reply:
+        return Reply(
+            value=value,
+            usage=_usage(content),
+            model=name_of(content.get("model")) if isinstance(content, Mapping) else "",
+            announced=announced_limits(self.http.headers),
+        )
+
+    def _hint(self, status: int) -> str:
+        return f"; check `protocol`, and that {self.url_key} has no path" if status in (404, 405) else ""
+
+    def _labelled(self, pairs: Sequence[tuple[Any, Any]]) -> dict[str, Any]:
+        """Return the logits by label. Raises TypeError or ValueError for labels that are no short, distinct texts."""
+        # Labels go into messages and into the journal, and a server may echo the key.
+        clean = self.redactor.clean or str
+        logits = {clean(_label(label)): logit for label, logit in pairs}
+        if len(logits) < len(pairs):
+            raise ValueError("a label occurs twice")
+        return logits
+
+
+def _usage(content: Any) -> Usage | None:
+    # SGLang states it in `meta_info`. Nothing is generated, and not every server says so.
+    stated = (content.get("usage") or content.get("meta_info")) if isinstance(content, Mapping) else None
+    return usage_of({"completion_tokens": 0, **stated}) if isinstance(stated, Mapping) else None
+
+
+def is_logit(logit: Any) -> bool:
+    """Whether a value of a reply is a number that float32 holds."""
+    return isinstance(logit, (int, float)) and not isinstance(logit, bool) and fits_float32(logit)
+
+
+def _input(read: Mapping[str, Any]) -> dict[str, Any]:
+    return {"messages": read["messages"]} if "messages" in read else {"input": read["text"]}
+
+
+def _label(label: Any) -> str:
+    if not isinstance(label, str):
+        raise TypeError
+    if len(label) > _LONGEST_LABEL_CHARS or not label.isprintable():
+        raise ValueError
+    return label
+
+
+def _numbered(numbers: Any) -> list[tuple[str, Any]]:
+    if not isinstance(numbers, list):
+        raise TypeError
+    return [(str(position), number) for position, number in enumerate(numbers)]
+
+
+def _list(items: Any) -> list[Any]:
+    if not isinstance(items, list):
+        raise TypeError
+    return items
+
+
+def _only(items: Any) -> Any:
+    """Return the only item of a list: one response was sent. Raises ValueError for more or none."""
+    if not isinstance(items, list):
+        raise TypeError
+    (item,) = items
+    return item
+
+
+def _data(content: Any) -> list[tuple[Any, Any]]:
+    return numbered(content["data"], lambda item: {"data": [item], "model": content.get("model")})
+
+
+PROTOCOLS: Mapping[ProtocolName, Protocol] = {
+    "vllm_classify": Protocol(
+        "/classify",
+        "messages",
+        lambda model, read: {"model": model, **_input(read), "use_activation": False},
+        lambda content: _numbered(_only(content["data"])["probs"]),
+        Lists({"input": one}, _data),
+    ),
+    "vllm_pooling": Protocol(
+        "/pooling",
+        "messages",
+        lambda model, read: {"model": model, **_input(read), "task": "classify", "use_activation": False},
+        lambda content: _numbered(_only(content["data"])["data"]),
+        Lists({"input": one}, _data),
+    ),
+    "vllm_score": Protocol(
+        "/score",
+        "pair",
+        lambda model, read: {
+            "model": model,
+            "queries": read["prompt"],
+            "documents": read["response"],
+            "use_activation": False,
+        },
+        lambda content: [("0", _only(content["data"])["score"])],
+        # The server pairs two lists of the same length.
+        Lists({"queries": one, "documents": one}, _data),
+    ),
+    "vllm_rerank": Protocol(
+        "/rerank",
+        "pair",
+        lambda model, read: {
+            "model": model,
+            "query": read["prompt"],
+            "documents": [read["response"]],
+            "use_activation": False,
+        },
+        lambda content: [("0", _only(content["results"])["relevance_score"])],
+    ),
+    "sglang_classify": Protocol(
+        "/classify",
+        "text",
+        lambda model, read: {"text": read["text"]},
+        lambda content: _numbered((_only(content) if isinstance(content, list) else content)["embedding"]),
+        Lists({"text": one}, lambda content: in_order(content, lambda item: item)),
+    ),
+    "sglang_embeddings": Protocol(
+        "/v1/embeddings",
+        "text",
+        lambda model, read: {"model": model, "input": read["text"]},
+        lambda content: _numbered(_only(content["data"])["embedding"]),
+        Lists({"input": one}, _data),
+    ),
+    "tei_predict": Protocol(
+        "/predict",
+        "text",
+        lambda model, read: {"inputs": read["text"], "raw_scores": True},
+        lambda content: [
+            (each["label"], each["score"]) for each in (_only(content) if isinstance(content[0], list) else content)
+        ],
+        # A list of two texts would be a pair.
+        Lists({"inputs": lambda text: [[text]]}, lambda content: in_order(content, lambda item: [_list(item)])),
+    ),
+    "tei_rerank": Protocol(
+        "/rerank",
+        "pair",
+        lambda model, read: {"query": read["prompt"], "texts": [read["response"]], "raw_scores": True},
+        lambda content: [("0", _only(content)["score"])],
+    ),
+    "openrlhf": Protocol(
+        "/get_reward",
+        "text",
+        lambda model, read: {"query": [read["text"]], "prompts": [read["prompt"]]},
+        lambda content: [("0", _only(content["rewards"]))],
+        Lists(
+            {"query": several, "prompts": several},
+            lambda content: in_order(content["rewards"], lambda reward: {"rewards": [reward]}),
+        ),
+    ),
+}
+"""`POST /v1/classify` of SGLang is not among them: it always applies a softmax."""
+
+TOKEN_CLASSIFY = Protocol(
+    "/pooling",
+    "tokens",
+    lambda model, read: {
+        "model": model,
+        "input": list(read["tokens"]),
+        "task": "token_classify",
+        "use_activation": False,
+    },
+    lambda content: _list(_only(content["data"])["data"]),
+    Lists({"input": one}, _data),
+)
+"""Takes the place of `vllm_pooling` for a process reward model."""

@@ -160,8 +160,9 @@ def plan_command(
         str | None,
         typer.Option(
             metavar="SECONDS",
-            help="Seconds of an average request, without waiting: 3, or a=2,b=0.5. Default: the journal's, or 3 for "
-            "a model, 0.5 for a scoring service and 0.1 for a function.",
+            help="Seconds of an average request, without waiting: 3, or a=2,b=0.5, or a=0.02+0.001 (for a request, "
+            "plus for each call in it). Default: the journal's, or 3 for a model, 0.5 for a scoring service and 0.1 "
+            "for a function.",
         ),
     ] = None,
     data_source: Annotated[

@@ -215,13 +215,16 @@ def _problems(found: Plan) -> list[str]:
 def _source_table(found: Plan) -> Table:
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
     table.add_column("source", no_wrap=True, max_width=24)
-    for name in ("latency", "requests", "rpm used", "tpm used", "in flight", "busy", "USD"):
+    batches = any(use.calls_per_request > 1 for use in found.sources)
+    batch_column = ("calls each",) if batches else ()
+    for name in ("latency", "requests", *batch_column, "rpm used", "tpm used", "in flight", "busy", "USD"):
         table.add_column(name, no_wrap=True, justify="right")
     for use in found.sources:
         table.add_row(
             use.name,
             seconds(use.latency_s),
             short(use.requests),
+            *([f"{use.calls_per_request:.1f}"] if batches else []),
             _used(use.requests_used),
             _used(use.tokens_used),
             _places(use),

@@ -8,7 +8,7 @@ of rollouts) are assumed, and the plan lists every assumption.
 from __future__ import annotations
 
 from .advice import Advice
-from .assumptions import Assumptions, parse_data_source, parse_latency
+from .assumptions import Assumptions, RequestTime, parse_data_source, parse_latency
 from .bottleneck import Bottleneck, Wait
 from .lengths import Lengths, parse_lengths
 from .picture import draw_timeline
@@ -22,6 +22,7 @@ __all__ = [
     "Bottleneck",
     "Lengths",
     "Plan",
+    "RequestTime",
     "SourceUse",
     "Spread",
     "Timeline",

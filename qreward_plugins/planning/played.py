@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
-from ..config import Config, judge_for
+from ..config import Batch, Config, judge_for
 from ..errors import SampleRefused, SourceError, Throttled
 from ..judges import kind_of as judge_kind_of
-from ..samples import Sample
 from ..simulation import SimulatedServer, score_of
 from ..sources import Reply, Request, kind_of
 from ..spent import Usage
@@ -24,7 +23,7 @@ from .timeline import Bar, BarEnd, BarKind
 
 
 class Record:
-    """The attempts of a run, as bars of its timeline."""
+    """The requests of a run, as bars of its timeline."""
 
     def __init__(self) -> None:
         self.bars: list[Bar] = []
@@ -38,15 +37,16 @@ class Record:
         self._live[sample] += 1
         return kind
 
-    def end(self, sample: str, bar: Bar) -> None:
-        """Record that an attempt has ended."""
-        self._live[sample] -= 1
+    def end(self, samples: Sequence[str], bar: Bar) -> None:
+        """Record that a request with attempts of these samples has ended."""
+        self._live.subtract(samples)
         self.bars.append(bar)
 
 
 class PlayedSource:
     """A `Source` over a simulated server. `work` is the hidden work of each sample by id, and `verdict_tokens` the
-    length of the verdict for work 1.
+    length of the verdict for work 1. If the configured source has a `batch`, a request takes several calls; its work is
+    `fixed_work` (from 0 to 1), plus the rest for each of them.
     """
 
     def __init__(
@@ -58,6 +58,7 @@ class PlayedSource:
         work: Mapping[str, float],
         verdict_tokens: float,
         record: Record,
+        fixed_work: float = 0.0,
     ) -> None:
         self.server = server
         self.name = server.name
@@ -66,6 +67,8 @@ class PlayedSource:
         self._work = work
         self._verdict_tokens = verdict_tokens
         self._record = record
+        self.batch: Batch | None = getattr(config.sources[server.name], "batch", None)
+        self._fixed_work = fixed_work if self.batch is not None else 0.0
 
     @property
     def model(self) -> str:
@@ -77,16 +80,22 @@ class PlayedSource:
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Return a valid verdict after the server's latency. Errors of the server pass through."""
+        return (await self.send_batch([request], on_sent=on_sent))[0]
+
+    async def send_batch(self, requests: Sequence[Request], *, on_sent: Callable[[], None]) -> list[Reply]:
+        """Return a valid verdict for each call of one request. Errors of the server pass through."""
         on_sent()
         time = asyncio.get_running_loop().time
-        sample, sent_at = request.sample, time()
-        work = self._work[sample.id or ""]
-        name = self._asked_for(request)
-        prompt, completion = self._tokens(request, work)
-        kind = self._record.begin(name)
+        sent_at = time()
+        names = [self._asked_for(request) for request in requests]
+        works = [self._work[request.sample.id or ""] for request in requests]
+        used = [self._tokens(request, work) for request, work in zip(requests, works, strict=True)]
+        prompt, completion = sum(one for one, _ in used), sum(one for _, one in used)
+        kind, *_ = [self._record.begin(name) for name in names]
         end: BarEnd = "cancelled"
         try:
-            await self.server.serve(name, work, prompt, completion)
+            work = self._fixed_work + (1 - self._fixed_work) * sum(works)
+            await self.server.serve(names[0], work, prompt, completion)
             end = "answered"
         except Throttled:
             end = "throttled"
@@ -95,8 +104,12 @@ class PlayedSource:
             end = "failed"
             raise
         finally:
-            self._record.end(name, Bar(self.name, kind, end, sent_at, time(), prompt + completion))
-        return self._reply(request, sample, Usage(prompt, completion) if prompt else None)
+            bar = Bar(self.name, kind, end, sent_at, time(), prompt + completion, len(requests))
+            self._record.end(names, bar)
+        return [
+            self._reply(request, Usage(*tokens) if tokens[0] else None)
+            for request, tokens in zip(requests, used, strict=True)
+        ]
 
     async def aclose(self) -> None:
         return None
@@ -114,9 +127,9 @@ class PlayedSource:
         completion = round(self._verdict_tokens * work) if request.messages else 0
         return -(-request.size // BYTES_PER_TOKEN), min(completion, request.max_completion_tokens or completion)
 
-    def _reply(self, request: Request, sample: Sample, usage: Usage | None) -> Reply:
+    def _reply(self, request: Request, usage: Usage | None) -> Reply:
         judge = self._config.judges.get(request.judge)
         if judge is None:
             raise SampleRefused("the request has no name of a judge (Request.judge), so its reply cannot be simulated")
-        reply = judge_kind_of(judge).rehearsed(judge, request, score_of(sample.id or "") / 10)
+        reply = judge_kind_of(judge).rehearsed(judge, request, score_of(request.sample.id or "") / 10)
         return dataclasses.replace(reply, usage=usage, model="simulated")

@@ -48,11 +48,13 @@ class SourceUse:
 
     name: str
     requests: float
+    calls_per_request: float
+    """Mean calls of a request. 1 for a source without `batch`."""
     share: float
     """Its share of all answers."""
     hedges: float
     latency_s: float
-    """The latency that the plan assumes."""
+    """The latency that the plan assumes, of a request of one call."""
     latency_from: str
     """Who says so: "assumed", "given", "journal"."""
     requests_per_minute: float | None
@@ -83,7 +85,7 @@ class Plan:
     cost_usd: Spread | None
     """None: no source has a price."""
     attempts: float
-    """Requests per sample."""
+    """Attempts per sample. A request of several calls is an attempt of each."""
     deadline_s: float
     late: float
     """Part of the samples whose reward comes after the deadline, and is lost."""
@@ -205,6 +207,7 @@ def _use(setting: Setting, runs: Sequence[Run], name: str) -> SourceUse:
     return SourceUse(
         name=name,
         requests=fmean(use.requests for use in uses),
+        calls_per_request=sum(use.calls for use in uses) / (sum(use.requests for use in uses) or 1) or 1.0,
         share=sum(use.answered for use in uses) / total,
         hedges=fmean(use.hedges for use in uses),
         latency_s=rehearsal.truths[name].latency_s,

@@ -47,6 +47,8 @@ class Truth:
     straggler_share: float
     error_share: float
     verdict_tokens: float
+    fixed_s: float = 0.0
+    """The part of `latency_s` that a request takes once, if the source takes several calls in one request."""
     slots: int | None = None
     """Calls that a function runs at once; None: any number."""
 
@@ -58,7 +60,10 @@ class Use:
     """
 
     requests: int
+    calls: int
+    """Calls that these requests carried."""
     answered: int
+    """Calls that were answered."""
     hedges: int
     cost_usd: float
     peak_in_flight: int
@@ -169,7 +174,7 @@ class Rehearsal:
             late=sum(_late(outcome, self.config.engine.deadline_s) for outcome in outcomes),
             failed=Counter(failed.label for failed in failures),
             example=failures[0].describe() if failures else "",
-            attempts=sum(use.requests for use in uses.values()),
+            attempts=sum(use.calls for use in uses.values()),
             report=report,
             uses=uses,
             timeline=timeline if record else None,
@@ -186,9 +191,14 @@ class Rehearsal:
                 work=work,
                 verdict_tokens=self.truths[name].verdict_tokens,
                 record=record,
+                fixed_work=self._fixed_work(name, server),
             )
             for name, server in servers.items()
         }
+
+    def _fixed_work(self, name: str, server: Server) -> float:
+        """The work of a request without any call: what its fixed time has besides the overhead."""
+        return max(0.0, self.truths[name].fixed_s - server.overhead_s) / server.seconds_per_unit
 
     def _work(self, tokens: int) -> float:
         return 1.0 - self.length_share + self.length_share * tokens / self.usual_tokens
@@ -199,6 +209,9 @@ class Rehearsal:
         parts = shares(limits, source=name, processes=1, slots=truth.slots)
         local = kind_of(source).local
         overhead_s = 0.0 if local else min(_OVERHEAD_S, truth.latency_s / 4)
+        if getattr(source, "batch", None) is not None:
+            # The overhead is a part of what a request takes once.
+            overhead_s = min(overhead_s, truth.fixed_s)
         network_s = overhead_s / 2
         try:
             return Server(
@@ -254,8 +267,12 @@ def _use(
     bars = timeline.of(after.name)
     changes = sorted([(bar.start_s, 1) for bar in bars] + [(bar.end_s, -1) for bar in bars])
     starts = [bar.start_s for bar in bars]
+    batched = after.batches > before.batches
+    attempts = after.requests - before.requests
     return Use(
-        requests=after.requests - before.requests,
+        # The engine counts attempts, of which several are one request here.
+        requests=len(bars) if batched else attempts,
+        calls=attempts,
         answered=after.answered - before.answered,
         hedges=after.hedges - before.hedges,
         cost_usd=after.cost_usd - before.cost_usd,

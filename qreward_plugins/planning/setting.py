@@ -16,7 +16,7 @@ from ..judges import Judge, JudgeRouter, Leaf
 from ..judges import kind_of as judge_kind_of
 from ..samples import Sample
 from ..sources import kind_of, open_source
-from .assumptions import SPREAD, VERDICT_TOKENS, Assumptions
+from .assumptions import SPREAD, VERDICT_TOKENS, Assumptions, RequestTime
 from .bottleneck import listed
 from .length_effect import LENGTH_SHARE, journal_rows, length_share, relative_work
 from .lengths import BYTES_PER_TOKEN, Lengths, tokens_of
@@ -59,6 +59,7 @@ def set_up(
             latency_s /= relative_work(rows.get(configured_name(name), ()), share)
         truths[name] = Truth(
             latency_s=latency_s,
+            fixed_s=_fixed_s(config, name, assumptions, latency_s),
             spread=SPREAD,
             straggler_share=assumptions.straggler_share,
             error_share=assumptions.error_share,
@@ -120,13 +121,30 @@ def _slots(config: Config, name: str) -> int | None:
 
 
 def _latency(config: Config, name: str, assumptions: Assumptions, recorded: Recorded | None) -> tuple[float, str]:
-    latency_s = assumptions.latency_s
-    given = latency_s.get(name, latency_s.get(configured_name(name), latency_s.get("*")))
+    given = _given(name, assumptions)
     if given is not None:
-        return given, "given"
-    if recorded is not None and recorded.latency_s is not None:
+        return (sum(given) if isinstance(given, RequestTime) else given), "given"
+    # The journal does not say how many calls a request carried.
+    if recorded is not None and recorded.latency_s is not None and not takes_batches(config, name):
         return max(_SHORTEST_LATENCY_S, recorded.latency_s), "journal"
     return kind_of(config.sources[name]).usual_latency_s, "assumed"
+
+
+def _given(name: str, assumptions: Assumptions) -> float | RequestTime | None:
+    latency_s = assumptions.latency_s
+    return latency_s.get(name, latency_s.get(configured_name(name), latency_s.get("*")))
+
+
+def _fixed_s(config: Config, name: str, assumptions: Assumptions, latency_s: float) -> float:
+    given = _given(name, assumptions)
+    if isinstance(given, RequestTime):
+        return given.fixed_s
+    return assumptions.fixed_share * latency_s if takes_batches(config, name) else 0.0
+
+
+def takes_batches(config: Config, name: str) -> bool:
+    """Whether a request to this source may carry several calls."""
+    return getattr(config.sources[name], "batch", None) is not None
 
 
 def _spread(assumptions: Assumptions, recorded: Recorded | None, by_length: float) -> float:
@@ -208,9 +226,15 @@ def _latency_note(
         names = [name for name in asked if latency_from[name] == origin]
         if names:
             count = f"{sum(recorded[name].verdicts for name in set(map(configured_name, names)) & set(recorded)):,}"
-            each = ", ".join(f"{truths[name].latency_s:.3g} s at {name}" for name in names)
+            each = ", ".join(f"{_time_of(config, name, truths[name])} at {name}" for name in names)
             words.append(f"{each} ({said.format(count)})")
     return "an average request takes " + "; ".join(words)
+
+
+def _time_of(config: Config, name: str, truth: Truth) -> str:
+    if not takes_batches(config, name):
+        return f"{truth.latency_s:.3g} s"
+    return f"{truth.fixed_s:.3g} s plus {truth.latency_s - truth.fixed_s:.3g} s for each of its calls"
 
 
 def _undeclared(config: Config, judged: Mapping[str, float]) -> list[str]:

@@ -15,7 +15,9 @@ COLOURS: tuple[Colour, ...] = get_args(Colour)
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One attempt: its source, its kind, its end, and its start and end times in seconds."""
+    """One request: its source, its kind, its end, its start and end times in seconds, its tokens, and the number of
+    calls that it carries. The kind is that of the attempt of its first call.
+    """
 
     source: str
     kind: BarKind
@@ -23,6 +25,7 @@ class Bar:
     start_s: float
     end_s: float
     tokens: int = 0
+    calls: int = 1
 
     @property
     def colour(self) -> Colour:

@@ -6,11 +6,13 @@ raised. Limits are doubled, because a smaller raise may not save a whole window.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..config import AskingConfig, Config, JudgeConfig, Limits, sources_of
+from ..config import AskingConfig, Batch, Config, JudgeConfig, Limits, sources_of
+from ..errors import ConfigurationError
 from ..quotas import UNDECLARED_CONCURRENCY
 from ..sources import kind_of
 from .bottleneck import Wait, listed, used_up
@@ -44,6 +46,7 @@ def variations(rehearsal: Rehearsal, runs: Sequence[Run], waits: Sequence[Wait])
     found = [*_settings(rehearsal)]
     if (busiest := _busiest(rehearsal, runs)) is not None:
         found.append(_added(rehearsal, busiest))
+    found += [batched for name in in_use if (batched := _batched(rehearsal, runs, name)) is not None]
     found += _raised_everywhere(rehearsal, runs, in_use)
     found += [dropped for name in _dearest(runs, in_use) if (dropped := _dropped(rehearsal, name)) is not None]
     for name in in_use:
@@ -67,6 +70,28 @@ def _settings(rehearsal: Rehearsal) -> Iterator[Variation]:
         engine = rehearsal.config.engine.model_copy(update={"scheduling": scheduling.model_copy(update=update)})
         config = rehearsal.config.model_copy(update={"engine": engine})
         yield Variation("settings", change, replace(rehearsal, config=config))
+
+
+def _batched(rehearsal: Rehearsal, runs: Sequence[Run], name: str) -> Variation | None:
+    """Let a request to the source carry several calls; None if it does already or cannot, if its requests take nothing
+    once, or if it used up neither its requests nor its concurrency.
+    """
+    source = rehearsal.config.sources[name]
+    if not rehearsal.truths[name].fixed_s or getattr(source, "batch", Batch()) is not None:
+        return None
+    used = frozenset[str]().union(*(used_up(rehearsal.config, run, name) for run in runs))
+    if used.isdisjoint(("requests", "places")):
+        return None
+    changed = source.model_copy(update={"batch": Batch()})
+    try:
+        asyncio.run(kind_of(changed)(name, changed).aclose())
+    except ConfigurationError as error:
+        # A key that is not set here does not matter.
+        if any(mistake.path.startswith(f"sources.{name}.batch") for mistake in error.mistakes):
+            return None
+    config = rehearsal.config.model_copy(update={"sources": {**rehearsal.config.sources, name: changed}})
+    change = f"batch: {{max_size: {Batch().max_size}}} on {name}, which must take lists"
+    return Variation("settings", change, replace(rehearsal, config=config))
 
 
 def _raised_everywhere(rehearsal: Rehearsal, runs: Sequence[Run], names: Sequence[str]) -> Iterator[Variation]:

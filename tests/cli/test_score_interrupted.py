@@ -134,7 +134,7 @@ def with_lock(server, write_config, write_rows, row, tmp_path, monkeypatch):
     what is to happen next and returns the exit code.
     """
     monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("qreward_plugins.journal.journal.CLOSE_WITHIN_S", 0.05)
+    monkeypatch.setattr("qreward_plugins.journal.writer.CLOSE_WITHIN_S", 0.05)
     errors = Console(file=io.StringIO(), width=500)
     config = write_config({"a": server}, source={"limits": {"concurrency": AT_ONCE}})
     rows = write_rows([row(n) for n in range(ROWS)])
@@ -181,7 +181,7 @@ def test_a_run_whose_verdicts_are_not_in_the_journal_ends_with_its_rows_and_an_e
 
 def test_a_lock_that_ends_with_the_run_costs_nothing(with_lock, verdicts_in, monkeypatch):
     plan, _, lock, score = with_lock
-    monkeypatch.setattr("qreward_plugins.journal.journal.CLOSE_WITHIN_S", 60.0)
+    monkeypatch.setattr("qreward_plugins.journal.writer.CLOSE_WITHIN_S", 60.0)
     assert asyncio.run(score(lambda scoring: lock.execute("ROLLBACK"))) == 0
     assert verdicts_in(Path(plan.journal)) == ROWS
 

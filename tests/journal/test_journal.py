@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 
 from qreward_plugins.errors import JournalError
-from qreward_plugins.journal import Journal, entries, journal
+from qreward_plugins.journal import Journal, entries, journal, writer
 from qreward_plugins.samples import Cause, Failed, RawScore, Sample, Scored, Verdict
 from qreward_plugins.spent import Spent, Usage
 
@@ -270,7 +270,7 @@ def test_a_row_that_the_file_refuses_costs_only_itself(path: Path) -> None:
         book = Journal(path)
         with locked(path):
             await book.put("a", SAMPLE, Scored(VERDICT))
-            book._waiting.append(("too", "short"))
+            book._writer._waiting.append(("too", "short"))
             await book.put("b", SAMPLE, Scored(VERDICT))
         with pytest.raises(JournalError, match="1 outcomes were not recorded"):
             await book.flush()
@@ -284,14 +284,14 @@ def test_a_row_that_the_file_refuses_costs_only_itself(path: Path) -> None:
 def test_entries_are_written_in_batches_and_soon(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batches: list[int] = []
     first = threading.Event()
-    commit = Journal._commit
+    commit = writer.Writer._commit
 
-    def counted(self: Journal, rows: Any) -> None:
+    def counted(self: writer.Writer, rows: Any) -> None:
         commit(self, rows)
         batches.append(len(rows))
         first.set()
 
-    monkeypatch.setattr(Journal, "_commit", counted)
+    monkeypatch.setattr(writer.Writer, "_commit", counted)
 
     async def main() -> None:
         journal = Journal(path)
@@ -426,8 +426,8 @@ def test_memory_does_not_grow(path: Path) -> None:
         grown = tracemalloc.get_traced_memory()[0] - before
         tracemalloc.stop()
         assert grown < 300_000
-        assert not book._unwritten_verdicts
-        assert not book._verdicts_being_written
+        assert not book._writer._unwritten_verdicts
+        assert not book._writer._verdicts_being_written
         await book.aclose()
 
     asyncio.run(main())
@@ -530,7 +530,7 @@ def test_a_killed_writer_leaves_a_valid_journal(path: Path) -> None:
 
 def test_a_process_that_ends_without_closing_loses_nothing(path: Path) -> None:
     program = """
-    from qreward_plugins.journal import journal as module
+    from qreward_plugins.journal import writer as module
     module.COMMIT_AFTER_S = 1000
     async def main():
         journal = Journal(path)
@@ -605,9 +605,9 @@ def test_a_full_disk_does_not_stop_scoring(path: Path) -> None:
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A journal that neither waits long for other processes nor tries for long."""
     monkeypatch.setattr("qreward_plugins.journal.database.BUSY_TIMEOUT_S", 0.01)
-    monkeypatch.setattr(journal, "FIRST_RETRY_S", 0.01)
-    monkeypatch.setattr(journal, "LONGEST_RETRY_S", 0.02)
-    monkeypatch.setattr(journal, "CLOSE_WITHIN_S", 0.1)
+    monkeypatch.setattr(writer, "FIRST_RETRY_S", 0.01)
+    monkeypatch.setattr(writer, "LONGEST_RETRY_S", 0.02)
+    monkeypatch.setattr(writer, "CLOSE_WITHIN_S", 0.1)
 
 
 @pytest.mark.usefixtures("impatient")
@@ -625,7 +625,7 @@ def test_what_cannot_be_written_is_kept_and_written_when_it_can(path: Path, capl
         # Nobody asks for it: it is tried again by itself.
         await asyncio.to_thread(until, lambda: len(rows(path)) == 3)
         await book.flush()
-        assert not book._verdicts_being_written
+        assert not book._writer._verdicts_being_written
         await book.put("3", SAMPLE, Scored(VERDICT))
         await book.aclose()
         assert book.write_errors == 0
@@ -659,14 +659,14 @@ def test_what_is_lost_when_a_journal_closes_is_counted_and_said(path: Path, capl
 
 @pytest.mark.usefixtures("impatient")
 def test_a_lock_that_ends_while_a_journal_closes_costs_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "CLOSE_WITHIN_S", 60.0)
+    monkeypatch.setattr(writer, "CLOSE_WITHIN_S", 60.0)
 
     async def main() -> None:
         book = Journal(path)
         with locked(path):
             await book.put("a", SAMPLE, Scored(VERDICT))
             ended = asyncio.ensure_future(book.aclose())
-            await asyncio.to_thread(until, lambda: book._failing is not None)
+            await asyncio.to_thread(until, lambda: book._writer._failing is not None)
             assert not ended.done()
         await ended
 
@@ -679,7 +679,7 @@ def test_memory_is_bounded_and_nobody_waits_while_the_file_cannot_be_written(
     path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(journal, "ROOM", 4)
-    monkeypatch.setattr(journal, "KEPT_CHARS", 20_000)
+    monkeypatch.setattr(writer, "KEPT_CHARS", 20_000)
 
     async def main() -> None:
         book = Journal(path)
@@ -689,9 +689,9 @@ def test_memory_is_bounded_and_nobody_waits_while_the_file_cannot_be_written(
                 await book.flush()
             for n in range(200):
                 await book.put(f"{n}", SAMPLE, Scored(VERDICT))
-            assert 10 < book._unwritten < 40
-            assert book.write_errors == 201 - book._unwritten
-            kept = book._unwritten
+            assert 10 < book._writer._unwritten < 40
+            assert book.write_errors == 201 - book._writer._unwritten
+            kept = book._writer._unwritten
         with pytest.raises(JournalError, match=f"{201 - kept} outcomes were not recorded"):
             await book.aclose()
         assert len(rows(path)) == kept

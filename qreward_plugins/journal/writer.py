@@ -1,0 +1,323 @@
+"""`Writer` writes the rows of a journal in a thread of its own.
+
+Rows are written in batches, because a transaction costs more than its rows. Rows that cannot be written are kept in
+memory, up to a bound, and retried until the journal is closed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import Final
+
+from ..errors import JournalError
+from ..samples import Verdict
+from . import entries
+from .database import explained
+
+_log = logging.getLogger("qreward_plugins.journal")
+
+COMMIT_AFTER_S: Final = 0.05
+"""Seconds after which an entry is written at the latest, unless the disk is slower."""
+
+COMMIT_ENTRIES: Final = 256
+"""Number of waiting entries that are written without further delay."""
+
+COMMIT_MOST: Final = 1024
+"""Largest number of entries in one transaction. Other processes wait for it, so it is bounded."""
+
+KEPT_CHARS: Final = 64 * 2**20
+"""Largest number of characters kept in memory while the file cannot be written. Further outcomes are lost."""
+
+FIRST_RETRY_S: Final = 0.25
+LONGEST_RETRY_S: Final = 10.0
+"""Seconds between two write attempts: doubled after each failure, from the first to the longest."""
+
+CLOSE_WITHIN_S: Final = 15.0
+"""Longest time in seconds that closing goes on retrying writes."""
+
+_ROW_CHARS: Final = 500
+"""Assumed size of a row without its texts, in characters."""
+
+_FAULTS_OF_A_ROW: Final = (
+    sqlite3.ProgrammingError,
+    sqlite3.InterfaceError,
+    sqlite3.IntegrityError,
+    sqlite3.DataError,
+    OverflowError,
+    UnicodeError,
+)
+
+_INSERT: Final = (
+    f"INSERT INTO outcomes ({', '.join(name for name, _ in entries.COLUMNS)}) "
+    f"VALUES ({', '.join('?' for _ in entries.COLUMNS)})"
+)
+
+
+class Writer:
+    """Writes rows over `connection`, which it closes at the end. Starts its thread at once.
+
+    `on_last` is called in the thread when all rows are written, before the connection is closed.
+
+    Any thread may call its methods. They raise `JournalError` once the journal is being closed, and in a forked child.
+    """
+
+    def __init__(self, path: str, connection: sqlite3.Connection, *, on_last: Callable[[], None]) -> None:
+        self.write_errors = 0
+        """Number of lost rows."""
+        self.process_id = os.getpid()
+        self._path = path
+        self._connection = connection
+        self._on_last = on_last
+        self._changed = threading.Condition()
+        self._waiting: list[tuple[entries.Value, ...]] = []
+        self._unwritten_verdicts: dict[str, Verdict] = {}
+        self._verdicts_being_written: dict[str, Verdict] = {}
+        self._kept: list[tuple[entries.Value, ...]] = []
+        self._unwritten = 0
+        self._unwritten_chars = 0
+        self._failing: str | None = None
+        self._retry_s = FIRST_RETRY_S
+        self._calls: list[Future[None]] = []
+        self._closing = False
+        self._closed: Future[None] = _started()
+        self._failure: str | None = None
+        self._logged: set[str] = set()
+        self._thread = threading.Thread(target=self._write, name="qreward-journal-writer", daemon=True)
+        self._thread.start()
+        atexit.register(self._close_at_exit)
+
+    def verdict(self, keys: Iterable[str]) -> Verdict | None:
+        """Return the verdict of a row that is not written yet."""
+        for unwritten in (self._unwritten_verdicts, self._verdicts_being_written):
+            for key in keys:
+                if key in unwritten:
+                    return unwritten[key]
+        return None
+
+    def add(self, row: tuple[entries.Value, ...], key: str | None, verdict: Verdict | None) -> None:
+        """Accept a row. Until it is written, `verdict` is found under `key`. The row is lost if memory is full."""
+        if self._unwritten_chars > KEPT_CHARS and self._failing is not None:
+            self.lost(1, self._failing)
+            self._say_once(
+                "room", f"{self._failing}; the memory for unwritten outcomes is full, further outcomes are lost"
+            )
+            return
+        with self._changed:
+            self.check()
+            self._waiting.append(row)
+            self._unwritten += 1
+            self._unwritten_chars += _chars(row)
+            if key is not None and verdict is not None:
+                self._unwritten_verdicts[key] = verdict
+            if len(self._waiting) in (1, COMMIT_ENTRIES):
+                self._changed.notify()
+
+    def room(self, most: int) -> Future[None] | None:
+        """Return a future that is done when the rows that wait now are written; None if at most `most` are unwritten,
+        or if they cannot be written.
+        """
+        with self._changed:
+            return self._call() if self._unwritten > most and self._failing is None else None
+
+    def written(self) -> Future[None]:
+        """Return a future that is done when the rows that wait now are written, or could not be."""
+        with self._changed:
+            self.check()
+            return self._call()
+
+    def raise_unwritten(self) -> None:
+        """Raise `JournalError` if rows were lost since this was last raised, or cannot be written now."""
+        self.raise_failure()
+        with self._changed:
+            kept, why = self._unwritten, self._failing
+        if why is not None:
+            raise JournalError(f"{kept:,} outcomes are not recorded yet: {why}; they are kept in memory and retried")
+
+    def raise_failure(self) -> None:
+        """Raise `JournalError` if rows were lost since this was last raised."""
+        with self._changed:
+            failure, self._failure = self._failure, None
+        if failure is not None:
+            raise JournalError(failure)
+
+    def closed(self) -> Future[None]:
+        """Begin to close, and return a future that is done when the last row is written or lost."""
+        self._begin_closing()
+        return self._closed
+
+    def join(self) -> None:
+        """Wait for the thread, once `closed` is done. Raises as `raise_failure` does."""
+        self._thread.join()
+        atexit.unregister(self._close_at_exit)
+        self.raise_failure()
+
+    def _begin_closing(self) -> None:
+        if os.getpid() != self.process_id:
+            raise JournalError(f"the journal {self._path} was opened by another process; close it there")
+        with self._changed:
+            self._closing = True
+            self._changed.notify()
+
+    def _close_at_exit(self) -> None:
+        if os.getpid() == self.process_id:
+            self._begin_closing()
+            self._thread.join()
+
+    def check(self) -> None:
+        """Raise `JournalError` if the journal is closed, or was opened before a fork."""
+        if self._closing:
+            raise JournalError(f"the journal {self._path} is closed")
+        if os.getpid() != self.process_id:
+            raise JournalError(f"the journal {self._path} was opened before a fork; open another one in this process")
+
+    def _call(self) -> Future[None]:
+        """Return a future that is done when all entries that wait now are written. The lock must be held."""
+        call = _started()
+        self._calls.append(call)
+        self._changed.notify()
+        return call
+
+    def _write(self) -> None:
+        """Write entries until the journal is closed. Runs in the writing thread."""
+        while not self._write_once():
+            pass
+        try:
+            self._on_last()
+            self._connection.close()
+        except sqlite3.Error as error:
+            self.lost(0, explained(error, self._path))
+        finally:
+            self._closed.set_result(None)
+
+    def _write_once(self) -> bool:
+        """Wait for entries and write them; return whether they were the last."""
+        with self._changed:
+            if self._kept:
+                # The last write failed: wait before the next try, unless `flush` or `aclose` asks for one now.
+                self._changed.wait_for(lambda: self._calls or self._closing, self._retry_s)
+            else:
+                self._changed.wait_for(lambda: self._waiting or self._calls or self._closing)
+                self._changed.wait_for(
+                    lambda: len(self._waiting) >= COMMIT_ENTRIES or self._calls or self._closing, COMMIT_AFTER_S
+                )
+            self._take()
+            calls, self._calls = self._calls, []
+            last = self._closing
+        self._commit_kept()
+        if last:
+            self._commit_before_closing()
+        for call in calls:
+            call.set_result(None)
+        return last
+
+    def _take(self) -> None:
+        """Move the waiting entries to the kept ones, which are written next. The lock must be held."""
+        self._kept += self._waiting
+        self._waiting = []
+        # `get` reads both mappings without the lock, in the opposite order, so this one is filled first.
+        self._verdicts_being_written = {**self._verdicts_being_written, **self._unwritten_verdicts}
+        self._unwritten_verdicts = {}
+
+    def _commit_kept(self) -> None:
+        """Try to write the kept entries. Those that cannot be written now stay kept."""
+        why = None
+        while self._kept and why is None:
+            rows = self._kept[:COMMIT_MOST]
+            why = self._commit(rows)
+            if why is None:
+                del self._kept[: len(rows)]
+                self._let_go(rows)
+        with self._changed:
+            recovered, self._failing = self._failing and why is None, why
+            if why is None:
+                self._verdicts_being_written = {}
+                self._retry_s = FIRST_RETRY_S
+            else:
+                self._retry_s = min(2 * self._retry_s, LONGEST_RETRY_S)
+            kept = len(self._kept)
+        if why is not None:
+            self._say_once("write", f"{why}; {kept:,} outcomes are kept in memory and retried, and scoring goes on")
+        elif recovered:
+            self._logged.discard("write")
+            _log.warning("the journal %s can be written again; all kept outcomes are recorded", self._path)
+
+    def _commit_before_closing(self) -> None:
+        """Retry for up to `CLOSE_WITHIN_S`, then count the remaining entries as lost."""
+        give_up_at = time.monotonic() + CLOSE_WITHIN_S
+        while self._kept and time.monotonic() < give_up_at:
+            threading.Event().wait(min(self._retry_s, CLOSE_WITHIN_S / 10))
+            self._commit_kept()
+        if self._kept:
+            rows, self._kept = self._kept, []
+            self._let_go(rows)
+            self.lost(len(rows), self._failing or "the journal was closed")
+            _log.error("%s", self._failure)
+
+    def _let_go(self, rows: list[tuple[entries.Value, ...]]) -> None:
+        with self._changed:
+            self._unwritten -= len(rows)
+            self._unwritten_chars -= sum(map(_chars, rows))
+
+    def _commit(self, rows: list[tuple[entries.Value, ...]]) -> str | None:
+        """Write all `rows` or none; return why they cannot be written now. Invalid rows are dropped."""
+        try:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                self._connection.executemany(_INSERT, rows)
+            except _FAULTS_OF_A_ROW:
+                self._roll_back()
+                self._connection.execute("BEGIN IMMEDIATE")
+                self._insert_one_by_one(rows)
+            self._connection.execute("COMMIT")
+        except Exception as error:
+            self._roll_back()
+            return explained(error, self._path)
+        return None
+
+    def _insert_one_by_one(self, rows: list[tuple[entries.Value, ...]]) -> None:
+        for row in rows:
+            try:
+                self._connection.execute(_INSERT, row)
+            except _FAULTS_OF_A_ROW as error:
+                self.lost(1, f"an outcome cannot be written ({type(error).__name__})")
+
+    def lost(self, count: int, why: str) -> None:
+        """Count entries that will never be written."""
+        with self._changed:
+            self.write_errors += count
+            self._failure = (
+                f"{self.write_errors:,} outcomes were not recorded: {why}; a later run asks and pays for their "
+                "verdicts again"
+            )
+
+    def _roll_back(self) -> None:
+        try:
+            if self._connection.in_transaction:
+                self._connection.execute("ROLLBACK")
+        except sqlite3.Error:
+            # The next BEGIN fails, too, and is handled there.
+            return
+
+    def _say_once(self, what: str, message: str) -> None:
+        if what not in self._logged:
+            self._logged.add(what)
+            _log.error("%s", message)
+
+
+def _started() -> Future[None]:
+    """Return a future that cannot be cancelled, so that a cancelled caller does not withdraw its call."""
+    future: Future[None] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _chars(row: tuple[entries.Value, ...]) -> int:
+    """Estimate the size of a row in memory, in characters."""
+    return _ROW_CHARS + sum(len(value) for value in row if isinstance(value, str))

@@ -21,6 +21,7 @@ from typing import Any
 from ..config import Scheduling
 from ..errors import input_problem
 from ..observers import Observers
+from .arrivals import Arrivals
 from .attempts import Attempt, AttemptError
 from .batches import Batch, Batches, Member
 from .calls import Answer, Call, Caller, Unanswered
@@ -82,7 +83,7 @@ class Dispatcher:
         self.batches = Batches(self._loop, upstreams, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
         self._deadlines = Deadlines(self._loop, self._expire_safely)
-        self._arrived: list[Job] = []
+        self._arrivals = Arrivals(self._planner, enqueue=self.enqueue, on_bug=self._bug, log_bug=self._log_bug)
         self._max_attempts = max_attempts
         self._pump = Pump(self._loop, self._step, on_stall=self._excuse)
         self._waiting = Waiting(
@@ -120,7 +121,7 @@ class Dispatcher:
         loop.
         """
         now = self._loop.time()
-        arrived = set(self._arrived)
+        arrived = self._arrivals.jobs
         return [
             job
             for job in self._jobs
@@ -183,7 +184,7 @@ class Dispatcher:
         self._jobs[job] = None
         batch.add(job)
         self._deadlines.add(job)
-        self._arrived.append(job)
+        self._arrivals.add(job)
         self._pump.ask()
         return job
 
@@ -249,8 +250,7 @@ class Dispatcher:
 
     def _place(self, now: float) -> float:
         """Start everything that may go now; return the time by which to pump again."""
-        if self._arrived:
-            self._arrange(now)
+        self._arrivals.queue(now)
         for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: len(self._running)):
             self._start_attempt(job, upstream, now, hedge=hedge)
         self._waiting.queue_oversize(now)
@@ -295,27 +295,6 @@ class Dispatcher:
         """Do not count the time in which the event loop was blocked as latency or silence."""
         for upstream in self._upstreams.values():
             upstream.excuse(since=since, now=now)
-
-    def _arrange(self, now: float) -> None:
-        arrived, self._arrived = self._arrived, []
-        by_batch: dict[Batch, list[Job]] = {}
-        for job in arrived:
-            if job.batch.together and job.batch.lookups and not job.batch.arranged and not job.ended:
-                self._arrived.append(job)
-            elif not job.ended:
-                by_batch.setdefault(job.batch, []).append(job)
-        for batch in by_batch:
-            batch.arranged = True
-        for jobs in by_batch.values():
-            try:
-                self._planner.arrange(jobs, now)
-            except Exception as error:
-                self._log_bug("a batch could not be ordered", error)
-            for job in jobs:
-                try:
-                    self.enqueue(job)
-                except Exception as error:
-                    self._bug(job, error)
 
     # Attempts
 

@@ -7,6 +7,7 @@ invalid verdict, because another try may help.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,8 @@ from .replies import Answer, Problem, name_of, usage_of
 
 _BROKEN_OFF = ("error", "abort", "aborted", "cancelled")
 """Values of `finish_reason` for a fault of the provider, which does not depend on the question."""
+_THOUGHT = re.compile("think|thought|reason", re.IGNORECASE)
+"""What is in the type of a part that holds thoughts: `thinking` (Mistral, Cohere), `reasoning`, `reasoning_text`."""
 _FILTERED = ("content_filter", "refusal")
 """Values of `finish_reason` for an answer that was withheld because of the question; the judge rejects those."""
 
@@ -67,7 +70,8 @@ def _thinking(message: Mapping[str, Any]) -> str:
         stated = message.get(key)
         if stated:
             return stated if isinstance(stated, str) else "..."
-    return ""
+    content = message.get("content")
+    return "..." if isinstance(content, list) and has_thoughts(content) else ""
 
 
 def _text(content: Any) -> tuple[str | None, str]:
@@ -78,6 +82,20 @@ def _text(content: Any) -> tuple[str | None, str]:
         return content, ""
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         return None, ""
-    texts = [part["text"] for part in content if isinstance(part.get("text"), str)]
     refusals = [part["refusal"] for part in content if isinstance(part.get("refusal"), str)]
-    return "".join(texts), "".join(refusals)
+    return text_of_parts(content), "".join(refusals)
+
+
+def text_of_parts(parts: list[dict[str, Any]]) -> str:
+    """Return the answer in the parts of a content. Thoughts may be such parts, too; a verdict in them is a draft."""
+    return "".join(part["text"] for part in parts if isinstance(part.get("text"), str) and not _is_thought(part))
+
+
+def has_thoughts(parts: list[Any]) -> bool:
+    """Whether thoughts are among the parts of a content."""
+    return any(isinstance(part, dict) and _is_thought(part) for part in parts)
+
+
+def _is_thought(part: Mapping[str, Any]) -> bool:
+    kind = part.get("type")
+    return isinstance(kind, str) and _THOUGHT.search(kind) is not None

@@ -210,9 +210,9 @@ class Answer:
         return self.redactor.of(kind, 80) + page
 
     def unreadable(self, what: str, body: bytes = b"") -> TransientError:
-        """Return the error for a reply that cannot be read. `what` describes the reply; `body` is quoted briefly."""
+        """Return the error for a reply that cannot be read. `what` describes it, `body` is quoted briefly."""
         detail = self.redactor.of(body)
-        text = f"source {self.name!r} ({self.url}) answered {self.http.status} with {what}"
+        text = f"source {self.name!r} ({self.url}) answered {self.http.status} with {self.redactor.of(what)}"
         return TransientError(text + (f": {detail}" if detail else ""), status=self.http.status)
 
 

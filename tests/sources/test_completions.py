@@ -49,3 +49,12 @@ def test_a_reply_that_ended_in_its_thoughts_is_for_the_judge_to_refuse() -> None
 )
 def test_what_a_model_wrote_is_for_the_judge_to_read(message: dict[str, Any]) -> None:
     assert answer(message).reply().text == message["content"]
+
+
+@pytest.mark.parametrize("kind", ["thinking", "reasoning", "reasoning_text", "Thought"])
+def test_thoughts_among_the_parts_of_a_content_are_no_answer(kind: str) -> None:
+    draft = {"type": kind, "text": '{"score": 9}'}
+    reply = answer({"content": [draft, {"type": "text", "text": "7"}]}).reply()
+    assert (reply.text, bool(reply.thinking)) == ("7", True)
+    with pytest.raises(TransientError, match="reasoning and no answer"):
+        answer({"content": [draft]}).reply()

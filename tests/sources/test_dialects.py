@@ -12,6 +12,7 @@ from pydantic import TypeAdapter
 from yarl import URL
 
 from qreward_plugins.errors import ConfigurationError, InvalidReply, SourceUnusable, Throttled, TransientError
+from qreward_plugins.judges.finish_reasons import why_no_verdict
 from qreward_plugins.judges.llm import LLMJudge
 from qreward_plugins.samples import Sample
 from qreward_plugins.sources import OpenAISource, Reply, Request
@@ -316,8 +317,51 @@ def test_a_reply_without_an_answer_is_tried_again(dialect: str, body: Any) -> No
 def test_the_input_of_the_tool_is_the_verdict() -> None:
     tool = {"type": "tool_use", "id": "t", "name": "verdict", "input": {"id": "x", "score": 7}}
     reply = read("anthropic", message({"type": "text", "text": "Here:"}, tool, stop="tool_use"))
-    assert json.loads(reply.text) == {"id": "x", "score": 7}
+    assert json.loads(reply.text.removeprefix("Here:")) == {"id": "x", "score": 7}
     assert reply.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("other", ["tool", "text"])
+def test_a_second_verdict_beside_a_tool_makes_the_reply_invalid(other: str) -> None:
+    asked = judge(criteria={})
+    request = asked.request(SAMPLE, attempt=0)
+    first, second = ({"id": request.nonce, "rationale": "ok", "score": score} for score in (1, 9))
+    blocks = [{"type": "tool_use", "id": "t", "name": "verdict", "input": verdict} for verdict in (first, second)]
+    if other == "text":
+        blocks[0] = {"type": "text", "text": json.dumps(first)}
+    assert asked.verdict(request, read("anthropic", message(blocks[1], stop="tool_use"))).score == 0.9
+    with pytest.raises(InvalidReply, match="2 verdicts"):
+        asked.verdict(request, read("anthropic", message(*blocks, stop="tool_use")))
+
+
+def test_a_duplicate_key_in_the_input_of_a_tool_makes_the_reply_invalid() -> None:
+    tool = {"type": "tool_use", "id": "t", "name": "verdict", "input": {"id": "x", "score": 7}}
+    body = json.dumps(message(tool, stop="tool_use")).replace('"score": 7', '"score": 7, "score": 9').encode()
+    http = HTTPReply(200, CIMultiDict({"Content-Type": "application/json"}), body)
+    with pytest.raises(InvalidReply, match="duplicate key"):
+        source("anthropic").answer(URL("http://judge.invalid/v1"), http).reply()
+
+
+@pytest.mark.parametrize("reason", ["max_tool_calls", "", None, "a reason of next year"])
+def test_a_response_that_is_incomplete_for_any_reason_is_not_whole(reason: str | None) -> None:
+    body = response(output_text("fine"), status="incomplete", incomplete_details={"reason": reason})
+    assert why_no_verdict(read("responses", body).finish_reason) == "cut off"
+
+
+@pytest.mark.parametrize(
+    ("dialect", "body"),
+    [
+        ("openai", {"choices": [{"message": {"content": None}, "finish_reason": KEY}]}),
+        ("responses", {"status": KEY, "output": []}),
+        ("gemini", {"candidates": [{"content": {"parts": [{"text": "x"}]}, "finishReason": KEY}]}),
+    ],
+)
+def test_a_key_that_a_server_echoes_as_the_end_of_a_reply_is_not_shown(dialect: str, body: Any) -> None:
+    http = HTTPReply(200, CIMultiDict({"Content-Type": "application/json"}), json.dumps(body).encode())
+    with pytest.raises(TransientError) as caught:
+        source(dialect, api_key=KEY).answer(URL("http://judge.invalid/v1"), http).reply()
+    assert KEY not in str(caught.value)
+    assert "***" in str(caught.value)
 
 
 def test_a_commentary_is_no_part_of_the_answer() -> None:

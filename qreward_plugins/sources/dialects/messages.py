@@ -14,6 +14,7 @@ from ...errors import InvalidReply, QRewardError
 from ..base import Reply, Request
 from ..rate_limit_headers import announced_limits
 from ..replies import Answer, Problem, counted, name_of
+from ..values import read_json
 from .base import Dialect, Refusal, image_data, is_on, parts_of, prompt_in, schema_in, system_and_turns, text_of
 
 VERSION_HEADER = "anthropic-version"
@@ -48,6 +49,11 @@ class MessagesAnswer(Answer):
         if stop.lower() in _BROKEN_OFF:
             return self.unreadable(f"a reply that the provider broke off (stop_reason {stop!r})")
         text, thinking, is_answered = _text_and_thoughts(content)
+        if any(map(_is_verdict, content)):
+            # The input of a tool is read as strictly as a text: parsed twice, a duplicate key could give two scores.
+            strict = read_json(self)
+            if isinstance(strict, QRewardError):
+                return strict
         if stop == "refusal":
             details = body.get("stop_details")
             reason = name_of(details.get("explanation")) if isinstance(details, dict) else ""
@@ -78,10 +84,15 @@ def _text_and_thoughts(content: list[Any]) -> tuple[str, str, bool]:
             thoughts.append(block["thinking"] or "...")
         elif kind == "redacted_thinking":
             thoughts.append("...")
-        elif kind == "tool_use" and block.get("name") == _TOOL and isinstance(block.get("input"), dict):
-            # The verdict stands in the input of the tool; a text before it is a remark.
-            return orjson.dumps(block["input"]).decode(), "\n".join(thoughts), True
+        elif _is_verdict(block):
+            # A text beside it is a remark. It stays in the answer, because a second verdict makes a reply invalid.
+            texts.append(f"\n{orjson.dumps(block['input']).decode()}\n")
     return "".join(texts), "\n".join(thoughts), bool(texts)
+
+
+def _is_verdict(block: Mapping[str, Any]) -> bool:
+    """Whether a block calls the tool whose input is the verdict."""
+    return block.get("type") == "tool_use" and block.get("name") == _TOOL and isinstance(block.get("input"), dict)
 
 
 def _usage(stated: Any) -> Any:

@@ -14,7 +14,8 @@ from ..rate_limit_headers import announced_limits
 from ..replies import Answer, counted, name_of
 from .base import Dialect, Refusal, is_on, parts_of, prompt_in, system_and_turns, text_of
 
-_CUT_OFF = "max_output_tokens"
+_INCOMPLETE = {"max_output_tokens": "length", "content_filter": "content_filter"}
+"""Why a response is incomplete, in the words of chat completions."""
 
 
 class ResponsesAnswer(Answer):
@@ -53,7 +54,8 @@ def _ended(body: Mapping[str, Any]) -> str | None:
         return None
     details = body.get("incomplete_details")
     reason = name_of(details.get("reason")) if isinstance(details, Mapping) else ""
-    return "length" if reason == _CUT_OFF else reason or "incomplete"
+    # A reason that is not known must not count as an end.
+    return _INCOMPLETE.get(reason, "incomplete")
 
 
 def _read(output: list[Any]) -> tuple[str, str, str, bool]:

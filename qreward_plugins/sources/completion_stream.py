@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, ClassVar
 
+from .completions import has_thoughts, text_of_parts
 from .streams import Event, StreamBroken, StreamReader
 
 _DONE = b"[DONE]"
@@ -39,13 +40,16 @@ class CompletionStream(StreamReader):
             return
         self._model = chunk.get("model") or self._model
         self._usage = chunk.get("usage") or self._usage
-        choices = chunk.get("choices", [])
+        # Some servers write null instead of [] beside the usage.
+        choices = chunk.get("choices")
+        if choices is None:
+            choices = []
         if not isinstance(choices, list) or len(choices) > 1:
             raise StreamBroken("an event with more than one choice")
         for choice in choices:
             if not isinstance(choice, dict):
                 raise StreamBroken("an event with a choice of the wrong type")
-            if choice.get("index", 0) != 0:
+            if choice.get("index") not in (0, None):
                 raise StreamBroken("a second choice")
             self._take(choice)
 
@@ -59,7 +63,8 @@ class CompletionStream(StreamReader):
             raise StreamBroken("an event with a delta of the wrong type")
         text, refusal = _text_of(delta, "content"), _text_of(delta, "refusal")
         thoughts = "".join(_text_of(delta, key) for key in _THOUGHTS)
-        if not thoughts and delta.get("reasoning_details"):
+        content = delta.get("content")
+        if not thoughts and (delta.get("reasoning_details") or (isinstance(content, list) and has_thoughts(content))):
             thoughts = "..."
         if self._finish is not None and (text or refusal):
             raise StreamBroken("text after the finish_reason")
@@ -68,7 +73,8 @@ class CompletionStream(StreamReader):
         self.thoughts += thoughts
         self.tokens += bool(text or refusal or thoughts)
         finish = choice.get("finish_reason")
-        if finish is not None:
+        # Some servers write "" instead of null until the end.
+        if finish is not None and finish != "":
             self._finish = finish
             self.whole = True
 
@@ -85,7 +91,8 @@ class CompletionStream(StreamReader):
 
     def with_text(self, body: dict[str, Any], text: str) -> dict[str, Any]:
         [choice] = body["choices"]
-        return {**body, "choices": [{**choice, "message": {**choice["message"], "content": text}}]}
+        choices = [{**choice, "message": {**choice["message"], "content": text}}]
+        return {**body, "choices": choices, "usage": self._usage}
 
 
 def _text_of(delta: dict[str, Any], key: str) -> str:
@@ -93,7 +100,7 @@ def _text_of(delta: dict[str, Any], key: str) -> str:
     if value is None:
         return ""
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
-        value = "".join(part["text"] for part in value if isinstance(part.get("text"), str))
+        value = text_of_parts(value)
     if not isinstance(value, str):
         raise StreamBroken(f"an event whose {key} is not text")
     return value

@@ -46,6 +46,8 @@ _STREAM_END_S = 0.5
 _STREAM_END_BYTES = 4096
 # A judge that is done ends its stream right after its verdict; ending the stream here would cost the connection.
 _GRACE_S = 0.1
+# Characters in which an answer is looked for, in all looks at one stream. It takes about 20 ms.
+_MOST_LOOKED_AT = 2**24
 
 S = TypeVar("S")
 
@@ -76,15 +78,29 @@ class HTTPReply:
     stream: StreamFacts | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Streaming:
     """How a streamed reply is read. `idle_s`: most seconds between two events; None: any number. `complete` is
-    that of the request.
+    that of the request. `thoughts_first`: the model thinks, and some servers leave its thoughts in the answer.
     """
 
     reader: StreamReader
     idle_s: float | None = None
     complete: Callable[[str], int] | None = None
+    thoughts_first: bool = False
+    _left: int = _MOST_LOOKED_AT
+
+    def may_end(self, reader: StreamReader) -> bool:
+        """Whether the stream may end before its server ends it. A text that may be thoughts is read to its end: a
+        verdict in thoughts is a draft.
+        """
+        return self.complete is not None and self._left > 0 and (bool(reader.thoughts) or not self.thoughts_first)
+
+    def length_of(self, text: str) -> int:
+        """Return how many characters of `text` are a whole answer; 0 for none."""
+        # Each look takes time in proportion to the text, so a long text in small pieces would take quadratic time.
+        self._left -= len(text)
+        return 0 if self.complete is None else self.complete(text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,8 +333,8 @@ class Reading:
                             timer.restart(streaming.idle_s)
                         before = len(reader.text)
                         reader.read(event)
-                        if answer is None and streaming.complete is not None and len(reader.text) > before:
-                            length = streaming.complete(reader.text)
+                        if answer is None and len(reader.text) > before and streaming.may_end(reader):
+                            length = streaming.length_of(reader.text)
                             if length:
                                 answer, by_then = reader.text[:length], reader.body()
                                 # Most servers end here, too. Then the connection is kept, and the usage is known.
@@ -347,7 +363,8 @@ class Reading:
         body = reader.body()
         cut = answer is not None and (over or not reader.whole or "error" in body)
         if answer is not None:
-            body = streaming.reader.with_text(by_then if cut else body, answer)
+            # How much of what follows an answer is seen depends on the speed of the server, so none of it counts.
+            body = reader.with_text(by_then, answer)
         if cut:
             incoming.abort()
         elif reader.ended:

@@ -92,7 +92,8 @@ class OpenAISource(Endpoint):
         if self._reader is None or self._streams is False or self._finding_out:
             return None
         self._finding_out = self._streams is None
-        return Streaming(self._reader(), self._idle_s, request.complete)
+        thoughts_first = self._thinks and self._dialect.shows_thoughts
+        return Streaming(self._reader(), self._idle_s, request.complete, thoughts_first)
 
     def streamed(self, http: HTTPReply | None) -> SourceError | None:
         if not self._finding_out:

@@ -128,4 +128,6 @@ class StreamReader(ABC):
 
     @abstractmethod
     def with_text(self, body: dict[str, Any], text: str) -> dict[str, Any]:
-        """Return `body` with the text of its answer cut down to `text`."""
+        """Return `body`, which this reader has returned before, with the text of its answer cut down to `text`, and
+        with the usage that is known now.
+        """

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
+from typing import Any
 
 import orjson
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from yarl import URL
 
 from qreward_plugins.sources.completion_stream import CompletionStream
+from qreward_plugins.sources.http import HTTPReply, Incoming, Reading, Streaming, Timer
 from qreward_plugins.sources.streams import Event, EventParser, StreamBroken
 
 
@@ -87,6 +93,19 @@ def test_thoughts_are_apart_from_the_answer() -> None:
     assert reader.body()["choices"][0]["message"]["reasoning_content"].startswith("hmhm")
 
 
+def test_thoughts_among_the_parts_of_a_content_are_apart_from_the_answer() -> None:
+    for part in ({"type": "thinking", "thinking": [{"type": "text", "text": "9"}]}, {"type": "reasoning", "text": "9"}):
+        reader = read(chunk([part]), chunk([{"type": "text", "text": "a"}], "stop"))
+        assert (reader.text, bool(reader.thoughts), reader.tokens) == ("a", True, 2)
+
+
+def test_what_some_servers_write_in_the_place_of_null_is_read_as_null() -> None:
+    usage = orjson.dumps({"choices": None, "usage": {"prompt_tokens": 1, "completion_tokens": 2}})
+    unnumbered = orjson.dumps({"choices": [{"index": None, "delta": {"content": "b"}, "finish_reason": ""}]})
+    reader = read(chunk("a", ""), unnumbered, chunk(finish="stop"), usage)
+    assert (reader.text, reader.whole, reader.body()["choices"][0]["finish_reason"]) == ("ab", True, "stop")
+
+
 @pytest.mark.parametrize(
     "data", [b'{"error": {"message": "no", "code": 500}}', b'{"choices": [{"index": 0, "error": {"message": "no"}}]}']
 )
@@ -114,3 +133,72 @@ def test_an_error_in_the_middle_is_the_body(data: bytes) -> None:
 def test_lies_are_refused(data: list[bytes], said: str) -> None:
     with pytest.raises(StreamBroken, match=said):
         read(*data)
+
+
+class Chunks(Incoming):
+    """A reply of server-sent events, without a connection. Its clock stands still."""
+
+    def __init__(self, *events: bytes) -> None:
+        self.status, self.headers = 200, {"Content-Type": "text/event-stream"}
+        self._events = events
+        self.expired = False
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        for event in self._events:
+            yield b"data: " + event + b"\n\n"
+
+    @contextmanager
+    def within(self, seconds: float | None) -> Iterator[Timer]:
+        yield self
+
+    def restart(self, seconds: float | None) -> None:
+        pass
+
+    def abort(self) -> None:
+        pass
+
+
+def streamed(*data: bytes, complete: Callable[[str], int], **options: Any) -> dict[str, Any]:
+    """Return the body that is read from a stream."""
+    reading = Reading(
+        "a", URL("http://judge.invalid/v1"), 2**22, Streaming(CompletionStream(), None, complete, **options)
+    )
+    reply = asyncio.run(reading.read(Chunks(*data)))
+    assert isinstance(reply, HTTPReply), reply
+    body: dict[str, Any] = orjson.loads(reply.body)
+    return body
+
+
+def one_brace(text: str) -> int:
+    return text.find("}") + 1
+
+
+@pytest.mark.parametrize("finish", ["stop", "length", "content_filter"])
+def test_what_follows_an_answer_does_not_count_at_any_speed(finish: str) -> None:
+    usage = orjson.dumps({"choices": [], "usage": {"prompt_tokens": 3, "completion_tokens": 2}})
+    whole = streamed(chunk("{}"), chunk("{2}"), chunk(finish=finish), usage, complete=one_brace)
+    cut = streamed(chunk("{}"), chunk("{2}"), complete=one_brace)
+    assert whole["choices"] == cut["choices"]
+    assert whole["choices"][0]["message"]["content"] == "{}"
+    assert whole["usage"]["prompt_tokens"] == 3
+
+
+def test_a_text_that_may_be_thoughts_is_read_to_its_end() -> None:
+    data = (chunk("{}"), chunk("</think>{2}"), chunk(finish="stop"))
+    body = streamed(*data, complete=one_brace, thoughts_first=True)
+    assert body["choices"][0]["message"]["content"] == "{}</think>{2}"
+    thought = orjson.dumps({"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]})
+    body = streamed(thought, *data, complete=one_brace, thoughts_first=True)
+    assert body["choices"][0]["message"]["content"] == "{}"
+
+
+def test_an_answer_is_looked_for_in_a_bounded_number_of_characters() -> None:
+    looked = 0
+
+    def complete(text: str) -> int:
+        nonlocal looked
+        looked += len(text)
+        return 0
+
+    streamed(*[chunk("}" * 1000)] * 1000, chunk(finish="stop"), complete=complete)
+    assert looked < 20_000_000

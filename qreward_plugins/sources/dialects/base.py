@@ -57,6 +57,8 @@ class Dialect(ABC):
     """The keys of the body that hold several settings: `parameters` change single settings in them."""
     foreign: ClassVar[Mapping[str, str]] = {}
     """Keys of other dialects, and what to write instead."""
+    shows_thoughts: ClassVar[bool] = False
+    """Whether some servers of it leave the thoughts of a model in its answer."""
     sends_temperature: ClassVar[bool] = True
     """Whether a judge's temperature is sent. False: current models of this dialect refuse it."""
     lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {}

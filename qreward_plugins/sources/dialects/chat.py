@@ -24,6 +24,7 @@ class Completions(Dialect):
     stream = CompletionStream
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     bound_holds_budget = False
+    shows_thoughts = True
     prompt_keys: ClassVar[tuple[str, ...]] = ()
 
     def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
@@ -53,6 +54,7 @@ class ReasoningCompletions(Completions):
     title = "OpenAI chat completions of reasoning models"
     bound = (_REASONING_BOUND,)
     bound_holds_budget = True
+    shows_thoughts = False
     sends_temperature = False
     lacks: ClassVar[Mapping[str, tuple[str, ...]]] = {"logprobs": (), "top_logprobs": ()}
 

@@ -8,8 +8,9 @@ a journal pays for it once.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractAsyncContextManager, ExitStack
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -25,8 +26,12 @@ from .spent import Spent, Usage
 SAMPLES_A_REQUEST = 512
 """Most samples that one request holds; more are sent in several requests at the same time."""
 RETRY_FOR_S = 60.0
+REPLY_WITHIN_S = 5.0
+"""Seconds after the deadline of its samples for which a reply of the server is waited for."""
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 10.0
+_CONNECT_WITHIN_S = 10.0
+_SHORTEST_DEADLINE_S = 1e-3
 _CONNECTIONS = 64
 _TRY_AGAIN = (429, 503)
 """Statuses of a server that takes no samples now: its queue is full, or it is about to stop."""
@@ -38,7 +43,8 @@ class RewardClient:
     Args:
         url: the server's address, e.g. `http://127.0.0.1:8080`.
         token: what the server expects as a bearer token.
-        retry_for_s: most seconds for which it tries again while the server cannot be reached or is busy.
+        retry_for_s: most seconds in all for which a request is kept back because the server cannot be reached or is
+            busy. The time in which the server works on it does not count.
     """
 
     def __init__(self, url: str, *, token: str | None = None, retry_for_s: float = RETRY_FOR_S) -> None:
@@ -58,13 +64,19 @@ class RewardClient:
     ) -> list[Outcome]:
         """Score samples; outcome i belongs to sample i.
 
-        Cancelling the call cancels the samples at the server. Raises `RewardServerError` if the server refuses the
-        request or cannot be reached for `retry_for_s` seconds, and `InputError` for a sample that JSON cannot express.
+        `deadline_s` counts from this call, whatever number of tries it takes. Default: that of the server's
+        configuration, for each try. Cancelling the call cancels the samples at the server.
+
+        Raises `RewardServerError` if the server refuses the request, cannot be reached or is busy for `retry_for_s`
+        seconds, or has not replied `REPLY_WITHIN_S` after the deadline; and `InputError` for a sample that JSON cannot
+        express, or a deadline that is none.
         """
+        if deadline_s is not None and not 0 < deadline_s < math.inf:
+            raise InputError("deadline_s must be a number of seconds above 0")
         rows = [_row(sample, number) for number, sample in enumerate(samples)]
-        terms = {"deadline_s": deadline_s, "priority": priority}
+        deadline_at = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         parts = [rows[start : start + SAMPLES_A_REQUEST] for start in range(0, len(rows), SAMPLES_A_REQUEST)]
-        asked = [asyncio.ensure_future(self._ask({"samples": part, **terms}, len(part))) for part in parts]
+        asked = [asyncio.ensure_future(self._ask(part, deadline_at, priority)) for part in parts]
         try:
             return [outcome for part in asked for outcome in await part]
         finally:
@@ -84,34 +96,42 @@ class RewardClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _ask(self, body: Mapping[str, Any], count: int) -> list[Outcome]:
-        data, loop = orjson.dumps(body), asyncio.get_running_loop()
-        give_up_at, pause_s = loop.time() + self._retry_for_s, _FIRST_PAUSE_S
+    async def _ask(self, rows: Sequence[Mapping[str, Any]], deadline_at: float | None, priority: int) -> list[Outcome]:
+        loop, kept_back_s, pause_s = asyncio.get_running_loop(), 0.0, _FIRST_PAUSE_S
         while True:
-            wait_s = pause_s
+            began_at, wait_s = loop.time(), pause_s
+            left_s = None if deadline_at is None else max(_SHORTEST_DEADLINE_S, deadline_at - began_at)
+            data = orjson.dumps({"samples": rows, "deadline_s": left_s, "priority": priority})
             try:
-                async with self._opened().post(f"{self._url}/score", data=data, headers=self._headers) as reply:
+                async with self._post(data, left_s) as reply:
                     answer, status = await reply.read(), reply.status
                     wait_s = max(pause_s, _seconds(reply.headers.get("Retry-After")))
                 if status in (200, 207):
-                    return _outcomes(answer, count)
+                    return _outcomes(answer, len(rows))
                 said = f"the reward server at {self._url} answered {status}: {_detail(answer)}"
                 error = RewardServerError(said, status=status)
-            except (aiohttp.ClientError, OSError) as failed:
+            except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
                 said = f"the reward server at {self._url} cannot be reached ({type(failed).__name__})"
                 error = RewardServerError(said)
-            if (error.status is not None and error.status not in _TRY_AGAIN) or loop.time() + wait_s > give_up_at:
+                if isinstance(failed, (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)):
+                    kept_back_s += loop.time() - began_at
+            kept_back_s += wait_s
+            final = error.status is not None and error.status not in _TRY_AGAIN
+            too_late = deadline_at is not None and loop.time() + wait_s >= deadline_at
+            if final or too_late or kept_back_s > self._retry_for_s:
                 raise error
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
+    def _post(self, data: bytes, left_s: float | None) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        # Without a deadline from the caller, only the server knows it, so no time limit here would be right.
+        total_s = None if left_s is None else left_s + REPLY_WITHIN_S
+        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_WITHIN_S)
+        return self._opened().post(f"{self._url}/score", data=data, headers=self._headers, timeout=timeout)
+
     def _opened(self) -> aiohttp.ClientSession:
         if self._session is None:
-            # The server ends every request by its deadline, so no time limit here can be too short.
-            self._session = aiohttp.ClientSession(
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=10.0),
-                connector=aiohttp.TCPConnector(limit=_CONNECTIONS),
-            )
+            self._session = aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=_CONNECTIONS))
         return self._session
 
 
@@ -225,4 +245,5 @@ def _detail(answer: bytes) -> str:
 
 
 def _seconds(header: str | None) -> float:
-    return float(header) if header is not None and header.isdigit() else 0.0
+    # Not `isdigit`, which is true for superscripts, too.
+    return float(header) if header is not None and header.isdecimal() else 0.0

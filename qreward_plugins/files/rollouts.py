@@ -107,7 +107,7 @@ def sample_of(row: Mapping[str, Any], *, name: str, where: str, folder: Path | N
         data_source=data_source or "",
         extras=extras,
         id=str(row["id"]) if row.get("id") is not None else name,
-        response_images=[*rest, *beside["response_images"]],
+        response_images=(*rest, *beside["response_images"]),
     )
 
 

@@ -252,14 +252,14 @@ class RequestBatches:
     def admitting(self, job: Job) -> RequestBatch | None:
         """The open batch that `job` may join; None if there is none."""
         batch = self._open.get(job.most_together)
-        if batch is None or self._exceeds(batch, self._upstream.tokens(job.request)):
+        if batch is None or self._alone(job) or self._exceeds(batch, self._upstream.tokens(job.request)):
             return None
         # A hedge must not stand in the same request as the attempt that it is for.
         return None if any(attempt.request_batch is batch for attempt in job.live) else batch
 
     def place(self, job: Job, now: float) -> RequestBatch | None:
         """The batch that `job` joins now, opened if necessary; None if it must go alone."""
-        if job.most_together < 2 or not self._upstream.breaker.closed or self._upstream.oversize(job.request):
+        if self._alone(job):
             return None
         batch = self.admitting(job)
         if batch is not None:
@@ -325,6 +325,11 @@ class RequestBatches:
             )
         # The callbacks of the ended tasks run in the next step of the event loop.
         await asyncio.sleep(0)
+
+    def _alone(self, job: Job) -> bool:
+        """Whether `job` must not share a request. A probe goes alone, because its end decides about the source."""
+        upstream = self._upstream
+        return job.most_together < 2 or not upstream.breaker.closed or upstream.oversize(job.request)
 
     def _exceeds(self, batch: RequestBatch, tokens: int) -> bool:
         most = self._limits.max_tokens

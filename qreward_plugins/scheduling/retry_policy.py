@@ -164,6 +164,7 @@ class RetryPolicy:
             job.barred |= {upstream.name}
             problem += f" (it went alone, because it may take {upstream.tokens(attempt.request):,} tokens)"
         job.throttled += 1
+        self.splitting.throttled(attempt)
         self.backoff.after_throttling(job, upstream, now)
         if not gone:
             self.retry(attempt, problem)

@@ -7,6 +7,10 @@ It is not known which call is to blame, so none of them uses up a try. They go a
     invalid reply    the results cannot be matched to the calls: each call alone
     hung or crashed  a local function: each call alone
     timed out        each call alone, because another time limit may be more than the deadlines allow
+    throttled        the batches stay as large as they were, because a pause is mostly enough. Two cases are different.
+                     Some servers answer 429 to a request that is too large: if the source never answered as many
+                     calls, batches of half the size from a job's second 429. One call may be too large for a limit:
+                     otherwise batches of half the size at each third 429 of a job
     other failures   batches of half the size, and alone after the second one. If no sample can be to blame
                      (`Health.excuses`), the batches stay as large as they were
 
@@ -20,6 +24,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import InvalidReply, NotStarted, PermanentError, SampleFault, SourceError, SourceUnusable, TransientError
 from .attempts import Attempt
+from .backoff import THROTTLED_TO_BACK_OFF
 from .jobs import Job
 
 if TYPE_CHECKING:
@@ -27,6 +32,9 @@ if TYPE_CHECKING:
 
 ALONE_AFTER = 2
 """Failed requests of several calls after which a job goes alone."""
+THROTTLED_TO_DOUBT_SIZE = 2
+"""Throttled requests of one job from which their number of calls may be the reason, where the source never answered as
+many."""
 
 
 class Splitting:
@@ -51,6 +59,13 @@ class Splitting:
         if not (job.ended or attempt.given_up):
             _reduce(job, together // 2 if isinstance(error, PermanentError) else 1)
             self._retry_policy.retry(attempt, str(error))
+
+    def throttled(self, attempt: Attempt) -> None:
+        """Note that the request of `attempt` was throttled, after `Job.throttled` was counted."""
+        throttled, together = attempt.job.throttled, attempt.together
+        too_many = together > attempt.upstream.most_answered and throttled >= THROTTLED_TO_DOUBT_SIZE
+        if together > 1 and (too_many or throttled % THROTTLED_TO_BACK_OFF == 0):
+            _reduce(attempt.job, together // 2)
 
     def given_up(self, attempt: Attempt) -> None:
         """Note that the request of `attempt` was given up because it took too long."""

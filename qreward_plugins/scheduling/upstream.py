@@ -68,6 +68,8 @@ class Upstream:
         """Attempts that started here."""
         self.answers = 0
         """Replies that it gave, valid or not."""
+        self.most_answered = 0
+        """Number of calls of the largest request that it answered."""
         self.live: dict[Attempt, None] = {}
         """Attempts under way here."""
         self.silence = Silence(self.live, self.speed, Tail())
@@ -263,6 +265,8 @@ class Upstream:
 
     def _request_answered(self, attempt: Attempt, reply: Reply, now: float) -> None:
         """Learn from the answer to a request, whatever number of calls it carried."""
+        if attempt.request_batch is not None:
+            self.most_answered = max(self.most_answered, attempt.request_batch.count)
         self.pauses.answered(attempt.started_at)
         self.quota.answered(now, sent_at=attempt.started_at)
         if reply.announced:

@@ -292,6 +292,8 @@ def _reply(value: Any, status: int = 200, headers: Mapping[str, str] | None = No
 async def _json(request: web.Request) -> Mapping[str, Any]:
     try:
         body = orjson.loads(await request.read())
+    except web.RequestPayloadError:
+        raise _Refused(400, "http", "the body was cut off, or is not encoded as its Content-Encoding says") from None
     except orjson.JSONDecodeError as error:
         raise _Refused(400, "json", f"the body is not JSON: {error.msg} at byte {error.pos:,}") from None
     if not isinstance(body, Mapping):

@@ -220,6 +220,40 @@ def test_a_429_makes_all_calls_wait_and_counts_once(stage):
     assert stage.upstreams["a"].quota.use(played.finished_at).throttled == 1
 
 
+def test_a_probe_never_takes_a_place_beyond_the_limit_although_others_may_join_an_open_request(stage):
+    batching(stage, max_wait_s=20, limits={"concurrency": 2}, batch_behaviour=lambda *_: 30.0)
+    upstream = stage.upstreams["a"]
+    peak = []
+    reserve = upstream.quota.reserve
+
+    def noted(*args, **options):
+        reservation = reserve(*args, **options)
+        peak.append(upstream.quota.in_flight)
+        return reservation
+
+    upstream.quota.reserve = noted
+
+    async def main():
+        dispatcher = stage.dispatcher()
+
+        async def one(at):
+            await asyncio.sleep(at)
+            return await dispatcher.score(stage.sample(), stage.judge, deadline_s=200)
+
+        async def trip():
+            await asyncio.sleep(1)
+            assert len(upstream.request_batches.open) == 1
+            upstream.breaker.trip(dispatcher.now())
+
+        stage.sources["a"].behaviour = lambda number, request, now: 30.0 if number < 2 else 0.1
+        outcomes = await asyncio.gather(one(0), one(0.5), one(1.5), trip())
+        await dispatcher.aclose()
+        return outcomes
+
+    assert all(isinstance(outcome, Scored) for outcome in run(main())[:3])
+    assert max(peak) == 2
+
+
 def test_statistics_count_requests_and_their_calls(stage):
     batching(stage, max_size=8, limits={"concurrency": 1})
     stage.play([10] * 12)
@@ -229,6 +263,31 @@ def test_statistics_count_requests_and_their_calls(stage):
 
 
 # Failures
+
+
+@pytest.mark.parametrize("retry_after_s", [None, 1.0])
+def test_a_call_that_is_always_throttled_keeps_no_answer_from_its_neighbours(stage, retry_after_s):
+    batching(stage, max_size=16, guilty=(77, Throttled("too large", status=429, retry_after_s=retry_after_s)))
+    played = stage.play([10] * 63 + [77])
+    assert [isinstance(outcome, Scored) for outcome in played.outcomes] == [True] * 63 + [False]
+
+
+def test_a_server_that_throttles_large_requests_gets_smaller_ones(stage):
+    source = batching(stage, max_size=16)
+    source.batch_behaviour = lambda number, requests, now: (
+        Throttled("too large", status=429) if len(requests) > 4 else A_S + B_S * len(requests)
+    )
+    assert scored(stage.play([10] * 64))
+
+
+def test_requests_stay_large_after_some_throttling(stage):
+    source = batching(stage, max_size=8, limits={"concurrency": 1})
+    good = source.batch_behaviour
+    source.batch_behaviour = lambda number, requests, now: (
+        Throttled("429", status=429, retry_after_s=1.0) if number in (1, 2) else good(number, requests, now)
+    )
+    assert scored(stage.play([10] * 40))
+    assert set(source.carried) == {8}
 
 
 def refusal():

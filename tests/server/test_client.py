@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import threading
 
 import pytest
@@ -77,6 +79,115 @@ async def test_a_server_that_is_away_is_asked_again(serve):
     async with RewardClient("http://127.0.0.1:9", retry_for_s=0) as client:
         with pytest.raises(RewardServerError, match="cannot be reached"):
             await client.score(sample(1))
+
+
+class Answers:
+    """A server on a socket. Its n-th connection is handled by the n-th function, and all later ones by the last."""
+
+    def __init__(self, *handlers) -> None:
+        self.handlers, self.bodies, self.tasks = handlers, [], []
+
+    async def __aenter__(self) -> Answers:
+        self._server = await asyncio.start_server(self._begin, "127.0.0.1", 0)
+        self.url = "http://127.0.0.1:{}".format(self._server.sockets[0].getsockname()[1])
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self.tasks:
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    def _begin(self, reader, writer) -> None:
+        self.tasks.append(asyncio.ensure_future(self._serve(reader, writer)))
+
+    async def _serve(self, reader, writer) -> None:
+        try:
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
+            self.bodies.append(json.loads(await reader.readexactly(length)))
+            handler = self.handlers[min(len(self.bodies), len(self.handlers)) - 1]
+            writer.write(await handler())
+            await writer.drain()
+        finally:
+            writer.close()
+            await writer.wait_closed()
+
+
+def answer(body, status=200, *headers):
+    """A handler that answers."""
+
+    async def handler():
+        lines = [f"HTTP/1.1 {status} X", f"Content-Length: {len(body)}", "Connection: close", *headers, "", ""]
+        return "\r\n".join(lines).encode() + body
+
+    return handler
+
+
+async def whole_reply(serve):
+    async with serve() as served:
+        _, reply, _ = await served.post("/score", {"samples": [{"prompt": "?", "response": "So much: 0.5"}]})
+    return json.dumps(reply).encode()
+
+
+async def test_a_reply_that_was_cut_off_is_asked_for_again(serve):
+    body = await whole_reply(serve)
+    whole = answer(body)
+
+    async def cut():
+        return (await whole())[:-20]
+
+    async with Answers(cut, whole) as server, RewardClient(server.url) as client:
+        assert (await client.score(sample(1))).reward == 0.5
+    assert server.bodies[0] == server.bodies[1]
+
+
+async def test_the_time_in_which_the_server_works_leaves_the_time_for_trying_again(serve):
+    async def lost():
+        await asyncio.sleep(0.9)
+        return b""
+
+    body = await whole_reply(serve)
+    async with Answers(lost, answer(body)) as server, RewardClient(server.url, retry_for_s=0.8) as client:
+        assert (await client.score(sample(1))).reward == 0.5
+
+
+async def test_the_deadline_holds_over_all_tries():
+    busy = answer(b"{}", 429)
+    async with Answers(busy) as server, RewardClient(server.url) as client:
+        began_at = asyncio.get_running_loop().time()
+        with pytest.raises(RewardServerError, match="answered 429"):
+            await client.score(sample(1), deadline_s=1.2)
+        assert asyncio.get_running_loop().time() - began_at < 5
+    given = [body["deadline_s"] for body in server.bodies]
+    assert len(given) == 2
+    assert given[1] < 0.8 < given[0] <= 1.2
+
+
+async def test_a_server_that_hangs_is_left_after_the_deadline(monkeypatch):
+    monkeypatch.setattr("qreward_plugins.client.REPLY_WITHIN_S", 0.1)
+
+    async def hang():
+        await asyncio.sleep(30)
+        return b""
+
+    async with Answers(hang) as server, RewardClient(server.url) as client:
+        with pytest.raises(RewardServerError, match="TimeoutError"):
+            await client.score(sample(1), deadline_s=0.2)
+
+
+@pytest.mark.parametrize("deadline_s", [0, -1.0, math.nan, math.inf])
+async def test_a_wrong_deadline(deadline_s):
+    async with RewardClient("http://127.0.0.1:9") as client:
+        with pytest.raises(InputError, match="deadline_s must be"):
+            await client.score(sample(1), deadline_s=deadline_s)
+
+
+async def test_an_absurd_retry_after_counts_as_none():
+    async with Answers(answer(b"{}", 429, "Retry-After: \u00b2")) as server:
+        async with RewardClient(server.url, retry_for_s=0) as client:
+            with pytest.raises(RewardServerError, match="answered 429"):
+                await client.score(sample(1))
 
 
 async def test_a_sample_that_json_cannot_express(serve):

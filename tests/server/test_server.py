@@ -150,6 +150,13 @@ async def test_one_wrong_value_is_its_own_samples_failure(serve, row):
     assert [(result["status"], result["reason"]) for result in reply["results"]] == [(200, None), (422, "input")]
 
 
+async def test_a_body_that_is_not_encoded_as_it_says_is_the_callers_mistake(serve):
+    async with serve() as served:
+        status, reply, _ = await served.post("/score", b"not gzip", **{"Content-Encoding": "gzip"})
+    assert status == 400
+    assert "Content-Encoding" in reply["error"]["detail"]
+
+
 @pytest.mark.parametrize(
     ("name", "value"), [("Deadline-S", "soon"), ("Deadline-S", "nan"), ("Deadline-S", "-1"), ("Priority", "high")]
 )

@@ -52,7 +52,7 @@ def test_files_name_paths_or_hold_data_urls(server, run_cli, write_config, write
     assert server.report().requests == 4
     sample = next(read_rollouts(file)).sample
     assert sample.messages[0]["content"][0]["image"] == Image.of(png)
-    assert sample.response_images == [Image.of(url)]
+    assert sample.response_images == (Image.of(url),)
     assert "images" not in sample.extras
 
 

@@ -89,7 +89,7 @@ class Answers:
 
     async def __aenter__(self) -> Answers:
         self._server = await asyncio.start_server(self._begin, "127.0.0.1", 0)
-        self.url = "http://127.0.0.1:{}".format(self._server.sockets[0].getsockname()[1])
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -184,10 +184,10 @@ async def test_a_wrong_deadline(deadline_s):
 
 
 async def test_an_absurd_retry_after_counts_as_none():
-    async with Answers(answer(b"{}", 429, "Retry-After: \u00b2")) as server:
-        async with RewardClient(server.url, retry_for_s=0) as client:
-            with pytest.raises(RewardServerError, match="answered 429"):
-                await client.score(sample(1))
+    busy = answer(b"{}", 429, "Retry-After: \u00b2")
+    async with Answers(busy) as server, RewardClient(server.url, retry_for_s=0) as client:
+        with pytest.raises(RewardServerError, match="answered 429"):
+            await client.score(sample(1))
 
 
 async def test_a_sample_that_json_cannot_express(serve):

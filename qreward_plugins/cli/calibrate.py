@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.padding import Padding
@@ -16,9 +17,8 @@ from ..config import Config, judge_for, load_config, own_sources, parts_of
 from ..engine import RewardEngine
 from ..errors import InputError
 from ..files import read_rollouts
-from ..judges import RewardModelJudge
 from ..judges.calibration import Calibration, Identity
-from ..judges.transforms import zscore_file
+from ..judges.router import kind_of
 from ..samples import Failed, Sample
 from .figures import number_of
 from .progress import ProgressDisplay
@@ -30,9 +30,10 @@ _BAR_CHARS = 40
 
 @dataclass(frozen=True)
 class Target:
-    """A judge to measure, and the file for its reference scores."""
+    """A judge to measure, its configuration for that, and the file for its reference scores."""
 
     judge: str
+    raw: Any
     out: Path
 
 
@@ -53,20 +54,25 @@ async def calibrate(
 
 def _targets(config: Config, judge: str | None, file: Path | None) -> list[Target]:
     """Return the judges to measure. Raises `InputError` if there are none."""
-    known = {name: node for name, node in config.judges.items() if isinstance(node, RewardModelJudge.Config)}
-    if judge is not None and judge not in known:
-        names = ", ".join(known) or "none"
-        raise InputError(f"{judge!r} is no judge of kind reward_model; these are: {names}")
-    named = {name: zscore_file(node.transform) for name, node in known.items() if judge in (None, name)}
+    measured = {name: kind_of(node).measurement(node) for name, node in config.judges.items()}
+    known = {name: measurement for name, measurement in measured.items() if measurement is not None}
+    if judge is not None:
+        if judge not in known:
+            names = ", ".join(known) or "none"
+            raise InputError(f"{judge!r} is no judge with reference scores; these are: {names}")
+        known = {judge: known[judge]}
     if file is not None:
-        if len(named) != 1:
-            raise InputError(f"--out is the file of one judge; name it with --judge ({', '.join(named) or 'none'})")
-        return [Target(name, file) for name in named]
-    found = [Target(name, Path(said).expanduser()) for name, said in named.items() if said is not None]
+        if len(known) != 1:
+            raise InputError(f"--out is the file of one judge; name it with --judge ({', '.join(known) or 'none'})")
+        return [Target(name, measurement.raw, file) for name, measurement in known.items()]
+    found = [
+        Target(name, measurement.raw, Path(measurement.file).expanduser())
+        for name, measurement in known.items()
+        if measurement.file is not None
+    ]
     if not found:
         raise InputError(
-            "no judge of kind reward_model has a transform with zscore: FILE; add one, or name a judge with --judge "
-            "and a file with --out"
+            "no judge has a transform with zscore: FILE; add one, or name a judge with --judge and a file with --out"
         )
     return found
 
@@ -79,7 +85,7 @@ async def _measure(config: Config, path: Path, target: Target, samples: Path, ou
     scores: list[float] = []
     failed: Counter[str] = Counter()
     examples: dict[str, str] = {}
-    async with open_engine(_alone(config, target.judge), path) as engine:
+    async with open_engine(_alone(config, target), path) as engine:
         identity = _identity(engine, target.judge)
         say(errors, f"asking for the scores of {number_of(chosen, 'row')} of {samples} (judge {target.judge})")
         rate_per_s = sum(upstream.calls_per_s for upstream in engine.upstreams.values())
@@ -98,12 +104,10 @@ async def _measure(config: Config, path: Path, target: Target, samples: Path, ou
     return REWARDS_MISSING if failed else OK
 
 
-def _alone(config: Config, judge: str) -> Config:
-    """Return the configuration with one judge and its sources; its rewards are the scores before the transform."""
-    plain = {"transform": (), "reward_range": None, "correct_at": None, "floor": None, "on_invalid": "missing"}
-    node = config.judges[judge].model_copy(update=plain)
-    sources = {name: config.sources[name] for name in own_sources(config, judge)}
-    return config.model_copy(update={"judges": {judge: node}, "sources": sources, "routes": {}})
+def _alone(config: Config, target: Target) -> Config:
+    """Return the configuration with one judge and its sources; its rewards are the scores to measure."""
+    sources = {name: config.sources[name] for name in own_sources(config, target.judge)}
+    return config.model_copy(update={"judges": {target.judge: target.raw}, "sources": sources, "routes": {}})
 
 
 def _samples_of(config: Config, judge: str, path: Path) -> Iterator[Sample]:
@@ -116,12 +120,11 @@ def _samples_of(config: Config, judge: str, path: Path) -> Iterator[Sample]:
 
 def _identity(engine: RewardEngine, judge: str) -> Identity:
     """Return what the scores depend on. Raises `InputError` if the judge has sources with different scores."""
-    leaf = engine.judges[judge]
-    assert isinstance(leaf, RewardModelJudge), "only these are measured"
-    first, *others = leaf.sources
-    identity = leaf.identity(engine.upstreams[first].source)
+    opened = engine.judges[judge]
+    first, *others = opened.sources
+    identity = opened.identity(engine.upstreams[first].source)
     for other in others:
-        if identity.difference(leaf.identity(engine.upstreams[other].source)):
+        if identity.difference(opened.identity(engine.upstreams[other].source)):
             raise InputError(
                 f"judge {judge!r} asks different models ({first}, {other}), and their scores have different scales; "
                 "give each a judge of its own"

@@ -18,6 +18,7 @@ from ..errors import InputError, Mistake, QRewardError
 from ..samples import Failed, Sample, Verdict
 from ..scheduling.calls import Answer, Call, T
 from ..sources.base import Reply, Request, Source
+from .calibration import Identity, Measurement
 
 
 class JudgeFailed(QRewardError):
@@ -99,6 +100,17 @@ class Judge(ABC):
         method to be planned.
         """
         raise InputError(f"{cls.__name__} defines no `rehearsed`, so `qreward plan` cannot simulate its replies")
+
+    @classmethod
+    def measurement(cls, config: Any) -> Measurement | None:
+        """Say how `qreward calibrate` measures the scores of a judge with this configuration. Default: None, its kind
+        has no reference scores. A kind that has some defines `identity`, too.
+        """
+        return None
+
+    def identity(self, source: Source) -> Identity:
+        """Return what the scores of this judge at `source` depend on, for their file."""
+        raise NotImplementedError(f"{type(self).__name__} has no reference scores")
 
     @abstractmethod
     async def judge(self, sample: Sample, ask: Ask) -> Verdict:

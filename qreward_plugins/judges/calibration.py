@@ -29,6 +29,16 @@ _MESSAGES: Any = ({"role": "user", "content": "What is 17 plus 25?"}, {"role": "
 
 
 @dataclass(frozen=True)
+class Measurement:
+    """How the scores of a judge are measured."""
+
+    raw: Any
+    """The judge's configuration without the steps after the score, so that its rewards are the scores."""
+    file: str | None
+    """The file that its configuration names for the reference scores."""
+
+
+@dataclass(frozen=True)
 class Identity:
     """What scores depend on. `reading` are the judge's settings that select and activate a logit. `sent` is a hash of
     the request that the source sends for a fixed conversation: protocol, chat template and parameters.

@@ -26,7 +26,7 @@ from ..sources.base import Reply, Request, Source
 from ..sources.image_parts import ShownImage, with_images
 from ..sources.kind import LOGITS
 from .base import Opening
-from .calibration import REMEDY, Calibration, Identity
+from .calibration import REMEDY, Calibration, Identity, Measurement
 from .control_tokens import neutralise
 from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
@@ -90,6 +90,11 @@ class RewardModelJudge(Leaf):
         logits = {label: score, **other}
         return Reply(value=logits if config.reduce is None else [(1, logits)])
 
+    @classmethod
+    def measurement(cls, config: Any) -> Measurement:
+        plain = {"transform": (), "reward_range": None, "correct_at": None, "floor": None, "on_invalid": "missing"}
+        return Measurement(config.model_copy(update=plain), zscore_file(config.transform))
+
     def __init__(self, name: str, config: Config, *, sources: Sequence[str], vision: Sequence[str] = ()) -> None:
         self._images = ImageRules(name, config.images, sources=sources, vision=vision)
         mistakes = [*number_mistakes(name, config), *self._images.mistakes()]
@@ -121,7 +126,6 @@ class RewardModelJudge(Leaf):
         ]
 
     def identity(self, source: Source) -> Identity:
-        """Return what the scores of this judge at `source` depend on."""
         config = self._config
         return Identity.of(
             source, [f"label {config.label}", f"activation {config.activation}", f"reduce {config.reduce}"]

@@ -57,7 +57,7 @@ def slots_of(config: EndpointConfig) -> int | None:
 
 def _open_httpx(path: str, connecting: Connecting, options: HttpxOptions, urls: tuple[URL, ...]) -> HTTPClient[Any]:
     mistakes = list(_missing(path, options))
-    plain = [url for url in urls if url.scheme == "http"]
+    plain = [url for url in urls if url.scheme != "https"]
     for key, given in (("http2", options.http2), ("cert", options.cert is not None)):
         if given and len(plain) == len(urls):
             mistakes.append(Mistake(f"{path}.httpx.{key}", "no URL of this source is https, so it has no effect."))

@@ -197,7 +197,7 @@ def test_only_rows_of_the_judge_count(calibrate, config, tmp_path):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--judge", "other"], "'other' is no judge of kind reward_model; these are: quality"),
+        (["--judge", "other"], "'other' is no judge with reference scores; these are: quality"),
         (["--judge", "quality", "--out", "b.json"], ""),
         (["--out", "b.json"], ""),
         (["--out", "nowhere/b.json"], "there is no directory 'nowhere'"),
@@ -230,4 +230,4 @@ def test_without_zscore_there_is_nothing_to_measure(calibrate, config):
     del config["judges"]["quality"]["transform"]
     result = calibrate()
     assert result.exit_code == 2
-    assert "no judge of kind reward_model has a transform with zscore: FILE" in result.stderr
+    assert "no judge has a transform with zscore: FILE" in result.stderr

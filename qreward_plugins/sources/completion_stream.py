@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from .completions import has_thoughts, text_of_parts
-from .streams import Event, StreamBroken, StreamReader
+from .streams import StreamBroken, StreamReader, text_in
 
-_DONE = b"[DONE]"
 _THOUGHTS = ("reasoning_content", "reasoning")
 
 
@@ -18,30 +18,24 @@ class CompletionStream(StreamReader):
     `finish_reason`, and parts that are not text are refused: then it is unknown what the answer is.
     """
 
-    ASKS: ClassVar[dict[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
+    ASKS: ClassVar[Mapping[str, Any]] = {"stream": True, "stream_options": {"include_usage": True}}
 
     def __init__(self) -> None:
         super().__init__()
         self._model: Any = None
         self._usage: Any = None
         self._finish: Any = None
-        self._error: Any = None
         self._refusal = ""
 
-    def read(self, event: Event) -> None:
-        if event.data.strip() == _DONE:
-            self.ended = True
-            return
-        chunk = event.json()
+    def take(self, event: dict[str, Any], name: str) -> None:
         # vLLM sends an error as data, others under the event's name.
-        if chunk.get("error") or event.name == "error":
-            self._error = chunk.get("error") or chunk
-            self.whole = self.ended = True
+        if event.get("error") or name == "error":
+            self.fail(event.get("error") or event)
             return
-        self._model = chunk.get("model") or self._model
-        self._usage = chunk.get("usage") or self._usage
+        self._model = event.get("model") or self._model
+        self._usage = event.get("usage") or self._usage
         # Some servers write null instead of [] beside the usage.
-        choices = chunk.get("choices")
+        choices = event.get("choices")
         if choices is None:
             choices = []
         if not isinstance(choices, list) or len(choices) > 1:
@@ -51,12 +45,11 @@ class CompletionStream(StreamReader):
                 raise StreamBroken("an event with a choice of the wrong type")
             if choice.get("index") not in (0, None):
                 raise StreamBroken("a second choice")
-            self._take(choice)
+            self._take_choice(choice)
 
-    def _take(self, choice: dict[str, Any]) -> None:
+    def _take_choice(self, choice: dict[str, Any]) -> None:
         if choice.get("error"):
-            self._error = choice["error"]
-            self.whole = self.ended = True
+            self.fail(choice["error"])
             return
         delta = choice.get("delta") or {}
         if not isinstance(delta, dict):
@@ -68,10 +61,9 @@ class CompletionStream(StreamReader):
             thoughts = "..."
         if self._finish is not None and (text or refusal):
             raise StreamBroken("text after the finish_reason")
-        self.text += text
+        self.add(text, thoughts)
         self._refusal += refusal
-        self.thoughts += thoughts
-        self.tokens += bool(text or refusal or thoughts)
+        self.tokens += bool(refusal and not text and not thoughts)
         finish = choice.get("finish_reason")
         # Some servers write "" instead of null until the end.
         if finish is not None and finish != "":
@@ -79,8 +71,8 @@ class CompletionStream(StreamReader):
             self.whole = True
 
     def body(self) -> dict[str, Any]:
-        if self._error is not None:
-            return {"error": self._error}
+        if self.error is not None:
+            return {"error": self.error}
         message: dict[str, Any] = {"role": "assistant", "content": self.text}
         if self._refusal:
             message["refusal"] = self._refusal
@@ -97,10 +89,6 @@ class CompletionStream(StreamReader):
 
 def _text_of(delta: dict[str, Any], key: str) -> str:
     value = delta.get(key)
-    if value is None:
-        return ""
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
-        value = text_of_parts(value)
-    if not isinstance(value, str):
-        raise StreamBroken(f"an event whose {key} is not text")
-    return value
+        return text_of_parts(value)
+    return text_in(delta, key)

@@ -47,7 +47,8 @@ class Endpoint(SourceKind):
     `Retry-After`, and redaction of secrets.
 
     `name` is its name in the configuration. `mistakes` are the mistakes that the kind found in `config`. `path`
-    replaces `PATH` if the path depends on the configuration.
+    replaces `PATH` if the path depends on the configuration; `stream_path` is that of streamed replies, if it is
+    another one.
 
     Raises ConfigurationError with `mistakes` and those that depend on the environment: an unset variable for the key,
     a URL or header that cannot be sent.
@@ -69,7 +70,13 @@ class Endpoint(SourceKind):
     usual_latency_s = 0.5
 
     def __init__(
-        self, name: str, config: EndpointConfig, *, mistakes: Sequence[Mistake] = (), path: str | None = None
+        self,
+        name: str,
+        config: EndpointConfig,
+        *,
+        mistakes: Sequence[Mistake] = (),
+        path: str | None = None,
+        stream_path: str | None = None,
     ) -> None:
         super().__init__(name, config)
         self._url_key = config.URL_KEY
@@ -81,6 +88,9 @@ class Endpoint(SourceKind):
         self._urls = read_urls(
             f"sources.{name}.{config.URL_KEY}", config.urls, self.PATH if path is None else path, found
         )
+        self._stream_urls = self._urls
+        if stream_path is not None and not found:
+            self._stream_urls = read_urls(f"sources.{name}.{config.URL_KEY}", config.urls, stream_path, found)
         if found or mistakes:
             raise ConfigurationError([*found, *mistakes])
         self._replicas = Replicas(config.urls)
@@ -94,7 +104,7 @@ class Endpoint(SourceKind):
         self._http = open_client(
             name,
             config,
-            self._urls.values(),
+            {*self._urls.values(), *self._stream_urls.values()},
             headers,
             plain_headers=plain,
             secrets=tuple(secrets_in(config.parameters)),
@@ -181,7 +191,7 @@ class Endpoint(SourceKind):
         loop = asyncio.get_running_loop()
         most = calls * self._max_reply_bytes
         with self._replicas.borrow(loop.time()) as replica:
-            url = self._urls[replica.base_url]
+            url = (self._urls if streaming is None else self._stream_urls)[replica.base_url]
             try:
                 http = await self._http.post(url, body, on_sent=on_sent, max_reply_bytes=most, streaming=streaming)
             except SourceError:

@@ -329,6 +329,8 @@ class Reading:
                     if size > self.limit * _STREAM_FACTOR:
                         raise StreamBroken(f"more than {self.limit * _STREAM_FACTOR:,} bytes of events")
                     for event in parser.feed(chunk):
+                        if event.keeps_alive:
+                            continue
                         if answer is None:
                             timer.restart(streaming.idle_s)
                         before = len(reader.text)

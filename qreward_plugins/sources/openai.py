@@ -25,7 +25,8 @@ from .replies import Answer
 
 _AUTO = "auto"
 _NO_STREAM = (400, 405, 406, 415, 422, 501)
-"""How servers refuse a request because of `stream`."""
+"""How servers refuse a request because of `stream`. A path of its own may also be unknown (404)."""
+_GENERATES = (":generateContent", ":streamGenerateContent")
 
 
 class OpenAISource(Endpoint):
@@ -65,8 +66,8 @@ class OpenAISource(Endpoint):
         stream: Literal[True, False, "auto"] = False
         """Read replies as server-sent events, as they come. A reply ends as soon as the verdict is complete: the
         connection is closed, so that the server can stop. What would follow is not seen, so a second verdict does not
-        make it invalid. This needs a dialect of chat completions. `true`: always. `auto`: if the server streams; one
-        request finds out, and a refusal costs it another try. `false` (default): never."""
+        make it invalid. `true`: always. `auto`: if the server streams; one request finds out, and a refusal costs it
+        another try. `false` (default): never."""
 
         timeouts: StreamTimeouts = StreamTimeouts()
 
@@ -80,7 +81,13 @@ class OpenAISource(Endpoint):
         self._settings = settings
         self._thinks = dialect.thinks(settings)
         self._as_tool = config.structured_output == "tool"
-        super().__init__(name, config, mistakes=_mistakes(f"sources.{name}", config, dialect), path=_path(config))
+        super().__init__(
+            name,
+            config,
+            mistakes=_mistakes(f"sources.{name}", config, dialect),
+            path=_path(config, dialect.path),
+            stream_path=_path(config, dialect.stream_path) if config.stream and dialect.stream_path else None,
+        )
         self._model = config.model
         self._reader = dialect.stream if config.stream else None
         self._idle_s = config.timeouts.idle_s
@@ -99,7 +106,10 @@ class OpenAISource(Endpoint):
         if not self._finding_out:
             return None
         self._finding_out = False
-        if http is None or (http.status not in _NO_STREAM and not 200 <= http.status < 300):
+        refuses = http is not None and (
+            http.status in _NO_STREAM or (http.status == 404 and self._dialect.stream_path is not None)
+        )
+        if http is None or (not refuses and not 200 <= http.status < 300):
             return None
         self._streams = http.stream is not None
         if self._streams or http.status < 300:
@@ -190,9 +200,9 @@ def _dialect_of(config: OpenAISource.Config) -> Dialect:
     return DIALECTS["openai" if config.dialect == _AUTO else config.dialect]
 
 
-def _path(config: OpenAISource.Config) -> str:
+def _path(config: OpenAISource.Config, path: str) -> str:
     model = config.model if "/" in config.model else f"models/{config.model}"
-    return _dialect_of(config).path.replace("{model}", quote(model, safe="/"))
+    return path.replace("{model}", quote(model, safe="/"))
 
 
 def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[Mistake]:
@@ -200,7 +210,7 @@ def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[
     mistakes += _stream_mistakes(path, config, dialect)
     for url in config.urls:
         end = next((other.path for other in DIALECTS.values() if url.rstrip("/").endswith(other.path)), "")
-        end = end or (url[url.rfind("/models/") :] if url.endswith(":generateContent") else "")
+        end = end or (url[url.rfind("/models/") :] if url.endswith(_GENERATES) else "")
         if end:
             said = f"it must end before {end}, which is added."
             mistakes.append(Mistake(f"{path}.base_url", said, f"Leave out {end}."))
@@ -230,16 +240,17 @@ def _stream_mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -
         if parameters.get("stream_options") is not None:
             mistakes.append(Mistake(f"{path}.parameters.stream_options", "replies are not streamed.", "Leave it out."))
         return mistakes
-    if dialect.stream is None:
-        said = f"replies of the dialect {dialect.name} are not streamed."
-        mistakes.append(Mistake(f"{path}.stream", said, "Leave it out, or use a dialect of chat completions."))
     idle_s, total_s = config.timeouts.idle_s, config.timeouts.total_s
     if idle_s is not None and idle_s >= total_s:
         said = f"{idle_s:g} s of silence cannot pass within the {total_s:g} s of timeouts.total_s."
         mistakes.append(Mistake(f"{path}.timeouts.idle_s", said, "Set a smaller number."))
-    count = parameters.get("n")
-    if count is not None and count != 1:
-        mistakes.append(Mistake(f"{path}.parameters.n", "a stream carries one completion.", "Leave it out."))
+    settings = parameters.get("generationConfig")
+    counts = {"n": parameters.get("n")}
+    if isinstance(settings, Mapping):
+        counts["generationConfig.candidateCount"] = settings.get("candidateCount")
+    for key, count in counts.items():
+        if count is not None and count != 1:
+            mistakes.append(Mistake(f"{path}.parameters.{key}", "a stream carries one completion.", "Leave it out."))
     if config.stream == "auto" and parameters.get("stream_options") is not None:
         said = "a server that does not stream would refuse it."
         mistakes.append(Mistake(f"{path}.parameters.stream_options", said, "Set stream to true, or leave it out."))

@@ -10,7 +10,7 @@ bounds neither an event nor a stream.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -18,6 +18,8 @@ import orjson
 
 MEDIA_TYPE = "text/event-stream"
 _BOM = b"\xef\xbb\xbf"
+_DONE = b"[DONE]"
+_KEEP_ALIVE = frozenset({"ping", "keepalive"})
 _MOST_NAME_BYTES = 200
 
 
@@ -31,6 +33,11 @@ class Event:
 
     name: str
     data: bytes
+
+    @property
+    def keeps_alive(self) -> bool:
+        """Whether it only keeps the connection alive, as a comment does."""
+        return self.name in _KEEP_ALIVE
 
     def json(self) -> dict[str, Any]:
         """Return the data as a JSON object. Raises StreamBroken for anything else."""
@@ -97,11 +104,11 @@ class EventParser:
 class StreamReader(ABC):
     """Assembles the events of one streamed reply of one dialect.
 
-    A dialect defines `ASKS`, `read` and `body`. `read` sets `text`, `thoughts`, `whole` and `ended`, and counts
-    `tokens`.
+    A dialect defines `ASKS`, `take` and `body`. `take` sets `text`, `thoughts`, `whole` and `ended`, counts `tokens`,
+    and calls `fail` for an error.
     """
 
-    ASKS: ClassVar[dict[str, Any]] = {"stream": True}
+    ASKS: ClassVar[Mapping[str, Any]] = {"stream": True}
     """The keys of the body that ask for a stream; parameters of the configuration override them."""
 
     def __init__(self) -> None:
@@ -115,15 +122,36 @@ class StreamReader(ABC):
         """Whether nothing that counts can follow, so that reading may stop."""
         self.tokens = 0
         """Events with a part of the answer or of its thoughts: about one for each token."""
+        self.error: Any = None
+        """The error that the server sent in the middle of the stream."""
 
-    @abstractmethod
     def read(self, event: Event) -> None:
         """Take in an event. Raises StreamBroken for one that cannot be."""
+        # Gateways end the streams of any dialect so.
+        if event.data.strip() == _DONE:
+            self.ended = True
+            return
+        self.take(event.json(), event.name)
+
+    def fail(self, error: Any) -> None:
+        """Take note of an error, which ends the stream."""
+        self.error = error
+        self.whole = self.ended = True
+
+    def add(self, text: str = "", thoughts: str = "") -> None:
+        """Take note of a further part of the answer and of the thoughts."""
+        self.text += text
+        self.thoughts += thoughts
+        self.tokens += bool(text or thoughts)
+
+    @abstractmethod
+    def take(self, event: dict[str, Any], name: str) -> None:
+        """Take in the data of an event of this name. Raises StreamBroken for one that cannot be."""
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """Return the body of the same reply without streaming, as far as it has been read: an error object if the
-        server sent one.
+        """Return the body of the same reply without streaming, as far as it has been read; it has the key `error` only
+        if the server sent an error. The usage of a body that is not whole must not be too small: leave it out.
         """
 
     @abstractmethod
@@ -131,3 +159,23 @@ class StreamReader(ABC):
         """Return `body`, which this reader has returned before, with the text of its answer cut down to `text`, and
         with the usage that is known now.
         """
+
+
+def text_in(part: Mapping[str, Any], key: str) -> str:
+    """Return a text in an event; "" if it has none. Raises StreamBroken for a value of another type."""
+    value = part.get(key)
+    if value is None:
+        return ""
+    if not isinstance(value, str):
+        raise StreamBroken(f"an event whose {key} is not text")
+    return value
+
+
+def object_in(part: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return an object in an event; an empty one if it has none. Raises StreamBroken for a value of another type."""
+    value = part.get(key)
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise StreamBroken(f"an event whose {key} is not an object")
+    return value

@@ -24,7 +24,7 @@ from .limits import Excess, LimitKind, ServerLimits
 from .protocols import PROTOCOLS, Protocol
 from .report import Tally, Violation
 from .routes import Content, Route, Routes
-from .streamed_replies import stream, wants_stream
+from .streamed_replies import stream
 
 Scorer = Callable[[JudgeCall], Answer | Awaitable[Answer]]
 
@@ -105,7 +105,7 @@ class JudgeHandler:
 
     async def __call__(self, request: web.BaseRequest) -> web.StreamResponse:
         method, path = request.method, request.path
-        route, lister = self._routes.find(path), self._routes.lister(path)
+        route, lister = self._routes.find(path, request.query.get("alt", "")), self._routes.lister(path)
         if method == "POST" and route is not None:
             return await self._answer(request, route)
         if (method, path) == ("GET", "/health"):
@@ -134,7 +134,7 @@ class JudgeHandler:
             if body is None:
                 raise Refused(413, "the body is too large")
             call = route.read(body)
-            streamed = wants_stream(body) if route.streams else None
+            streamed = route.stream_options(body)
             if streamed is not None and not self._streams:
                 raise Refused(400, "this server does not stream: leave 'stream' out")
         except Refused as refused:
@@ -217,7 +217,14 @@ class JudgeHandler:
                 else:
                     played = fault if fault is not None and fault.stage == "stream" else None
                     response = await stream(
-                        request, reply.good, streamed, headers, self._faults, fault=played, interval_s=self._interval_s
+                        request,
+                        reply.good,
+                        protocol,
+                        streamed,
+                        headers,
+                        self._faults,
+                        fault=played,
+                        interval_s=self._interval_s,
                     )
                 if fault is None:
                     self._tally.answered(self._elapsed_s() - arrived_s)

@@ -40,10 +40,11 @@ class JudgeServerError(RuntimeError):
 
 
 class JudgeServer:
-    """A judge that speaks OpenAI's chat completions (POST /v1/chat/completions, streamed if asked) and responses
-    (/v1/responses), Anthropic's messages (/v1/messages) and Gemini (/v1beta/models/MODEL:generateContent, also below
-    /v1). GET /v1/models, GET /v1beta/models and GET /health. It also scores samples: POST /score, with the body of
-    slime's remote reward model: `{"prompt": text or messages, "response": text, "label": anything}`.
+    """A judge that speaks OpenAI's chat completions (POST /v1/chat/completions) and responses (/v1/responses),
+    Anthropic's messages (/v1/messages) and Gemini (/v1beta/models/MODEL:generateContent, also below /v1), each streamed
+    if asked (Gemini: `:streamGenerateContent?alt=sse`). GET /v1/models, GET /v1beta/models and GET /health. It also
+    scores samples: POST /score, with the body of slime's remote reward model: `{"prompt": text or messages,
+    "response": text, "label": anything}`.
 
     `protocols` are those that it serves, of "openai", "responses", "anthropic" and "gemini"; the first one writes the
     list of models at /v1/models. Default: all. A call has the messages and parameters of chat completions, whatever the

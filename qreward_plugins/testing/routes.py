@@ -5,8 +5,9 @@ Each has its own requests and replies; limits, latency, faults and the report ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 from typing import Protocol as Interface
 
 from .faults import FaultKind
@@ -16,11 +17,14 @@ from .faulty_verdicts import faulty_verdict
 from .judge_calls import Answer, Completion, JudgeCall, as_verdict, dump_verdict
 from .protocols import PROTOCOLS, Framed, Protocol
 from .scores import Score, as_score, read_score_call
+from .streamed_replies import wants_stream
 
 CHAT_PATH = "/v1/chat/completions"
 SCORE_PATH = "/score"
 _PATHS = {"openai": CHAT_PATH, "responses": "/v1/responses", "anthropic": "/v1/messages"}
 _GENERATE = ":generateContent"
+_STREAM = ":streamGenerateContent"
+_SSE = "sse"
 _VERSIONS = ("/v1beta", "/v1")
 
 
@@ -47,11 +51,16 @@ class Route:
     read: Callable[[bytes], JudgeCall]
     content: Callable[[JudgeCall, Answer, FaultKind | None], Content]
     protocol: Protocol
+    is_stream: bool = False
+    """Whether the path itself asks for a stream."""
 
-    @property
-    def streams(self) -> bool:
-        """Whether its replies can be streamed."""
-        return self.content is not _score and self.protocol.name == "openai"
+    def stream_options(self, body: bytes) -> Mapping[str, Any] | None:
+        """Return the `stream_options` of a request that asks for a stream; None for one that does not."""
+        if self.is_stream:
+            return {}
+        # Gemini has no such key, and services that score do not stream.
+        asks = self.content is not _score and self.protocol.name != "gemini"
+        return wants_stream(body) if asks else None
 
 
 class Routes:
@@ -71,16 +80,18 @@ class Routes:
     @property
     def paths(self) -> tuple[str, ...]:
         """The paths, for messages."""
-        generate = (f"/v1beta/models/MODEL{_GENERATE}",) if "gemini" in self._protocols else ()
+        generate = tuple(f"/v1beta/models/MODEL{end}" for end in (_GENERATE, f"{_STREAM}?alt={_SSE}"))
+        generate = generate if "gemini" in self._protocols else ()
         return (*self._fixed, *generate)
 
-    def find(self, path: str) -> Route | None:
-        """Return the route of a path; None if there is none."""
+    def find(self, path: str, alt: str = "") -> Route | None:
+        """Return the route of a path; None if there is none. `alt` is the format that its query asks for."""
         if path in self._fixed:
             return self._fixed[path]
         for version in _VERSIONS if "gemini" in self._protocols else ():
-            if path.startswith(f"{version}/models/") and path.endswith(_GENERATE):
-                return self._route(PROTOCOLS["gemini"], path[len(version) + 8 : -len(_GENERATE)])
+            end = _STREAM if alt == _SSE else _GENERATE
+            if path.startswith(f"{version}/models/") and path.endswith(end):
+                return self._route(PROTOCOLS["gemini"], path[len(version) + 8 : -len(end)], is_stream=end == _STREAM)
         return None
 
     def lister(self, path: str) -> Protocol | None:
@@ -89,12 +100,12 @@ class Routes:
             return PROTOCOLS["gemini"] if "gemini" in self._protocols else None
         return PROTOCOLS[self._protocols[0]] if path == "/v1/models" else None
 
-    def _route(self, protocol: Protocol, model: str = "") -> Route:
+    def _route(self, protocol: Protocol, model: str = "", *, is_stream: bool = False) -> Route:
         def content(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Content:
             completion = _completion(call, answer, fault)
             return completion if protocol.name == "openai" else Framed(completion, protocol)
 
-        return Route(lambda body: protocol.read(body, self._models, model), content, protocol)
+        return Route(lambda body: protocol.read(body, self._models, model), content, protocol, is_stream)
 
 
 def _completion(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Completion:

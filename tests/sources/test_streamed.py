@@ -14,6 +14,9 @@ from qreward_plugins.testing import FaultKind, Faults, JudgeServer
 
 pytestmark = pytest.mark.anyio
 PATIENCE_S = 20.0
+DIALECTS = ("openai", "openai_reasoning", "responses", "anthropic", "gemini")
+# A stream cannot tell null from an empty text.
+UNTOLD = ("null_content",)
 GOOD = {"stream_no_done", "stream_odd", "stream_drip"}
 SILENT = {"stream_silent", "stream_comments"}
 PARAMETERS = {"max_tokens": 400}
@@ -31,11 +34,15 @@ async def outcome_of(source: Any, request: Any) -> Reply | QRewardError:
         return error
 
 
+@pytest.mark.parametrize("dialect", DIALECTS)
 @pytest.mark.parametrize("kind", [kind for kind in FaultKind if kind.stage == "stream"], ids=str)
-async def test_every_fault_of_a_stream_has_its_class(kind: FaultKind, open_source: Any, request_of: Any) -> None:
+async def test_every_fault_of_a_stream_has_its_class(
+    kind: FaultKind, dialect: str, open_source: Any, request_of: Any
+) -> None:
     faults = Faults(script=[kind.value], huge_bytes=4_000_000, drip_interval_s=0.0)
     with JudgeServer(lambda call: TEXT, faults=faults) as server:
-        source = open_source(server.base_url, stream=True, max_reply_bytes=50_000, timeouts={"idle_s": 0.2})
+        settings = {"max_reply_bytes": 50_000, "timeouts": {"idle_s": 0.2}}
+        source = open_source(server.base_url, stream=True, dialect=dialect, **settings)
         outcome = await outcome_of(source, request_of(**PARAMETERS))
         if kind.value in GOOD:
             assert isinstance(outcome, Reply), outcome
@@ -61,7 +68,29 @@ async def test_other_faults_have_the_same_class_as_without_a_stream(open_source:
         await source.aclose()
 
 
-async def test_what_a_stream_says_is_what_a_reply_says(open_source: Any, request_of: Any) -> None:
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize(
+    "kind", [None, *(kind.value for kind in FaultKind if kind.stage == "verdict" and kind.value not in UNTOLD)]
+)
+async def test_what_a_stream_says_is_what_a_reply_says(
+    dialect: str, kind: str | None, open_source: Any, request_of: Any
+) -> None:
+    outcomes = []
+    for stream in (True, False):
+        with JudgeServer(lambda call: TEXT, faults=Faults(script=[kind])) as server:
+            source = open_source(server.base_url, stream=stream, dialect=dialect)
+            outcomes.append(await outcome_of(source, request_of(**PARAMETERS)))
+            after = await outcome_of(source, request_of(max_tokens=10))
+            assert isinstance(after, Reply), after
+            assert (after.finish_reason, after.first_token_s is not None) == ("length", stream)
+            await source.aclose()
+    assert type(outcomes[0]) is type(outcomes[1]), outcomes
+    for name in ("text", "thinking", "usage", "model", "finish_reason"):
+        assert getattr(outcomes[0], name, None) == getattr(outcomes[1], name, None)
+    assert kind or isinstance(outcomes[0], Reply)
+
+
+async def test_only_a_stream_has_a_first_token(open_source: Any, request_of: Any) -> None:
     with JudgeServer(lambda call: TEXT) as server:
         streamed = open_source(server.base_url, stream=True)
         plain = open_source(server.base_url)
@@ -81,14 +110,17 @@ def enough(text: str) -> int:
     return text.find("}") + 1
 
 
-@pytest.mark.parametrize("continuous", [False, True])
+@pytest.mark.parametrize(
+    ("dialect", "continuous"),
+    [("openai", False), ("openai", True), ("responses", False), ("anthropic", False), ("gemini", True)],
+)
 async def test_a_stream_ends_as_soon_as_the_answer_is_complete(
-    open_source: Any, request_of: Any, continuous: bool
+    open_source: Any, request_of: Any, dialect: str, continuous: bool
 ) -> None:
     text = '{"score": 5}' + " and on" * 200
-    options = {"stream_options": {"continuous_usage_stats": True}} if continuous else {}
+    options = {"stream_options": {"continuous_usage_stats": True}} if continuous and dialect == "openai" else {}
     with JudgeServer(lambda call: text, stream_interval_s=0.01) as server:
-        source = open_source(server.base_url, stream=True, parameters=options)
+        source = open_source(server.base_url, stream=True, dialect=dialect, parameters=options)
         request = request_of(max_tokens=2000)
         object.__setattr__(request, "complete", enough)
         reply = await outcome_of(source, request)
@@ -104,10 +136,13 @@ async def test_a_stream_ends_as_soon_as_the_answer_is_complete(
         await source.aclose()
 
 
-async def test_auto_streams_where_the_server_does_and_asks_only_once(open_source: Any, request_of: Any) -> None:
+@pytest.mark.parametrize("dialect", DIALECTS)
+async def test_auto_streams_where_the_server_does_and_asks_only_once(
+    dialect: str, open_source: Any, request_of: Any
+) -> None:
     for streams in (True, False):
         with JudgeServer(lambda call: TEXT, streams=streams) as server:
-            source = open_source(server.base_url, stream="auto")
+            source = open_source(server.base_url, stream="auto", dialect=dialect)
             outcomes = await asyncio.gather(*(outcome_of(source, request_of(**PARAMETERS)) for _ in range(8)))
             refused = [outcome for outcome in outcomes if not isinstance(outcome, Reply)]
             assert [type(outcome) for outcome in refused] == ([] if streams else [TransientError])
@@ -169,7 +204,16 @@ async def test_cancelling_a_stream_closes_its_connection(open_source: Any, reque
     [
         ({"timeouts": {"idle_s": 5}}, "timeouts.idle_s", "replies are not streamed"),
         ({"stream": True, "timeouts": {"idle_s": 120}}, "timeouts.idle_s", "cannot pass within the 120 s"),
-        ({"stream": True, "dialect": "gemini"}, "stream", "replies of the dialect gemini are not streamed"),
+        (
+            {"stream": True, "dialect": "gemini", "parameters": {"generationConfig": {"candidateCount": 2}}},
+            "parameters.generationConfig.candidateCount",
+            "one completion",
+        ),
+        (
+            {"stream": True, "dialect": "anthropic", "parameters": {"stream_options": {}}},
+            "parameters.stream_options",
+            "",
+        ),
         ({"stream": True, "parameters": {"n": 2}}, "parameters.n", "one completion"),
         ({"stream": True, "parameters": {"stream": False}}, "parameters.stream", "a key of its own"),
         ({"parameters": {"stream": True}}, "parameters.stream", "a key of its own"),
@@ -183,3 +227,31 @@ def test_what_cannot_be_streamed_is_refused(settings: Any, path: str, said: str)
     [mistake] = caught.value.mistakes
     assert mistake.path == f"sources.a.{path}"
     assert said in mistake.problem
+
+
+async def test_auto_finds_out_that_gemini_s_path_of_streams_is_unknown(
+    serve: Any, open_source: Any, request_of: Any
+) -> None:
+    async def script(exchange: Any) -> None:
+        if ":streamGenerateContent?alt=sse" in exchange.head:
+            exchange.reply({"error": {"message": "no such path"}}, "404 Not Found")
+        else:
+            parts = [{"text": "fine"}]
+            exchange.reply({"candidates": [{"content": {"parts": parts}, "finishReason": "STOP"}]})
+
+    async with serve(script) as server:
+        source = open_source(server.base_url, stream="auto", dialect="gemini")
+        assert type(await outcome_of(source, request_of())) is TransientError
+        assert (await outcome_of(source, request_of())).text == "fine"
+        await source.aclose()
+
+
+async def test_a_tool_that_is_streamed_is_the_verdict(open_source: Any, request_of: Any) -> None:
+    schema = {"type": "object", "properties": {"score": {"type": "number"}}, "additionalProperties": False}
+    asked = {"type": "json_schema", "json_schema": {"name": "verdict", "schema": schema}}
+    with JudgeServer(lambda call: '{"score": 5}') as server:
+        source = open_source(server.base_url, stream=True, dialect="anthropic", structured_output="tool")
+        reply = await outcome_of(source, request_of(response_format=asked, **PARAMETERS))
+        assert isinstance(reply, Reply), reply
+        assert json.loads(reply.text) == {"score": 5}
+        await source.aclose()

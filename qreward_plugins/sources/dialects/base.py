@@ -45,8 +45,10 @@ class Dialect(ABC):
     """Further headers. Headers of the configuration override them."""
     answer: ClassVar[type[Answer]]
     """The class that reads a reply."""
-    stream: ClassVar[type[StreamReader] | None] = None
-    """The class that reads a streamed reply. None: replies are not streamed."""
+    stream: ClassVar[type[StreamReader]]
+    """The class that reads a streamed reply."""
+    stream_path: ClassVar[str | None] = None
+    """What is appended to the URL for a streamed reply, if that is another path."""
     bound: ClassVar[tuple[str, ...]]
     """The path of the key in the body that bounds a completion."""
     bound_holds_budget: ClassVar[bool] = True

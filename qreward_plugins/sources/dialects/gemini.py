@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 
 from ...errors import InvalidReply, QRewardError
 from ..base import Reply, Request
+from ..gemini_stream import GeminiStream
 from ..rate_limit_headers import announced_limits
 from ..replies import Answer, counted, json_of, name_of
 from .base import Dialect, Refusal, image_data, parts_of, prompt_in, schema_in, system_and_turns
@@ -131,8 +132,10 @@ class Gemini(Dialect):
     name = "gemini"
     title = "Gemini generateContent"
     path = "/{model}:generateContent"
+    stream_path = "/{model}:streamGenerateContent?alt=sse"
     key_header: ClassVar[tuple[str, str]] = ("x-goog-api-key", "")
     answer = GeminiAnswer
+    stream = GeminiStream
     bound: ClassVar[tuple[str, ...]] = (_CONFIG, _BOUND)
     prompt_keys: ClassVar[tuple[str, ...]] = ("contents", "systemInstruction")
     containers: ClassVar[tuple[str, ...]] = (_CONFIG,)
@@ -143,6 +146,7 @@ class Gemini(Dialect):
         "thinkingConfig": f"Write {_CONFIG}: {{thinkingConfig: ...}}.",
         "candidateCount": f"Write {_CONFIG}: {{candidateCount: ...}}.",
         "n": "Leave it out; the judge reads one answer.",
+        "stream_options": "Leave it out.",
         "messages": "Leave it out; the judge writes the prompt.",
         "model": "The model stands in the URL; set the key model of the source.",
         "response_format": f"Write {_CONFIG}: {{responseSchema: ...}}.",

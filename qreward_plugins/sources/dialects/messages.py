@@ -12,6 +12,7 @@ import orjson
 
 from ...errors import InvalidReply, QRewardError
 from ..base import Reply, Request
+from ..message_stream import MessageStream
 from ..rate_limit_headers import announced_limits
 from ..replies import Answer, Problem, counted, name_of
 from ..values import read_json
@@ -22,7 +23,7 @@ _WITHOUT_SAMPLING = "2026-10-21"
 """The API version from which on sampling parameters are refused."""
 _SAMPLING = ("temperature", "top_p", "top_k")
 _SMALLEST_BUDGET = 1024
-_TOOL = "verdict"
+_TOOL = MessageStream.tool
 _ENDS = {
     "end_turn": "stop",
     "stop_sequence": "stop",
@@ -118,6 +119,7 @@ class Messages(Dialect):
     key_header: ClassVar[tuple[str, str]] = ("x-api-key", "")
     headers: ClassVar[Mapping[str, str]] = {VERSION_HEADER: "2023-06-01"}
     answer = MessagesAnswer
+    stream = MessageStream
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     prompt_keys: ClassVar[tuple[str, ...]] = ("messages", "system")
     containers: ClassVar[tuple[str, ...]] = ("output_config",)
@@ -132,6 +134,7 @@ class Messages(Dialect):
         "stop": "Write stop_sequences.",
         "logprobs": "Leave it out.",
         "top_logprobs": "Leave it out.",
+        "stream_options": "Leave it out.",
         "generationConfig": "That is a key of the dialect gemini.",
     }
     sends_temperature = False

@@ -12,6 +12,7 @@ from ...errors import InvalidReply, QRewardError
 from ..base import Reply, Request
 from ..rate_limit_headers import announced_limits
 from ..replies import Answer, counted, name_of
+from ..response_stream import ResponseStream
 from .base import Dialect, Refusal, is_on, parts_of, prompt_in, system_and_turns, text_of
 
 _INCOMPLETE = {"max_output_tokens": "length", "content_filter": "content_filter"}
@@ -109,6 +110,7 @@ class Responses(Dialect):
     title = "OpenAI responses"
     path = "/responses"
     answer = ResponsesAnswer
+    stream = ResponseStream
     bound: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
     prompt_keys: ClassVar[tuple[str, ...]] = ("input", "instructions")
     containers: ClassVar[tuple[str, ...]] = ("text",)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from .anthropic import Anthropic
 from .base import Framed, Protocol
 from .chat import Chat
+from .events import Events
 from .gemini import Gemini
 from .responses import Responses
 
@@ -15,4 +16,4 @@ PROTOCOLS: Mapping[str, Protocol] = {
 }
 """The protocols by name."""
 
-__all__ = ["PROTOCOLS", "Framed", "Protocol"]
+__all__ = ["PROTOCOLS", "Events", "Framed", "Protocol"]

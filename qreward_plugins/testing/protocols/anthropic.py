@@ -22,6 +22,7 @@ from .base import (
     schema_format,
     words,
 )
+from .events import Events, event, tokens_of
 
 _VERSIONS = ("2023-06-01", "2026-10-21")
 _KNOWN = words(
@@ -104,6 +105,35 @@ class Anthropic(Protocol):
         }
         filler = {"type": "message", "stop_reason": "end_turn", "content": [{"type": "text", "text": "FILLER"}]}
         return Forms(fields, {"content": []}, around(filler))
+
+    def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
+        def named(kind: str, **fields: Any) -> bytes:
+            return event({"type": kind, **fields}, kind)
+
+        def part(text: str, index: int = 0) -> bytes:
+            return named("content_block_delta", index=index, delta={"type": "text_delta", "text": text})
+
+        stop = {key: body[key] for key in ("stop_reason", "stop_sequence", "stop_details")}
+        started = {**body, **dict.fromkeys(stop), "content": [], "usage": {**body["usage"], "output_tokens": 1}}
+        ping = named("ping")
+        good = [named("message_start", message=started)]
+        end: list[bytes] = []
+        for block in body["content"]:
+            whole = {"text": "", "input": {}}
+            empty = {key: whole.get(key, value) for key, value in block.items()}
+            good += [named("content_block_start", index=0, content_block=empty), ping]
+            if block["type"] == "text":
+                good += map(part, tokens_of(block["text"]))
+            else:
+                for token in ("", *tokens_of(json.dumps(block["input"]))):
+                    delta = {"type": "input_json_delta", "partial_json": token}
+                    good.append(named("content_block_delta", index=0, delta=delta))
+            end.append(named("content_block_stop", index=0))
+        end += [named("message_delta", delta=stop, usage=body["usage"]), named("message_stop")]
+        error = {"type": "overloaded_error", "message": "injected fault stream_error"}
+        return Events(
+            good, end, whole=len(end) - 1, part=part, second=part("x", 1), error=named("error", error=error), ping=ping
+        )
 
     def error(self, status: int, message: str, code: str | None = None, retry_s: float | None = None) -> object:
         kind = _TYPES.get(status, "api_error" if status >= 500 else "invalid_request_error")

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 import orjson
 
 from ..judge_calls import OTHER_MODEL, Completion, JudgeCall, Refused, duration, error_body, read_object
+from .events import Events
 
 
 class Protocol(ABC):
@@ -33,6 +34,10 @@ class Protocol(ABC):
     @abstractmethod
     def reply(self, completion: Completion, call: JudgeCall, number: int) -> Forms:
         """Return the `number`-th reply."""
+
+    @abstractmethod
+    def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
+        """Return the events of a good reply, given its body. `options` are the `stream_options` of the request."""
 
     def check(self, headers: Mapping[str, str]) -> None:  # noqa: B027 -- a default
         """Raise `Refused` for headers that the provider would refuse."""
@@ -127,8 +132,8 @@ def read_fields(body: bytes, known: frozenset[str], what: str) -> dict[str, Any]
     """Read a body. Raises `Refused` if it is no JSON object, or has keys that are not `known`."""
     fields = read_object(body)
     check_known(fields, known, what)
-    if fields.get("stream"):
-        raise Refused(400, "this server does not stream: leave 'stream' out")
+    if not isinstance(fields.pop("stream", False), bool):
+        raise Refused(400, "'stream' must be true or false")
     return fields
 
 

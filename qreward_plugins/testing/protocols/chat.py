@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..judge_calls import Completion, JudgeCall, read_call
 from .base import Protocol
+from .events import Events, event, tokens_of
 
 
 class Chat(Protocol):
@@ -19,3 +20,31 @@ class Chat(Protocol):
 
     def reply(self, completion: Completion, call: JudgeCall, number: int) -> Any:
         return completion.reply(call, number)
+
+    def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
+        choice, usage = body["choices"][0], body["usage"]
+        message = choice["message"]
+        key = "content" if message.get("refusal") is None else "refusal"
+        head = {"id": body["id"], "object": "chat.completion.chunk", "created": 0, "model": body["model"]}
+
+        def chunk(delta: Mapping[str, Any], finish: str | None = None, /, *, index: int = 0, **more: Any) -> bytes:
+            return event({**head, "choices": [{"index": index, "delta": delta, "finish_reason": finish}], **more})
+
+        good = [chunk({"role": "assistant", "content": ""})]
+        for number, token in enumerate(tokens_of(message[key] or ""), 1):
+            continuous = options.get("continuous_usage_stats")
+            stated: dict[str, Any] = {"usage": {**usage, "completion_tokens": number}} if continuous else {}
+            good.append(chunk({key: token}, **stated))
+        end = [chunk({}, choice["finish_reason"])]
+        if options.get("include_usage"):
+            end.append(event({**head, "choices": [], "usage": usage}))
+        end.append(b"data: [DONE]\n\n")
+        error = {"message": "injected fault stream_error", "code": 500}
+        return Events(
+            good,
+            end,
+            whole=1,
+            part=lambda text: chunk({"content": text}),
+            second=chunk({"content": "x"}, index=1),
+            error=event({"error": error}),
+        )

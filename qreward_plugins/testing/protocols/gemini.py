@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from ..judge_calls import Completion, JudgeCall, Refused
@@ -18,6 +18,7 @@ from .base import (
     schema_format,
     words,
 )
+from .events import Events, event, tokens_of
 
 _KNOWN = words("contents systemInstruction generationConfig safetySettings tools toolConfig cachedContent labels")
 _SETTINGS = words(
@@ -102,6 +103,25 @@ class Gemini(Protocol):
             fields["promptFeedback"] = {"blockReason": "PROHIBITED_CONTENT"}
         filler = {"candidates": [{"content": {"parts": [{"text": "FILLER"}]}, "finishReason": "STOP"}]}
         return Forms(fields, {"candidates": []}, around(filler), "modelVersion")
+
+    def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
+        head = {key: value for key, value in body.items() if key != "candidates"}
+        usage = body["usageMetadata"]
+
+        def chunk(text: str, index: int = 0, tokens: int = 1, **more: Any) -> bytes:
+            stated = {"promptTokenCount": usage["promptTokenCount"], "candidatesTokenCount": tokens}
+            stated["totalTokenCount"] = sum(stated.values())
+            candidate = {"content": {"role": "model", "parts": [{"text": text}]}, "index": index, **more}
+            return event({**head, "candidates": [candidate], "usageMetadata": stated})
+
+        good: list[bytes] = []
+        end = [event(body)]
+        for candidate in body.get("candidates", ()):
+            texts = [part["text"] for part in candidate["content"].get("parts", ())]
+            good = [chunk(token, tokens=number) for number, token in enumerate(tokens_of("".join(texts)), 1)]
+            end = [event({**body, "candidates": [{**candidate, "content": {"role": "model"}}]})]
+        error = {"code": 503, "message": "injected fault stream_error", "status": "UNAVAILABLE"}
+        return Events(good, end, whole=1, part=chunk, second=chunk("x", 1), error=event({"error": error}))
 
     def error(self, status: int, message: str, code: str | None = None, retry_s: float | None = None) -> object:
         details: list[dict[str, Any]] = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..judge_calls import Completion, JudgeCall, Refused
 from .base import Forms, Protocol, around, as_message, blocks_of, bound_of, known_model, read_fields, words
+from .events import Events, event, tokens_of
 
 _KNOWN = words(
     "background include input instructions max_output_tokens metadata model parallel_tool_calls "
@@ -80,6 +82,44 @@ class Responses(Protocol):
             },
         }
         return Forms(fields, {"output": []}, around({"status": "completed", "output": [_message(0, _text("FILLER"))]}))
+
+    def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
+        numbers = itertools.count()
+
+        def named(kind: str, **fields: Any) -> bytes:
+            return event({"type": f"response.{kind}", "sequence_number": next(numbers), **fields}, f"response.{kind}")
+
+        def part(text: str, index: int = 0) -> bytes:
+            place = {"item_id": "msg_0", "output_index": index, "content_index": 0}
+            return named("output_text.delta", **place, delta=text, logprobs=[])
+
+        empty: dict[str, Any] = {"status": "in_progress", "output": [], "usage": None, "incomplete_details": None}
+        good = [named(kind, response={**body, **empty}) for kind in ("created", "in_progress")]
+        end: list[bytes] = []
+        for index, item in enumerate(body["output"]):
+            [content] = item["content"]
+            kind, key = ("refusal", "refusal") if content["type"] == "refusal" else ("output_text", "text")
+            item_place = {"output_index": index}
+            place = {**item_place, "item_id": item["id"], "content_index": 0}
+            more: dict[str, Any] = {"logprobs": []} if kind == "output_text" else {}
+            started = {**item, "status": "in_progress", "content": []}
+            good.append(named("output_item.added", **item_place, item=started))
+            good.append(named("content_part.added", **place, part={**content, key: ""}))
+            good += [named(f"{kind}.delta", **place, delta=token, **more) for token in tokens_of(content[key])]
+            end.append(named(f"{kind}.done", **place, **{key: content[key]}, **more))
+            end.append(named("content_part.done", **place, part=content))
+            end.append(named("output_item.done", **item_place, item=item))
+        end.append(named(body["status"], response=body))
+        error = {"type": "error", "code": "server_error", "message": "injected fault stream_error", "param": None}
+        return Events(
+            good,
+            end,
+            whole=len(end),
+            part=part,
+            second=part("x", 1),
+            error=event({**error, "sequence_number": next(numbers)}, "error"),
+            ping=event({"type": "keepalive", "sequence_number": next(numbers)}, "keepalive"),
+        )
 
 
 def _text(text: str) -> dict[str, Any]:

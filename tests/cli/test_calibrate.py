@@ -6,6 +6,7 @@ import json
 import statistics
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,9 @@ class _RewardModel(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Length", str(len(encoded)))
         self.end_headers()
-        self.wfile.write(encoded)
+        # The engine leaves a hedge as soon as the other attempt has answered.
+        with suppress(ConnectionError):
+            self.wfile.write(encoded)
 
     def log_message(self, *_: Any) -> None:
         pass

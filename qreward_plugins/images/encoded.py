@@ -63,7 +63,8 @@ class EncodedImage:
         Raises `InputError` if a file cannot be read.
         """
         with named(self._name):
-            return f"{self._form} {self.media_type} {self._image.digest} {self._max_side}"
+            sent = self._header.within(self._max_side)
+            return f"{self._form} {self.media_type} {self._image.digest} {sent.width}x{sent.height}"
 
     def __str__(self) -> str:
         """Raises `InputError` for an image that cannot be decoded, or is larger than `max_bytes`."""

@@ -20,12 +20,14 @@ from .pillow import (
     encode,
     explained,
     header_of,
+    is_file,
     is_picture,
     kind_of,
     of_array,
     opened,
     read_header,
     too_large,
+    turn_of,
 )
 
 _HEADER_CHARS = 87_384
@@ -225,7 +227,8 @@ def _digest_of(origin: Any) -> str:
         return digest.hexdigest()
     with FOREIGN_PIXELS, explained():
         palette = origin.getpalette() if origin.mode in ("P", "PA") else None
-        digest.update(repr((origin.mode, tuple(origin.size), palette, origin.info.get("transparency"))).encode())
+        seen = (origin.mode, tuple(origin.size), palette, origin.info.get("transparency"), turn_of(origin))
+        digest.update(repr(seen).encode())
         digest.update(origin.tobytes())
     return digest.hexdigest()
 
@@ -244,7 +247,7 @@ def _decoded(text: str, *, whole: bool = True) -> bytes:
 
 def _file_bytes(path: Path) -> bytes:
     try:
-        if not path.is_file():
+        if not is_file(path):
             raise InputError("is a path without a file")
         with path.open("rb") as file:
             data = file.read(MOST_INPUT_BYTES + 1)

@@ -37,6 +37,8 @@ _SENT_MODES = frozenset({"1", "L", "LA", "P", "PA", "RGB", "RGBA", "I;16", "I"})
 _MAYBE_TRANSPARENT = frozenset({"LA", "P", "PA", "RGBA"})
 MEDIA_TYPES = {"PNG": "image/png", "JPEG": "image/jpeg", "WEBP": "image/webp"}
 _JPEG_QUALITY = 92
+_ORIENTATION = 0x0112
+"""The EXIF tag of the orientation."""
 
 FOREIGN_PIXELS = threading.Lock()
 """Pillow loads the pixels of an image on first use, and two threads must not do that at the same time."""
@@ -105,10 +107,18 @@ def of_array(array: Any) -> Any:
 
 def read_header(source: bytes | Path) -> Header:
     """Read the header of encoded bytes, or of a file. Raises `InputError`."""
-    if isinstance(source, Path) and not source.is_file():
+    if isinstance(source, Path) and not is_file(source):
         raise InputError("is a path without a file")
     with opened(source) as picture:
         return header_of(picture)
+
+
+def is_file(path: Path) -> bool:
+    """Whether a path leads to a regular file. Raises `InputError` for one that the system refuses."""
+    try:
+        return path.is_file()
+    except (OSError, ValueError):
+        raise InputError("is a path that cannot be read") from None
 
 
 def header_of(picture: Any) -> Header:
@@ -165,6 +175,11 @@ def encode(picture: Any, header: Header, max_side: int, max_bytes: int) -> bytes
         target = io.BytesIO()
         plain.save(target, format=sent_as, **({"quality": _JPEG_QUALITY} if sent_as == "JPEG" else {}))
         return target.getvalue()
+
+
+def turn_of(picture: Any) -> object:
+    """How the EXIF data says that the image is to be turned; None if they do not."""
+    return picture.getexif().get(_ORIENTATION)
 
 
 def _plain(picture: Any, *, opaque: bool) -> Any:

@@ -87,6 +87,9 @@ def shown_images(sample: Sample, limits: ImageLimits, where: str) -> ShownImages
 
     Raises `InputError` for too many images, and for an image that is broken, animated, too large, or not given itself.
     """
+    count = sum(map(_count, sample.messages)) + len(sample.response_images)
+    if count > limits.max_count:
+        raise InputError(f"the sample has {count:,} images, but {where}.max_count is {limits.max_count:,}")
     images: list[ShownImage] = []
     messages: list[Any] = []
     for message in sample.messages:
@@ -105,9 +108,12 @@ def shown_images(sample: Sample, limits: ImageLimits, where: str) -> ShownImages
     for number, image in enumerate(sample.response_images, start=1):
         name = f"image {number} of the response"
         images.append(ShownImage(name, image_part(image, name, limits, where)))
-    if len(images) > limits.max_count:
-        raise InputError(f"the sample has {len(images):,} images, but {where}.max_count is {limits.max_count:,}")
     return ShownImages(messages, images)
+
+
+def _count(message: object) -> int:
+    content = message.get("content") if isinstance(message, Mapping) else None
+    return sum(map(is_image_part, content)) if isinstance(content, (list, tuple)) else 0
 
 
 def image_part(value: Any, name: str, limits: ImageLimits, where: str) -> dict[str, Any]:

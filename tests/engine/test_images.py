@@ -236,9 +236,11 @@ def test_another_image_is_another_question(make_config, tmp_path):
         outcomes, _ = score(make_config, [sample], seen=seen, engine=journal)
         assert isinstance(outcomes[0], Scored)
         assert len(seen.calls) == calls
-    smaller = {"images": {"max_side": 16}}
-    score(make_config, [red], seen=seen, engine=journal, judge=smaller)
-    assert len(seen.calls) == 4
+    wide = asked("What?", image(png(size=(40, 10))))
+    for sample, side, calls in ((red, 16, 3), (wide, 64, 4), (wide, 40, 4), (wide, 16, 5)):
+        # A limit that no image reaches changes nothing that is sent.
+        score(make_config, [sample], seen=seen, engine=journal, judge={"images": {"max_side": side}})
+        assert len(seen.calls) == calls
     stored = b"".join(path.read_bytes() for path in tmp_path.iterdir())
     assert png()[20:60] not in stored
     assert base64.b64encode(png())[30:60] not in stored

@@ -297,3 +297,31 @@ def test_decoded_images_take_the_places_of_paths():
     parts = [{"type": "image", "image": "a.png"}, {"type": "text", "text": "what?"}, {"type": "image"}]
     assert shown(attach([user(parts)], ["A", "B"])[0]) == [["A", "what?", "B"]]
     assert shown(attach([user(parts)], ["B"])[0]) == [["a.png", "what?", "B"]]
+
+
+def test_pixels_that_their_metadata_turn_differently_have_different_digests():
+    plain, turned = (Pillow.open(io.BytesIO(bytes_of(picture(), exif=exif_of(turn)))) for turn in (1, 6))
+    assert sent(plain)[1].size != sent(turned)[1].size
+    assert Image.of(plain).digest != Image.of(turned).digest
+
+
+def exif_of(turn):
+    exif = Pillow.Exif()
+    exif[0x0112] = turn
+    return exif
+
+
+def test_a_path_that_the_system_refuses_is_an_input_error(tmp_path):
+    image = Image.of("a" * 5000, folder=tmp_path)
+    for read in (lambda: image.header, lambda: image.digest, lambda: image.data):
+        with pytest.raises(InputError, match="a path that cannot be read"):
+            read()
+
+
+def test_the_identity_is_that_of_what_is_sent():
+    def identity(image, **caps):
+        return EncodedImage(Image.of(image), **{**CAPS, **caps}).identity
+
+    large = picture(size=(100, 6))
+    assert identity(PNG, max_side=64) == identity(PNG, max_side=32)
+    assert identity(large, max_side=64) != identity(large, max_side=32)

@@ -7,6 +7,7 @@ ids: then each logit belongs to a known character, whatever the server's tokeniz
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from .chat_template import ChatTemplate
 TOKENIZER_FILE = "tokenizer.json"
 MOST_STEPS = 1000
 """Most steps of one response; the last one holds the rest. Otherwise a response of separators would fill the memory."""
+_SOME_RESPONSE = "It is 42."
 MOST_LABELS = 100
 """Most logits of one token."""
 
@@ -49,19 +51,43 @@ class StepTokenizer:
         self._separator = separator
         self._mark = mark or separator
         self._tokenizer = _open(Path(folder).expanduser(), where)
+        special = [token.content for token in self._tokenizer.get_added_tokens_decoder().values() if token.special]
+        longest_first = sorted({*special, mark} - {""}, key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+        self._tail = self._tail_of(template)
+
+    @staticmethod
+    def _tail_of(template: ChatTemplate) -> str:
+        """What the template writes after a response; "" if that cannot be told."""
+        turns = [Message(role="user", content="q"), Message(role="assistant", content=_SOME_RESPONSE)]
+        try:
+            return template.render(turns, keep_bos=True).rpartition(_SOME_RESPONSE)[2]
+        except InputError:
+            return ""
+
+    def _without_special(self, text: str) -> str:
+        """Replace one character in each special token of this tokenizer. Otherwise a response could end its own turn,
+        or write the token at which the model was trained to score a step.
+        """
+        if self._special is None:
+            return text
+        return self._special.sub(lambda token: f"\ufffd{token[0][1:]}", text)
 
     def tokens(self, messages: Sequence[Message]) -> Tokens:
-        """Tokenize a conversation whose last turn is the response. Raises `InputError` if its template refuses it or
-        changes the response.
+        """Tokenize a conversation whose last turn is the response. Special tokens in its texts lose their meaning.
+
+        Raises `InputError` if its template refuses it or changes the response.
         """
-        response = messages[-1]["content"]
-        ends, marked, marks = self._marked(response)
-        text = self._template.render([*messages[:-1], {**messages[-1], "content": marked}], keep_bos=True)
-        first, last = text.rfind(marked), len(text)
+        turns = [Message(role=turn["role"], content=self._without_special(turn["content"])) for turn in messages]
+        ends, marked, marks = self._marked(turns[-1]["content"])
+        text = self._template.render([*turns[:-1], {**turns[-1], "content": marked}], keep_bos=True)
+        # What the template writes after the response may contain a short one.
+        last = len(text) - len(self._tail) if self._tail and text.endswith(self._tail) else len(text)
+        first = text.rfind(marked, 0, last)
         if first < 0:
             # Some templates strip the text of a turn.
             stripped = marked.strip()
-            at = text.rfind(stripped)
+            at = text.rfind(stripped, 0, last)
             if at < 0:
                 raise InputError(
                     "the chat template changes the response, so its steps cannot be found in the conversation"

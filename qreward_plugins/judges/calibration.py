@@ -89,7 +89,7 @@ class Calibration:
         ordered = sorted(scores)
         mean = math.fsum(ordered) / len(ordered)
         std = math.sqrt(math.fsum((score - mean) ** 2 for score in ordered) / len(ordered))
-        if not std > 1e-9 * max(1.0, abs(mean)):
+        if not _is_spread(mean, std):
             raise InputError(f"all {len(ordered):,} scores are {ordered[0]:g}, so there is nothing to calibrate")
         return cls(identity, len(ordered), mean, std, {share: _quantile(ordered, share) for share in SHARES})
 
@@ -98,7 +98,11 @@ class Calibration:
         """Read a file. `where` is the configuration key that names it. Raises `ConfigurationError`."""
         problem = ""
         try:
-            return cls._parsed(Path(path).expanduser().read_text(encoding="utf-8"))
+            try:
+                file = Path(path).expanduser()
+            except RuntimeError:  # an unknown user
+                raise FileNotFoundError from None
+            return cls._parsed(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             problem = "does not exist"
         except (OSError, UnicodeDecodeError) as error:
@@ -114,8 +118,11 @@ class Calibration:
             raise ValueError
         identity = Identity(*(_text(content[name]) for name in ("model", "reading", "sent")))
         quantiles = {float(share): _number(score) for share, score in content["quantiles"].items()}
-        found = cls(identity, int(content["n"]), _number(content["mean"]), _number(content["std"]), quantiles)
-        if found.std <= 0 or found.n < FEWEST:
+        n = content["n"]
+        if type(n) is not int or n < FEWEST:
+            raise ValueError
+        found = cls(identity, n, _number(content["mean"]), _number(content["std"]), quantiles)
+        if not _is_spread(found.mean, found.std):
             raise ValueError
         return found
 
@@ -149,6 +156,11 @@ class Calibration:
         except OSError as error:
             beside.unlink(missing_ok=True)
             raise InputError(f"{path}: cannot be written ({error.strerror or type(error).__name__})") from None
+
+
+def _is_spread(mean: float, std: float) -> bool:
+    """Whether scores differ by more than what rounding makes of equal scores."""
+    return std > 1e-9 * max(1.0, abs(mean))
 
 
 def _quantile(ordered: Sequence[float], share: float) -> float:

@@ -150,7 +150,19 @@ def test_without_the_file_only_calibrate_works(calibrate, config):
         RewardEngine(config)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[]", '{"kind": "qreward calibration 1"}', "not json"])
+def numbers(n="5", mean="0", std="1"):
+    identity = '"kind": "qreward calibration 1", "model": "m", "reading": "r", "sent": "s", "quantiles": {}'
+    return f'{{{identity}, "n": {n}, "mean": {mean}, "std": {std}}}'
+
+
+WRONG = [
+    *(numbers(n=n) for n in ("Infinity", "NaN", "1e999", "true", '"5"', "5.5", "1")),
+    *(numbers(std=std) for std in ("0", "-1", "NaN", "1e-300", "1e39")),
+    *(numbers(mean=mean) for mean in ("NaN", "null", "1e300", "1" + "0" * 400)),
+]
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[]", '{"kind": "qreward calibration 1"}', "not json", *WRONG])
 def test_a_file_of_another_kind_is_refused_and_kept(calibrate, config, tmp_path, text):
     (tmp_path / FILE).write_text(text)
     with pytest.raises(ConfigurationError, match="is no calibration"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
+from yarl import URL
 
 from ..redaction import with_secrets
 from .nodes import Node, NonNegativeFloat, PositiveFloat, PositiveInt, no_bool, one_or_several, takes
@@ -198,6 +199,13 @@ class HttpxOptions(Node):
             scheme, separator, rest = value.get_secret_value().partition("://")
             if scheme not in ("http", "https", "socks5", "socks5h") or not separator or not rest.strip("/"):
                 raise ValueError("a proxy starts with http://, https://, socks5:// or socks5h:// and has a host")
+            try:
+                is_url = bool(URL(value.get_secret_value()).host)
+            except ValueError:
+                is_url = False
+            if not is_url:
+                # The parser's message may hold a part of the password.
+                raise ValueError("the proxy is not a URL; quote special characters of a password, as in %40 for @")
         return value
 
     @field_validator("cert_password")

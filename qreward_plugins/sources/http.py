@@ -159,7 +159,9 @@ class HTTPClient(ABC, Generic[S]):
         self._name = connecting.name
         self._headers = {**connecting.plain_headers, **connecting.headers}
         self._connecting = connecting
-        passwords = [proxy.password for proxy in connecting.proxies.values() if proxy.password]
+        known = [proxy for proxy in connecting.proxies.values() if proxy.password]
+        # The second form is that of the header of a proxy. The base64 of a short password alone would be too short.
+        passwords = [text for proxy in known for text in (proxy.password or "", f"{proxy.user or ''}:{proxy.password}")]
         sent = [value for key, value in connecting.headers.items() if key.lower() not in NO_SECRETS]
         self._redactor = Redactor([*sent, *passwords, *connecting.secrets])
         self._sessions: dict[asyncio.AbstractEventLoop, tuple[S, AsyncGenerator[None, None]]] = {}

@@ -121,6 +121,13 @@ class OpenAISource(Endpoint):
     def resolved(cls, name: str, config: Any) -> Any:
         if config.dialect != _AUTO or not all(url.startswith("http") for url in config.urls):
             return config
+        options = config.httpx
+        unused = (
+            [] if options is None else [key for key in ("proxy", "cert", "auth") if getattr(options, key) is not None]
+        )
+        if unused:
+            said = f"auto asks the server without httpx.{unused[0]}."
+            raise ConfigurationError([Mistake(f"sources.{name}.dialect", said, f"Name it: {', '.join(DIALECTS)}.")])
         key = os.environ.get(config.api_key_env or "", "") if config.api_key is None else _revealed(config.api_key)
         headers = {header: _revealed(value) for header, value in config.headers.items()}
         server = Server(config.urls, config.model, key.strip(), headers, config.verify_tls, config.timeouts.connect_s)

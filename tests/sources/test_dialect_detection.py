@@ -149,3 +149,22 @@ def test_a_server_that_is_not_there() -> None:
         url = server.base_url
     with pytest.raises(ConfigurationError, match="no answer"):
         RewardEngine(config(url))
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ({"proxy": "http://127.0.0.1:9"}, "proxy"),
+        ({"proxy": "socks5://127.0.0.1:9"}, "proxy"),
+        ({"cert": "client.pem"}, "cert"),
+        ({"auth": "signing:make"}, "auth"),
+    ],
+)
+def test_no_server_is_asked_past_the_options_of_the_client(options: dict[str, Any], key: str) -> None:
+    with JudgeServer(lambda call: 0.5) as server:
+        node = config(server.base_url, client="httpx", httpx=options)
+        if key == "auth":
+            del node["sources"]["a"]["api_key"]
+        with pytest.raises(ConfigurationError, match=rf"auto asks the server without httpx\.{key}"):
+            RewardEngine(node)
+        assert server.report().requests == 0

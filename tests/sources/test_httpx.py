@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import importlib.util
 import logging
 import shutil
@@ -279,6 +280,9 @@ def test_what_the_environment_or_the_urls_do_not_allow(opened: Any, settings: An
         ({"httpx": {"auth": "ab"}}, "auth"),
         ({"httpx": {"proxy": "socks4://p:1"}}, "a proxy starts with http://"),
         ({"httpx": {"proxy": "socks5://"}}, "a proxy starts with http://"),
+        ({"httpx": {"proxy": "http://me:secret@p:99999"}}, "the proxy is not a URL"),
+        ({"httpx": {"proxy": "http://me:sec/ret@p:1"}}, "the proxy is not a URL"),
+        ({"httpx": {"proxy": "socks5://me:secret@[::1"}}, "the proxy is not a URL"),
         ({"httpx": {"cert": []}}, "cert"),
         ({"httpx": {"cert_password": "p"}}, "there is no cert"),
         ({"httpx": {"max_connections": 0}}, "max_connections"),
@@ -316,3 +320,12 @@ def test_httpx_is_not_imported_without_need() -> None:
     code = "import sys, qreward_plugins.sources.openai; print('httpx' in sys.modules)"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("password", ["pw123", "a-long-password"])
+def test_the_header_of_a_proxy_is_redacted(opened: Any, password: str) -> None:
+    source = opened("http://judge.example/v1", httpx={"proxy": f"http://me:{password}@127.0.0.1:9"})
+    header = base64.b64encode(f"me:{password}".encode()).decode()
+    said = source._http.redactor.of(f"407, Proxy-Authorization: Basic {header} ({password})")
+    assert header[:10] not in said
+    assert password not in said

@@ -24,7 +24,8 @@ THROTTLED_TO_BACK_OFF = 3
 """Throttled attempts of one sample from which other samples go first."""
 SHORTEST_THROTTLED_BACKOFF_S = 0.5
 LONGEST_THROTTLED_BACKOFF_S = 10.0
-"""Bounds, in seconds, of the time after the pause for which they go first. In between it is as long as the pause."""
+"""Bounds, in seconds, of the time after the pause for which they go first. In between it is as long as the pause,
+or longer if the source's limits have room for another sample only later."""
 SHORTEST_INVALID_BACKOFF_S = 0.5
 """Shortest time, in seconds, for which a job avoids a source that gave it an invalid reply, if it has another."""
 LEAST_PATIENCE_S = 1.0
@@ -69,6 +70,13 @@ class Backoff:
         if job.throttled >= THROTTLED_TO_BACK_OFF and self._delays_others(job, upstream):
             pause_s = upstream.pauses.left_s(now)
             extra_s = min(max(SHORTEST_THROTTLED_BACKOFF_S, pause_s), LONGEST_THROTTLED_BACKOFF_S)
+            tokens = upstream.tokens(job.request)
+            while (
+                extra_s < LONGEST_THROTTLED_BACKOFF_S
+                and upstream.quota.capacity(now + pause_s + extra_s / 2, tokens, now) < 1
+            ):
+                # The limits have no room for the others until then.
+                extra_s = min(2 * extra_s, LONGEST_THROTTLED_BACKOFF_S)
             job.backoff_until[upstream.name] = now + pause_s + extra_s
 
     def after_invalid(self, job: Job, upstream: Upstream, now: float) -> None:

@@ -5,9 +5,10 @@ own: one request and one unit of concurrency, whatever it carries. Its attempts 
 
 Attempts join the open batch of their source as long as the planner places calls there. It is sent
 
-- at once when it is full: it has `max_size` calls, or the next one would exceed `max_tokens`, or it has its part of the
-  calls that wait. That part is equal for all free places of a source that declares its concurrency; otherwise all calls
-  would go to one place while the others idle. At a source that does not, it is everything that waits;
+- at once when it is full: it has `max_size` calls, or the next one would exceed `max_tokens` or make the request so
+  slow that a deadline is missed, or it has its part of the calls that wait. That part is equal for all free places of a
+  source that declares its concurrency; otherwise all calls would go to one place while the others idle. At a source
+  that does not, it is everything that waits;
 - at the end of the pump, because nothing else can join it now;
 - at most `max_wait_s` after it was opened, if another request of the source is under way and more calls may come: some
   wait for tokens, or single samples are still being submitted. A source without a request under way never waits.
@@ -43,6 +44,9 @@ _log = logging.getLogger("qreward_plugins.scheduling")
 CLOSE_WITHIN_S = 5.0
 """Longest time, in seconds, for which closing waits for requests that were cancelled."""
 
+SAFETY = 1.3
+"""Factor on the expected latency of a request that must end before the deadlines of its calls."""
+
 Result: TypeAlias = Reply | QRewardError
 
 
@@ -72,6 +76,8 @@ class RequestBatch:
         """Bytes of the calls that it carries, as in `Request.size`."""
         self.tokens = 0
         """Estimate of their tokens."""
+        self.deadline_at = math.inf
+        """Earliest deadline of the calls that can meet theirs; infinity if there is none."""
         self.carried: tuple[Attempt, ...] = ()
         """The attempts of the request that is under way."""
         self.again_at: float | None = None
@@ -112,6 +118,14 @@ class RequestBatch:
         self._answers[attempt] = asyncio.get_running_loop().create_future()
         self.size += attempt.request.size
         self.tokens += tokens
+        if self._answers_by(attempt.job.deadline_at, self.size):
+            self.deadline_at = min(self.deadline_at, attempt.job.deadline_at)
+
+    def too_slow_with(self, job: Job) -> bool:
+        """Whether a call that can meet its deadline now, `job` or one that joined, would miss it if `job` joined."""
+        in_time = self._answers_by(job.deadline_at, job.size)
+        earliest_at = min(self.deadline_at, job.deadline_at) if in_time else self.deadline_at
+        return not self._answers_by(earliest_at, self.size + job.size)
 
     def leave(self, attempt: Attempt) -> None:
         """Remove an attempt. The last one to leave cancels the request. Does nothing if it left before."""
@@ -153,6 +167,10 @@ class RequestBatch:
         finally:
             # Error, traceback and frame would keep each other in memory.
             del result
+
+    def _answers_by(self, deadline_at: float, size: int) -> bool:
+        # From when it was opened, because the planner and `RequestBatches.place` ask at different times and must agree.
+        return self.opened_at + SAFETY * self._upstream.speed.expected_s(size) <= deadline_at
 
     def _send(self) -> None:
         self._outdated = False
@@ -253,6 +271,8 @@ class RequestBatches:
         """The open batch that `job` may join; None if there is none."""
         batch = self._open.get(job.most_together)
         if batch is None or self._alone(job) or self._exceeds(batch, self._upstream.tokens(job.request)):
+            return None
+        if batch.too_slow_with(job):
             return None
         # A hedge must not stand in the same request as the attempt that it is for.
         return None if any(attempt.request_batch is batch for attempt in job.live) else batch

@@ -154,6 +154,25 @@ def test_more_tokens_than_max_tokens_never_go_in_one_request(stage):
     assert len(source.carried) < 6
 
 
+@pytest.mark.parametrize(("deadline_s", "at_least"), [(1.0, 6), (2.0, 20), (5.0, 75)])
+def test_a_request_is_not_so_large_that_its_deadline_is_missed(stage, deadline_s, at_least):
+    batching(
+        stage, max_size=32, limits={"concurrency": 2}, batch_behaviour=lambda n, requests, _: 0.2 + 0.1 * len(requests)
+    )
+    stage.knows("a", 0.3)
+    played = stage.play([10] * 100, deadline_s=deadline_s)
+    assert sum(isinstance(outcome, Scored) for outcome in played.outcomes) >= at_least
+
+
+def test_requests_stay_large_where_their_size_decides_no_deadline(stage):
+    source = batching(stage, max_size=8, limits={"concurrency": 1}, batch_behaviour=lambda *_: 1.0)
+    for size in (10, 80, 20, 40) * 20:
+        stage.upstreams["a"].speed.learn(size, 1.0)
+    played = stage.play([10] * 8, deadline_s=1.2)
+    assert scored(played)
+    assert source.carried == [8]
+
+
 def test_a_source_with_a_batch_needs_send_batch():
     class Plain:
         name, model, slots, batch = "a", "m", None, Batch()

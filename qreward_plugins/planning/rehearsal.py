@@ -23,7 +23,7 @@ from ..errors import ConfigurationError, Mistake
 from ..observers import SourceStatistics
 from ..quotas.shares import shares
 from ..samples import Failed, Outcome
-from ..scheduling.holds import Hold
+from ..scheduling.wait_reasons import WaitReason
 from ..simulation import Luck, Server, SimulatedServer, run
 from ..sources import kind_of
 from ..telemetry import BatchReport
@@ -161,7 +161,7 @@ class Rehearsal:
                     after.sources[name],
                     timeline,
                     window_s=source.server.server.window_s,
-                    holds=engine.upstreams[name].holds.seconds(start_s, start_s + makespan_s),
+                    waits=engine.upstreams[name].wait_reasons.seconds(start_s, start_s + makespan_s),
                 )
                 for name, source in played.items()
             }
@@ -262,7 +262,7 @@ def _use(
     timeline: Timeline,
     *,
     window_s: float,
-    holds: Mapping[Hold, float],
+    waits: Mapping[WaitReason, float],
 ) -> Use:
     bars = timeline.of(after.name)
     changes = sorted([(bar.start_s, 1) for bar in bars] + [(bar.end_s, -1) for bar in bars])
@@ -280,7 +280,7 @@ def _use(
         mean_in_flight=sum(bar.end_s - bar.start_s for bar in bars) / (timeline.makespan_s or 1.0),
         most_requests=most_in_window(starts, window_s),
         most_tokens=most_in_window(starts, window_s, [bar.tokens for bar in bars]),
-        held_s={str(hold): held_s for hold, held_s in holds.items()},
+        held_s={str(reason): held_s for reason, held_s in waits.items()},
     )
 
 

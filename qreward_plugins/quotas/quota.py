@@ -84,8 +84,8 @@ class Quota:
 
     def per_window(self) -> tuple[float, float]:
         """Return the declared or learned requests per window, and the length of the window in seconds."""
-        found = self._requests.found
-        return self.requests.limit, self._requests.window_s if found is None else found.window_s
+        discovery = self._requests.discovery
+        return self.requests.limit, self._requests.window_s if discovery is None else discovery.window_s
 
     def tokens_per_window(self) -> float:
         """Return the declared or learned tokens per window; infinity if there is no limit."""
@@ -103,14 +103,14 @@ class Quota:
         """Return whether a request that needs at least `tokens` can ever be sent under the declared limit."""
         return tokens <= self.most_tokens
 
-    def wait_s(self, tokens: float, now: float, *, joins: bool = False) -> float:
-        """Return the seconds until a request of `tokens` may be sent; with `joins`, until an attempt of `tokens` may
-        share a request that has a reservation of its own.
+    def wait_s(self, tokens: float, now: float, *, shares_request: bool = False) -> float:
+        """Return the seconds until a request of `tokens` may be sent. With `shares_request`, until an attempt
+        of `tokens` may share a request that has a reservation of its own.
 
         0 if it may be sent now. Infinity if the time is unknown, because it must wait for a request in flight to end,
         or if it never fits.
         """
-        if joins:
+        if shares_request:
             return self._tokens.wait_s(tokens, now)
         if self.in_flight >= self.concurrency:
             return math.inf
@@ -145,23 +145,23 @@ class Quota:
         completion_tokens: float,
         now: float,
         *,
-        beside: bool = False,
-        joins: bool = False,
+        spare: bool = False,
+        shares_request: bool = False,
     ) -> Reservation:
-        """Reserve the most that one attempt can need. `beside` exempts it from the concurrency limit.
+        """Reserve the most that one attempt can need. `spare`: it runs on a spare worker, so it needs no concurrency.
 
-        `joins`: the attempt shares a request that has a reservation of its own, so it needs tokens only.
+        `shares_request`: the attempt shares a request that has a reservation of its own, so it needs tokens only.
         """
-        reservation = Reservation(self, prompt_tokens, completion_tokens, beside=beside, joins=joins)
+        reservation = Reservation(self, prompt_tokens, completion_tokens, spare=spare, shares_request=shares_request)
         tokens = prompt_tokens + completion_tokens
         reservation.token_probe = self._tokens.reserve(tokens, now)
         self._tokens_in_flight += tokens
-        if joins:
+        if shares_request:
             return reservation
         reservation.request_probe = self._requests.reserve(1.0, now)
         if self._pace is not None:
             self._pace.spend(now)
-        self.in_flight += not beside
+        self.in_flight += not spare
         if self._window is not None and self.in_flight >= self.concurrency:
             self._window.filled()
         return reservation
@@ -222,17 +222,18 @@ class Quota:
         silent_s = now - since
         pause_s = retry_after_s if retry_after_s is not None else max(_PAUSE_OF_A_WINDOW_S, silent_s)
         for window in self._windows:
-            if window.found is not None and window.found.probe_rejected:
-                return window.found.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since)
+            if window.discovery is not None and window.discovery.probe_rejected:
+                return window.discovery.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since)
         message, self._message = self._message, None
         long_pause = retry_after_s is not None and retry_after_s >= _PAUSE_OF_A_WINDOW_S
         silent = silent_s >= _PAUSE_OF_A_WINDOW_S and self.in_flight == 0
-        found = self._requests.found
-        if found is not None and long_pause and self.in_flight > 0 and now - found.refuted_at < found.window_s:
+        discovery = self._requests.discovery
+        refuted = discovery is not None and now - discovery.refuted_at < discovery.window_s
+        if refuted and long_pause and self.in_flight > 0:
             long_pause = False  # an earlier pause of this source proved not to come from a window
-        if found is not None and (long_pause or silent):
-            return found.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since) or message
-        message = self._bucket_found(now) or message
+        if discovery is not None and (long_pause or silent):
+            return discovery.throttled(now, sent_at=sent_at, pause_s=pause_s, since=since) or message
+        message = self._note_bucket(now) or message
         learned = self._window
         if learned is not None and not long_pause and learned.throttled(now, sent_at, self.in_flight):
             self.concurrency = int(learned.size)
@@ -281,7 +282,7 @@ class Quota:
 
     def use(self, now: float) -> QuotaUse:
         """Return a snapshot of the usage."""
-        found, window = self._requests.found, self._window
+        discovery, window = self._requests.discovery, self._window
         return QuotaUse(
             in_flight=self.in_flight,
             concurrency=self.concurrency,
@@ -291,7 +292,7 @@ class Quota:
             learned_requests_per_minute=self._requests.learned_per_minute,
             learned_tokens_per_minute=self._tokens.learned_per_minute,
             learned_concurrency=float(self.concurrency) if window is not None and window.cut else None,
-            learned_from=found.origin if found is not None else "",
+            learned_from=discovery.origin if discovery is not None else "",
             throttled=self._throttled,
         )
 
@@ -313,7 +314,7 @@ class Quota:
                 self._pace = Pace(self._shares.pace_per_s, self._shares.burst)
             self._paced_until = until
 
-    def _bucket_found(self, now: float) -> str | None:
+    def _note_bucket(self, now: float) -> str | None:
         """Record a 429 that no other limit explains; return a log message if pacing starts."""
         if self._limits.window != "auto" or self._shares.requests == math.inf or now < self._paced_until:
             return None

@@ -28,11 +28,11 @@ class Reservation:
         "_prompt_entry",
         "_quota",
         "_request_entry",
-        "beside",
         "held",
-        "joins",
         "request_probe",
         "sent_at",
+        "shares_request",
+        "spare",
         "token_probe",
     )
 
@@ -42,13 +42,13 @@ class Reservation:
         prompt_tokens: float,
         completion_tokens: float,
         *,
-        beside: bool = False,
-        joins: bool = False,
+        spare: bool = False,
+        shares_request: bool = False,
     ) -> None:
         self._quota = quota
-        self.beside = beside
-        """Whether the attempt is exempt from the concurrency limit."""
-        self.joins = joins
+        self.spare = spare
+        """Whether the attempt runs on a spare worker, and takes no concurrency."""
+        self.shares_request = shares_request
         """Whether the attempt shares a request that has a reservation of its own: it holds tokens only."""
         self._epoch = quota.epoch
         self._prompt = prompt_tokens
@@ -105,7 +105,7 @@ class Reservation:
         if self.sent_at == -math.inf:
             self._stamp(now)  # it may have been sent, although the source did not report it
         self.held = False
-        quota.in_flight -= not (self.beside or self.joins)
+        quota.in_flight -= not (self.spare or self.shares_request)
         tokens = quota.tokens
         if rejected:
             completion_tokens = 0.0
@@ -129,7 +129,7 @@ class Reservation:
         return self._prompt + self._completion
 
     def _stamp(self, now: float) -> None:
-        if not self.joins:
+        if not self.shares_request:
             self._request_entry = self._quota.requests.stamp(1.0, now)
         if self._prompt:
             self._prompt_entry = self._quota.tokens.stamp(self._prompt, now)

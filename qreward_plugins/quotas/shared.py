@@ -98,8 +98,8 @@ class SharedQuota(Quota):
             self.concurrency = new.concurrency
         self._keep_to_ceilings(now)
 
-    def wait_s(self, tokens: float, now: float, *, joins: bool = False) -> float:
-        return super().wait_s(tokens, now, joins=joins) if now < self.valid_until else math.inf
+    def wait_s(self, tokens: float, now: float, *, shares_request: bool = False) -> float:
+        return super().wait_s(tokens, now, shares_request=shares_request) if now < self.valid_until else math.inf
 
     def per_window(self) -> tuple[float, float]:
         requests, window_s = super().per_window()

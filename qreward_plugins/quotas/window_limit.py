@@ -27,7 +27,7 @@ class WindowLimit:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         self.ledger = Ledger()
-        self.found: Discovery | None = None
+        self.discovery: Discovery | None = None
         """What was learned of the limit; None if it is declared."""
         self.part = math.inf
         """This process's part of the declared limit; infinity if none is declared."""
@@ -42,7 +42,7 @@ class WindowLimit:
     @property
     def learned_per_minute(self) -> float | None:
         """The learned limit per minute; None if none is learned."""
-        return self.found.per_minute if self.found is not None else None
+        return self.discovery.per_minute if self.discovery is not None else None
 
     @property
     def factor(self) -> float:
@@ -56,14 +56,14 @@ class WindowLimit:
             for entry, amount in self._withdrawn:
                 self.ledger.amend(entry, amount)
             self._withdrawn.clear()
-        if part < math.inf or self.found is None:
+        if part < math.inf or self.discovery is None:
             self.ledger.limit = part
             self.ledger.change_window(window_s, now)
         self.part, self.whole, self.window_s = part, whole, window_s
         if part < math.inf:
-            self.found = None
-        elif self.found is None:
-            self.found = Discovery(self.ledger, self.unit, window_s)
+            self.discovery = None
+        elif self.discovery is None:
+            self.discovery = Discovery(self.ledger, self.unit, window_s)
 
     def keep_to_ceiling(self) -> None:
         """Scale this process's part of the declared limit down to the lower limit that the server announces."""
@@ -75,8 +75,8 @@ class WindowLimit:
 
     def wait_s(self, amount: float, now: float) -> float:
         """Return the seconds until `amount` may be sent; infinity if that is never, or unknown."""
-        if self.found is not None:
-            return self.found.wait_s(amount, now)
+        if self.discovery is not None:
+            return self.discovery.wait_s(amount, now)
         ledger, ceiling = self.ledger, self._ceiling
         if ceiling.limit == math.inf:
             return ledger.wait_s(amount, now)
@@ -92,15 +92,15 @@ class WindowLimit:
     def capacity(self, until: float, amount: float, now: float) -> float:
         """Return how many requests of `amount` each may be sent in [now, until]; infinity without a limit."""
         # A learned limit may be wrong, so a larger request takes a whole window of it.
-        largest = amount if self.found is None else min(amount, self.ledger.limit)
+        largest = amount if self.discovery is None else min(amount, self.ledger.limit)
         return self.ledger.capacity(until, largest, now)
 
     def reserve(self, amount: float, now: float) -> Probe:
         """Reserve `amount`. Return how its request relates to a learned or announced limit."""
         probe: Probe = ""
-        if self.found is not None:
-            if self.found.origin:
-                probe = self.found.reserved(amount, now)
+        if self.discovery is not None:
+            if self.discovery.origin:
+                probe = self.discovery.reserved(amount, now)
         elif self._ceiling.limit < math.inf and self.ledger.wait_s(min(amount, self.ledger.limit), now) > 0:
             self._ceiling.probe_sent()
             probe = "probe"
@@ -109,16 +109,16 @@ class WindowLimit:
 
     def withdraw(self, entry: int, amount: float) -> None:
         """Remove a rejected request from the ledger of an undeclared limit."""
-        if self.found is not None and entry >= 0:
+        if self.discovery is not None and entry >= 0:
             self.ledger.amend(entry, -amount)
             self._withdrawn.append((entry, amount))
 
     def ended(self, now: float, sent_at: float, rejected: bool, probe: Probe) -> str | None:
         """Record the end of a request; see `Discovery.ended`. Return a log message if the limit changed."""
-        if self.found is not None:
-            if not self.found.origin:
+        if self.discovery is not None:
+            if not self.discovery.origin:
                 return None
-            return self.found.ended(now, sent_at=sent_at, rejected=rejected, probe=probe)
+            return self.discovery.ended(now, sent_at=sent_at, rejected=rejected, probe=probe)
         if not probe:
             return None
         announced, sent = self._ceiling.limit, sent_at > -math.inf
@@ -134,12 +134,12 @@ class WindowLimit:
         limit, remaining = announced.get(f"{self.unit}_per_window"), announced.get(f"{self.unit}_remaining")
         if limit is None or limit < 1 or (remaining is not None and remaining > limit):
             limit = remaining = None  # none, or inconsistent
-        if self.found is None:
+        if self.discovery is None:
             return self._lower(limit, remaining, in_flight, now)
         if self._announcements.note(limit) != limit or limit is None:
             return None
         reset_s = announced.get(f"{self.unit}_reset_s")
-        return self.found.announced(limit, remaining, reset_s, in_flight=in_flight, share=processes, now=now)
+        return self.discovery.announced(limit, remaining, reset_s, in_flight=in_flight, share=processes, now=now)
 
     def _lower(self, limit: float | None, remaining: float | None, in_flight: float, now: float) -> str | None:
         """Record what a reply announces of a declared limit; return a log message if that changes the ceiling."""
@@ -161,5 +161,5 @@ class WindowLimit:
         """Count all requests in flight as ended, after their event loop was closed."""
         self.ledger.stamp_all(now)
         self._ceiling.abandon(now)
-        if self.found is not None:
-            self.found.abandon(now)
+        if self.discovery is not None:
+            self.discovery.abandon(now)

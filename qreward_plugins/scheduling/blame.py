@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING
 
 from ..telemetry import BatchReport, Part, PartKind
 from .attempts import Attempt
-from .holds import Hold
 from .jobs import Job
 from .upstream import Upstream
+from .wait_reasons import WaitReason
 
 if TYPE_CHECKING:
     from .batches import Batch
 
 STRAGGLES_FROM = 1.5
 """Multiple of the expected latency from which an attempt is a straggler."""
-_KINDS: Mapping[Hold, PartKind] = {"": "queue", "queue": "queue", "quota": "quota", "pause": "pause"}
+_KINDS: Mapping[WaitReason, PartKind] = {"": "queue", "queue": "queue", "quota": "quota", "pause": "pause"}
 
 
 def report(batch: Batch, upstreams: Mapping[str, Upstream]) -> BatchReport:
@@ -87,5 +87,5 @@ def _gap(job: Job, upstream: Upstream | None, since: float, until: float, *, aft
         since = backoff_end
     if upstream is None:
         return [*parts, Part("queue", "", until - since)]
-    held = upstream.holds.seconds(since, until)
+    held = upstream.wait_reasons.seconds(since, until)
     return [*parts, *(Part(_KINDS[hold], upstream.name, seconds) for hold, seconds in held.items())]

@@ -78,7 +78,7 @@ class Dispatcher:
             on_overdue=giving_up.probe,
         )
         self._slices = TimeSlices(
-            upstreams, self._planner.queue, on_slice_over=giving_up.preempt, on_beside=self._start_beside
+            upstreams, self._planner.queue, on_slice_over=giving_up.preempt, on_spare=self._start_on_spare
         )
         self.batches = Batches(self._loop, upstreams, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
@@ -298,10 +298,10 @@ class Dispatcher:
 
     # Attempts
 
-    def _start_beside(self, job: Job, upstream: Upstream, now: float) -> None:
-        self._start_attempt(job, upstream, now, hedge=False, beside=True)
+    def _start_on_spare(self, job: Job, upstream: Upstream, now: float) -> None:
+        self._start_attempt(job, upstream, now, hedge=False, spare=True)
 
-    def _start_attempt(self, job: Job, upstream: Upstream, now: float, *, hedge: bool, beside: bool = False) -> None:
+    def _start_attempt(self, job: Job, upstream: Upstream, now: float, *, hedge: bool, spare: bool = False) -> None:
         if job.ended:
             return
         if job.attempts:
@@ -314,7 +314,7 @@ class Dispatcher:
         if not hedge:
             self._waiting.started(job)
         expected_s = self._planner.forecast.expected_s(upstream, job.size)
-        attempt = self._running.start(job, upstream, now, expected_s=expected_s, hedge=hedge, beside=beside)
+        attempt = self._running.start(job, upstream, now, expected_s=expected_s, hedge=hedge, spare=spare)
         try:
             self._planner.started(attempt)
         except Exception as error:

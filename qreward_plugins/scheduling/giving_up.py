@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import SampleFault, TransientError
 from .attempts import Attempt
-from .jobs import MAX_RESTARTS, MAX_UNCOUNTED
+from .jobs import MAX_FORGIVEN, MAX_RESTARTS
 from .upstream import Upstream
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class GivingUp:
 
     def _give_up(self, attempt: Attempt, now: float, why: str, *, for_age: bool = False) -> None:
         """Cancel an attempt that might still be answered, and treat it as failed. Where that failure would end the job,
-        it does not count: always `for_age`, otherwise `MAX_UNCOUNTED` times.
+        it does not count: always `for_age`, otherwise `MAX_FORGIVEN` times.
         """
         if attempt.result or attempt.given_up:
             return
@@ -129,6 +129,6 @@ class GivingUp:
         if together and for_age:
             self._retry_policy.splitting.given_up(attempt)
         if together or (not probes and job.failures + 1 >= self._max_attempts):
-            excused = for_age or job.uncounted < MAX_UNCOUNTED
-            job.uncounted += not for_age
+            excused = for_age or job.forgiven < MAX_FORGIVEN
+            job.forgiven += not for_age
         self._retry_policy.transient(attempt, TransientError(why), now, excused=excused)

@@ -142,14 +142,14 @@ class Planner:
         self.queue.look(now)
         self._probing.look(now)
         self.queue.by_deadline = self.forecast.under_pressure(now)
-        holds = {name: upstream.hold(now) for name, upstream in self._upstreams.items()}
+        wait_reasons = {name: upstream.wait_reason(now) for name, upstream in self._upstreams.items()}
         if self.queue:
             for job, upstream in self._hedges.choose(now, drained=False):
                 yield Placement(job, upstream, True)
             open_upstreams = [
                 upstream
                 for name, upstream in self._upstreams.items()
-                if (not holds[name] or upstream.takes_calls(now)) and not self.forecast.unneeded(upstream, now)
+                if (not wait_reasons[name] or upstream.takes_calls(now)) and not self.forecast.unneeded(upstream, now)
             ]
             yield from (
                 self._by_finish(open_upstreams, now) if self._choose is None else self._by_strategy(open_upstreams, now)
@@ -164,7 +164,7 @@ class Planner:
             if head is not None and not upstream.breaker.closed and ready:
                 head = self._probing.choose(upstream, now)
             tokens = upstream.tokens(head.request) if head is not None else 0
-            upstream.hold(now, tokens)
+            upstream.wait_reason(now, tokens)
             if head is None:
                 continue
             if self.forecast.unneeded(upstream, now):

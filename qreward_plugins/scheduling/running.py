@@ -44,18 +44,18 @@ class Running:
         return len(self._tasks)
 
     def start(
-        self, job: Job, upstream: Upstream, now: float, *, expected_s: float, hedge: bool, beside: bool
+        self, job: Job, upstream: Upstream, now: float, *, expected_s: float, hedge: bool, spare: bool
     ) -> Attempt:
-        """Reserve the quota for the next attempt of `job`, and run it in a task; `beside`: without concurrency."""
+        """Reserve the quota for the next attempt of `job`, and run it in a task; `spare`: on a spare worker."""
         if job.first_at is None:
             job.first_at = now
-        batches = None if beside else upstream.request_batches
+        batches = None if spare else upstream.request_batches
         batch = batches.place(job, now) if batches is not None else None
         attempt = Attempt(
             job,
             upstream,
             job.request,
-            upstream.reserve(job.request, now, beside=beside, joins=batch is not None),
+            upstream.reserve(job.request, now, spare=spare, shares_request=batch is not None),
             now,
             expected_s=expected_s,
             probe=not upstream.breaker.closed,

@@ -5,7 +5,7 @@ need milliseconds miss their deadlines. So a call that takes far longer than usu
 for its worker. Its sample is tried once more when none waits, with the whole time limit, because it may only be slow.
 
 These last tries would take the workers one after another, each for a whole time limit. So they run together, as far as
-the source has spare workers for them, beside those that the other samples need.
+the source has spare workers for them, in addition to those that the other samples need.
 
 Times are seconds of the event loop's clock.
 """
@@ -33,9 +33,9 @@ LAST_TRY_KEEPS_WAITING = 0.1
 
 
 class TimeSlices:
-    """Finds calls whose time slice is over while others wait, and last tries that can run beside the others.
+    """Finds calls whose time slice is over while others wait, and last tries that a spare worker can run.
 
-    `on_slice_over` is called with the attempt of each such call and the time; it ends the attempt. `on_beside` is
+    `on_slice_over` is called with the attempt of each such call and the time; it ends the attempt. `on_spare` is
     called with the job of each such try, its source and the time; it starts the try.
     """
 
@@ -45,12 +45,12 @@ class TimeSlices:
         queue: ReadyQueue,
         *,
         on_slice_over: Callable[[Attempt, float], None],
-        on_beside: Callable[[Job, Upstream, float], None],
+        on_spare: Callable[[Job, Upstream, float], None],
     ) -> None:
         self._upstreams = [upstream for upstream in upstreams.values() if upstream.local]
         self._queue = queue
         self._on_slice_over = on_slice_over
-        self._on_beside = on_beside
+        self._on_spare = on_spare
 
     def advance(self, now: float) -> float:
         """End the calls whose slice is over at `now`; return the time by which to call this again."""
@@ -62,7 +62,7 @@ class TimeSlices:
             if waiting is None:
                 continue
             if waiting.suspect:
-                self._start_beside(upstream, now)
+                self._start_on_spare(upstream, now)
                 continue
             for attempt in list(upstream.live):
                 due_at = self._due_at(attempt, upstream, waiting)
@@ -72,17 +72,17 @@ class TimeSlices:
                     wake_at = min(wake_at, due_at)
         return wake_at
 
-    def _start_beside(self, upstream: Upstream, now: float) -> None:
-        for _ in range(upstream.room_beside):
+    def _start_on_spare(self, upstream: Upstream, now: float) -> None:
+        for _ in range(upstream.free_spares):
             job = self._queue.first(upstream.name)
             if job is None or not job.faults:
                 return
             self._queue.discard(job)
-            self._on_beside(job, upstream, now)
+            self._on_spare(job, upstream, now)
 
     def _due_at(self, attempt: Attempt, upstream: Upstream, waiting: Job) -> float:
         """When `attempt` has to make room; infinity if it takes none, has not been sent yet, or is being ended."""
-        if attempt.result or attempt.given_up or attempt.reservation.beside:
+        if attempt.result or attempt.given_up or attempt.reservation.spare:
             return math.inf
         slice_s = FIRST_SLICE_S
         if upstream.speed.known:

@@ -21,12 +21,12 @@ from ..sources.base import Reply, Request
 from ..sources.opening import same_keys
 from .breaker import Breaker
 from .health import Health
-from .holds import Hold, Holds
 from .pauses import Pauses
 from .silence import Silence
 from .speed import Speed
 from .tail import Tail
 from .tokens import TokenEstimates
+from .wait_reasons import WaitReason, WaitReasons
 
 if TYPE_CHECKING:
     from .attempts import Attempt
@@ -54,7 +54,7 @@ class Upstream:
         """Whether it is a function on this machine. If that hangs, the sample is to blame, and the source is not
         silent."""
         self.spare = int(getattr(source, "spare", 0))
-        """Spare workers: number of last tries of samples that hung that it can run beside its concurrency."""
+        """Spare workers: number of last tries of samples that hung that it can run in addition to its concurrency."""
         self.preempted = 0
         """Number of calls in a row that were ended because others waited. A call that ends by itself resets it."""
         self.quota = quota
@@ -78,7 +78,7 @@ class Upstream:
         """The last logged message about a limit learned from 429s, which is not logged again."""
         self.pauses = Pauses()
         self._estimates = TokenEstimates(source)
-        self.holds = Holds()
+        self.wait_reasons = WaitReasons()
         self.batch: Batch | None = getattr(source, "batch", None)
         """How many calls one request may carry; None if it carries one."""
         self.request_batches: RequestBatches | None = None
@@ -95,10 +95,10 @@ class Upstream:
 
     def tokens(self, request: Request) -> int:
         """An upper bound of the tokens that `request` takes, prompt and completion."""
-        return 0 if self._uncounted else sum(self._estimates.most(request))
+        return 0 if self._ignores_tokens else sum(self._estimates.most(request))
 
     @property
-    def _uncounted(self) -> bool:
+    def _ignores_tokens(self) -> bool:
         """Whether tokens are not estimated: for a local function, estimates cost more time than many of its calls."""
         return self.local and self.quota.most_tokens == math.inf
 
@@ -124,21 +124,25 @@ class Upstream:
         most = self.quota.most_tokens
         return most < math.inf and self.tokens(request) > most
 
-    def reserve(self, request: Request, now: float, *, beside: bool = False, joins: bool = False) -> Reservation:
-        """Take what an attempt of `request` needs from the quota; `beside`: without concurrency. `joins`: it shares a
-        request that has a reservation, so it needs tokens only.
+    def reserve(
+        self, request: Request, now: float, *, spare: bool = False, shares_request: bool = False
+    ) -> Reservation:
+        """Take what an attempt of `request` needs from the quota.
+
+        `spare`: it runs on a spare worker, so it needs no concurrency. `shares_request`: it shares a request that has a
+        reservation, so it needs tokens only.
         """
-        if self._uncounted:
-            return self.quota.reserve(0, 0, now, beside=beside, joins=joins)
+        if self._ignores_tokens:
+            return self.quota.reserve(0, 0, now, spare=spare, shares_request=shares_request)
         prompt, completion = self._estimates.most(request)
-        return self.quota.reserve(prompt, completion, now, beside=beside, joins=joins)
+        return self.quota.reserve(prompt, completion, now, spare=spare, shares_request=shares_request)
 
     @property
-    def room_beside(self) -> int:
-        """Number of further last tries that it can run beside its concurrency; 0 if its requests are limited."""
+    def free_spares(self) -> int:
+        """Number of further last tries that its spare workers can run; 0 if its requests are limited."""
         if not self.spare or not self.breaker.closed or self.health.unusable or self.quota.rate_per_s < math.inf:
             return 0
-        return self.spare - sum(attempt.reservation.beside for attempt in self.live)
+        return self.spare - sum(attempt.reservation.spare for attempt in self.live)
 
     def wait_s(self, tokens: float, now: float) -> float:
         """Seconds until a request of `tokens` may go; infinity if that depends on other requests.
@@ -153,7 +157,7 @@ class Upstream:
         tokens = self.tokens(job.request)
         if self.request_batches is None or self.request_batches.admitting(job) is None:
             return self.wait_s(tokens, now)
-        joining_s = self.quota.wait_s(min(tokens, self.quota.most_tokens), now, joins=True)
+        joining_s = self.quota.wait_s(min(tokens, self.quota.most_tokens), now, shares_request=True)
         return max(self.pauses.left_s(now), self.breaker.wait_s(now), joining_s)
 
     def takes_calls(self, now: float) -> bool:
@@ -179,7 +183,7 @@ class Upstream:
         """Number of calls that a request carries while `waiting` calls of this mean size wait."""
         if self.request_batches is None:
             return 1
-        return self.request_batches.usual(waiting, 0.0 if self._uncounted else self.tokens_of(mean_size))
+        return self.request_batches.usual(waiting, 0.0 if self._ignores_tokens else self.tokens_of(mean_size))
 
     def up(self, now: float) -> bool:
         """Whether the planner counts on it: it is not unusable, not silent, and its circuit is not open for long."""
@@ -187,17 +191,17 @@ class Upstream:
         open_for_long = not breaker.closed and (breaker.needed or breaker.wait_s(now) > 1)
         return not (self.health.unusable or open_for_long or self.health.looks_dead(now))
 
-    def hold(self, now: float, tokens: float = 0) -> Hold:
+    def wait_reason(self, now: float, tokens: float = 0) -> WaitReason:
         """Why no request of `tokens` may go now; "" if one may. It is also recorded, for the reports of batches."""
-        hold: Hold = ""
+        reason: WaitReason = ""
         if self.pauses.left_s(now) > 0 or self.breaker.wait_s(now) > 0:
-            hold = "pause"
+            reason = "pause"
         elif self.quota.in_flight >= self.quota.concurrency:
-            hold = "queue"
+            reason = "queue"
         elif self.quota.wait_s(min(tokens, self.quota.most_tokens), now) > 0:
-            hold = "quota"
-        self.holds.note(hold, now)
-        return hold
+            reason = "quota"
+        self.wait_reasons.note(reason, now)
+        return reason
 
     # Ends of attempts, and news of other processes
 

@@ -9,7 +9,7 @@ from ..quotas.retries import FLOOR_PER_S, PER_SUCCESS, RESERVE
 from ..samples import Scored
 from ..scheduling.breaker import SAMPLES_TO_OPEN
 from ..scheduling.hedging import LEAST_HEDGES
-from ..scheduling.jobs import MAX_HEDGES, MAX_LIVE, MAX_RESTARTS, MAX_UNCOUNTED
+from ..scheduling.jobs import MAX_FORGIVEN, MAX_HEDGES, MAX_LIVE, MAX_RESTARTS
 from .poison import poison_of
 from .record import Record, Sent
 from .trial import Trial
@@ -35,7 +35,7 @@ def bounded(trial: Trial, record: Record) -> Iterator[str]:
         # ended do not count, nor do those at a source that failed several samples and answered none meanwhile.
         limits = {source: node["timeouts"]["total_s"] for source, node in trial.config["sources"].items()}
         excused = sum(_excused(one, sent[0], by_source[one.source], limits[one.source]) for one in sent)
-        excused += min(sum(one.ending == "cancelled" for one in sent), MAX_RESTARTS + MAX_UNCOUNTED)
+        excused += min(sum(one.ending == "cancelled" for one in sent), MAX_RESTARTS + MAX_FORGIVEN)
         most = 2 * engine["max_attempts"] + retries + MAX_HEDGES + throttled + excused
         # If only poisoned samples wait, their failures look like an outage, and probes are free.
         if len(sent) > most and poison_of(sample) is None:

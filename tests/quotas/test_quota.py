@@ -400,9 +400,9 @@ def test_an_attempt_that_joins_a_request_takes_tokens_only():
     subject = quota(requests_per_minute=2, concurrency=1, tokens_per_minute=1000)
     request = subject.reserve(0, 0, 0.0)
     assert subject.wait_s(10, 0.0) == math.inf
-    assert subject.wait_s(10, 0.0, joins=True) == 0
-    members = [subject.reserve(300, 0, 0.0, joins=True) for _ in range(3)]
-    assert subject.wait_s(101, 0.0, joins=True) > 0  # tokens are summed
+    assert subject.wait_s(10, 0.0, shares_request=True) == 0
+    members = [subject.reserve(300, 0, 0.0, shares_request=True) for _ in range(3)]
+    assert subject.wait_s(101, 0.0, shares_request=True) > 0  # tokens are summed
     assert subject.in_flight == 1
     for held in (request, *members):
         held.sent(1.0)
@@ -419,7 +419,7 @@ def test_an_attempt_that_joins_a_request_takes_tokens_only():
 
 def test_a_throttled_shared_request_is_withdrawn_from_a_learned_limit_once():
     subject = quota()
-    request, members = subject.reserve(0, 0, 0.0), [subject.reserve(5, 5, 0.0, joins=True) for _ in range(4)]
+    request, members = subject.reserve(0, 0, 0.0), [subject.reserve(5, 5, 0.0, shares_request=True) for _ in range(4)]
     for held in (request, *members):
         held.sent(0.0)
     assert subject.requests.spent(0.0) == 1
@@ -434,6 +434,6 @@ def test_joining_spends_nothing_of_a_bucket():
     subject = quota(requests_per_minute=60, window="bucket")
     subject.reserve(0, 0, 0.0).sent(0.0)
     wait_s = subject.wait_s(0, 0.0)
-    subject.reserve(0, 0, 0.0, joins=True).sent(0.0)
+    subject.reserve(0, 0, 0.0, shares_request=True).sent(0.0)
     assert subject.wait_s(0, 0.0) == wait_s > 0
-    assert subject.wait_s(0, 0.0, joins=True) == 0
+    assert subject.wait_s(0, 0.0, shares_request=True) == 0

@@ -89,7 +89,9 @@ def scalar_text(value: Any) -> str:
         return cut(f"{value!r}")
     if isinstance(value, Mapping):
         return "a mapping" if value else "an empty mapping"
-    return f"a list of {len(value)}" if isinstance(value, (list, tuple)) else f"a value of type {type(value).__name__}"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}" if value else "an empty list"
+    return f"a value of type {type(value).__name__}"
 
 
 def nearest(word: str, words: Iterable[str]) -> str | None:

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from .nodes import Node, PositiveInt, no_bool
+from .nodes import Flag, Node, PositiveInt, no_bool
 
 
 class ImageLimits(Node):
@@ -27,7 +27,7 @@ class ImageLimits(Node):
     """Folder of the images whose paths stand in prompts; a path that leads out of it is refused. Default: none, and a
     sample with a path fails."""
 
-    allow_urls: bool = False
+    allow_urls: Flag = False
     """Whether http and https URLs of images are passed on to the server, which then fetches them. A prompt from others
     can make the server call any address in its network. Such answers are not used again from a journal. Default:
     false, and a sample with such a URL fails. URLs are never fetched here."""
@@ -36,7 +36,7 @@ class ImageLimits(Node):
 class JudgeImages(ImageLimits):
     """Which images a judge sees, and what is sent of them."""
 
-    send: Literal["auto"] | bool = "auto"
+    send: Literal["auto"] | Flag = "auto"
     """Whether the judge sees the images of the prompt and of the response. `auto` (default): if a source with `vision:
     true` may answer it; samples with images then go to such sources only. `true`: always; all sources of the judge must
     take images. `false`: never; the prompt says `[image]` in their place."""

@@ -71,7 +71,7 @@ class KeyCheck:
             found = self._of_kind(node, str(path[0]), path)
             shapes = [] if found is None else [found]
         else:
-            shapes = [choice for choice in allowed if choice.get("type") == "object"]
+            shapes = shape.of_mappings(allowed)
         if not shapes:
             return
         self._name_keys(node, path)
@@ -101,13 +101,15 @@ class KeyCheck:
     def _mend(self, node: dict[str, Any], allowed: Mapping[str, Any], path: Path) -> None:
         for key in [key for key in node if key not in allowed]:
             written = (*self.written(path), key if is_plain_key(key) else f"(key {list(node).index(key) + 1})")
-            remedy = f"{did_you_mean(key, allowed)}Allowed here: {', '.join(allowed)}.{_of_other_kinds(key, path)}"
+            home = _home(key, allowed)
+            near = f"It is a key of `{home}`. " if home else did_you_mean(key, allowed)
+            remedy = f"{near}Allowed here: {', '.join(allowed)}.{_of_other_kinds(key, path)}"
             if written == ("qreward",):
                 remedy = "Write the tree below `qreward` with no other key at the top, or leave `qreward` out."
             self.findings.append(Finding(written, "unknown key", remedy))
             self._unknown.add(written)
             value = node.pop(key)
-            meant = nearest(key, allowed)
+            meant = None if home else nearest(key, allowed)
             if meant is not None and meant not in node:
                 node[meant], place = value, (*path, meant)
                 self._written[place] = str(written[-1])
@@ -155,6 +157,19 @@ class KeyCheck:
             return None
         node["kind"] = guess
         return guess
+
+
+def _home(key: str, allowed: Mapping[str, Any]) -> str | None:
+    """Return the allowed key whose mapping has `key`, for a key that stands one level too high; None if there is no
+    such key, or more than one.
+    """
+    homes = [name for name, below in allowed.items() if key in _known_below(below)]
+    return homes[0] if len(homes) == 1 else None
+
+
+def _known_below(below: Any) -> set[str]:
+    shapes = shape.of_mappings(shape.choices(below)) if isinstance(below, Mapping) else []
+    return {key for one in shapes for key in one.get("properties", {})}
 
 
 def _of_other_kinds(key: str, path: Path) -> str:

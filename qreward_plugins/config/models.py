@@ -16,7 +16,7 @@ from pydantic_core import PydanticCustomError
 from .. import registry
 from ..registry import KindError, Kinds
 from .judge_models import JudgeConfig
-from .nodes import Integer, Node, Number, PositiveFloat, PositiveInt, no_bool, one_or_several, takes
+from .nodes import Flag, Integer, Node, Number, PositiveFloat, PositiveInt, no_bool, one_or_several, takes
 from .source_models import SourceConfig
 
 
@@ -26,7 +26,7 @@ class JournalConfig(Node):
     path: Annotated[str, Field(min_length=1)]
     """SQLite file on a local disk; processes of one machine may share it."""
 
-    reuse: bool = True
+    reuse: Flag = True
     """Use a recorded answer instead of asking again. This requires the same request, the same source, and a judge that
     reads replies in the same way. Keys that only map the score (`reward_range`, `correct_at`, `floor`, `weights`) may
     differ. Answers of a function are used again only if its source has a `version`. Default: true."""
@@ -47,7 +47,7 @@ class Scheduling(Node):
     """`speed` (default): use every source. `cost`: use only the cheapest sources (by `price`) that together finish all
     waiting samples within half of the time left to their deadline, and hedge only overdue attempts."""
 
-    hedge: bool = True
+    hedge: Flag = True
     """Start a second attempt at another source if the first takes much longer than expected. The first verdict counts,
     and the other attempt is cancelled. `off`: never. Default: on."""
 

@@ -40,6 +40,18 @@ Integer = Annotated[int, BeforeValidator(no_bool)]
 PositiveInt = Annotated[int, Field(gt=0), BeforeValidator(no_bool)]
 
 
+def _flag(value: Any) -> Any:
+    # Values of the environment and of command lines are text.
+    return _FLAGS.get(value.strip().lower(), value) if isinstance(value, str) else value
+
+
+_FLAGS = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
+"""What YAML reads as a boolean where it is not in quotes."""
+
+Flag = Annotated[bool, Field(strict=True), BeforeValidator(_flag)]
+"""True or false, or the text of one. Numbers are refused, and any other text."""
+
+
 class Node(BaseModel):
     """A node of the configuration tree."""
 

@@ -84,6 +84,13 @@ def holds(shape: Any, key: str, value: str) -> bool:
     return isinstance(shape, list) and any(holds(below, key, value) for below in shape)
 
 
+def of_mappings(shapes: list[Shape]) -> list[Shape]:
+    """The shapes of mappings among these. A list may be written as its only item."""
+    items = [_item(shape, 0) for shape in shapes if shape.get("type") == "array"]
+    of_items = [choice for item in items if isinstance(item, Mapping) for choice in choices(item)]
+    return [shape for shape in (*shapes, *of_items) if shape.get("type") == "object"]
+
+
 def below(shapes: list[Shape], key: str | int) -> list[Shape]:
     """The shapes that a value may have below one of these shapes."""
     found = (_item(shape, key) if isinstance(key, int) else _property(shape, key) for shape in shapes)
@@ -120,7 +127,7 @@ def _words(shape: Shape) -> str:
         return str(shape["takes"])
     if "const" in shape or "enum" in shape:
         allowed = shape.get("enum") or [shape["const"]]
-        return ("one of " if len(allowed) > 1 else "") + ", ".join(f"`{value}`" for value in allowed)
+        return ("one of " if len(allowed) > 1 else "") + ", ".join(f"`{_as_yaml(value)}`" for value in allowed)
     if kind in ("number", "integer"):
         return _number_words(shape, "number" if kind == "number" else "whole number")
     if kind == "boolean":
@@ -144,6 +151,10 @@ def _words(shape: Shape) -> str:
         return "a mapping with at least one entry" if shape.get("minProperties") else "a mapping"
     required = [name for name in shape.get("required", ()) if name != "kind"]
     return f"a mapping with `{required[0]}`" if len(shape["properties"]) == 1 and required else "a mapping"
+
+
+def _as_yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _number_words(shape: Shape, noun: str) -> str:

@@ -12,13 +12,15 @@ from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, Validati
 from yarl import URL
 
 from ..redaction import with_secrets
-from .nodes import Node, NonNegativeFloat, PositiveFloat, PositiveInt, no_bool, one_or_several, takes
+from .nodes import Flag, Node, NonNegativeFloat, PositiveFloat, PositiveInt, no_bool, one_or_several, takes
 
 FRAMEWORK_SCHEME = "framework://"
 """How the URL of a server begins that the training framework has started; see `framework`."""
 
 
 def _plain_url(url: str) -> str:
+    if not url.isprintable() or any(map(str.isspace, url.strip())):
+        raise ValueError("a URL must not have blanks or control characters")
     if url.startswith(FRAMEWORK_SCHEME):
         name = url.removeprefix(FRAMEWORK_SCHEME).split("/", 1)[0]
         if not name.replace("-", "").replace("_", "").isalnum():
@@ -161,7 +163,7 @@ class Batch(Node):
 class HttpxOptions(Node):
     """The options of a source with `client: httpx`. They are named as in httpx."""
 
-    http2: bool = False
+    http2: Flag = False
     """Speak HTTP/2 with servers that do; this needs https. A request that is cancelled over HTTP/2 leaves the
     connection open, so the server may finish its answer. Default: false."""
 
@@ -169,7 +171,15 @@ class HttpxOptions(Node):
     """URL of a proxy: `http://`, `https://`, `socks5://` or `socks5h://`, with user and password if it wants them.
     Default: the HTTP proxy of the environment (`HTTPS_PROXY`, `HTTP_PROXY`, `NO_PROXY`)."""
 
-    cert: Annotated[tuple[str, ...], Field(min_length=1, max_length=2), BeforeValidator(one_or_several)] | None = None
+    cert: (
+        Annotated[
+            tuple[Annotated[str, Field(min_length=1)], ...],
+            Field(min_length=1, max_length=2),
+            takes("the path of a PEM file, or a list of two paths: the certificate and its key"),
+            BeforeValidator(one_or_several),
+        ]
+        | None
+    ) = None
     """The client's certificate for mutual TLS: the path of a PEM file with certificate and key, or a list of two paths,
     the certificate and its key. Default: none."""
 
@@ -265,7 +275,7 @@ class EndpointConfig(SourceConfig):
     `null` removes one (`temperature: null`). Values that come from the environment, and values under a key such as
     `api_key` or `token`, are treated as secrets."""
 
-    verify_tls: bool = True
+    verify_tls: Flag = True
     """Verify the server's certificate. `false` turns this off for this source only. Default: true."""
 
     client: Literal["aiohttp", "httpx"] = "aiohttp"

@@ -38,6 +38,9 @@ def check_values(tree: dict[str, Any], shapes: Mapping[Path, list[Shape]]) -> tu
         value = _value(path, tree)
         if isinstance(value, Broken) or kind == NO_KIND:
             continue
+        if kind == "too_short" and isinstance(value, list) and len(value) >= detail["ctx"]["min_length"]:
+            # pydantic counts only the items that are right. The wrong ones have errors of their own.
+            continue
         if kind == "missing" and isinstance(_value(path[:-1], tree), list):
             kind, path = "too_short", path[:-1]
             value = _value(path, tree)
@@ -98,10 +101,12 @@ def _finding(kind: str, path: Path, value: Any, said: str, shapes: list[Shape], 
     remedy = ""
     if value is None:
         remedy = "Set a value, or remove the key."
-    elif isinstance(value, (bool, int, float)) and "text" in wanted:
+    elif isinstance(value, (bool, int, float)) and "text" in wanted and "number" not in wanted:
         remedy = "Put it in quotes."
     elif isinstance(value, str) and wanted.startswith("one of"):
-        remedy = did_you_mean(value, [name for one in shapes for name in one.get("enum", ())]).strip()
+        remedy = did_you_mean(
+            value, [name for one in shapes for name in one.get("enum", ()) if isinstance(name, str)]
+        ).strip()
     return Finding(path, f"must be {wanted}", remedy, "" if secret else f", not {scalar_text(value)}")
 
 

@@ -16,7 +16,7 @@ from ..errors import Mistake
 from ..images import EXTRA, has_pillow
 from ..samples import Sample, Verdict
 from ..scheduling.calls import Call
-from ..sources.image_parts import ShownImages, has_images, has_urls, shown_images
+from ..sources.image_parts import ShownImages, folder_mistakes, has_images, has_urls, shown_images
 
 _log = logging.getLogger("qreward_plugins.judges")
 
@@ -35,11 +35,15 @@ class ImageRules:
         self._warns = config.send == "auto" and not vision
 
     def mistakes(self) -> list[Mistake]:
-        """Return the mistake of a judge that sends images without Pillow."""
-        if not self.sends or has_pillow():
-            return []
+        """Return the mistakes of a judge that sends images without Pillow, or from a folder that does not exist."""
         path = f"judges.{self._judge}.images.send"
-        return [Mistake(path, "images need Pillow, which is not installed.", f"Run `{EXTRA}`, or set it to false.")]
+        mistakes = folder_mistakes(f"judges.{self._judge}.images", self._limits)
+        if not self.sends or has_pillow():
+            return mistakes
+        return [
+            *mistakes,
+            Mistake(path, "images need Pillow, which is not installed.", f"Run `{EXTRA}`, or set it to false."),
+        ]
 
     def sent(self, sample: Sample) -> bool:
         """Whether the sample has images that are sent. Warns once of a judge that does not send images."""

@@ -13,11 +13,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from ..config.image_models import JudgeImages
 from ..config.judge_models import AskingConfig
-from ..config.nodes import Integer
+from ..config.nodes import no_bool
 from ..errors import ConfigurationError, InvalidReply, Mistake
 from ..images import is_image_part
 from ..samples import Cause, Failed, Message, RawScore, Sample, Verdict, fits_float32
@@ -50,7 +50,7 @@ class RewardModelJudge(Leaf):
     class Config(AskingConfig):
         """The score of a reward model (a source of kind `reward_model`)."""
 
-        label: Annotated[Integer, Field(ge=0)] | Annotated[str, Field(min_length=1)] | None = None
+        label: Annotated[int, Field(ge=0), BeforeValidator(no_bool)] | Annotated[str, Field(min_length=1)] | None = None
         """The label whose logit is the score: its position (0, 1 ...) or, where the server names labels, its name.
         Default: the only one. A model with several labels needs it."""
 
@@ -114,9 +114,16 @@ class RewardModelJudge(Leaf):
         self._transform = Transform(config.transform, self._calibration)
 
     def mistakes(self, sources: Mapping[str, Source]) -> list[Mistake]:
-        """Find sources whose scores are not those of the calibration."""
+        """Find sources whose scores have another scale than those of the calibration, or of each other."""
         if self._calibration is None:
-            return []
+            models = {source.model: name for name, source in sources.items()}
+            if len(models) < 2:
+                return []
+            problem = (
+                f"it asks different models ({', '.join(models.values())}), and their scores have different scales."
+            )
+            remedy = "Name the source of one model; give each other one a judge of its own, and add them by kind: sum."
+            return [Mistake(f"judges.{self.name}.sources", problem, remedy)]
         found = {name: self._calibration.identity.difference(self.identity(source)) for name, source in sources.items()}
         where, file = f"judges.{self.name}.transform", zscore_file(self._config.transform)
         return [

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..config.judge_models import Interval
-from ..config.nodes import Node, Number
+from ..config.nodes import Node, Number, takes
 from .calibration import Calibration
 
 
@@ -21,6 +21,8 @@ def _not_zero(scale: float) -> float:
 
 def _as_mapping(step: Any) -> Any:
     """Read the step `sigmoid`, which has no settings."""
+    if isinstance(step, str) and step != "sigmoid":
+        raise ValueError("only the step `sigmoid` has no settings; write the others as {zscore: FILE}")
     return {step: True} if isinstance(step, str) else step
 
 
@@ -72,6 +74,7 @@ def _zscore_first(steps: tuple[TransformStep, ...]) -> tuple[TransformStep, ...]
 TransformSteps = Annotated[
     tuple[Annotated[TransformStep, BeforeValidator(_as_mapping)], ...],
     AfterValidator(_zscore_first),
+    takes("a step, or a list of steps"),
     BeforeValidator(_as_list),
 ]
 """A list of steps, or a single one."""

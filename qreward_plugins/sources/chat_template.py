@@ -25,6 +25,8 @@ from ..samples import Message
 
 CONFIG_FILE = "tokenizer_config.json"
 TEMPLATE_FILE = "chat_template.jinja"
+_REMEDY = f"Name the folder of the model, its {CONFIG_FILE}, or a Jinja file."
+_TEXTS = ("what is 17 plus 25?", "it is 42.")
 _MESSAGE_CHARS = 200
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -52,6 +54,16 @@ class ChatTemplate:
             problem = f"line {getattr(error, 'lineno', 1)} of the chat template: {_said(error)}"
         if problem:
             raise ConfigurationError([Mistake(where, f"{problem}.")])
+        if self._drops_texts():
+            problem = f"{path!r} is no chat template: what it writes does not hold the texts of the conversation."
+            raise ConfigurationError([Mistake(where, problem, _REMEDY)])
+
+    def _drops_texts(self) -> bool:
+        try:
+            text = self.render([Message(role="user", content=_TEXTS[0]), Message(role="assistant", content=_TEXTS[1])])
+        except InputError:
+            return False
+        return not all(part in text for part in _TEXTS)
 
     def render(self, messages: Sequence[Message], *, keep_bos: bool = False) -> str:
         """Return the conversation as the text that the model was trained on, without a prompt for another turn.
@@ -97,9 +109,11 @@ def _read(path: Path, where: str) -> tuple[str, Mapping[str, Any]]:
         path.stat()
         if (folder / CONFIG_FILE).is_file():
             config = json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
-        if not path.is_dir() and path.name != CONFIG_FILE:
+        if not path.is_dir() and path.suffix != ".json":
             return path.read_text(encoding="utf-8"), config
-        if (folder / TEMPLATE_FILE).is_file():
+        if not path.is_dir() and path.name != CONFIG_FILE:
+            config = {**config, **json.loads(path.read_text(encoding="utf-8"))}
+        elif (folder / TEMPLATE_FILE).is_file():
             return (folder / TEMPLATE_FILE).read_text(encoding="utf-8"), config
         found = _default(config.get("chat_template"))
         if found:
@@ -107,10 +121,9 @@ def _read(path: Path, where: str) -> tuple[str, Mapping[str, Any]]:
         problem = f"it has no chat template ({TEMPLATE_FILE}, or chat_template in {CONFIG_FILE})"
     except FileNotFoundError:
         problem = "it does not exist"
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, TypeError) as error:
         problem = f"it cannot be read ({type(error).__name__})"
-    remedy = f"Name the folder of the model, its {CONFIG_FILE}, or a Jinja file."
-    raise ConfigurationError([Mistake(where, f"{str(path)!r}: {problem}.", remedy)])
+    raise ConfigurationError([Mistake(where, f"{str(path)!r}: {problem}.", _REMEDY)])
 
 
 def _default(templates: Any) -> str:

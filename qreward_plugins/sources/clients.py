@@ -60,7 +60,9 @@ def _open_httpx(path: str, connecting: Connecting, options: HttpxOptions, urls: 
     plain = [url for url in urls if url.scheme != "https"]
     for key, given in (("http2", options.http2), ("cert", options.cert is not None)):
         if given and len(plain) == len(urls):
-            mistakes.append(Mistake(f"{path}.httpx.{key}", "no URL of this source is https, so it has no effect."))
+            mistakes.append(
+                Mistake(f"{path}.httpx.{key}", "no URL of this source is https, so it has no effect.", "Leave it out.")
+            )
     if mistakes:
         raise ConfigurationError(mistakes)
     import httpx

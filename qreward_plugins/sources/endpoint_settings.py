@@ -11,6 +11,7 @@ from typing import Any
 
 from yarl import URL
 
+from ..config.findings import path_text
 from ..config.framework import OUTSIDE, is_framework_url
 from ..config.source_models import EndpointConfig
 from ..errors import InputError, Mistake
@@ -53,7 +54,7 @@ def read_headers(
     headers: dict[str, str] = {}
     for name, secret in config.headers.items():
         value = secret.get_secret_value().strip()
-        where = f"{path}.headers.{name}"
+        where = f"{path}.{path_text(('headers', name))}"
         if not name.isascii() or not name.replace("-", "").replace("_", "").isalnum():
             mistakes.append(Mistake(where, "this is not a valid header name."))
         elif name.lower() in _SET_BY_CLIENT:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ..config.image_models import ImageLimits
-from ..errors import InputError
+from ..errors import InputError, Mistake
 from ..images import EncodedImage, Image, is_image_part, remote_url
 from ..images.encoded import named
 from ..samples import Message, Sample
@@ -34,6 +35,14 @@ class ShownImages:
         for image in self.images:
             yield {"type": "text", "text": f"{image.name[0].upper()}{image.name[1:]}:"}
             yield dict(image.part)
+
+
+def folder_mistakes(path: str, limits: ImageLimits) -> list[Mistake]:
+    """Return the mistake of a folder of images that does not exist. `path` is that of `limits` in the configuration."""
+    if limits.folder is None or Path(limits.folder).expanduser().is_dir():
+        return []
+    said = f"there is no folder {limits.folder!r}."
+    return [Mistake(f"{path}.folder", said, "Name the folder of the images, or leave it out.")]
 
 
 def with_images(messages: Sequence[Any], images: Sequence[ShownImage]) -> list[Any]:

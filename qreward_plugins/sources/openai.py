@@ -10,6 +10,7 @@ from urllib.parse import quote
 from pydantic import SecretStr
 from yarl import URL
 
+from ..config.nodes import Flag
 from ..config.source_models import BaseURLs, EndpointConfig, ModelName, StreamTimeouts
 from ..errors import ConfigurationError, Mistake, SourceError, TransientError
 from ..redaction import without_secrets
@@ -59,11 +60,11 @@ class OpenAISource(Endpoint):
         """How the dialect `anthropic` asks for a judge's `json_schema`. `native` (default): by `output_config`. `tool`:
         by a tool whose input is the verdict, for models and servers without `output_config`."""
 
-        vision: bool = False
+        vision: Flag = False
         """Whether the model reads images. Judges send images only to sources that say so, unless their `images.send`
         says otherwise. Default: false."""
 
-        stream: Literal[True, False, "auto"] = False
+        stream: Literal["auto"] | Flag = False
         """Read replies as server-sent events, as they come. A reply ends as soon as the verdict is complete: the
         connection is closed, so that the server can stop. What would follow is not seen, so a second verdict does not
         make it invalid. `true`: always. `auto`: if the server streams; one request finds out, and a refusal costs it

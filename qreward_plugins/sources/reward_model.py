@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 from yarl import URL
 
+from ..config.nodes import Flag
 from ..config.source_models import BaseURLs, Batch, EndpointConfig, ModelName
 from ..errors import InputError, InvalidReply, Mistake, QRewardError
 from ..samples import Message
@@ -65,7 +66,7 @@ class RewardModelSource(Endpoint):
         `token_classify`: it is a process reward model, which scores every step of the response; it needs
         `chat_template` and the package `tokenizers`, because the conversation is tokenized here."""
 
-        vision: bool = False
+        vision: Flag = False
         """Whether the model reads images. Judges send images only to sources that say so, unless their `images.send`
         says otherwise. Only `vllm_classify` and `vllm_pooling` without `chat_template` take images. Default: false."""
 
@@ -111,6 +112,11 @@ class RewardModelSource(Endpoint):
             remedy = "Use vllm_classify or vllm_pooling without chat_template, or leave it out."
             mistakes.append(Mistake(f"sources.{name}.vision", problem, remedy))
         mistakes += _misplaced(f"sources.{name}", config)
+        mistakes += _overridden(f"sources.{name}.parameters", config, protocol)
+        end = next((url for url in config.urls if _ends_with_start(url, protocol.path)), None)
+        if end is not None:
+            said = f"{protocol.path} is added to it, and it ends with a part of that."
+            mistakes.append(Mistake(f"sources.{name}.base_url", said, "Write the server without a path."))
         if config.batch is not None:
             mistakes += _not_batched(f"sources.{name}", config, protocol)
         super().__init__(name, config, mistakes=mistakes, path=protocol.path)
@@ -200,6 +206,29 @@ def _misplaced(path: str, config: RewardModelSource.Config) -> list[Mistake]:
     problem = "only a process reward model scores steps."
     keys = [key for key in ("step_separator", "step_token") if key in config.model_fields_set]
     return [Mistake(f"{path}.{key}", problem, "Set task: token_classify, or leave it out.") for key in keys]
+
+
+def _overridden(path: str, config: RewardModelSource.Config, protocol: Protocol) -> list[Mistake]:
+    """Find parameters that would replace the conversation, or the settings by which a server answers with logits."""
+    mistakes = []
+    settings = protocol.body(config.model, {"text": "", "tokens": (), "prompt": "", "response": ""})
+    for key, value in config.parameters.items():
+        if key in _CONVERSATION:
+            mistakes.append(Mistake(f"{path}.{key}", "the conversation is written here.", "Leave it out."))
+        elif key != "model" and key in settings and value is not None and value != settings[key]:
+            problem = f"{config.protocol} needs another value to answer with the logits of the response."
+            mistakes.append(Mistake(f"{path}.{key}", problem, "Leave it out; `activation` is a key of the judge."))
+    return mistakes
+
+
+_CONVERSATION = frozenset({"messages", "input", "text", "inputs", "query", "queries", "prompts", "documents", "texts"})
+"""Keys of the protocols that hold the prompt or the response."""
+
+
+def _ends_with_start(url: str, path: str) -> bool:
+    """Whether the end of a URL repeats the beginning of the path that is appended to it."""
+    parts = path.split("/")
+    return any(url.endswith("/".join(parts[:count])) for count in range(2, len(parts) + 1))
 
 
 def _not_batched(path: str, config: RewardModelSource.Config, protocol: Protocol) -> list[Mistake]:

@@ -17,8 +17,9 @@ from pydantic import Field, ValidationInfo, field_validator
 from yarl import URL
 
 from ..config.image_models import ImageLimits
-from ..config.nodes import takes
+from ..config.nodes import Flag, takes
 from ..config.source_models import Batch, EndpointConfig, ModelName, URLs
+from ..errors import Mistake
 from ..images import EncodedImage
 from ..images.encoded import Form
 from ..samples import Sample
@@ -26,7 +27,7 @@ from .base import Reply, Request
 from .bodies import as_json
 from .endpoint import Endpoint
 from .http import HTTPReply
-from .image_parts import has_images, has_urls, shown_images, with_images
+from .image_parts import folder_mistakes, has_images, has_urls, shown_images, with_images
 from .kind import VALUE
 from .lists import Lists, in_order, one
 from .values import ValueAnswer, at_path
@@ -49,7 +50,7 @@ SamplePart = Literal[
 class ServiceImages(ImageLimits):
     """What is sent of the images of a sample."""
 
-    send: bool = True
+    send: Flag = True
     """Whether images in `prompt`, `messages` and `conversation` are sent as parts in the form of chat completions, with
     data URLs. `false`: these parts are sent as they are, if JSON can hold them. Default: true."""
 
@@ -66,6 +67,10 @@ _Path = Annotated[
 
 def _remote_rm_body() -> dict[str, SamplePart]:
     return {"prompt": "prompt", "response": "response", "label": "ground_truth"}
+
+
+_RESPONSE = {"response", "conversation"}
+"""The parts of a sample that hold the response."""
 
 
 class HTTPSource(Endpoint):
@@ -124,7 +129,7 @@ class HTTPSource(Endpoint):
         @field_validator("body")
         @classmethod
         def _sends_the_response(cls, body: dict[str, SamplePart]) -> dict[str, SamplePart]:
-            if not {"response", "conversation"} & set(body.values()):
+            if not _RESPONSE & set(body.values()):
                 raise ValueError(
                     "no key holds the response; add `response: response`, or one that holds `conversation`"
                 )
@@ -136,7 +141,13 @@ class HTTPSource(Endpoint):
     def __init__(self, name: str, config: Config) -> None:
         # In the journal's key, a named model replaces the URLs, because these may change from run to run.
         known = config if config.version or not config.model else config.model_copy(update={"version": config.model})
-        super().__init__(name, known)
+        replaced = [key for key, part in config.body.items() if part in _RESPONSE and key in config.parameters]
+        if any(part in _RESPONSE for key, part in config.body.items() if key not in config.parameters):
+            replaced = []
+        said = "only this key of `body` holds the response, and then every response would get the same score."
+        where = f"sources.{name}.parameters"
+        mistakes = [Mistake(f"{where}.{key}", said, "Leave it out.") for key in replaced]
+        super().__init__(name, known, mistakes=[*mistakes, *folder_mistakes(f"sources.{name}.images", config.images)])
         self._parts = dict(config.body)
         self._images = config.images
         self._score_key = config.score_key

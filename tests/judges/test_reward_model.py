@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import math
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from qreward_plugins import RewardEngine
 from qreward_plugins.errors import ConfigurationError, InputError, InvalidReply
 from qreward_plugins.images import Image
 from qreward_plugins.judges import JudgeFailed, RewardModelJudge
@@ -140,7 +142,7 @@ def test_other_settings_do_not_change_the_key_of_the_journal():
         ({"transform": [{"clip": [5, -5]}]}, "must be below the high end"),
         ({"transform": [{"clip": [0, 1], "sigmoid": True}]}, "exactly one of the keys"),
         ({"transform": [{}]}, "exactly one of the keys"),
-        ({"transform": ["tanh"]}, "tanh"),
+        ({"transform": ["tanh"]}, "only the step `sigmoid` has no settings"),
         ({"transform": ["sigmoid", {"zscore": "a.json"}]}, "zscore must be the first step"),
         (
             {"transform": {"zscore": "/nowhere/a.json"}},
@@ -240,3 +242,55 @@ def test_images_stand_in_the_conversation_where_they_stand_in_the_prompt():
     assert user["content"][1]["type"] == "image_url"
     assert response["content"][0] == {"type": "text", "text": "4"}
     assert str(response["content"][1]["image_url"]["url"]).startswith("data:image/png;base64,")
+
+
+def test_a_judge_of_two_models_is_refused_before_the_start():
+    """The scores of two models have different scales, so the reward would depend on who was free."""
+    sources = {
+        name: {"kind": "reward_model", "base_url": f"http://localhost:{port}", "model": model}
+        for name, port, model in (("a", 1, "small"), ("b", 2, "small"), ("c", 3, "large"))
+    }
+
+    async def start(names: list[str]) -> None:
+        judges = {"quality": {"kind": "reward_model", "sources": names}}
+        async with RewardEngine({"sources": sources, "judges": judges}):
+            pass
+
+    with pytest.raises(ConfigurationError) as caught:
+        asyncio.run(start(["a", "c"]))
+    (mistake,) = caught.value.mistakes
+    assert mistake.path == "judges.quality.sources"
+    assert mistake.problem == "it asks different models (a, c), and their scores have different scales."
+    asyncio.run(start(["a", "b"]))
+
+
+@pytest.mark.parametrize(
+    ("settings", "path", "said"),
+    [
+        (
+            {"transform": {"clip": 3}},
+            "transform.clip",
+            "must be a list of two numbers, the low and the high end, not 3.",
+        ),
+        ({"transform": {"affine": 2}}, "transform.affine", "must be a mapping, not 2."),
+        ({"transform": {"affine": {"scal": 2}}}, "transform.affine.scal", "unknown key."),
+        ({"transform": [{"zscor": "a"}]}, "transform[0].zscor", "unknown key."),
+        ({"transform": {"sigmoid": False}}, "transform.sigmoid", "must be `true`, not false."),
+        ({"transform": 5}, "transform", "must be a step, or a list of steps, not 5."),
+        ({"label": -1}, "label", "must be a whole number, 0 or more or text that is not empty, not -1."),
+        ({"images": {"folder": "/nowhere/images"}}, "images.folder", "there is no folder '/nowhere/images'."),
+    ],
+)
+def test_mistakes_in_a_file_are_named_with_their_path(settings, path, said):
+    source = {"kind": "reward_model", "base_url": "http://localhost:1", "model": "m"}
+
+    async def start() -> None:
+        judges = {"quality": {"kind": "reward_model", **settings}}
+        async with RewardEngine({"sources": {"a": source}, "judges": judges}):
+            pass
+
+    with pytest.raises(ConfigurationError) as caught:
+        asyncio.run(start())
+    (mistake,) = caught.value.mistakes
+    assert mistake.path == f"judges.quality.{path}"
+    assert mistake.problem.startswith(said)

@@ -689,7 +689,7 @@ CONFIG: dict[str, Any] = {"kind": "openai", "base_url": "https://h/v1", "model":
         ({"api_key": "schlüssel"}, "sources.s.api_key"),
         ({"api_key": "k", "headers": {"authorization": "x"}}, "sources.s.api_key"),
         ({"headers": {"Content-Length": "3"}}, "sources.s.headers.Content-Length"),
-        ({"headers": {"a b": "3"}}, "sources.s.headers.a b"),
+        ({"headers": {"a b": "3"}}, 'sources.s.headers["a b"]'),
         ({"headers": {"X-A": "3\r\nX-B: 4"}}, "sources.s.headers.X-A"),
         ({"parameters": {"stream": True}}, "sources.s.parameters.stream"),
         ({"base_url": "http://[::1/v1"}, "sources.s.base_url"),

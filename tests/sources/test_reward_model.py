@@ -25,6 +25,7 @@ from qreward_plugins.errors import (
 )
 from qreward_plugins.samples import Failed, Scored
 from qreward_plugins.sources import Request, RewardModelSource
+from qreward_plugins.sources.chat_template import ChatTemplate
 from qreward_plugins.spent import Usage
 
 pytestmark = pytest.mark.anyio
@@ -267,6 +268,14 @@ async def test_errors_of_the_server(ask):
     assert isinstance(outcome, TransientError)
 
 
+FILES = {
+    "other.json": "{}",
+    "list.json": "[]",
+    "notes.txt": "Buy milk.",
+    "prompt_only.jinja": "{{ messages[0].content }}",
+}
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
@@ -276,18 +285,46 @@ async def test_errors_of_the_server(ask):
         ({"chat_template": "empty"}, "it has no chat template"),
         ({"chat_template": "broken.jinja"}, "line 1 of the chat template: TemplateSyntaxError"),
         ({"chat_template": "tokenizer_config.json"}, "cannot be read (JSONDecodeError)"),
+        ({"chat_template": "other.json"}, "'other.json': it has no chat template"),
+        ({"chat_template": "list.json"}, "'list.json': it cannot be read"),
+        ({"chat_template": "notes.txt"}, "what it writes does not hold the texts of the conversation"),
+        ({"chat_template": "prompt_only.jinja"}, "what it writes does not hold the texts of the conversation"),
+        ({"parameters": {"messages": None}}, "sources.rm.parameters.messages: the conversation is written here"),
+        ({"parameters": {"input": "x"}}, "sources.rm.parameters.input: the conversation is written here"),
+        ({"parameters": {"use_activation": True}}, "sources.rm.parameters.use_activation: vllm_classify needs another"),
+        (
+            {"protocol": "tei_rerank", "parameters": {"raw_scores": False}},
+            "sources.rm.parameters.raw_scores: tei_rerank",
+        ),
+        ({"url": "http://h/classify"}, "sources.rm.base_url: /classify is added to it"),
     ],
 )
 def test_mistakes_are_named(settings, said, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     (tmp_path / "broken.jinja").write_text("{% if %}")
     (tmp_path / "tokenizer_config.json").write_text("{")
+    for name, text in FILES.items():
+        (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)
-    if settings.get("chat_template") == "broken.jinja":
+    if settings.get("chat_template", "tokenizer_config.json") != "tokenizer_config.json":
         (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigurationError) as caught:
-        opened("http://localhost:1", **settings)
+        opened(**{"url": "http://localhost:1", **settings})
     assert said in str(caught.value)
+
+
+def test_the_base_url_may_not_end_as_its_path_begins(template):
+    with pytest.raises(ConfigurationError, match="base_url: /v1/embeddings is added to it"):
+        opened("http://h/v1", protocol="sglang_embeddings", chat_template=template)
+    opened("http://h/v1", protocol="sglang_classify", chat_template=template)
+    # A server that refuses an unknown key can do without it.
+    opened("http://h", protocol="vllm_classify", parameters={"use_activation": None, "priority": 1})
+
+
+def test_a_chat_template_may_stand_in_a_json_file_of_its_own(tmp_path):
+    path = tmp_path / "chat_template.json"
+    path.write_text(json.dumps({"chat_template": "{% for m in messages %}{{ m.content }};{% endfor %}"}))
+    assert ChatTemplate(str(path), where="").render([{"role": "user", "content": "a"}]) == "a;"
 
 
 def test_an_unknown_protocol_is_named():

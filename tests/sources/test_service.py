@@ -405,7 +405,9 @@ def test_a_source_is_shown_by_its_urls() -> None:
     ("settings", "path"),
     [
         ({"api_key_env": "QREWARD_TEST_UNSET"}, "sources.s.api_key_env"),
-        ({"headers": {"a b": "3"}}, "sources.s.headers.a b"),
+        ({"headers": {"a b": "3"}}, 'sources.s.headers["a b"]'),
+        ({"parameters": {"response": None}}, "sources.s.parameters.response"),
+        ({"images": {"folder": "/nowhere/images"}}, "sources.s.images.folder"),
         ({"url": "http://h:99999/score"}, "sources.s.url"),
     ],
 )

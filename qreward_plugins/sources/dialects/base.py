@@ -90,6 +90,9 @@ class Dialect(ABC):
         for key, remedy in self.foreign.items():
             if key in parameters:
                 found.append(Refusal(key, f"the dialect {self.name} has no such key.", remedy))
+        for key in self.containers:
+            if parameters.get(key) is not None and not isinstance(parameters[key], Mapping):
+                found.append(Refusal(key, "it is a mapping of settings."))
         return found
 
     def longest_thoughts(self, parameters: Mapping[str, Any]) -> int:

@@ -25,7 +25,7 @@ class Completions(Dialect):
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     bound_holds_budget = False
     shows_thoughts = True
-    prompt_keys: ClassVar[tuple[str, ...]] = ()
+    prompt_keys: ClassVar[tuple[str, ...]] = ("messages",)
 
     def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
         return {"model": model, "messages": request.messages, **parameters}

@@ -193,10 +193,8 @@ class Gemini(Dialect):
     def refusals(self, parameters: Mapping[str, Any], headers: Mapping[str, str]) -> list[Refusal]:
         found = super().refusals(parameters, headers)
         settings = parameters.get(_CONFIG)
-        if settings is None:
-            return found
         if not isinstance(settings, Mapping):
-            return [*found, Refusal(_CONFIG, "it is a mapping of settings.")]
+            return found
         for key in settings:
             if "_" in str(key):
                 found.append(Refusal(f"{_CONFIG}.{key}", "settings are written in camel case.", "See maxOutputTokens."))

@@ -156,6 +156,8 @@ class Responses(Dialect):
         found = super().refusals(parameters, headers)
         if parameters.get("background"):
             found.append(Refusal("background", "the reply would come without an answer.", "Leave it out."))
+        if parameters.get("reasoning") is not None and not isinstance(parameters["reasoning"], Mapping):
+            found.append(Refusal("reasoning", "it is a mapping.", "Write reasoning: {effort: low}."))
         return found
 
 

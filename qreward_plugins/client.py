@@ -108,11 +108,11 @@ class RewardClient:
                     wait_s = max(pause_s, _seconds(reply.headers.get("Retry-After")))
                 if status in (200, 207):
                     return _outcomes(answer, len(rows))
-                said = f"the reward server at {self._url} answered {status}: {_detail(answer)}"
-                error = RewardServerError(said, status=status)
+                message = f"the reward server at {self._url} answered {status}: {_detail(answer)}"
+                error = RewardServerError(message, status=status)
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
-                said = f"the reward server at {self._url} cannot be reached ({type(failed).__name__})"
-                error = RewardServerError(said)
+                message = f"the reward server at {self._url} cannot be reached ({type(failed).__name__})"
+                error = RewardServerError(message)
                 if isinstance(failed, (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)):
                     kept_back_s += loop.time() - began_at
             kept_back_s += wait_s

@@ -98,8 +98,8 @@ class StartProbe:
         finally:
             scoring.batches.leave(member, scored=False)
         shown = ", ".join(f"{number:.3g}" for number in list(numbers.values())[:5])
-        said = f"it gives right answers and nonsense the same numbers ({shown}): {cause_of_equal(numbers)}."
-        return Mistake(f"sources.{source}", said, "Compare with: qreward check.")
+        problem = f"it gives right answers and nonsense the same numbers ({shown}): {cause_of_equal(numbers)}."
+        return Mistake(f"sources.{source}", problem, "Compare with: qreward check.")
 
 
 async def _answer(

@@ -42,6 +42,6 @@ def _table(room: str, described: tuple[Described, ...]) -> Table:
     table.add_column("package")
     table.add_column("what it is", ratio=1)
     for one in described:
-        said = Text(one.problem, style="red") if one.problem else Text(one.description)
-        table.add_row(Text(one.name), Text(f"{one.package} {one.version}".strip()), said)
+        text = Text(one.problem, style="red") if one.problem else Text(one.description)
+        table.add_row(Text(one.name), Text(f"{one.package} {one.version}".strip()), text)
     return table

@@ -44,8 +44,8 @@ def with_framework(
                 found.append(addresses[server].rstrip("/") + slash + path)
             else:
                 known = ", ".join(f"{FRAMEWORK_SCHEME}{other}" for other in sorted(addresses)) or "none"
-                said = f"{framework} has no server {server!r} (it has {known})."
-                mistakes.append(Mistake(f"sources.{name}.{source.URL_KEY}", said, remedy))
+                problem = f"{framework} has no server {server!r} (it has {known})."
+                mistakes.append(Mistake(f"sources.{name}.{source.URL_KEY}", problem, remedy))
         sources[name] = source.model_copy(update={source.URL_KEY: tuple(found)})
     if mistakes:
         raise ConfigurationError(mistakes)

@@ -130,16 +130,16 @@ def _by_kind(kinds: Kinds[Any]) -> Callable[[Any], Any]:
         try:
             kind = kinds.load(str(node.get("kind")))
         except KindError as error:
-            said = error.problem
-            raise PydanticCustomError(NO_KIND, "{said}", {"said": said}) from None
+            problem = error.problem
+            raise PydanticCustomError(NO_KIND, "{problem}", {"problem": problem}) from None
         try:
             return kind.Config.model_validate(node)
         except ValidationError:
             raise
         except Exception as error:
             # A validator of another package may raise any error, and its message may quote a secret.
-            said = f"its kind cannot read it: a validator raised {type(error).__name__}"
-        raise PydanticCustomError("unreadable", "{said}", {"said": said})
+            problem = f"its kind cannot read it: a validator raised {type(error).__name__}"
+        raise PydanticCustomError("unreadable", "{problem}", {"problem": problem})
 
     return read
 

@@ -162,8 +162,8 @@ def _number_words(shape: Shape, noun: str) -> str:
     above, below = shape.get("exclusiveMinimum"), shape.get("exclusiveMaximum")
     if low is not None and high is not None:
         return f"a {noun} from {low:g} to {high:g}"
-    said = [f"{low:g} or more"] if low is not None else []
-    said += [f"{high:g} or less"] if high is not None else []
-    said += [f"above {above:g}"] if above else []
-    said += [f"below {below:g}"] if below is not None else []
-    return ", ".join([f"a positive {noun}" if above == 0 else f"a {noun}", *said])
+    bounds = [f"{low:g} or more"] if low is not None else []
+    bounds += [f"{high:g} or less"] if high is not None else []
+    bounds += [f"above {above:g}"] if above else []
+    bounds += [f"below {below:g}"] if below is not None else []
+    return ", ".join([f"a positive {noun}" if above == 0 else f"a {noun}", *bounds])

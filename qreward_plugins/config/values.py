@@ -44,16 +44,16 @@ def check_values(tree: dict[str, Any], shapes: Mapping[Path, list[Shape]]) -> tu
         if kind == "missing" and isinstance(_value(path[:-1], tree), list):
             kind, path = "too_short", path[:-1]
             value = _value(path, tree)
-        said = _said(detail)
+        problem = _said(detail)
         if kind.startswith("union_tag") and isinstance(value, dict):
             # The key that selects one of several models is missing or wrong. pydantic's own message quotes its value.
             place = (*path, str(detail["ctx"]["discriminator"]).strip("'"))
             if place in shapes:
                 kind, path, value = "missing" if kind == "union_tag_not_found" else "enum", place, _value(place, tree)
             else:
-                kind, said = "no_model", "has none of the forms that it may have"
+                kind, problem = "no_model", "has none of the forms that it may have"
         is_key = detail["loc"][-1] == "[key]"
-        findings.setdefault(path, _finding(kind, path, value, said, shapes.get(path, []), is_key=is_key))
+        findings.setdefault(path, _finding(kind, path, value, problem, shapes.get(path, []), is_key=is_key))
     return None, list(findings.values())
 
 
@@ -80,13 +80,13 @@ def _distance(member: tuple[str | int, Sequence[ErrorDetails]]) -> tuple[bool, i
     return any(error["loc"][-1] == name for error in errors), keys, len(errors)
 
 
-def _finding(kind: str, path: Path, value: Any, said: str, shapes: list[Shape], *, is_key: bool) -> Finding:
+def _finding(kind: str, path: Path, value: Any, problem: str, shapes: list[Shape], *, is_key: bool) -> Finding:
     """Return the finding for one mistake at `path`. `said` is the message of a validator or of pydantic."""
     secret, wanted = shape.is_secret(shapes), shape.wanted(shapes)
     if kind not in _KNOWN and not (isinstance(value, bool) and wanted):
-        if secret and isinstance(value, str) and value in said:
-            said = "is not valid"
-        return Finding(path, said, excerpt="" if secret else _url_excerpt(value))
+        if secret and isinstance(value, str) and value in problem:
+            problem = "is not valid"
+        return Finding(path, problem, excerpt="" if secret else _url_excerpt(value))
     if is_key:
         return Finding(path, "the name must be lower-case letters, digits and underscores, and start with a letter")
     if kind == "missing":
@@ -95,7 +95,7 @@ def _finding(kind: str, path: Path, value: Any, said: str, shapes: list[Shape], 
         return Finding(path, "unknown key", "Remove it.")
     if not wanted:
         # For a type of another package, pydantic's own message is used. It does not quote the value.
-        return Finding(path, said, excerpt="" if secret else f", not {scalar_text(value)}")
+        return Finding(path, problem, excerpt="" if secret else f", not {scalar_text(value)}")
     if kind == "finite_number":
         wanted = wanted.replace("a ", "a finite ", 1)
     remedy = ""

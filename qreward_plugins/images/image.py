@@ -158,8 +158,8 @@ def is_image_part(part: Any) -> bool:
     """Whether a content part of a message is an image, by its type, or by its keys if it has none."""
     if not isinstance(part, Mapping) or isinstance(part.get("text"), str):
         return False
-    said = [part["type"]] if isinstance(part.get("type"), str) else [key for key in part if isinstance(key, str)]
-    return any(_IMAGE_TYPE.search(word) for word in said) or _media_type(part).startswith("image/")
+    types = [part["type"]] if isinstance(part.get("type"), str) else [key for key in part if isinstance(key, str)]
+    return any(_IMAGE_TYPE.search(word) for word in types) or _media_type(part).startswith("image/")
 
 
 def remote_url(part: Any) -> str | None:

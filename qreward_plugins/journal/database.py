@@ -153,7 +153,7 @@ def _identity(connection: sqlite3.Connection) -> tuple[int, int, int]:
 
 def explained(error: Exception, path: str) -> str:
     """Explain an error of SQLite or the system for the journal at `path`, with the remedy."""
-    said = str(error)
+    message = str(error)
     for part, meaning in (
         ("not a database", f"{path} is not a journal; choose another path, or remove the file"),
         ("malformed", f"the journal {path} is damaged; move it away and start a new one"),
@@ -167,6 +167,6 @@ def explained(error: Exception, path: str) -> str:
             f"another process has locked the journal {path} for more than {BUSY_TIMEOUT_S:g} s; stop that process",
         ),
     ):
-        if part in said:
-            return f"{meaning} ({said})"
-    return f"the journal {path} failed ({type(error).__name__}: {said})"
+        if part in message:
+            return f"{meaning} ({message})"
+    return f"the journal {path} failed ({type(error).__name__}: {message})"

@@ -125,8 +125,8 @@ def _part_text(part: Any) -> str:
         text = part.get("text")
         if isinstance(text, str):
             return text
-        said = [part["type"]] if isinstance(part.get("type"), str) else [key for key in part if isinstance(key, str)]
-        kind = next(filter(None, map(_ATTACHMENT.search, said)), None)
+        types = [part["type"]] if isinstance(part.get("type"), str) else [key for key in part if isinstance(key, str)]
+        kind = next(filter(None, map(_ATTACHMENT.search, types)), None)
         if kind is None and "type" not in part:
             raise InputError("messages has a content part without text and without type")
         return f"[{kind.group()}]" if kind else "[attachment]"

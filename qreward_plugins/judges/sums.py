@@ -54,8 +54,10 @@ class SumJudge(Judge):
             for part in parts:
                 whole = next((other for other in parts if part.startswith(f"{other}/")), None)
                 if whole is not None:
-                    said = f"the name looks like a component of `{whole}`, another part of this sum; rename this judge"
-                    error = PydanticCustomError("like_component", "{said}", {"said": said})
+                    problem = (
+                        f"the name looks like a component of `{whole}`, another part of this sum; rename this judge"
+                    )
+                    error = PydanticCustomError("like_component", "{problem}", {"problem": problem})
                     mistakes.append({"type": error, "loc": (part,), "input": part})
             if mistakes:
                 raise ValidationError.from_exception_data("weights", mistakes)

@@ -262,5 +262,5 @@ def _rationale(verdict: Mapping[str, Any]) -> str:
 
 
 def _is_form(rationale: str) -> bool:
-    said = rationale.casefold()
-    return _FORM_WORD in said and (RATIONALE_FORM in said or _NO_LETTER.sub(" ", said).strip() == _FORM_WORDS)
+    folded = rationale.casefold()
+    return _FORM_WORD in folded and (RATIONALE_FORM in folded or _NO_LETTER.sub(" ", folded).strip() == _FORM_WORDS)

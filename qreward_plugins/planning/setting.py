@@ -222,12 +222,16 @@ def _latency_note(
 ) -> str:
     asked = [name for name in config.sources if any(name in sources_of(config, judge) for judge in judged)]
     words = []
-    for origin, said in (("journal", "from {} verdicts in the journal"), ("given", "as given"), ("assumed", "assumed")):
+    for origin, wording in (
+        ("journal", "from {} verdicts in the journal"),
+        ("given", "as given"),
+        ("assumed", "assumed"),
+    ):
         names = [name for name in asked if latency_from[name] == origin]
         if names:
             count = f"{sum(recorded[name].verdicts for name in set(map(configured_name, names)) & set(recorded)):,}"
             each = ", ".join(f"{_time_of(config, name, truths[name])} at {name}" for name in names)
-            words.append(f"{each} ({said.format(count)})")
+            words.append(f"{each} ({wording.format(count)})")
     return "an average request takes " + "; ".join(words)
 
 

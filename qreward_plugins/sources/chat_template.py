@@ -154,5 +154,5 @@ def _strftime_now(form: str) -> str:
 
 def _said(error: Exception) -> str:
     """Describe an error without the texts of the sample, as far as the template does not write them itself."""
-    said = str(error) if isinstance(error, jinja2.TemplateError) else ""
-    return f"{type(error).__name__}: {' '.join(said.split())[:_MESSAGE_CHARS]}".rstrip(": .")
+    message = str(error) if isinstance(error, jinja2.TemplateError) else ""
+    return f"{type(error).__name__}: {' '.join(message.split())[:_MESSAGE_CHARS]}".rstrip(": .")

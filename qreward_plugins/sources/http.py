@@ -300,8 +300,8 @@ class Reading:
             body += chunk
             if len(body) > self.limit:
                 incoming.abort()
-                said = f"{self.where}: reply larger than {self.limit:,} bytes"
-                return TransientError(said, status=incoming.status)
+                message = f"{self.where}: reply larger than {self.limit:,} bytes"
+                return TransientError(message, status=incoming.status)
         return HTTPReply(incoming.status, incoming.headers, bytes(body))
 
     async def _error(self, incoming: Incoming) -> HTTPReply:

@@ -172,14 +172,14 @@ class HttpxClient(HTTPClient[_Clients]):
         return TransientError(f"{where}: the request failed with {type(error).__name__}")
 
     def _refused_by_proxy(self, error: httpx.ProxyError, where: str) -> SourceError:
-        said = str(error)
-        status = int(said[:3]) if said[:3].isdecimal() else None
+        message = str(error)
+        status = int(message[:3]) if message[:3].isdecimal() else None
         if status is not None:
             kind = SourceUnusable if status == 407 else TransientError
             return kind(f"{where}: the proxy answered {status} to CONNECT", status=status)
-        if "username/password" in said.lower() or "requested" in said.lower():
+        if "username/password" in message.lower() or "requested" in message.lower():
             return SourceUnusable(f"{where}: the proxy refused the user or the password")
-        return TransientError(f"{where}: the proxy refused the connection ({self.redactor.of(said)})")
+        return TransientError(f"{where}: the proxy refused the connection ({self.redactor.of(message)})")
 
 
 class AuthFailed(Exception):

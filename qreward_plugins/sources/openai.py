@@ -115,8 +115,8 @@ class OpenAISource(Endpoint):
         self._streams = http.stream is not None
         if self._streams or http.status < 300:
             return None
-        said = f"source {self._name!r} answered {http.status} to a request for a stream; it gets no more of them"
-        return TransientError(said, status=http.status)
+        problem = f"source {self._name!r} answered {http.status} to a request for a stream; it gets no more of them"
+        return TransientError(problem, status=http.status)
 
     @classmethod
     def resolved(cls, name: str, config: Any) -> Any:
@@ -127,20 +127,20 @@ class OpenAISource(Endpoint):
             [] if options is None else [key for key in ("proxy", "cert", "auth") if getattr(options, key) is not None]
         )
         if unused:
-            said = f"auto asks the server without httpx.{unused[0]}."
-            raise ConfigurationError([Mistake(f"sources.{name}.dialect", said, f"Name it: {', '.join(DIALECTS)}.")])
+            problem = f"auto asks the server without httpx.{unused[0]}."
+            raise ConfigurationError([Mistake(f"sources.{name}.dialect", problem, f"Name it: {', '.join(DIALECTS)}.")])
         key = os.environ.get(config.api_key_env or "", "") if config.api_key is None else _revealed(config.api_key)
         headers = {header: _revealed(value) for header, value in config.headers.items()}
         server = Server(config.urls, config.model, key.strip(), headers, config.verify_tls, config.timeouts.connect_s)
         try:
             found = detect(name, server)
         except Undetected as error:
-            said = str(error)
+            problem = str(error)
         else:
             return config.model_copy(update={"dialect": found})
         dialects = ", ".join(DIALECTS)
         raise ConfigurationError(
-            [Mistake(f"sources.{name}.dialect", f"auto cannot tell it: {said}.", f"Name it: {dialects}.")]
+            [Mistake(f"sources.{name}.dialect", f"auto cannot tell it: {problem}.", f"Name it: {dialects}.")]
         )
 
     @property
@@ -220,19 +220,19 @@ def _mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -> list[
         end = next((other.path for other in DIALECTS.values() if url.rstrip("/").endswith(other.path)), "")
         end = end or (url[url.rfind("/models/") :] if url.endswith(_GENERATES) else "")
         if end:
-            said = f"it must end before {end}, which is added."
-            mistakes.append(Mistake(f"{path}.base_url", said, f"Leave out {end}."))
+            problem = f"it must end before {end}, which is added."
+            mistakes.append(Mistake(f"{path}.base_url", problem, f"Leave out {end}."))
             break
     headers = {name.lower(): _revealed(value) for name, value in config.headers.items()}
     for refusal in dialect.refusals(without_secrets(config.parameters), headers):
         mistakes.append(Mistake(f"{path}.parameters.{refusal.key}", refusal.problem, refusal.remedy))
     if config.structured_output == "tool":
         if dialect.name != "anthropic":
-            said = f"only the dialect anthropic has this choice, not {dialect.name}."
-            mistakes.append(Mistake(f"{path}.structured_output", said, "Leave it out."))
+            problem = f"only the dialect anthropic has this choice, not {dialect.name}."
+            mistakes.append(Mistake(f"{path}.structured_output", problem, "Leave it out."))
         elif config.parameters.get("thinking") and dialect.thinks(config.parameters):
-            said = "a tool cannot be forced with thinking."
-            mistakes.append(Mistake(f"{path}.structured_output", said, "Write native, or turn thinking off."))
+            problem = "a tool cannot be forced with thinking."
+            mistakes.append(Mistake(f"{path}.structured_output", problem, "Write native, or turn thinking off."))
     return mistakes
 
 
@@ -243,15 +243,15 @@ def _stream_mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -
         mistakes.append(Mistake(f"{path}.parameters.stream", "it has a key of its own.", f"Set {path}.stream."))
     if not config.stream:
         if config.timeouts.idle_s is not None:
-            said = "replies are not streamed, so there are no events to wait for."
-            mistakes.append(Mistake(f"{path}.timeouts.idle_s", said, f"Set {path}.stream, or leave it out."))
+            problem = "replies are not streamed, so there are no events to wait for."
+            mistakes.append(Mistake(f"{path}.timeouts.idle_s", problem, f"Set {path}.stream, or leave it out."))
         if parameters.get("stream_options") is not None:
             mistakes.append(Mistake(f"{path}.parameters.stream_options", "replies are not streamed.", "Leave it out."))
         return mistakes
     idle_s, total_s = config.timeouts.idle_s, config.timeouts.total_s
     if idle_s is not None and idle_s >= total_s:
-        said = f"{idle_s:g} s of silence cannot pass within the {total_s:g} s of timeouts.total_s."
-        mistakes.append(Mistake(f"{path}.timeouts.idle_s", said, "Set a smaller number."))
+        problem = f"{idle_s:g} s of silence cannot pass within the {total_s:g} s of timeouts.total_s."
+        mistakes.append(Mistake(f"{path}.timeouts.idle_s", problem, "Set a smaller number."))
     settings = parameters.get("generationConfig")
     counts = {"n": parameters.get("n")}
     if isinstance(settings, Mapping):
@@ -260,6 +260,6 @@ def _stream_mistakes(path: str, config: OpenAISource.Config, dialect: Dialect) -
         if count is not None and count != 1:
             mistakes.append(Mistake(f"{path}.parameters.{key}", "a stream carries one completion.", "Leave it out."))
     if config.stream == "auto" and parameters.get("stream_options") is not None:
-        said = "a server that does not stream would refuse it."
-        mistakes.append(Mistake(f"{path}.parameters.stream_options", said, "Set stream to true, or leave it out."))
+        problem = "a server that does not stream would refuse it."
+        mistakes.append(Mistake(f"{path}.parameters.stream_options", problem, "Set stream to true, or leave it out."))
     return mistakes

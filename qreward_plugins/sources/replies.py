@@ -266,14 +266,14 @@ def json_of(body: bytes) -> Any:
         return None
 
 
-def usage_of(usage: Any) -> Usage | None:
-    """Return the tokens that a reply states; None if they are absent or impossible."""
+def usage_of(usage: Any, *, prompt: str = "prompt_tokens", completion: str = "completion_tokens") -> Usage | None:
+    """Return the tokens that a reply states under these keys; None if they are absent or impossible."""
     if not isinstance(usage, dict):
         return None
-    before, after = usage.get("prompt_tokens_details"), usage.get("completion_tokens_details")
+    before, after = usage.get(f"{prompt}_details"), usage.get(f"{completion}_details")
     return counted(
-        usage.get("prompt_tokens"),
-        usage.get("completion_tokens"),
+        usage.get(prompt),
+        usage.get(completion),
         cached=before.get("cached_tokens") if isinstance(before, dict) else None,
         thinking=after.get("reasoning_tokens") if isinstance(after, dict) else None,
     )

@@ -242,8 +242,8 @@ class JudgeHandler:
         except Throttle as throttle:
             return self._throttled(account, route.protocol, throttle, arrived_s)
         except ScorerFailed:
-            said = "the scorer of this judge server failed; see its report"
-            return _json(route.protocol.error(500, said), status=500)
+            message = "the scorer of this judge server failed; see its report"
+            return _json(route.protocol.error(500, message), status=500)
         except ConnectionError:
             return Written(0)
         except asyncio.CancelledError:

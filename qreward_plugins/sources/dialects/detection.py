@@ -111,11 +111,11 @@ class _Probe:
 
     async def dialect(self) -> tuple[str, str]:
         """Return the dialect at this URL, and why it is this one."""
-        said: list[str] = []
+        answers: list[str] = []
         listing: tuple[Dialect, ...] = (_CHAT, _MESSAGES, _GEMINI)
         for dialect in listing:
             status, body = await self._send("GET", "/models", dialect)
-            said.append(f"/models answered {status}")
+            answers.append(f"/models answered {status}")
             found = _lister(body) if status == 200 else None
             if found is _CHAT:
                 return await self._of_openai()
@@ -124,12 +124,12 @@ class _Probe:
         for dialect in (*listing[:2], _RESPONSES, _GEMINI):
             path = self._path(dialect)
             status, body = await self._send("POST", path, dialect, {})
-            said.append(f"{path} answered {status}")
+            answers.append(f"{path} answered {status}")
             if status in _COMPLAINT and isinstance(body, (dict, list)):
                 if dialect is _CHAT:
                     return await self._of_openai()
                 return dialect.name, f"{path} answered {status} to an empty request"
-        raise Undetected(", ".join(dict.fromkeys(said)))
+        raise Undetected(", ".join(dict.fromkeys(answers)))
 
     async def _of_openai(self) -> tuple[str, str]:
         """Return which of OpenAI's dialects the model takes."""

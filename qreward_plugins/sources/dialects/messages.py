@@ -275,6 +275,6 @@ def plain(schema: Any) -> Any:
     bounds = {key: schema[key] for key in ("minimum", "maximum") if key in schema}
     copy = {key: value for key, value in schema.items() if key not in bounds}
     if bounds:
-        said = ", ".join(f"{key}: {value}" for key, value in bounds.items())
-        copy["description"] = f"{copy['description']}\n\n{{{said}}}" if "description" in copy else f"{{{said}}}"
+        listed = ", ".join(f"{key}: {value}" for key, value in bounds.items())
+        copy["description"] = f"{copy['description']}\n\n{{{listed}}}" if "description" in copy else f"{{{listed}}}"
     return copy

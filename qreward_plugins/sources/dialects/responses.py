@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from ...errors import InvalidReply, QRewardError
 from ..base import Reply, Request
 from ..rate_limit_headers import announced_limits
-from ..replies import Answer, counted, name_of
+from ..replies import Answer, name_of, usage_of
 from ..response_stream import ResponseStream
 from .base import Dialect, Refusal, is_on, parts_of, prompt_in, system_and_turns, text_of
 
@@ -39,7 +39,7 @@ class ResponsesAnswer(Answer):
         return Reply(
             text=text,
             thinking=thinking,
-            usage=_usage(body.get("usage")),
+            usage=usage_of(body.get("usage"), prompt="input_tokens", completion="output_tokens"),
             model=name_of(body.get("model")),
             finish_reason=ended,
             announced=announced_limits(self.http.headers),
@@ -89,18 +89,6 @@ def name_or_text(part: Mapping[str, Any], key: str) -> str:
 
 def _list(value: Any) -> list[Mapping[str, Any]]:
     return [part for part in value if isinstance(part, Mapping)] if isinstance(value, list) else []
-
-
-def _usage(stated: Any) -> Any:
-    if not isinstance(stated, Mapping):
-        return None
-    before, after = stated.get("input_tokens_details"), stated.get("output_tokens_details")
-    return counted(
-        stated.get("input_tokens"),
-        stated.get("output_tokens"),
-        cached=before.get("cached_tokens") if isinstance(before, Mapping) else 0,
-        thinking=after.get("reasoning_tokens") if isinstance(after, Mapping) else 0,
-    )
 
 
 class Responses(Dialect):

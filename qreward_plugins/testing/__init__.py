@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .faults import FaultKind, Faults, Outage
+from .faults import FaultKind, Faults, Outage, PlayFault
 from .judge_calls import JudgeCall, count_tokens, overlap_score
 from .judge_process import JudgeServerProcess
 from .judge_server import JudgeServer, JudgeServerError, serve_forever
@@ -68,6 +68,7 @@ __all__ = [
     "JudgeServerProcess",
     "Latency",
     "Outage",
+    "PlayFault",
     "Report",
     "RollDataProto",
     "RollDraft",

@@ -17,7 +17,7 @@ from enum import Enum
 from itertools import accumulate
 from typing import Literal
 
-FaultStage = Literal["status", "connection", "reply", "verdict", "stream"]
+FaultStage = Literal["status", "connection", "reply", "verdict", "stream", "list"]
 
 
 class FaultKind(str, Enum):
@@ -123,10 +123,16 @@ class FaultKind(str, Enum):
     STREAM_ODD = "stream_odd", "stream", "a good answer with CRLF, comments, and characters cut in two by the packets"
     STREAM_DRIP = "stream_drip", "stream", "a good answer that drips in byte by byte"
 
+    RESULTS_TOO_FEW = "results_too_few", "list", "the last result is left out"
+    RESULTS_TOO_MANY = "results_too_many", "list", "the last result comes twice"
+    RESULTS_SHUFFLED = "results_shuffled", "list", "the results in reverse order, their indices are right"
+    RESULTS_UNNUMBERED = "results_unnumbered", "list", "results without their indices"
+    RESULTS_MISNUMBERED = "results_misnumbered", "list", "several results, all with the index 0"
+
     @property
     def has_answer(self) -> bool:
         """Whether the scorer is called: the fault modifies an answer instead of replacing it."""
-        return self.stage in ("reply", "verdict", "stream")
+        return self.stage in ("reply", "verdict", "stream", "list")
 
 
 _KINDS: Mapping[str, FaultKind] = {str(kind): kind for kind in FaultKind}
@@ -138,6 +144,17 @@ def fault_kind(name: str) -> FaultKind:
         return _KINDS[name]
     near = difflib.get_close_matches(str(name), _KINDS, n=3) or _KINDS
     raise ValueError(f"unknown fault {name!r}; did you mean {', '.join(near)}?")
+
+
+class PlayFault(Exception):
+    """A scorer raises it to play a fault for its request, which fails all other texts of the request, too."""
+
+    def __init__(self, kind: str) -> None:
+        """Raises `ValueError` for a kind that does not exist."""
+        super().__init__(kind)
+        self.kind = fault_kind(kind)
+        if self.kind.has_answer:
+            raise ValueError(f"{kind} changes an answer, and a scorer that raises gives none")
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,13 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 import orjson
 from aiohttp import web
 
-from .faults import FaultKind, FaultPlan, Faults
+from .faults import FaultKind, FaultPlan, Faults, PlayFault
 from .faulty_replies import FaultInput, Written, play, sent_status
 from .judge_calls import Answer, JudgeCall, Refused, duration
 from .latency import Latency
 from .limits import Excess, LimitKind, ServerLimits
 from .protocols import PROTOCOLS, Protocol
+from .protocols.reward_models import RewardCall
 from .report import Tally, Violation
 from .routes import Content, Route, Routes
 from .streamed_replies import stream
@@ -29,6 +30,8 @@ from .streamed_replies import stream
 Scorer = Callable[[JudgeCall], Answer | Awaitable[Answer]]
 
 _JSON = "application/json"
+_ANSWERED = ("verdict", "stream", "list")
+"""The stages of faults in the answer itself; the others are played below it."""
 
 # If a client closes a connection and sends on another, the server may see these in the other order. So a request over
 # the concurrency limit waits this long for an abandoned one to end before it counts as a violation.
@@ -194,13 +197,17 @@ class JudgeHandler:
         protocol = route.protocol
         number, self._number = self._number, self._number + 1
         fault = self._plan.choose(arrived_s)
-        delay_s = self._latency.draw(self._latency_rng)
+        items = call.items if isinstance(call, RewardCall) else (call,)
+        delay_s = self._latency.draw(self._latency_rng) + self._latency.each_s * len(items)
         playing = False
         try:
             content = None
             if fault is None or fault.has_answer:
-                content = await self._content(route, call, fault)
-                self._charge(account, call, content, arrived_s)
+                try:
+                    content = await self._content(route, call, items, fault)
+                    self._charge(account, call, content, arrived_s)
+                except PlayFault as played_by_scorer:
+                    fault = played_by_scorer.kind
             if delay_s > 0:
                 await asyncio.sleep(delay_s)
             while self.held and self._gate is not None:
@@ -209,7 +216,7 @@ class JudgeHandler:
             if fault is not None and fault.stage == "stream":
                 playing = True
                 self._tally.faulted(fault)
-            if fault is None or fault.stage in ("verdict", "stream"):
+            if fault is None or fault.stage in _ANSWERED:
                 assert reply is not None, "there is an answer"
                 headers = self._announced(account, protocol)
                 if streamed is None:
@@ -232,7 +239,7 @@ class JudgeHandler:
             if not playing:
                 playing = True
                 self._tally.faulted(fault)
-            if fault.stage not in ("verdict", "stream"):
+            if fault.stage not in _ANSWERED:
                 response = await play(
                     fault, FaultInput(request, reply, self._announced(account, protocol), self._faults, protocol)
                 )
@@ -251,12 +258,17 @@ class JudgeHandler:
                 self._tally.abandoned()
             raise
 
-    async def _content(self, route: Route, call: JudgeCall, fault: FaultKind | None) -> Content:
+    async def _content(
+        self, route: Route, call: JudgeCall, items: Sequence[JudgeCall], fault: FaultKind | None
+    ) -> Content:
         try:
-            answer = self._score(call)
-            if inspect.isawaitable(answer):
-                answer = await answer
-            return route.content(call, answer, fault)
+            answers = []
+            for item in items:
+                answer = self._score(item)
+                answers.append(await answer if inspect.isawaitable(answer) else answer)
+            return route.content(call, answers, fault)
+        except PlayFault:
+            raise
         except Exception as error:
             self._tally.scorer_failed(error)
             raise ScorerFailed from error

@@ -61,9 +61,14 @@ class JudgeServerProcess:
         return self._base_url
 
     @property
+    def root_url(self) -> str:
+        """The address for reward models. Raises like `base_url`."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
     def score_url(self) -> str:
         """The address for scoring requests. Raises like `base_url`."""
-        return self.base_url.removesuffix("/v1") + SCORE_PATH
+        return self.root_url + SCORE_PATH
 
     @property
     def pid(self) -> int:

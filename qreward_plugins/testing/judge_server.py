@@ -44,7 +44,9 @@ class JudgeServer:
     Anthropic's messages (/v1/messages) and Gemini (/v1beta/models/MODEL:generateContent, also below /v1), each streamed
     if asked (Gemini: `:streamGenerateContent?alt=sse`). GET /v1/models, GET /v1beta/models and GET /health. It also
     scores samples: POST /score, with the body of slime's remote reward model: `{"prompt": text or messages,
-    "response": text, "label": anything}`.
+    "response": text, "label": anything}`. And it serves a reward model as vLLM (/classify, /pooling, /score), SGLang
+    (/classify, /v1/embeddings), TEI (/predict) and OpenRLHF (/get_reward) do, with lists of texts. Such a request
+    counts once against the limits.
 
     `protocols` are those that it serves, of "openai", "responses", "anthropic" and "gemini"; the first one writes the
     list of models at /v1/models. Default: all. A call has the messages and parameters of chat completions, whatever the
@@ -58,8 +60,11 @@ class JudgeServer:
     - a str, which becomes the content unchanged.
 
     For a scoring request `score` gets a `ScoreCall`, a `JudgeCall` with the same blocks, and the reply is the number,
-    the mapping or the str itself. Async scorers run on the server's loop; sync ones block it, so they must not wait. An
-    exception of the scorer becomes an HTTP 500 and is in the report.
+    the mapping or the str itself. Each text of a request to a reward model is a `ScoreCall`, too: its `response` is the
+    rendered conversation, or the response if the server gets prompt and response as two texts; a number is its logit, a
+    mapping has a logit for each label. A scorer that raises `PlayFault` plays a fault for the whole request. Async
+    scorers run on the server's loop; sync ones block it, so they must not wait. Another exception of the scorer becomes
+    an HTTP 500 and is in the report.
 
     `with` and `async with` start and stop it. All methods are thread-safe. It can be restarted after `stop()`, on the
     same port and with its counts: clients see a server that was down for a while. With `port=0` (the
@@ -128,6 +133,11 @@ class JudgeServer:
     def base_url(self) -> str:
         """The address of all dialects: "http://127.0.0.1:PORT/v1". Raises like `port`."""
         return f"http://{self._url_host}:{self.port}/v1"
+
+    @property
+    def root_url(self) -> str:
+        """The address for reward models: "http://127.0.0.1:PORT". Raises like `port`."""
+        return f"http://{self._url_host}:{self.port}"
 
     @property
     def score_url(self) -> str:

@@ -19,8 +19,11 @@ class Latency:
     """Share of the requests, 0 to 1, that take `straggler_factor` times as long."""
     straggler_factor: float = 10.0
 
+    each_s: float = 0.0
+    """Seconds that are added for each text of a request to a reward model."""
+
     def __post_init__(self) -> None:
-        for name in ("median_s", "sigma", "straggler_factor"):
+        for name in ("median_s", "sigma", "straggler_factor", "each_s"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise ValueError(f"Latency.{name} must be a finite number of at least 0, not {value!r}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 from typing import Protocol as Interface
 
@@ -14,9 +15,10 @@ from .faults import FaultKind
 from .faulty_replies import ReplyForms
 from .faulty_scores import faulty_score
 from .faulty_verdicts import faulty_verdict
-from .judge_calls import Answer, Completion, JudgeCall, as_verdict, dump_verdict
+from .judge_calls import Answer, Completion, JudgeCall, Refused, as_verdict, dump_verdict
 from .protocols import PROTOCOLS, Framed, Protocol
-from .scores import Score, as_score, read_score_call
+from .protocols.reward_models import WIRES, RewardCall, read_rewards, rewards_of
+from .scores import as_score, read_score_call
 from .streamed_replies import wants_stream
 
 CHAT_PATH = "/v1/chat/completions"
@@ -44,12 +46,12 @@ class Content(Interface):
 @dataclass(frozen=True)
 class Route:
     """One path. `read` reads a request and raises `Refused` for the client's mistakes. `content` turns the scorer's
-    answer into content, with a fault of the stage "verdict" applied; it raises `TypeError` for an invalid answer.
-    `protocol` writes errors and limits.
+    answers, one for each text of the request, into content, with a fault of the stage "verdict" or "list" applied; it
+    raises `TypeError` for an invalid answer. `protocol` writes errors and limits.
     """
 
     read: Callable[[bytes], JudgeCall]
-    content: Callable[[JudgeCall, Answer, FaultKind | None], Content]
+    content: Callable[[JudgeCall, Sequence[Answer], FaultKind | None], Content]
     protocol: Protocol
     is_stream: bool = False
     """Whether the path itself asks for a stream."""
@@ -59,7 +61,7 @@ class Route:
         if self.is_stream:
             return {}
         # Gemini has no such key, and services that score do not stream.
-        asks = self.content is not _score and self.protocol.name != "gemini"
+        asks = self.content is not _scores and self.protocol.name != "gemini"
         return wants_stream(body) if asks else None
 
 
@@ -75,7 +77,8 @@ class Routes:
         first = models[0] if models else ""
         chat = PROTOCOLS["openai"]
         self._fixed = {_PATHS[name]: self._route(PROTOCOLS[name]) for name in protocols if name in _PATHS}
-        self._fixed[SCORE_PATH] = Route(lambda body: read_score_call(body, first), _score, chat)
+        for path in (*WIRES, SCORE_PATH):
+            self._fixed[path] = Route(partial(self._read_scored, path, first), _scores, chat)
 
     @property
     def paths(self) -> tuple[str, ...]:
@@ -100,9 +103,17 @@ class Routes:
             return PROTOCOLS["gemini"] if "gemini" in self._protocols else None
         return PROTOCOLS[self._protocols[0]] if path == "/v1/models" else None
 
+    def _read_scored(self, path: str, model: str, body: bytes) -> JudgeCall:
+        call = read_rewards(path, body, self._models) if path in WIRES else None
+        if call is not None:
+            return call
+        if path == SCORE_PATH:
+            return read_score_call(body, model)
+        raise Refused(400, f"{path} needs one of the keys {', '.join(sorted({wire.key for wire in WIRES[path]}))}")
+
     def _route(self, protocol: Protocol, model: str = "", *, is_stream: bool = False) -> Route:
-        def content(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Content:
-            completion = _completion(call, answer, fault)
+        def content(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None) -> Content:
+            completion = _completion(call, answers[0], fault)
             return completion if protocol.name == "openai" else Framed(completion, protocol)
 
         return Route(lambda body: protocol.read(body, self._models, model), content, protocol, is_stream)
@@ -115,6 +126,8 @@ def _completion(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Com
     return Completion(verdict if isinstance(verdict, str) else dump_verdict(verdict)).cut(call.max_tokens)
 
 
-def _score(call: JudgeCall, answer: Answer, fault: FaultKind | None) -> Score:
-    score = as_score(answer)
+def _scores(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None) -> Content:
+    if isinstance(call, RewardCall):
+        return rewards_of(call, answers, fault)
+    score = as_score(answers[0])
     return score if fault is None or fault.stage != "verdict" else faulty_score(fault, score)

@@ -12,6 +12,7 @@ from qreward_plugins.config import load_config
 from qreward_plugins.planning import Assumptions, RequestTime, parse_latency
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
+from qreward_plugins.testing import JudgeServer, Latency
 
 TIME = RequestTime(0.02, 0.001)
 QUESTION = [{"role": "user", "content": "?"}]
@@ -133,3 +134,26 @@ def test_the_time_of_a_request_is_read():
     for bad in (RequestTime(-1, 2), RequestTime(0, 0), RequestTime(float("nan"), 1)):
         with pytest.raises(InputError, match=r"from 0\.001 to 3600"):
             Assumptions(latency_s={"rm": bad})
+
+
+def test_a_plan_of_batches_is_that_of_a_step_at_a_real_server(exact_plan):
+    """Real time: requests of 8 at 2 places, 0.1 s each plus 0.01 s for each text."""
+    time = RequestTime(0.1, 0.01)
+    with JudgeServer(lambda call: len(call.response) / 10, latency=Latency(time.fixed_s, each_s=time.call_s)) as server:
+        source = {
+            "kind": "reward_model",
+            "base_url": server.root_url,
+            "model": "judge",
+            "protocol": "vllm_score",
+            "batch": {"max_size": 8},
+            "limits": {"concurrency": 2},
+        }
+        config = {"sources": {"rm": source}, "judges": {"j": {"kind": "reward_model"}}}
+        with RewardEngine(config).portal() as portal:
+            portal.score_all([Sample(QUESTION, "warm" * n) for n in range(1, 9)])
+            outcomes = portal.score_all([Sample(QUESTION, "x" * (n % 90 + 1)) for n in range(128)])
+            measured = portal.last_batch().makespan_s
+    assert all(outcome.reward is not None for outcome in outcomes)
+    found = exact_plan(config, 128, latency_s={"rm": time})
+    assert found.step_s.p50 == pytest.approx(128 / 8 / 2 * 0.18, rel=0.1)
+    assert measured == pytest.approx(found.step_s.p50, rel=0.1)

@@ -38,8 +38,9 @@ CLASSES: dict[type, set[str]] = {
     # What is left of the "verdict" stage is a proper reply; its text is the judge's to refuse.
     Reply: {"close_after", "wrong_model", "slow_headers", "slow_body"}
     | {kind.value for kind in FaultKind if kind.stage == "verdict" and kind.value not in ("refusal", "null_content")}
-    # A reply that is not streamed has no faults of streams; `test_streamed` plays them.
-    | {kind.value for kind in FaultKind if kind.stage == "stream"},
+    # A reply that is not streamed has no faults of streams (`test_streamed`), and one to one question none of lists
+    # (`test_reward_model_faults`).
+    | {kind.value for kind in FaultKind if kind.stage in ("stream", "list")},
 }
 # Withheld answers have no text in Anthropic's messages: both kinds are one stop_reason.
 OF_DIALECT: dict[str, dict[str, type]] = {"anthropic": {"content_filter": InvalidReply}}

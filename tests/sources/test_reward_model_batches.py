@@ -12,6 +12,7 @@ from qreward_plugins import RewardEngine, Sample
 from qreward_plugins.errors import ConfigurationError, InvalidReply, PermanentError, QRewardError, SampleRefused
 from qreward_plugins.samples import Failed, Scored
 from qreward_plugins.sources import Request, RewardModelSource
+from qreward_plugins.testing import JudgeServer, PlayFault, ScoreCall
 
 pytestmark = pytest.mark.anyio
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -221,20 +222,19 @@ def test_wrong_batches_are_refused_at_the_start(settings, path, said):
     assert said in mistakes[path]
 
 
-async def test_an_engine_scores_a_batch_around_a_text_that_is_too_long(serve, template):
+async def test_an_engine_scores_a_batch_around_a_text_that_is_too_long(template):
     """As vLLM does: one over-long text fails the whole request."""
+    sizes: list[int] = []
 
-    async def script(exchange: Any) -> None:
-        body = json.loads(exchange.body)
-        texts = body["input"] if isinstance(body["input"], list) else [body["input"]]
-        if any("x" * 50 in text for text in texts):
-            exchange.reply('{"error": {"message": "too long", "code": 400}}', status="400 Bad Request")
-        else:
-            exchange.reply(json.dumps(data(texts, lambda logit: {"probs": [logit]})))
+    def logit(call: ScoreCall) -> float:
+        texts = call.parameters["input"]
+        sizes.append(len(texts) if isinstance(texts, list) else 1)
+        if "x" * 50 in call.response:
+            raise PlayFault("error_400")
+        return score(call.response)
 
-    async with serve(script) as server:
-        url = server.base_url.removesuffix("/v1")
-        source = node(url, "vllm_classify", template, limits={"concurrency": 1})
+    with JudgeServer(logit) as server:
+        source = node(server.root_url, "vllm_classify", template, limits={"concurrency": 1}, model="judge")
         judge = {"kind": "reward_model", "transform": [{"affine": {"scale": 0.01}}]}
         async with RewardEngine({"sources": {"rm": source}, "judges": {"j": judge}}) as engine:
             samples = [Sample([{"role": "user", "content": "2 + 2?"}], "x" * n) for n in (*range(1, 16), 60)]
@@ -243,7 +243,7 @@ async def test_an_engine_scores_a_batch_around_a_text_that_is_too_long(serve, te
     assert [outcome.verdict.score for outcome in outcomes[:-1]] == [pytest.approx(n / 100) for n in range(1, 16)]
     assert all(isinstance(outcome, Scored) for outcome in outcomes[:-1])
     assert isinstance(outcomes[-1], Failed)
-    assert "too long" in outcomes[-1].detail
-    sizes = [len(json.loads(exchange.body)["input"]) for exchange in server.exchanges]
-    assert len(sizes) <= 10
+    assert "error_400" in outcomes[-1].detail
+    assert max(sizes) == 8
+    assert server.report().requests <= 10
     assert counted.mean_batch_size > 1

@@ -44,7 +44,7 @@ CLASSES: dict[type, set[str]] = {
         if kind.stage == "verdict" and kind.value not in ("cut_off", "prose", "two_verdicts")
     },
     Verdict: {"close_after", "wrong_model", "slow_headers", "slow_body"}
-    | {kind.value for kind in FaultKind if kind.stage == "stream"},
+    | {kind.value for kind in FaultKind if kind.stage in ("stream", "list")},
 }
 CLOSING = ("close_after", "slow_headers", "slow_body", "short_length")
 ANSWERS: dict[str, Any] = {

@@ -133,7 +133,7 @@ def inflates(body: bytes) -> bool:
 
 
 # Faults of streams are met by `sources/test_streamed.py`; a reply that is not streamed has none.
-CHECKS |= {kind: good for kind in FaultKind if kind.stage == "stream"}
+CHECKS |= {kind: good for kind in FaultKind if kind.stage in ("stream", "list")}
 
 
 @pytest.mark.parametrize("kind", [kind for kind in FaultKind if kind is not FaultKind.HANG], ids=str)

@@ -96,8 +96,8 @@ def test_every_kind_has_a_name_a_stage_and_a_sentence() -> None:
     for kind in FaultKind:
         assert kind.value == kind.name.lower() == str(kind)
         assert fault_kind(kind.value) is kind is fault_kind(kind)
-        assert kind.stage in ("status", "connection", "reply", "verdict", "stream")
-        assert kind.has_answer == (kind.stage in ("reply", "verdict", "stream"))
+        assert kind.stage in ("status", "connection", "reply", "verdict", "stream", "list")
+        assert kind.has_answer == (kind.stage in ("reply", "verdict", "stream", "list"))
 
 
 def test_latency_is_lognormal_with_stragglers() -> None:

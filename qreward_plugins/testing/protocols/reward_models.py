@@ -1,0 +1,313 @@
+"""The servers of reward models: vLLM, SGLang, TEI and OpenRLHF. A request asks for the scores of one or several texts.
+
+They differ in the path, the keys of the body and the shape of a result, so each is one value of `WIRES`. Two servers
+may share a path: the keys of the body say which one is meant. A fault of the stage "list" or "verdict" changes the
+results.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from ..faults import FaultKind
+from ..faulty_verdicts import REFUSAL, prose_of
+from ..judge_calls import OTHER_MODEL, Answer, JudgeCall, Refused, check_messages, read_object, text_of
+from ..scores import ScoreCall
+from .base import known_model
+
+Logits = Mapping[str, Any]
+"""Numbers by label. A fault may put anything in the place of a number."""
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One server's `POST path`. `key` is the key of the body that holds the items; no other server at this path has it.
+
+    `texts` turns the body into pairs of a prompt and a response, and raises `Refused`. `result` turns the numbers of an
+    item into its result. `fields` makes the reply from the results, the model and the tokens. `activated` tells whether
+    the server turns logits into probabilities. `numbered` says whether results state the index of their item.
+    """
+
+    path: str
+    key: str
+    texts: Callable[[dict[str, Any]], list[tuple[Sequence[Mapping[str, object]], str]]]
+    result: Callable[[Logits], Any]
+    fields: Callable[[list[Any], str, int], Any]
+    activated: Callable[[Mapping[str, Any]], bool]
+    numbered: bool = False
+    names_model: bool = False
+    """Whether the body must name a model of the server."""
+
+
+@dataclass(frozen=True)
+class RewardCall(JudgeCall):
+    """A request for the scores of `items`. Each is scored as a `ScoreCall` of its own."""
+
+    items: tuple[ScoreCall, ...] = ()
+    wire: Wire | None = None
+
+    @cached_property
+    def prompt_tokens(self) -> int:
+        return sum(item.prompt_tokens for item in self.items)
+
+    @property
+    def max_tokens(self) -> int | None:
+        return None
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The reply to a `RewardCall`. `logits` are those of its items."""
+
+    call: RewardCall
+    logits: Sequence[Logits]
+    fault: FaultKind | None
+
+    @property
+    def tokens(self) -> int:
+        """Always 0: a reward model writes no tokens."""
+        return 0
+
+    def reply(self, call: JudgeCall, number: int) -> RewardReply:
+        """The reply with it."""
+        wire = self.call.wire
+        assert wire is not None
+        results = [wire.result(logits) for logits in self.logits]
+        if wire.numbered:
+            results = [{"index": index, **result} for index, result in enumerate(results)]
+        if self.fault in _LISTS:
+            results = _LISTS[self.fault](results, wire.numbered)
+        return RewardReply(wire.fields(results, call.model, call.prompt_tokens))
+
+
+@dataclass(frozen=True)
+class RewardReply:
+    """The body of a reply, and its faulty variants."""
+
+    fields: Any
+
+    @property
+    def good(self) -> bytes:
+        # Python's JSON has NaN and Infinity, which some servers send.
+        return json.dumps(self.fields).encode()
+
+    @property
+    def cuttable(self) -> bytes:
+        return self.good
+
+    @property
+    def without_verdict(self) -> bytes:
+        return b'{"data": []}'
+
+    @property
+    def of_another_model(self) -> bytes:
+        if isinstance(self.fields, dict) and "model" in self.fields:
+            return json.dumps({**self.fields, "model": OTHER_MODEL}).encode()
+        return self.good
+
+    @property
+    def invalid_utf8(self) -> bytes:
+        if isinstance(self.fields, dict):
+            return self.good[:-1] + b', "note": "\xff\xfe"}'
+        return self.good[:-1] + b', "\xff\xfe"]'
+
+    @property
+    def around_filler(self) -> tuple[bytes, bytes]:
+        return b'{"object": "list", "data": [{"index": 0, "label": "', b'"}]}'
+
+
+def read_rewards(path: str, body: bytes, models: Sequence[str]) -> RewardCall | None:
+    """Read a request for scores; None if no server of reward models at this path has its keys. Raises `Refused`."""
+    fields = read_object(body)
+    for wire in WIRES[path]:
+        if wire.key in fields:
+            model = known_model(fields.get("model"), models) if wire.names_model else ""
+            pairs = wire.texts(fields)
+            if not pairs:
+                raise Refused(400, "you must pass at least one text")
+            if any(not response for _, response in pairs):
+                raise Refused(400, "a text cannot be empty")
+            items = tuple(ScoreCall(model, prompt, fields, response) for prompt, response in pairs)
+            return RewardCall(model, [], fields, items, wire)
+    return None
+
+
+def rewards_of(call: RewardCall, answers: Sequence[Answer], fault: FaultKind | None) -> Rewards:
+    """The content of the reply for the scorer's answers: a number is one logit, a mapping has a logit for each label.
+
+    Raises `TypeError` for other answers.
+    """
+    assert call.wire is not None
+    logits = [_logits(answer) for answer in answers]
+    if call.wire.activated(call.parameters):
+        logits = [_activated(each) for each in logits]
+    if fault is not None and fault in _VALUES:
+        logits = [dict.fromkeys(logits[0], _VALUES[fault]), *logits[1:]]
+    return Rewards(call, logits, fault)
+
+
+def _logits(answer: Answer) -> dict[str, Any]:
+    given: Mapping[str, object] = answer if isinstance(answer, Mapping) else {"LABEL_0": answer}
+    if not given or not all(isinstance(one, (int, float)) and not isinstance(one, bool) for one in given.values()):
+        raise TypeError("a reward model answers with a number, or with a mapping of labels to numbers")
+    return dict(given)
+
+
+def _activated(logits: Mapping[str, float]) -> dict[str, float]:
+    """Apply what servers apply: a sigmoid to one logit, a softmax to several."""
+    if len(logits) == 1:
+        return {label: 0.5 * (1 + math.tanh(logit / 2)) for label, logit in logits.items()}
+    most = max(logits.values())
+    weights = {label: math.exp(logit - most) for label, logit in logits.items()}
+    return {label: weight / sum(weights.values()) for label, weight in weights.items()}
+
+
+def _strings(value: object, key: str) -> list[str]:
+    items: list[Any] = value if isinstance(value, list) else [value]
+    if not all(isinstance(item, str) for item in items):
+        raise Refused(400, f"{key!r} must be a text or a list of texts")
+    return items
+
+
+def _plain(key: str) -> Callable[[dict[str, Any]], list[tuple[Sequence[Mapping[str, object]], str]]]:
+    return lambda fields: [((), text) for text in _strings(fields[key], key)]
+
+
+def _conversation(fields: dict[str, Any]) -> list[tuple[Sequence[Mapping[str, object]], str]]:
+    messages = fields["messages"]
+    if not isinstance(messages, list) or not messages:
+        raise Refused(400, "'messages' must be a list of at least one message")
+    check_messages(messages)
+    return [(messages[:-1], text_of(messages[-1].get("content")))]
+
+
+def _tei_inputs(fields: dict[str, Any]) -> list[tuple[Sequence[Mapping[str, object]], str]]:
+    inputs = fields["inputs"]
+    if isinstance(inputs, str):
+        return [((), inputs)]
+    # A list of lists is a batch; each holds a text, or a pair of texts.
+    if not isinstance(inputs, list) or not all(isinstance(item, list) and len(item) == 1 for item in inputs):
+        raise Refused(422, "'inputs' must be a text, or a list of lists of one text")
+    return [((), text) for item in inputs for text in _strings(item, "inputs")]
+
+
+def _pairs(prompts: str, responses: str) -> Callable[[dict[str, Any]], Any]:
+    def texts(fields: dict[str, Any]) -> list[tuple[Sequence[Mapping[str, object]], str]]:
+        first, second = _strings(fields[prompts], prompts), _strings(fields.get(responses), responses)
+        if len(first) == 1:
+            first *= len(second)
+        if len(first) != len(second):
+            raise Refused(400, f"{prompts!r} and {responses!r} must have the same length")
+        return [([{"role": "user", "content": prompt}], text) for prompt, text in zip(first, second, strict=True)]
+
+    return texts
+
+
+def _data(results: list[Any], model: str, tokens: int) -> Any:
+    return {
+        "object": "list",
+        "model": model,
+        "data": results,
+        "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+    }
+
+
+def _of_classify(logits: Logits) -> Any:
+    numbers = {label: each for label, each in logits.items() if isinstance(each, (int, float))}
+    label = max(numbers, key=lambda one: numbers[one], default=next(iter(logits)))
+    return {"label": label, "probs": list(logits.values()), "num_classes": len(logits)}
+
+
+def _first(logits: Logits) -> Any:
+    return next(iter(logits.values()))
+
+
+def _vllm(path: str, key: str, texts: Callable[[dict[str, Any]], Any], result: Callable[[Logits], Any]) -> Wire:
+    # vLLM applies a sigmoid or a softmax unless the request says not to.
+    raw = lambda fields: fields.get("use_activation") is not False  # noqa: E731
+    return Wire(path, key, texts, result, _data, raw, numbered=True, names_model=True)
+
+
+def _never(fields: Mapping[str, Any]) -> bool:
+    return False
+
+
+def _wires() -> list[Wire]:
+    by_probs, by_data = _of_classify, lambda logits: {"object": "pooling", "data": list(logits.values())}
+    by_score = lambda logits: {"object": "score", "score": _first(logits)}  # noqa: E731
+    by_embedding = lambda logits: {"embedding": list(logits.values())}  # noqa: E731
+    by_label = lambda logits: [{"label": label, "score": each} for label, each in logits.items()]  # noqa: E731
+    return [
+        _vllm("/classify", "input", _plain("input"), by_probs),
+        _vllm("/classify", "messages", _conversation, by_probs),
+        _vllm("/pooling", "input", _plain("input"), by_data),
+        _vllm("/pooling", "messages", _conversation, by_data),
+        _vllm("/score", "queries", _pairs("queries", "documents"), by_score),
+        Wire("/classify", "text", _plain("text"), by_embedding, lambda results, model, tokens: results, _never),
+        Wire("/v1/embeddings", "input", _plain("input"), by_embedding, _data, _never, numbered=True),
+        Wire(
+            "/predict",
+            "inputs",
+            _tei_inputs,
+            by_label,
+            lambda results, model, tokens: results,
+            lambda fields: fields.get("raw_scores") is not True,
+        ),
+        Wire(
+            "/get_reward",
+            "query",
+            _plain("query"),
+            _first,
+            lambda results, model, tokens: {"rewards": results},
+            _never,
+        ),
+    ]
+
+
+def _by_path(wires: Sequence[Wire]) -> dict[str, list[Wire]]:
+    return {wire.path: [other for other in wires if other.path == wire.path] for wire in wires}
+
+
+WIRES: Mapping[str, Sequence[Wire]] = _by_path(_wires())
+"""The servers by path."""
+
+
+def _renumbered(results: list[Any], numbered: bool) -> list[Any]:
+    return [{**result, "index": 0} for result in results] if numbered and len(results) > 1 else results
+
+
+def _unnumbered(results: list[Any], numbered: bool) -> list[Any]:
+    return [{key: value for key, value in each.items() if key != "index"} for each in results] if numbered else results
+
+
+_LISTS: Mapping[FaultKind | None, Callable[[list[Any], bool], list[Any]]] = {
+    FaultKind.RESULTS_TOO_FEW: lambda results, numbered: results[:-1],
+    FaultKind.RESULTS_TOO_MANY: lambda results, numbered: [*results, results[-1]],
+    # Without an index nobody could tell: such a server is not played.
+    FaultKind.RESULTS_SHUFFLED: lambda results, numbered: results[::-1] if numbered else results,
+    FaultKind.RESULTS_UNNUMBERED: _unnumbered,
+    FaultKind.RESULTS_MISNUMBERED: _renumbered,
+}
+
+_VALUES: Mapping[FaultKind, object] = {
+    FaultKind.NULL_CONTENT: None,
+    FaultKind.CONTENT_FILTER: None,
+    FaultKind.CUT_OFF: "0.",
+    FaultKind.REFUSAL: REFUSAL,
+    FaultKind.REFUSAL_TEXT: REFUSAL,
+    FaultKind.PROSE: prose_of(1.0),
+    FaultKind.SCORE_NAN: math.nan,
+    FaultKind.SCORE_INFINITE: math.inf,
+    FaultKind.SCORE_STRING: "1.0",
+    FaultKind.SCORE_BOOL: True,
+    FaultKind.SCORE_NULL: None,
+    FaultKind.SCORE_OUT_OF_RANGE: 1e300,
+}
+"""What a fault puts in the place of every number of the first item. The others are about the id of a verdict, which a
+number does not have.
+"""

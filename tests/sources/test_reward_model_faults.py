@@ -139,7 +139,7 @@ async def test_a_hang_ends_with_the_attempt(node: Any, key: str) -> None:
         await source.aclose()
 
 
-@pytest.mark.parametrize("fault", ["error_400", "error_500", "reset", "results_too_few", "score_nan"])
+@pytest.mark.parametrize("fault", ["error_400", "error_422", "results_too_few", "score_nan"])
 async def test_an_engine_scores_around_one_bad_text(fault: str, node: Any, key: str) -> None:
     """Every request that holds the text fails. `results_too_few` and `score_nan` hit the first request instead."""
     answered = fault in ("results_too_few", "score_nan")

@@ -116,7 +116,8 @@ class GivingUp:
 
     def _give_up(self, attempt: Attempt, now: float, why: str, *, for_age: bool = False) -> None:
         """Cancel an attempt that might still be answered, and treat it as failed. Where that failure would end the job,
-        it does not count: always `for_age`, otherwise `MAX_FORGIVEN` times.
+        it does not count: always `for_age`, otherwise `MAX_FORGIVEN` times. That of a request of several calls never
+        counts, because the request is split.
         """
         if attempt.result or attempt.given_up:
             return
@@ -126,9 +127,10 @@ class GivingUp:
         probes = attempt.probe and job.probes_left > 0
         excused = False
         together = attempt.together > 1
-        if together and for_age:
-            self._retry_policy.splitting.given_up(attempt)
-        if together or (not probes and job.failures + 1 >= self._max_attempts):
+        if together:
+            self._retry_policy.splitting.given_up(attempt, for_age=for_age)
+            excused = True
+        elif not probes and job.failures + 1 >= self._max_attempts:
             excused = for_age or job.forgiven < MAX_FORGIVEN
             job.forgiven += not for_age
         self._retry_policy.transient(attempt, TransientError(why), now, excused=excused)

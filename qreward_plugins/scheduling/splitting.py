@@ -14,6 +14,10 @@ It is not known which call is to blame, so none of them uses up a try. They go a
     other failures   batches of half the size, and alone after the second one. If no sample can be to blame
                      (`Health.excuses`), the batches stay as large as they were
 
+So a call is in few failed requests of several calls: log2(max_size) after refusals, 1 after an invalid reply, otherwise
+`ALONE_AFTER` besides the requests for which no sample can be to blame. G calls that fail every request cause at most G
+times as many of these, plus the tries of each alone; no other call fails because of them.
+
 The source sees one failure, whatever number of calls the request had: its circuit breaker, its learned concurrency and
 its retry budget count requests.
 """
@@ -67,9 +71,12 @@ class Splitting:
         if together > 1 and (too_many or throttled % THROTTLED_TO_BACK_OFF == 0):
             _reduce(attempt.job, together // 2)
 
-    def given_up(self, attempt: Attempt) -> None:
-        """Note that the request of `attempt` was given up because it took too long."""
-        self._reduce_after_failure(attempt)
+    def given_up(self, attempt: Attempt, *, for_age: bool) -> None:
+        """Note that the request of `attempt` was given up: `for_age` because it took too long, otherwise because its
+        source stopped answering. One call that hangs can cause either.
+        """
+        if for_age or not attempt.upstream.health.excuses(attempt):
+            self._reduce_after_failure(attempt)
 
     def _source_failed(self, attempt: Attempt, error: TransientError, now: float) -> None:
         upstream = attempt.upstream

@@ -208,6 +208,9 @@ class Attempt:
             on_end(self, failure)
         finally:
             # An error holds this frame by its traceback: without this, frame, error and attempt would hold each other.
+            # A source may hold the error in a frame of its own.
+            if failure is not None:
+                failure.__traceback__ = None
             del failure
 
     def _sent(self) -> None:

@@ -79,7 +79,8 @@ class RequestBatch:
         self.deadline_at = math.inf
         """Earliest deadline of the calls that can meet theirs; infinity if there is none."""
         self.carried: tuple[Attempt, ...] = ()
-        """The attempts of the request that is under way."""
+        """The attempts of the request that is under way. Empty once all have left it, because a job that goes again would
+        keep all these samples in memory."""
         self.again_at: float | None = None
         """Time until which its calls avoid the source after it failed; None if it has not."""
         self.retry_in_s: float | None = None
@@ -91,6 +92,7 @@ class RequestBatch:
         self._answers: dict[Attempt, asyncio.Future[tuple[Result, bool]]] = {}
         self._spokesman: Attempt | None = None
         self._outdated = False
+        self._sent_count = 0
 
     @property
     def abandoned(self) -> bool:
@@ -105,7 +107,7 @@ class RequestBatch:
     @property
     def count(self) -> int:
         """Number of calls that its request carries, whether they still wait for an answer or not."""
-        return len(self.carried) or len(self._answers)
+        return self._sent_count or len(self._answers)
 
     @property
     def uniform(self) -> bool:
@@ -136,6 +138,7 @@ class RequestBatch:
         elif self.task.done():
             # Its error refers to this object by its traceback, and so to all samples.
             self.task = None
+            self.carried = ()
         else:
             self.task.cancel()
 
@@ -175,6 +178,7 @@ class RequestBatch:
     def _send(self) -> None:
         self._outdated = False
         self.carried = tuple(self._answers)
+        self._sent_count = len(self.carried)
         self.task = asyncio.get_running_loop().create_task(self._exchange())
         self.task.add_done_callback(self._settle)
 
@@ -229,6 +233,11 @@ class RequestBatch:
                 if not isinstance(result, (Reply, QRewardError)):
                     result = self._bug(TypeError(f"a result of type {type(result).__name__}"))
                 answer.set_result((result, own))
+        if error is not None:
+            # A source may keep the error in a frame of its traceback. All samples would stay in memory with that cycle.
+            error.__traceback__ = None
+        if self.abandoned:
+            self.carried = ()
 
     def _finish(self, *, rejected: bool) -> None:
         self._reservation.release(asyncio.get_running_loop().time(), rejected=rejected)

@@ -563,8 +563,12 @@ class Tracked:
     """A part of a sample whose end can be noticed."""
 
 
-def test_a_request_and_its_samples_are_freed_at_once(stage):
-    batching(stage, max_size=8)
+@pytest.mark.parametrize("fails", [None, TransientError, InvalidReply, PermanentError, Throttled])
+def test_a_request_and_its_samples_are_freed_at_once(stage, fails):
+    def takes(number, requests, now):
+        return fails("too bad") if fails is not None and len(requests) == 8 and number < 2 else 0.1
+
+    batching(stage, max_size=8, batch_behaviour=takes)
 
     async def main():
         dispatcher = stage.dispatcher()
@@ -579,7 +583,7 @@ def test_a_request_and_its_samples_are_freed_at_once(stage):
         gc.disable()
         try:
             await asyncio.gather(*[score() for _ in range(16)])
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(30)
             at_once = list(freed)
         finally:
             gc.enable()

@@ -66,6 +66,10 @@ class _Shelf:
             heapq.heapify(self._due)
             self._came = [item for item in self._came if item[2].entry == item[1]]
             heapq.heapify(self._came)
+        if len(self._items) + len(self._added) > _LEAST_COMPACTED + 2 * self.live:
+            # `_sorted` is not called while jobs go by submission or by deadline, as in a stream that never ends.
+            self._items = [item for item in self._items if item[3].entry == item[2]]
+            self._added = [item for item in self._added if item[3].entry == item[2]]
 
     def first(self, *, by_deadline: bool) -> Job | None:
         """The job that is served first."""
@@ -116,8 +120,6 @@ class _Shelf:
                 items += added
                 items.sort()
             added.clear()
-        if len(items) > _LEAST_COMPACTED and len(items) > 2 * self.live:
-            items[:] = [item for item in items if item[3].entry == item[2]]
         return items
 
 

@@ -79,8 +79,8 @@ class RequestBatch:
         self.deadline_at = math.inf
         """Earliest deadline of the calls that can meet theirs; infinity if there is none."""
         self.carried: tuple[Attempt, ...] = ()
-        """The attempts of the request that is under way. Empty once all have left it, because a job that goes again would
-        keep all these samples in memory."""
+        """The attempts of the request that is under way. Empty once all have left it, because a job that goes again
+        would keep all these samples in memory."""
         self.again_at: float | None = None
         """Time until which its calls avoid the source after it failed; None if it has not."""
         self.retry_in_s: float | None = None

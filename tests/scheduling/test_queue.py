@@ -147,3 +147,16 @@ def test_a_job_that_left_is_not_kept_alive(stage, queue):
     gc.collect()
     # As many as still wait may be kept for a while, so that leaving costs little.
     assert sum(caller() is not None for caller in left) <= len(queue)
+
+
+@in_loop
+def test_a_stream_that_never_ends_keeps_no_jobs_that_left(stage, queue):
+    queue.by_deadline = frozenset({("a", 0)})
+    left = []
+    stage.queued(queue)
+    for _ in range(1000):
+        left.append(weakref.ref(stage.queued(queue).caller))
+        queue.discard(queue.first("a"))
+    gc.collect()
+    assert len(queue) == 1
+    assert sum(caller() is not None for caller in left) < 200

@@ -76,8 +76,10 @@ async def test_the_server_stops_when_the_verdict_is_complete(served, dialect):
     for _ in range(TRIES):
         replies, scores, cut, cut_s = await judged(url, dialect, stream=True)
         print(f"\n{dialect}: {whole} tokens in {whole_s:.1f} s, with streams {cut} tokens in {cut_s:.1f} s")
-        assert all(reply.ended_early and reply.text.endswith("}") for reply in replies)
+        assert all(reply.text.endswith("}") for reply in replies)
         assert all(score is not None and 0 <= score <= 1 for score in scores)
+        # A client that waits for a core sees the verdict together with the end.
         if cut < 0.5 * whole:
+            assert any(reply.ended_early for reply in replies)
             return
     raise AssertionError("no stream ended before half of the text was generated")

@@ -254,8 +254,8 @@ def judge_server(
 ) -> None:
     """Serve a judge that behaves like a provider, with configured limits, latency and faults.
 
-    It serves the OpenAI protocol (/v1/chat/completions) and plain samples (/score). Ctrl-C stops it and prints a
-    report of all requests.
+    It speaks every dialect of chat judges (/v1, and /v1beta for gemini) and takes plain samples (/score). Ctrl-C stops
+    it and prints a report of all requests.
     """
     with one_message(_errors):
         from .judge_server import ServerOptions, build_server, serve

@@ -373,13 +373,18 @@ def open_upstreams(
     return upstreams
 
 
+def _counted(number: float, noun: str) -> str:
+    text = f"{number:,.0f}" if number >= 10 else f"{number:.2g}"
+    return f"{text} {noun}" if text == "1" else f"{text} {noun}s"
+
+
 def _learned(use: QuotaUse) -> str:
     """The learned limits, for people."""
     found = []
     if use.learned_requests_per_minute is not None:
-        found.append(f"really about {use.learned_requests_per_minute:,.0f} requests a minute")
+        found.append(f"really about {_counted(use.learned_requests_per_minute, 'request')} a minute")
     if use.learned_tokens_per_minute is not None:
-        found.append(f"really about {use.learned_tokens_per_minute:,.0f} tokens a minute")
+        found.append(f"really about {_counted(use.learned_tokens_per_minute, 'token')} a minute")
     if use.learned_concurrency is not None:
         found.append(f"about {use.learned_concurrency:,.0f} at once")
     if use.paced:

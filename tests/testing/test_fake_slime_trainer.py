@@ -414,3 +414,13 @@ def test_every_exported_name_is_there() -> None:
         assert getattr(qreward_plugins.testing, name) is not None
     with pytest.raises(AttributeError, match="FakeSlimeTrainr"):
         _ = qreward_plugins.testing.FakeSlimeTrainr
+
+
+def test_a_hook_that_needs_torch_is_refused_at_the_start_where_torch_is_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with slime_stand_in(), pytest.raises(ImportError, match=r"custom_reward_post_process_path: .* needs torch"):
+        FakeSlimeTrainer(
+            custom_rm_path="slime_adapter.reward",
+            custom_reward_post_process_path="slime_adapter.post_process",
+            qreward={"sources": {}, "judges": {}},
+        )

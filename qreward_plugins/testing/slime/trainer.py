@@ -16,6 +16,7 @@ import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,8 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
 
     Methods are for one thread, except `release`, `wait_until_held` and `until_aborted`. Leaving the context closes it.
     Raises `TypeError` for an unknown flag, `ValueError` if slime would refuse to start, and the errors of importing
-    hooks that slime imports at startup.
+    hooks that slime imports at startup. `slime_adapter.post_process` needs torch, so without torch it raises
+    `ImportError`.
     """
 
     def __init__(
@@ -84,6 +86,9 @@ class FakeSlimeTrainer(FakeTrainer[SlimeSample]):
         if qreward is not None:
             extra["qreward"] = qreward
         self.args: Namespace = resolve_args(flags, extra)
+        hook = self.args.custom_reward_post_process_path
+        if hook == "slime_adapter.post_process" and find_spec("torch") is None:
+            raise ImportError(f"custom_reward_post_process_path: {hook} needs torch. Run `pip install torch`.")
         self._loader = HookLoader()
         self._engine = SlimeEngine(respond, hold, seed)
         self._state = SlimeRollout(self.args, self._loader, self._engine)

@@ -305,7 +305,8 @@ def _number(text: str, kind: Callable[[str], Any], header: str) -> Any:
     try:
         return kind(text)
     except ValueError:
-        raise InputError(f"{header} must be a number") from None
+        wanted = "a whole number" if kind is int else "a number"
+        raise InputError(f"{header} must be {wanted}") from None
 
 
 def _digest(token: str) -> bytes:

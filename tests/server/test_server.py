@@ -164,7 +164,8 @@ async def test_wrong_headers(serve, row, name, value):
     async with serve() as served:
         status, reply, _ = await served.post("/score", row(1), **{f"X-QReward-{name}": value})
     assert status == 422
-    assert reply["error"]["detail"].startswith(f"X-QReward-{name} must be a number")
+    wanted = "a whole number" if name == "Priority" else "a number"
+    assert reply["error"]["detail"].startswith(f"X-QReward-{name} must be {wanted}")
 
 
 async def test_a_body_that_is_too_large(serve, row):

@@ -12,6 +12,7 @@ import ssl
 import warnings
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import aiohttp
 from aiohttp.abc import AbstractStreamWriter
@@ -29,7 +30,7 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
 
     def _open_session(self) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(
+            connector=_Connector(
                 # The scheduler limits concurrency. A second limit here would queue requests unseen.
                 limit=0,
                 keepalive_timeout=KEEP_ALIVE_S,
@@ -99,6 +100,19 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
         # Of any other error (ValueError of a parser, zlib.error, RuntimeError of a closed session) only the type is
         # shown, because its text may hold secrets.
         return TransientError(f"{where}: the request failed with {type(error).__name__}")
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Closes an idle connection on which a server has sent something. aiohttp would take it for the reply to the next
+    request, which asks about another sample.
+    """
+
+    async def _get(self, key: Any, traces: Any) -> Any:
+        while True:
+            connection = await super()._get(key, traces)
+            if connection is None or connection.protocol is None or not connection.protocol.should_close:
+                return connection
+            connection.close()
 
 
 class _Incoming(Incoming):

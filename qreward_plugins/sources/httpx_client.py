@@ -1,10 +1,12 @@
 """Posts requests with httpx: HTTP/2, SOCKS proxies, client certificates, and any `httpx.Auth`.
 
-It behaves as the client over aiohttp. Three things need care:
+It behaves as the client over aiohttp. Four things need care:
 
 - httpx reports that a request is sent through the extension `trace` of httpcore.
 - If requests wait in httpx's pool and are cancelled, their slots stay taken for ever (httpx 0.28, httpcore 1.0.9). So
   the pool has no limit, and `slots` of the source keeps the scheduler below `max_connections`.
+- If a server sends two replies to one request, httpcore takes the second one for the reply to the next request. Such a
+  connection is closed.
 - httpx decompresses whole chunks, so a bomb of 64 KiB would take 64 MB. This module decompresses in bounded pieces.
 """
 
@@ -33,6 +35,8 @@ _LIMIT = "qreward_max_reply_bytes"
 _TOKEN_REPLY_BYTES = 1_048_576
 """Largest reply to a request of an `httpx.Auth`, such as for a token, in bytes."""
 _KNOWN_HEADERS = NO_SECRETS | {"host", "connection", "content-length", "transfer-encoding"}
+_MOST_WRAPPERS = 8
+"""Streams around that of httpcore: those of httpx and of its authentication."""
 _MOST_CREDENTIALS = 16
 """Credentials of an `httpx.Auth` that are kept for redaction. They are renewed from time to time."""
 
@@ -310,12 +314,16 @@ class _Incoming(Incoming):
             yield self._response.content
             return
         decoder = _decoder(self.headers.get("Content-Encoding", ""))
-        async for chunk in self._response.aiter_raw():
+        # `aiter_raw` would give the connection back to the pool before it is checked.
+        assert isinstance(self._response.stream, httpx.AsyncByteStream)
+        async for chunk in self._response.stream:
             if decoder is None:
                 yield chunk
                 continue
             for piece in decoder.feed(chunk):
                 yield piece
+        if _has_more(self._response.stream):
+            await self._response.extensions["network_stream"].aclose()
         if decoder is not None:
             decoder.end()
 
@@ -331,6 +339,18 @@ class _Incoming(Incoming):
 
     def abort(self) -> None:
         """Do nothing: a response that is closed before its end closes its connection."""
+
+
+def _has_more(stream: Any) -> bool:
+    """Whether a server has sent more than the reply that ends here, over HTTP/1.1. httpcore would take it for the reply
+    to the next request on this connection, which asks about another sample.
+    """
+    for _ in range(_MOST_WRAPPERS):
+        state = getattr(getattr(stream, "_connection", None), "_h11_state", None)
+        if state is not None:
+            return bool(state.trailing_data[0])
+        stream = getattr(stream, "_stream", None) or getattr(stream, "_httpcore_stream", None)
+    return False
 
 
 class _Timer:

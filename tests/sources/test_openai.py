@@ -754,3 +754,31 @@ def test_a_reasoning_model_is_not_sent_what_it_refuses(open_source: Any) -> None
     with pytest.raises(ConfigurationError, match=r"parameters\.max_tokens.*Write max_completion_tokens"):
         open_source("http://localhost:1/v1", dialect="openai_reasoning", parameters={"max_tokens": 900})
     open_source("http://localhost:1/v1", dialect="openai_reasoning", parameters={"max_tokens": None})
+
+
+@pytest.mark.parametrize("late", [False, True])
+async def test_a_second_reply_to_one_request_is_not_the_reply_to_the_next(
+    serve: Any, open_source: Any, request_of: Any, completed: Any, late: bool
+) -> None:
+    read, written = asyncio.Event(), asyncio.Event()
+
+    async def script(exchange: Any) -> None:
+        exchange.reply(completed("own"))
+        if late:
+            await read.wait()
+            read.clear()
+        exchange.reply(completed("another's"))
+        written.set()
+
+    async with serve(script) as server:
+        source = open_source(server.base_url)
+        for number in range(1, 4):
+            reply = await source.send(request_of(), on_sent=unheard)
+            assert (reply.text, server.connections) == ("own", number)
+            read.set()
+            await written.wait()
+            written.clear()
+            # Both ends are in this loop, which hands over what was written in its next turns.
+            for _ in range(3):
+                await asyncio.sleep(0)
+        await source.aclose()

@@ -214,11 +214,7 @@ class Completion:
         kept = self.content.encode("utf-8", "surrogatepass")[: 4 * max_tokens].decode("utf-8", "ignore")
         return Completion(kept, "length", self.refusal)
 
-    def reply(self, call: JudgeCall, number: int) -> CompletionReply:
-        """The reply with it, the `number`-th of its server."""
-        return CompletionReply(self._body(call, number))
-
-    def _body(self, call: JudgeCall, number: int) -> dict[str, object]:
+    def body(self, call: JudgeCall, number: int) -> dict[str, object]:
         """The chat completion object. `created` is 0, so that the same requests get the same bytes."""
         message: dict[str, object] = {"role": "assistant", "content": self.content}
         if self.refusal is not None:
@@ -235,37 +231,6 @@ class Completion:
                 "total_tokens": call.prompt_tokens + self.tokens,
             },
         }
-
-
-@dataclass(frozen=True)
-class CompletionReply:
-    """The body of a chat completion, and its faulty variants."""
-
-    fields: Mapping[str, object]
-
-    @property
-    def good(self) -> bytes:
-        return orjson.dumps(self.fields)
-
-    @property
-    def cuttable(self) -> bytes:
-        return self.good
-
-    @property
-    def without_verdict(self) -> bytes:
-        return orjson.dumps({**self.fields, "choices": []})
-
-    @property
-    def of_another_model(self) -> bytes:
-        return orjson.dumps({**self.fields, "model": OTHER_MODEL})
-
-    @property
-    def invalid_utf8(self) -> bytes:
-        return self.good.replace(b'"content":"', b'"content":"\xff\xfe', 1)
-
-    @property
-    def around_filler(self) -> tuple[bytes, bytes]:
-        return b'{"object": "chat.completion", "choices": [{"message": {"role": "assistant", "content": "', b'"}}]}'
 
 
 _ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error", 529: "overloaded_error"}

@@ -113,8 +113,7 @@ class Routes:
 
     def _route(self, protocol: Protocol, model: str = "", *, is_stream: bool = False) -> Route:
         def content(call: JudgeCall, answers: Sequence[Answer], fault: FaultKind | None) -> Content:
-            completion = _completion(call, answers[0], fault)
-            return completion if protocol.name == "openai" else Framed(completion, protocol)
+            return Framed(_completion(call, answers[0], fault), protocol)
 
         return Route(lambda body: protocol.read(body, self._models, model), content, protocol, is_stream)
 

@@ -16,7 +16,7 @@ import pytest
 
 from qreward_plugins.testing import FaultKind, Faults, JudgeServer, ServerLimits
 from qreward_plugins.testing.faulty_replies import FaultInput, play
-from qreward_plugins.testing.judge_calls import CompletionReply
+from qreward_plugins.testing.protocols.base import Forms
 
 HUGE = 3 * 1024 * 1024
 SCORE = 0.25
@@ -215,7 +215,7 @@ async def test_slow_replies_drip_byte_by_byte(kind: FaultKind, monkeypatch: pyte
 
     wire = Wire()
     monkeypatch.setattr(FaultInput, "transport", wire)
-    forms = CompletionReply({"answer": "good"})
+    forms = Forms({"answer": "good"}, {}, (b"", b""))
     await play(kind, FaultInput(None, forms, {}, Faults(drip_interval_s=0.0)))  # type: ignore[arg-type]
     dripped = [data for data in wire.writes if len(data) == 1]
     assert len(wire.writes) == len(dripped) + 1

@@ -74,13 +74,14 @@ class Protocol(ABC):
 @dataclass(frozen=True)
 class Forms:
     """The body of a reply, and its faulty variants. `empty` are the fields without an answer, `model_key` is the key of
-    the model, and `around` is a reply around a text.
+    the model, `text_key` that of the text, and `around` is a reply around a text.
     """
 
     fields: Mapping[str, Any]
     empty: Mapping[str, Any]
     around: tuple[bytes, bytes]
     model_key: str = "model"
+    text_key: str = "text"
 
     @property
     def good(self) -> bytes:
@@ -100,7 +101,8 @@ class Forms:
 
     @property
     def invalid_utf8(self) -> bytes:
-        return self.good.replace(b'"text":"', b'"text":"\xff\xfe', 1)
+        start = f'"{self.text_key}":"'.encode()
+        return self.good.replace(start, start + b"\xff\xfe", 1)
 
     @property
     def around_filler(self) -> tuple[bytes, bytes]:

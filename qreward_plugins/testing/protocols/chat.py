@@ -6,8 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..judge_calls import Completion, JudgeCall, read_call
-from .base import Protocol
+from .base import Forms, Protocol
 from .events import Events, event, tokens_of
+
+_AROUND = (
+    b'{"object": "chat.completion", "choices": [{"message": {"role": "assistant", "content": "',
+    b'"}}]}',
+)
 
 
 class Chat(Protocol):
@@ -18,8 +23,8 @@ class Chat(Protocol):
     def read(self, body: bytes, models: Sequence[str], model: str = "") -> JudgeCall:
         return read_call(body, models)
 
-    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Any:
-        return completion.reply(call, number)
+    def reply(self, completion: Completion, call: JudgeCall, number: int) -> Forms:
+        return Forms(completion.body(call, number), {"choices": []}, _AROUND, text_key="content")
 
     def events(self, body: Mapping[str, Any], options: Mapping[str, Any]) -> Events:
         choice, usage = body["choices"][0], body["usage"]

@@ -35,9 +35,9 @@ class _RewardModel(BaseHTTPRequestHandler):
         encoded = json.dumps(said).encode()
         self.send_response(status)
         self.send_header("Content-Length", str(len(encoded)))
-        self.end_headers()
         # The engine leaves a hedge as soon as the other attempt has answered.
         with suppress(ConnectionError):
+            self.end_headers()
             self.wfile.write(encoded)
 
     def log_message(self, *_: Any) -> None:

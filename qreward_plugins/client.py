@@ -8,6 +8,7 @@ a journal pays for it once.
 from __future__ import annotations
 
 import asyncio
+import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
@@ -20,6 +21,7 @@ import orjson
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from .errors import InputError, RewardServerError
+from .images import Image, is_picture
 from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from .spent import Spent, Usage
 
@@ -186,12 +188,20 @@ def _row(sample: Sample, number: int) -> dict[str, Any]:
         "extra_info": dict(sample.extras),
     }
     if sample.response_images:
-        raise InputError(f"sample {number} has images of its response, which the reward server does not take")
+        row["response_images"] = list(sample.response_images)
     try:
-        plain: dict[str, Any] = orjson.loads(orjson.dumps(row, option=orjson.OPT_SERIALIZE_NUMPY))
+        written = orjson.dumps(row, default=_data_url, option=orjson.OPT_SERIALIZE_NUMPY)
+        plain: dict[str, Any] = orjson.loads(written)
     except (TypeError, orjson.JSONEncodeError) as error:
         raise InputError(f"sample {number} cannot be written as JSON: {error}") from None
     return plain
+
+
+def _data_url(value: Any) -> str:
+    """Return an image as a data URL; the server finds its format. Raises TypeError for what is no image."""
+    if not (isinstance(value, (Image, bytes)) or is_picture(value)):
+        raise TypeError(f"a value of type {type(value).__name__}")
+    return "data:;base64," + base64.b64encode(Image.of(value).data).decode()
 
 
 def _outcomes(answer: bytes, count: int) -> list[Outcome]:

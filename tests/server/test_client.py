@@ -7,10 +7,12 @@ import json
 import math
 import threading
 
+import PIL.Image
 import pytest
 
 from qreward_plugins import Failed, InputError, RewardServerError, Sample, Scored
 from qreward_plugins.client import SAMPLES_A_REQUEST, BlockingRewardClient, RewardClient
+from qreward_plugins.images import Image
 
 pytestmark = pytest.mark.anyio
 
@@ -44,6 +46,17 @@ async def test_every_field_of_a_sample_arrives(serve):
     async with serve() as served, RewardClient(served.url) as client:
         await client.score(given)
     assert served.source.samples == [given]
+
+
+async def test_images_arrive(serve):
+    picture = PIL.Image.new("RGB", (3, 2), "red")
+    parts = [{"type": "image", "image": picture}, {"type": "text", "text": "What is it?"}]
+    given = Sample([{"role": "user", "content": parts}], "So much: 1", response_images=[Image.of(picture)])
+    async with serve() as served, RewardClient(served.url) as client:
+        assert (await client.score(given)).reward == 1.0
+    (got,) = served.source.samples
+    seen = [Image.of(got.messages[0]["content"][0]).header, got.response_images[0].header]
+    assert [(header.width, header.height) for header in seen] == [(3, 2), (3, 2)]
 
 
 async def test_many_samples_go_in_several_requests_and_keep_their_order(serve):

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         SampleRefused,
         SourceError,
         SourceUnusable,
+        TextStreamFailed,
         Throttled,
         TransientError,
     )
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from .scheduling import Cutoff
     from .spent import Spent, Usage
     from .telemetry import BatchReport, Part
+    from .text_streams import TextAnswer, TextStream
 
 __version__ = "0.1.0"
 
@@ -61,8 +63,8 @@ _NAMES = {
     "config": "Config load_config",
     "engine": "RewardEngine",
     "errors": "ConfigurationError EngineError InputError InvalidReply JournalError JudgeUnavailable Mistake "
-    "PermanentError QRewardError RewardMissing RewardServerError SampleRefused SourceError SourceUnusable Throttled "
-    "TransientError InvalidVerdict",
+    "PermanentError QRewardError RewardMissing RewardServerError SampleRefused SourceError SourceUnusable "
+    "TextStreamFailed Throttled TransientError InvalidVerdict",
     "groups": "GroupGate group_means",
     "observers": "AttemptEnded AttemptStarted BatchEnded CallEnded EngineClosed EngineStatistics Event LateVerdict "
     "Observer RequestBatchSent SampleDropped SampleEnded SampleSubmitted SourceStateChanged SourceStatistics",
@@ -71,6 +73,7 @@ _NAMES = {
     "scheduling": "Cutoff",
     "spent": "Spent Usage",
     "telemetry": "BatchReport Part",
+    "text_streams": "TextAnswer TextStream",
 }
 _HOMES = {name: home for home, names in _NAMES.items() for name in names.split()}
 
@@ -119,6 +122,9 @@ __all__ = [
     "SourceUnusable",
     "Spent",
     "Split",
+    "TextAnswer",
+    "TextStream",
+    "TextStreamFailed",
     "Throttled",
     "TransientError",
     "Usage",

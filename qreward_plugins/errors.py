@@ -11,6 +11,7 @@
     │   ├── KeeperLost          the keeper has certainly ended
     │   └── KeeperSilent        the keeper may still be running
     ├── RewardServerError       the reward server refused a request, or cannot be reached
+    ├── TextStreamFailed        a text stream ended before its text was whole; carries the text so far
     ├── InvalidReply            a source replied, but not with a valid answer
     └── SourceError             one attempt at one source failed
         ├── Throttled           429, 529, or 503 with Retry-After: the source asks for a pause
@@ -34,6 +35,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .samples import Failed
+    from .spent import Spent
 
 
 class QRewardError(Exception):
@@ -123,6 +125,30 @@ class RewardServerError(QRewardError):
     def __init__(self, message: str, *, status: int | None = None) -> None:
         super().__init__(message)
         self.status = status
+
+
+class TextStreamFailed(QRewardError):
+    """A text stream ended before its text was whole (`RewardEngine.stream_text`).
+
+    `reason` is one word, as that of a failed sample: "broken" if its source failed after the first piece, "deadline",
+    "exhausted", "closed", "cancelled", ... `text` is all that came; the message does not contain it. `source` was asked
+    last, and `spent` has the attempts so far and their usage.
+    """
+
+    def __init__(self, reason: str, detail: str, *, text: str, source: str, spent: Spent) -> None:
+        super().__init__(f"{reason}: {detail}" if detail else reason)
+        self.reason = reason
+        self.detail = detail
+        self.text = text
+        self.source = source
+        self.spent = spent
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_text_stream_failed, (self.reason, self.detail, self.text, self.source, self.spent)
+
+
+def _rebuild_text_stream_failed(reason: str, detail: str, text: str, source: str, spent: Spent) -> TextStreamFailed:
+    return TextStreamFailed(reason, detail, text=text, source=source, spent=spent)
 
 
 class InvalidReply(QRewardError):

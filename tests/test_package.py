@@ -30,7 +30,7 @@ FLOORS = [
     {"observers"},
     {"scheduling"},
     {"judges", "journal"},
-    {"outcomes", "sharing", "streaming"},
+    {"outcomes", "sharing", "streaming", "text_streams"},
     {"judging", "trial"},
     {"scoring"},
     {"start_probe"},

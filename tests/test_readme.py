@@ -45,8 +45,9 @@ def test_every_program_compiles(block):
 @pytest.mark.parametrize(
     ("contains", "output"),
     [
-        ("portal.score", r"1\.0\n"),
+        ("portal.score(", r"1\.0\n"),
         ("observers=", r"math: 1\.0 from a after 1 attempt\n"),
+        ("stream_text", r"Air scatters blue light\.\nlocal 1\n"),
         ("FakeVerlTrainer", r"0\.0\n1\.0\n"),
         ("FakeSlimeTrainer", r"0\.0 \{'held_out': \[[01.]+(, [01.]+)*\]\}\n"),
         ("FakeRollTrainer", r"0\.0 [\s\S]*\nJudgeUnavailable 8 groups in a row had fewer than 2 [\s\S]*\n"),

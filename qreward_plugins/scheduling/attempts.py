@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from ..errors import InvalidReply, NotStarted, PermanentError, SampleFault, SourceError, Throttled, TransientError
@@ -178,7 +178,7 @@ class Attempt:
         failure: AttemptError | None = None
         try:
             if self.request_batch is None:
-                reply = await upstream.source.send(self.request, on_sent=self._sent)
+                reply = await upstream.source.send(self._request(), on_sent=self._sent)
             else:
                 reply = await self.request_batch.answer(self)
             self.reply = upstream.credible(self.request, reply)
@@ -212,6 +212,20 @@ class Attempt:
             if failure is not None:
                 failure.__traceback__ = None
             del failure
+
+    def _request(self) -> Request:
+        """What its source is asked, with the way back for the pieces of a stream."""
+        return self.request if self.job.call.on_text is None else replace(self.request, on_text=self._pass_on)
+
+    def _pass_on(self, text: str) -> None:
+        """Pass on a piece of the answer. A piece that comes after its end, or after that of its job, is dropped."""
+        job, on_text = self.job, self.job.call.on_text
+        if not text or on_text is None or job.ended or self.result or self.given_up or self.called_off:
+            return
+        job.begun = True
+        # A long text is no silence.
+        self.upstream.heard(asyncio.get_running_loop().time())
+        on_text(text)
 
     def _sent(self) -> None:
         """Stamp the quota with the time at which the request is really written, and start the time limit.

@@ -131,6 +131,12 @@ class Batch:
             self.last.let_go()
         self.last, self.last_at = job, now
 
+    def forget(self) -> None:
+        """Release the job that ended last, of a batch without a report. Each refers to the other."""
+        if self.last is not None:
+            self.last.let_go()
+            self.last = None
+
     def leave(self, member: Member, *, scored: bool) -> None:
         """Note that a member makes no more calls. `scored`: it has a reward."""
         self._open -= 1

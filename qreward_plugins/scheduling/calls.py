@@ -34,6 +34,10 @@ class Call(Generic[T]):
     recorded; "" is for answers that must not be recorded. `recall` makes the value of a recorded answer; it raises
     ValueError, LookupError or InvalidReply if the record does not suit any more. `instead` makes the value that its
     caller puts in the place of a missing answer, for the record; it raises if there is none.
+
+    `on_text` is called with each piece of the answer as it comes, from the event loop; it must not raise. After the
+    first piece the call is not asked again: if its attempt comes to nothing, it fails (`broken`). Such a call is never
+    hedged, and its attempts end with it. A source that does not stream calls it never. None: nobody reads along.
     """
 
     sources: tuple[str, ...]
@@ -45,6 +49,7 @@ class Call(Generic[T]):
     identity: str = ""
     recall: Callable[[Any], T] | None = None
     instead: Callable[[Unanswered], T] | None = None
+    on_text: Callable[[str], None] | None = None
 
 
 # Not frozen: it is made for every call, and a frozen one takes three times as long.

@@ -386,7 +386,7 @@ class Dispatcher:
             self._pump.ask()
         self._waiting.discard(job)
         self._deadlines.discard(job)
-        keep = isinstance(result, Unanswered) and self._retry_policy.keeps_late
+        keep = isinstance(result, Unanswered) and self._retry_policy.keeps_late and job.call.on_text is None
         for attempt in job.live:
             # A sent attempt is paid for and may still be answered. One that was not sent must not be sent any more.
             if not attempt.result and not (keep and attempt.sent):

@@ -119,11 +119,12 @@ class GivingUp:
         it does not count: always `for_age`, otherwise `MAX_FORGIVEN` times. That of a request of several calls never
         counts, because the request is split.
         """
-        if attempt.result or attempt.given_up:
+        job = attempt.job
+        if attempt.result or attempt.given_up or job.begun:
+            # Of an answer that comes piece by piece, nobody can tell how long it will be.
             return
         attempt.given_up = True
         attempt.cancel()
-        job = attempt.job
         probes = attempt.probe and job.probes_left > 0
         excused = False
         together = attempt.together > 1

@@ -138,6 +138,8 @@ class Job:
     """Whether no source can answer it before its deadline. Jobs that can meet theirs go first."""
     first_at: float | None = None
     """When its first attempt started."""
+    begun: bool = False
+    """Whether its caller has a piece of the answer (`Call.on_text`), so that it cannot be asked again."""
     entry: int = 0
     """Number of its entry in the queue; 0 if it is not queued."""
     backoff_timer: asyncio.TimerHandle | None = None
@@ -145,6 +147,9 @@ class Job:
     @property
     def hedgeable(self) -> bool:
         """Whether another attempt may be started beside those under way."""
+        if self.call.on_text is not None:
+            # Two attempts would write two texts, and a text cannot be taken back.
+            return False
         return len(self.live) < MAX_LIVE and self.hedges < MAX_HEDGES and not self.ended
 
     @property

@@ -14,6 +14,7 @@
                       "Exponential Backoff And Jitter"), anywhere only within the source's retry budget. The job fails
                       after `max_attempts` failures; failures that no sample can have caused do not count
                       (`Health.excuses`). After a time-out that does, it goes after all other samples, for a while
+    begun             a job whose caller has a piece of the answer fails (`broken`), whatever ended its attempt
     permanent         no further try at this source. With `Call.clear_blame`, a 400, 413 or 422 from all sources is an
                       invalid reply if the sources answer other jobs. A source that refuses many different jobs in a
                       row is unusable: jobs without another source fail at once, and later jobs probe it
@@ -221,6 +222,9 @@ class RetryPolicy:
         if not excused and job.failures >= self._max_attempts and not self._others_live(attempt):
             self._jobs.fail(job, "exhausted", str(error))
             return
+        if job.begun:
+            self._jobs.fail(job, "broken", str(error))
+            return
         if not attempt.probe:
             # Probes need no backoff, because `probing` sets their pace.
             self.backoff.after_failure(attempt, now)
@@ -309,5 +313,9 @@ class RetryPolicy:
         job.live.remove(attempt)
         job.past.append(attempt)
         job.last_problem = problem
-        if not job.ended and not job.live:
+        if job.ended or job.live:
+            return
+        if job.begun:
+            self._jobs.fail(job, "broken", problem)
+        else:
             self._jobs.enqueue(job)

@@ -81,13 +81,15 @@ class HTTPReply:
 @dataclass(slots=True)
 class Streaming:
     """How a streamed reply is read. `idle_s`: most seconds between two events; None: any number. `complete` is
-    that of the request. `thoughts_first`: the model thinks, and some servers leave its thoughts in the answer.
+    that of the request, and so is `on_text`. `thoughts_first`: the model thinks, and some servers leave its thoughts in
+    the answer.
     """
 
     reader: StreamReader
     idle_s: float | None = None
     complete: Callable[[str], int] | None = None
     thoughts_first: bool = False
+    on_text: Callable[[str], None] | None = None
     _left: int = _MOST_LOOKED_AT
 
     def may_end(self, reader: StreamReader) -> bool:
@@ -320,7 +322,7 @@ class Reading:
 
     async def _stream(self, incoming: Incoming, streaming: Streaming) -> HTTPReply | SourceError:
         reader, parser, loop = streaming.reader, EventParser(self.limit), asyncio.get_running_loop()
-        size, first_at = 0, None
+        size, first_at, passed_on = 0, None, 0
         answer: str | None = None
         by_then: dict[str, Any] = {}
         over = False
@@ -349,6 +351,9 @@ class Reading:
                         raise StreamBroken(f"a text larger than {self.limit:,} bytes")
                     if first_at is None and reader.tokens:
                         first_at = loop.time()
+                    if streaming.on_text is not None and reader.error is None and len(reader.text) > passed_on:
+                        streaming.on_text(reader.text[passed_on:])
+                        passed_on = len(reader.text)
                     if reader.ended:
                         break
             over = timer.expired

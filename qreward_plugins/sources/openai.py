@@ -101,7 +101,7 @@ class OpenAISource(Endpoint):
             return None
         self._finding_out = self._streams is None
         thoughts_first = self._thinks and self._dialect.shows_thoughts
-        return Streaming(self._reader(), self._idle_s, request.complete, thoughts_first)
+        return Streaming(self._reader(), self._idle_s, request.complete, thoughts_first, request.on_text)
 
     def streamed(self, http: HTTPReply | None) -> SourceError | None:
         if not self._finding_out:

@@ -1,0 +1,617 @@
+"""Text streams: pieces as they come, failover before the first piece, an error after it, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import pickle
+import weakref
+from contextlib import aclosing
+from dataclasses import replace
+
+import pytest
+
+from qreward_plugins import EngineError, RewardEngine, Sample, TextAnswer, TextStreamFailed, TransientError, Usage
+from qreward_plugins.errors import PermanentError, Throttled
+from qreward_plugins.simulation import SimulatedSource, run
+from qreward_plugins.sources import Reply
+from qreward_plugins.testing import Faults, JudgeServer
+
+ASKED = [{"role": "user", "content": "Why?"}]
+WORDS = ["one ", "two ", "three ", "four ", "five"]
+TEXT = "".join(WORDS)
+
+
+class StreamingSource(SimulatedSource):
+    """Sends `WORDS`, one in each second. `fails` has the error of each attempt by its number, with the pieces before
+    it; "hang" instead of an error never ends.
+    """
+
+    def __init__(self, name, *, fails=None, streams=True, gap_s=1.0, **settings):
+        usage = Usage(7, 5)
+        super().__init__(name, answer=lambda request: Reply(text=TEXT, usage=usage, finish_reason="stop"), **settings)
+        self.fails = fails or {}
+        self.streams = streams
+        self.gap_s = gap_s
+        self.requests = []
+
+    async def send(self, request, *, on_sent):
+        number = len(self.requests)
+        self.requests.append(replace(request, on_text=None))
+        on_sent()
+        after, error = self.fails.get(number, (len(WORDS), None))
+        self.in_flight += 1
+        try:
+            for place, piece in enumerate(WORDS[:after]):
+                await asyncio.sleep(self.gap_s if place else min(1.0, self.gap_s))
+                if self.streams:
+                    request.on_text(piece)
+            if error == "hang":
+                await asyncio.sleep(1e5)
+            elif error is not None:
+                await asyncio.sleep(0)
+                raise error
+            return self.answer(request)
+        finally:
+            self.in_flight -= 1
+
+
+def engine_of(*sources, judge=None, engine=None, timeouts=None, **limits):
+    node = {"kind": "openai", "base_url": "http://a.invalid/v1", "model": "m", "limits": limits}
+    if timeouts:
+        node["timeouts"] = timeouts
+    tree = {
+        "sources": {source.name: node for source in sources},
+        "judges": {"q": {"kind": "llm", **(judge or {})}},
+        "engine": {"seed": 1, **(engine or {})},
+    }
+    return RewardEngine(tree, sources={source.name: source for source in sources})
+
+
+def in_engine(main, *sources, **settings):
+    """Run `main(engine)` in virtual time, and check that it leaves nothing."""
+
+    async def whole():
+        async with engine_of(*sources, **settings) as engine:
+            result = await main(engine)
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert engine.statistics().waiting == 0
+            assert all(upstream.quota.in_flight == 0 for upstream in engine.upstreams.values())
+            assert all(source.in_flight == 0 for source in sources)
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return result
+
+    return run(whole())
+
+
+async def read(stream):
+    pieces = []
+    async for piece in stream:
+        pieces.append(piece)
+    return pieces
+
+
+async def read_until_failed(stream):
+    pieces = []
+    try:
+        async for piece in stream:
+            pieces.append(piece)
+    except TextStreamFailed as error:
+        return pieces, error
+    return pieces, None
+
+
+def test_pieces_come_when_the_source_sends_them():
+    async def main(engine):
+        began_at, came = asyncio.get_running_loop().time(), []
+        stream = engine.stream_text("a", ASKED)
+        async for piece in stream:
+            assert stream.answer is None or piece == WORDS[-1]
+            came.append((piece, asyncio.get_running_loop().time() - began_at))
+        assert [piece for piece, _ in came] == WORDS
+        assert [at for _, at in came] == pytest.approx([1, 2, 3, 4, 5], abs=0.1)
+        answer = stream.answer
+        assert (answer.text, answer.source, answer.finish_reason) == (TEXT, "a", "stop")
+        assert (answer.spent.attempts, answer.spent.usage) == (1, Usage(7, 5))
+        assert TEXT not in repr(answer)
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+        return stream
+
+    source = StreamingSource("a")
+    in_engine(main, source)
+    [request] = source.requests
+    assert (request.messages, request.parameters, request.complete) == (tuple(ASKED), {"max_tokens": 1024}, None)
+
+
+def test_a_source_that_does_not_stream_gives_one_piece():
+    assert in_engine(lambda engine: read(engine.stream_text("a", ASKED)), StreamingSource("a", streams=False)) == [TEXT]
+
+
+@pytest.mark.parametrize(
+    "error", [TransientError("broken"), Throttled("wait", retry_after_s=3.0), PermanentError("no", status=400)]
+)
+def test_before_the_first_piece_another_source_is_asked(error):
+    a, b = StreamingSource("a", fails={0: (0, error), 1: (0, error)}), StreamingSource("b")
+
+    async def main(engine):
+        stream = engine.stream_text(["a", "b"], ASKED)
+        assert await read(stream) == WORDS
+        return stream.answer
+
+    answer = in_engine(main, a, b)
+    assert answer.source == "b" if a.requests else answer.spent.attempts == 1
+    assert answer.spent.attempts == len(a.requests) + len(b.requests)
+
+
+def test_before_the_first_piece_the_same_source_is_asked_again():
+    source = StreamingSource("a", fails={0: (0, TransientError("broken"))})
+    assert in_engine(lambda engine: read(engine.stream_text("a", ASKED)), source) == WORDS
+    assert len(source.requests) == 2
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        TransientError("reset"),
+        Throttled("wait", retry_after_s=3.0),
+        PermanentError("no", status=400),
+        ZeroDivisionError("a bug"),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+@pytest.mark.parametrize("clean", [True, False])
+def test_after_the_first_piece_an_error_ends_the_stream_and_nothing_is_sent_again(error, clean):
+    a, b = StreamingSource("a", fails={0: (2, error)}), StreamingSource("b")
+    sources = ["a"] if clean else ["a", "b"]
+
+    async def main(engine):
+        if not clean:
+            # The first attempt goes to a.
+            engine.upstreams["b"].health.failed(0.0, probe=False, sample=1, error="")
+        stream = engine.stream_text(sources, ASKED)
+        pieces, failed = await read_until_failed(stream)
+        assert stream.answer is None
+        with pytest.raises(TextStreamFailed):
+            await anext(stream)
+        await asyncio.sleep(600)
+        return pieces, failed
+
+    pieces, failed = in_engine(main, a, b)
+    if a.requests:
+        assert pieces == WORDS[:2]
+        assert (failed.reason, failed.text, failed.source, failed.spent.attempts) == ("broken", "one two ", "a", 1)
+        assert failed.text not in str(failed) + repr(failed)
+        assert (len(a.requests), len(b.requests)) == (1, 0)
+        copy = pickle.loads(pickle.dumps(failed))
+        assert (str(copy), copy.text, copy.spent) == (str(failed), failed.text, failed.spent)
+
+
+def test_the_last_failure_without_a_piece_ends_the_stream():
+    source = StreamingSource("a", fails=dict.fromkeys(range(50), (0, TransientError("down"))))
+    pieces, failed = in_engine(lambda engine: read_until_failed(engine.stream_text("a", ASKED)), source)
+    assert (pieces, failed.text) == ([], "")
+    assert failed.reason in ("exhausted", "deadline")
+
+
+@pytest.mark.parametrize("fails", [{}, {0: (2, "hang")}])
+def test_the_deadline_ends_the_stream_with_the_text_so_far(fails):
+    source = StreamingSource("a", fails=fails)
+
+    async def main(engine):
+        pieces, failed = await read_until_failed(engine.stream_text("a", ASKED, deadline_s=2.5))
+        assert asyncio.get_running_loop().time() == pytest.approx(2.5, abs=0.1)
+        return pieces, failed
+
+    pieces, failed = in_engine(main, source)
+    assert (pieces, failed.reason, failed.text) == (WORDS[:2], "deadline", "one two ")
+
+
+def test_the_time_limit_of_a_source_ends_a_stream_once():
+    source = StreamingSource("a", fails={0: (2, "hang")})
+    settings = {"timeouts": {"total_s": 10}}
+    pieces, failed = in_engine(lambda engine: read_until_failed(engine.stream_text("a", ASKED)), source, **settings)
+    assert (pieces, failed.reason, len(source.requests)) == (WORDS[:2], "broken", 1)
+
+
+def test_a_journal_keeps_no_stream_alive_after_its_deadline(tmp_path):
+    source = StreamingSource("a", fails={0: (2, "hang")}, gap_s=0.01)
+
+    async def main():
+        async with engine_of(source, engine={"journal": {"path": str(tmp_path / "j.sqlite")}}) as engine:
+            pieces, failed = await read_until_failed(engine.stream_text("a", ASKED, deadline_s=0.5))
+            assert ("".join(pieces), failed.reason) == ("one two ", "deadline")
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert source.in_flight == 0
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("way", ["aclose", "with", "break", "cancel", "wait_for"])
+@pytest.mark.parametrize("after", [0, 2])
+def test_leaving_early_frees_everything_at_once(way, after):
+    source = StreamingSource("a")
+
+    async def some(stream):
+        for _ in range(after):
+            await anext(stream)
+
+    async def main(engine):
+        loop = asyncio.get_running_loop()
+        if way == "break":
+            async for piece in engine.stream_text("a", ASKED):
+                if not after or piece == WORDS[after - 1]:
+                    break
+        elif way == "with":
+            async with engine.stream_text("a", ASKED) as stream:
+                await some(stream)
+        else:
+            stream = engine.stream_text("a", ASKED)
+            await some(stream)
+            if way == "aclose":
+                await stream.aclose()
+                await stream.aclose()
+                assert await read(stream) == []
+            else:
+                task = loop.create_task(read(stream))
+                if way == "wait_for":
+                    with pytest.raises(TimeoutError):
+                        await asyncio.wait_for(task, 0.5)
+                else:
+                    await asyncio.sleep(0.5)
+                    task.cancel()
+                    with pytest.raises(asyncio.CancelledError):
+                        await task
+                # Not a whole text, and it does not look like one.
+                with pytest.raises(TextStreamFailed, match="cancelled"):
+                    await anext(stream)
+        left_at = loop.time()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert loop.time() == left_at
+        assert source.in_flight == engine.upstreams["a"].quota.in_flight == 0
+
+    in_engine(main, source)
+
+
+def test_a_stream_that_nobody_holds_ends():
+    source = StreamingSource("a")
+
+    async def main(engine):
+        stream = engine.stream_text("a", ASKED)
+        gone = weakref.ref(stream)
+        await anext(stream)
+        del stream
+        assert gone() is None
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert source.in_flight == 0
+
+    in_engine(main, source)
+
+
+def test_ended_streams_do_not_pile_up():
+    source = StreamingSource("a", gap_s=0.01)
+
+    async def main(engine):
+        known = weakref.WeakSet()
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(400):
+                stream = engine.stream_text("a", ASKED)
+                known.add(stream._receiver)
+                await read(stream)
+                del stream
+            # The planner forgets ended attempts from time to time.
+            assert len(known) < 150
+        finally:
+            gc.enable()
+
+    in_engine(main, source)
+
+
+def test_closing_the_engine_ends_streams():
+    source = StreamingSource("a")
+
+    async def main(engine):
+        asyncio.get_running_loop().call_later(2.5, lambda: asyncio.ensure_future(engine.aclose()))
+        return await read_until_failed(engine.stream_text("a", ASKED))
+
+    pieces, failed = in_engine(main, source)
+    assert (pieces, failed.reason) == (WORDS[:2], "closed")
+
+
+def test_a_slow_reader_holds_no_permit_and_gets_the_rest_at_once():
+    source = StreamingSource("a")
+
+    async def main(engine):
+        stream = engine.stream_text("a", ASKED)
+        assert await anext(stream) == "one "
+        await asyncio.sleep(1000)
+        assert source.in_flight == engine.upstreams["a"].quota.in_flight == 0
+        assert stream.answer.text == TEXT
+        return await read(stream)
+
+    assert in_engine(main, source, timeouts={"total_s": 20}) == ["two three four five"]
+
+
+def test_a_stream_waits_for_its_permit_and_goes_by_priority():
+    source = StreamingSource("a", concurrency=1)
+
+    async def main(engine):
+        first, low = engine.stream_text("a", ASKED), engine.stream_text("a", ASKED)
+        await anext(first)
+        high = engine.stream_text("a", ASKED, priority=1)
+        order = []
+
+        async def note(name, stream):
+            await anext(stream)
+            order.append(name)
+            assert len(await read(stream)) == 4
+
+        await asyncio.gather(read(first), note("low", low), note("high", high))
+        assert order == ["high", "low"]
+
+    in_engine(main, source, concurrency=1)
+
+
+def test_long_streams_are_neither_hedged_nor_given_up_nor_silence():
+    """Also where all earlier answers were quick."""
+    a, b = StreamingSource("a", gap_s=0.01), StreamingSource("b", gap_s=0.01)
+
+    async def main(engine):
+        for _ in range(30):
+            await read(engine.stream_text(["a", "b"], ASKED))
+        sent = len(a.requests) + len(b.requests)
+        a.gap_s = b.gap_s = 8.0
+        streams = [engine.stream_text(["a", "b"], ASKED, deadline_s=1000) for _ in range(30)]
+        assert [await read(stream) for stream in streams] == [WORDS, *[[TEXT]] * 29]
+        assert len(a.requests) + len(b.requests) == sent + 30
+        assert all(upstream.breaker.closed for upstream in engine.upstreams.values())
+
+    in_engine(main, a, b)
+
+
+def test_a_stream_beside_a_batch_is_no_sample_of_it():
+    source = StreamingSource("a", gap_s=0.1, streams=False)
+
+    async def main(engine):
+        outcomes = engine.score_all([Sample(ASKED, "r", id=str(number)) for number in range(3)])
+        pieces, outcomes = await asyncio.gather(read(engine.stream_text("a", ASKED)), outcomes)
+        assert pieces == [TEXT]
+        assert [outcome.failure.reason for outcome in outcomes] == ["invalid"] * 3
+        assert engine.last_batch().samples == 3
+
+    in_engine(main, source)
+
+
+# Several streams at once
+
+
+def test_several_streams_come_interleaved_and_an_error_touches_only_its_own():
+    source = StreamingSource("a", fails={1: (2, TransientError("reset"))})
+
+    async def main(engine):
+        items = {0: [], 1: [], 2: [], 3: []}
+        order = []
+        conversations = [ASKED, ASKED, ASKED, [{"role": "user"}]]
+        async for number, item in engine.stream_texts("a", conversations):
+            items[number].append(item)
+            order.append(number)
+        return items, order
+
+    items, order = in_engine(main, source)
+    for number in (0, 2):
+        *pieces, answer = items[number]
+        assert pieces == WORDS
+        assert isinstance(answer, TextAnswer)
+        assert answer.text == TEXT
+    *pieces, failed = items[1]
+    assert (pieces, failed.reason, failed.text) == (WORDS[:2], "broken", "one two ")
+    [unread] = items[3]
+    assert (unread.reason, "message 0" in str(unread)) == ("input", True)
+    assert (order[0], sorted(order[1:4])) == (3, [0, 1, 2])
+
+
+@pytest.mark.parametrize("after", [0, 4])
+def test_leaving_several_streams_frees_all(after):
+    source = StreamingSource("a")
+
+    async def main(engine):
+        async with aclosing(engine.stream_texts("a", [ASKED] * 5)) as streams:
+            for _ in range(after):
+                await anext(streams)
+        assert source.in_flight == engine.upstreams["a"].quota.in_flight == 0
+
+    in_engine(main, source)
+
+
+def test_no_conversation_is_no_item():
+    async def main(engine):
+        return [item async for item in engine.stream_texts("a", [])]
+
+    assert in_engine(main, StreamingSource("a")) == []
+
+
+# Wrong input
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "says"),
+    [
+        ({"sources": "b"}, EngineError, "unknown source 'b'; sources: a"),
+        ({"sources": []}, ValueError, "at least one source"),
+        ({"parameters": {"stream": True}}, ValueError, "parameters.stream"),
+        ({"parameters": {"n": 2}}, ValueError, "parameters.n"),
+        ({"parameters": {"max_tokens": 0}}, ValueError, "max_tokens"),
+        ({"parameters": {"max_tokens": None}}, ValueError, "max_tokens"),
+        ({"deadline_s": -1}, ValueError, "deadline_s"),
+        ({"deadline_s": float("nan")}, ValueError, "deadline_s"),
+        ({"priority": 0.5}, ValueError, "priority"),
+    ],
+)
+def test_wrong_arguments_are_refused(given, error, says):
+    async def main(engine):
+        with pytest.raises(error, match=says):
+            engine.stream_text(**{"sources": "a", "messages": ASKED, **given})
+
+    in_engine(main, StreamingSource("a"))
+
+
+@pytest.mark.parametrize("messages", [[], "Why?", None, 7, [7], [{"role": "user"}], [{"role": "user", "content": 7}]])
+def test_messages_that_cannot_be_sent_are_an_error_of_the_stream(messages):
+    async def main(engine):
+        return await read_until_failed(engine.stream_text("a", messages))
+
+    source = StreamingSource("a")
+    _, failed = in_engine(main, source)
+    assert (failed.reason, source.requests) == ("input", [])
+
+
+def test_parameters_of_a_request_are_those_of_the_caller():
+    source = StreamingSource("a")
+    parameters = {"max_tokens": 7, "temperature": 0.5}
+    in_engine(lambda engine: read(engine.stream_text("a", ASKED, parameters=parameters)), source)
+    assert source.requests[0].parameters == parameters
+
+
+def test_a_closed_engine_and_a_function_are_refused():
+    async def main():
+        tree = {
+            "sources": {"f": {"kind": "function", "function": "math:sqrt"}},
+            "judges": {"q": {"kind": "function", "sources": "f"}},
+        }
+        async with RewardEngine(tree) as engine:
+            with pytest.raises(EngineError, match="'f' gives no text"):
+                engine.stream_text("f", ASKED)
+        with pytest.raises(EngineError, match="closed"):
+            engine.stream_text("f", ASKED)
+
+    asyncio.run(main())
+
+
+def test_a_second_reader_is_refused():
+    async def main(engine):
+        stream = engine.stream_text("a", ASKED)
+        task = asyncio.ensure_future(anext(stream))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="only one task"):
+            await anext(stream)
+        assert await task == "one "
+        await stream.aclose()
+
+    in_engine(main, StreamingSource("a"))
+
+
+# Over real connections
+
+DIALECTS = ("openai", "anthropic", "gemini", "responses")
+
+
+def over_http(server, client, dialect, *, stream=True, **settings):
+    node = {
+        "kind": "openai",
+        "base_url": server.base_url,
+        "model": "judge",
+        "client": client,
+        "dialect": dialect,
+        "stream": stream,
+        "api_key": "sk-test-0123456789abcdefghij",
+        **settings,
+    }
+    tree = {"sources": {"a": node}, "judges": {"q": {"kind": "llm"}}, "engine": {"seed": 1, "max_attempts": 2}}
+    return RewardEngine(tree)
+
+
+@pytest.fixture(params=["aiohttp", "httpx"])
+def client(request):
+    return request.param
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("stream", [True, "auto", False])
+def test_over_http_the_pieces_are_the_text(client, dialect, stream):
+    text = '{"rationale": "fine", "score": 5}' + " and on" * 20
+
+    async def main():
+        with JudgeServer(lambda call: text, stream_interval_s=0.005) as server:
+            async with over_http(server, client, dialect, stream=stream) as engine:
+                several = [engine.stream_text("a", ASKED, parameters={"max_tokens": 900})]
+                pieces = [await read(several[0])]
+                several += [engine.stream_text("a", ASKED, parameters={"max_tokens": 900}) for _ in range(3)]
+                pieces += await asyncio.gather(*map(read, several[1:]))
+                assert ["".join(each) for each in pieces] == [text] * 4
+                assert all((len(each) > 5) is bool(stream) for each in pieces)
+                for each in several:
+                    assert each.answer.text == text
+                    assert each.answer.spent.usage.completion_tokens > 5
+                    assert (each.answer.first_token_s is not None) is bool(stream)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("dialect", DIALECTS[:2])
+@pytest.mark.parametrize("kind", ["stream_cut", "stream_reset", "stream_silent", "stream_error", "stream_bad_json"])
+def test_over_http_a_fault_after_the_first_piece_ends_the_stream(client, dialect, kind):
+    text = "word " * 40
+
+    async def main():
+        faults = Faults(script=[kind])
+        with JudgeServer(lambda call: text, faults=faults, stream_interval_s=0.005) as server:
+            settings = {"timeouts": {"idle_s": 0.3, "total_s": 20}}
+            async with over_http(server, client, dialect, **settings) as engine:
+                pieces, failed = await read_until_failed(engine.stream_text("a", ASKED))
+                if failed is None:
+                    # The fault came with the first piece, so another try was made.
+                    assert (server.report().requests, "".join(pieces)) == (2, text)
+                else:
+                    assert (server.report().requests, failed.reason) == (1, "broken")
+                    assert failed.text == "".join(pieces) != ""
+                    assert text.startswith(failed.text)
+                assert "".join(await read(engine.stream_text("a", ASKED))) == text
+
+    asyncio.run(main())
+
+
+def test_over_http_a_fault_before_the_first_piece_costs_another_try(client):
+    async def main():
+        with JudgeServer(lambda call: "a text", faults=Faults(script=["error_500"])) as server:
+            async with over_http(server, client, "openai") as engine:
+                stream = engine.stream_text("a", ASKED)
+                assert "".join(await read(stream)) == "a text"
+                assert stream.answer.spent.attempts == 2
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("dialect", DIALECTS[:2])
+def test_over_http_leaving_early_stops_the_server(client, dialect):
+    async def main():
+        with JudgeServer(lambda call: "word " * 800, stream_interval_s=0.01) as server:
+            async with over_http(server, client, dialect) as engine:
+                async for _ in engine.stream_text("a", ASKED, parameters={"max_tokens": 2000}):
+                    break
+                await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == 0, timeout_s=2.0)
+
+    asyncio.run(main())
+
+
+def test_over_http_a_slow_reader_is_no_silence_and_an_endless_text_is_bounded(client):
+    async def main():
+        faults = Faults(script=[None, "stream_endless", "stream_endless"])
+        with JudgeServer(lambda call: "word " * 40, faults=faults) as server:
+            settings = {"timeouts": {"idle_s": 0.2, "total_s": 20}, "max_reply_bytes": 20_000}
+            async with over_http(server, client, "openai", **settings) as engine:
+                stream = engine.stream_text("a", ASKED)
+                first = await anext(stream)
+                await asyncio.sleep(0.5)
+                assert first + "".join(await read(stream)) == "word " * 40
+                endless = engine.stream_text("a", ASKED)
+                with pytest.raises(TextStreamFailed, match="text larger than") as caught:
+                    await read(endless)
+                assert len(caught.value.text) <= 20_000
+
+    asyncio.run(main())

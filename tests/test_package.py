@@ -58,6 +58,7 @@ NEIGHBOURS = {  # what may be imported beside that
     ("images", "errors"),
     ("sample_check", "samples"),
     ("errors", "samples"),  # for type checkers only
+    ("errors", "spent"),  # for type checkers only
     ("quotas", "telemetry"),
     ("judging", "scoring"),  # for type checkers only
     ("engine", "portal"),  # portal() opens it on call

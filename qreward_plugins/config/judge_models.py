@@ -33,7 +33,7 @@ class JudgeConfig(Node):
 class AskingConfig(JudgeConfig):
     """The keys of every judge that asks sources."""
 
-    sources: Annotated[tuple[SourceName, ...], Field(min_length=1), BeforeValidator(one_or_several)] = ()
+    sources: Annotated[tuple[SourceName, ...], BeforeValidator(one_or_several)] = ()
     """Names of the sources that may answer this judge. A glob over names (`local-*`) or over models (`model:Qwen/*`)
     selects all matching sources that can answer. Default: all sources that can answer this kind of judge (kind `openai`
     for a judge of kind `llm`; kind `reward_model` for a judge of kind `reward_model`; kinds `function` and `http` for a

@@ -31,7 +31,7 @@ REJECTIONS = {"error_400", "error_413", "error_422"}
 HARMLESS = {"close_after", "wrong_model"}
 # A content of null is the provider's trouble, and tried again like a broken reply.
 INVALID = {kind.value for kind in FaultKind if kind.stage == "verdict"} - {"null_content"}
-KINDS = {kind.value for kind in FaultKind if kind.stage != "stream"} - LEFT_OUT
+KINDS = {kind.value for kind in FaultKind if kind.stage not in ("stream", "list")} - LEFT_OUT
 TRANSIENT = KINDS - THROTTLES - REJECTIONS - HARMLESS - INVALID
 
 # A throttle stops a whole source for a second and an overdue reply holds a slot for three: one of each at each server.

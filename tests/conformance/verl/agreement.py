@@ -8,6 +8,16 @@ import time
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
+
+VERLS_WARNINGS = [
+    pytest.mark.filterwarnings("ignore"),
+    *(
+        pytest.mark.filterwarnings(f"error:::{package}")
+        for package in ("qreward_plugins", "verl_adapter", "slime_adapter", "roll_adapter", "hydra_plugins")
+    ),
+]
+"""Marks for a module that calls verl: its own warnings are ignored, those of our packages stay errors."""
 
 
 def same(real, fake):

@@ -25,9 +25,9 @@ from qreward_plugins.testing.verl.protocol import TensorColumns, VerlDataProto  
 from qreward_plugins.testing.verl.shaping import compute_advantage  # noqa: E402
 from qreward_plugins.testing.verl.transfer_queue import Prompt, ReplayBuffer, TransferQueue  # noqa: E402
 
-from .agreement import PaddingTokenizer, as_real, both, of_worker, real_output, same  # noqa: E402
+from .agreement import VERLS_WARNINGS, PaddingTokenizer, as_real, both, of_worker, real_output, same  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # verl's own
+pytestmark = VERLS_WARNINGS
 
 WITHIN_ONE_BIT = {"grpo_vectorized"}
 """torch takes the square root of a vector with MKL there, which rounds the last bit either way."""

@@ -17,10 +17,10 @@ from qreward_plugins.testing.tokenizer import WordTokenizer  # noqa: E402
 from qreward_plugins.testing.verl import agent_loop, batch_contract, reward_managers  # noqa: E402
 from qreward_plugins.testing.verl.engine import AgentOutput  # noqa: E402
 
-from .agreement import as_real, both, same  # noqa: E402
+from .agreement import VERLS_WARNINGS, as_real, both, same  # noqa: E402
 from .test_fake_agrees import COLUMNS  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # verl's own
+pytestmark = VERLS_WARNINGS
 
 
 @pytest.mark.parametrize("name", ["naive", "dapo", "gdpo", "rate_limited"])

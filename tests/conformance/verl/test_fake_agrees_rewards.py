@@ -17,10 +17,10 @@ from qreward_plugins.testing.verl import shaping  # noqa: E402
 from qreward_plugins.testing.verl.protocol import TensorColumns, VerlDataProto  # noqa: E402
 from qreward_plugins.testing.verl.rollout_correction import correct_rollout  # noqa: E402
 
-from .agreement import both, same  # noqa: E402
+from .agreement import VERLS_WARNINGS, both, same  # noqa: E402
 from .test_fake_agrees import a_batch  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # verl's own
+pytestmark = VERLS_WARNINGS
 
 WITH_EXPONENTIAL = {"k3", "low_var_kl", "k3+"}
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 
+import numpy as np
 import pytest
 
 from .players import COLUMNS, LEGACY, Scenario
@@ -91,14 +92,27 @@ def same(one, other):
     return one == other or (isinstance(one, float) and math.isnan(one) and math.isnan(other))
 
 
-def compare_rows(real, fake, *, same_keys=False):
-    """Every row in all that is said of it. `same_keys`: of the extra info, in the same order, None among them."""
+def same_numbers(name, one, other, *, ordered):
+    """Whether a column of a row is the same in both players.
+
+    It is, to the last bit, if both add up the rows of a prompt in the same order. V1 adds them up in the order in which
+    their sessions end, so the float32 mean and deviation of a prompt may differ by a rounding.
+    """
+    if ordered or name not in ("advantages", "returns"):
+        return one == other
+    return len(one) == len(other) and np.allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+def compare_rows(real, fake, *, ordered, same_keys=False):
+    """Compare all that is said of every row. `ordered`: the rows of a prompt have the same order in both.
+    `same_keys`: of the extra info, in the same order, None among them.
+    """
     groups: dict[str, str] = {}
     for written, row in fake.table.items():
         other = real.table[written]
         assert groups.setdefault(row["uid"], other["uid"]) == other["uid"]
         for name in COLUMNS:
-            assert row[name] == other[name], (name, row, other)
+            assert same_numbers(name, row[name], other[name], ordered=ordered), (name, row, other)
         if same_keys:
             assert list(row["info"]) == list(other["info"])
         one, another = told(row["info"]), told(other["info"])
@@ -116,7 +130,8 @@ def test_every_row_of_a_training_is_the_same(players, scenario):
     assert (real.error, fake.error) == ("", "")
     assert len(fake.rows) >= 16 * scenario.steps
     assert set(fake.table) == set(real.table)
-    compare_rows(real, fake, same_keys=LEGACY in scenario.overrides or scenario.experimental is not None)
+    ordered = LEGACY in scenario.overrides or scenario.experimental is not None
+    compare_rows(real, fake, ordered=ordered, same_keys=ordered)
     for written, row in fake.table.items():
         assert row["step"] == real.table[written]["step"]
     left_out = MEASURED if LEGACY in scenario.overrides else MEASURED + OF_ORDER
@@ -136,7 +151,7 @@ def test_every_row_of_separate_async_is_the_same(players):
     assert (real.error, fake.error) == ("", "")
     assert len(fake.rows) == 36
     assert set(fake.table) == set(real.table)
-    compare_rows(real, fake)
+    compare_rows(real, fake, ordered=False)
 
 
 @PLAYERS

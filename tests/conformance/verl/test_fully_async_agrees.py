@@ -32,9 +32,9 @@ from qreward_plugins.testing.verl.configuration import compose_config  # noqa: E
 from qreward_plugins.testing.verl.data import DEFAULT_ROWS, VerlDataset, collate  # noqa: E402
 from qreward_plugins.testing.verl.engine import AgentOutput  # noqa: E402
 
-from .agreement import PaddingTokenizer, as_real, both, of_worker, real_output, same  # noqa: E402
+from .agreement import VERLS_WARNINGS, PaddingTokenizer, as_real, both, of_worker, real_output, same  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # verl's own
+pytestmark = VERLS_WARNINGS
 
 NAME = "fully_async_ppo_trainer"
 HOME = "verl.experimental.fully_async_policy"

@@ -14,7 +14,9 @@ Pillow = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
 from qreward_plugins.images import Image  # noqa: E402
 from qreward_plugins.testing.verl.data import build_messages  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # verl's own
+from .agreement import VERLS_WARNINGS  # noqa: E402
+
+pytestmark = VERLS_WARNINGS
 
 RED, GREY = Pillow.new("RGB", (8, 6), "red"), Pillow.new("L", (8, 6), 9)
 

@@ -23,8 +23,8 @@ OUTSIDE = (
 def with_framework(
     config: Config, addresses: Mapping[str, str], *, framework: str, remedy: str = "Write the URL of the server."
 ) -> Config:
-    """Return `config` with the address of the server in the place of each `framework://NAME`; what follows the name
-    stays (`framework://reward/v1`).
+    """Return `config` with each `framework://NAME` replaced by the address of that server. A path after the name
+    is kept (`framework://reward/v1`).
 
     `addresses` are the URLs of the framework's servers by name, without a slash at the end. `framework` is its name for
     messages, and `remedy` says how its user gets a server that is missing. Raises `ConfigurationError` for a name that

@@ -17,7 +17,7 @@ Answer with exactly one JSON object in this form, and with nothing before or aft
 
 
 def answer_form(score_range: Interval, criteria: Collection[str]) -> str:
-    """The form of the answer for the prompt, with `NONCE` in the place of the nonce."""
+    """The form of the answer for the prompt, with the word `NONCE` instead of the nonce."""
     low, high = map(plain, score_range)
     number = f"<number from {low} to {high}>"
     fields = [f'"id": "{NONCE}"', f'"rationale": "{RATIONALE_FORM}"']

@@ -90,7 +90,7 @@ class Calibration:
         mean = math.fsum(ordered) / len(ordered)
         std = math.sqrt(math.fsum((score - mean) ** 2 for score in ordered) / len(ordered))
         if not _is_spread(mean, std):
-            raise InputError(f"all {len(ordered):,} scores are {ordered[0]:g}, so there is nothing to calibrate")
+            raise InputError(f"all {len(ordered):,} scores are {ordered[0]:g}, so they have no spread to scale by")
         return cls(identity, len(ordered), mean, std, {share: _quantile(ordered, share) for share in SHARES})
 
     @classmethod

@@ -270,7 +270,7 @@ def _use(
     batched = after.batches > before.batches
     attempts = after.requests - before.requests
     return Use(
-        # The engine counts attempts, of which several are one request here.
+        # The engine counts attempts, and one request of this source carries several of them.
         requests=len(bars) if batched else attempts,
         calls=attempts,
         answered=after.answered - before.answered,

@@ -33,11 +33,11 @@ class Call(Generic[T]):
     `identity` names all that changes how a reply is read. With what is sent it makes the key under which an answer is
     recorded; "" is for answers that must not be recorded. `recall` makes the value of a recorded answer; it raises
     ValueError, LookupError or InvalidReply if the record does not suit any more. `instead` makes the value that its
-    caller puts in the place of a missing answer, for the record; it raises if there is none.
+    caller uses for a missing answer, for the record; it raises if there is none.
 
     `on_text` is called with each piece of the answer as it comes, from the event loop; it must not raise. After the
     first piece the call is not asked again: if its attempt comes to nothing, it fails (`broken`). Such a call is never
-    hedged, and its attempts end with it. A source that does not stream calls it never. None: nobody reads along.
+    hedged, and its attempts end with it. A source that does not stream never calls it. None: nobody reads the pieces.
     """
 
     sources: tuple[str, ...]

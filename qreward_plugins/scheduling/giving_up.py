@@ -121,7 +121,7 @@ class GivingUp:
         """
         job = attempt.job
         if attempt.result or attempt.given_up or job.begun:
-            # Of an answer that comes piece by piece, nobody can tell how long it will be.
+            # Its answer has begun to stream, and the length of the rest is unknown.
             return
         attempt.given_up = True
         attempt.cancel()

@@ -44,8 +44,9 @@ class Request:
     """How many characters of a text are a whole answer; 0 for none. So a source can end a streamed reply early. It must
     not raise. None: a stream is read to its end. It is not sent."""
     on_text: Callable[[str], None] | None = field(default=None, repr=False, compare=False)
-    """Called with each further piece of the answer, without thoughts, by a source whose reply is streamed. The pieces
-    together are the beginning of `Reply.text`. It does not raise. It is not sent. None: nobody reads along."""
+    """Called with each further piece of the answer, without thoughts, by a source whose reply is streamed. All
+    pieces so far, joined, are a prefix of `Reply.text`. It does not raise. It is not sent. None: nobody reads the
+    pieces."""
     size: int = field(init=False, repr=False, compare=False)
     """Length of the messages in UTF-8 bytes; the assumed tokens of images count as bytes. Without messages: length of
     the sample's prompt, response and ground truth, as far as these are texts. The scheduler predicts latency and tokens

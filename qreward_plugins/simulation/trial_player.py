@@ -91,7 +91,7 @@ class _Performance:
         record.servers = self._servers
         self._engine = RewardEngine(Config.model_validate(trial.config), sources=self._servers)
         if trial.awaits:
-            judges = self._engine._router.judges
+            judges = self._engine._wiring.router.judges
             judges |= {name: _Awaiting(judge) for name, judge in judges.items()}
         self._open = 0
         self._changes = 0
@@ -242,7 +242,7 @@ class _Performance:
 
     def _look_around(self) -> None:
         self._look = None
-        dispatcher = self._engine._dispatcher
+        dispatcher = self._engine._binding.dispatcher
         if self._open or dispatcher is None or not dispatcher._jobs:
             self._seen = -1, frozenset()
             return
@@ -280,7 +280,7 @@ class _Performance:
 
     def _unneeded_rightly(self, job: Job, name: str, now: float) -> bool:
         """Whether `job` is kept from a source because a cheaper one will take it long before its deadline."""
-        dispatcher, upstreams = self._engine._dispatcher, self._engine.upstreams
+        dispatcher, upstreams = self._engine._binding.dispatcher, self._engine.upstreams
         assert dispatcher is not None
         # Read as it was last used, because asking would change it.
         unneeded = dispatcher._planner.forecast._unneeded
@@ -312,7 +312,7 @@ class _Performance:
                 "reserved tokens": quota.tokens.held,
             }
             left += [f"{when} {name} held {amount:g} {what}" for what, amount in held.items() if abs(amount) > 1e-6]
-        dispatcher = self._engine._dispatcher
+        dispatcher = self._engine._binding.dispatcher
         if dispatcher is not None and (dispatcher._jobs or len(dispatcher._planner.queue)):
             left.append(f"{when} {len(dispatcher._jobs)} jobs were open, {len(dispatcher._planner.queue)} queued")
 

@@ -296,7 +296,7 @@ def remembering_run(sources, main, **options):
 
     async def runs():
         async with RewardEngine(tree(**options), sources=sources) as engine:
-            engine._journal, engine._reuse = Remembered(), True
+            engine._wiring.journal, engine._wiring.reuse = Remembered(), True
             return await main(engine)
 
     return run(runs())

@@ -205,14 +205,14 @@ def test_a_new_keeper_starts_with_nothing_to_give_and_the_limit_holds(caplog):
         async with an_engine(office, source, limits(20)) as one, an_engine(office, source, limits(20)) as other:
             scoring = asyncio.gather(one.score_all(samples(100)), other.score_all(samples(100, 100)))
             await until(4.0)
-            boot = one._membership.member.boot
+            boot = one._wiring.membership.member.boot
             office.mode = "lost"
             office.replace()
             await until(6.0)
             office.mode = "well"
             outcomes = [outcome for batch in await scoring for outcome in batch]
             assert all(isinstance(outcome, Scored) for outcome in outcomes)
-            boots = {engine._membership.member.boot for engine in (one, other)}
+            boots = {engine._wiring.membership.member.boot for engine in (one, other)}
             assert len(boots) == 1
             assert boot not in boots
         assert source.violations == []
@@ -465,7 +465,7 @@ def test_what_was_told_is_not_told_on():
                 for source in report.sources.values()
                 if source.news.pause_s
             ]
-            assert {worker for worker, _ in pauses} == {one._membership.member.name}
+            assert {worker for worker, _ in pauses} == {one._wiring.membership.member.name}
             assert isinstance(await first, Scored)
 
     run(main())
@@ -592,7 +592,7 @@ def test_who_leaves_before_the_first_answer_says_so():
         engine = an_engine(office, source, limits(10))
         scoring = asyncio.ensure_future(engine.score(samples(1)[0]))
         await asyncio.sleep(0.7)
-        assert engine._membership.member.boot == ""
+        assert engine._wiring.membership.member.boot == ""
         assert (await office.actor.statistics())["workers"] == 1
         await engine.aclose()
         await scoring
@@ -618,13 +618,13 @@ def test_an_engine_goes_on_with_its_shares_in_the_next_loop():
         await engine.aclose()
 
     run(before(), loop=first)
-    member = engine._membership.member
+    member = engine._wiring.membership.member
     # The keeper outlives the loop; here it is told that one was before it, which is as strict.
     office.replace()
     second = VirtualTimeLoop()
     second._now = first.time() + 1.0
     run(after(), loop=second)
-    assert engine._membership.member is member
+    assert engine._wiring.membership.member is member
     assert source.violations == []
     assert len(source.arrivals) == 16
 

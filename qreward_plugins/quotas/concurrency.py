@@ -26,10 +26,11 @@ _COOLDOWN_S = 1.0
 
 
 class ConcurrencyWindow:
-    """A learned concurrency limit. Times are seconds of one monotonic clock."""
+    """A learned concurrency limit, at most `largest`. Times are seconds of one monotonic clock."""
 
-    def __init__(self) -> None:
-        self.size = float(UNDECLARED_CONCURRENCY)
+    def __init__(self, largest: int = _LARGEST) -> None:
+        self._largest = largest
+        self.size = float(min(UNDECLARED_CONCURRENCY, largest))
         self._threshold = math.inf
         self._ceiling = math.inf
         self._cut_at = -math.inf
@@ -51,14 +52,14 @@ class ConcurrencyWindow:
         """Record an answer to a request that was sent at `sent_at`."""
         if sent_at >= self._cut_at:
             self._evidence = True
-        if self._answers_that_count <= 0 or self.size >= _LARGEST:
+        if self._answers_that_count <= 0 or self.size >= self._largest:
             return
         self._answers_that_count -= 1
         if self.size < self._threshold:
             self.size += 1.0
             return
         gain = self._step / self.size
-        self.size += gain
+        self.size = min(self.size + gain, float(self._largest))
         if self.size > self._ceiling:
             self._gained += gain
             if self._gained >= self._step:

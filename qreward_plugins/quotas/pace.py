@@ -25,10 +25,12 @@ _LONGEST_TERM_WINDOWS = 1024
 class Pace:
     """Paces requests with a small burst by the generic cell rate algorithm (ITU-T I.371), whose state is one time.
 
-    It allows `rate_per_s` requests per second, and `burst` of them at once.
+    It allows `rate_per_s` requests per second, and `burst` of them at once. `jitter_s`: how much later a request may
+    reach the server than it is sent here.
     """
 
-    def __init__(self, rate_per_s: float, burst: int) -> None:
+    def __init__(self, rate_per_s: float, burst: int, *, jitter_s: float = JITTER_S) -> None:
+        self._jitter_s = jitter_s
         self._set(rate_per_s, burst)
         self._due = -math.inf
 
@@ -64,7 +66,7 @@ class Pace:
 
     def _set(self, rate_per_s: float, burst: int) -> None:
         self._interval_s = 1.0 / rate_per_s
-        self._tolerance_s = (burst - 1) * self._interval_s - JITTER_S
+        self._tolerance_s = (burst - 1) * self._interval_s - self._jitter_s
         if self._tolerance_s < 0:
             # A burst too small to absorb the jitter needs a slower pace.
             self._interval_s -= self._tolerance_s

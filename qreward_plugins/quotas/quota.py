@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from ..config import Limits
 from .concurrency import ConcurrencyWindow
 from .discovery import WINDOW_S
-from .pace import BucketEvidence, Pace
+from .pace import JITTER_S, BucketEvidence, Pace
 from .reservation import Reservation
 from .shares import shares
 from .window_limit import WindowLimit
@@ -32,10 +32,23 @@ class Quota:
 
     `processes` is the number of processes that share the source's limits; this one takes an equal part. `slots` is the
     number of requests that the source can process at once in this process, None if unbounded. Raises
-    `ConfigurationError` if the part is less than one request or one unit of concurrency.
+    `ConfigurationError` if the part is less than one request or one unit of concurrency. `jitter_s` is how much the
+    network delays of two requests may differ, in seconds. With `most_learned` the concurrency is learned up to that
+    number, whatever is declared.
     """
 
-    def __init__(self, limits: Limits, *, source: str, processes: int = 1, slots: int | None = None) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        source: str,
+        processes: int = 1,
+        slots: int | None = None,
+        jitter_s: float = JITTER_S,
+        most_learned: int | None = None,
+    ) -> None:
+        self._jitter_s = jitter_s
+        self._most_learned = most_learned
         self._source = source
         self._processes = processes
         self._slots = slots
@@ -301,7 +314,10 @@ class Quota:
         new, processes = self._shares, self._processes
         self._requests.declare(new.requests, new.requests * processes, new.window_s, now)
         self._tokens.declare(new.tokens, new.tokens * processes, new.tokens_window_s, now)
-        if new.concurrency is not None:
+        if self._most_learned is not None:
+            self._window = self._window or ConcurrencyWindow(self._most_learned)
+            self.concurrency = int(self._window.size)
+        elif new.concurrency is not None:
             self._window = None
             self.concurrency = new.concurrency
         else:
@@ -311,7 +327,7 @@ class Quota:
     def _pace_until(self, until: float) -> None:
         if self._shares.requests < math.inf:
             if self._pace is None:
-                self._pace = Pace(self._shares.pace_per_s, self._shares.burst)
+                self._pace = Pace(self._shares.pace_per_s, self._shares.burst, jitter_s=self._jitter_s)
             self._paced_until = until
 
     def _note_bucket(self, now: float) -> str | None:

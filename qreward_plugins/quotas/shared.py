@@ -12,6 +12,7 @@ from dataclasses import replace
 from typing import Literal, TypeAlias
 
 from ..config import Limits
+from .pace import JITTER_S
 from .quota import Quota
 
 Resource: TypeAlias = Literal["requests", "tokens", "concurrency", "burst"]
@@ -24,8 +25,8 @@ _ROUNDING = 1e-6
 class SharedQuota(Quota):
     """The quota of one source of which this process has a share. The share is zero until `resize` sets it."""
 
-    def __init__(self, limits: Limits, *, source: str, slots: int | None = None) -> None:
-        super().__init__(limits, source=source, slots=slots)
+    def __init__(self, limits: Limits, *, source: str, slots: int | None = None, jitter_s: float = JITTER_S) -> None:
+        super().__init__(limits, source=source, slots=slots, jitter_s=jitter_s)
         self._whole = self._shares
         self.share: dict[Resource, float] = {}
         """This process's share of each declared limit."""

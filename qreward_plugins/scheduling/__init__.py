@@ -6,6 +6,7 @@ from .calls import Answer, Call, Caller, CallFailed, Unanswered
 from .dispatcher import Dispatcher
 from .jobs import Job
 from .queue import ReadyQueue
+from .rules import FAILED, OPEN, ErrorShare, Rules
 from .speed import Speed
 from .upstream import Upstream, open_upstreams
 
@@ -19,10 +20,14 @@ __all__ = [
     "Caller",
     "Cutoff",
     "Dispatcher",
+    "ErrorShare",
+    "FAILED",
     "Job",
     "Upstream",
     "Member",
+    "OPEN",
     "ReadyQueue",
+    "Rules",
     "Speed",
     "Unanswered",
     "open_upstreams",

@@ -26,6 +26,9 @@ _log = logging.getLogger("qreward_plugins.scheduling")
 START_WITHIN_S = 120.0
 """Seconds that a source may take to begin an attempt, in addition to its time limit: an import can be slow."""
 
+SWALLOWED_AFTER_S = 1.0
+"""Seconds after its time limit until a call with rules goes on without an attempt that swallows its cancellation."""
+
 Result = Literal["", "valid", "invalid", "throttled", "failed", "cancelled"]
 AttemptError: TypeAlias = InvalidReply | SourceError
 """Why an attempt gave no answer."""
@@ -81,12 +84,20 @@ class Attempt:
     """Time at which its time limit is up."""
     task: asyncio.Task[None] | None = None
     timer: asyncio.TimerHandle | None = None
+    on_end: Callable[[Attempt, AttemptError | None], None] | None = None
+    """What `start` was given, if it has a time limit."""
 
     @property
     def service_s(self) -> float:
         """Seconds from sending the request to the end of the attempt."""
         sent_at = self.reservation.sent_at
         return max(0.0, self.ended_at - (sent_at if sent_at > -math.inf else self.started_at))
+
+    @property
+    def timeout_s(self) -> float:
+        """Its time limit in seconds, from sending."""
+        rules = self.job.call.rules
+        return self.upstream.timeout_s if rules is None else rules.timeout_s
 
     @property
     def sent(self) -> bool:
@@ -133,10 +144,12 @@ class Attempt:
 
         The time limit runs from when the request is sent; connecting or starting a worker process is not part of it.
         """
-        now, timeout_s = loop.time(), self.upstream.timeout_s
+        now, timeout_s = loop.time(), self.timeout_s
         self.due_at = now + START_WITHIN_S + timeout_s
-        # The earliest time at which the limit can be up. `_expire` waits longer if the request was sent later.
-        self.timer = loop.call_at(now + timeout_s, self._expire)
+        if timeout_s < math.inf:
+            # The earliest time at which the limit can be up. `_expire` waits longer if the request was sent later.
+            self.timer = loop.call_at(now + timeout_s, self._expire)
+            self.on_end = on_end
         self.task = loop.create_task(self._run(on_end))
         return self.task
 
@@ -251,15 +264,15 @@ class Attempt:
         """Note that its request was written, and start its time limit."""
         self.reservation.sent(now)
         self.sent_at = now
-        self.due_at = now + self.upstream.timeout_s
+        self.due_at = now + self.timeout_s
 
     def _no_answer(self) -> TransientError:
         """The error of an attempt whose time limit is up. A function that was called hangs because of its arguments."""
         upstream = self.upstream
         if self.sent_at == math.inf:
-            problem = f"{upstream.name} could not begin within {START_WITHIN_S + upstream.timeout_s:g} s"
+            problem = f"{upstream.name} could not begin within {START_WITHIN_S + self.timeout_s:g} s"
             return NotStarted(problem) if upstream.local else TransientError(problem)
-        problem = f"{upstream.name} gave no answer within {upstream.timeout_s:g} s"
+        problem = f"{upstream.name} gave no answer within {self.timeout_s:g} s"
         return SampleFault(problem, reason="hung") if upstream.local else TransientError(problem)
 
     def _expire(self) -> None:
@@ -268,11 +281,21 @@ class Attempt:
         now = loop.time()
         if now < self.due_at:
             # A request that is not sent yet may be sent right after this, and its time is up before `due_at` then.
-            sooner = self.due_at if self.sent_at < math.inf else min(self.due_at, now + self.upstream.timeout_s)
+            sooner = self.due_at if self.sent_at < math.inf else min(self.due_at, now + self.timeout_s)
             self.timer = loop.call_at(sooner, self._expire)
             return
         self.timed_out = True
         self.cancel()
+        if self.job.call.rules is not None:
+            self.timer = loop.call_later(SWALLOWED_AFTER_S, self._overrun)
+
+    def _overrun(self) -> None:
+        """Let the job go on without this attempt, because it swallows its cancellation. It keeps its place until it
+        ends.
+        """
+        if not self.result and not self.given_up and self.on_end is not None:
+            self.on_end(self, self._no_answer())
+            self.given_up = True
 
     def _release(self) -> None:
         reply = self.reply

@@ -31,9 +31,15 @@ _PROBE_GAP_GROWTH = 1.5
 
 
 class Breaker:
-    """Closed: every attempt may pass. Open until a time. Half-open: one probe may pass, and its end decides."""
+    """Closed: every attempt may pass. Open until a time. Half-open: one probe may pass, and its end decides.
 
-    def __init__(self) -> None:
+    With `recovery_s`, it opens after `failures_to_open` failures in a row, whoever is in flight, and for that many
+    seconds each time, whoever needs it.
+    """
+
+    def __init__(self, *, failures_to_open: float = FAILURES_TO_OPEN, recovery_s: float | None = None) -> None:
+        self._failures_to_open = failures_to_open
+        self._recovery_s = recovery_s
         self.failures_in_row = 0
         self.failing: set[int] = set()
         """The samples that failed since the last answer."""
@@ -46,7 +52,7 @@ class Breaker:
         self.given_up = 0
         """Overdue probes that were given up since it opened, because they took the place of the next one."""
         self._open_until = -math.inf
-        self._cooldown_s = FIRST_COOLDOWN_S
+        self._cooldown_s = self._first_s
         self._failed_at = -math.inf
         self._overdue_probes = 0
         self._probing = False
@@ -61,9 +67,18 @@ class Breaker:
             return 0.0
         if self._probing:
             return math.inf
-        if self.needed:
+        if self.needed and self._recovery_s is None:
             return max(0.0, self._failed_at + max(self.pace_s, self._probe_gap_s) - now)
         return max(0.0, self._open_until - now)
+
+    @property
+    def _first_s(self) -> float:
+        return FIRST_COOLDOWN_S if self._recovery_s is None else self._recovery_s
+
+    def _longer(self) -> None:
+        """Double the cooldown, which a fixed recovery time does not."""
+        if self._recovery_s is None:
+            self._cooldown_s = min(2 * self._cooldown_s, LONGEST_COOLDOWN_S)
 
     @property
     def _probe_gap_s(self) -> float:
@@ -85,7 +100,7 @@ class Breaker:
         self.failures_in_row = 0
         self.failing.clear()
         self._open_until = -math.inf
-        self._cooldown_s = FIRST_COOLDOWN_S
+        self._cooldown_s = self._first_s
         self._failed_at = -math.inf
         self._overdue_probes = 0
         self.probes = 0
@@ -102,12 +117,15 @@ class Breaker:
         if sample is not None:
             self.failing.add(sample)
         if probe and not self.closed:
-            self._cooldown_s = min(2 * self._cooldown_s, LONGEST_COOLDOWN_S)
+            self._longer()
             self.probes += 1
             self._open(now)
             return True
         several = sample is None or not in_flight or len(self.failing) >= SAMPLES_TO_OPEN
-        if self.closed and several and self.failures_in_row >= max(FAILURES_TO_OPEN, SHARE_TO_OPEN * in_flight):
+        enough = self._failures_to_open
+        if self._recovery_s is None:
+            enough = max(enough, SHARE_TO_OPEN * in_flight)
+        if self.closed and several and self.failures_in_row >= enough:
             self._open(now)
             return True
         return False
@@ -116,7 +134,7 @@ class Breaker:
         """Note that a probe takes far too long. It may still answer; another one may join it after a pause."""
         if not self.closed:
             self._overdue_probes += 1
-            self._cooldown_s = min(2 * self._cooldown_s, LONGEST_COOLDOWN_S)
+            self._longer()
             self._open(now)
 
     def trip(self, now: float) -> bool:

@@ -13,6 +13,7 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from ..errors import QRewardError
 from ..sources.base import Reply, Request
 from ..spent import NOTHING, Spent
+from .rules import Rules
 
 T = TypeVar("T")
 
@@ -38,6 +39,8 @@ class Call(Generic[T]):
     `on_text` is called with each piece of the answer as it comes, from the event loop; it must not raise. After the
     first piece the call is not asked again: if its attempt comes to nothing, it fails (`broken`). Such a call is never
     hedged, and its attempts end with it. A source that does not stream never calls it. None: nobody reads the pieces.
+
+    `rules` state how often and when it is asked again. None: the scheduler decides by what it learns.
     """
 
     sources: tuple[str, ...]
@@ -50,6 +53,7 @@ class Call(Generic[T]):
     recall: Callable[[Any], T] | None = None
     instead: Callable[[Unanswered], T] | None = None
     on_text: Callable[[str], None] | None = None
+    rules: Rules | None = None
 
 
 # Not frozen: it is made for every call, and a frozen one takes three times as long.

@@ -29,6 +29,7 @@ from .jobs import Job
 from .planner import Planner
 from .request_batches import RequestBatches
 from .retry_policy import RetryPolicy
+from .rules import OPEN
 from .running import Running
 from .slices import TimeSlices
 from .timers import Deadlines, Pump
@@ -177,6 +178,9 @@ class Dispatcher:
             return None
         if self._closed:
             caller.ended(Unanswered("closed", "the engine was closed before the sample was scored"))
+            return None
+        if call.rules is not None and (refusal := self._retry_policy.ruled.refusal(call, now)):
+            caller.ended(Unanswered(OPEN, refusal))
             return None
         job = Job(call, caller, member, batch, now, deadline_at, request, next(self._sequence))
         job.after = self.batches.newest

@@ -46,6 +46,8 @@ class GivingUp:
     def check_age(self, attempt: Attempt, now: float) -> None:
         """Give up an attempt for its age if it has no hedge, and all older attempts of a source that is silent."""
         job, upstream = attempt.job, attempt.upstream
+        if job.call.rules is not None:
+            return
         if upstream.health.silent(attempt, now) or upstream.health.open_for_silence:
             self._give_up_old(upstream, now, GIVE_UP_SILENT_FROM, f"{upstream.name} stopped answering")
         if (

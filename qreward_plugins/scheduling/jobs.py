@@ -150,6 +150,8 @@ class Job:
         if self.call.on_text is not None:
             # Two attempts would write two texts, and a text cannot be taken back.
             return False
+        if self.call.rules is not None:  # `timed_hedges.py` decides
+            return False
         return len(self.live) < MAX_LIVE and self.hedges < MAX_HEDGES and not self.ended
 
     @property

@@ -29,6 +29,7 @@ from .order import windows_order
 from .probing import Probing
 from .queue import ReadyQueue
 from .strategies import strategy
+from .timed_hedges import TimedHedges
 from .upstream import Upstream
 
 NEARLY_FASTEST = 1.5
@@ -84,6 +85,7 @@ class Planner:
         self._hedges = Hedges(
             upstreams, self.queue, self.forecast, budget=budget, eager=not self._prefer_cost, on_aged=on_aged
         )
+        self._timed_hedges = TimedHedges(upstreams, self.forecast)
         self.wake_at = math.inf
         """Time by which to ask again, even if nothing happens before."""
 
@@ -119,7 +121,10 @@ class Planner:
 
     def started(self, attempt: Attempt) -> None:
         """Watch an attempt, which was a placement before."""
-        self._hedges.watch(attempt, attempt.started_at)
+        if attempt.job.call.rules is None:
+            self._hedges.watch(attempt, attempt.started_at)
+        else:
+            self._timed_hedges.watch(attempt)
 
     def ended(self, attempt: Attempt) -> None:
         """Learn from the age at which an attempt ended."""
@@ -134,6 +139,7 @@ class Planner:
     def close(self) -> None:
         """Forget the attempts, because they refer to their samples."""
         self._hedges.close()
+        self._timed_hedges.close()
 
     def placements(self, now: float, *, in_flight: Callable[[], int]) -> Iterator[Placement]:
         """What to send now. The caller must start each placement before it asks for the next one."""
@@ -143,6 +149,8 @@ class Planner:
         self._probing.look(now)
         self.queue.by_deadline = self.forecast.under_pressure(now)
         wait_reasons = {name: upstream.wait_reason(now) for name, upstream in self._upstreams.items()}
+        for job, upstream in self._timed_hedges.choose(now):
+            yield Placement(job, upstream, True)
         if self.queue:
             for job, upstream in self._hedges.choose(now, drained=False):
                 yield Placement(job, upstream, True)
@@ -171,7 +179,7 @@ class Planner:
                 self.wake_at = min(self.wake_at, now + LONGEST_UNNEEDED_S)
             elif (wait := upstream.wait_for_s(head, now) if ready else upstream.wait_s(0, now)) > 0:
                 self.wake_at = min(self.wake_at, now + wait)
-        self.wake_at = min(self.wake_at, self._hedges.wake_at, self._probing.wake_at)
+        self.wake_at = min(self.wake_at, self._hedges.wake_at, self._timed_hedges.wake_at, self._probing.wake_at)
 
     # Earliest finish
 

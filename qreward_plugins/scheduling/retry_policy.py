@@ -19,6 +19,8 @@
                       invalid reply if the sources answer other jobs. A source that refuses many different jobs in a
                       row is unusable: jobs without another source fail at once, and later jobs probe it
 
+A call with fixed rules of its own (`Call.rules`) goes by `ruled.py` instead.
+
 If the attempt shared its request with others, and the whole request failed, `splitting.py` decides instead.
 
 A job that has another attempt under way does not fail yet. Its deadline always ends it. Its attempts are then
@@ -50,6 +52,7 @@ from .attempts import Attempt, AttemptError, report_end
 from .backoff import Backoff
 from .giving_up import GivingUp
 from .jobs import MAX_FAULTS, Job, Jobs
+from .ruled import RuledCalls
 from .splitting import Splitting
 from .undecided import Undecided
 from .upstream import Upstream
@@ -84,6 +87,7 @@ class RetryPolicy:
         self.giving_up = GivingUp(self, max_attempts=max_attempts)
         self.splitting = Splitting(self)
         self.undecided = Undecided(jobs, upstreams)
+        self.ruled = RuledCalls(self, jobs, upstreams, rng)
 
     def cancelled(self, attempt: Attempt, now: float) -> None:
         """Treat an attempt that something else cancelled as failed. If it was withheld, queue its job again."""
@@ -108,6 +112,13 @@ class RetryPolicy:
         else:
             report_end(self._observers, attempt, error, now)
         gone = job.ended or attempt.given_up
+        if job.call.rules is not None:
+            if error is not None:
+                self.ruled.failed(attempt, error, now, gone=gone)
+                return
+            self.ruled.answered(attempt)
+            if attempt.given_up:
+                return
         if error is None:
             answer = job.answer(attempt, now)
             if not job.ended:

@@ -47,7 +47,7 @@ class TimeSlices:
         on_slice_over: Callable[[Attempt, float], None],
         on_spare: Callable[[Job, Upstream, float], None],
     ) -> None:
-        self._upstreams = [upstream for upstream in upstreams.values() if upstream.local]
+        self._upstreams = [upstream for upstream in upstreams.values() if upstream.sliced]
         self._queue = queue
         self._on_slice_over = on_slice_over
         self._on_spare = on_spare

@@ -6,6 +6,7 @@ Both are few timers for many jobs: a batch of thousands mostly needs one pump an
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 
 from .jobs import Job
@@ -85,7 +86,9 @@ class Deadlines:
         self._due: dict[float, tuple[asyncio.TimerHandle, dict[Job, None]]] = {}
 
     def add(self, job: Job) -> None:
-        """Watch a job until it is discarded."""
+        """Watch a job until it is discarded. One whose deadline is infinity needs no watching."""
+        if job.deadline_at == math.inf:
+            return
         due = self._due.get(job.deadline_at)
         if due is None:
             timer = self._loop.call_at(job.deadline_at, self._expire, job.deadline_at)

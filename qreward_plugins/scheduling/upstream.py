@@ -22,6 +22,7 @@ from ..sources.opening import same_keys
 from .breaker import Breaker
 from .health import Health
 from .pauses import Pauses
+from .rules import ErrorShare
 from .silence import Silence
 from .speed import Speed
 from .tail import Tail
@@ -47,12 +48,17 @@ class Upstream:
         timeout_s: float,
         price: Price,
         weight: float = 1.0,
+        breaker: Breaker | None = None,
     ) -> None:
         self.source = source
         self.name = source.name
         self.local = bool(getattr(source, "local", False))
         """Whether it is a function on this machine. If that hangs, the sample is to blame, and the source is not
         silent."""
+        self.sliced = self.local and bool(getattr(source, "sliced", True))
+        """Whether a call of it that takes far longer than usual is ended when others wait."""
+        self.error_share: ErrorShare | None = None
+        """Tells by its errors when fewer requests should be in flight, of calls with `rules`; None: by time-outs."""
         self.spare = int(getattr(source, "spare", 0))
         """Spare workers: number of last tries of samples that hung that it can run in addition to its concurrency."""
         self.preempted = 0
@@ -61,7 +67,7 @@ class Upstream:
         self.timeout_s = timeout_s
         self.price = price
         self.weight = weight
-        self.breaker = Breaker()
+        self.breaker = breaker or Breaker()
         self.speed = Speed()
         self.retries = RetryBudget()
         self.requests = 0

@@ -26,6 +26,7 @@ FLOORS = [
         "registry",
         "named_actors",
     },
+    {"replicas"},
     {"sources", "quotas", "telemetry", "groups", "prompts"},
     {"observers"},
     {"scheduling"},

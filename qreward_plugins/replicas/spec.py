@@ -1,0 +1,75 @@
+"""Defines `PoolSpec`: everything that the servers of a pool are started with."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import orjson
+
+from .server_kinds import CHAT, Launch
+from .topology import Topology
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """What the servers of a pool are started with. Times are seconds.
+
+    `name` is that of the source. `restarts` is how often in a row a replica that dies is started again.
+    `stop_within_s` is the time between SIGTERM and SIGKILL. The repr leaves out the values of `environment`, which may
+    be secrets.
+    """
+
+    name: str
+    server: str
+    model: str
+    topology: Topology
+    task: str = CHAT
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    command: tuple[str, ...] = ()
+    program: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict, repr=False)
+    start_within_s: float = 600.0
+    stop_within_s: float = 10.0
+    restarts: int = 3
+    log_folder: str | None = None
+
+    @property
+    def file_name(self) -> str:
+        """Its name, with only those characters that a file name and a command line carry everywhere."""
+        return re.sub(r"[^A-Za-z0-9_.-]", "_", self.name)[:64]
+
+    @property
+    def key(self) -> str:
+        """16 hexadecimal digits that identify it: equal pools have equal keys, in all processes."""
+        return hashlib.blake2b(self.to_json(), digest_size=8, person=b"qreward pool").hexdigest()
+
+    def launch(self, name: str, host: str, port: int) -> Launch:
+        """Return what a server that lists `name` and listens on `host` and `port` is started with."""
+        return Launch(
+            model=self.model,
+            name=name,
+            host=host,
+            port=port,
+            tensor_parallel=self.topology.tensor_parallel,
+            task=self.task,
+            platform=self.topology.platform,
+            arguments=self.arguments,
+            command=self.command,
+            program=self.program,
+        )
+
+    def to_json(self) -> bytes:
+        """Write it, secrets included; `from_json` reads it."""
+        return orjson.dumps(asdict(self), option=orjson.OPT_SORT_KEYS)
+
+    @classmethod
+    def from_json(cls, text: bytes) -> PoolSpec:
+        """Read what `to_json` has written."""
+        values = orjson.loads(text)
+        topology = Topology(**{**values["topology"], "devices": tuple(values["topology"]["devices"])})
+        lists = {key: tuple(values[key]) for key in ("command", "program")}
+        return cls(**{**values, **lists, "topology": topology})

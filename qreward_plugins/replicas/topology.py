@@ -1,0 +1,208 @@
+"""Defines `Topology`: how many replicas there are, and which devices each of them gets.
+
+The values are checked when a topology is made, so that mistakes are found before a server has loaded a model.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+Platform = Literal["cuda", "rocm", "xpu", "cpu"]
+Device = int | str
+"""The index of a device, or its name (`GPU-1a2b...`, `MIG-...`)."""
+
+VARIABLES: Mapping[Platform, tuple[str, ...]] = {
+    "cuda": ("CUDA_VISIBLE_DEVICES",),
+    # HIP programs read the first, the runtime below them the second. The second renumbers the devices, so the first
+    # must count from 0 then; `environment` does that.
+    "rocm": ("HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    "xpu": ("ZE_AFFINITY_MASK",),
+    "cpu": (),
+}
+"""The variables by which a process of a platform finds its devices."""
+
+_REFUSED = {
+    "pipeline_parallel": "a judge that needs several devices gets them by tensor_parallel, because the stages of a "
+    "pipeline idle at the batch sizes of judges.",
+    "expert_parallel": "experts are spread by tensor_parallel, because each replica is an independent server.",
+}
+
+
+class TopologyError(ValueError):
+    """A topology that cannot be. `key` is the setting, `problem` and `remedy` are sentences."""
+
+    def __init__(self, key: str, problem: str, remedy: str = "") -> None:
+        super().__init__(f"{key}: {problem} {remedy}".rstrip())
+        self.key = key
+        self.problem = problem
+        self.remedy = remedy
+
+
+@dataclass(frozen=True)
+class Topology:
+    """`data_parallel` replicas with `tensor_parallel` devices each.
+
+    `devices` are all devices, in the order in which replicas get them; none on a CPU, where the ranks of a replica are
+    processes. With `assigned`, a scheduler such as Ray chooses the devices, so none are named here.
+
+    Raises `TopologyError`.
+    """
+
+    data_parallel: int = 1
+    tensor_parallel: int = 1
+    devices: tuple[Device, ...] = ()
+    platform: Platform = "cpu"
+    pipeline_parallel: int = 1
+    expert_parallel: int = 1
+    assigned: bool = False
+
+    def __post_init__(self) -> None:
+        for key in ("data_parallel", "tensor_parallel", *_REFUSED):
+            size = getattr(self, key)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise TopologyError(key, f"it must be a whole number from 1 on, not {size!r}.")
+        for key, reason in _REFUSED.items():
+            if getattr(self, key) > 1:
+                raise TopologyError(key, f"only 1 is possible: {reason}", "Leave it out.")
+        twice = next((device for device in self.devices if self.devices.count(device) > 1), None)
+        if twice is not None:
+            raise TopologyError("devices", f"the device {twice} is named twice.", "A device belongs to one replica.")
+        if self.platform == "cpu" or self.assigned:
+            if self.devices:
+                why = "Ray chooses them" if self.assigned else "there are none on the platform cpu"
+                raise TopologyError("devices", f"devices cannot be named, because {why}.", "Leave them out.")
+        elif len(self.devices) != self.size:
+            product = f"data_parallel x tensor_parallel = {self.data_parallel} x {self.tensor_parallel} = {self.size}"
+            problem = f"{product}, and there {_are(len(self.devices), 'device')} ({_listed(self.devices)})."
+            raise TopologyError("devices", problem, f"Name {self.size}, or change the two numbers.")
+
+    @property
+    def size(self) -> int:
+        """Devices of all replicas together."""
+        return self.data_parallel * self.tensor_parallel
+
+    @property
+    def groups(self) -> tuple[tuple[Device, ...], ...]:
+        """The devices of each replica."""
+        step = self.tensor_parallel
+        return tuple(self.devices[number * step : (number + 1) * step] for number in range(self.data_parallel))
+
+    def environment(self, replica: int) -> dict[str, str]:
+        """Return the variables that give a replica its devices; empty if there is nothing to choose."""
+        group = self.groups[replica]
+        if not group:
+            return {}
+        named = ",".join(map(str, group))
+        if self.platform == "rocm":
+            return {"ROCR_VISIBLE_DEVICES": named, "HIP_VISIBLE_DEVICES": ",".join(map(str, range(len(group))))}
+        return dict.fromkeys(VARIABLES[self.platform], named)
+
+    def shown_devices(self, replica: int) -> str:
+        """The devices of a replica, for people."""
+        if self.assigned:
+            return "chosen by Ray"
+        return ", ".join(map(str, self.groups[replica])) or "cpu"
+
+
+def found_platform(environment: Mapping[str, str] = os.environ, root: Path = Path("/")) -> Platform:
+    """Return the platform of this machine by its device files. Intel GPUs count only if `ZE_AFFINITY_MASK` is set,
+    because most of them are those of desktops. `root` is that of the file system.
+    """
+    if _nvidia(root):
+        return "cuda"
+    if _amd(root):
+        return "rocm"
+    return "xpu" if environment.get("ZE_AFFINITY_MASK", "").strip() else "cpu"
+
+
+def found_devices(
+    platform: Platform, environment: Mapping[str, str] = os.environ, root: Path = Path("/")
+) -> tuple[Device, ...]:
+    """Return the devices that this process may use: those of the platform's variable, or all of the machine."""
+    for variable in VARIABLES[platform]:
+        if variable in environment:
+            parts = [part.strip() for part in environment[variable].split(",")]
+            # CUDA reads the list up to the first index that is not a device; -1 is the usual way to write "none".
+            kept = parts[: parts.index("-1")] if "-1" in parts else parts
+            return tuple(int(part) if part.isdigit() else part for part in kept if part)
+    found = {"cuda": _nvidia, "rocm": _amd}.get(platform)
+    return tuple(range(len(found(root)))) if found is not None else ()
+
+
+def _nvidia(root: Path) -> list[str]:
+    return _entries(root / "dev", r"nvidia\d+")
+
+
+def _amd(root: Path) -> list[str]:
+    nodes = root / "sys/class/kfd/kfd/topology/nodes"
+    found = []
+    for node in _entries(nodes, r"\d+"):
+        with suppress(OSError):
+            # The processor is a node, too, without SIMD units.
+            if re.search(r"^simd_count [1-9]", (nodes / node / "properties").read_text(), re.MULTILINE):
+                found.append(node)
+    return found
+
+
+def _entries(folder: Path, pattern: str) -> list[str]:
+    try:
+        return sorted(name for name in os.listdir(folder) if re.fullmatch(pattern, name))
+    except OSError:
+        return []
+
+
+def check_heads(model: str, tensor_parallel: int, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise `TopologyError` if the attention heads of `model` cannot be divided among the devices of a replica. A
+    server would say so only after it has started. `model` is a folder, or a name whose files are in the local cache of
+    the Hugging Face hub. Without a `config.json` nothing is checked.
+    """
+    if tensor_parallel == 1:
+        return
+    for heads, noun in _heads(_config_of(model, environment)):
+        fits = heads % tensor_parallel == 0 or (noun == "key-value heads" and tensor_parallel % heads == 0)
+        if not fits:
+            possible = [size for size in range(1, heads + 1) if heads % size == 0]
+            problem = f"the {heads} {noun} of {model} cannot be divided among {tensor_parallel} devices."
+            raise TopologyError("tensor_parallel", problem, f"Possible: {_listed(possible)}.")
+
+
+def _heads(config: Any) -> Iterator[tuple[int, str]]:
+    if not isinstance(config, Mapping):
+        return
+    text = config.get("text_config")
+    for part in (config, text if isinstance(text, Mapping) else {}):
+        for key, noun in (("num_attention_heads", "attention heads"), ("num_key_value_heads", "key-value heads")):
+            heads = part.get(key)
+            if isinstance(heads, int) and heads > 0:
+                yield heads, noun
+
+
+def _config_of(model: str, environment: Mapping[str, str]) -> Any:
+    for folder in _folders(model, environment):
+        with suppress(OSError, ValueError):
+            return json.loads((folder / "config.json").read_text())
+    return None
+
+
+def _folders(model: str, environment: Mapping[str, str]) -> Iterator[Path]:
+    yield Path(model)
+    home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
+    hub = Path(environment.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    cached = hub / f"models--{model.replace('/', '--')}"
+    with suppress(OSError):
+        yield cached / "snapshots" / (cached / "refs/main").read_text().strip()
+
+
+def _listed(items: Iterable[object]) -> str:
+    return ", ".join(map(str, items)) or "none"
+
+
+def _are(count: int, noun: str) -> str:
+    return f"is 1 {noun}" if count == 1 else f"are {count} {noun}s"

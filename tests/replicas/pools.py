@@ -1,0 +1,51 @@
+"""Pools of stand-in servers for tests, and which of their processes live."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from qreward_plugins.replicas import PoolSpec, Topology
+
+STAND_IN = Path(__file__).parent / "stand_in.py"
+
+
+class StandIns:
+    """Makes specs of pools of stand-ins, and knows which of their processes live."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.pids_file = folder / "pids"
+
+    def command(self, *options: str) -> tuple[str, ...]:
+        started = (sys.executable, "-I", "-S", str(STAND_IN), "{port}", "{name}", "{model}")
+        return (*started, f"pids={self.pids_file}", *options)
+
+    def spec(self, *options: str, replicas: int = 1, **changes: object) -> PoolSpec:
+        settings = {"start_within_s": 30.0, "stop_within_s": 5.0, "command": self.command(*options), **changes}
+        return PoolSpec("own", "command", "judge", Topology(replicas), **settings)  # type: ignore[arg-type]
+
+    def living(self) -> list[int]:
+        """The stand-ins that run, and their children."""
+        if not self.pids_file.exists():
+            return []
+        return [pid for pid in map(int, self.pids_file.read_text().split()) if lives(pid)]
+
+
+def lives(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+async def comes(condition: Callable[[], object], within_s: float = 30.0) -> None:
+    """Wait for something that another process does."""
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until, f"it does not come within {within_s:g} s"
+        await asyncio.sleep(0.01)

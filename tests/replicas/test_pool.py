@@ -1,0 +1,220 @@
+"""Pools of stand-in servers: real processes, which start late, hang, die, lie, refuse to stop and leave children."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import aiohttp
+import pytest
+from pools import STAND_IN, comes, lives
+
+from qreward_plugins.replicas import Pool, PoolSpec, Topology
+from qreward_plugins.replicas.launch import LocalServer, ServerFailed
+from qreward_plugins.replicas.pool import PoolFailed
+from qreward_plugins.replicas.ports import free_port
+
+pytestmark = pytest.mark.anyio
+
+
+def pool_of(stand_ins, spec, **options):
+    return Pool(spec, lambda number: LocalServer(spec, number, folder=stand_ins.folder), **options)
+
+
+def started(command):
+    return subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
+
+
+def children_of(pid):
+    return list(map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split()))
+
+
+def is_taken(port):
+    with socket.socket() as here:
+        return here.connect_ex(("127.0.0.1", port)) == 0
+
+
+async def models(url):
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/v1/models") as reply:
+        return [model["id"] for model in (await reply.json())["data"]]
+
+
+async def test_replicas_start_at_the_same_time_each_with_a_port_and_a_name_of_its_own(stand_ins):
+    changes = []
+    pool = pool_of(stand_ins, stand_ins.spec("ready_after=0.4", replicas=3), on_change=lambda: changes.append(1))
+    began = time.monotonic()
+    await pool.start()
+    assert time.monotonic() - began < 1.2  # one by one they would take longer
+    assert [state.state for state in pool.states] == ["up"] * 3
+    listed = [await models(state.url) for state in pool.states]
+    assert [names[0] for names in listed] == ["judge"] * 3
+    assert len({names[1] for names in listed}) == 3
+    assert len(stand_ins.living()) == 3
+    assert len(changes) == 3
+    await pool.stop()
+    await pool.stop()
+    assert stand_ins.living() == []
+    assert {state.state for state in pool.states} == {"stopped"}
+    assert not any("qreward" in str(child) for child in asyncio.all_tasks())
+
+
+async def test_a_start_fails_as_a_whole_and_shows_the_log_of_the_guilty_one(stand_ins):
+    pool = pool_of(stand_ins, stand_ins.spec("only=1", "exit=3", "children=1", replicas=3))
+    with pytest.raises(PoolFailed, match=r"replica 1: it ended before it was ready \(exit code 3\)") as caught:
+        await pool.start()
+    assert caught.value.log.splitlines()[-1].startswith("RuntimeError: no memory for the weights")
+    assert stand_ins.living() == []
+
+
+@pytest.mark.parametrize("fault", ["never", "wrong"])
+async def test_a_replica_that_does_not_get_ready_in_time_fails_the_start(stand_ins, fault):
+    """A server that lists another model is not ours, whatever it answers to other questions."""
+    pool = pool_of(stand_ins, stand_ins.spec("only=0", fault, replicas=2, start_within_s=0.8))
+    with pytest.raises(PoolFailed, match=r"replica 0: it is not ready after 0\.8 s") as caught:
+        await pool.start()
+    assert "stand-in own-0-" in caught.value.log
+    assert stand_ins.living() == []
+
+
+async def test_another_program_on_the_port_is_not_taken_for_our_server(stand_ins, monkeypatch):
+    other = started([sys.executable, "-I", "-S", str(STAND_IN), str(port := free_port()), "x", "judge"])
+    try:
+        monkeypatch.setattr("qreward_plugins.replicas.launch.free_port", lambda host: port)
+        spec = stand_ins.spec()
+        server = LocalServer(spec, 0, folder=stand_ins.folder)
+
+        assert other.stdout.readline().startswith(b"stand-in x")
+        await comes(lambda: is_taken(port))
+        with pytest.raises(ServerFailed, match="ended before it was ready") as caught:
+            await server.start()
+        assert "Address already in use" in caught.value.log
+        assert stand_ins.pids_file.read_text().count("\n") == 3  # each try has asked for a port
+    finally:
+        other.kill()
+        other.stdout.close()
+        other.wait()
+
+
+async def test_a_program_that_does_not_exist_is_named(stand_ins):
+    pool = pool_of(stand_ins, stand_ins.spec(command=("no-such-server", "{port}", "{name}")))
+    with pytest.raises(PoolFailed, match="exit code 127") as caught:
+        await pool.start()
+    assert caught.value.log == "no-such-server: No such file or directory"
+
+
+async def test_a_server_that_refuses_to_stop_ends_with_all_that_it_has_started(stand_ins):
+    pool = pool_of(stand_ins, stand_ins.spec("stubborn", "children=2", stop_within_s=0.3))
+    await pool.start()
+    assert len(stand_ins.living()) == 3
+    began = time.monotonic()
+    await pool.stop()
+    assert time.monotonic() - began >= 0.3
+    assert stand_ins.living() == []
+
+
+async def test_a_replica_that_dies_is_started_again_with_its_children_gone(stand_ins, monkeypatch):
+    monkeypatch.setattr("qreward_plugins.replicas.pool._BACKOFF_S", (0.05, 0.1))
+    seen = []
+    spec = stand_ins.spec("children=1", replicas=2, restarts=1)
+    pool = pool_of(stand_ins, spec, on_change=lambda: seen.append(tuple(state.state for state in pool.states)))
+    await pool.start()
+    first, second = pool.states
+    before = stand_ins.living()
+    os.kill(int(stand_ins.pids_file.read_text().split()[0]), signal.SIGKILL)
+    await comes(lambda: sum(state.restarts for state in pool.states) == 1 and all(state.url for state in pool.states))
+    assert {first.url, second.url} & {state.url for state in pool.states}
+    assert len(stand_ins.living()) == len(before)
+    assert any("down" in states for states in seen)
+    again = next(state for state in pool.states if state.restarts)
+    # The last one is the server itself or its child; both are killed, so the server dies a second time.
+    for pid in stand_ins.living():
+        if pid not in before:
+            os.kill(pid, signal.SIGKILL)
+    await comes(lambda: pool.states[again.number].state == "failed")
+    assert pool.states[again.number].problem == "it ended (by signal 9)"
+    assert pool.states[1 - again.number].state == "up"
+    await pool.stop()
+
+
+async def test_cancelling_a_start_leaves_nothing(stand_ins):
+    pool = pool_of(stand_ins, stand_ins.spec("never", "children=1"))
+    starting = asyncio.ensure_future(pool.start())
+    await comes(lambda: len(stand_ins.living()) == 2)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert stand_ins.living() == []
+
+
+@pytest.mark.parametrize("victim", ["starter", "guard", "watcher"])
+async def test_no_process_outlives_a_kill(stand_ins, victim):
+    """Kill -9 of the process that started a server, of its guard (which Ray does), or of the watcher below."""
+    program = """
+        import asyncio, os, sys, time
+        from pathlib import Path
+        from qreward_plugins.replicas import PoolSpec
+        from qreward_plugins.replicas.launch import LocalServer
+
+        async def main():
+            spec = PoolSpec.from_json(sys.argv[1].encode())
+            server = LocalServer(spec, 0, folder=Path(sys.argv[2]))
+            await server.start()
+            if os.fork() == 0:  # a child that has all descriptors, as a data loader has
+                time.sleep(20)
+                os._exit(0)
+            print(os.getpid(), server.pid, flush=True)
+            await asyncio.sleep(600)
+
+        asyncio.run(main())
+    """
+    spec = stand_ins.spec("stubborn", "children=1", stop_within_s=0.2)
+    starter = started(
+        [
+            sys.executable,
+            "-W",
+            "ignore",
+            "-c",
+            textwrap.dedent(program),
+            spec.to_json().decode(),
+            str(stand_ins.folder),
+        ],
+    )
+    try:
+        pid, guard = map(int, starter.stdout.readline().split())
+        (watcher,) = children_of(guard)
+        assert len(stand_ins.living()) == 2
+        os.kill({"starter": pid, "guard": guard, "watcher": watcher}[victim], signal.SIGKILL)
+        await comes(lambda: not stand_ins.living() and not lives(guard) and not lives(watcher), within_s=10)
+    finally:
+        os.killpg(starter.pid, signal.SIGKILL)
+        starter.stdout.close()
+        starter.wait()
+
+
+def test_a_spec_travels_as_json_and_its_repr_shows_no_environment():
+    topology = Topology(2, 2, (0, "GPU-b", 2, 3), "cuda")
+    spec = PoolSpec("a b", "vllm", "m", topology, arguments={"x": [1]}, environment={"HF_TOKEN": "hf_secret"})
+    assert PoolSpec.from_json(spec.to_json()) == spec
+    assert "hf_secret" not in repr(spec)
+    assert spec.file_name == "a_b"
+    assert spec.key == PoolSpec.from_json(spec.to_json()).key != PoolSpec("a", "vllm", "m", topology).key
+
+
+async def test_a_log_is_bounded(stand_ins, monkeypatch):
+    monkeypatch.setattr("qreward_plugins.replicas.launch.LOG_BYTES", 10_000)
+    loud = ("sh", "-c", "while :; do echo a line of this log of {name} {port}; done")
+    server = LocalServer(stand_ins.spec(command=loud, stop_within_s=0.2), 0, folder=stand_ins.folder)
+    starting = asyncio.ensure_future(server.start())
+    await comes(lambda: (stand_ins.folder / "own-0.log.1").exists())
+    starting.cancel()
+    await asyncio.wait([starting])
+    await server.stop()
+    assert sum(path.stat().st_size for path in stand_ins.folder.glob("*.log*")) < 200_000
+    assert len(server.log_tail().splitlines()) <= 30

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from qreward_plugins.replicas import SERVER_KINDS
+from qreward_plugins.replicas.server_kinds import Launch, missing_places
+
+LAUNCH = Launch("Qwen/Qwen3-32B", "own-0-ab", "127.0.0.1", 8001, tensor_parallel=4, platform="cuda")
+
+
+def command(server: str, **changes: object) -> str:
+    words = SERVER_KINDS[server].command(Launch(**{**vars(LAUNCH), **changes}))
+    return " ".join(words).replace(sys.executable, "python")
+
+
+def test_the_command_line_of_vllm():
+    arguments = {"max_model_len": 16384, "enforce_eager": True, "enable_prefix_caching": False, "seed": None}
+    assert command("vllm", arguments=arguments) == (
+        "python -m vllm.entrypoints.openai.api_server --model Qwen/Qwen3-32B --host 127.0.0.1 --port 8001 "
+        "--served-model-name Qwen/Qwen3-32B own-0-ab --tensor-parallel-size 4 --max-model-len 16384 --enforce-eager "
+        "--no-enable-prefix-caching"
+    )
+    assert command("vllm", task="vllm_classify").endswith("--runner pooling")
+    nested = {"structured_outputs_config": {"backend": "xgrammar"}, "allowed_origins": ["a", "b"]}
+    assert command("vllm", arguments=nested).endswith(
+        '--structured-outputs-config {"backend": "xgrammar"} --allowed-origins a b'
+    )
+
+
+def test_the_command_lines_of_the_others():
+    assert command("sglang", task="sglang_classify", arguments={"mem_fraction_static": 0.8, "log_requests": False}) == (
+        "python -m sglang.launch_server --model-path Qwen/Qwen3-32B --host 127.0.0.1 --port 8001 --served-model-name "
+        "own-0-ab --tp-size 4 --is-embedding --mem-fraction-static 0.8"
+    )
+    assert command("llama_cpp", model="m.gguf", program=("/opt/llama-server",), arguments={"ctx-size": 4096}) == (
+        "/opt/llama-server --model m.gguf --host 127.0.0.1 --port 8001 --alias own-0-ab --ctx-size 4096"
+    )
+    mine = ("serve", "--at={host}:{port}", "{name}", '{"model": "{model}"}', "{tensor_parallel}")
+    assert command("command", command=mine) == 'serve --at=127.0.0.1:8001 own-0-ab {"model": "Qwen/Qwen3-32B"} 4'
+    assert missing_places(mine) == []
+    assert missing_places(("serve", "{port}")) == ["{name}"]
+
+
+@pytest.mark.parametrize(
+    ("server", "arguments", "refused"),
+    [
+        ("vllm", {"max_model_len": 1, "pipeline_parallel_size": 1}, []),
+        ("vllm", {"tensor-parallel-size": 2}, ["tensor-parallel-size"]),
+        ("vllm", {"--port": 80, "served_model_name": "x"}, ["--port", "served_model_name"]),
+        (
+            "vllm",
+            {"pipeline_parallel_size": 2, "data_parallel_size": 2},
+            ["pipeline_parallel_size", "data_parallel_size"],
+        ),
+        ("vllm", {"enable_expert_parallel": True}, ["enable_expert_parallel"]),
+        ("sglang", {"ep_size": 2, "dp": 2}, ["ep_size", "dp"]),
+        ("sglang", {"api_key": "x"}, ["api_key"]),
+        ("llama_cpp", {"alias": "x", "api-key": "x"}, ["alias", "api-key"]),
+    ],
+)
+def test_arguments_that_the_pool_sets_are_refused(server, arguments, refused):
+    assert [one.argument for one in SERVER_KINDS[server].refused(arguments)] == refused
+
+
+def test_which_server_speaks_which_protocol():
+    assert {name for name, kind in SERVER_KINDS.items() if kind.serves("chat")} == set(SERVER_KINDS)
+    assert {name for name, kind in SERVER_KINDS.items() if kind.serves("vllm_pooling")} == {"vllm", "command"}
+    assert {name for name, kind in SERVER_KINDS.items() if kind.serves("sglang_classify")} == {"sglang", "command"}
+
+
+def test_only_a_server_on_a_processor_gets_the_settings_for_it():
+    assert "VLLM_TARGET_DEVICE" not in SERVER_KINDS["vllm"].environment(LAUNCH)
+    on_cpu = Launch(**{**vars(LAUNCH), "platform": "cpu"})
+    assert SERVER_KINDS["vllm"].environment(on_cpu)["VLLM_TARGET_DEVICE"] == "cpu"

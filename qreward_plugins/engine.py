@@ -81,35 +81,38 @@ class RewardEngine:
         """The configuration that the engine works by."""
         return self._wiring.config
 
-    async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Outcome:
+    async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
         """Score one sample.
 
         Returns its outcome within `deadline_s` seconds (default: `engine.deadline_s` of the configuration). It never
-        raises because of the sample. Samples of a higher `priority` go first. Cancelling the call cancels its attempts
-        and frees their permits. Raises `EngineError` if the engine is closed or serves another event loop, `ValueError`
-        for an impossible deadline or priority, and `ConfigurationError` if a reward model gives different texts the
-        same numbers (`start_probe`).
+        raises because of the sample. Samples of a higher `priority` go first (default: as the configuration says for
+        their route, judge or split). Cancelling the call cancels its attempts and frees their permits. Raises
+        `EngineError` if the engine is closed or serves another event loop, `ValueError` for an impossible deadline or
+        priority, and `ConfigurationError` if a reward model gives different texts the same numbers (`start_probe`).
         """
         _check_times(deadline_s, priority)
         scoring = self._bind()
         due_at = scoring.now() + self._deadline_s(deadline_s)
         if not self._wiring.start_probe.over:
             await self._wiring.start_probe.passed(scoring, due_at)
-        return await scoring.submit(read_sample(sample), scoring.batches.of_singles(priority), due_at)
+        read = read_sample(sample)
+        priority = scoring.priority_of(read) if priority is None else priority
+        return await scoring.submit(read, scoring.batches.of_singles(priority), due_at, priority=priority)
 
     async def score_all(
         self,
         samples: Iterable[Sample],
         *,
         deadline_s: float | None = None,
-        priority: int = 0,
+        priority: int | None = None,
         cutoff: Cutoff | None = None,
     ) -> list[Outcome]:
         """Score a batch; outcome i belongs to sample i.
 
         The whole batch is submitted at once, so that the scheduler can order it; the deadline of every sample runs from
-        then on. Of two batches under way, the one of higher `priority` goes first; of equal ones, the earlier. Mixed,
-        the first would end later and the second no sooner. `cutoff`: when to stop waiting for the last samples.
+        then on. Samples of a higher `priority` go first (default: as the configuration says for each). Of two batches
+        under way with the same one, the earlier goes first. Mixed, it would end later and the other no sooner.
+        `cutoff`: when to stop waiting for the last samples.
 
         Raises what `score` raises, and `TypeError` for a single sample.
         """
@@ -125,10 +128,10 @@ class RewardEngine:
         if not self._wiring.start_probe.over:
             await self._wiring.start_probe.passed(scoring, due_at)
         groups = [named(sample).group_id for sample in batch]
-        together = scoring.batches.new(groups, priority=priority, cutoff=cutoff)
+        together = scoring.batches.new(groups, priority=priority or 0, cutoff=cutoff)
         outcomes: list[asyncio.Future[Outcome]] = []
         try:
-            outcomes += (scoring.submit(sample, together, due_at) for sample in batch)
+            outcomes += (scoring.submit(sample, together, due_at, priority=priority) for sample in batch)
             return [await outcome for outcome in outcomes]
         except BaseException:
             await _cancel(outcomes)
@@ -287,11 +290,11 @@ class RewardEngine:
         return self.config.engine.deadline_s if deadline_s is None else deadline_s
 
 
-def _check_times(deadline_s: float | None, priority: int) -> None:
+def _check_times(deadline_s: float | None, priority: int | None) -> None:
     # The scheduler computes with both; there a wrong type would fail every sample of the batch.
     if deadline_s is not None and not (isinstance(deadline_s, (int, float)) and deadline_s >= 0):
         raise ValueError(f"deadline_s must be a number of seconds, at least 0, not {deadline_s!r}")
-    if not isinstance(priority, int):
+    if priority is not None and not isinstance(priority, int):
         raise ValueError(f"priority must be a whole number, not {priority!r}")
 
 

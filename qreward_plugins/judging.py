@@ -16,7 +16,7 @@ from .judges import Judge, Leaf
 from .judges.leaf import failed, judged
 from .outcomes import failure, scored
 from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
-from .scheduling import Answer, Batch, Call, CallFailed, Job, Member, Unanswered
+from .scheduling import Answer, Call, CallFailed, Job, Member, Unanswered
 from .scheduling.calls import T
 from .spent import NOTHING, Spent
 
@@ -33,11 +33,11 @@ class Pending:
 
     __slots__ = ("_scoring", "future", "member", "over", "sample")
 
-    def __init__(self, scoring: Scoring, sample: Sample, batch: Batch, future: asyncio.Future[Outcome]) -> None:
+    def __init__(self, scoring: Scoring, sample: Sample, member: Member, future: asyncio.Future[Outcome]) -> None:
         self._scoring = scoring
         self.sample = sample
         self.future = future
-        self.member = scoring.batches.join(batch, sample.group_id)
+        self.member = member
         self.over = False
 
     def end(self, outcome: Outcome) -> None:
@@ -64,9 +64,9 @@ class Calling(Pending):
     __slots__ = ("_job", "_judge")
 
     def __init__(
-        self, scoring: Scoring, sample: Sample, batch: Batch, future: asyncio.Future[Outcome], judge: Leaf
+        self, scoring: Scoring, sample: Sample, member: Member, future: asyncio.Future[Outcome], judge: Leaf
     ) -> None:
-        super().__init__(scoring, sample, batch, future)
+        super().__init__(scoring, sample, member, future)
         self._judge = judge
         self._job: Job | None = None
 
@@ -128,12 +128,12 @@ class Judging(Pending):
         self,
         scoring: Scoring,
         sample: Sample,
-        batch: Batch,
+        member: Member,
         future: asyncio.Future[Outcome],
         judge: Judge,
         due_at: float,
     ) -> None:
-        super().__init__(scoring, sample, batch, future)
+        super().__init__(scoring, sample, member, future)
         self.judge = judge
         self._due_at = due_at
         self._started_at = scoring.now()

@@ -47,7 +47,7 @@ class EnginePortal:
         self._pid = os.getpid()
         self._barrier: GroupBarrier | None = None
 
-    def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Outcome:
+    def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
         """Score a sample as `RewardEngine.score` does. Blocks the calling thread until the outcome."""
         return self._opened_here().call(partial(self._engine.score, sample, deadline_s=deadline_s, priority=priority))
 
@@ -56,20 +56,22 @@ class EnginePortal:
         samples: Iterable[Sample],
         *,
         deadline_s: float | None = None,
-        priority: int = 0,
+        priority: int | None = None,
         cutoff: Cutoff | None = None,
     ) -> list[Outcome]:
         """Score samples as `RewardEngine.score_all` does. Blocks the calling thread until the last outcome."""
         score_all = partial(self._engine.score_all, deadline_s=deadline_s, priority=priority, cutoff=cutoff)
         return self._opened_here().call(score_all, list(samples))
 
-    def submit(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Future[Outcome]:
+    def submit(
+        self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None
+    ) -> Future[Outcome]:
         """Score a sample as `RewardEngine.score` does, without waiting. Cancelling the future cancels the attempts."""
         score = partial(self._engine.score, sample, deadline_s=deadline_s, priority=priority)
         return self._opened_here().start_task_soon(score)
 
     def submit_all(
-        self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int = 0
+        self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int | None = None
     ) -> Future[list[Outcome]]:
         """Score samples as `RewardEngine.score_all` does, without waiting. Cancelling the future cancels them."""
         score_all = partial(self._engine.score_all, list(samples), deadline_s=deadline_s, priority=priority)

@@ -62,26 +62,44 @@ class Scoring:
         """The event loop's clock, in seconds."""
         return self.dispatcher.now()
 
-    def submit(self, sample: Sample | Rejected, batch: Batch, due_at: float) -> asyncio.Future[Outcome]:
-        """Submit a sample. The future has its outcome by `due_at`, on the event loop's clock.
+    def submit(
+        self, sample: Sample | Rejected, batch: Batch, due_at: float, *, priority: int | None = None
+    ) -> asyncio.Future[Outcome]:
+        """Submit a sample. The future has its outcome by `due_at`, on the event loop's clock. `priority`: that of its
+        calls; default: as configured.
 
         Cancelling the future cancels its calls.
         """
         self._observers.emit(events.submitted(named(sample), self.now()))
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if isinstance(sample, Rejected):
-            Pending(self, sample.sample, batch, future).end(Failed(Cause.INFRA, "input", sample.problem))
+            member = self.batches.join(batch, sample.sample.group_id)
+            Pending(self, sample.sample, member, future).end(Failed(Cause.INFRA, "input", sample.problem))
             return future
-        judge = self._router.judge_of(sample)
-        if judge is None:
-            Pending(self, sample, batch, future).end(_no_route(sample))
-        elif isinstance(judge, Leaf) and self.journal is None:
-            Calling(self, sample, batch, future, judge).start(due_at)
+        route = self._router.route_of(sample)
+        member = self.batches.join(
+            batch,
+            sample.group_id,
+            priority=self._router.priority_of(sample, route) if priority is None else priority,
+            latency_sensitive=route is not None and route.latency_sensitive,
+        )
+        if route is None:
+            Pending(self, sample, member, future).end(_no_route(sample))
+            return future
+        judge = self._router.judges[route.judge]
+        if isinstance(judge, Leaf) and self.journal is None:
+            Calling(self, sample, member, future, judge).start(due_at)
         else:
-            judging = Judging(self, sample, batch, future, judge, due_at)
+            judging = Judging(self, sample, member, future, judge, due_at)
             self._judging[judging] = None
             judging.task.add_done_callback(lambda _: self._judging.pop(judging, None))
         return future
+
+    def priority_of(self, sample: Sample | Rejected) -> int:
+        """The priority that the configuration gives a sample."""
+        if isinstance(sample, Rejected):
+            return 0
+        return self._router.priority_of(sample, self._router.route_of(sample))
 
     def cut_off(self, batch: Batch) -> None:
         """Fail the samples of a batch that are still judged when it is cut off."""

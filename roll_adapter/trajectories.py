@@ -98,6 +98,7 @@ class QRewardTrajectoryMixin:
             response_images=[Image.of(part) for message in messages[first:] for part in _images(message)],
             data_source=str(rollout_cache.tag),
             group_id=group,
+            split="val" if getattr(self, "mode", "train") == "val" else "train",
             extras={"steps": len(turns), "env_rewards": [turn.get("reward") for turn in turns]},
             id=f"{group}/{rollout_cache.env_id}",
         )

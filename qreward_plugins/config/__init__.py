@@ -9,9 +9,9 @@ from __future__ import annotations
 from .judge_models import AskingConfig, JudgeConfig
 from .layers import load_layers
 from .loading import load_config
-from .models import Config, Constant, EngineConfig, FailurePolicy, Groups, JournalConfig, Scheduling, Strategy
+from .models import Config, Constant, EngineConfig, FailurePolicy, Groups, JournalConfig, Route, Scheduling, Strategy
 from .nodes import Node
-from .routes import judge_for, judges_in_charge, own_sources, parts_of, sources_of
+from .routes import judge_for, judges_in_charge, own_sources, parts_of, priority_of, routes_of, sources_of
 from .several_keys import configured_name
 from .source_models import Batch, EndpointConfig, Limits, Price, SourceConfig, Timeouts
 from .yaml_file import read_yaml
@@ -30,6 +30,7 @@ __all__ = [
     "Limits",
     "Node",
     "Price",
+    "Route",
     "Scheduling",
     "SourceConfig",
     "Strategy",
@@ -41,6 +42,8 @@ __all__ = [
     "load_layers",
     "own_sources",
     "parts_of",
+    "priority_of",
     "read_yaml",
+    "routes_of",
     "sources_of",
 ]

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from .nodes import Node, Number, SourceName, no_bool, one_or_several
+from .nodes import Node, Number, Priority, SourceName, no_bool, one_or_several
 
 
 def _ascending(interval: tuple[float, float]) -> tuple[float, float]:
@@ -28,6 +28,10 @@ class JudgeConfig(Node):
 
     kind: str
     """The kind of judge: a name that `qreward kinds` lists, or `package.module:Class`."""
+
+    priority: Priority | None = None
+    """Priority of the samples that go to this judge, if their route sets none: `high`, `normal`, `low`, or a whole
+    number. Parts of a judge go by the priority of the whole. Default: that of the split (`engine.priority`)."""
 
 
 class AskingConfig(JudgeConfig):

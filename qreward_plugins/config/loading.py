@@ -110,7 +110,9 @@ def _checked_references(config: Config, origin: str) -> Config:
             for name, source in config.sources.items()
         },
         "judges": {name: judge.model_dump(mode="json") for name, judge in config.judges.items()},
-        "routes": config.routes,
+        "routes": {
+            pattern: route if isinstance(route, str) else route.judge for pattern, route in config.routes.items()
+        },
     }
     if findings := check_references(tree, KeyCheck(tree).names):
         raise ConfigurationError([finding.as_mistake(hidden=False) for finding in findings], origin=origin)

@@ -16,7 +16,18 @@ from pydantic_core import PydanticCustomError
 from .. import registry
 from ..registry import KindError, Kinds
 from .judge_models import JudgeConfig
-from .nodes import Flag, Integer, Node, Number, PositiveFloat, PositiveInt, no_bool, one_or_several, takes
+from .nodes import (
+    Flag,
+    Integer,
+    Node,
+    Number,
+    PositiveFloat,
+    PositiveInt,
+    Priority,
+    no_bool,
+    one_or_several,
+    takes,
+)
 from .source_models import SourceConfig
 
 
@@ -56,6 +67,17 @@ class Scheduling(Node):
     Default: 0.25."""
 
 
+class Priorities(Node):
+    """The priority of samples by split: `high` (10), `normal` (0), `low` (-10), or a whole number. Waiting samples of a
+    higher priority go first; those under way go on."""
+
+    train: Priority = 0
+    """Samples of training, and samples without a split. Default: normal."""
+
+    validation: Priority = 0
+    """Samples of a validation. Default: normal."""
+
+
 def _off(value: Any) -> Any:
     # YAML reads the bare word `off` as false.
     return "off" if value is False else value
@@ -81,8 +103,27 @@ class EngineConfig(Node):
 
     scheduling: Scheduling = Scheduling()
 
+    priority: Priorities = Priorities()
+    """Which split goes first. The priority of a route comes before that of a judge, and that before the split's; the
+    `priority` of a call comes before all of them."""
+
     journal: JournalConfig | None = None
     """Where verdicts are recorded. Default: no journal."""
+
+
+class Route(Node):
+    """The samples of some data sources: their judge, and how urgent they are."""
+
+    judge: Annotated[str, Field(min_length=1)]
+    """The name of the judge."""
+
+    priority: Priority | None = None
+    """Priority of these samples: `high`, `normal`, `low`, or a whole number. Default: that of the judge, otherwise
+    that of the split."""
+
+    latency_sensitive: Flag = False
+    """Hedge these samples as early while others wait as if none did: a hedge takes a place that a waiting sample would
+    have had. `scheduling.hedge_budget` holds. Default: false."""
 
 
 class Constant(Node):
@@ -172,8 +213,9 @@ class Config(Node):
     ]
     """The judges, by name."""
 
-    routes: dict[str, str] = Field(default_factory=dict)
-    """Which judge scores which data source: a mapping from glob pattern to name of a judge; the first match wins.
+    routes: dict[str, str | Route] = Field(default_factory=dict)
+    """Which judge scores which data source: a mapping from glob pattern to the name of a judge, or to a mapping with
+    `judge`, `priority` and `latency_sensitive`; the first match wins.
     Default: the one judge scores everything; judges that are only parts of others do not count."""
 
     engine: EngineConfig = EngineConfig()

@@ -71,6 +71,24 @@ def takes(words: str) -> Any:
     return Field(json_schema_extra={"takes": words})
 
 
+PRIORITIES = {"high": 10, "normal": 0, "low": -10}
+"""The priorities that have names."""
+MOST_PRIORITY = 2**31
+
+
+def _number_of_priority(value: Any) -> Any:
+    return PRIORITIES.get(value, value) if isinstance(value, str) else no_bool(value)
+
+
+Priority = Annotated[
+    int,
+    Field(ge=-MOST_PRIORITY, le=MOST_PRIORITY),
+    takes("`high`, `normal`, `low`, or a whole number"),
+    BeforeValidator(_number_of_priority),
+]
+"""Which samples go first: `high` (10), `normal` (0), `low` (-10), or a whole number; the highest number goes first."""
+
+
 class _Name(str):
     """The name of another part of the configuration. The JSON Schema has its type under `names`."""
 

@@ -143,15 +143,14 @@ class _Asking:
 
 
 def _routes(routes: dict[str, Any], judges: dict[str, Any]) -> list[Finding]:
-    return [
-        Finding(
-            ("routes", pattern),
-            f"there is no judge `{cut(judge)}`",
-            f"{did_you_mean(judge, judges)}Judges: {_listed(judges)}.",
-        )
-        for pattern, judge in routes.items()
-        if isinstance(judge, str) and judge not in judges
-    ]
+    findings = []
+    for pattern, route in routes.items():
+        whole = isinstance(route, dict)
+        judge, path = (route.get("judge"), ("routes", pattern, "judge")) if whole else (route, ("routes", pattern))
+        if isinstance(judge, str) and judge not in judges:
+            remedy = f"{did_you_mean(judge, judges)}Judges: {_listed(judges)}."
+            findings.append(Finding(path, f"there is no judge `{cut(judge)}`", remedy))
+    return findings
 
 
 def _no_routes(judges: dict[str, Any], parts: set[str]) -> list[Finding]:

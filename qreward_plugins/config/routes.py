@@ -11,7 +11,7 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from ..registry import KindError, rooms
-from .models import Config
+from .models import Config, Route
 from .nodes import judges_named
 from .several_keys import configured_name
 
@@ -19,22 +19,47 @@ BY_MODEL: Final = "model:"
 """The prefix of a pattern that is matched against models instead of names."""
 
 
-def judge_for(config: Config, data_source: str) -> str | None:
-    """Return the name of the judge for a data source: the first route whose glob matches, case-sensitive; None if no
-    route matches.
+def routes_of(config: Config) -> tuple[tuple[str, Route], ...]:
+    """Return the routes in their order, each a glob and what becomes of the data sources that match it.
 
     Without routes, the only judge scores everything; judges that are parts of others do not count.
     """
-    if not config.routes:
-        names = judges_in_charge(config)
-        return names[0] if len(names) == 1 else None
-    return next((judge for pattern, judge in config.routes.items() if fnmatchcase(data_source, pattern)), None)
+    if config.routes:
+        return tuple(
+            (pattern, Route(judge=route) if isinstance(route, str) else route)
+            for pattern, route in config.routes.items()
+        )
+    names = judges_in_charge(config)
+    return (("*", Route(judge=names[0])),) if len(names) == 1 else ()
+
+
+def priority_of(config: Config, route: Route, split: str | None) -> int:
+    """Return the priority that the configuration gives a sample of this route and split."""
+    if route.priority is not None:
+        return route.priority
+    own = config.judges[route.judge].priority
+    if own is not None:
+        return own
+    return config.engine.priority.validation if split == "val" else config.engine.priority.train
+
+
+def routed_judges(config: Config) -> frozenset[str]:
+    """Return the names of the judges that routes lead to."""
+    return frozenset(route if isinstance(route, str) else route.judge for route in config.routes.values())
+
+
+def judge_for(config: Config, data_source: str) -> str | None:
+    """Return the name of the judge for a data source: that of the first route whose glob matches, case-sensitive; None
+    if no route matches.
+    """
+    return next((route.judge for pattern, route in routes_of(config) if fnmatchcase(data_source, pattern)), None)
 
 
 def judges_in_charge(config: Config) -> tuple[str, ...]:
     """Return the names of the judges that samples may go to: all except those that are only parts of others."""
     parts = {name for judge in config.judges.values() for name in judges_named(judge)}
-    return tuple(name for name in config.judges if name not in parts or name in config.routes.values())
+    routed = routed_judges(config)
+    return tuple(name for name in config.judges if name not in parts or name in routed)
 
 
 def parts_of(config: Config, judge_name: str) -> tuple[str, ...]:

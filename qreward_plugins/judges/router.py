@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
-from ..config import Config, judge_for, judges_in_charge, own_sources
+from ..config import Config, Route, judges_in_charge, own_sources, priority_of, routes_of
 from ..config.judge_models import JudgeConfig
 from ..errors import ConfigurationError, Mistake
 from ..redaction import described_error
@@ -61,8 +62,8 @@ class JudgeRouter:
             # A judge that fails to open is reported again by each judge that it is a part of.
             raise ConfigurationError(list(dict.fromkeys(mistakes)))
         self.judges = {name: self.judges[name] for name in config.judges}
-        # Without routes all data sources have one judge. Finding it walks through the whole configuration.
-        self._only = None if config.routes else judge_for(config, "")
+        # Once for all samples: without routes, this walks through the whole configuration.
+        self._routes = routes_of(config)
 
     def _open(self, name: str) -> Judge:
         """Open a judge, and the judges that it awaits."""
@@ -78,8 +79,19 @@ class JudgeRouter:
 
     def judge_of(self, sample: Sample) -> Judge | None:
         """Return the judge for a sample; None if no route matches."""
-        name = judge_for(self._config, sample.data_source) if self._config.routes else self._only
-        return None if name is None else self.judges[name]
+        route = self.route_of(sample)
+        return None if route is None else self.judges[route.judge]
+
+    def route_of(self, sample: Sample) -> Route | None:
+        """Return the first route whose glob matches the sample's data source; None if no route matches."""
+        for pattern, route in self._routes:
+            if pattern == "*" or fnmatchcase(sample.data_source, pattern):
+                return route
+        return None
+
+    def priority_of(self, sample: Sample, route: Route | None) -> int:
+        """Return the priority that the configuration gives a sample of this route."""
+        return 0 if route is None else priority_of(self._config, route, sample.split)
 
     def calls_of(self, samples: Iterable[Sample]) -> int:
         """Return the most calls that these samples take, without retries."""

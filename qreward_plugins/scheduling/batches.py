@@ -160,10 +160,14 @@ class Batch:
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """One thing that a batch waits for, mostly a sample: it makes calls until it leaves. `group` is for the quorum."""
+    """One thing that a batch waits for, mostly a sample: it makes calls until it leaves. `group` is for the quorum.
+    `priority`: that of its calls; None: the batch's. `latency_sensitive`: its calls are hedged early while others wait.
+    """
 
     batch: Batch
     group: Hashable = None
+    priority: int | None = None
+    latency_sensitive: bool = False
     calls: int = 0
 
 
@@ -227,9 +231,16 @@ class Batches:
         batch.sealed = True
         self._report(batch)
 
-    def join(self, batch: Batch, group: Hashable = None) -> Member:
+    def join(
+        self,
+        batch: Batch,
+        group: Hashable = None,
+        *,
+        priority: int | None = None,
+        latency_sensitive: bool = False,
+    ) -> Member:
         """Return a new member of `batch`. The caller has to call `leave` for it once."""
-        member = Member(batch, group)
+        member = Member(batch, group, priority, latency_sensitive)
         batch.join(member)
         return member
 

@@ -9,6 +9,8 @@ the next (in simulation, one shared budget made small batches take three times a
              only if it would end after everything else, and as late as a hedge can still end with the others
     overdue  the same at several times the expected latency. The last part of the budget is kept for these
 
+An attempt of a latency-sensitive member is hedged as if no jobs were queued.
+
 `tail.py` learns how much longer an attempt of a certain age will take. The first success ends the other attempts.
 
 Jeffrey Dean and Luiz Andre Barroso, "The Tail at Scale", Communications of the ACM 56(2), 2013.
@@ -151,14 +153,20 @@ class Hedges:
                 attempt for upstream in self._upstreams.values() for attempt in upstream.live
             )
             if now - attempt.started_at >= LEAST_AGE_S
-            and ((drained and attempt.job.batch.quiet(now)) or attempt.overdue or (self._eager and attempt.late))
+            and (
+                (drained and attempt.job.batch.quiet(now))
+                or attempt.job.member.latency_sensitive
+                or attempt.overdue
+                or (self._eager and attempt.late)
+            )
             and not attempt.result
             and not attempt.given_up
             and attempt.job.hedgeable
         ]
         for _, _, attempt in sorted(ranked):
             job = attempt.job
-            upstream = self._upstream_for(attempt, now, drained=drained) if job.hedgeable else None
+            alone = drained or job.member.latency_sensitive
+            upstream = self._upstream_for(attempt, now, drained=alone) if job.hedgeable else None
             if upstream is not None:
                 job.hedges += 1
                 job.batch.hedges += 1

@@ -163,9 +163,10 @@ class Job:
         """Its rank now."""
         joint = self.batch.together
         number = self.batch.number if joint else self.after
+        own = self.member.priority
         return Rank(
             self.suspect,
-            -self.batch.priority,
+            -(self.batch.priority if own is None else own),
             self.hopeless,
             number,
             not joint,

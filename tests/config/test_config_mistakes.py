@@ -217,7 +217,7 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.total.weights", ..., "", "the key is missing. It takes a mapping with at least one entry."),
         ("judges.total.weights", {"qualty": 1}, "judges.total.weights.qualty", "there is no judge `qualty`. Did you mean `quality`? Judges: `quality`, `exact`."),
         ("judges.total.weights", {"total": 1}, "judges.total.weights.total", "a judge cannot be a part of itself. Name a judge that does not contain it."),
-        ("judges.total.weight", {}, "", "unknown key. Did you mean `weights`? Allowed here: kind, weights, correct_at."),
+        ("judges.total.weight", {}, "", "unknown key. Did you mean `weights`? Allowed here: kind, weights, priority, correct_at."),
         ("judges.total.sources", "fast", "", "unknown key. Allowed here: "),
         ("judges.total.correct_at", "high", "", "must be a number, not 'high'."),
         ("judges.quality.sources", ["fast", "slwo"], "judges.quality.sources[1]", "there is no source `slwo`. Did you mean `slow`?"),

@@ -1,0 +1,194 @@
+"""Priorities of the configuration, by route, judge and split; and what a small urgent batch gains among many samples."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from qreward_plugins import ConfigurationError, RewardEngine, Sample
+from qreward_plugins.config import load_config
+from qreward_plugins.simulation import SimulatedSource, run
+from qreward_plugins.sources.base import Reply
+
+
+def tree(*, routes=None, judges=None, limits=None, names="a", **engine):
+    return {
+        "sources": {name: {"kind": "function", "function": "rewards:score", "limits": limits or {}} for name in names},
+        "judges": judges or {"right": {"kind": "function"}},
+        "routes": routes or {},
+        "engine": {"seed": 7, **engine},
+    }
+
+
+def sample(name="", **fields):
+    return Sample([{"role": "user", "content": "?"}], f"answer {name}", id=name, **fields)
+
+
+def asked_in_order(config, given, *, one_by_one=False, priority=None):
+    """The ids of samples in the order in which their one source was asked; the first one takes its only place."""
+    order = []
+
+    def behaviour(number, request, now):
+        order.append(request.sample.id)
+        return 1.0
+
+    source = SimulatedSource("a", behaviour=behaviour, answer=lambda request: Reply(value=1.0))
+
+    async def main():
+        async with RewardEngine(config, sources={"a": source}) as engine:
+            first = asyncio.ensure_future(engine.score(sample("first", data_source="plain"), priority=100))
+            await asyncio.sleep(0.5)
+            if one_by_one:
+                await asyncio.gather(*(engine.score(each, priority=priority) for each in given))
+            else:
+                await engine.score_all(given, priority=priority)
+            await first
+
+    run(main())
+    assert order.pop(0) == "first"
+    return order
+
+
+ONE_PLACE = {"concurrency": 1}
+TWO_JUDGES = {"right": {"kind": "function"}, "style": {"kind": "function", "priority": "low"}}
+
+
+@pytest.mark.parametrize("one_by_one", [False, True])
+@pytest.mark.parametrize(
+    ("routes", "judges", "engine", "expected"),
+    [
+        ({}, None, {}, "tuv"),
+        ({}, None, {"priority": {"validation": "high"}}, "v tu"),
+        ({}, None, {"priority": {"validation": "low"}}, "tu v"),
+        ({}, None, {"priority": {"train": -3, "validation": -2}}, "v tu"),
+        # A route comes before the judge, the judge before the split.
+        ({"u": "style", "*": "right"}, TWO_JUDGES, {"priority": {"validation": "high"}}, "v t u"),
+        ({"v": "style", "*": "right"}, TWO_JUDGES, {"priority": {"validation": "high"}}, "tu v"),
+        ({"u": {"judge": "style", "priority": "high"}, "*": "right"}, TWO_JUDGES, {}, "u tv"),
+        ({"v": {"judge": "right", "priority": 7}, "*": {"judge": "right", "priority": 8}}, None, {}, "tu v"),
+    ],
+)
+def test_what_goes_first(routes, judges, engine, expected, one_by_one):
+    """Of equal priorities, any may go first."""
+    given = [
+        sample("t", data_source="t", split="train"),
+        sample("v", data_source="v", split="val"),
+        sample("u", data_source="u"),
+    ]
+    config = tree(routes=routes, judges=judges, limits=ONE_PLACE, **engine)
+    order = iter(asked_in_order(config, given, one_by_one=one_by_one))
+    assert ["".join(sorted(next(order) for _ in equal)) for equal in expected.split()] == expected.split()
+
+
+def test_the_priority_of_a_call_comes_before_all():
+    config = tree(limits=ONE_PLACE, priority={"validation": "high"})
+    first = sample("t", split="train")
+
+    async def main():
+        order = []
+
+        def behaviour(number, request, now):
+            order.append(request.sample.id)
+            return 1.0
+
+        source = SimulatedSource("a", behaviour=behaviour, answer=lambda request: Reply(value=1.0))
+        async with RewardEngine(config, sources={"a": source}) as engine:
+            held = asyncio.ensure_future(engine.score(sample("first"), priority=100))
+            await asyncio.sleep(0.5)
+            await asyncio.gather(
+                engine.score(sample("v", split="val")),
+                engine.score(first, priority=11),
+                engine.score_all([sample("z", split="val")], priority=-1),
+            )
+            await held
+        return order
+
+    assert run(main()) == ["first", "t", "v", "z"]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"engine": {"priority": {"validation": "urgent"}}}, "must be `high`, `normal`, `low`, or a whole number"),
+        ({"engine": {"priority": {"validation": True}}}, "must be `high`, `normal`, `low`, or a whole number"),
+        ({"engine": {"priority": {"validation": 0.5}}}, "must be `high`, `normal`, `low`, or a whole number"),
+        ({"engine": {"priority": {"test": "high"}}}, "unknown key"),
+        ({"routes": {"*": {"judge": "rihgt"}}}, "there is no judge `rihgt`. Did you mean `right`?"),
+        ({"routes": {"*": {"priority": "high"}}}, "the key is missing"),
+        ({"routes": {"*": {"judge": "right", "urgent": True}}}, "unknown key"),
+        ({"routes": {"*": {"judge": "right", "latency_sensitive": 3}}}, "must be true or false"),
+    ],
+)
+def test_mistakes(wrong, said):
+    with pytest.raises(ConfigurationError) as error:
+        load_config({**tree(), **wrong})
+    assert said in str(error.value)
+
+
+def test_a_printed_configuration_is_read_back():
+    config = load_config(
+        tree(
+            routes={"u": {"judge": "style", "priority": "high", "latency_sensitive": True}, "*": "right"},
+            judges=TWO_JUDGES,
+            priority={"validation": "low"},
+        )
+    )
+    assert load_config(config.model_dump(mode="json")) == config
+    assert (config.routes["u"].priority, config.judges["style"].priority) == (10, -10)
+
+
+# A small urgent batch among many samples
+
+MANY, FEW, PLACES = 4_096, 64, 64
+
+
+def makespan_of_the_few(*, many=MANY, priority="normal", latency_sensitive=False, seed=1):
+    """Seconds until the 64 have their rewards. They come 20 s after the many.
+
+    Two sources with 32 places each take 2 s in the median; one attempt of 20 takes ten times as long.
+    """
+    rng = random.Random(seed)
+
+    def behaviour(number, request, now):
+        return rng.lognormvariate(0.7, 0.25) * (10 if rng.random() < 0.05 else 1)
+
+    sources = {
+        name: SimulatedSource(name, behaviour=behaviour, answer=lambda request: Reply(value=1.0), concurrency=32)
+        for name in "ab"
+    }
+    config = tree(
+        names="ab",
+        limits={"concurrency": PLACES // 2},
+        routes={
+            "few": {"judge": "right", "priority": priority, "latency_sensitive": latency_sensitive},
+            "*": "right",
+        },
+        deadline_s=3600,
+    )
+
+    async def main():
+        async with RewardEngine(config, sources=sources) as engine:
+            loop = asyncio.get_running_loop()
+            others = asyncio.ensure_future(engine.score_all(sample(str(n), data_source="many") for n in range(many)))
+            await asyncio.sleep(20)
+            began_at = loop.time()
+            outcomes = await engine.score_all(sample(f"few {n}", data_source="few") for n in range(FEW))
+            took_s = loop.time() - began_at
+            assert all(outcome.reward == 1.0 for outcome in [*outcomes, *await others])
+            return took_s
+
+    return run(main())
+
+
+def test_a_small_urgent_batch_among_many_samples():
+    """The figures are in docs/scheduling.md."""
+    alone_s = makespan_of_the_few(many=0)
+    plain_s = makespan_of_the_few()
+    high_s = makespan_of_the_few(priority="high")
+    sensitive_s = makespan_of_the_few(priority="high", latency_sensitive=True)
+    print(f"alone {alone_s:.1f} s, normal {plain_s:.1f} s, high {high_s:.1f} s, and sensitive {sensitive_s:.1f} s")
+    assert plain_s > 5 * high_s
+    assert sensitive_s < high_s
+    assert sensitive_s < 2 * alone_s

@@ -21,7 +21,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from .attempts import Attempt
 from .forecast import Forecast
@@ -94,11 +94,14 @@ class Hedges:
         self._compact_at = _LEAST_COMPACTED
         self._numbers = itertools.count()
         self._looked_at = {False: -math.inf, True: -math.inf}
+        self._urgent: dict[Attempt, None] = {}
         self.wake_at = math.inf
         """Time by which to call `advance` and `choose` again."""
 
     def watch(self, attempt: Attempt, now: float) -> None:
         """Check an attempt again when it reaches the next of its stages."""
+        if attempt.job.member.latency_sensitive:
+            self._urgent[attempt] = None
         age_s, expected_s = now - attempt.started_at, attempt.expected_s
         if age_s < LEAST_AGE_S:
             next_s = LEAST_AGE_S
@@ -116,9 +119,14 @@ class Hedges:
             heapq.heapify(self._coming)
             self._compact_at = max(_LEAST_COMPACTED, 2 * len(self._coming))
 
+    def ended(self, attempt: Attempt) -> None:
+        """Forget a latency-sensitive attempt."""
+        self._urgent.pop(attempt, None)
+
     def close(self) -> None:
         """Forget every attempt."""
         self._coming.clear()
+        self._urgent.clear()
 
     def advance(self, now: float) -> None:
         """Check the attempts that have reached their next stage."""
@@ -138,10 +146,14 @@ class Hedges:
         if not self._budget or self._forecast.guesses:
             return
         again_at = self._looked_at[drained] + _EVERY_S
-        if now < again_at:
+        live: Iterable[Attempt]
+        if now >= again_at:
+            self._looked_at[drained] = now
+            live = itertools.chain.from_iterable(upstream.live for upstream in self._upstreams.values())
+        else:
             self.wake_at = min(self.wake_at, again_at)
-            return
-        self._looked_at[drained] = now
+            # A place that is free now goes to a waiting job otherwise.
+            live = self._urgent if not drained else ()
         # The attempt that may end last goes first.
         ranked = [
             (
@@ -149,9 +161,7 @@ class Hedges:
                 number,
                 attempt,
             )
-            for number, attempt in enumerate(
-                attempt for upstream in self._upstreams.values() for attempt in upstream.live
-            )
+            for number, attempt in enumerate(live)
             if now - attempt.started_at >= LEAST_AGE_S
             and (
                 (drained and attempt.job.batch.quiet(now))

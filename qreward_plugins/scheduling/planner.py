@@ -129,6 +129,7 @@ class Planner:
     def ended(self, attempt: Attempt) -> None:
         """Learn from the age at which an attempt ended."""
         self.forecast.attempt_ended()
+        self._hedges.ended(attempt)
         if not attempt.uncalibrated:
             age = attempt.age(attempt.ended_at)
             if (attempt.result == "valid" or attempt.result == "invalid") and attempt.speaks:

@@ -141,10 +141,10 @@ def test_a_printed_configuration_is_read_back():
 
 # A small urgent batch among many samples
 
-MANY, FEW, PLACES = 4_096, 64, 64
+FEW, PLACES = 64, 64
 
 
-def makespan_of_the_few(*, many=MANY, priority="normal", latency_sensitive=False, seed=1):
+def makespan_of_the_few(*, many, priority="normal", latency_sensitive=False, seed=1):
     """Seconds until the 64 have their rewards. They come 20 s after the many.
 
     Two sources with 32 places each take 2 s in the median; one attempt of 20 takes ten times as long.
@@ -183,12 +183,12 @@ def makespan_of_the_few(*, many=MANY, priority="normal", latency_sensitive=False
 
 
 def test_a_small_urgent_batch_among_many_samples():
-    """The figures are in docs/scheduling.md."""
+    """The figures for 4,096 are in docs/scheduling.md; `python -m pytest -s` prints those for 2,048."""
     alone_s = makespan_of_the_few(many=0)
-    plain_s = makespan_of_the_few()
-    high_s = makespan_of_the_few(priority="high")
-    sensitive_s = makespan_of_the_few(priority="high", latency_sensitive=True)
+    plain_s = makespan_of_the_few(many=2_048)
+    high_s = makespan_of_the_few(many=2_048, priority="high")
+    sensitive_s = makespan_of_the_few(many=2_048, priority="high", latency_sensitive=True)
     print(f"alone {alone_s:.1f} s, normal {plain_s:.1f} s, high {high_s:.1f} s, and sensitive {sensitive_s:.1f} s")
-    assert plain_s > 5 * high_s
-    assert sensitive_s < high_s
-    assert sensitive_s < 2 * alone_s
+    assert high_s < 0.6 * plain_s
+    assert sensitive_s < 0.6 * high_s
+    assert sensitive_s < 1.5 * alone_s

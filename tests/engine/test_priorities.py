@@ -1,4 +1,4 @@
-"""Priorities of the configuration, by route, judge and split; and what a small urgent batch gains among many samples."""
+"""Priorities of the configuration, by route, judge and split; what a small urgent batch gains among many samples."""
 
 from __future__ import annotations
 

@@ -209,6 +209,13 @@ class RewardEngine:
         calls = TextCalls(scoring.dispatcher, self._wiring.upstreams, sources, parameters or {}, priority=priority)
         return calls, scoring.now() + self._deadline_s(deadline_s)
 
+    def dispatcher(self) -> Dispatcher:
+        """Return the scheduler of the running event loop, for calls that are no samples.
+
+        Raises `EngineError` if the engine is closed, or serves another event loop.
+        """
+        return self._bind().dispatcher
+
     @property
     def judges(self) -> Mapping[str, Leaf]:
         """The judges that ask sources themselves, by name."""

@@ -12,6 +12,7 @@
     │   └── KeeperSilent        the keeper may still be running
     ├── RewardServerError       the reward server refused a request, or cannot be reached
     ├── TextStreamFailed        a text stream ended before its text was whole; carries the text so far
+    ├── ReplyBroken             a reply that was passed on to a client broke off
     ├── InvalidReply            a source replied, but not with a valid answer
     └── SourceError             one attempt at one source failed
         ├── Throttled           429, 529, or 503 with Retry-After: the source asks for a pause
@@ -149,6 +150,10 @@ class TextStreamFailed(QRewardError):
 
 def _rebuild_text_stream_failed(reason: str, detail: str, text: str, source: str, spent: Spent) -> TextStreamFailed:
     return TextStreamFailed(reason, detail, text=text, source=source, spent=spent)
+
+
+class ReplyBroken(QRewardError):
+    """A reply that was passed on to a client as it came did not become whole."""
 
 
 class InvalidReply(QRewardError):

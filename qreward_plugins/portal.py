@@ -13,11 +13,11 @@ from __future__ import annotations
 import atexit
 import os
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from anyio import to_thread
 from anyio.from_thread import BlockingPortal, start_blocking_portal
@@ -33,6 +33,8 @@ from .telemetry import BatchReport, Facts
 
 if TYPE_CHECKING:
     from .engine import RewardEngine
+
+T = TypeVar("T")
 
 
 class EnginePortal:
@@ -90,6 +92,18 @@ class EnginePortal:
         finally:
             if self._pid == os.getpid():
                 self._opened_here().call(stream.aclose)
+
+    def run(self, function: Callable[[RewardEngine], Coroutine[Any, Any, T]]) -> T:
+        """Call an async function with the engine in the engine's event loop. Blocks the calling thread.
+
+        If the calling thread is interrupted (Ctrl-C), the function is cancelled.
+        """
+        future: Future[T] = self._opened_here().start_task_soon(function, self._engine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
 
     @property
     def config(self) -> Config:

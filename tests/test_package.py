@@ -40,7 +40,8 @@ FLOORS = [
     {"closing"},
     {"engine", "simulation", "testing"},
     {"portal", "probe", "files"},
-    {"planning", "server", "client"},
+    {"planning", "client", "proxy"},
+    {"server", "transport"},
     {"cli"},
 ]
 """The rooms from the ground up. A room imports from floors below its own."""

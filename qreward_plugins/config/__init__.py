@@ -9,9 +9,29 @@ from __future__ import annotations
 from .judge_models import AskingConfig, JudgeConfig
 from .layers import load_layers
 from .loading import load_config
-from .models import Config, Constant, EngineConfig, FailurePolicy, Groups, JournalConfig, Route, Scheduling, Strategy
+from .models import (
+    Config,
+    Constant,
+    EngineConfig,
+    FailurePolicy,
+    Groups,
+    JournalConfig,
+    ModelRoute,
+    Route,
+    Scheduling,
+    Strategy,
+)
 from .nodes import Node
-from .routes import judge_for, judges_in_charge, own_sources, parts_of, priority_of, routes_of, sources_of
+from .routes import (
+    judge_for,
+    judges_in_charge,
+    own_sources,
+    parts_of,
+    priority_of,
+    routes_of,
+    sources_for_model,
+    sources_of,
+)
 from .several_keys import configured_name
 from .source_models import Batch, EndpointConfig, Limits, Price, SourceConfig, Timeouts
 from .yaml_file import read_yaml
@@ -28,6 +48,7 @@ __all__ = [
     "JournalConfig",
     "JudgeConfig",
     "Limits",
+    "ModelRoute",
     "Node",
     "Price",
     "Route",
@@ -45,5 +66,6 @@ __all__ = [
     "priority_of",
     "read_yaml",
     "routes_of",
+    "sources_for_model",
     "sources_of",
 ]

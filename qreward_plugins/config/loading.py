@@ -113,6 +113,7 @@ def _checked_references(config: Config, origin: str) -> Config:
         "routes": {
             pattern: route if isinstance(route, str) else route.judge for pattern, route in config.routes.items()
         },
+        "models": {pattern: group.model_dump(mode="json") for pattern, group in config.models.items()},
     }
     if findings := check_references(tree, KeyCheck(tree).names):
         raise ConfigurationError([finding.as_mistake(hidden=False) for finding in findings], origin=origin)

@@ -24,6 +24,7 @@ from .nodes import (
     PositiveFloat,
     PositiveInt,
     Priority,
+    SourceName,
     no_bool,
     one_or_several,
     takes,
@@ -126,6 +127,26 @@ class Route(Node):
     have had. `scheduling.hedge_budget` holds. Default: false."""
 
 
+class ModelRoute(Node):
+    """Which sources answer the clients that ask for a model; see docs/clients.md."""
+
+    sources: Annotated[
+        tuple[SourceName, ...],
+        Field(min_length=1),
+        takes("the name of a source, or a list of names"),
+        BeforeValidator(one_or_several),
+    ]
+    """Names of the sources, or globs over names or, after `model:`, over models. A request goes to those of them that
+    speak its format; if one fails, another one gets it. Each is asked for its own `model`."""
+
+    strategy: Strategy | None = None
+    """How a source is chosen among those that can send now, as `engine.scheduling.strategy`. Default: that one."""
+
+    weights: dict[str, PositiveFloat] = Field(default_factory=dict)
+    """The weights of sources in this group, by name, for the strategies `weighted`, `least_requests` and
+    `least_tokens`. Default: the `weight` of each source."""
+
+
 class Constant(Node):
     """Train failed samples with a fixed reward. See docs/failures.md before you choose it."""
 
@@ -217,6 +238,11 @@ class Config(Node):
     """Which judge scores which data source: a mapping from glob pattern to the name of a judge, or to a mapping with
     `judge`, `priority` and `latency_sensitive`; the first match wins.
     Default: the one judge scores everything; judges that are only parts of others do not count."""
+
+    models: dict[str, ModelRoute] = Field(default_factory=dict)
+    """Which sources answer the clients of a transport or a server that ask for a model: a mapping from glob pattern
+    over models to a group of sources; the first match wins. It does not concern judges. Default: each model is answered
+    by the sources whose `model` it is."""
 
     engine: EngineConfig = EngineConfig()
 

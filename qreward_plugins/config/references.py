@@ -15,7 +15,7 @@ from . import shape
 from .findings import Finding, Path, cut, did_you_mean
 from .keys import Named
 from .nodes import JudgeName, SourceName
-from .routes import answers, asked_by, is_glob, matching
+from .routes import TEXT, answers, asked_by, is_glob, matching
 
 
 def check_references(tree: dict[str, Any], names: Sequence[Named], *, unsure: Iterable[Path] = ()) -> list[Finding]:
@@ -35,6 +35,8 @@ def check_references(tree: dict[str, Any], names: Sequence[Named], *, unsure: It
         for name, judge in judges.items():
             if isinstance(judge, dict):
                 findings += asking.check(name, judge, named.get(name, []))
+    if isinstance(sources, dict) and sources and isinstance(tree.get("models"), dict):
+        findings += _models(tree["models"], sources, names)
     if isinstance(judges, dict) and judges:
         parts = [one for one in names if one.path[0] == "judges" and one.what == JudgeName.__name__]
         of_parts = _parts(parts, judges)
@@ -140,6 +142,38 @@ class _Asking:
             answer = {source: by_kind[kind] for source, kind in self._kinds.items()}
             self._answers[asked] = answer, [source for source, answered in answer.items() if answered]
         return self._answers[asked]
+
+
+def _models(models: dict[str, Any], sources: dict[str, Any], names: Sequence[Named]) -> list[Finding]:
+    """Check the sources and the weights of the groups of models."""
+    able = {name: answers(_kind(source) or "", TEXT) for name, source in sources.items()}
+    fitting = {name: _model(sources[name]) for name, is_able in able.items() if is_able is not False}
+    findings = []
+    found: dict[Any, set[str]] = {}
+    for one in names:
+        if one.path[0] != "models" or one.what != SourceName.__name__:
+            continue
+        meant = matching(one.name, fitting)
+        found.setdefault(one.path[1], set()).update(meant)
+        if meant:
+            continue
+        if able.get(one.name) is False:
+            problem = f"`{cut(one.name)}` is a source of kind {_kind(sources[one.name])}, which gives no text"
+            findings.append(Finding(one.path, problem, f"Name sources of kind {_that_answer(TEXT)}."))
+        elif is_glob(one.name):
+            problem = f"`{cut(one.name)}` matches no source of kind {_that_answer(TEXT)}"
+            findings.append(Finding(one.path, problem, _offer(list(fitting))))
+        else:
+            remedy = f"{did_you_mean(one.name, sources)}Sources: {_listed(sources)}."
+            findings.append(Finding(one.path, f"there is no source `{cut(one.name)}`", remedy))
+    for pattern, group in models.items():
+        weights = group.get("weights") if isinstance(group, dict) else None
+        for name in weights if isinstance(weights, dict) else ():
+            if isinstance(name, str) and pattern in found and name not in found[pattern]:
+                problem = f"`{cut(name)}` is not among the sources of this group"
+                remedy = f"{did_you_mean(name, found[pattern])}Its sources: {_listed(sorted(found[pattern]))}."
+                findings.append(Finding(("models", pattern, "weights", name), problem, remedy))
+    return findings
 
 
 def _routes(routes: dict[str, Any], judges: dict[str, Any]) -> list[Finding]:

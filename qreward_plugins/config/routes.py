@@ -11,10 +11,12 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 from ..registry import KindError, rooms
-from .models import Config, Route
+from .models import Config, ModelRoute, Route
 from .nodes import judges_named
 from .several_keys import configured_name
 
+TEXT: Final = "text"
+"""What the sources of `models` answer with."""
 BY_MODEL: Final = "model:"
 """The prefix of a pattern that is matched against models instead of names."""
 
@@ -97,6 +99,22 @@ def own_sources(config: Config, judge_name: str) -> tuple[str, ...]:
     if not named:
         return tuple(fitting)
     return tuple(dict.fromkeys(name for pattern in named for name in matching(pattern, fitting)))
+
+
+def sources_for_model(config: Config, model: str) -> tuple[tuple[str, ...], ModelRoute | None]:
+    """Return the names of the sources that answer clients that ask for `model`, and the group that says so: the first
+    of `models` whose glob matches, case-sensitive. Without `models`, those whose model it is. Empty if there is none.
+    """
+    fitting = {
+        name: getattr(source, "model", None) for name, source in config.sources.items() if answers(source.kind, TEXT)
+    }
+    if not config.models:
+        return tuple(name for name, its_model in fitting.items() if its_model == model), None
+    for pattern, group in config.models.items():
+        if fnmatchcase(model, pattern):
+            found = dict.fromkeys(name for named in group.sources for name in matching(named, fitting))
+            return tuple(found), group
+    return (), None
 
 
 def asked_by(judge_kind: str | None) -> str:

@@ -265,6 +265,7 @@ class Attempt:
         self.reservation.sent(now)
         self.sent_at = now
         self.due_at = now + self.timeout_s
+        self.job.begun |= self.job.call.once
 
     def _no_answer(self) -> TransientError:
         """The error of an attempt whose time limit is up. A function that was called hangs because of its arguments."""

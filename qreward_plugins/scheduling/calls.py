@@ -6,14 +6,17 @@ does not know its content: `request` makes what is sent, `read` tells whether a 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from ..errors import QRewardError
 from ..sources.base import Reply, Request
 from ..spent import NOTHING, Spent
 from .rules import Rules
+
+if TYPE_CHECKING:
+    from .upstream import Upstream
 
 T = TypeVar("T")
 
@@ -41,6 +44,11 @@ class Call(Generic[T]):
     hedged, and its attempts end with it. A source that does not stream never calls it. None: nobody reads the pieces.
 
     `rules` state how often and when it is asked again. None: the scheduler decides by what it learns.
+
+    `once`: an attempt that was sent is not repeated and not hedged, because the request may change something; only one
+    that was throttled goes again. `refusal_ends`: a source that refuses this request (400, 413, 422 and the like) ends
+    the call (`refused`), because the caller wants to see the refusal. `choose` chooses among the sources that can take
+    the call now. None: the strategy of the configuration does.
     """
 
     sources: tuple[str, ...]
@@ -54,6 +62,9 @@ class Call(Generic[T]):
     instead: Callable[[Unanswered], T] | None = None
     on_text: Callable[[str], None] | None = None
     rules: Rules | None = None
+    once: bool = False
+    refusal_ends: bool = False
+    choose: Callable[[Sequence[Upstream]], Upstream] | None = None
 
 
 # Not frozen: it is made for every call, and a frozen one takes three times as long.

@@ -139,7 +139,8 @@ class Job:
     first_at: float | None = None
     """When its first attempt started."""
     begun: bool = False
-    """Whether its caller has a piece of the answer (`Call.on_text`), so that it cannot be asked again."""
+    """Whether it cannot be asked again: its caller has a piece of the answer (`Call.on_text`), or it was sent and may
+    go only `Call.once`."""
     entry: int = 0
     """Number of its entry in the queue; 0 if it is not queued."""
     backoff_timer: asyncio.TimerHandle | None = None
@@ -147,7 +148,7 @@ class Job:
     @property
     def hedgeable(self) -> bool:
         """Whether another attempt may be started beside those under way."""
-        if self.call.on_text is not None:
+        if self.call.on_text is not None or self.call.once:
             # Two attempts would write two texts, and a text cannot be taken back.
             return False
         if self.call.rules is not None:  # `timed_hedges.py` decides

@@ -203,13 +203,33 @@ class Planner:
                 if job is None:
                     continue
                 self.queue.discard(job)
-                yield Placement(job, upstream, False)
+                yield Placement(job, self._chosen(job, upstream, upstreams, now), False)
                 if upstream.takes_calls(now):
                     again.append(upstream)
             turns = again
 
+    def _chosen(self, job: Job, upstream: Upstream, upstreams: Sequence[Upstream], now: float) -> Upstream:
+        """The source to which `job` goes if it has a strategy of its own; `upstream` could take it now."""
+        if job.call.choose is None or not upstream.breaker.closed:
+            return upstream
+        able = [
+            other
+            for other in upstreams
+            if other is upstream
+            or (
+                other.name in job.eligible(now)
+                and other.breaker.closed
+                and other.takes_calls(now)
+                and other.wait_for_s(job, now) <= 0
+                and not other.too_large(job.request)
+            )
+        ]
+        return job.call.choose(able)
+
     def _pick(self, upstream: Upstream, now: float, *, near: bool) -> Job | None:
         head = self._head(upstream, now)
+        if head is not None and head.call.choose is not None:
+            return head
         if upstream.preempted and upstream.breaker.closed and head is not None and not head.suspect:
             # Its last calls hung. A short job is more likely to end, and its latency tells how long the others may
             # take.
@@ -323,7 +343,7 @@ class Planner:
             candidates = [upstream for name, upstream in free.items() if name in job.eligible(now)]
             ready = [upstream for upstream in candidates if self._fits(job, upstream, now)]
             if ready:
-                upstream = self._choose(ready)
+                upstream = (job.call.choose or self._choose)(ready)
                 self.queue.discard(job)
                 yield Placement(job, upstream, False)
                 if not upstream.takes_calls(now):

@@ -176,6 +176,8 @@ class RetryPolicy:
             job.barred |= {upstream.name}
             problem += f" (it went alone, because it may take {upstream.tokens(attempt.request):,} tokens)"
         job.throttled += 1
+        # A server that throttles a request has done nothing with it.
+        job.begun &= not job.call.once
         self.splitting.throttled(attempt)
         self.backoff.after_throttling(job, upstream, now)
         if not gone:
@@ -288,7 +290,9 @@ class RetryPolicy:
             self.note_refusal(attempt, error)
         if gone or job.ended:
             return
-        if job.refused_at.issuperset(job.call.sources) and not self._others_live(attempt) and job.call.clear_blame:
+        if job.call.refusal_ends and not isinstance(error, (SourceUnusable, SampleRefused)):
+            self._jobs.fail(job, "refused", str(error))
+        elif job.refused_at.issuperset(job.call.sources) and not self._others_live(attempt) and job.call.clear_blame:
             self._blame(attempt, str(error))
         else:
             self.retry(attempt, str(error))

@@ -22,14 +22,14 @@ class RoundRobin:
     credit is chosen, and loses the sum of all weights.
     """
 
-    def __init__(self, *, weighted: bool) -> None:
-        self._weighted = weighted
+    def __init__(self, weight: Callable[[Upstream], float]) -> None:
+        self._weight = weight
         self._credit: dict[str, float] = {}
 
     def __call__(self, candidates: Sequence[Upstream]) -> Upstream:
         total = 0.0
         for upstream in candidates:
-            weight = upstream.weight if self._weighted else 1.0
+            weight = self._weight(upstream)
             total += weight
             self._credit[upstream.name] = self._credit.get(upstream.name, 0.0) + weight
         chosen = max(candidates, key=lambda upstream: self._credit[upstream.name])
@@ -37,23 +37,21 @@ class RoundRobin:
         return chosen
 
 
-def least_requests(candidates: Sequence[Upstream]) -> Upstream:
-    """The source with the fewest requests in flight for its weight."""
-    return min(candidates, key=lambda upstream: upstream.quota.in_flight / upstream.weight)
+def strategy(name: Strategy, weight: Callable[[Upstream], float] = lambda upstream: upstream.weight) -> Choice | None:
+    """The strategy of this name; None for earliest finish, which the planner implements. `weight` is that of a source.
 
-
-def least_tokens(candidates: Sequence[Upstream]) -> Upstream:
-    """The source with the fewest tokens in flight for its weight."""
-    return min(
-        candidates,
-        key=lambda upstream: sum(upstream.tokens(attempt.request) for attempt in upstream.live) / upstream.weight,
-    )
-
-
-def strategy(name: Strategy) -> Choice | None:
-    """The strategy of this name; None for earliest finish, which the planner implements."""
+    `least_requests` and `least_tokens` choose the source with the fewest requests or tokens in flight for its weight.
+    """
     if name == "round_robin":
-        return RoundRobin(weighted=False)
+        return RoundRobin(lambda upstream: 1.0)
     if name == "weighted":
-        return RoundRobin(weighted=True)
-    return {"least_requests": least_requests, "least_tokens": least_tokens}.get(name)
+        return RoundRobin(weight)
+    if name == "least_requests":
+        return lambda candidates: min(candidates, key=lambda upstream: upstream.quota.in_flight / weight(upstream))
+    if name == "least_tokens":
+        return lambda candidates: min(candidates, key=lambda upstream: _tokens_in_flight(upstream) / weight(upstream))
+    return None
+
+
+def _tokens_in_flight(upstream: Upstream) -> float:
+    return sum(upstream.tokens(attempt.request) for attempt in upstream.live)

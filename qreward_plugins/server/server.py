@@ -14,7 +14,8 @@ import ipaddress
 import logging
 import math
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import orjson
@@ -26,6 +27,7 @@ from ..samples import Failed, Outcome, Scored
 from .description import describe
 from .forms import FORMS, Asked, Form, ScoreForm, status_of
 from .load import Load
+from .proxy import KEY_HEADERS, PREFIXES, ProxyPaths, in_form
 
 _log = logging.getLogger("qreward_plugins.server")
 
@@ -92,6 +94,7 @@ class RewardServer:
         app = web.Application(client_max_size=self._max_body_bytes, middlewares=[self._answer])
         for form in FORMS:
             app.router.add_post(form.path, self._handler(form))
+        ProxyPaths(self._engine, self._client_call).add_to(app.router)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/readyz", self._ready)
         app.router.add_get("/metrics", self._metrics)
@@ -153,7 +156,20 @@ class RewardServer:
     async def _score(self, asked: Asked, deadline_s: float | None, priority: int) -> Sequence[Outcome]:
         if not asked.samples:
             return []
-        count, loop = len(asked.samples), asyncio.get_running_loop()
+        with self._admitted(len(asked.samples), deadline_s):
+            if asked.single:
+                sample = asked.samples[0]
+                return [await self._engine.score(sample, deadline_s=deadline_s, priority=priority)]
+            return await self._engine.score_all(asked.samples, deadline_s=deadline_s, priority=priority)
+
+    def _client_call(self, request: web.Request) -> AbstractContextManager[None]:
+        """Admit a call of the proxy."""
+        return self._admitted(1, self._terms(request, _CLIENT_CALL)[0])
+
+    @contextmanager
+    def _admitted(self, count: int, deadline_s: float | None) -> Iterator[None]:
+        """Count samples, or calls of clients, as under way. Raises `_Refused` if they cannot be done in time."""
+        loop = asyncio.get_running_loop()
         if self._draining:
             raise _Refused(503, "closed", "the server is about to stop; send this to another one", retry_after_s=5.0)
         limit_s = self._engine.config.engine.deadline_s if deadline_s is None else deadline_s
@@ -167,19 +183,15 @@ class RewardServer:
             )
         self._load.began(count)
         self._idle.clear()
-        outcomes: Sequence[Outcome] | None = None
+        whole = False
         try:
-            if asked.single:
-                sample = asked.samples[0]
-                outcomes = [await self._engine.score(sample, deadline_s=deadline_s, priority=priority)]
-            else:
-                outcomes = await self._engine.score_all(asked.samples, deadline_s=deadline_s, priority=priority)
-            return outcomes
+            yield
+            whole = True
         finally:
-            if outcomes is None:
-                self._load.left(count)
-            else:
+            if whole:
                 self._load.ended(count, loop.time())
+            else:
+                self._load.left(count)
             if not self._load.under_way:
                 self._idle.set()
 
@@ -229,16 +241,18 @@ class RewardServer:
             self._check_token(request)
             response = await handler(request)
         except _Refused as refused:
-            response = refused.response()
+            response = refused.response(request)
         except InputError as error:
-            response = _error(422, "input", str(error))
+            response = _Refused(422, "input", str(error)).response(request)
         except EngineError as error:
-            response = _error(503, "closed", str(error))
+            response = _Refused(503, "closed", str(error)).response(request)
         except web.HTTPException as error:
-            response = _error(error.status, "http", _HTTP_DETAIL.get(error.status, error.reason))
+            detail = _HTTP_DETAIL.get(error.status, error.reason)
+            response = _Refused(error.status, "http", detail).response(request)
         except Exception as error:
             _log.exception("a request failed with an unexpected error")
-            response = _error(500, "bug", f"unexpected {type(error).__name__}; see the server's log")
+            detail = f"unexpected {type(error).__name__}; see the server's log"
+            response = _Refused(500, "bug", detail).response(request)
         known = request.match_info.route.resource
         self._requests[known.canonical if known is not None else "other", response.status] += 1
         return response
@@ -247,11 +261,16 @@ class RewardServer:
         if self._token is None or request.path in _OPEN_PATHS:
             return
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
+        if request.path.startswith(PREFIXES):
+            for header in KEY_HEADERS:
+                if header in request.headers:
+                    scheme, given = "bearer", request.headers[header]
         # Digests have one length, so that the comparison does not tell the length of the token.
         if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), self._token):
             raise _Refused(401, "token", "send the server's token as `Authorization: Bearer TOKEN`")
 
 
+_CLIENT_CALL = Asked((), single=True)
 _HTTP_DETAIL = {
     404: "unknown path; /openapi.json lists them",
     405: "rewards are asked for with POST",
@@ -266,7 +285,10 @@ class _Refused(Exception):
         super().__init__(detail)
         self._status, self._reason, self._detail, self._retry_after_s = status, reason, detail, retry_after_s
 
-    def response(self) -> web.Response:
+    def response(self, request: web.Request) -> web.Response:
+        if request.path.startswith(PREFIXES):
+            retry_after = None if self._retry_after_s is None else str(math.ceil(self._retry_after_s))
+            return in_form(request, self._status, self._reason, self._detail, retry_after)
         return _error(self._status, self._reason, self._detail, retry_after_s=self._retry_after_s)
 
 

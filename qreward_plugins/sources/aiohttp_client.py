@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import ssl
 import warnings
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -56,7 +56,7 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
             await connector.close()
 
     async def _exchange(
-        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading
+        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading, headers: Mapping[str, str]
     ) -> HTTPReply | SourceError:
         def sent() -> None:
             reading.sent_at = asyncio.get_running_loop().time()
@@ -65,7 +65,11 @@ class AiohttpClient(HTTPClient[aiohttp.ClientSession]):
         try:
             session = await self._session()
             async with session.post(
-                url, data=_payload(body, sent), proxy=self._connecting.proxies.get(url), allow_redirects=False
+                url,
+                data=_payload(body, sent),
+                headers=headers,
+                proxy=self._connecting.proxies.get(url),
+                allow_redirects=False,
             ) as response:
                 return await reading.read(_Incoming(response))
         except Exception as error:

@@ -15,6 +15,7 @@ from ..samples import Message, Sample
 from ..spent import Usage
 from .bodies import encoded
 from .demand import Demand, Texture, of_messages
+from .passed_requests import PassedRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,8 @@ class Request:
     """Called with each further piece of the answer, without thoughts, by a source whose reply is streamed. All
     pieces so far, joined, are a prefix of `Reply.text`. It does not raise. It is not sent. None: nobody reads the
     pieces."""
+    passed: PassedRequest | None = field(default=None, repr=False)
+    """A client's own request, which is sent instead of everything else here, to sources with `passes`."""
     size: int = field(init=False, repr=False, compare=False)
     """Length of the messages in UTF-8 bytes; the assumed tokens of images count as bytes. Without messages: length of
     the sample's prompt, response and ground truth, as far as these are texts. The scheduler predicts latency and tokens
@@ -54,6 +57,10 @@ class Request:
     _demands: dict[str, Demand] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "_demands", {})
+        if self.passed is not None:
+            object.__setattr__(self, "size", self.passed.texture.size)
+            return
         texts = [message["content"] for message in self.messages] or _texts(self.sample)
         try:
             size = sum(map(_utf8_bytes, texts))
@@ -62,7 +69,6 @@ class Request:
             shown, images, _ = of_messages(self.messages)
             size = images + sum(map(_utf8_bytes, shown))
         object.__setattr__(self, "size", size)
-        object.__setattr__(self, "_demands", {})
 
     def demand(self, source: Source) -> Demand:
         """Return an upper bound on the tokens that this request takes at `source`.
@@ -159,6 +165,7 @@ class Source(Protocol):
     - `question(request) -> object | None`: the identity of the source and all that `send` would send, without the nonce
       (`apart`), for the journal's key. If it is None, or the journal cannot encode it, the answer is never used again.
       Without this method, the journal assumes that everything in the request is sent.
+    - `passes: tuple[str, ...]`: the dialects of `Request.passed` that it sends on; default: none.
     - `demand(request) -> Demand | None`: the most tokens that the body of the request may take.
     """
 

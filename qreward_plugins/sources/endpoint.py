@@ -31,6 +31,7 @@ from .lists import Lists
 from .provider import Provider, address
 from .replicas import Replicas
 from .replies import Answer
+from .stream_passing import StreamPassing
 
 _LONGEST_KEPT_BYTES = 8192
 _MOST_KEPT = 64
@@ -185,15 +186,25 @@ class Endpoint(SourceKind):
         return [result for result in results if result is not None]
 
     async def _post(
-        self, body: bytes, on_sent: Callable[[], None], *, calls: int = 1, streaming: Streaming | None = None
+        self,
+        body: bytes,
+        on_sent: Callable[[], None],
+        *,
+        calls: int = 1,
+        streaming: Streaming | StreamPassing | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> tuple[URL, HTTPReply]:
-        """Post a body of this many calls to a replica; return the URL and the reply."""
+        """Post a body of this many calls to a replica; return the URL and the reply. `headers` are sent beside those of
+        the source.
+        """
         loop = asyncio.get_running_loop()
         most = calls * self._max_reply_bytes
         with self._replicas.borrow(loop.time()) as replica:
             url = (self._urls if streaming is None else self._stream_urls)[replica.base_url]
             try:
-                http = await self._http.post(url, body, on_sent=on_sent, max_reply_bytes=most, streaming=streaming)
+                http = await self._http.post(
+                    url, body, on_sent=on_sent, max_reply_bytes=most, streaming=streaming, headers=headers
+                )
             except SourceError:
                 replica.failed(loop.time())
                 raise

@@ -25,6 +25,7 @@ from yarl import URL
 
 from ..errors import SourceError, SourceUnusable, TransientError
 from .redactor import Redactor
+from .stream_passing import StreamPassing
 from .streams import MEDIA_TYPE, EventParser, StreamBroken, StreamReader
 
 KEEP_ALIVE_S = 4.0
@@ -181,19 +182,22 @@ class HTTPClient(ABC, Generic[S]):
         *,
         on_sent: Callable[[], None],
         max_reply_bytes: int,
-        streaming: Streaming | None = None,
+        streaming: Streaming | StreamPassing | None = None,
+        headers: Mapping[str, str] | None = None,
     ) -> HTTPReply:
         """Post `body` and read the reply, at most `max_reply_bytes` of it after decompression.
 
         Calls `on_sent` once, when the request is written. Cancelling closes the connection. With `streaming`, a reply
-        of server-sent events is read as they come; `max_reply_bytes` then bounds each event and the text.
+        of server-sent events is read as they come; `max_reply_bytes` then bounds each event and the text. `headers` are
+        sent beside those of the client.
 
         Raises SourceUnusable if another try cannot help: the certificate does not verify, the proxy wants a password,
         or the client is closed. Raises TransientError for every other failure, from name resolution to a broken body.
         """
         if self._closed:
             raise SourceUnusable(f"source {self._name!r} is closed", certain=True)
-        outcome = await self._exchange(url, body, on_sent, Reading(self._name, url, max_reply_bytes, streaming))
+        reading = Reading(self._name, url, max_reply_bytes, streaming)
+        outcome = await self._exchange(url, body, on_sent, reading, headers or {})
         if isinstance(outcome, HTTPReply):
             return outcome
         try:
@@ -206,7 +210,7 @@ class HTTPClient(ABC, Generic[S]):
 
     @abstractmethod
     async def _exchange(
-        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading
+        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading, headers: Mapping[str, str]
     ) -> HTTPReply | SourceError:
         """Send the request, and read the reply with `reading`. Return errors instead of raising them."""
 
@@ -283,7 +287,7 @@ class Reading:
 
     __slots__ = ("_streaming", "limit", "sent_at", "where")
 
-    def __init__(self, name: str, url: URL, limit: int, streaming: Streaming | None) -> None:
+    def __init__(self, name: str, url: URL, limit: int, streaming: Streaming | StreamPassing | None) -> None:
         self.where = f"source {name!r} ({url})"
         self.sent_at = 0.0
         """Time at which the request was written, on the event loop's clock."""
@@ -296,6 +300,8 @@ class Reading:
             return await self._error(incoming)
         media_type = incoming.headers.get("Content-Type", "").partition(";")[0].strip().lower()
         if self._streaming is not None and media_type == MEDIA_TYPE:
+            if isinstance(self._streaming, StreamPassing):
+                return await self._pass_on(incoming, self._streaming)
             return await self._stream(incoming, self._streaming)
         body = bytearray()
         async for chunk in incoming.chunks():
@@ -380,6 +386,38 @@ class Reading:
             await self._drain(incoming)
         facts = StreamFacts(None if first_at is None else first_at - self.sent_at, reader.tokens, cut)
         return HTTPReply(incoming.status, incoming.headers, orjson.dumps(body), facts)
+
+    async def _pass_on(self, incoming: Incoming, passing: StreamPassing) -> HTTPReply | SourceError:
+        """Hand on the events of a stream as they come."""
+        size, first_at = 0, None
+        try:
+            with incoming.within(None) as timer:
+                passing.begin(incoming.status, incoming.headers, self.limit)
+                async for chunk in incoming.chunks():
+                    size += len(chunk)
+                    if size > self.limit * _STREAM_FACTOR:
+                        raise StreamBroken(f"more than {self.limit * _STREAM_FACTOR:,} bytes of events")
+                    if passing.take(chunk):
+                        timer.restart(passing.idle_s)
+                    if first_at is None and passing.begun:
+                        first_at = asyncio.get_running_loop().time()
+                    if passing.ended:
+                        break
+                    if not passing.has_room:
+                        timer.restart(None)
+                        await passing.wait_for_room()
+                        timer.restart(passing.idle_s)
+            if timer.expired and not passing.ended:
+                raise StreamBroken(f"no event within {passing.idle_s:g} s")
+            passing.finish()
+        except Exception as error:
+            incoming.abort()
+            if isinstance(error, StreamBroken):
+                return TransientError(f"{self.where} answered with {error}", status=incoming.status)
+            raise
+        await self._drain(incoming)
+        facts = StreamFacts(None if first_at is None else first_at - self.sent_at, passing.events, False)
+        return HTTPReply(incoming.status, incoming.headers, orjson.dumps(passing.facts()), facts)
 
     async def _drain(self, incoming: Incoming) -> None:
         """Read to the end of a stream after its last event, so that its connection can be used again."""

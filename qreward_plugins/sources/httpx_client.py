@@ -117,7 +117,7 @@ class HttpxClient(HTTPClient[_Clients]):
         return httpx.Proxy(str(url), ssl_context=self._context if url.scheme == "https" else None)
 
     async def _exchange(
-        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading
+        self, url: URL, body: bytes, on_sent: Callable[[], None], reading: Reading, headers: Mapping[str, str]
     ) -> HTTPReply | SourceError:
         proxy = self._connecting.proxies.get(url)
         incoming: _Incoming | None = None
@@ -130,7 +130,7 @@ class HttpxClient(HTTPClient[_Clients]):
                     "POST",
                     str(url),
                     content=body,
-                    headers={"Content-Type": "application/json"},
+                    headers={**headers, "Content-Type": "application/json"},
                     extensions={"trace": watch.trace, _LIMIT: reading.limit},
                 )
                 response = await client.send(request, stream=True)

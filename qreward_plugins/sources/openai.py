@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Literal
 from urllib.parse import quote
 
@@ -12,17 +12,28 @@ from yarl import URL
 
 from ..config.nodes import Flag
 from ..config.source_models import BaseURLs, EndpointConfig, ModelName, StreamTimeouts
-from ..errors import ConfigurationError, Mistake, SourceError, TransientError
+from ..errors import (
+    ConfigurationError,
+    InvalidReply,
+    Mistake,
+    PermanentError,
+    QRewardError,
+    SourceError,
+    TransientError,
+)
 from ..redaction import without_secrets
-from .base import Request
+from .base import Reply, Request
 from .completions import CompletionAnswer
-from .demand import completion_bound
+from .demand import Demand, completion_bound
 from .dialects import DIALECTS, Dialect, Refusal
 from .dialects.detection import Server, Undetected, detect
 from .endpoint import Endpoint
 from .http import HTTPReply, Streaming
 from .kind import TEXT
-from .replies import Answer
+from .passed_requests import PassedRequest, RawReply, cleaned, handed_back
+from .rate_limit_headers import announced_limits
+from .replies import Answer, Problem, json_of, name_of
+from .stream_passing import StreamPassing, progress_of
 
 _AUTO = "auto"
 _NO_STREAM = (400, 405, 406, 415, 422, 501)
@@ -87,14 +98,74 @@ class OpenAISource(Endpoint):
             config,
             mistakes=_mistakes(f"sources.{name}", config, dialect),
             path=_path(config, dialect.path),
-            stream_path=_path(config, dialect.stream_path) if config.stream and dialect.stream_path else None,
+            stream_path=_path(config, dialect.stream_path) if dialect.stream_path else None,
         )
         self._model = config.model
+        self._own_headers = frozenset(name.lower() for name in config.headers)
         self._reader = dialect.stream if config.stream else None
         self._idle_s = config.timeouts.idle_s
         self._streams: bool | None = None if config.stream == "auto" else bool(config.stream)
         """Whether the server streams; None if that is unknown."""
         self._finding_out = False
+
+    @property
+    def passes(self) -> tuple[str, ...]:
+        """The dialects of clients' own requests that it sends on."""
+        return (self._dialect.name,)
+
+    async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
+        if request.passed is None:
+            return await super().send(request, on_sent=on_sent)
+        return await self._pass_on(request, request.passed, on_sent)
+
+    async def _pass_on(self, request: Request, passed: PassedRequest, on_sent: Callable[[], None]) -> Reply:
+        """Send a client's own request with the model of this source, and return the reply as it comes (`RawReply`). Of
+        a stream, the pieces go to `on_text`.
+        """
+        clean = self._http.redactor.clean
+        body = passed.written(self._model if "{model}" not in self._dialect.path else None)
+        streaming: StreamPassing | None = None
+        if passed.stream and request.on_text is not None:
+            streaming = StreamPassing(
+                progress_of(self._dialect.name),
+                on_begin=lambda status, headers: passed.on_head(
+                    RawReply(status, handed_back(headers, clean), source=self._name)
+                ),
+                on_piece=request.on_text,
+                clean=clean,
+                idle_s=self._idle_s,
+                has_room=passed.has_room,
+                wait_for_room=passed.wait_for_room,
+            )
+        headers = {name: value for name, value in passed.headers.items() if name not in self._own_headers}
+        url, http = await self._post(body, on_sent, streaming=streaming, headers=headers)
+        answer = self.answer(url, http)
+        raw = RawReply(http.status, handed_back(http.headers, clean), cleaned(http.body, clean), self._name)
+        if not 200 <= http.status < 300:
+            error = answer.of_status(http.status, Problem.of(json_of(http.body)))
+            if isinstance(error, InvalidReply) or type(error) is PermanentError:
+                passed.on_refusal(raw)
+                error = PermanentError(str(error), status=http.status)
+            raise error
+        content = json_of(http.body) if http.stream is not None else answer.parsed()
+        if isinstance(content, QRewardError):
+            raise content
+        if http.stream is None and not isinstance(content.get(self._dialect.answers_in), list):
+            raise answer.unreadable(f"no {self._dialect.answers_in}", http.body)
+        return Reply(
+            value=raw if http.stream is None else None,
+            usage=answer.usage_in(content),
+            model=answer.redactor.of(name_of(content.get("model"))),
+            announced=announced_limits(http.headers),
+            first_token_s=None if http.stream is None else http.stream.first_token_s,
+        )
+
+    def demand(self, request: Request) -> Demand | None:
+        passed = request.passed
+        if passed is None:
+            return super().demand(request)
+        bound = self.completion_bound(passed.body)
+        return Demand(passed.texture, passed.overhead, request.max_completion_tokens if bound is None else bound)
 
     def streaming(self, request: Request) -> Streaming | None:
         if self._reader is None or self._streams is False or self._finding_out:

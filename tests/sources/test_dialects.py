@@ -148,6 +148,7 @@ def test_images_become_the_parts_of_the_dialect(dialect: str) -> None:
         "max_completion_tokens": 9,
         "judge": "",
         "cut": False,
+        "passed": None,
         "thinking_tokens": 0,
     }.items():
         object.__setattr__(request, name, value)

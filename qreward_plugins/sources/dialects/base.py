@@ -57,6 +57,8 @@ class Dialect(ABC):
     """The keys of the body that hold the prompt, and that `parameters` must not have."""
     containers: ClassVar[tuple[str, ...]] = ()
     """The keys of the body that hold several settings: `parameters` change single settings in them."""
+    answers_in: ClassVar[str]
+    """The key of a reply that holds the list of answers, or of their parts."""
     foreign: ClassVar[Mapping[str, str]] = {}
     """Keys of other dialects, and what to write instead."""
     shows_thoughts: ClassVar[bool] = False

@@ -26,6 +26,7 @@ class Completions(Dialect):
     bound_holds_budget = False
     shows_thoughts = True
     prompt_keys: ClassVar[tuple[str, ...]] = ("messages",)
+    answers_in = "choices"
 
     def body(self, model: str, request: Request, parameters: dict[str, Any], *, as_tool: bool) -> dict[str, Any]:
         return {"model": model, "messages": request.messages, **parameters}

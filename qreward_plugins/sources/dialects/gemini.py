@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ...errors import InvalidReply, QRewardError
+from ...spent import Usage
 from ..base import Reply, Request
 from ..gemini_stream import GeminiStream
 from ..rate_limit_headers import announced_limits
@@ -81,6 +82,9 @@ class GeminiAnswer(Answer):
         # Some gateways wrap the reply in a list, as in a stream.
         return content[0] if isinstance(content, list) and len(content) == 1 else content
 
+    def usage_in(self, content: Any) -> Usage | None:
+        return _usage(content.get("usageMetadata")) if isinstance(content, dict) else None
+
     def read_content(self, body: Mapping[str, Any]) -> Reply | QRewardError:
         feedback = body.get("promptFeedback")
         blocked = name_of(feedback.get("blockReason")) if isinstance(feedback, dict) else ""
@@ -112,7 +116,7 @@ class GeminiAnswer(Answer):
         )
 
 
-def _usage(stated: Any) -> Any:
+def _usage(stated: Any) -> Usage | None:
     if not isinstance(stated, Mapping):
         return None
     # Counts that are 0 are left out.
@@ -138,6 +142,7 @@ class Gemini(Dialect):
     stream = GeminiStream
     bound: ClassVar[tuple[str, ...]] = (_CONFIG, _BOUND)
     prompt_keys: ClassVar[tuple[str, ...]] = ("contents", "systemInstruction")
+    answers_in = "candidates"
     containers: ClassVar[tuple[str, ...]] = (_CONFIG,)
     foreign: ClassVar[Mapping[str, str]] = {
         **{key: f"Write {_CONFIG}: {{{name}: ...}}." for key, name in _NAMES.items() if name != key},

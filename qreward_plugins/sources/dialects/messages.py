@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 import orjson
 
 from ...errors import InvalidReply, QRewardError
+from ...spent import Usage
 from ..base import Reply, Request
 from ..message_stream import MessageStream
 from ..rate_limit_headers import announced_limits
@@ -39,6 +40,9 @@ class MessagesAnswer(Answer):
     """One HTTP reply to a messages request."""
 
     __slots__ = ()
+
+    def usage_in(self, content: Any) -> Usage | None:
+        return _usage(content.get("usage")) if isinstance(content, dict) else None
 
     def read_content(self, body: Mapping[str, Any]) -> Reply | QRewardError:
         if body.get("type") == "error":
@@ -96,7 +100,7 @@ def _is_verdict(block: Mapping[str, Any]) -> bool:
     return block.get("type") == "tool_use" and block.get("name") == _TOOL and isinstance(block.get("input"), dict)
 
 
-def _usage(stated: Any) -> Any:
+def _usage(stated: Any) -> Usage | None:
     if not isinstance(stated, Mapping):
         return None
     details = stated.get("output_tokens_details")
@@ -122,6 +126,7 @@ class Messages(Dialect):
     stream = MessageStream
     bound: ClassVar[tuple[str, ...]] = ("max_tokens",)
     prompt_keys: ClassVar[tuple[str, ...]] = ("messages", "system")
+    answers_in = "content"
     containers: ClassVar[tuple[str, ...]] = ("output_config",)
     foreign: ClassVar[Mapping[str, str]] = {
         "max_completion_tokens": "Write max_tokens.",

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from ...errors import InvalidReply, QRewardError
+from ...spent import Usage
 from ..base import Reply, Request
 from ..rate_limit_headers import announced_limits
 from ..replies import Answer, name_of, usage_of
@@ -23,6 +24,9 @@ class ResponsesAnswer(Answer):
     """One HTTP reply to a responses request."""
 
     __slots__ = ()
+
+    def usage_in(self, content: Any) -> Usage | None:
+        return _usage(content.get("usage")) if isinstance(content, dict) else None
 
     def read_content(self, body: Mapping[str, Any]) -> Reply | QRewardError:
         output = body.get("output")
@@ -39,11 +43,15 @@ class ResponsesAnswer(Answer):
         return Reply(
             text=text,
             thinking=thinking,
-            usage=usage_of(body.get("usage"), prompt="input_tokens", completion="output_tokens"),
+            usage=_usage(body.get("usage")),
             model=name_of(body.get("model")),
             finish_reason=ended,
             announced=announced_limits(self.http.headers),
         )
+
+
+def _usage(stated: Any) -> Usage | None:
+    return usage_of(stated, prompt="input_tokens", completion="output_tokens")
 
 
 def _ended(body: Mapping[str, Any]) -> str | None:
@@ -101,6 +109,7 @@ class Responses(Dialect):
     stream = ResponseStream
     bound: ClassVar[tuple[str, ...]] = ("max_output_tokens",)
     prompt_keys: ClassVar[tuple[str, ...]] = ("input", "instructions")
+    answers_in = "output"
     containers: ClassVar[tuple[str, ...]] = ("text",)
     foreign: ClassVar[Mapping[str, str]] = {
         "messages": "Leave it out; the judge writes the prompt.",

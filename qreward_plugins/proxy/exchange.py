@@ -1,0 +1,184 @@
+"""One request of a client on its way to a reply: a call of the scheduler, whose reply is handed out as it comes.
+
+A source is read as fast as its client reads, but `UNREAD_BYTES` ahead of it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from typing import Any
+
+import anyio
+
+from ..errors import EngineError, ReplyBroken
+from ..scheduling import Answer, Batch, Call, Dispatcher, Job, Unanswered
+from ..sources.passed_requests import RawReply
+
+UNREAD_BYTES = 262_144
+"""Bytes of a stream that are kept for a client that reads slowly. Beyond them, the source is not read."""
+END_WITHIN_S = 2.0
+"""Most seconds for which closing waits until the connection to the source is closed."""
+
+
+class Exchange:
+    """One call. The scheduler holds it, so it does not hold the `Pieces` of its client."""
+
+    def __init__(self, dispatcher: Dispatcher, batch: Batch) -> None:
+        self._dispatcher = dispatcher
+        self._member = dispatcher.batches.join(batch)
+        self._job: Job | None = None
+        self._pieces: deque[str] = deque()
+        self._unread = 0
+        self._arrived = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self.head: RawReply | None = None
+        """The head of a stream that has begun."""
+        self.refusal: RawReply | None = None
+        """The reply of a source that refused the request."""
+        self.answer: Answer[Any] | None = None
+        self.unanswered: Unanswered | None = None
+        self.over = False
+
+    def start(self, call: Call[Any], due_at: float) -> None:
+        """Make the call."""
+        self._job = self._dispatcher.submit(call, self, member=self._member, deadline_at=due_at)
+        if self.over:
+            self._job = None
+
+    # What the source tells
+
+    def begin(self, head: RawReply) -> None:
+        """Take in the head of a stream."""
+        if not self.over:
+            self.head = head
+
+    def refused(self, reply: RawReply) -> None:
+        """Take in the reply of a source that refuses the request."""
+        self.refusal = reply
+
+    def add(self, piece: str) -> None:
+        """Take in a piece of a stream."""
+        self._pieces.append(piece)
+        self._unread += len(piece)
+        if self._unread > UNREAD_BYTES:
+            self._room.clear()
+        self._arrived.set()
+
+    def has_room(self) -> bool:
+        """Whether more may come before the client reads."""
+        return self._room.is_set()
+
+    async def wait_for_room(self) -> None:
+        """Wait until the client has read enough."""
+        await self._room.wait()
+
+    def ended(self, result: Answer[Any] | Unanswered) -> None:
+        self._job = None
+        if isinstance(result, Answer):
+            self.answer = result
+        else:
+            self.unanswered = result
+        self._leave()
+
+    def late(self, answer: Answer[Any]) -> None:
+        """Ignore a late answer: the client has its reply."""
+
+    # What the client does
+
+    async def first(self, patience_s: float | None) -> None:
+        """Wait until the reply has begun or the call is over. Raises `TimeoutError` after `patience_s` seconds."""
+        while not (self.over or self._pieces):
+            await self._wait(patience_s)
+
+    async def next(self, patience_s: float | None) -> bytes | None:
+        """Return what has come of the stream since the last time; None at its end.
+
+        Raises `ReplyBroken` if the reply does not become whole, and `TimeoutError` after `patience_s` seconds.
+        """
+        while True:
+            if self._pieces:
+                text = "".join(self._pieces)
+                self._pieces.clear()
+                self._unread = 0
+                self._room.set()
+                return text.encode("utf-8", "surrogateescape")
+            if self.unanswered is not None:
+                raise ReplyBroken(f"{self.unanswered.reason}: {self.unanswered.detail}")
+            if self.over:
+                return None
+            await self._wait(patience_s)
+
+    async def _wait(self, patience_s: float | None) -> None:
+        self._arrived.clear()
+        with anyio.move_on_after(patience_s) as scope:
+            await self._arrived.wait()
+        if scope.cancelled_caught:
+            raise TimeoutError
+
+    def drop(self) -> None:
+        """End the call, because nobody wants the reply any more."""
+        if self.over:
+            return
+        job, self._job = self._job, None
+        if job is not None:
+            self._dispatcher.drop(job)
+        self._pieces.clear()
+        self._room.set()
+        self._leave()
+
+    async def aclose(self) -> None:
+        """End the call, and wait until its attempts have ended."""
+        live = [] if self._job is None else self._job.live
+        tasks = [attempt.task for attempt in live if attempt.task is not None]
+        self.drop()
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_WITHIN_S)
+
+    def _leave(self) -> None:
+        self.over = True
+        self._dispatcher.batches.leave(self._member, scored=self.answer is not None)
+        self._member.batch.forget()
+        self._arrived.set()
+
+
+class Pieces:
+    """The body of a streamed reply, as it comes: an asynchronous iterator of bytes.
+
+    Iterating raises `ReplyBroken` if the reply does not become whole, after all that came, and `TimeoutError` if
+    nothing comes within the client's patience. Leaving early ends the call: `aclose`, cancelling the task that waits,
+    or dropping the iterator.
+    """
+
+    def __init__(self, exchange: Exchange, patience_s: float | None) -> None:
+        self._exchange = exchange
+        self._patience_s = patience_s
+        self._loop = asyncio.get_running_loop()
+
+    def __aiter__(self) -> Pieces:
+        return self
+
+    async def __anext__(self) -> bytes:
+        if asyncio.get_running_loop() is not self._loop:
+            raise EngineError("a reply is read in the event loop in which it was asked for")
+        try:
+            piece = await self._exchange.next(self._patience_s)
+        except (TimeoutError, asyncio.CancelledError):
+            self._exchange.drop()
+            raise
+        if piece is None:
+            raise StopAsyncIteration
+        return piece
+
+    async def aclose(self) -> None:
+        """End the call. Idempotent."""
+        await self._exchange.aclose()
+
+    def __del__(self) -> None:
+        # The garbage collector may run in any thread.
+        exchange: Exchange | None = getattr(self, "_exchange", None)
+        if exchange is not None and not exchange.over:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and with it everything
+                self._loop.call_soon_threadsafe(exchange.drop)

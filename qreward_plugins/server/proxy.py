@@ -1,0 +1,89 @@
+"""The paths of the server that answer clients of language models, over the engine's sources.
+
+What a reply is, `qreward_plugins.proxy` says. A client sends the server's token as its API key, in the header of its
+own format.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from aiohttp import web
+
+from ..engine import RewardEngine
+from ..errors import ReplyBroken
+from ..proxy import Answered, Asked, Proxy, refusal
+from ..proxy.formats import FORMATS, format_of, speaker
+
+PREFIXES = ("/v1/", "/v1beta/")
+"""How the paths of the proxy begin."""
+KEY_HEADERS = ("x-api-key", "x-goog-api-key")
+"""Headers in which clients of Anthropic and Gemini send their key."""
+_RETRIED = (429, 503)
+"""Statuses after which a client may ask this server again, if a reply says when."""
+
+Admission = Callable[[web.Request], AbstractContextManager[None]]
+
+
+class ProxyPaths:
+    """Answers the paths of the proxy. `admission` counts a request while it is under way, or raises a refusal."""
+
+    def __init__(self, engine: RewardEngine, admission: Admission) -> None:
+        self._proxy = Proxy(engine)
+        self._admission = admission
+
+    def add_to(self, router: web.UrlDispatcher) -> None:
+        """Add the paths to a server."""
+        for form in FORMATS:
+            if "MODEL" not in form.path:
+                router.add_post(f"/v1{form.path}", self._answer)
+        # The name of a model may have slashes; the proxy refuses what is no path of it.
+        router.add_route("*", "/{version:v1|v1beta}/{path:.*}", self._answer)
+
+    async def _answer(self, request: web.Request) -> web.StreamResponse:
+        body = await request.read()
+        path = request.rel_url.raw_path
+        asked = Asked(request.method, path, request.headers, body)
+        if format_of(path) is None:
+            return whole(await self._proxy.answer(asked))
+        with self._admission(request):
+            answered = await self._proxy.answer(asked)
+            if answered.pieces is None:
+                return whole(answered)
+            return await self._stream(request, answered)
+
+    @staticmethod
+    async def _stream(request: web.Request, answered: Answered) -> web.StreamResponse:
+        assert answered.pieces is not None
+        response = web.StreamResponse(status=answered.status, headers=answered.headers)
+        try:
+            await response.prepare(request)
+            async for piece in answered.pieces:
+                await response.write(piece)
+            await response.write_eof()
+        except (ReplyBroken, ConnectionError):
+            # Closed without the end of the body, the connection tells the client that the reply is not whole.
+            response.force_close()
+            if request.transport is not None:
+                request.transport.close()
+        finally:
+            await asyncio.shield(answered.pieces.aclose())
+        return response
+
+
+def whole(answered: Answered) -> web.Response:
+    """Return a reply that is no stream."""
+    return web.Response(body=answered.body, status=answered.status, headers=answered.headers)
+
+
+def in_form(
+    request: web.Request, status: int, reason: str, detail: str, retry_after: str | None = None
+) -> web.Response:
+    """Return an error of the server in the form of a client. With `retry_after`, its SDK asks again by itself."""
+    again = retry_after is not None and status in _RETRIED
+    headers = {"retry-after": retry_after or ""} if again else {"x-should-retry": "false"}
+    cause = "infra" if status >= 500 or status == 429 else "policy"
+    form = speaker(request.path, request.headers)
+    return whole(refusal(form, status, detail, reason=reason, cause=cause, headers=headers))

@@ -1,0 +1,146 @@
+"""A client's own request that a source sends on, and the reply that goes back to the client as it came.
+
+The body is parsed once, and written again with another model. JSON's numbers and texts survive that exactly: integers
+of any size, and lone surrogates.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import InputError
+from .demand import TOKENS_PER_ATTACHMENT, Texture, overhead_of
+
+SENT_ON = ("anthropic-beta", "anthropic-version", "openai-beta")
+"""Headers of a client that are sent on. They say how the body is to be read; no other header leaves."""
+HANDED_BACK = (
+    "content-type",
+    "request-id",
+    "x-request-id",
+    "openai-processing-ms",
+    "openai-version",
+    "retry-after",
+    "retry-after-ms",
+)
+"""Headers of a source that its caller gets. The rate limits of a source are not among them: many callers share them."""
+_DATA = frozenset({"data", "file_data", "b64_json"})
+"""Keys of attachments in base64."""
+_NO_DATA = 256
+"""A text up to this length is no attachment, whatever its key is."""
+
+
+@dataclass(frozen=True, slots=True)
+class RawReply:
+    """The reply of a source, for a client. `headers` are those of `HANDED_BACK`, names in lower case. No secret of the
+    source is in it. `body` is empty for the head of a stream.
+    """
+
+    status: int
+    headers: Mapping[str, str] = field(repr=False)
+    body: bytes = field(default=b"", repr=False)
+    source: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PassedRequest:
+    """A client's own request.
+
+    `body` is JSON, and `headers` are those of `SENT_ON`. `stream`: the client asked for server-sent events. `on_head`
+    is called with the head of a stream before its first piece, `on_refusal` with the reply of a source that refuses
+    this one request. A source waits with `wait_for_room` while not `has_room`, because the client reads slowly.
+    """
+
+    body: Mapping[str, Any] = field(repr=False)
+    headers: Mapping[str, str] = field(default_factory=dict, repr=False)
+    stream: bool = False
+    on_head: Callable[[RawReply], None] = field(default=lambda head: None, repr=False)
+    on_refusal: Callable[[RawReply], None] = field(default=lambda reply: None, repr=False)
+    has_room: Callable[[], bool] = field(default=lambda: True, repr=False)
+    wait_for_room: Callable[[], Awaitable[None]] | None = field(default=None, repr=False)
+
+    texture: Texture = field(init=False, repr=False, compare=False)
+    """What its texts consist of. All texts count, because tools, calls and documents get into the prompt, too."""
+    overhead: int = field(init=False, repr=False, compare=False)
+    """Assumed tokens of the chat template and of attachments."""
+
+    def __post_init__(self) -> None:
+        texts, attachments = _texts_in(self.body)
+        object.__setattr__(self, "texture", Texture.of(texts))
+        messages = max((len(item) for item in self.body.values() if isinstance(item, list)), default=1)
+        overhead = overhead_of(max(1, messages)) + TOKENS_PER_ATTACHMENT * attachments
+        object.__setattr__(self, "overhead", overhead)
+
+    def written(self, model: str | None) -> bytes:
+        """Return the body as bytes, with `model` in place of its own; None: the model is not in the body."""
+        body = dict(self.body)
+        if model is not None:
+            # The place of a key does not change.
+            body["model"] = model
+        return json.dumps(body, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _texts_in(body: Mapping[str, Any]) -> tuple[list[str], int]:
+    """Return all texts and keys in a body, and the number of attachments (images, audio, files)."""
+    texts: list[str] = []
+    attachments = 0
+    pending: list[Any] = [value for key, value in body.items() if key != "model"]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, str):
+            texts.append(item)
+        elif isinstance(item, list):
+            pending += item
+        elif isinstance(item, dict):
+            for key, value in item.items():
+                if isinstance(value, str) and (value.startswith("data:") or (key in _DATA and len(value) > _NO_DATA)):
+                    attachments += 1
+                else:
+                    texts.append(key)
+                    pending.append(value)
+    return texts, attachments
+
+
+def parsed_body(data: bytes) -> dict[str, Any]:
+    """Parse the body of a client's request. Raises `InputError` for anything but a JSON object."""
+    try:
+        body = json.loads(data, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError) as error:
+        where = f" at character {error.pos:,}" if isinstance(error, json.JSONDecodeError) else ""
+        problem = f"the body is not JSON: {type(error).__name__}{where}"
+    else:
+        if isinstance(body, dict):
+            return body
+        problem = "the body must be a JSON object"
+    raise InputError(problem)
+
+
+def _refuse(constant: str) -> float:
+    raise ValueError(constant)
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if number in (float("inf"), float("-inf")):
+        raise ValueError(text)
+    return number
+
+
+def handed_back(headers: Mapping[str, str], clean: Callable[[str], str] | None) -> dict[str, str]:
+    """Return the headers of a reply that its client gets."""
+    found: dict[str, str] = {}
+    for name in HANDED_BACK:
+        value = headers.get(name)
+        if value is not None:
+            found[name] = value if clean is None else clean(value)
+    return found
+
+
+def cleaned(body: bytes, clean: Callable[[str], str] | None) -> bytes:
+    """Return a body with the source's secrets redacted. Without a secret in it, not one byte changes."""
+    if clean is None:
+        return body
+    text = body.decode("utf-8", "surrogateescape")
+    return clean(text).encode("utf-8", "surrogateescape")

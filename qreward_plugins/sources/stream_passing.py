@@ -1,0 +1,250 @@
+"""Hands on a stream of server-sent events to a client, event by event, without reading its answer.
+
+A stream is held back until its first event with a part of the answer, because until then another source can still be
+asked. It is whole only if the server said so. What the events tell about usage, errors and the end depends on the
+dialect (`Progress`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import Any
+
+from .streams import Event, EventParser, StreamBroken
+
+_BLANK_LINE = re.compile(rb"\r?\n\r?\n|\r\r")
+_DONE = b"[DONE]"
+
+
+class Progress:
+    """What the events of one stream tell, in the format of chat completions; subclasses read other dialects."""
+
+    USAGE = "usage"
+
+    def __init__(self) -> None:
+        self.begun = False
+        """Whether a part of the answer has come."""
+        self.whole = False
+        """Whether the server said that the answer is whole."""
+        self.ended = False
+        """Whether nothing can follow."""
+        self.error = ""
+        """What the server said instead of an answer; "" if it did not."""
+        self.usage: dict[str, Any] = {}
+        self.model: Any = None
+
+    def read(self, event: Event) -> None:
+        """Take in an event. Raises StreamBroken for one that is no JSON object."""
+        if event.data.strip() == _DONE:
+            self.whole = self.ended = True
+            return
+        content = event.json()
+        if content.get("error") or event.name == "error" or content.get("type") == "error":
+            self.error = _words(content.get("error") or content)
+            return
+        self.take(content, event.name)
+
+    def take(self, event: dict[str, Any], name: str) -> None:
+        self.model = event.get("model") or self.model
+        self._add_usage(event.get("usage"))
+        choices = event.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            if not isinstance(choice, dict):
+                continue
+            delta = choice.get("delta")
+            delta = delta if isinstance(delta, dict) else {}
+            self.begun |= any(value for key, value in delta.items() if key != "role")
+            if choice.get("finish_reason"):
+                self.begun = self.whole = True
+
+    def _add_usage(self, stated: Any) -> None:
+        if isinstance(stated, Mapping):
+            self.usage.update((key, value) for key, value in stated.items() if value is not None)
+
+
+class MessagesProgress(Progress):
+    """Anthropic's messages."""
+
+    def take(self, event: dict[str, Any], name: str) -> None:
+        kind = event.get("type") or name
+        message = event.get("message")
+        if kind == "message_start" and isinstance(message, dict):
+            self.model = message.get("model")
+            self._add_usage(message.get("usage"))
+        elif kind == "message_stop":
+            self.whole = self.ended = True
+        elif kind != "ping":
+            self._add_usage(event.get("usage"))
+            self.begun = True
+
+
+class ResponsesProgress(Progress):
+    """OpenAI's responses."""
+
+    def take(self, event: dict[str, Any], name: str) -> None:
+        kind = event.get("type") or name
+        response = event.get("response")
+        response = response if isinstance(response, dict) else {}
+        self.model = response.get("model") or self.model
+        self._add_usage(response.get("usage"))
+        if kind == "response.failed":
+            self.error = _words(response.get("error") or {})
+        elif kind in ("response.completed", "response.incomplete"):
+            self.begun = self.whole = self.ended = True
+        elif kind not in ("response.created", "response.queued", "response.in_progress"):
+            self.begun = True
+
+
+class GeminiProgress(Progress):
+    """Gemini."""
+
+    USAGE = "usageMetadata"
+
+    def take(self, event: dict[str, Any], name: str) -> None:
+        self.begun = True
+        self.model = event.get("modelVersion") or self.model
+        self._add_usage(event.get("usageMetadata"))
+        feedback = event.get("promptFeedback")
+        self.whole |= isinstance(feedback, dict) and bool(feedback.get("blockReason"))
+        candidates = event.get("candidates")
+        for candidate in candidates if isinstance(candidates, list) else ():
+            self.whole |= isinstance(candidate, dict) and bool(candidate.get("finishReason"))
+
+
+_PROGRESS = {"anthropic": MessagesProgress, "responses": ResponsesProgress, "gemini": GeminiProgress}
+
+
+def progress_of(dialect: str) -> Progress:
+    """Return the reader of the events of a dialect."""
+    return _PROGRESS.get(dialect, Progress)()
+
+
+class StreamPassing:
+    """Hands on one stream. `on_begin` is called with status and headers before the first `on_piece`, which is called
+    with one or several whole events. `clean` redacts the source's secrets. `idle_s`: most seconds between two events;
+    None: any number.
+
+    Pieces are text as UTF-8 with surrogate escapes, so that encoding them gives the bytes that came.
+    """
+
+    def __init__(
+        self,
+        progress: Progress,
+        *,
+        on_begin: Callable[[int, Mapping[str, str]], None],
+        on_piece: Callable[[str], None],
+        clean: Callable[[str], str] | None = None,
+        idle_s: float | None = None,
+        has_room: Callable[[], bool] = lambda: True,
+        wait_for_room: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self.idle_s = idle_s
+        self.events = 0
+        """Events with a part of the answer."""
+        self._progress = progress
+        self._on_begin, self._on_piece, self._clean = on_begin, on_piece, clean
+        self._room, self._wait = has_room, wait_for_room
+        self._head: tuple[int, Mapping[str, str]] = (200, {})
+        self._most = 0
+        self._parser = EventParser(0)
+        self._rest = bytearray()
+        self._held: list[str] = []
+        self._held_bytes = 0
+        self._passed = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing can follow, so that reading may stop."""
+        return self._progress.ended
+
+    @property
+    def begun(self) -> bool:
+        """Whether a part of the answer has come."""
+        return self._progress.begun
+
+    @property
+    def has_room(self) -> bool:
+        """Whether its client has read enough for more to come."""
+        return self._room()
+
+    async def wait_for_room(self) -> None:
+        """Wait until its client has read enough for more to come."""
+        if self._wait is not None:
+            await self._wait()
+
+    def begin(self, status: int, headers: Mapping[str, str], most_bytes: int) -> None:
+        """Begin with the head of the reply. `most_bytes` bounds one event, and what is held back."""
+        self._head, self._most = (status, headers), most_bytes
+        self._parser = EventParser(most_bytes)
+
+    def take(self, chunk: bytes) -> bool:
+        """Take in bytes, and hand on the whole events among them. Return whether there was an event that is more than a
+        sign of life. Raises StreamBroken for an error before the answer, and for what is no event.
+        """
+        self._rest += chunk
+        told = False
+        for block in self._blocks():
+            told |= self._take_block(block)
+        if len(self._rest) + self._held_bytes > self._most:
+            raise StreamBroken(f"an event larger than {self._most:,} bytes")
+        return told
+
+    def _blocks(self) -> Iterator[bytes]:
+        start = 0
+        # Only the end of what was there before can be the beginning of a blank line.
+        for found in _BLANK_LINE.finditer(self._rest):
+            yield bytes(self._rest[start : found.end()])
+            start = found.end()
+        del self._rest[:start]
+
+    def _take_block(self, block: bytes) -> bool:
+        told = False
+        begun_before = self._progress.begun
+        for event in self._parser.feed(block):
+            if event.keeps_alive:
+                continue
+            told = True
+            self._progress.read(event)
+            self.events += self._progress.begun
+            if self._progress.error and not begun_before:
+                raise StreamBroken(f"an error instead of an answer ({self._shown(self._progress.error)})")
+        text = block.decode("utf-8", "surrogateescape")
+        self._held.append(text if self._clean is None else self._clean(text))
+        self._held_bytes += len(block)
+        if self._progress.begun or self._progress.whole:
+            self._pass_on()
+        if self._progress.error:
+            raise StreamBroken(f"an error in the middle of the answer ({self._shown(self._progress.error)})")
+        return told
+
+    def _pass_on(self) -> None:
+        if not self._passed:
+            self._passed = True
+            self._on_begin(*self._head)
+        piece = "".join(self._held)
+        self._held.clear()
+        self._held_bytes = 0
+        self._on_piece(piece)
+
+    def finish(self) -> None:
+        """The server has ended the stream. Raises StreamBroken if the answer is not whole."""
+        if self._rest:
+            # The last event may end without a blank line.
+            block, self._rest = bytes(self._rest) + b"\n\n", bytearray()
+            self._take_block(block)
+        if not self._progress.whole:
+            raise StreamBroken("a stream that ended before the answer was whole")
+
+    def facts(self) -> dict[str, Any]:
+        """Return the body that states model and usage, as a reply that is not streamed does."""
+        return {"model": self._progress.model, self._progress.USAGE: self._progress.usage or None}
+
+    def _shown(self, text: str) -> str:
+        return text if self._clean is None else self._clean(text)
+
+
+def _words(error: Any) -> str:
+    if isinstance(error, Mapping):
+        error = error.get("message") or error.get("code") or error.get("type")
+    return error[:200] if isinstance(error, str) and error else "no reason given"

@@ -1,0 +1,284 @@
+"""Transports for httpx and httpx2: a client keeps its code, and its model calls go through an engine.
+
+    AsyncOpenAI(http_client=httpx2.AsyncClient(transport=QRewardTransport("judges.yaml")), api_key="any")
+
+What a transport answers is that of `proxy`: replies as the sources sent them, and errors in the client's own form. The
+SDKs of OpenAI (from 3 on) and Anthropic (from 2 on) use httpx2, other clients httpx. Both have the same classes, so one
+transport serves both: it answers each request with the classes of the library that made it.
+
+A client's own time limit (httpx's `read`) raises `ReadTimeout`, as without a transport. A stream that breaks off raises
+`RemoteProtocolError`. Everything else is a reply with a status, whose header `x-should-retry: false` keeps SDKs from
+asking again.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import ExitStack
+from os import PathLike
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .config import Config
+from .engine import RewardEngine
+from .errors import EngineError, ReplyBroken
+from .portal import EnginePortal
+from .proxy import Answered, Asked, Pieces, Proxy, refusal
+from .proxy.formats import CHAT
+
+if TYPE_CHECKING:
+    import httpx
+    import httpx2
+    from omegaconf import DictConfig
+
+    class _AsyncTransport(httpx.AsyncBaseTransport, httpx2.AsyncBaseTransport):
+        async def handle_async_request(self, request: Any) -> Any: ...
+
+    class _Transport(httpx.BaseTransport, httpx2.BaseTransport):
+        def handle_request(self, request: Any) -> Any: ...
+
+else:
+    _LIBRARIES: dict[str, ModuleType] = {}
+    for _name in ("httpx", "httpx2"):
+        try:
+            _LIBRARIES[_name] = importlib.import_module(_name)
+        except ModuleNotFoundError:  # either of them is enough
+            continue
+    _AsyncTransport = type("_AsyncTransport", tuple(each.AsyncBaseTransport for each in _LIBRARIES.values()), {})
+    _Transport = type("_Transport", tuple(each.BaseTransport for each in _LIBRARIES.values()), {})
+
+MOST_BODY_BYTES = 64 * 2**20
+"""Largest body of a request, in bytes. A larger one is answered with 413."""
+
+T = TypeVar("T")
+
+
+class QRewardTransport(_AsyncTransport):
+    """An asynchronous transport for clients of httpx and httpx2, in asyncio.
+
+    Args:
+        engine: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`: the transport makes an
+            engine, and closes it with its client. Or a `RewardEngine`, which its caller closes.
+        max_body_bytes: larger bodies of requests are refused with 413.
+
+    Raises what `RewardEngine` raises, and `ModuleNotFoundError` if neither httpx nor httpx2 is installed. An engine
+    serves one event loop at a time, and so does a transport.
+    """
+
+    def __init__(
+        self,
+        engine: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | RewardEngine,
+        *,
+        max_body_bytes: int = MOST_BODY_BYTES,
+    ) -> None:
+        _check_installed()
+        self._own = None if isinstance(engine, RewardEngine) else RewardEngine(engine)
+        self._engine = engine if isinstance(engine, RewardEngine) else self._own
+        assert self._engine is not None
+        self._proxy = Proxy(self._engine)
+        self._max_body_bytes = max_body_bytes
+
+    @property
+    def engine(self) -> RewardEngine:
+        """The engine, for its statistics."""
+        assert self._engine is not None
+        return self._engine
+
+    async def handle_async_request(self, request: Any) -> Any:
+        """Answer a request of a client. Cancelling it ends its attempts."""
+        library = _library_of(request)
+        body = bytearray()
+        async for chunk in request.stream:
+            body += chunk
+            if len(body) > self._max_body_bytes:
+                return _whole(library, request, _too_large(self._max_body_bytes))
+        asked = _asked(request, bytes(body))
+        try:
+            answered = await self._proxy.answer(asked)
+        except TimeoutError:
+            # Raised outside, the error of httpx has no cause that would show the request.
+            answered = None
+        if answered is None:
+            raise _impatient(library, request, asked)
+        if answered.pieces is None:
+            return _whole(library, request, answered)
+        return _streamed(library, request, answered, _stream(library, request, answered.pieces))
+
+    async def aclose(self) -> None:
+        """Close the engine, if the transport has made it. Idempotent."""
+        if self._own is not None:
+            await self._own.aclose()
+
+
+class QRewardSyncTransport(_Transport):
+    """A transport for the synchronous clients of httpx and httpx2; any number of threads may use it.
+
+    Args:
+        engine: a path to a YAML file, the same tree as a mapping or DictConfig, or a `Config`: the first request starts
+            an engine in a thread of its own, and closing the client ends it. Or the `EnginePortal` of an engine, which
+            its caller closes.
+        max_body_bytes: larger bodies of requests are refused with 413.
+
+    Raises what `RewardEngine` raises, and `ModuleNotFoundError` if neither httpx nor httpx2 is installed.
+    """
+
+    def __init__(
+        self,
+        engine: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | EnginePortal,
+        *,
+        max_body_bytes: int = MOST_BODY_BYTES,
+    ) -> None:
+        _check_installed()
+        if isinstance(engine, RewardEngine):
+            raise TypeError("a synchronous transport takes the portal of an engine: RewardEngine.portal()")
+        self._portal = engine if isinstance(engine, EnginePortal) else None
+        self._own = None if isinstance(engine, EnginePortal) else RewardEngine(engine)
+        self._opened = ExitStack()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._proxy: Proxy | None = None
+        self._max_body_bytes = max_body_bytes
+
+    def handle_request(self, request: Any) -> Any:
+        """Answer a request of a client. Blocks the calling thread."""
+        library = _library_of(request)
+        body = bytearray()
+        for chunk in request.stream:
+            body += chunk
+            if len(body) > self._max_body_bytes:
+                return _whole(library, request, _too_large(self._max_body_bytes))
+        asked = _asked(request, bytes(body))
+        portal = self._open()
+
+        async def answer(engine: RewardEngine) -> Answered:
+            if self._proxy is None:
+                self._proxy = Proxy(engine)
+            return await self._proxy.answer(asked)
+
+        answered: Answered | None
+        try:
+            answered = portal.run(answer)
+        except TimeoutError:
+            answered = None
+        if answered is None:
+            raise _impatient(library, request, asked)
+        if answered.pieces is None:
+            return _whole(library, request, answered)
+        return _streamed(library, request, answered, _sync_stream(library, request, answered.pieces, portal))
+
+    def close(self) -> None:
+        """Close the engine, if the transport has made it. Idempotent."""
+        with self._lock:
+            self._closed = True
+            self._opened.close()
+
+    def _open(self) -> EnginePortal:
+        with self._lock:
+            if self._closed:
+                raise EngineError("this transport is closed; make a new one")
+            if self._portal is None:
+                assert self._own is not None
+                self._portal = self._opened.enter_context(self._own.portal())
+            return self._portal
+
+
+def _check_installed() -> None:
+    if not TYPE_CHECKING and not _LIBRARIES:
+        raise ModuleNotFoundError(
+            'a transport needs httpx or httpx2: pip install "qreward-plugins[httpx]"', name="httpx"
+        )
+
+
+def _library_of(request: Any) -> Any:
+    """Return the library whose class a request is."""
+    home = type(request).__module__.partition(".")[0]
+    return importlib.import_module("httpx2" if home == "httpx2" else "httpx")
+
+
+def _asked(request: Any, body: bytes) -> Asked:
+    timeouts = request.extensions.get("timeout")
+    patience_s = timeouts.get("read") if isinstance(timeouts, Mapping) else None
+    # `raw_path` keeps what is quoted, such as a slash in the name of a model.
+    path = request.url.raw_path.partition(b"?")[0].decode("ascii", "replace")
+    return Asked(request.method, path, request.headers, body, patience_s)
+
+
+def _too_large(most: int) -> Answered:
+    return refusal(CHAT, 413, f"the body is larger than {most:,} bytes", reason="too_large")
+
+
+def _whole(library: Any, request: Any, answered: Answered) -> Any:
+    return library.Response(answered.status, headers=dict(answered.headers), request=request, content=answered.body)
+
+
+def _streamed(library: Any, request: Any, answered: Answered, stream: Any) -> Any:
+    return library.Response(answered.status, headers=dict(answered.headers), request=request, stream=stream)
+
+
+def _impatient(library: Any, request: Any, asked: Asked) -> Exception:
+    message = f"no reply within the {asked.patience_s:g} s that the client waits"
+    error: Exception = library.ReadTimeout(message, request=request)
+    return error
+
+
+def _broken(library: Any, request: Any, why: str) -> Exception:
+    error: Exception = library.RemoteProtocolError(why, request=request)
+    return error
+
+
+def _stream(library: Any, request: Any, pieces: Pieces) -> Any:
+    """Return the pieces as a stream of the client's library."""
+
+    class Stream(library.AsyncByteStream):  # type: ignore[misc]
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            while True:
+                failed: Exception | None = None
+                piece: bytes | None = None
+                try:
+                    piece = await anext(pieces, None)
+                except TimeoutError:
+                    failed = library.ReadTimeout("nothing came within the time that the client waits", request=request)
+                except ReplyBroken as error:
+                    failed = _broken(library, request, str(error))
+                if failed is not None:
+                    raise failed
+                if piece is None:
+                    return
+                yield piece
+
+        async def aclose(self) -> None:
+            await pieces.aclose()
+
+    return Stream()
+
+
+def _sync_stream(library: Any, request: Any, pieces: Pieces, portal: EnginePortal) -> Any:
+    async def take(_: RewardEngine) -> bytes | None:
+        return await anext(pieces, None)
+
+    async def close(_: RewardEngine) -> None:
+        await pieces.aclose()
+
+    class Stream(library.SyncByteStream):  # type: ignore[misc]
+        def __iter__(self) -> Iterator[bytes]:
+            while True:
+                failed: Exception | None = None
+                piece: bytes | None = None
+                try:
+                    piece = portal.run(take)
+                except TimeoutError:
+                    failed = library.ReadTimeout("nothing came within the time that the client waits", request=request)
+                except ReplyBroken as error:
+                    failed = _broken(library, request, str(error))
+                if failed is not None:
+                    raise failed
+                if piece is None:
+                    return
+                yield piece
+
+        def close(self) -> None:
+            portal.run(close)
+
+    return Stream()

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..config import configured_name
+from ..config.nodes import MOST_PRIORITY, PRIORITIES
 from ..engine import RewardEngine
 from ..errors import EngineError, InputError
 from ..samples import Sample
@@ -32,7 +33,8 @@ NAME = "client"
 DEADLINE_HEADER = "X-QReward-Deadline-S"
 """Seconds that the whole reply may take, the waiting included; default: `engine.deadline_s`."""
 PRIORITY_HEADER = "X-QReward-Priority"
-"""Priority of the request, a whole number; higher goes first. Default: 0."""
+"""Priority of the request: `high`, `normal`, `low`, or a whole number; higher goes first. Default: normal, which is
+0."""
 SOURCE_HEADER = "x-qreward-source"
 ATTEMPTS_HEADER = "x-qreward-attempts"
 NO_RETRY = {"x-should-retry": "false"}
@@ -141,12 +143,14 @@ class Proxy:
         deadline_s: float = self._engine.config.engine.deadline_s
         try:
             deadline_s = float(headers.get(DEADLINE_HEADER.lower(), deadline_s))
-            priority = int(headers.get(PRIORITY_HEADER.lower(), 0))
+            stated = headers.get(PRIORITY_HEADER.lower(), "0").strip().lower()
+            priority = PRIORITIES[stated] if stated in PRIORITIES else int(stated)
         except ValueError:
             deadline_s, priority = 0.0, 0
-        if not 0 < deadline_s < math.inf:
+        if not (0 < deadline_s < math.inf and abs(priority) <= MOST_PRIORITY):
             raise InputError(
-                f"{DEADLINE_HEADER} is a number of seconds above 0, and {PRIORITY_HEADER} is a whole number"
+                f"{DEADLINE_HEADER} is a number of seconds above 0, and {PRIORITY_HEADER} is high, normal, low or a "
+                "whole number"
             )
         return deadline_s, priority
 

@@ -246,6 +246,46 @@ class SourceConfig(Node):
     """Share of the requests relative to other sources. The strategy `earliest_finish` ignores it. Default: 1."""
 
 
+RoutingStrategy = Literal["prefix_aware", "least_requests", "kv_cache", "least_pending_tokens", "round_robin"]
+
+
+def _named_strategies(value: Any) -> Any:
+    # A name or a list of names is short for a mapping with `strategies`.
+    return {"strategies": value} if isinstance(value, (str, list, tuple)) else value
+
+
+class Routing(Node):
+    """Which replica of a source a request goes to. A list of strategies is short for `strategies`."""
+
+    strategies: Annotated[
+        tuple[RoutingStrategy, ...],
+        Field(min_length=1),
+        takes("a strategy, or a list of strategies"),
+        BeforeValidator(one_or_several),
+    ] = ("prefix_aware", "least_pending_tokens")
+    """The strategies, in order: the first that can decide does. `prefix_aware`: prompts with the same beginning go to
+    the same replica, whose prefix cache then holds it. `least_requests`: fewest requests under way. `kv_cache`: least
+    use of the server's KV cache, read from the `/metrics` of vLLM, SGLang or llama.cpp once a second at most.
+    `least_pending_tokens`: fewest tokens under way (estimated). `round_robin`: the one that was used least recently.
+    Default: `[prefix_aware, least_pending_tokens]`."""
+
+    prefix_tokens: PositiveInt | None = None
+    """For `prefix_aware`: only so many tokens of the shared part of a prompt (the judge's instructions, then the
+    question) decide, each taken as 4 bytes. Default: all of the shared part."""
+
+    overload_threshold: Annotated[PositiveFloat, Field(gt=1.0)] = 1.5
+    """For `prefix_aware`: a replica with more tokens under way than the mean of all replicas times this number is
+    passed over. Default: 1.5."""
+
+    @field_validator("strategies")
+    @classmethod
+    def _each_once(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            if value.count(name) > 1:
+                raise ValueError(f"{name} is named twice")
+        return value
+
+
 class EndpointConfig(SourceConfig):
     """The keys of every source that is asked over HTTP."""
 
@@ -284,6 +324,11 @@ class EndpointConfig(SourceConfig):
 
     httpx: HttpxOptions | None = None
     """HTTP/2, proxies, client certificates and authentication, for `client: httpx`. Default: none."""
+
+    routing: Annotated[Routing, BeforeValidator(_named_strategies)] = Routing(strategies=("least_requests",))
+    """Which of several base URLs a request goes to: a list of strategies, or a mapping. See docs/replicas.md. For your
+    own servers write `[prefix_aware, least_pending_tokens]`. It has no effect on a source with one URL. Default:
+    `[least_requests]`, the evenest load, because gateways of a provider seldom have caches of their own."""
 
     max_reply_bytes: PositiveInt = 1_048_576
     """Largest body of a reply in bytes, after decompression; a larger one fails the attempt. Default: 1 MiB."""

@@ -1,60 +1,185 @@
-"""Chooses which base URL of a source a request goes to.
+"""Chooses which replica of a source a request goes to, and keeps count of what is under way at each.
 
-The replicas share the limits of their source, so this is plain load balancing: the replica with the fewest requests in
-flight that has not failed recently. The scheduler tracks the health of the source as a whole.
+The replicas share the limits of their source. The scheduler tracks the health of the source as a whole; here each
+replica has a health of its own. `routing.py` has the strategies.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-COOL_OFF_S = 5.0
-"""Seconds for which a replica is avoided after it was unreachable or answered 5xx, if another one is up."""
+from ..config.source_models import Routing
+from ..errors import TransientError
+from ..spent import Usage
+from .prefixes import Prefix
+from .replica import Mark, Replica, ReplicaStatistics
+from .routing import STALE_S, chosen
+
+_KEPT_SHARE = 0.9
+"""Weight of the past in the mean of completion tokens."""
 
 
-@dataclass(slots=True)
-class Replica:
-    """One base URL."""
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """What is known of a request before a replica is chosen: its prompt tokens (estimated), the most completion tokens
+    (0: no bound), and the part that its siblings share.
+    """
 
-    base_url: str
-    in_flight: int = 0
-    last_used: int = 0
-    failed_at: float | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    prefix: Prefix | None = None
 
-    def __enter__(self) -> Replica:
-        self.in_flight += 1
+
+_UNKNOWN = Errand()
+
+
+class Loan:
+    """A request under way at a replica, for a `with` block. It counts from `borrow` until the block ends, once."""
+
+    __slots__ = ("_alike", "_began_at", "_key", "_open", "_tokens", "replica")
+
+    def __init__(self, replica: Replica, errand: Errand, tokens: int, alike: Counter[int], now: float) -> None:
+        self.replica = replica
+        self._tokens = tokens
+        self._began_at = now
+        self._open = True
+        self._alike = alike
+        self._key = None if errand.prefix is None else errand.prefix.key
+        if self._key is not None:
+            alike[self._key] += 1
+        replica.began(self, tokens, errand.prefix, errand.prompt_tokens, now)
+
+    @property
+    def base_url(self) -> str:
+        return self.replica.base_url
+
+    def __enter__(self) -> Loan:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.in_flight -= 1
+        self.give_back()
 
-    def failed(self, now: float) -> None:
-        """Record that it was unreachable or answered 5xx; `now` is the event loop's time in seconds."""
-        self.failed_at = now
+    def give_back(self) -> None:
+        """End the request's count. Idempotent."""
+        if self._open:
+            self._open = False
+            self.replica.ended(self, self._tokens)
+            if self._key is not None:
+                self._alike[self._key] -= 1
+                if not self._alike[self._key]:
+                    del self._alike[self._key]
 
-    def answered(self) -> None:
-        """Record that it answered with a status below 500."""
-        self.failed_at = None
+    def answered(self, now: float) -> None:
+        """Record that the replica answered with a status below 500."""
+        self.replica.answered(now)
+
+    def failed(self, now: float, *, draining: bool = False) -> None:
+        """Record that the replica was unreachable or answered with a status from 500 on. `draining`: it said that it
+        shuts down.
+        """
+        self.replica.failed(now, began_at=self._began_at, draining=draining)
+
+    def cancelled(self, now: float) -> None:
+        """Record that the wait for the reply was given up. If the replica has answered nothing since the request was
+        sent, this counts as a failure: it may hang.
+        """
+        if now > self._began_at and self.replica.answered_at < self._began_at:
+            self.replica.failed(now, began_at=self._began_at)
 
 
 class Replicas:
-    """The base URLs of one source."""
+    """The replicas of the source `name`. It belongs to one event loop at a time and is not thread-safe.
 
-    def __init__(self, base_urls: Sequence[str]) -> None:
-        self._replicas = [Replica(url) for url in base_urls]
+    Replicas come and go while calls are under way: `add` and `remove` never touch a call that was sent, and a call
+    whose replica was removed is counted down as any other.
+    """
+
+    def __init__(self, base_urls: Iterable[str], routing: Routing | None = None, *, name: str = "") -> None:
+        self._name = name
+        self._routing = Routing() if routing is None else routing
+        self._replicas = [Replica(url) for url in dict.fromkeys(base_urls)]
         self._uses = 0
+        self._mean_completion: float | None = None
+        self._alike: Counter[int] = Counter()
+        """Requests under way by prefix."""
 
-    def borrow(self, now: float) -> Replica:
-        """Choose a replica for a `with` block, which counts as a request in flight. `now` is the event loop's time in
-        seconds.
+    @property
+    def several(self) -> bool:
+        """Whether there is a choice."""
+        return len(self._replicas) > 1
+
+    @property
+    def routing(self) -> Routing:
+        return self._routing
+
+    @property
+    def all(self) -> Sequence[Replica]:
+        return self._replicas
+
+    def add(self, base_url: str) -> None:
+        """Add a replica that is up. One that is there already is marked up."""
+        if any(replica.base_url == base_url for replica in self._replicas):
+            self.mark(base_url, "up")
+        else:
+            self._replicas.append(Replica(base_url))
+
+    def remove(self, base_url: str) -> None:
+        """Remove a replica. Its calls go on. Raises LookupError for an unknown one."""
+        self._replicas.remove(self._found(base_url))
+
+    def mark(self, base_url: str, mark: Mark) -> None:
+        """Say that a replica is up, down or draining. One that comes up begins without failures, and with an empty
+        cache. Raises LookupError for an unknown one.
         """
-        replica = min(self._replicas, key=lambda r: (_is_cooling_off(r, now), r.in_flight, r.last_used))
+        replica = self._found(base_url)
+        if mark == "up" and replica.mark != "up":
+            replica.reset()
+        replica.mark = mark
+
+    def borrow(self, now: float, errand: Errand = _UNKNOWN) -> Loan:
+        """Choose a replica, and count the request as under way there. `now` is the event loop's time in seconds.
+
+        Replicas that failed are tried less: only if their backoff is over, one call at a time, or if all have failed.
+        Raises TransientError if no replica is up.
+        """
+        tokens = self._tokens(errand)
+        if len(self._replicas) == 1 and self._replicas[0].mark == "up":
+            replica = self._replicas[0]
+        else:
+            up = [replica for replica in self._replicas if replica.mark == "up"]
+            if not up:
+                raise TransientError(f"source {self._name!r}: no replica is up")
+            candidates = [replica for replica in up if replica.takes_calls(now)] or up
+            alike = 1 if errand.prefix is None else self._alike[errand.prefix.key] + 1
+            replica = chosen(candidates, self._routing, errand.prefix, tokens=tokens, alike=alike, now=now)
         self._uses += 1
         replica.last_used = self._uses
-        return replica
+        return Loan(replica, errand, tokens, self._alike, now)
 
+    def used(self, replica: Replica, usage: Usage | None) -> None:
+        """Count the usage that a reply of `replica` states."""
+        if usage is None:
+            return
+        replica.used(usage)
+        tokens, mean = usage.completion_tokens, self._mean_completion
+        self._mean_completion = tokens if mean is None else _KEPT_SHARE * mean + (1 - _KEPT_SHARE) * tokens
 
-def _is_cooling_off(replica: Replica, now: float) -> bool:
-    # The difference is negative if `failed_at` comes from an event loop whose clock is ahead.
-    return replica.failed_at is not None and 0 <= now - replica.failed_at < COOL_OFF_S
+    def statistics(self, now: float) -> tuple[ReplicaStatistics, ...]:
+        """Return the statistics of every replica; `now` is the event loop's time in seconds."""
+        return tuple(replica.statistics(now, STALE_S) for replica in self._replicas)
+
+    def _tokens(self, errand: Errand) -> int:
+        """Estimate the tokens of a request, prompt and completion; at least 1."""
+        completion: float = errand.completion_tokens or math.inf
+        if self._mean_completion is not None:
+            completion = min(completion, self._mean_completion)
+        return max(1, errand.prompt_tokens + (0 if completion == math.inf else round(completion)))
+
+    def _found(self, base_url: str) -> Replica:
+        for replica in self._replicas:
+            if replica.base_url == base_url:
+                return replica
+        raise LookupError(f"source {self._name!r} has no replica {base_url!r}")

@@ -1,0 +1,210 @@
+"""One replica of a source: its address, its load, its health and its counts."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections import OrderedDict
+from dataclasses import dataclass
+from typing import Literal
+
+from ..spent import Usage
+from .prefixes import Prefix
+
+FIRST_BACKOFF_S = 1.0
+"""Seconds for which a replica is avoided after its first failure in a row. Each further one doubles the time."""
+LONGEST_BACKOFF_S = 60.0
+DRAINING_BACKOFF_S = 15.0
+"""Seconds for which a replica is avoided after it said that it shuts down."""
+
+PREFIXES_KEPT = 1024
+"""Prefixes that are remembered for each replica, to estimate which prompts its cache holds."""
+
+Mark = Literal["up", "down", "draining"]
+"""What the owner of a replica says of it. Only one that is up gets calls."""
+Health = Literal["up", "half_open", "backing_off", "draining", "down"]
+"""`up`: it answers. `backing_off`: it failed, and is avoided for a while. `half_open`: that time is over, and one call
+finds out. `draining`: it finishes its calls and gets no more. `down`: it is not there."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplicaStatistics:
+    """One replica of a source so far."""
+
+    base_url: str
+    health: Health
+    in_flight: int
+    """Requests under way."""
+    pending_tokens: int
+    """Tokens of the requests under way, prompt and completion, as estimated when they were sent."""
+    requests: int
+    """Requests that were sent to it."""
+    failures: int
+    """Those of them that it did not answer, or answered with a status from 500 on."""
+    prompt_tokens: int
+    """Prompt tokens of its replies, as it stated them."""
+    cached_tokens: int
+    """The part of them that it read from its prefix cache, if it says so."""
+    prefix_hit_rate: float
+    """Share of the prompt tokens that came from the prefix cache: as the server states it, or estimated from the
+    prompts that were sent to it before. NaN before the first."""
+    prefix_hits_estimated: bool
+    """Whether `prefix_hit_rate` is the estimate."""
+    cache_use: float | None
+    """Share of the server's KV cache that is in use, from 0 to 1; None if it is not known (see the strategy
+    `kv_cache`)."""
+
+
+class Replica:
+    """One base URL. Times are seconds of the event loop's clock."""
+
+    __slots__ = (
+        "_backoff_s",
+        "_cache_use",
+        "_cached",
+        "_draining",
+        "_failed_at",
+        "_failures",
+        "_failures_in_a_row",
+        "_prefix_hits",
+        "_prefix_tokens",
+        "_prefixes",
+        "_prompt",
+        "_read_at",
+        "_trial",
+        "answered_at",
+        "base_url",
+        "in_flight",
+        "last_used",
+        "mark",
+        "pending_tokens",
+        "requests",
+        "seed",
+    )
+
+    def __init__(self, base_url: str) -> None:
+        self.base_url = base_url
+        self.seed = int.from_bytes(hashlib.blake2b(base_url.encode(), digest_size=8).digest(), "big")
+        self.mark: Mark = "up"
+        self.in_flight = 0
+        self.pending_tokens = 0
+        self.last_used = 0
+        self.requests = 0
+        self.answered_at = -math.inf
+        self._failures = 0
+        self._failures_in_a_row = 0
+        self._failed_at = 0.0
+        self._backoff_s = 0.0
+        self._draining = False
+        self._trial: object | None = None
+        self._prefixes: OrderedDict[int, None] = OrderedDict()
+        self._prefix_hits = self._prefix_tokens = 0
+        self._prompt = self._cached = 0
+        self._cache_use: float | None = None
+        self._read_at = 0.0
+
+    def health(self, now: float) -> Health:
+        if self.mark != "up":
+            return self.mark
+        if not self._failures_in_a_row:
+            return "up"
+        # The difference is negative if the failure comes from an event loop whose clock is ahead.
+        if 0 <= now - self._failed_at < self._backoff_s:
+            return "draining" if self._draining else "backing_off"
+        return "half_open"
+
+    def takes_calls(self, now: float) -> bool:
+        """Whether it may get a call while others are there. A half-open one gets one call at a time."""
+        health = self.health(now)
+        return health == "up" or (health == "half_open" and self._trial is None)
+
+    def knows(self, prefix: int) -> bool:
+        """Whether a prompt with this prefix was sent to it."""
+        return prefix in self._prefixes
+
+    # What happens to its calls
+
+    def began(self, call: object, tokens: int, prefix: Prefix | None, prompt_tokens: int, now: float) -> None:
+        """Count a call that is sent to it, until `ended`."""
+        if self._failures_in_a_row and self._trial is None and self.health(now) == "half_open":
+            self._trial = call
+        self.in_flight += 1
+        self.pending_tokens += tokens
+        self.requests += 1
+        if prefix is not None:
+            self._prefix_tokens += prompt_tokens
+            if prefix.key in self._prefixes:
+                self._prefixes.move_to_end(prefix.key)
+                self._prefix_hits += min(prefix.tokens, prompt_tokens)
+            else:
+                self._prefixes[prefix.key] = None
+                if len(self._prefixes) > PREFIXES_KEPT:
+                    self._prefixes.popitem(last=False)
+
+    def ended(self, call: object, tokens: int) -> None:
+        """Give back what `began` has counted for a call."""
+        self.in_flight -= 1
+        self.pending_tokens -= tokens
+        if self._trial is call:
+            self._trial = None
+
+    def answered(self, now: float) -> None:
+        """Record that it answered with a status below 500."""
+        self.answered_at = now
+        self._failures_in_a_row = 0
+        self._draining = False
+
+    def failed(self, now: float, *, began_at: float, draining: bool = False) -> None:
+        """Record that a call which began at `began_at` was not answered, or with a status from 500 on."""
+        self._failures += 1
+        waits = 0 <= now - self._failed_at < self._backoff_s
+        if self._failures_in_a_row and began_at <= self._failed_at and waits and not (draining and not self._draining):
+            # Of the calls that were under way together, the first failure tells all. Otherwise a crash under load would
+            # keep the replica out for the longest time at once.
+            return
+        self._failures_in_a_row += 1
+        self._failed_at = now
+        self._draining = draining
+        self._backoff_s = min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(self._failures_in_a_row - 1, 16))
+        if draining:
+            self._backoff_s = max(self._backoff_s, DRAINING_BACKOFF_S)
+
+    def used(self, usage: Usage) -> None:
+        """Count the usage that a reply states."""
+        self._prompt += usage.prompt_tokens
+        self._cached += usage.cached_tokens
+
+    def reset(self) -> None:
+        """Forget its failures and its prefixes: another server may have taken its place."""
+        self._failures_in_a_row, self._draining = 0, False
+        self._prefixes.clear()
+
+    # Its KV cache
+
+    def cache_read(self, use: float | None, now: float) -> None:
+        """Record the share of its KV cache that is in use; None if it could not be read."""
+        self._cache_use, self._read_at = use, now
+
+    def cache_use(self, now: float, most_s: float) -> float | None:
+        """Return the share of its KV cache that is in use; None if it was not read within `most_s` seconds."""
+        return self._cache_use if 0 <= now - self._read_at <= most_s else None
+
+    def statistics(self, now: float, stale_s: float) -> ReplicaStatistics:
+        states = self._cached > 0
+        hits, of = (self._cached, self._prompt) if states else (self._prefix_hits, self._prefix_tokens)
+        return ReplicaStatistics(
+            base_url=self.base_url,
+            health=self.health(now),
+            in_flight=self.in_flight,
+            pending_tokens=self.pending_tokens,
+            requests=self.requests,
+            failures=self._failures,
+            prompt_tokens=self._prompt,
+            cached_tokens=self._cached,
+            prefix_hit_rate=hits / of if of else math.nan,
+            prefix_hits_estimated=not states,
+            cache_use=self.cache_use(now, stale_s),
+        )
+
+    def __repr__(self) -> str:
+        return f"Replica({self.base_url!r}, {self.mark}, {self.in_flight} in flight)"

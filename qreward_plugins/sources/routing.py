@@ -1,0 +1,120 @@
+"""The strategies by which a request is routed to one of the replicas of a source.
+
+A strategy narrows the replicas down. If one is left, that one is chosen; if several are equal, or the strategy does not
+know enough, the next strategy goes on with them. In the end, the one that was used least recently is chosen.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+from ..config.source_models import Routing, RoutingStrategy
+from .prefixes import Prefix
+from .replica import Replica
+
+STALE_S = 5.0
+"""Seconds after which a reading of a KV cache does not count any more."""
+ROOM = 4
+"""A replica with fewer requests under way is never overloaded: with few requests, the mean says little."""
+
+_64 = (1 << 64) - 1
+
+
+def chosen(
+    replicas: Sequence[Replica], routing: Routing, prefix: Prefix | None, *, tokens: int, alike: int, now: float
+) -> Replica:
+    """Return one of `replicas`, of which there is at least one.
+
+    `tokens` are those of the request (estimated). `alike` counts the requests with its prefix that are under way, this
+    one included. `now` is the event loop's time in seconds.
+    """
+    left = replicas
+    for name in routing.strategies:
+        if len(left) == 1:
+            break
+        if name == "prefix_aware":
+            if prefix is not None:
+                left = [_by_prefix(left, prefix.key, tokens, alike, routing.overload_threshold)]
+        else:
+            left = _STRATEGIES[name](left, now)
+    return min(left, key=lambda replica: replica.last_used) if len(left) > 1 else left[0]
+
+
+def _by_prefix(replicas: Sequence[Replica], key: int, tokens: int, alike: int, threshold: float) -> Replica:
+    """Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018, arXiv:1608.01350).
+
+    Every prefix has its own order of the replicas, by rendezvous hashing (Thaler, Ravishankar, 1998), so a replica that
+    comes or goes moves only its own share of the prefixes. A replica is overloaded if its load, in tokens under way, is
+    above `threshold` times the mean; then the next one in this order is chosen. Three additions keep the loads even:
+
+    - A new prefix goes to the less loaded of its first two replicas (Mitzenmacher, "The power of two choices", 2001).
+      Separate processes still agree on these two.
+    - A prefix that was sent to a replica before goes there again, in its own order if there are several.
+    - A prefix with more requests under way than a replica's share, such as instructions without a question, is spread
+      over as many replicas as it fills.
+    """
+    total, requests = tokens, 1
+    for replica in replicas:
+        total += replica.pending_tokens
+        requests += replica.in_flight
+    # The replica with the smallest load is always below this bound, because the request counts in the mean.
+    bound = threshold * total / len(replicas)
+
+    def is_free(replica: Replica) -> bool:
+        return replica.in_flight < ROOM or replica.pending_tokens < bound
+
+    def rank(replica: Replica) -> int:
+        return _mixed(key, replica.seed)
+
+    homes = math.ceil(alike / max(requests / len(replicas), 2 * ROOM))
+    if homes <= 1:
+        knowing = [replica for replica in replicas if replica.knows(key) and is_free(replica)]
+        if knowing:
+            return max(knowing, key=rank)
+        homes = 2
+    order = sorted(replicas, key=rank, reverse=True)
+    home = min(order[:homes], key=lambda replica: replica.pending_tokens)
+    return home if is_free(home) else next(filter(is_free, order))
+
+
+def _mixed(key: int, seed: int) -> int:
+    """Mix two numbers of 64 bits into one (the finalizer of SplitMix64: Steele, Lea, Flood, OOPSLA 2014)."""
+    mixed = key ^ seed
+    mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _64
+    mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _64
+    return mixed ^ (mixed >> 31)
+
+
+def _least_requests(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
+    fewest = min(replica.in_flight for replica in replicas)
+    return [replica for replica in replicas if replica.in_flight == fewest]
+
+
+def _least_pending_tokens(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
+    fewest = min(replica.pending_tokens for replica in replicas)
+    return [replica for replica in replicas if replica.pending_tokens == fewest]
+
+
+def _kv_cache(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
+    """Those whose KV cache is used least; all of them if one is not known, which would be a guess."""
+    read = [replica.cache_use(now, STALE_S) for replica in replicas]
+    known = [use for use in read if use is not None]
+    if len(known) < len(replicas):
+        return replicas
+    least = min(known)
+    return [replica for replica, use in zip(replicas, known, strict=True) if use == least]
+
+
+def _round_robin(replicas: Sequence[Replica], now: float) -> Sequence[Replica]:
+    return [min(replicas, key=lambda replica: replica.last_used)]
+
+
+_Strategy: TypeAlias = Callable[[Sequence[Replica], float], Sequence[Replica]]
+_STRATEGIES: Mapping[RoutingStrategy, _Strategy] = {
+    "least_requests": _least_requests,
+    "kv_cache": _kv_cache,
+    "least_pending_tokens": _least_pending_tokens,
+    "round_robin": _round_robin,
+}

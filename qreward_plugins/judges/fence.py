@@ -1,8 +1,11 @@
-"""Puts a fence around untrusted text: two markers with a nonce that is drawn for each call.
+"""Puts a fence around untrusted text: two markers with a nonce.
 
 A judge model reads text of the policy, and the policy is rewarded for text that raises its score. The fence marks where
-that text begins and ends. The policy cannot guess the nonce, and a nonce that occurs in the text is redrawn. The judge
-server of `qreward_plugins.testing` reads the same markers to find the text to score, so both use this module.
+that text begins and ends. The nonce of the response is drawn for each call, and the policy cannot guess it. The other
+texts, such as the question, have a nonce that follows from them: so the prompts of all responses to a question begin
+alike, and a server's prefix cache serves them. It could be computed by the policy, but a nonce that occurs in any of
+the texts is redrawn, and no verdict carries it. The judge server of `qreward_plugins.testing` reads the same markers to
+find the text to score, so both use this module.
 
 `control_tokens` neutralises control tokens of chat templates (`<|im_start|>`, `[INST]`, ...) in the text. Otherwise a
 server that applies the chat template to our message could take them for new turns.
@@ -24,12 +27,17 @@ _MARKER = re.compile(
 )
 
 
-def draw_nonce(key: bytes, *texts: str, attempt: int = 0) -> str:
-    """Draw the nonce of one attempt: `NONCE_LENGTH` lower-case hex digits that occur in none of `texts`.
+_SHARED = b"texts that siblings share"
 
-    The nonce is a keyed hash (BLAKE2b, RFC 7693) of the texts and the attempt number. So it does not depend on the
-    order in which samples are scheduled, and it cannot be guessed without `key`.
+
+def draw_nonce(key: bytes, *texts: str, attempt: int = 0, avoided: Iterable[str] = ()) -> str:
+    """Draw the nonce of one attempt: `NONCE_LENGTH` lower-case hex digits that occur neither in `texts` nor in
+    `avoided`.
+
+    The nonce is a keyed hash (BLAKE2b, RFC 7693) of `texts` and the attempt number. So it does not depend on the order
+    in which samples are scheduled, and it cannot be guessed without `key`.
     """
+    kept_out = [*texts, *avoided]
     pieces: list[bytes] = []
     for text in texts:
         encoded = text.encode("utf-8", "surrogatepass")
@@ -39,9 +47,16 @@ def draw_nonce(key: bytes, *texts: str, attempt: int = 0) -> str:
     while True:
         drawn = hashed + counter.to_bytes(4, "big")
         nonce = hashlib.blake2b(drawn, key=key[:64], digest_size=NONCE_LENGTH // 2).hexdigest()
-        if not occurs_in(nonce, texts):
+        if not occurs_in(nonce, kept_out):
             return nonce
         counter += 1
+
+
+def shared_nonce(*texts: str, avoided: Iterable[str]) -> str:
+    """Return the nonce of texts that the siblings of a group share, from these texts alone. It is the same in every
+    process and occurs neither in them nor in `avoided`.
+    """
+    return draw_nonce(_SHARED, *texts, avoided=avoided)
 
 
 def occurs_in(nonce: str, texts: Iterable[str]) -> bool:
@@ -65,15 +80,14 @@ def fence(label: str, text: str, nonce: str) -> str:
 
 
 def read_fences(text: str) -> tuple[str | None, Mapping[str, str]]:
-    """Find the fenced blocks of a judge prompt. Return their nonce, and the text of each label.
+    """Find the fenced blocks of a judge prompt. Return the nonce of the response, and the text of each label.
 
-    Returns `(None, {})` if there is no fence. Blocks with another nonce than the first one are ignored.
+    Without a response, the nonce is that of the first block. Returns `(None, {})` if there is no fence. What stands
+    inside of a fence is its text, whatever markers it holds.
     """
-    nonce: str | None = None
+    nonces: dict[str, str] = {}
     blocks: dict[str, str] = {}
     for match in _MARKER.finditer(text):
-        if nonce is None:
-            nonce = match["nonce"]
-        if match["nonce"] == nonce:
-            blocks.setdefault(match["label"], match["text"])
-    return nonce, blocks
+        nonces.setdefault(match["label"], match["nonce"])
+        blocks.setdefault(match["label"], match["text"])
+    return nonces.get("response", next(iter(nonces.values()), None)), blocks

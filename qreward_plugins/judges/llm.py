@@ -20,7 +20,7 @@ from ..sources.base import Reply, Request
 from ..sources.kind import TEXT
 from .answer_form import answer_schema
 from .base import Opening
-from .fence import NONCE_LENGTH, draw_nonce, occurs_in
+from .fence import NONCE_LENGTH, draw_nonce, occurs_in, shared_nonce
 from .finish_reasons import why_no_verdict
 from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
@@ -180,11 +180,12 @@ class LLMJudge(Leaf):
         texts = [shown.question, shown.response, shown.reference or "", shown.data_source]
         while True:
             nonce = draw_nonce(self._key, *texts, attempt=attempt)
-            page = Page(nonce)
+            shared = shared_nonce(shown.question, shown.reference or "", shown.data_source, avoided=[*texts, nonce])
+            page = Page(nonce, shared=shared)
             texts_shown, rules = self._prompt.write(sample, shown, page)
-            if not occurs_in(nonce, page.texts):
+            if not occurs_in(nonce, page.texts) and not occurs_in(shared, page.texts):
                 break
-            # The template has written further texts (columns of `extras`, the conversation), and one holds the nonce.
+            # The template has written further texts (columns of `extras`, the conversation), and one holds a nonce.
             texts.extend(page.texts)
         messages: list[Any] = []
         system = self._prompt.system(sample, shown, nonce)
@@ -196,6 +197,7 @@ class LLMJudge(Leaf):
             messages=tuple(messages),
             parameters=dict(self._parameters),
             nonce=nonce,
+            shared_nonce=shared,
             max_completion_tokens=self._max_tokens,
             judge=self.name,
             cut=bool(page.cut),

@@ -1,7 +1,8 @@
 """The prompt of an LLM judge.
 
-It has three parts. The user's instructions come first, so that servers can cache the common prefix. The untrusted texts
-(question, reference, response) follow, each in a fence with the nonce of the attempt. Last come the rules: the meaning
+It has three parts. The user's instructions come first. The untrusted texts (question, reference, response) follow, each
+in a fence. Only the fence of the response has the nonce of the attempt, so that servers can cache all that comes before
+it, which the responses to a question have in common. Last come the rules: the meaning
 of the fences and the form of the answer. Models follow the end of a prompt best, and templates cannot change this part;
 so a template can neither omit the rules nor the response.
 
@@ -144,7 +145,7 @@ class Prompt:
                 continue
             if text or label == "response":
                 parts.append(f"{heading}\n{page.show(text)}")
-        rules = [_RULES.replace(NONCE, page.nonce)]
+        rules = [_RULES.replace(NONCE, page.ids)]
         if page.rewritten:
             rules.append(_BRACKETS)
         if self._config.criteria and "criteria" not in self._instructions.variables:

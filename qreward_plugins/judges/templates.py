@@ -140,17 +140,19 @@ class Table(Mapping[Any, Any]):
 
 
 class Page:
-    """The state of rendering one message: its nonce, the texts written so far, and the loop steps left.
+    """The state of rendering one message: its nonces, the texts written so far, and the loop steps left.
 
-    `shown` holds the labels and `texts` the untrusted texts that were written. `cut` maps the label of each truncated
-    text to its full length in characters. `rewritten` is true if control tokens in any text were neutralised. With
-    `fences` false, a template can test texts of the sample but not write them.
+    `nonce` fences the response, and `shared` all other texts (default: `nonce`). `shown` holds the labels and `texts`
+    the untrusted texts that were written, as they were given and as they are shown. `cut` maps the label of each
+    truncated text to its full length in characters. `rewritten` is true if control tokens in any text were neutralised.
+    With `fences` false, a template can test texts of the sample but not write them.
     """
 
-    __slots__ = ("_steps_left", "cut", "fences", "nonce", "rewritten", "shown", "texts")
+    __slots__ = ("_steps_left", "cut", "fences", "nonce", "rewritten", "shared", "shown", "texts")
 
-    def __init__(self, nonce: str, *, fences: bool = True) -> None:
+    def __init__(self, nonce: str, *, shared: str = "", fences: bool = True) -> None:
         self.nonce = nonce
+        self.shared = shared or nonce
         self.fences = fences
         self.shown: set[str] = set()
         self.texts: list[str] = []
@@ -194,8 +196,17 @@ class Page:
             self.cut[text._label] = len(text._text)
         capped = cap(text._text, text._max_chars)
         shown = neutralise(capped)
+        if shown != text._text:
+            self.texts.append(shown)
         self.rewritten = self.rewritten or shown != capped
-        return fence(text._label, shown, self.nonce)
+        return fence(text._label, shown, self.nonce if text._label == "response" else self.shared)
+
+    @property
+    def ids(self) -> str:
+        """The nonces of the fences that were written, in words."""
+        if self.shown <= {"response"} or self.shared == self.nonce:
+            return self.nonce
+        return f"{self.shared} or {self.nonce}"
 
     def step(self) -> None:
         self._steps_left -= 1

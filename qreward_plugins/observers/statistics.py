@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from ..samples import Scored
+from ..sources.replica import ReplicaStatistics
 from ..telemetry import BatchReport, WaitBySize, Waits, percentile
 from .events import (
     AttemptEnded,
@@ -32,7 +33,7 @@ RECENT = 4096
 class SourceGauges:
     """The present state of a source in the scheduler. `retries` are the retries that its failures caused;
     `retries_put_off` of them had to wait for the retry budget. `learned` describes learned limits; empty if there are
-    none.
+    none. `replicas` are its servers, if it has several.
     """
 
     state: str
@@ -43,6 +44,7 @@ class SourceGauges:
     retries: int = 0
     retries_put_off: int = 0
     learned: str = ""
+    replicas: tuple[ReplicaStatistics, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +150,8 @@ class _Source(_Counts):
             first_token_p50_s=percentile(self.first_tokens_s, 0.5),
             first_token_p95_s=percentile(self.first_tokens_s, 0.95),
             **asdict(self),
-            **asdict(gauges),
+            # Not `asdict`, which would turn the replicas into mappings.
+            **{each.name: getattr(gauges, each.name) for each in fields(gauges)},
         )
 
 

@@ -9,7 +9,7 @@ import dataclasses
 import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..config import Batch, Config, Price
@@ -19,6 +19,7 @@ from ..quotas import Quota, QuotaUse, Reservation, RetryBudget, SharedQuota
 from ..sources import Source, open_source
 from ..sources.base import Reply, Request
 from ..sources.opening import same_keys
+from ..sources.replica import ReplicaStatistics
 from .breaker import Breaker
 from .health import Health
 from .pauses import Pauses
@@ -336,6 +337,8 @@ class Upstream:
     def gauges(self, now: float) -> SourceGauges:
         """Its state, use and learned limits, for observers."""
         use = self.quota.use(now)
+        of_replicas: Callable[[float], Sequence[ReplicaStatistics]] | None
+        of_replicas = getattr(self.source, "replica_statistics", None)
         return SourceGauges(
             state=self.state(now),
             in_flight=use.in_flight,
@@ -345,6 +348,7 @@ class Upstream:
             retries=self.retries.retries,
             retries_put_off=self.retries.put_off,
             learned=_learned(use),
+            replicas=() if of_replicas is None else tuple(of_replicas(now)),
         )
 
 

@@ -29,6 +29,11 @@ _COUNTED = {
 }
 
 
+_MOST_REPLICAS = 128
+"""Most replicas of a source that have series of their own, in the order of the configuration."""
+_HEALTH = ("up", "half_open", "backing_off", "draining", "down")
+
+
 def exposition(statistics: EngineStatistics, under_way: int, requests: Counter[tuple[str, int]]) -> bytes:
     """Return the metrics as text. `requests` counts HTTP requests by path and status."""
     registry = CollectorRegistry(auto_describe=False)
@@ -63,7 +68,35 @@ class _Collector:
             state.add_metric([source, numbers.state], 1.0)
         yield in_flight
         yield state
+        yield from _replicas(now)
         served = CounterMetricFamily("qreward_http_requests", "HTTP requests.", labels=["path", "status"])
         for (path, status), count in self._requests.items():
             served.add_metric([path, str(status)], count)
         yield served
+
+
+def _replicas(now: EngineStatistics) -> Iterator[Metric]:
+    labels = ["source", "replica"]
+    requests = CounterMetricFamily("qreward_replica_requests", "Requests that were sent.", labels=labels)
+    failures = CounterMetricFamily("qreward_replica_failures", "Requests without a reply below 500.", labels=labels)
+    in_flight = GaugeMetricFamily("qreward_replica_in_flight", "Requests under way.", labels=labels)
+    pending = GaugeMetricFamily("qreward_replica_pending_tokens", "Tokens under way (estimated).", labels=labels)
+    hits = GaugeMetricFamily("qreward_replica_prefix_hit_rate", "Share of cached prompt tokens.", labels=labels)
+    cache = GaugeMetricFamily("qreward_replica_cache_use", "Share of the KV cache in use.", labels=labels)
+    health = GaugeMetricFamily("qreward_replica_health", "1 for the present health.", labels=[*labels, "health"])
+    for source, numbers in now.sources.items():
+        for one in numbers.replicas[:_MOST_REPLICAS]:
+            at = [source, one.base_url]
+            requests.add_metric(at, one.requests)
+            failures.add_metric(at, one.failures)
+            in_flight.add_metric(at, one.in_flight)
+            pending.add_metric(at, one.pending_tokens)
+            if one.prefix_hit_rate == one.prefix_hit_rate:
+                hits.add_metric(at, one.prefix_hit_rate)
+            if one.cache_use is not None:
+                cache.add_metric(at, one.cache_use)
+            for name in _HEALTH:
+                health.add_metric([*at, name], float(name == one.health))
+    for family in (requests, failures, in_flight, pending, hits, cache, health):
+        if family.samples:
+            yield family

@@ -26,15 +26,18 @@ class Request:
     content of a message is a text, or a list of parts as in chat completions: `{"type": "text", "text": ...}` and
     `{"type": "image_url", "image_url": {"url": ...}}`, whose `url` is an `EncodedImage` (or, if the user allows it, an
     http URL). A source whose server has another form of parts translates them.
-    Functions and scoring services get `sample`. `nonce` binds the reply to this request. `max_completion_tokens` is the
-    most tokens that the reply may take, for the quota; 0 if the source counts no tokens. `judge` is the name of the
-    judge. `cut` is true if a text of the sample was too long and lost its middle. Neither `judge` nor `cut` is sent.
+    Functions and scoring services get `sample`. `nonce` binds the reply to this request; in the messages it comes after
+    what the siblings of a group share, so that servers can cache that. `shared_nonce` is that of fences around texts
+    which they share; "" for none. `max_completion_tokens` is the most tokens that the reply may take, for the quota; 0
+    if the source counts no tokens. `judge` is the name of the judge. `cut` is true if a text of the sample was too long
+    and lost its middle. Neither `judge` nor `cut` is sent.
     """
 
     sample: Sample
     messages: tuple[Message, ...] = ()
     parameters: Mapping[str, Any] = field(default_factory=dict)
     nonce: str = ""
+    shared_nonce: str = field(default="", kw_only=True)
     max_completion_tokens: int = 0
     judge: str = ""
     cut: bool = False
@@ -167,6 +170,8 @@ class Source(Protocol):
       Without this method, the journal assumes that everything in the request is sent.
     - `passes: tuple[str, ...]`: the dialects of `Request.passed` that it sends on; default: none.
     - `demand(request) -> Demand | None`: the most tokens that the body of the request may take.
+    - `replica_statistics(now) -> Sequence[ReplicaStatistics]`: the statistics of each replica, for a source with
+      several servers; `now` is the event loop's time in seconds.
     """
 
     @property

@@ -22,21 +22,24 @@ from ..spent import Usage
 from .base import Reply, Request, apart, identity_of
 from .bodies import encoded, with_parameters
 from .body_writer import BodyWriter
+from .cache_use import CacheUse
 from .clients import open_client, slots_of
 from .demand import Demand, Texture, completion_bound, of_messages
 from .endpoint_settings import has_header, read_headers, read_parameters, read_urls
 from .http import HTTPReply, Streaming
 from .kind import SourceKind, class_path
 from .lists import Lists
+from .prefixes import BYTES_PER_TOKEN, shared_prefix
 from .provider import Provider, address
-from .replicas import Replicas
+from .replica import Replica, ReplicaStatistics
+from .replicas import UNKNOWN, Errand, Replicas
 from .replies import Answer
 from .stream_passing import StreamPassing
 
 _LONGEST_KEPT_BYTES = 8192
 _MOST_KEPT = 64
-_BYTES_PER_TOKEN = 4
-"""Bytes of English text for each token, for the usage of a stream that was ended before the server stated it."""
+_SHUTS_DOWN = b"cannot schedule new futures after shutdown"
+"""How vLLM answers new requests while it finishes the others; its `/health` still says 200."""
 
 
 class Endpoint(SourceKind):
@@ -94,7 +97,8 @@ class Endpoint(SourceKind):
             self._stream_urls = read_urls(f"sources.{name}.{config.URL_KEY}", config.urls, stream_path, found)
         if found or mistakes:
             raise ConfigurationError([*found, *mistakes])
-        self._replicas = Replicas(config.urls)
+        self._replicas = Replicas(config.urls, config.routing, name=name)
+        self._cache_use = CacheUse(verify_tls=config.verify_tls) if "kv_cache" in config.routing.strategies else None
         self._demands: dict[bytes, tuple[Texture, int | None]] = {}
         plain = {key: value for key, value in self.plain_headers(config).items() if not has_header(headers, key)}
         self._identity = (
@@ -127,26 +131,29 @@ class Endpoint(SourceKind):
         streaming = self.streaming(request)
         if streaming is not None:
             return await self._send_streamed(request, streaming, on_sent)
-        url, http = await self._post(await self._bodies.to_send(request), on_sent)
-        return self._without_secrets(self.answer(url, http).reply())
+        url, http, replica = await self._post([request], await self._bodies.to_send(request), on_sent)
+        reply = self.answer(url, http).reply()
+        self._replicas.used(replica, reply.usage)
+        return self._without_secrets(reply)
 
     async def _send_streamed(self, request: Request, streaming: Streaming, on_sent: Callable[[], None]) -> Reply:
         http: HTTPReply | None = None
         try:
             body = await self._bodies.to_send(request, streaming.reader.ASKS)
-            url, http = await self._post(body, on_sent, streaming=streaming)
+            url, http, replica = await self._post([request], body, on_sent, streaming=streaming)
         finally:
             refused = self.streamed(http)
         if refused is not None:
             raise refused
         reply = self._without_secrets(self.answer(url, http).reply())
+        self._replicas.used(replica, reply.usage)
         facts = http.stream
         if facts is None:
             return reply
         usage, estimated = reply.usage, False
         if usage is None and facts.cut:
             demand = request.demand(self)
-            usage, estimated = Usage(demand.texture.size // _BYTES_PER_TOKEN + demand.overhead, facts.tokens), True
+            usage, estimated = Usage(demand.texture.size // BYTES_PER_TOKEN + demand.overhead, facts.tokens), True
         return replace(
             reply,
             usage=usage,
@@ -179,40 +186,66 @@ class Endpoint(SourceKind):
                 bodies[number] = body
         if bodies:
             joined = self._bodies.join(list(bodies.values()), self.lists)
-            url, http = await self._post(joined, on_sent, calls=len(bodies))
-            replies = self.answer(url, http).replies(self.lists, [requests[number] for number in bodies], self)
+            sent = [requests[number] for number in bodies]
+            url, http, replica = await self._post(sent, joined, on_sent)
+            replies = self.answer(url, http).replies(self.lists, sent, self)
             for number, reply in zip(bodies, replies, strict=True):
+                if isinstance(reply, Reply):
+                    self._replicas.used(replica, reply.usage)
                 results[number] = self._without_secrets(reply) if isinstance(reply, Reply) else reply
         return [result for result in results if result is not None]
 
     async def _post(
         self,
+        requests: Sequence[Request],
         body: bytes,
         on_sent: Callable[[], None],
         *,
-        calls: int = 1,
         streaming: Streaming | StreamPassing | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> tuple[URL, HTTPReply]:
-        """Post a body of this many calls to a replica; return the URL and the reply. `headers` are sent beside those of
-        the source.
+    ) -> tuple[URL, HTTPReply, Replica]:
+        """Post the body of these requests to a replica; return the URL, the reply and the replica. `headers` are sent
+        beside those of the source.
         """
         loop = asyncio.get_running_loop()
-        most = calls * self._max_reply_bytes
-        with self._replicas.borrow(loop.time()) as replica:
-            url = (self._urls if streaming is None else self._stream_urls)[replica.base_url]
+        most = len(requests) * self._max_reply_bytes
+        with self._replicas.borrow(loop.time(), self._errand(requests)) as loan:
+            url = (self._urls if streaming is None else self._stream_urls)[loan.base_url]
             try:
                 http = await self._http.post(
                     url, body, on_sent=on_sent, max_reply_bytes=most, streaming=streaming, headers=headers
                 )
             except SourceError:
-                replica.failed(loop.time())
+                loan.failed(loop.time())
+                raise
+            except asyncio.CancelledError:
+                loan.cancelled(loop.time())
                 raise
             if http.status >= 500:
-                replica.failed(loop.time())
+                loan.failed(loop.time(), draining=_SHUTS_DOWN in http.body)
             else:
-                replica.answered()
-        return url, http
+                loan.answered(loop.time())
+        return url, http, loan.replica
+
+    def _errand(self, requests: Sequence[Request]) -> Errand:
+        """Return what the choice of a replica depends on. It is not computed for a source with one URL."""
+        if not self._replicas.several:
+            return UNKNOWN
+        if self._cache_use is not None:
+            self._cache_use.refresh(self._replicas.all, asyncio.get_running_loop().time())
+        demands = [request.demand(self) for request in requests]
+        # The requests of a batch go to one replica; the first of them decides.
+        routing = self._replicas.routing
+        by_prefix = "prefix_aware" in routing.strategies
+        return Errand(
+            sum(demand.texture.size // BYTES_PER_TOKEN + demand.overhead for demand in demands),
+            sum(demand.completion for demand in demands),
+            shared_prefix(requests[0], routing.prefix_tokens) if by_prefix else None,
+        )
+
+    def replica_statistics(self, now: float) -> tuple[ReplicaStatistics, ...]:
+        """Return the statistics of each replica; empty for one URL. `now` is the event loop's time in seconds."""
+        return self._replicas.statistics(now) if self._replicas.several else ()
 
     def _without_secrets(self, reply: Reply) -> Reply:
         """Redact the reply, and attach the redactor: a server may echo secrets into rationales and component names."""
@@ -239,6 +272,8 @@ class Endpoint(SourceKind):
 
     async def aclose(self) -> None:
         """Close all connections. Idempotent. After that, `send` raises."""
+        if self._cache_use is not None:
+            await self._cache_use.aclose()
         await self._bodies.aclose()
         await self._http.aclose()
 

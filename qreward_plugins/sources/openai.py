@@ -138,7 +138,7 @@ class OpenAISource(Endpoint):
                 wait_for_room=passed.wait_for_room,
             )
         headers = {name: value for name, value in passed.headers.items() if name not in self._own_headers}
-        url, http = await self._post(body, on_sent, streaming=streaming, headers=headers)
+        url, http, replica = await self._post([request], body, on_sent, streaming=streaming, headers=headers)
         answer = self.answer(url, http)
         raw = RawReply(http.status, handed_back(http.headers, clean), cleaned(http.body, clean), self._name)
         if not 200 <= http.status < 300:
@@ -152,9 +152,11 @@ class OpenAISource(Endpoint):
             raise content
         if http.stream is None and not isinstance(content.get(self._dialect.answers_in), list):
             raise answer.unreadable(f"no {self._dialect.answers_in}", http.body)
+        usage = answer.usage_in(content)
+        self._replicas.used(replica, usage)
         return Reply(
             value=raw if http.stream is None else None,
-            usage=answer.usage_in(content),
+            usage=usage,
             model=answer.redactor.of(name_of(content.get("model"))),
             announced=announced_limits(http.headers),
             first_token_s=None if http.stream is None else http.stream.first_token_s,

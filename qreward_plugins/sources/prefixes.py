@@ -36,7 +36,9 @@ def shared_prefix(request: Request, most_tokens: int | None = None) -> Prefix | 
     The hash (BLAKE2b, RFC 7693) is the same in every process, so that the siblings of a group that are scored in
     different processes go to the same replica.
     """
-    if request.messages:
+    if request.passed is not None:
+        pieces, limit = list(_texts_of(request.passed.body)), most_tokens or _UNKNOWN_TOKENS
+    elif request.messages:
         pieces, ends = _before_the_response(request)
         limit = most_tokens if ends or most_tokens is not None else _UNKNOWN_TOKENS
     else:
@@ -69,10 +71,20 @@ def _before_the_response(request: Request) -> tuple[list[str], bool]:
     return pieces, False
 
 
+def _texts_of(body: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the texts of a client's own request, in the order in which servers write them into the prompt."""
+    for key in ("system", "instructions", "messages", "input", "contents"):
+        value = body.get(key)
+        if isinstance(value, str):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _texts(value)
+
+
 def _texts(messages: Iterable[Any]) -> Iterator[str]:
     """Yield the texts of messages. Other values are skipped: data sets do not hold only texts in messages."""
     for message in messages:
-        content = message.get("content") if isinstance(message, Mapping) else None
+        content = message.get("content", message.get("parts")) if isinstance(message, Mapping) else None
         for part in content if isinstance(content, (list, tuple)) else [content]:
             text = part.get("text") if isinstance(part, Mapping) else part
             if isinstance(text, str):

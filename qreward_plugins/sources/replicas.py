@@ -33,7 +33,8 @@ class Errand:
     prefix: Prefix | None = None
 
 
-_UNKNOWN = Errand()
+UNKNOWN = Errand()
+"""Nothing is known of the request, or nothing needs to be: there is one replica."""
 
 
 class Loan:
@@ -139,7 +140,7 @@ class Replicas:
             replica.reset()
         replica.mark = mark
 
-    def borrow(self, now: float, errand: Errand = _UNKNOWN) -> Loan:
+    def borrow(self, now: float, errand: Errand = UNKNOWN) -> Loan:
         """Choose a replica, and count the request as under way there. `now` is the event loop's time in seconds.
 
         Replicas that failed are tried less: only if their backoff is over, one call at a time, or if all have failed.

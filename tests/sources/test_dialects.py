@@ -145,6 +145,7 @@ def test_images_become_the_parts_of_the_dialect(dialect: str) -> None:
         "messages": messages,
         "parameters": {"max_tokens": 9},
         "nonce": "",
+        "shared_nonce": "",
         "max_completion_tokens": 9,
         "judge": "",
         "cut": False,

@@ -5,7 +5,7 @@ Requests and replies: `anthropic.types` of Anthropic's package for Python, and t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import orjson
@@ -157,7 +157,7 @@ class Messages(Dialect):
         system, turns = system_and_turns(request.messages)
         body: dict[str, Any] = {"model": model, "max_tokens": parameters.pop("max_tokens", 8192)}
         written = [_turn(turn) for turn in turns]
-        is_cached = _mark_prefix(written, request.nonce)
+        is_cached = _mark_prefix(written, [nonce for nonce in (request.shared_nonce, request.nonce) if nonce])
         if system:
             body["system"] = [{"type": "text", "text": system, **({} if is_cached else _CACHED)}]
         body["messages"] = written
@@ -244,20 +244,21 @@ def _image(url: Any) -> dict[str, Any]:
     return {"type": "base64", "media_type": found[0], "data": found[1]}
 
 
-def _mark_prefix(turns: list[dict[str, Any]], nonce: str) -> bool:
+def _mark_prefix(turns: list[dict[str, Any]], nonces: Sequence[str]) -> bool:
     """Mark the end of the prefix that all requests of a judge share, so that the server caches it.
 
-    The texts of a sample stand in fences that carry the nonce, so what is before the first of them comes from the
-    judge's instructions. Returns whether there is such a prefix.
+    The texts of a sample stand in fences that carry one of the nonces, so what is before the first of them comes from
+    the judge's instructions. Returns whether there is such a prefix.
     """
-    for turn in turns if nonce else ():
+    for turn in turns:
         content = turn["content"]
         blocks = [{"type": "text", "text": content}] if isinstance(content, str) else content
         for at, block in enumerate(blocks):
             text = block.get("text", "") if isinstance(block, dict) else ""
-            found = text.find(nonce)
-            if found < 0:
+            places = [place for nonce in nonces if (place := text.find(nonce)) >= 0]
+            if not places:
                 continue
+            found = min(places)
             end = text.rfind("\n", 0, found) + 1
             if not text[:end].strip():
                 return False

@@ -1,0 +1,144 @@
+"""A source with several servers: siblings land together, a failed server loses no sample, and both are shown."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from qreward_plugins import RewardEngine, Scored
+from qreward_plugins.server.exposition import exposition
+from qreward_plugins.testing import JudgeServer, PlayFault
+
+
+@pytest.fixture
+def tree(make_config):
+    def make(*servers, routing=("prefix_aware", "least_pending_tokens"), **more):
+        config = make_config({"judge": servers[0]}, **more)
+        config["sources"]["judge"]["base_url"] = [server.base_url for server in servers]
+        if routing is not None:
+            config["sources"]["judge"]["routing"] = list(routing)
+        return config
+
+    return make
+
+
+@pytest.fixture
+def groups(make_sample):
+    """Eight answers to each of 12 questions."""
+    return [
+        make_sample(question, id=f"{question}-{answer}", response=f"I think it is {answer}.")
+        for question in range(12)
+        for answer in range(8)
+    ]
+
+
+def homes(servers):
+    """The servers at which each question was judged."""
+    found = {}
+    for number, server in enumerate(servers):
+        for call in server.calls:
+            found.setdefault(call, Counter())[number] += 1
+    return found
+
+
+class Seen(JudgeServer):
+    """A judge server that remembers the questions."""
+
+    def __init__(self):
+        self.calls = []
+        super().__init__(self._scored)
+
+    def _scored(self, call):
+        self.calls.append(call.blocks["question"])
+        return 5.0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("routing", "places"), [(("prefix_aware",), (12, 18)), (("round_robin",), (24, 24))])
+async def test_the_siblings_of_a_group_are_judged_at_one_server(tree, groups, routing, places):
+    with Seen() as one, Seen() as two:
+        async with RewardEngine(tree(one, two, routing=routing)) as engine:
+            outcomes = await engine.score_all(groups)
+            replicas = engine.statistics().sources["judge"].replicas
+        assert all(isinstance(outcome, Scored) for outcome in outcomes)
+        assert places[0] <= sum(map(len, homes([one, two]).values())) <= places[1]
+        assert [replica.requests for replica in replicas] == [len(one.calls), len(two.calls)]
+        assert all(replica.in_flight == replica.pending_tokens == 0 for replica in replicas)
+        assert all(replica.health == "up" and replica.prompt_tokens > 0 for replica in replicas)
+
+
+@pytest.mark.anyio
+async def test_a_server_that_dies_loses_no_sample(tree, groups):
+    with Seen() as one, Seen() as two:
+        async with RewardEngine(tree(one, two)) as engine:
+            await engine.score_all(groups[:8])
+            one.stop()
+            outcomes = await engine.score_all(groups, deadline_s=30)
+            replicas = engine.statistics().sources["judge"].replicas
+        assert all(isinstance(outcome, Scored) for outcome in outcomes)
+        assert replicas[0].failures > 0
+        assert all(replica.in_flight == replica.pending_tokens == 0 for replica in replicas)
+
+
+@pytest.mark.anyio
+async def test_a_server_that_shuts_down_is_avoided_at_once(tree, groups):
+    said = PlayFault("server_error")
+
+    def shuts_down(call):
+        raise said
+
+    with JudgeServer(shuts_down) as one, Seen() as two:
+        async with RewardEngine(tree(one, two)) as engine:
+            outcomes = await engine.score_all(groups, deadline_s=30)
+            requests = one.report().requests
+            replicas = engine.statistics().sources["judge"].replicas
+        assert all(isinstance(outcome, Scored) for outcome in outcomes)
+        assert requests == replicas[0].requests == replicas[0].failures < len(groups) / 2
+        assert replicas[0].health in ("backing_off", "half_open")
+
+
+@pytest.mark.anyio
+async def test_cancelled_calls_are_given_back(tree, groups):
+    began = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    async def never(call):
+        loop.call_soon_threadsafe(began.set)
+        await asyncio.sleep(60)
+
+    with JudgeServer(never) as one, JudgeServer(never) as two:
+        async with RewardEngine(tree(one, two)) as engine:
+            task = asyncio.ensure_future(engine.score_all(groups))
+            await began.wait()
+            assert sum(replica.pending_tokens for replica in engine.statistics().sources["judge"].replicas) > 0
+            task.cancel()
+            await asyncio.wait([task])
+            replicas = engine.statistics().sources["judge"].replicas
+        assert all(replica.in_flight == replica.pending_tokens == 0 for replica in replicas)
+
+
+@pytest.mark.anyio
+async def test_metrics_show_every_replica_up_to_a_bound(tree, groups, monkeypatch):
+    with Seen() as one, Seen() as two:
+        async with RewardEngine(tree(one, two)) as engine:
+            await engine.score_all(groups[:16])
+            statistics = engine.statistics()
+            text = exposition(statistics, 0, Counter()).decode()
+            for server in (one, two):
+                at = f'{{replica="{server.base_url}",source="judge"}}'
+                assert f"qreward_replica_in_flight{at} 0.0" in text
+                assert f"qreward_replica_requests_total{at} {float(len(server.calls))}" in text
+            assert 'health="up"' in text
+            monkeypatch.setattr("qreward_plugins.server.exposition._MOST_REPLICAS", 1)
+            assert two.base_url not in exposition(statistics, 0, Counter()).decode()
+
+
+@pytest.mark.anyio
+async def test_a_source_with_one_url_has_no_replicas(tree, groups):
+    with Seen() as one:
+        async with RewardEngine(tree(one, routing=None)) as engine:
+            await engine.score_all(groups[:2])
+            assert engine.statistics().sources["judge"].replicas == ()
+            assert "qreward_replica" not in exposition(engine.statistics(), 0, Counter()).decode()

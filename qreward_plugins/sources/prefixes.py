@@ -36,6 +36,7 @@ def shared_prefix(request: Request, most_tokens: int | None = None) -> Prefix | 
     The hash (BLAKE2b, RFC 7693) is the same in every process, so that the siblings of a group that are scored in
     different processes go to the same replica.
     """
+    limit: int | None
     if request.passed is not None:
         pieces, limit = list(_texts_of(request.passed.body)), most_tokens or _UNKNOWN_TOKENS
     elif request.messages:

@@ -9,7 +9,7 @@ import pytest
 
 from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.server.exposition import exposition
-from qreward_plugins.testing import JudgeServer, PlayFault
+from qreward_plugins.testing import JudgeServer
 
 
 @pytest.fixture
@@ -80,23 +80,6 @@ async def test_a_server_that_dies_loses_no_sample(tree, groups):
         assert all(isinstance(outcome, Scored) for outcome in outcomes)
         assert replicas[0].failures > 0
         assert all(replica.in_flight == replica.pending_tokens == 0 for replica in replicas)
-
-
-@pytest.mark.anyio
-async def test_a_server_that_shuts_down_is_avoided_at_once(tree, groups):
-    said = PlayFault("server_error")
-
-    def shuts_down(call):
-        raise said
-
-    with JudgeServer(shuts_down) as one, Seen() as two:
-        async with RewardEngine(tree(one, two)) as engine:
-            outcomes = await engine.score_all(groups, deadline_s=30)
-            requests = one.report().requests
-            replicas = engine.statistics().sources["judge"].replicas
-        assert all(isinstance(outcome, Scored) for outcome in outcomes)
-        assert requests == replicas[0].requests == replicas[0].failures < len(groups) / 2
-        assert replicas[0].health in ("backing_off", "half_open")
 
 
 @pytest.mark.anyio

@@ -533,6 +533,29 @@ async def test_a_replica_that_is_down_or_broken_is_avoided(
         await source.aclose()
 
 
+async def test_a_replica_that_shuts_down_is_avoided_at_once(
+    serve: Any, open_source: Any, request_of: Any, completed: Any
+) -> None:
+    async def good(exchange: Any) -> None:
+        exchange.reply(completed())
+
+    async def draining(exchange: Any) -> None:
+        said = "cannot schedule new futures after shutdown"
+        exchange.reply({"error": {"message": said, "code": 500}}, "500 Internal Server Error")
+
+    async with serve(draining) as first, serve(good) as second:
+        source = open_source(first.base_url, second.base_url)
+        with pytest.raises(TransientError):
+            await source.send(request_of(), on_sent=unheard)
+        for _ in range(4):
+            assert (await source.send(request_of(), on_sent=unheard)).text == "fine"
+        shown = source.replica_statistics(asyncio.get_running_loop().time())
+        assert [replica.health for replica in shown] == ["draining", "up"]
+        assert [(replica.requests, replica.failures) for replica in shown] == [(1, 1), (4, 0)]
+        assert len(first.exchanges) == 1
+        await source.aclose()
+
+
 async def test_replicas_share_the_load(serve: Any, open_source: Any, request_of: Any, completed: Any) -> None:
     all_there, go = asyncio.Event(), asyncio.Event()
 

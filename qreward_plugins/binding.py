@@ -6,6 +6,7 @@ import asyncio
 import os
 
 from .errors import EngineError
+from .remote import RemoteScoring
 from .scheduling import Dispatcher
 from .scoring import Scoring
 from .wiring import Wiring
@@ -54,13 +55,7 @@ class LoopBinding:
         for upstream in wiring.upstreams.values():
             upstream.abandon_attempts(loop.time())
         self.loop, self.pid = loop, os.getpid()
-        scoring = self.scoring = Scoring(
-            wiring.router,
-            sources={name: upstream.source for name, upstream in wiring.upstreams.items()},
-            journal=wiring.journal,
-            reuse=wiring.reuse,
-            observers=wiring.observers,
-        )
+        scoring = self.scoring = self._scoring()
         scoring.dispatcher = Dispatcher(
             wiring.upstreams,
             rng=wiring.rng,
@@ -74,3 +69,17 @@ class LoopBinding:
         if wiring.membership is not None:
             wiring.membership.start(scoring.dispatcher)
         return scoring
+
+    def _scoring(self) -> Scoring:
+        wiring = self._wiring
+        if wiring.server is not None:
+            engine = wiring.config.engine
+            own = engine.priority if "priority" in engine.model_fields_set else None
+            return RemoteScoring(wiring.server, router=wiring.router, observers=wiring.observers, priorities=own)
+        return Scoring(
+            wiring.router,
+            sources={name: upstream.source for name, upstream in wiring.upstreams.items()},
+            journal=wiring.journal,
+            reuse=wiring.reuse,
+            observers=wiring.observers,
+        )

@@ -36,6 +36,8 @@ def warn_if_too_many(wiring: Wiring, batch: Sequence[Sample], deadline_s: float)
 
 def stream_window(wiring: Wiring) -> int:
     """Return enough samples to keep every source busy, but at most what the limits allow in half a deadline."""
+    if wiring.server is not None:
+        return wiring.server.facts.window
     busy = 4 * sum(upstream.most_calls * upstream.quota.concurrency for upstream in wiring.upstreams.values())
     allowed = calls_per_s(wiring) * wiring.config.engine.deadline_s / 2
     return max(1, int(min(busy, allowed / wiring.router.most_calls)))

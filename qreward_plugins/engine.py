@@ -96,8 +96,8 @@ class RewardEngine:
         if not self._wiring.start_probe.over:
             await self._wiring.start_probe.passed(scoring, due_at)
         read = read_sample(sample)
-        priority = scoring.priority_of(read) if priority is None else priority
-        return await scoring.submit(read, scoring.batches.of_singles(priority), due_at, priority=priority)
+        batch = scoring.batches.of_singles(scoring.priority_of(read) if priority is None else priority)
+        return await scoring.submit(read, batch, due_at, priority=priority)
 
     async def score_all(
         self,
@@ -116,6 +116,24 @@ class RewardEngine:
 
         Raises what `score` raises, and `TypeError` for a single sample.
         """
+        outcomes = await self.score_each(samples, deadline_s=deadline_s, priority=priority, cutoff=cutoff)
+        try:
+            return [await outcome for outcome in outcomes]
+        except BaseException:
+            await _cancel(outcomes)
+            raise
+
+    async def score_each(
+        self,
+        samples: Iterable[Sample],
+        *,
+        deadline_s: float | None = None,
+        priority: int | None = None,
+        cutoff: Cutoff | None = None,
+    ) -> list[asyncio.Future[Outcome]]:
+        """Submit a batch as `score_all` does; return a future for each sample, which has its outcome as soon as it is
+        known. Cancelling a future cancels that sample. Raises what `score_all` raises.
+        """
         if isinstance(samples, Sample):
             raise TypeError("score_all takes several samples; call score for one")
         _check_times(deadline_s, priority)
@@ -132,12 +150,12 @@ class RewardEngine:
         outcomes: list[asyncio.Future[Outcome]] = []
         try:
             outcomes += (scoring.submit(sample, together, due_at, priority=priority) for sample in batch)
-            return [await outcome for outcome in outcomes]
         except BaseException:
             await _cancel(outcomes)
             raise
         finally:
             scoring.batches.seal(together)
+        return outcomes
 
     async def score_stream(
         self, samples: Iterable[Sample] | AsyncIterable[Sample], *, window: int | None = None
@@ -258,6 +276,9 @@ class RewardEngine:
 
     def facts(self) -> Facts:
         """Return the converter of this engine's outcomes to mappings with the same keys for every sample."""
+        server = self._wiring.server
+        if server is not None:
+            return Facts(server.facts.components, defines_correct=server.facts.defines_correct)
         return Facts(self._wiring.router.component_names(), defines_correct=self._wiring.router.defines_correct)
 
     def portal(self) -> AbstractContextManager[EnginePortal]:

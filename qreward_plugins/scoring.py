@@ -70,7 +70,7 @@ class Scoring:
 
         Cancelling the future cancels its calls.
         """
-        self._observers.emit(events.submitted(named(sample), self.now()))
+        self.submitted(sample)
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         if isinstance(sample, Rejected):
             member = self.batches.join(batch, sample.sample.group_id)
@@ -120,6 +120,10 @@ class Scoring:
             abandon(task)
             name = judging[task].judge.name
             _log.warning("judge %s did not end within %g s of being cancelled, and is abandoned", name, CLOSE_WITHIN_S)
+
+    def submitted(self, sample: Sample | Rejected) -> None:
+        """Emit that a sample was submitted."""
+        self._observers.emit(events.submitted(named(sample), self.now()))
 
     def ended(self, sample: Sample, outcome: Outcome) -> None:
         """Emit the outcome of a sample."""

@@ -13,6 +13,7 @@ from .errors import ConfigurationError, Mistake
 from .journal import Journal
 from .judges import JudgeRouter, Leaf
 from .observers import BatchLog, FailureLog, Observer, Observers, Statistics, load_observers, with_names
+from .remote import RemoteServer, open_server
 from .scheduling import Upstream, open_upstreams
 from .sharing import Channel, Membership, open_channel, source_keys
 from .sources import Source
@@ -41,7 +42,10 @@ class Wiring:
             (statistics, FailureLog(), BatchLog()), [*load_observers(self.config.observers), *given]
         )
         settings = self.config.engine
-        channel = channel or open_channel(settings.shared)
+        self.server: RemoteServer | None = None if settings.server is None else open_server(settings.server)
+        """The reward server that scores instead of this process; None: this process scores."""
+        if self.server is None:
+            channel = channel or open_channel(settings.shared)
         processes = 1 if settings.shared == "off" else processes
         self.upstreams = open_upstreams(self.config, sources, processes=processes, shared=channel is not None)
         keys = source_keys(self.config)

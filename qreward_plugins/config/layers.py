@@ -19,6 +19,7 @@ from .environment import environment, environment_of
 from .findings import nearest
 from .loading import load_config
 from .models import Config
+from .served import names_server
 from .yaml_file import read_yaml
 
 _log = logging.getLogger("qreward_plugins.config")
@@ -61,7 +62,7 @@ def _loaded(inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any] |
         if key not in known and nearest(key, known) == "config":
             raise ConfigurationError([Mistake(key, "unknown key.", "Did you mean `config`?")], origin=origin)
     path = inline.get("config") or environment().get(ENVIRONMENT)
-    if not path and "config" not in inline and ("judges" in inline or default is None):
+    if not path and "config" not in inline and (_is_whole(inline) or default is None):
         return load_config(inline, origin=origin)
     merged = _merged(read_yaml(path, origin=str(path)) if path else {}, inline, default or {})
     return load_config(merged, origin=str(path) if path else origin)
@@ -75,7 +76,12 @@ def _merged(file: Any, inline: Mapping[str, Any] | DictConfig, default: Mapping[
     over = OmegaConf.to_container(inline, resolve=False) if isinstance(inline, DictConfig) else inline
     assert isinstance(over, Mapping)
     over = {key: value for key, value in over.items() if key != "config"}
-    return OmegaConf.merge({} if "judges" in {**file, **over} else default, file, over)
+    return OmegaConf.merge({} if any(map(_is_whole, (file, over))) else default, file, over)
+
+
+def _is_whole(tree: Mapping[str, Any] | DictConfig) -> bool:
+    """Whether a tree has judges, or a server that has some."""
+    return "judges" in tree or names_server(tree)
 
 
 def _warn_of_printed_keys(inline: Mapping[str, Any] | DictConfig, origin: str, framework: str) -> None:

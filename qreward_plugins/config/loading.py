@@ -20,6 +20,7 @@ from .findings import Finding, Path, cut
 from .keys import KeyCheck
 from .models import Config
 from .references import check_references
+from .served import check_served, names_server
 from .several_keys import configured_name, with_each_key
 from .tree import Tree, read_tree
 from .values import check_values
@@ -86,6 +87,8 @@ def _checked(tree: Tree, origin: str) -> Config:
         keys = KeyCheck(tree.value)
         if keys.foreign:
             raise ConfigurationError([finding.as_mistake(hidden=True) for finding in keys.findings], origin=origin)
+        if names_server(tree.value):
+            findings += check_served(tree.value)
         config, wrong_values = check_values(tree.value, keys.shapes)
         findings += keys.findings
         unsure = [finding.path for finding in keys.findings + wrong_values]

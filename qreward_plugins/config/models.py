@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, SerializeAsAny, ValidationError
+from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, SecretStr, SerializeAsAny, ValidationError
 from pydantic_core import PydanticCustomError
 
 from .. import registry
@@ -29,7 +29,7 @@ from .nodes import (
     one_or_several,
     takes,
 )
-from .source_models import SourceConfig
+from .source_models import ServiceURL, SourceConfig, VariableName
 
 
 class JournalConfig(Node):
@@ -84,8 +84,40 @@ def _off(value: Any) -> Any:
     return "off" if value is False else value
 
 
+class ServerConfig(Node):
+    """A reward server (`qreward serve`) that scores instead of this process."""
+
+    url: ServiceURL
+    """Its address, e.g. `http://10.0.0.5:8080`."""
+
+    token: SecretStr | None = None
+    """The token that it expects. Better is `token_env`. Default: none."""
+
+    token_env: VariableName | None = None
+    """The environment variable that holds the token. Default: none."""
+
+    start_s: PositiveFloat = 60.0
+    """Most seconds for which a new engine waits for the server to answer. Default: 60."""
+
+    connect_s: PositiveFloat = 10.0
+    """Most seconds for one try to connect. Default: 10."""
+
+    judges_may_change: Flag = False
+    """Go on if the server has other judges, routes or models than when this engine was made. Otherwise samples fail
+    (`infra/other_judges`), because their rewards could not be compared with the earlier ones. Default: false."""
+
+
+def _url_alone(value: Any) -> Any:
+    return {"url": value} if isinstance(value, str) else value
+
+
 class EngineConfig(Node):
     """How samples are scored, for all judges."""
+
+    server: Annotated[ServerConfig | None, BeforeValidator(_url_alone), takes("a URL, or a mapping with `url`")] = None
+    """A reward server that scores instead of this process: its URL, or a mapping with `url` and `token_env`. Sources,
+    judges, routes, journal and scheduling are then those of the server, and must not be set here. Of the keys of
+    `engine`, `deadline_s` and `priority` count here. Default: none."""
 
     deadline_s: PositiveFloat = 300.0
     """Most seconds from the submission of a sample to its outcome. The engine always keeps this limit. Default: 300."""
@@ -259,3 +291,13 @@ class Config(Node):
     `{constant: x}`: train it with the reward x."""
 
     groups: Groups = Groups()
+
+
+class ServedConfig(Config):
+    """The tree of a process whose samples a reward server scores (`engine.server`)."""
+
+    sources: dict[str, SerializeAsAny[SourceConfig]] = Field(default_factory=dict, max_length=0)
+    """None: those of the server."""
+
+    judges: dict[str, SerializeAsAny[JudgeConfig]] = Field(default_factory=dict, max_length=0)
+    """None: those of the server."""

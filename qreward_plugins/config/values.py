@@ -14,7 +14,8 @@ from pydantic_core.core_schema import ErrorType
 
 from . import shape
 from .findings import Finding, Path, did_you_mean, scalar_text
-from .models import NO_KIND, Config
+from .models import NO_KIND, Config, ServedConfig
+from .served import names_server
 from .shape import Shape
 from .tree import Broken
 
@@ -29,7 +30,7 @@ def check_values(tree: dict[str, Any], shapes: Mapping[Path, list[Shape]]) -> tu
     With None, the findings may be empty: unresolved values and unknown kinds were reported by earlier checks.
     """
     try:
-        return Config.model_validate(tree), []
+        return (ServedConfig if names_server(tree) else Config).model_validate(tree), []
     except ValidationError as error:
         details = error.errors(include_url=False)
     findings: dict[Path, Finding] = {}

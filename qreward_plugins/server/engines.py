@@ -1,0 +1,217 @@
+"""Connections of engines (`engine.server`): one WebSocket each, over which samples come and outcomes go.
+
+The first frame of the server holds its facts (`remote.facts`); it is repeated when the configuration changes. A frame
+of the engine submits samples (`ids`, `samples`, `deadline_s`, `priority`, `together`) or cancels some (`cancel`). Frames
+of the server hold outcomes, or put samples off. The samples of a connection that ends are cancelled.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import orjson
+from aiohttp import WSCloseCode, WSMsgType, web
+
+from ..capacity import stream_window
+from ..engine import RewardEngine
+from ..errors import EngineError, InputError
+from ..remote import ServerFacts, fingerprint_of
+from ..samples import Outcome, Sample
+from .admission import CLOSED_RETRY_S, Admission
+from .forms import ScoreForm, result_of
+from .replies import Refused
+
+_log = logging.getLogger("qreward_plugins.server")
+
+HEARTBEAT_S = 20.0
+_FORM = ScoreForm()
+
+
+class Engines:
+    """All connections of engines to one server. `max_bytes`: size of the largest frame."""
+
+    def __init__(self, engine: RewardEngine, admission: Admission, *, max_bytes: int) -> None:
+        self.engine = engine
+        self.admission = admission
+        self.max_bytes = max_bytes
+        self._facts: tuple[object, ServerFacts] | None = None
+        self._open: dict[_Connection, None] = {}
+
+    def facts(self) -> ServerFacts:
+        """Return what the server tells of itself now."""
+        config = self.engine.config
+        if self._facts is None or self._facts[0] is not config:
+            known = self.engine.facts()
+            facts = ServerFacts(
+                fingerprint_of(config),
+                known.components,
+                known.defines_correct,
+                config.engine.deadline_s,
+                self.engine.stream_window,
+                self.max_bytes,
+            )
+            self._facts = config, facts
+        return self._facts[1]
+
+    async def serve(self, request: web.Request) -> web.WebSocketResponse:
+        """Serve one connection until it ends."""
+        socket = web.WebSocketResponse(heartbeat=HEARTBEAT_S, max_msg_size=self.max_bytes, compress=False)
+        await socket.prepare(request)
+        connection = _Connection(self, socket)
+        self._open[connection] = None
+        try:
+            await connection.serve()
+        finally:
+            del self._open[connection]
+        return socket
+
+    async def aclose(self) -> None:
+        """Send what is left to send, and end all connections."""
+        await asyncio.gather(*(connection.aclose() for connection in list(self._open)))
+
+
+class _Connection:
+    def __init__(self, engines: Engines, socket: web.WebSocketResponse) -> None:
+        self._engines = engines
+        self._engine = engines.engine
+        self._admission = engines.admission
+        self._socket = socket
+        self._futures: dict[int, asyncio.Future[Outcome]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._ended: list[dict[str, Any]] = []
+        self._some = asyncio.Event()
+        self._told: ServerFacts | None = None
+
+    async def serve(self) -> None:
+        sending = asyncio.get_running_loop().create_task(self._send_outcomes())
+        try:
+            await self._tell_facts()
+            async for message in self._socket:
+                if message.type is WSMsgType.TEXT:
+                    await self._take(message.data)
+        except ConnectionError:
+            _log.debug("an engine broke its connection")
+        finally:
+            sending.cancel()
+            for future in list(self._futures.values()):
+                future.cancel()
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(sending, *self._tasks, return_exceptions=True)
+
+    async def aclose(self) -> None:
+        try:
+            await self._flush()
+        except ConnectionError:
+            return
+        await self._socket.close(code=WSCloseCode.GOING_AWAY, message=b"the server stops")
+
+    async def _take(self, text: str) -> None:
+        try:
+            frame = orjson.loads(text)
+            if "cancel" in frame:
+                for number in frame["cancel"]:
+                    if (future := self._futures.get(number)) is not None:
+                        future.cancel()
+                return
+            ids, rows = frame["ids"], frame["samples"]
+            if not (isinstance(ids, list) and isinstance(rows, list) and len(ids) == len(rows)):
+                raise TypeError("ids and samples")
+            deadline_s, priority, together = frame["deadline_s"], frame["priority"], bool(frame["together"])
+        except (orjson.JSONDecodeError, LookupError, TypeError):
+            await self._socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"a frame cannot be read")
+            return
+        await self._tell_facts()
+        try:
+            samples = _FORM.read({"samples": rows, "deadline_s": deadline_s, "priority": priority}).samples
+            self._admission.admit(len(ids), deadline_s)
+        except Refused as refused:
+            await self._put_off(ids, refused.status, refused.detail, refused.retry_after_s or 1.0)
+            return
+        except InputError as error:
+            await self._put_off(ids, 422, str(error), 0.0)
+            return
+        task = asyncio.get_running_loop().create_task(self._submit(ids, samples, deadline_s, priority, together))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _submit(
+        self, ids: Sequence[int], samples: Sequence[Sample], deadline_s: float, priority: int | None, together: bool
+    ) -> None:
+        futures: Sequence[asyncio.Future[Outcome]] = []
+        problem = ""
+        try:
+            if together:
+                futures = await self._engine.score_each(samples, deadline_s=deadline_s, priority=priority)
+            else:
+                score = partial(self._engine.score, deadline_s=deadline_s, priority=priority)
+                futures = [asyncio.ensure_future(score(sample)) for sample in samples]
+        except EngineError as error:
+            problem = str(error)
+        except Exception as error:
+            _log.exception("samples could not be submitted")
+            problem = f"unexpected {type(error).__name__}; see the server's log"
+        finally:
+            if len(futures) != len(ids):
+                self._admission.left(len(ids))
+        if problem:
+            await self._put_off(ids, 503, problem, CLOSED_RETRY_S)
+            return
+        for number, sample, future in zip(ids, samples, futures, strict=True):
+            self._futures[number] = future
+            future.add_done_callback(partial(self._done, number, sample))
+
+    def _done(self, number: int, sample: Sample, future: asyncio.Future[Outcome]) -> None:
+        if self._futures.get(number) is future:
+            del self._futures[number]
+        if future.cancelled():
+            self._admission.left(1)
+            return
+        error = future.exception()
+        if error is not None:
+            self._admission.left(1)
+            _log.error("a sample could not be scored", exc_info=error)
+            # Without a word its engine would wait until the deadline.
+            row = _failed_row(sample, error)
+        else:
+            self._admission.ended(1)
+            row = result_of(sample, future.result())
+        self._ended.append({**row, "id": number})
+        self._some.set()
+
+    async def _send_outcomes(self) -> None:
+        try:
+            while True:
+                await self._some.wait()
+                await self._flush()
+        except ConnectionError:
+            await self._socket.close()
+
+    async def _flush(self) -> None:
+        self._some.clear()
+        rows, self._ended = self._ended, []
+        if rows:
+            await self._send({"outcomes": rows})
+
+    async def _put_off(self, ids: Sequence[int], status: int, detail: str, after_s: float) -> None:
+        await self._send({"put_off": {"ids": ids, "status": status, "detail": detail, "after_s": after_s}})
+
+    async def _tell_facts(self) -> None:
+        facts = self._engines.facts()
+        if facts is not self._told:
+            self._told = facts
+            await self._send({"facts": facts.as_row()})
+
+    async def _send(self, frame: Mapping[str, Any]) -> None:
+        await self._socket.send_frame(orjson.dumps(frame), WSMsgType.TEXT)
+
+
+def _failed_row(sample: Sample, error: BaseException) -> dict[str, Any]:
+    from ..samples import Cause, Failed
+
+    reason = "closed" if isinstance(error, EngineError) else "bug"
+    return result_of(sample, Failed(Cause.INFRA, reason, f"the server's engine raised {type(error).__name__}"))

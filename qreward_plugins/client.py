@@ -8,7 +8,6 @@ a journal pays for it once.
 from __future__ import annotations
 
 import asyncio
-import base64
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack
@@ -21,9 +20,8 @@ import orjson
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from .errors import InputError, RewardServerError
-from .images import Image, is_picture
-from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
-from .spent import Spent, Usage
+from .remote import outcome_of_row, row_of_sample, rows_of
+from .samples import Outcome, Sample
 
 SAMPLES_A_REQUEST = 512
 """Most samples that one request holds; more are sent in several requests at the same time."""
@@ -57,12 +55,12 @@ class RewardClient:
         self._retry_for_s = retry_for_s
         self._session: aiohttp.ClientSession | None = None
 
-    async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Outcome:
+    async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
         """Score a sample as `RewardEngine.score` does. Raises what `score_all` raises."""
         return (await self.score_all([sample], deadline_s=deadline_s, priority=priority))[0]
 
     async def score_all(
-        self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int = 0
+        self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int | None = None
     ) -> list[Outcome]:
         """Score samples; outcome i belongs to sample i.
 
@@ -75,7 +73,7 @@ class RewardClient:
         """
         if deadline_s is not None and not 0 < deadline_s < math.inf:
             raise InputError("deadline_s must be a number of seconds above 0")
-        rows = [_row(sample, number) for number, sample in enumerate(samples)]
+        rows = [row_of_sample(sample, f"sample {number}") for number, sample in enumerate(samples)]
         deadline_at = None if deadline_s is None else asyncio.get_running_loop().time() + deadline_s
         parts = [rows[start : start + SAMPLES_A_REQUEST] for start in range(0, len(rows), SAMPLES_A_REQUEST)]
         asked = [asyncio.ensure_future(self._ask(part, deadline_at, priority)) for part in parts]
@@ -98,7 +96,9 @@ class RewardClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    async def _ask(self, rows: Sequence[Mapping[str, Any]], deadline_at: float | None, priority: int) -> list[Outcome]:
+    async def _ask(
+        self, rows: Sequence[Mapping[str, Any]], deadline_at: float | None, priority: int | None
+    ) -> list[Outcome]:
         loop, kept_back_s, pause_s = asyncio.get_running_loop(), 0.0, _FIRST_PAUSE_S
         while True:
             began_at, wait_s = loop.time(), pause_s
@@ -109,7 +109,7 @@ class RewardClient:
                     answer, status = await reply.read(), reply.status
                     wait_s = max(pause_s, _seconds(reply.headers.get("Retry-After")))
                 if status in (200, 207):
-                    return _outcomes(answer, len(rows))
+                    return [outcome_of_row(row) for row in rows_of(answer, len(rows))]
                 message = f"the reward server at {self._url} answered {status}: {_detail(answer)}"
                 error = RewardServerError(message, status=status)
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
@@ -145,12 +145,12 @@ class BlockingRewardClient:
         self._stack = ExitStack()
         self._portal: BlockingPortal | None = None
 
-    def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int = 0) -> Outcome:
+    def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
         """Score a sample; see `RewardClient.score`. Blocks the calling thread."""
         return self._opened().call(partial(self._client.score, sample, deadline_s=deadline_s, priority=priority))
 
     def score_all(
-        self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int = 0
+        self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int | None = None
     ) -> list[Outcome]:
         """Score samples; see `RewardClient.score_all`. Blocks the calling thread."""
         score_all = partial(self._client.score_all, list(samples), deadline_s=deadline_s, priority=priority)
@@ -173,78 +173,6 @@ class BlockingRewardClient:
         if self._portal is None:
             raise RewardServerError("open the client first: `with BlockingRewardClient(url) as client:`")
         return self._portal
-
-
-def _row(sample: Sample, number: int) -> dict[str, Any]:
-    row = {
-        "messages": list(sample.messages),
-        "response": sample.response,
-        "ground_truth": sample.ground_truth,
-        "data_source": sample.data_source,
-        "id": sample.id,
-        "group_id": sample.group_id,
-        "step": sample.step,
-        "split": sample.split,
-        "extra_info": dict(sample.extras),
-    }
-    if sample.response_images:
-        row["response_images"] = list(sample.response_images)
-    try:
-        written = orjson.dumps(row, default=_data_url, option=orjson.OPT_SERIALIZE_NUMPY)
-        plain: dict[str, Any] = orjson.loads(written)
-    except (TypeError, orjson.JSONEncodeError) as error:
-        raise InputError(f"sample {number} cannot be written as JSON: {error}") from None
-    return plain
-
-
-def _data_url(value: Any) -> str:
-    """Return an image as a data URL; the server finds its format. Raises TypeError for what is no image."""
-    if not (isinstance(value, (Image, bytes)) or is_picture(value)):
-        raise TypeError(f"a value of type {type(value).__name__}")
-    return "data:;base64," + base64.b64encode(Image.of(value).data).decode()
-
-
-def _outcomes(answer: bytes, count: int) -> list[Outcome]:
-    try:
-        rows = orjson.loads(answer)["results"]
-        if len(rows) != count:
-            raise ValueError(f"{len(rows)} outcomes for {count} samples")
-        return [_outcome(row) for row in rows]
-    except (orjson.JSONDecodeError, LookupError, TypeError, ValueError) as error:
-        raise RewardServerError(f"the reward server sent a reply that cannot be read: {error}") from None
-
-
-def _outcome(row: Mapping[str, Any]) -> Outcome:
-    usage = Usage(row["prompt_tokens"], row["completion_tokens"])
-    spent = Spent(row["attempts"], usage, row["latency_s"], row["cost_usd"])
-    failed = None
-    if row["cause"] is not None:
-        failed = Failed(Cause(row["cause"]), row["reason"], row["detail"] or "", row["judge"], row["source"], spent)
-    if row["outcome"] == "failed":
-        if failed is None:
-            raise ValueError("a failure without a cause")
-        return failed
-    return Scored(
-        Verdict(
-            row["reward"],
-            components=row["components"],
-            rationale=row["rationale"] or "",
-            correct=row["correct"],
-            judge=row["judge"],
-            source=row["source"],
-            model=row["model"] or "",
-            basis="floor" if failed else "judged",
-            failure=failed,
-            spent=spent,
-            cached=row["cached"],
-            cut=row["cut"],
-            steps=_steps(row["steps"]),
-        )
-    )
-
-
-def _steps(steps: Sequence[Mapping[str, Any]]) -> tuple[tuple[int, float], ...]:
-    return tuple((step["offset"], step["score"]) for step in steps)
 
 
 def _detail(answer: bytes) -> str:

@@ -167,9 +167,7 @@ class RewardEngine:
         it are known, even while `samples` is waiting. An error of `samples` passes through. Closing the generator
         cancels the samples in flight and closes `samples`.
         """
-        async with aclosing(
-            Stream(samples, self.score, max(1, window or capacity.stream_window(self._wiring))).outcomes()
-        ) as outcomes:
+        async with aclosing(Stream(samples, self.score, max(1, window or self.stream_window)).outcomes()) as outcomes:
             async for scored in outcomes:
                 yield scored
 
@@ -273,6 +271,11 @@ class RewardEngine:
         now = dispatcher.now() if dispatcher else 0.0
         gauges = {name: upstream.gauges(now) for name, upstream in self._wiring.upstreams.items()}
         return self._statistics.snapshot(gauges, waiting=dispatcher.waiting if dispatcher else 0)
+
+    @property
+    def stream_window(self) -> int:
+        """The number of samples that `score_stream` keeps in memory by default."""
+        return capacity.stream_window(self._wiring)
 
     def facts(self) -> Facts:
         """Return the converter of this engine's outcomes to mappings with the same keys for every sample."""

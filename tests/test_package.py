@@ -34,7 +34,7 @@ FLOORS = [
     {"outcomes", "sharing", "streaming", "text_streams"},
     {"judging", "trial"},
     {"scoring"},
-    {"start_probe"},
+    {"start_probe", "remote"},
     {"wiring"},
     {"binding", "capacity"},
     {"closing"},

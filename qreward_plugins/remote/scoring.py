@@ -65,8 +65,8 @@ class Remote(Pending):
     def dropped(self, _: object) -> None:
         """End it without an outcome if its caller has cancelled its future."""
         if not self.over:
-            self._stop()
             self._owner.cancel([self.number])
+            self._stop()
             self.leave()
 
     def _stop(self) -> None:

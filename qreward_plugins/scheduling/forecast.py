@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from .attempts import Attempt
 from .jobs import Job
 from .queue import ReadyQueue
+from .tail import Tail
 from .upstream import Upstream
 
 FIRST_GUESS_S = 3.0
@@ -60,7 +61,7 @@ class Forecast:
         self._queue = queue
         self._prefer_cost = prefer_cost
         self._unneeded: set[str] = set()
-        self.tail = next(iter(upstreams.values())).silence.tail
+        self.tail = next((upstream.silence.tail for upstream in upstreams.values()), None) or Tail()
         for upstream in upstreams.values():
             upstream.silence.tail = self.tail
         self._ends: dict[str, float] = {}

@@ -1,8 +1,8 @@
 """Connections of engines (`engine.server`): one WebSocket each, over which samples come and outcomes go.
 
 The first frame of the server holds its facts (`remote.facts`); it is repeated when the configuration changes. A frame
-of the engine submits samples (`ids`, `samples`, `deadline_s`, `priority`, `together`) or cancels some (`cancel`). Frames
-of the server hold outcomes, or put samples off. The samples of a connection that ends are cancelled.
+of the engine submits samples (`ids`, `samples`, `deadline_s`, `priority`, `together`) or cancels some (`cancel`).
+Frames of the server hold outcomes, or put samples off. The samples of a connection that ends are cancelled.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from typing import Any
 import orjson
 from aiohttp import WSCloseCode, WSMsgType, web
 
-from ..capacity import stream_window
 from ..engine import RewardEngine
 from ..errors import EngineError, InputError
 from ..remote import ServerFacts, fingerprint_of
-from ..samples import Outcome, Sample
+from ..samples import Cause, Failed, Outcome, Sample
 from .admission import CLOSED_RETRY_S, Admission
 from .forms import ScoreForm, result_of
 from .replies import Refused
@@ -211,7 +210,5 @@ class _Connection:
 
 
 def _failed_row(sample: Sample, error: BaseException) -> dict[str, Any]:
-    from ..samples import Cause, Failed
-
     reason = "closed" if isinstance(error, EngineError) else "bug"
     return result_of(sample, Failed(Cause.INFRA, reason, f"the server's engine raised {type(error).__name__}"))

@@ -10,14 +10,19 @@ Sources: slime v0.3.1 `slime/rollout/rm_hub/__init__.py` (remote_rm); OpenRLHF 3
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import orjson
+
+from ..config.nodes import MOST_PRIORITY, PRIORITIES
 from ..errors import InputError
 from ..files import message_list, sample_of, to_result
-from ..samples import Outcome, Sample, Scored
+from ..samples import Failed, Outcome, Sample, Scored
+from .replies import Refused
 
 MISSING_STATUS = {"verdict": 502, "policy": 422}
 """HTTP status of a missing reward by the cause of the failure. Infra: 503, and 504 if time was up."""
@@ -50,6 +55,24 @@ class Form(ABC):
         """Return the samples of a body."""
 
     @abstractmethod
+    def answer(self, asked: Asked, outcomes: Sequence[Outcome]) -> tuple[Any, int]:
+        """Return the reply and its status. Raises `Refused` if the form cannot express the outcomes."""
+
+
+class RewardsForm(Form):
+    """A form that cannot express a missing reward. Its reply is then an error that tells of the first missing one."""
+
+    def answer(self, asked: Asked, outcomes: Sequence[Outcome]) -> tuple[Any, int]:
+        scored = [outcome for outcome in outcomes if isinstance(outcome, Scored)]
+        if len(scored) == len(outcomes):
+            return self.write(scored, single=asked.single), 200
+        missing = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+        failed = missing[0]
+        several = f" ({len(missing)} of {len(outcomes)} samples have no reward)" if len(outcomes) > 1 else ""
+        detail = f"{failed.describe()}{several}"
+        raise Refused(status_of(failed), failed.reason, detail, cause=failed.cause.value)
+
+    @abstractmethod
     def write(self, outcomes: Sequence[Scored], *, single: bool) -> Any:
         """Return the reply, when every sample has a reward."""
 
@@ -67,7 +90,21 @@ def status_of(outcome: Outcome) -> int:
 
 def result_of(sample: Sample, outcome: Outcome) -> dict[str, Any]:
     """Return an outcome as a row of `/score`: the columns of `qreward score`, with the HTTP status and the id."""
-    return {"id": sample.id, "status": status_of(outcome), **to_result(outcome)}
+    row = {"id": sample.id, "status": status_of(outcome), **to_result(outcome)}
+    returned = outcome.verdict.returned if isinstance(outcome, Scored) else None
+    if returned is not None:
+        row["returned"] = _plain(returned)
+    return row
+
+
+def _plain(returned: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a reward function returned, with texts for values that JSON cannot express."""
+    names = {str(name): value for name, value in returned.items()}
+    plain: dict[str, Any] = orjson.loads(orjson.dumps(names, default=repr, option=_ANY))
+    return plain
+
+
+_ANY = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
 
 
 class ScoreForm(Form):
@@ -82,7 +119,7 @@ class ScoreForm(Form):
         "properties": {
             "samples": {"type": "array", "items": {"type": "object"}},
             "deadline_s": {"type": "number", "exclusiveMinimum": 0},
-            "priority": {"type": "integer"},
+            "priority": {"type": ["integer", "string"]},
             "messages": {},
             "response": {"type": "string"},
             "ground_truth": {},
@@ -105,8 +142,8 @@ class ScoreForm(Form):
         deadline_s, priority = rest.pop("deadline_s", None), rest.pop("priority", None)
         if deadline_s is not None and not (_is_number(deadline_s) and deadline_s > 0):
             raise InputError("deadline_s must be a number of seconds above 0")
-        if priority is not None and (isinstance(priority, bool) or not isinstance(priority, int)):
-            raise InputError("priority must be a whole number")
+        if priority is not None:
+            priority = read_priority(priority, "priority")
         if "samples" not in rest:
             return Asked([self._sample(rest, _BODY, "0")], True, deadline_s, priority)
         rows = rest.pop("samples")
@@ -121,15 +158,13 @@ class ScoreForm(Form):
             priority,
         )
 
-    def write(self, outcomes: Sequence[Scored], *, single: bool) -> Any:
-        raise NotImplementedError("its replies hold missing rewards, too; see results")
-
-    def results(self, asked: Asked, outcomes: Sequence[Outcome]) -> Any:
-        """Return the reply, whatever the outcomes."""
+    def answer(self, asked: Asked, outcomes: Sequence[Outcome]) -> tuple[Any, int]:
         rows = [result_of(sample, outcome) for sample, outcome in zip(asked.samples, outcomes, strict=True)]
         if asked.single:
-            return rows[0]
-        return {"results": rows, "missing": sum(row["reward"] is None for row in rows)}
+            return rows[0], rows[0]["status"]
+        missing = sum(row["reward"] is None for row in rows)
+        # Some samples may have rewards, so the reply is no error, but says that it is not whole.
+        return {"results": rows, "missing": missing}, 207 if missing else 200
 
     def _sample(self, row: Any, where: str, name: str) -> Sample:
         if not isinstance(row, Mapping):
@@ -140,7 +175,7 @@ class ScoreForm(Form):
         return replace(sample, **naming) if naming else sample
 
 
-class SlimeForm(Form):
+class SlimeForm(RewardsForm):
     """slime's `--rm-type remote_rm --rm-url`: prompt, response, label; the reply is the reward alone."""
 
     path = "/slime"
@@ -160,7 +195,7 @@ class SlimeForm(Form):
         return outcomes[0].reward
 
 
-class OpenRLHFForm(Form):
+class OpenRLHFForm(RewardsForm):
     """OpenRLHF's `--reward.remote_url`: lists of query (prompt and response), prompts and labels.
 
     Its trainer sends empty lists to all servers but the first, and expects empty lists back.
@@ -223,7 +258,7 @@ class OpenRLHFForm(Form):
         return {"rewards": rewards, "scores": rewards, "extra_logs": logs}
 
 
-class GetRewardForm(Form):
+class GetRewardForm(RewardsForm):
     """The molecular verifier's `/get_reward`: metadata, query (the response) and prompts, each a value or a list.
 
     Metadata are the extras of a sample; `ground_truth` and `data_source` in it have their usual meaning.
@@ -288,6 +323,18 @@ class GetRewardForm(Form):
 
 FORMS: tuple[Form, ...] = (ScoreForm(), SlimeForm(), OpenRLHFForm(), GetRewardForm())
 """Every form that a server takes, each at its own path."""
+
+
+def read_priority(value: Any, what: str) -> int:
+    """Return a priority: a name, a whole number, or its text. Raises `InputError`."""
+    if isinstance(value, str):
+        value = PRIORITIES.get(value) if value in PRIORITIES else int(value) if _WHOLE.fullmatch(value) else None
+    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MOST_PRIORITY:
+        raise InputError(f"{what} must be a whole number, or high, normal or low")
+    return value
+
+
+_WHOLE = re.compile(r"[+-]?[0-9]{1,12}")
 
 
 def _after(prompt: str, query: str, number: int) -> str:

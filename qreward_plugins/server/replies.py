@@ -9,26 +9,29 @@ from typing import Any
 import orjson
 from aiohttp import web
 
+from .proxy import PREFIXES, in_form
+
 
 class Refused(Exception):
-    """A request that is answered with an error. `retry_after_s`: seconds after which it may be sent again."""
+    """A request that is answered with an error.
 
-    def __init__(self, status: int, reason: str, detail: str, *, retry_after_s: float | None = None) -> None:
+    `cause` is that of a missing reward. `retry_after_s`: seconds after which the request may be sent again.
+    """
+
+    def __init__(
+        self, status: int, reason: str, detail: str, *, cause: str | None = None, retry_after_s: float | None = None
+    ) -> None:
         super().__init__(detail)
-        self.status, self.reason, self.detail, self.retry_after_s = status, reason, detail, retry_after_s
+        self.status, self.reason, self.detail = status, reason, detail
+        self.cause, self.retry_after_s = cause, retry_after_s
 
-    def response(self) -> web.Response:
-        """Return the reply."""
-        return error_reply(self.status, self.reason, self.detail, retry_after_s=self.retry_after_s)
-
-
-def error_reply(
-    status: int, reason: str, detail: str, *, cause: str | None = None, retry_after_s: float | None = None
-) -> web.Response:
-    """Return an error in the form of all errors of this server."""
-    error = {"cause": cause, "reason": reason, "detail": detail}
-    headers = {} if retry_after_s is None else {"Retry-After": str(math.ceil(retry_after_s))}
-    return json_reply({"error": error}, status, headers)
+    def response(self, request: web.Request) -> web.Response:
+        """Return the reply, in the form of the client that sent `request`."""
+        retry_after = None if self.retry_after_s is None else str(math.ceil(self.retry_after_s))
+        if request.path.startswith(PREFIXES):
+            return in_form(request, self.status, self.reason, self.detail, retry_after)
+        error = {"cause": self.cause, "reason": self.reason, "detail": self.detail}
+        return json_reply({"error": error}, self.status, {} if retry_after is None else {"Retry-After": retry_after})
 
 
 def json_reply(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:

@@ -23,23 +23,32 @@ from aiohttp import web
 
 from ..engine import RewardEngine
 from ..errors import EngineError, InputError
-from ..samples import Failed, Outcome, Scored
+from ..remote import PATH as ENGINE_PATH
+from ..remote.facts import FACTS_PATH
+from ..samples import Outcome
+from .admission import Admission
 from .description import describe
-from .forms import FORMS, Asked, Form, ScoreForm, status_of
-from .load import Load
-from .proxy import KEY_HEADERS, PREFIXES, ProxyPaths, in_form
+from .engines import Engines
+from .forms import FORMS, Asked, Form, read_priority
+from .proxy import KEY_HEADERS, PREFIXES, ProxyPaths
+from .replies import Refused, json_reply
 
 _log = logging.getLogger("qreward_plugins.server")
 
 DEADLINE_HEADER = "X-QReward-Deadline-S"
 """Seconds that the samples of a request have at most; default: `engine.deadline_s` of the configuration."""
 PRIORITY_HEADER = "X-QReward-Priority"
-"""Priority of the samples of a request, a whole number; higher goes first. Default: 0."""
+"""Priority of the samples of a request: `high`, `normal`, `low` or a whole number; higher goes first. Default: as the
+configuration says for each sample."""
 MOST_BODY_BYTES = 64 * 2**20
 MOST_SAMPLES = 100_000
 DRAIN_S = 60.0
 REPLY_WITHIN_S = 5.0
 """Seconds in which replies are sent after the server stopped listening."""
+BODY_WITHIN_S = 60.0
+"""Most seconds in which the body of a request arrives; later ones get 408."""
+IDLE_S = 75.0
+"""Seconds after which a connection without a whole request head is closed."""
 _OPEN_PATHS = ("/healthz", "/readyz")
 """Paths that need no token: an orchestrator asks them, and they tell nothing about samples."""
 
@@ -80,11 +89,9 @@ class RewardServer:
         self._host, self._port = host, port
         self._token = None if token is None else _digest(token.strip())
         self._max_body_bytes = max_body_bytes
-        self._load = Load(max_samples)
+        self._admission = Admission(max_samples)
+        self._engines = Engines(engine, self._admission, max_bytes=max_body_bytes)
         self._requests: Counter[tuple[str, int]] = Counter()
-        self._draining = False
-        self._idle = asyncio.Event()
-        self._idle.set()
         self._runner: web.AppRunner | None = None
         self.url = ""
         """Its address, when it listens."""
@@ -95,11 +102,15 @@ class RewardServer:
         for form in FORMS:
             app.router.add_post(form.path, self._handler(form))
         ProxyPaths(self._engine, self._client_call).add_to(app.router)
+        app.router.add_get(ENGINE_PATH, self._engines.serve)
+        app.router.add_get(FACTS_PATH, self._facts)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/readyz", self._ready)
         app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/openapi.json", self._description)
-        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=REPLY_WITHIN_S)
+        self._runner = web.AppRunner(
+            app, access_log=None, handler_cancellation=True, shutdown_timeout=REPLY_WITHIN_S, keepalive_timeout=IDLE_S
+        )
         await self._runner.setup()
         try:
             await web.TCPSite(self._runner, self._host, self._port).start()
@@ -114,17 +125,18 @@ class RewardServer:
 
         Return the number of samples that have none after `within_s` seconds. Closing the engine fails them.
         """
-        self._draining = True
+        self._admission.draining = True
         try:
-            await asyncio.wait_for(self._idle.wait(), within_s)
+            await asyncio.wait_for(self._admission.idle(), within_s)
         except asyncio.TimeoutError:
-            _log.warning("%d samples have no outcome after %g s", self._load.under_way, within_s)
-        return self._load.under_way
+            _log.warning("%d samples have no outcome after %g s", self._admission.under_way, within_s)
+        return self._admission.under_way
 
     async def aclose(self) -> None:
         """Stop listening, and cancel the requests that are left. Idempotent."""
         runner, self._runner = self._runner, None
         if runner is not None:
+            await self._engines.aclose()
             await runner.cleanup()
 
     async def __aenter__(self) -> RewardServer:
@@ -140,20 +152,12 @@ class RewardServer:
         async def handle(request: web.Request) -> web.Response:
             asked = form.read(await _json(request))
             deadline_s, priority = self._terms(request, asked)
-            outcomes = await self._score(asked, deadline_s, priority)
-            missing = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
-            if isinstance(form, ScoreForm):
-                # Of many samples some may have rewards, so the reply is no error, but says that it is not whole.
-                status = (status_of(outcomes[0]) if asked.single else 207) if missing else 200
-                return _reply(form.results(asked, outcomes), status)
-            if missing:
-                return _missing(missing, outcomes)
-            scored = [outcome for outcome in outcomes if isinstance(outcome, Scored)]
-            return _reply(form.write(scored, single=asked.single))
+            value, status = form.answer(asked, await self._score(asked, deadline_s, priority))
+            return json_reply(value, status)
 
         return handle
 
-    async def _score(self, asked: Asked, deadline_s: float | None, priority: int) -> Sequence[Outcome]:
+    async def _score(self, asked: Asked, deadline_s: float | None, priority: int | None) -> Sequence[Outcome]:
         if not asked.samples:
             return []
         with self._admitted(len(asked.samples), deadline_s):
@@ -168,68 +172,56 @@ class RewardServer:
 
     @contextmanager
     def _admitted(self, count: int, deadline_s: float | None) -> Iterator[None]:
-        """Count samples, or calls of clients, as under way. Raises `_Refused` if they cannot be done in time."""
-        loop = asyncio.get_running_loop()
-        if self._draining:
-            raise _Refused(503, "closed", "the server is about to stop; send this to another one", retry_after_s=5.0)
-        limit_s = self._engine.config.engine.deadline_s if deadline_s is None else deadline_s
-        retry_after_s = self._load.retry_after_s(count, limit_s, loop.time())
-        if retry_after_s is not None:
-            raise _Refused(
-                429,
-                "busy",
-                f"{self._load.under_way:,} samples are under way, so these cannot be done within {limit_s:g} s",
-                retry_after_s=retry_after_s,
-            )
-        self._load.began(count)
-        self._idle.clear()
+        """Count samples, or calls of clients, as under way. Raises `Refused` if they cannot be done in time."""
+        self._admission.admit(count, self._engine.config.engine.deadline_s if deadline_s is None else deadline_s)
         whole = False
         try:
             yield
             whole = True
         finally:
             if whole:
-                self._load.ended(count, loop.time())
+                self._admission.ended(count)
             else:
-                self._load.left(count)
-            if not self._load.under_way:
-                self._idle.set()
+                self._admission.left(count)
 
     @staticmethod
-    def _terms(request: web.Request, asked: Asked) -> tuple[float | None, int]:
-        deadline_s, priority = asked.deadline_s, asked.priority or 0
+    def _terms(request: web.Request, asked: Asked) -> tuple[float | None, int | None]:
+        deadline_s, priority = asked.deadline_s, asked.priority
         if DEADLINE_HEADER in request.headers:
             deadline_s = _number(request.headers[DEADLINE_HEADER], float, DEADLINE_HEADER)
             if not 0 < deadline_s < math.inf:
                 raise InputError(f"{DEADLINE_HEADER} must be a number of seconds above 0")
         if PRIORITY_HEADER in request.headers:
-            priority = _number(request.headers[PRIORITY_HEADER], int, PRIORITY_HEADER)
+            priority = read_priority(request.headers[PRIORITY_HEADER], PRIORITY_HEADER)
         return deadline_s, priority
 
     # The server itself
 
+    async def _facts(self, _: web.Request) -> web.Response:
+        return json_reply(self._engines.facts().as_row())
+
     async def _health(self, _: web.Request) -> web.Response:
-        return _reply({"status": "ok"})
+        return json_reply({"status": "ok"})
 
     async def _ready(self, _: web.Request) -> web.Response:
         states = {name: source.state for name, source in self._engine.statistics().sources.items()}
         usable = any(not upstream.health.unusable for upstream in self._engine.upstreams.values())
-        ready = usable and not self._draining
-        status = "ready" if ready else "draining" if self._draining else "all sources are out"
-        return _reply({"status": status, "sources": states}, 200 if ready else 503)
+        ready = usable and not self._admission.draining
+        status = "ready" if ready else "draining" if self._admission.draining else "all sources are out"
+        return json_reply({"status": status, "sources": states}, 200 if ready else 503)
 
     async def _metrics(self, _: web.Request) -> web.Response:
         try:
             from .exposition import exposition
         except ModuleNotFoundError:
-            raise _Refused(
+            raise Refused(
                 501, "unavailable", "metrics need prometheus_client: pip install 'qreward-plugins[server]'"
             ) from None
-        text = exposition(self._engine.statistics(), self._load.under_way, self._requests)
+        text = exposition(self._engine.statistics(), self._admission.under_way, self._requests)
         return web.Response(body=text, headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8"})
 
     async def _description(self, _: web.Request) -> web.Response:
-        return _reply(describe(FORMS, bearer=self._token is not None))
+        return json_reply(describe(FORMS, bearer=self._token is not None))
 
     @web.middleware
     async def _answer(
@@ -239,20 +231,21 @@ class RewardServer:
         response: web.StreamResponse
         try:
             self._check_token(request)
+            await _arrived(request)
             response = await handler(request)
-        except _Refused as refused:
+        except Refused as refused:
             response = refused.response(request)
         except InputError as error:
-            response = _Refused(422, "input", str(error)).response(request)
+            response = Refused(422, "input", str(error)).response(request)
         except EngineError as error:
-            response = _Refused(503, "closed", str(error)).response(request)
+            response = Refused(503, "closed", str(error)).response(request)
         except web.HTTPException as error:
             detail = _HTTP_DETAIL.get(error.status, error.reason)
-            response = _Refused(error.status, "http", detail).response(request)
+            response = Refused(error.status, "http", detail).response(request)
         except Exception as error:
             _log.exception("a request failed with an unexpected error")
             detail = f"unexpected {type(error).__name__}; see the server's log"
-            response = _Refused(500, "bug", detail).response(request)
+            response = Refused(500, "bug", detail).response(request)
         known = request.match_info.route.resource
         self._requests[known.canonical if known is not None else "other", response.status] += 1
         return response
@@ -267,7 +260,7 @@ class RewardServer:
                     scheme, given = "bearer", request.headers[header]
         # Digests have one length, so that the comparison does not tell the length of the token.
         if scheme.lower() != "bearer" or not hmac.compare_digest(_digest(given.strip()), self._token):
-            raise _Refused(401, "token", "send the server's token as `Authorization: Bearer TOKEN`")
+            raise Refused(401, "token", "send the server's token as `Authorization: Bearer TOKEN`")
 
 
 _CLIENT_CALL = Asked((), single=True)
@@ -278,57 +271,33 @@ _HTTP_DETAIL = {
 }
 
 
-class _Refused(Exception):
-    """A request that is answered with an error."""
-
-    def __init__(self, status: int, reason: str, detail: str, *, retry_after_s: float | None = None) -> None:
-        super().__init__(detail)
-        self._status, self._reason, self._detail, self._retry_after_s = status, reason, detail, retry_after_s
-
-    def response(self, request: web.Request) -> web.Response:
-        if request.path.startswith(PREFIXES):
-            retry_after = None if self._retry_after_s is None else str(math.ceil(self._retry_after_s))
-            return in_form(request, self._status, self._reason, self._detail, retry_after)
-        return _error(self._status, self._reason, self._detail, retry_after_s=self._retry_after_s)
-
-
-def _missing(missing: Sequence[Failed], outcomes: Sequence[Outcome]) -> web.Response:
-    """Return the error for a form that cannot express a missing reward; it tells of the first one."""
-    failed = missing[0]
-    several = f" ({len(missing)} of {len(outcomes)} samples have no reward)" if len(outcomes) > 1 else ""
-    return _error(status_of(failed), failed.reason, f"{failed.describe()}{several}", cause=failed.cause.value)
-
-
-def _error(
-    status: int, reason: str, detail: str, *, cause: str | None = None, retry_after_s: float | None = None
-) -> web.Response:
-    error = {"cause": cause, "reason": reason, "detail": detail}
-    headers = {} if retry_after_s is None else {"Retry-After": str(math.ceil(retry_after_s))}
-    return _reply({"error": error}, status, headers)
-
-
-def _reply(value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
-    return web.Response(body=orjson.dumps(value), status=status, headers=headers, content_type="application/json")
+async def _arrived(request: web.Request) -> None:
+    """Read the body, so that no caller keeps a handler by sending it slowly. Raises `Refused`."""
+    if not request.can_read_body:
+        return
+    try:
+        await asyncio.wait_for(request.read(), BODY_WITHIN_S)
+    except asyncio.TimeoutError:
+        raise Refused(408, "slow", f"the body did not arrive within {BODY_WITHIN_S:g} s") from None
+    except web.RequestPayloadError:
+        raise Refused(400, "http", "the body was cut off, or is not encoded as its Content-Encoding says") from None
 
 
 async def _json(request: web.Request) -> Mapping[str, Any]:
     try:
         body = orjson.loads(await request.read())
-    except web.RequestPayloadError:
-        raise _Refused(400, "http", "the body was cut off, or is not encoded as its Content-Encoding says") from None
     except orjson.JSONDecodeError as error:
-        raise _Refused(400, "json", f"the body is not JSON: {error.msg} at byte {error.pos:,}") from None
+        raise Refused(400, "json", f"the body is not JSON: {error.msg} at byte {error.pos:,}") from None
     if not isinstance(body, Mapping):
         raise InputError("the body must be a JSON object")
     return body
 
 
-def _number(text: str, kind: Callable[[str], Any], header: str) -> Any:
+def _number(text: str, kind: Callable[[str], float], header: str) -> float:
     try:
         return kind(text)
     except ValueError:
-        wanted = "a whole number" if kind is int else "a number"
-        raise InputError(f"{header} must be {wanted}") from None
+        raise InputError(f"{header} must be a number") from None
 
 
 def _digest(token: str) -> bytes:

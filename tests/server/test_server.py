@@ -158,7 +158,7 @@ async def test_a_body_that_is_not_encoded_as_it_says_is_the_callers_mistake(serv
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("Deadline-S", "soon"), ("Deadline-S", "nan"), ("Deadline-S", "-1"), ("Priority", "high")]
+    ("name", "value"), [("Deadline-S", "soon"), ("Deadline-S", "nan"), ("Deadline-S", "-1"), ("Priority", "urgent")]
 )
 async def test_wrong_headers(serve, row, name, value):
     async with serve() as served:

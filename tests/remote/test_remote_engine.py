@@ -1,0 +1,261 @@
+"""An engine that scores at a reward server: the outcomes of the server's engine, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+
+import pytest
+
+from qreward_plugins import (
+    ConfigurationError,
+    Cutoff,
+    Failed,
+    RewardEngine,
+    Sample,
+    Scored,
+    Verdict,
+    load_config,
+)
+from qreward_plugins.remote import outcome_of_row
+from qreward_plugins.server.forms import result_of
+
+pytestmark = pytest.mark.anyio
+
+
+def sample(word: object, **fields) -> Sample:
+    return Sample([{"role": "user", "content": "How much?"}], f"So much: {word}", **fields)
+
+
+async def test_outcomes_are_those_of_the_engine_there(serving, remote):
+    with serving() as there:
+        async with RewardEngine(remote(there)) as engine:
+            whole = sample(0.5, id="a", group_id="g", step=3, split="val", extras={"x": [1]})
+            given = [whole, sample("break"), sample(1)]
+            outcomes = await engine.score_all(given)
+            one = await engine.score(sample(0.25))
+            facts = [engine.facts().of(outcome) for outcome in outcomes]
+            counts = engine.statistics()
+    assert [type(outcome) for outcome in outcomes] == [Scored, Failed, Scored]
+    assert outcomes[1].label == "infra/exhausted"
+    verdict = outcomes[0].verdict
+    assert (verdict.score, verdict.judge, verdict.source, dict(verdict.components)) == (
+        0.5,
+        "quality",
+        "words",
+        {"clarity": 0.25},
+    )
+    assert one.reward == 0.25
+    assert given[0] in there.source.samples
+    # Failed samples have the keys of the others.
+    assert len({tuple(fact) for fact in facts}) == 1
+    assert "score/clarity" in facts[1]
+    assert (counts.submitted, counts.scored, dict(counts.failed)) == (4, 3, {"infra/exhausted": 1})
+
+
+def test_what_a_reward_function_returned_comes_along():
+    given = Scored(Verdict(0.5, returned={"score": 0.5, "note": "fine", "shape": {1}, 3: None}))
+    row = json.loads(json.dumps(result_of(sample(1), given)))
+    outcome = outcome_of_row(row, latency_s=2.0)
+    assert outcome.verdict.returned == {"score": 0.5, "note": "fine", "shape": "{1}", "3": None}
+    assert outcome.verdict.latency_s == 2.0
+
+
+async def test_streams_and_portals(serving, remote):
+    with serving() as there:
+        async with RewardEngine(remote(there)) as engine:
+            pairs = [pair async for pair in engine.score_stream(sample(n / 4096) for n in range(300))]
+        assert [outcome.reward for _, outcome in pairs] == [n / 4096 for n in range(300)]
+
+        def blocking():
+            with RewardEngine(remote(there)).portal() as portal:
+                return [portal.score(sample(1)).reward, *(each.reward for each in portal.score_all([sample(0)]))]
+
+        assert await asyncio.to_thread(blocking) == [1.0, 0.0]
+
+
+async def test_a_cutoff_keeps_what_came(serving, remote):
+    with serving() as there:
+        async with RewardEngine(remote(there)) as engine:
+            given = [sample(1, group_id="g"), sample("hold", group_id="g")]
+            outcomes = await engine.score_all(given, cutoff=Cutoff(after_s=0.3, quorum=0.5))
+        assert outcomes[0].reward == 1.0
+        assert outcomes[1].label == "infra/cutoff"
+        assert await asyncio.to_thread(there.source.cancelled.wait, 5)
+
+
+async def test_cancelling_one_of_several_cancels_it_there(serving, remote):
+    with serving() as there:
+        async with RewardEngine(remote(there)) as engine:
+            held = asyncio.ensure_future(engine.score(sample("hold")))
+            other = asyncio.ensure_future(engine.score(sample(1)))
+            assert await asyncio.to_thread(there.source.held.wait, 5)
+            held.cancel()
+            assert (await other).reward == 1.0
+            assert await asyncio.to_thread(there.source.cancelled.wait, 5)
+
+
+async def test_a_sample_that_cannot_be_sent_fails_alone(serving, remote):
+    with serving(max_body_bytes=200_000) as there:
+        async with RewardEngine(remote(there)) as engine:
+            given = [sample(1, ground_truth={1, 2}), sample("x" * 300_000 + " 1"), sample(1), sample(None, step="x")]
+            outcomes = await engine.score_all(given)
+    assert [outcome.failure and outcome.failure.label for outcome in outcomes] == [
+        "infra/input",
+        "infra/input",
+        None,
+        "infra/input",
+    ]
+    assert "cannot be written as JSON" in outcomes[0].detail
+    assert "the server takes 200,000" in outcomes[1].detail
+
+
+async def test_many_large_samples_go_in_several_frames(serving, remote):
+    with serving(max_body_bytes=400_000) as there:
+        async with RewardEngine(remote(there)) as engine:
+            outcomes = await engine.score_all(sample("y" * 100_000 + f" {n / 16}") for n in range(16))
+    assert [outcome.reward for outcome in outcomes] == [n / 16 for n in range(16)]
+
+
+# The server goes away
+
+
+async def test_a_killed_server_is_asked_again(serving, remote):
+    """What was under way is sent again, and each sample has one outcome."""
+    with serving() as there:
+        async with RewardEngine(remote(there)) as engine:
+            asked = asyncio.ensure_future(engine.score_all([sample("hold"), sample(0.5), sample("hold")]))
+            single = asyncio.ensure_future(engine.score(sample("hold")))
+            assert await asyncio.to_thread(there.source.held.wait, 5)
+            await asyncio.to_thread(there.stop)
+            there.source.held.clear()
+            await asyncio.to_thread(there.start)
+            assert await asyncio.to_thread(there.source.held.wait, 8)
+            there.source.release.set()
+            assert [outcome.reward for outcome in await asked] == [1.0, 0.5, 1.0]
+            assert (await single).reward == 1.0
+            assert engine.statistics().scored == 4
+
+
+async def test_a_server_that_drains_hands_the_rest_to_the_next(serving, remote):
+    with serving() as there:
+        async with RewardEngine(remote(there)) as engine:
+            asked = asyncio.ensure_future(engine.score(sample("hold")))
+            assert await asyncio.to_thread(there.source.held.wait, 5)
+            assert await asyncio.to_thread(there.drain, 0.1) == 1
+            refused = asyncio.ensure_future(engine.score(sample(0.5)))
+            await asyncio.sleep(0.1)
+            await asyncio.to_thread(there.stop, engine_first=True)
+            there.source.held.clear()
+            await asyncio.to_thread(there.start)
+            assert (await refused).reward == 0.5
+            assert await asyncio.to_thread(there.source.held.wait, 8)
+            there.source.release.set()
+            assert (await asked).reward == 1.0
+
+
+async def test_a_server_that_stays_away(serving, remote):
+    with serving() as there:
+        async with RewardEngine(remote(there)) as engine:
+            await engine.score(sample(1))
+            await asyncio.to_thread(there.stop)
+            began_at = asyncio.get_running_loop().time()
+            outcomes = await engine.score_all([sample(1), sample(2)], deadline_s=1.0)
+            took_s = asyncio.get_running_loop().time() - began_at
+    assert [outcome.label for outcome in outcomes] == ["infra/unreachable"] * 2
+    assert "cannot be reached" in outcomes[0].detail
+    assert 0.9 < took_s < 3
+
+
+async def test_the_deadline_is_kept_by_the_server(serving, remote):
+    with serving() as there:
+        async with RewardEngine(remote(there)) as engine:
+            outcome = await engine.score(sample("hold"), deadline_s=0.6)
+            assert await asyncio.to_thread(there.source.cancelled.wait, 5)
+    assert outcome.label == "infra/deadline"
+    assert outcome.source == "words"
+
+
+async def test_closing_fails_what_waits(serving, remote):
+    with serving() as there:
+        engine = RewardEngine(remote(there))
+        asked = asyncio.ensure_future(engine.score(sample("hold")))
+        assert await asyncio.to_thread(there.source.held.wait, 5)
+        await engine.aclose()
+        assert (await asked).label == "infra/closed"
+        assert await asyncio.to_thread(there.source.cancelled.wait, 5)
+
+
+# Other judges
+
+
+@pytest.mark.parametrize("may_change", [False, True])
+async def test_a_server_with_other_judges(serving, remote, may_change):
+    with serving() as there:
+        async with RewardEngine(remote(there, judges_may_change=may_change)) as engine:
+            assert (await engine.score(sample(1))).reward == 1.0
+            await asyncio.to_thread(there.stop)
+            await asyncio.to_thread(there.start, correct_at=0.5)
+            outcome = await engine.score(sample(1), deadline_s=8)
+            if may_change:
+                assert outcome.reward == 1.0
+                return
+            assert outcome.label == "infra/other_judges"
+            assert "judges_may_change" in outcome.detail
+            # The former judges are welcome again.
+            await asyncio.to_thread(there.stop)
+            await asyncio.to_thread(there.start)
+            assert (await engine.score(sample(1), deadline_s=12)).reward == 1.0
+
+
+async def test_a_server_without_the_token(serving, remote, monkeypatch):
+    with serving(token="right") as there:
+        monkeypatch.setenv("REWARD_TOKEN", "right")
+        async with RewardEngine(remote(there, token_env="REWARD_TOKEN")) as engine:
+            assert (await engine.score(sample(1))).reward == 1.0
+        for server in ({"token": "wrong-secret"}, {"start_s": 1}):
+            with pytest.raises(ConfigurationError, match="it answered 401") as error:
+                await asyncio.to_thread(RewardEngine, remote(there, **server))
+            assert "wrong-secret" not in str(error.value)
+            assert error.value.__context__ is None
+        monkeypatch.delenv("REWARD_TOKEN")
+        with pytest.raises(ConfigurationError, match="REWARD_TOKEN is not set"):
+            RewardEngine(remote(there, token_env="REWARD_TOKEN"))
+
+
+def test_no_server():
+    with pytest.raises(ConfigurationError, match="cannot be reached"):
+        RewardEngine({"engine": {"server": {"url": "http://127.0.0.1:9", "start_s": 0.1}}})
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        ({"sources": {"a": {"kind": "http", "url": "http://h"}}}, "sources: the reward server of `engine.server` has"),
+        ({"judges": {"a": {"kind": "llm"}}}, "judges: the reward server of `engine.server` has its own"),
+        ({"routes": {"*": "a"}}, "routes: the reward server of `engine.server` has its own"),
+        ({"engine": {"journal": {"path": "x"}}}, "engine.journal: the reward server of `engine.server` has its own"),
+        ({"engine": {"max_attempts": 3}}, "engine.max_attempts: the reward server of `engine.server` has its own"),
+        ({"engine": {"server": {"url": "http://h", "tokn": "abc"}}}, "unknown key"),
+        ({"engine": {"server": "http://me:secret@h"}}, "a URL must not have credentials"),
+        ({"engine": {"server": 3}}, "engine.server: must be"),
+        ({"engine": {"server": {"token_env": "X"}}}, "engine.server.url: the key is missing"),
+    ],
+)
+def test_mistakes(tree, said):
+    engine = {"server": "http://127.0.0.1:9", **tree.pop("engine", {})}
+    with pytest.raises(ConfigurationError) as error:
+        load_config({**tree, "engine": engine})
+    assert said in str(error.value)
+    assert "secret" not in str(error.value)
+    assert len(error.value.mistakes) == 1
+
+
+def test_the_tree_is_read_back():
+    config = load_config({"engine": {"server": {"url": "http://h:1/", "token": "abc"}}, "on_failure": "raise"})
+    assert "abc" not in repr(config)
+    assert load_config(config) == config
+    assert not config.sources
+    assert not config.judges
+    assert math.isfinite(config.engine.deadline_s)

@@ -30,7 +30,7 @@ from .dialects.detection import Server, Undetected, detect
 from .endpoint import Endpoint
 from .http import HTTPReply, Streaming
 from .kind import TEXT
-from .passed_requests import PassedRequest, RawReply, cleaned, handed_back
+from .passed_requests import PassedRequest, RawReply, cleaned, handed_back, loads_leniently
 from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, json_of, name_of
 from .stream_passing import StreamPassing, progress_of
@@ -148,9 +148,14 @@ class OpenAISource(Endpoint):
                 error = PermanentError(str(error), status=http.status)
             raise error
         content = json_of(http.body) if http.stream is not None else answer.parsed()
+        if isinstance(content, TransientError) and json_of(http.body) is None:
+            lenient = loads_leniently(http.body)
+            content = content if lenient is None or lenient.get("error") else lenient
         if isinstance(content, QRewardError):
             raise content
-        if http.stream is None and not isinstance(content.get(self._dialect.answers_in), list):
+        if http.stream is None and streaming is not None:
+            raise answer.unreadable("no stream, which it was asked for", http.body)
+        if http.stream is None and not self._dialect.holds_answer(content):
             raise answer.unreadable(f"no {self._dialect.answers_in}", http.body)
         usage = answer.usage_in(content)
         self._replicas.used(replica, usage)

@@ -117,6 +117,15 @@ def parsed_body(data: bytes) -> dict[str, Any]:
     raise InputError(problem)
 
 
+def loads_leniently(data: bytes) -> dict[str, Any] | None:
+    """Parse a reply as clients do: with lone surrogates and NaN, which strict parsers refuse. None: it is no object."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
 def _refuse(constant: str) -> float:
     raise ValueError(constant)
 

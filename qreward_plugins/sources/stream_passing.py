@@ -11,6 +11,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import Any
 
+from .passed_requests import loads_leniently
 from .streams import Event, EventParser, StreamBroken
 
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n|\r\r")
@@ -39,7 +40,9 @@ class Progress:
         if event.data.strip() == _DONE:
             self.whole = self.ended = True
             return
-        content = event.json()
+        content = loads_leniently(event.data)
+        if content is None:
+            raise StreamBroken("an event that is not a JSON object")
         if content.get("error") or event.name == "error" or content.get("type") == "error":
             self.error = _words(content.get("error") or content)
             return

@@ -97,6 +97,10 @@ class Dialect(ABC):
                 found.append(Refusal(key, "it is a mapping of settings."))
         return found
 
+    def holds_answer(self, content: Mapping[str, Any]) -> bool:
+        """Whether a body is a reply of this format, whatever it says."""
+        return isinstance(content.get(self.answers_in), list)
+
     def longest_thoughts(self, parameters: Mapping[str, Any]) -> int:
         """Return the thinking budget that must be less than the bound of a completion; 0 if there is none."""
         return 0

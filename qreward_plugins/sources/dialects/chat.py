@@ -44,6 +44,9 @@ class Completions(Dialect):
             return False
         return any(settings.get(key) for key in ("enable_thinking", "thinking", "reasoning", "reasoning_effort"))
 
+    def holds_answer(self, content: Mapping[str, Any]) -> bool:
+        return super().holds_answer(content) and bool(content[self.answers_in])
+
     def identity(self, model: str) -> object:
         return None
 

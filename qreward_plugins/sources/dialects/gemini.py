@@ -190,6 +190,9 @@ class Gemini(Dialect):
         thinking = _below(parameters, "thinkingConfig")
         return not (isinstance(thinking, Mapping) and thinking.get("thinkingBudget") == 0)
 
+    def holds_answer(self, content: Mapping[str, Any]) -> bool:
+        return super().holds_answer(content) or isinstance(content.get("promptFeedback"), Mapping)
+
     def longest_thoughts(self, parameters: Mapping[str, Any]) -> int:
         thinking = _below(parameters, "thinkingConfig")
         budget = thinking.get("thinkingBudget") if isinstance(thinking, Mapping) else 0

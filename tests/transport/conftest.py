@@ -1,0 +1,118 @@
+"""Clients over transports, and judge servers that answer them with `TEXT`."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import anthropic
+import httpx
+import httpx2
+import openai
+import pytest
+
+from qreward_plugins.testing import JudgeServer
+from qreward_plugins.transport import QRewardTransport
+
+KEY = "sk-source-0123456789abcdef"
+CALLERS_KEY = "sk-caller-fedcba9876543210"
+TEXT = "Hello there, how are you today, my friend of many years?"
+ASKED: Any = [{"role": "user", "content": "Hi"}]
+
+
+class Chat:
+    """OpenAI's SDK on chat completions."""
+
+    dialect, model = "openai", "gpt-5"
+
+    def __init__(self, http: Any, **options: Any) -> None:
+        self.client = openai.AsyncOpenAI(http_client=http, api_key=CALLERS_KEY, **options)
+
+    async def ask(self, **options: Any) -> str:
+        reply = await self.client.chat.completions.create(model=self.model, messages=ASKED, **options)
+        return reply.choices[0].message.content
+
+    async def stream(self, **options: Any) -> Any:
+        options = {"model": self.model, "messages": ASKED, "stream": True, **options}
+        async for chunk in await self.client.chat.completions.create(**options):
+            if chunk.choices and chunk.choices[0].delta.content:
+                yield chunk.choices[0].delta.content
+
+
+class Responses(Chat):
+    """OpenAI's SDK on responses."""
+
+    dialect = "responses"
+
+    async def ask(self, **options: Any) -> str:
+        return (await self.client.responses.create(model=self.model, input="Hi", **options)).output_text
+
+    async def stream(self, **options: Any) -> Any:
+        options = {"model": self.model, "input": "Hi", "stream": True, **options}
+        async for event in await self.client.responses.create(**options):
+            if event.type == "response.output_text.delta":
+                yield event.delta
+
+
+class Messages:
+    """Anthropic's SDK."""
+
+    dialect, model = "anthropic", "gpt-5"
+
+    def __init__(self, http: Any, **options: Any) -> None:
+        self.client = anthropic.AsyncAnthropic(http_client=http, api_key=CALLERS_KEY, **options)
+
+    async def ask(self, **options: Any) -> str:
+        reply = await self.client.messages.create(model=self.model, max_tokens=99, messages=ASKED, **options)
+        return reply.content[0].text
+
+    async def stream(self, **options: Any) -> Any:
+        options = {"model": self.model, "max_tokens": 99, "messages": ASKED, **options}
+        async with self.client.messages.stream(**options) as stream:
+            async for text in stream.text_stream:
+                yield text
+
+
+SDKS = [Chat, Responses, Messages]
+
+
+def tree_of(*servers: Any, engine: Mapping[str, Any] | None = None, models: Any = None, **node: Any) -> dict[str, Any]:
+    """A configuration with a source for each server (or URL), named s0, s1 ..."""
+    node = {"kind": "openai", "model": "judge", "api_key": KEY, **node}
+    sources = {f"s{n}": {**node, "base_url": getattr(each, "base_url", each)} for n, each in enumerate(servers)}
+    return {
+        "sources": sources,
+        "judges": {"quality": {"kind": "llm"}},
+        "models": {"gpt-*": {"sources": list(sources)}} if models is None else models,
+        "engine": {"seed": 1, "deadline_s": 5, **(engine or {})},
+    }
+
+
+@asynccontextmanager
+async def open_client(sdk: Any, tree: Any, library: Any = httpx2, **options: Any):
+    """A client of an SDK over a transport; `client.engine` is the transport's engine."""
+    transport = QRewardTransport(tree)
+    async with library.AsyncClient(transport=transport) as http:
+        client = sdk(http, **options)
+        client.engine = transport.engine
+        yield client
+
+
+async def whole(client: Any, stream: bool) -> str:
+    """The text that a client gets in one of the two ways."""
+    return "".join([piece async for piece in client.stream()]) if stream else await client.ask()
+
+
+server_of = functools.partial(JudgeServer, lambda call: TEXT, api_key=KEY)
+
+
+@pytest.fixture(params=SDKS, ids=lambda sdk: sdk.dialect)
+def sdk(request):
+    return request.param
+
+
+@pytest.fixture(params=[httpx, httpx2], ids=lambda library: library.__name__)
+def library(request):
+    return request.param

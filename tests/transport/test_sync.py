@@ -1,0 +1,81 @@
+"""Synchronous clients over the synchronous transport, from several threads."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+
+import anthropic
+import httpx2
+import openai
+import pytest
+
+from qreward_plugins import EngineError, RewardEngine
+from qreward_plugins.testing import Faults
+from qreward_plugins.transport import QRewardSyncTransport
+
+from .conftest import ASKED, CALLERS_KEY, TEXT, server_of, tree_of
+
+
+def client_of(transport, library=httpx2, sdk=openai.OpenAI, **options):
+    return sdk(http_client=library.Client(transport=transport), api_key=CALLERS_KEY, **options)
+
+
+def test_answers_and_streams(library):
+    with server_of() as server, client_of(QRewardSyncTransport(tree_of(server)), library) as client:
+        create = partial(client.chat.completions.create, model="gpt-5", messages=ASKED)
+        assert create().choices[0].message.content == TEXT
+        pieces = [chunk.choices[0].delta.content or "" for chunk in create(stream=True)]
+        assert ("".join(pieces), len(pieces) > 5) == (TEXT, True)
+        with ThreadPoolExecutor(8) as threads:
+            futures = [threads.submit(create) for _ in range(16)]
+            assert [future.result().choices[0].message.content for future in futures] == [TEXT] * 16
+
+
+def test_anthropic():
+    with server_of() as server:
+        transport = QRewardSyncTransport(tree_of(server, dialect="anthropic"))
+        with client_of(transport, sdk=anthropic.Anthropic) as client:
+            with client.messages.stream(model="gpt-5", max_tokens=99, messages=ASKED) as stream:
+                assert "".join(stream.text_stream) == TEXT
+            with pytest.raises(anthropic.NotFoundError, match="no model 'x'"):
+                client.messages.create(model="x", max_tokens=99, messages=ASKED)
+
+
+def test_errors_and_hanging_up():
+    faults = Faults(script=["error_400", "stream_cut"])
+    with ExitStack() as stack:
+        server = stack.enter_context(server_of(faults=faults, stream_interval_s=0.01))
+        client = stack.enter_context(client_of(QRewardSyncTransport(tree_of(server)), max_retries=0))
+        create = partial(client.chat.completions.create, model="gpt-5", messages=ASKED)
+        with pytest.raises(openai.BadRequestError, match="injected fault error_400"):
+            create()
+        with pytest.raises(openai.APIConnectionError):
+            list(create(stream=True))
+        with create(stream=True) as stream:
+            assert next(stream)
+        server.wait_for(lambda report: report.in_flight == 0)
+        server.hold()
+        with pytest.raises(openai.APITimeoutError):
+            create(timeout=0.05)
+        server.wait_for(lambda report: report.in_flight == 0)
+
+
+def test_a_portal_of_the_caller_is_shared_and_stays_open():
+    with server_of() as server, RewardEngine(tree_of(server)).portal() as portal:
+        for _ in range(2):
+            with client_of(QRewardSyncTransport(portal)) as client:
+                assert client.chat.completions.create(model="gpt-5", messages=ASKED).choices[0].message.content == TEXT
+        assert portal.statistics().sources["s0"].answered == 2
+
+
+def test_wrong_uses():
+    tree = tree_of("http://127.0.0.1:9/v1")
+    with pytest.raises(TypeError, match="takes the portal of an engine"):
+        QRewardSyncTransport(RewardEngine(tree))
+    transport = QRewardSyncTransport(tree)
+    transport.close()
+    transport.close()
+    with httpx2.Client(transport=transport) as client, pytest.raises(EngineError, match="closed"):
+        client.get("http://any/v1/models")

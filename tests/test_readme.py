@@ -47,6 +47,7 @@ def test_every_program_compiles(block):
     [
         ("portal.score(", r"1\.0\n"),
         ("observers=", r"math: 1\.0 from a after 1 attempt\n"),
+        ("AsyncOpenAI(http_client", r"Air scatters blue light\.\nAir scatters blue light\.\n"),
         ("stream_text", r"Air scatters blue light\.\nlocal 1\n"),
         ("FakeVerlTrainer", r"0\.0\n1\.0\n"),
         ("FakeSlimeTrainer", r"0\.0 \{'held_out': \[[01.]+(, [01.]+)*\]\}\n"),

@@ -34,13 +34,25 @@ _ERRORS = {
     "504": "No reward by the deadline (cause infra).",
 }
 
+PROXIED = (
+    ("/v1/chat/completions", "Passes on a chat completion of OpenAI's format."),
+    ("/v1/responses", "Passes on a response of OpenAI's format."),
+    ("/v1/messages", "Passes on a message of Anthropic's format."),
+    ("/v1beta/models/{model}:generateContent", "Passes on a request of Gemini's format."),
+)
+"""Paths of the proxy, each with what it does."""
+
 
 def describe(forms: Iterable[Form], *, bearer: bool) -> Mapping[str, Any]:
     """Return the description as a JSON value. `bearer`: whether callers need a token."""
     from qreward_plugins import __version__
 
     paths: dict[str, Any] = {form.path: {"post": _operation(form)} for form in forms}
+    for path, summary in PROXIED:
+        replies = {"200": {"description": "The reply of a source, as it came."}}
+        paths[path] = {"post": {"summary": summary, "responses": replies}}
     for path, summary in (
+        ("/v1/models", "The models that clients may ask for."),
         ("/healthz", "200 as long as the process lives."),
         ("/readyz", "200 if some source takes samples, 503 if none does or the server is about to stop."),
         ("/metrics", "Metrics in the text format of Prometheus."),

@@ -140,8 +140,8 @@ class ExtraInfo:
         """Raise `ConfigurationError` for keys that verl reads and no judge provides."""
         in_charge = judges_in_charge(config)
         asked = {name for judge in in_charge for name in (judge, *parts_of(config, judge))}
-        if asked & self._functions:
-            return  # a function may return anything
+        if not in_charge or asked & self._functions:
+            return  # a function may return anything, and so may the judges of a reward server
         nothing = Failed(Cause.INFRA, "none")
         known = set(self._info(nothing, imputed=False)) - ({"acc"} - set(self._facts.of(nothing)))
         read = [("algorithm.filter_groups.metric", self._reads.metric)]

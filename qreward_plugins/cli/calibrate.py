@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from ..config import Config, judge_for, load_config, own_sources, parts_of
+from ..config import Config, judge_for, own_sources, parts_of
 from ..engine import RewardEngine
 from ..errors import InputError
 from ..files import read_rollouts
@@ -22,7 +22,7 @@ from ..judges.router import kind_of
 from ..samples import Failed, Sample
 from .figures import number_of
 from .progress import ProgressDisplay
-from .running import OK, REWARDS_MISSING, open_engine, say
+from .running import OK, REWARDS_MISSING, load_own, open_engine, say
 
 _BARS = 15
 _BAR_CHARS = 40
@@ -45,7 +45,7 @@ async def calibrate(
     Measures the judges whose `transform` begins with `zscore`, or `judge` alone; `file` replaces the path of its
     `zscore`. Returns 0, or 3 if some samples have no score. Raises `ConfigurationError` and `InputError`.
     """
-    config = load_config(path)
+    config = load_own(path)
     code = OK
     for target in _targets(config, judge, file):
         code = max(code, await _measure(config, path, target, samples, out, errors))

@@ -38,6 +38,12 @@ async def check_config(
     if a run could not open its journal.
     """
     config = load_config(path)
+    if config.engine.server is not None:
+        async with open_engine(config, path) as engine:
+            said = ", ".join(engine.facts().components) or "none"
+            say(out, f"{path}: valid; the reward server at {config.engine.server.url} answers; components: {said}")
+            say(out, "Its sources and judges: run `qreward check` with the file of the server.")
+        return OK
     if config.engine.journal is not None:
         check_place(config.engine.journal.path)
     # A check must not create, open or fill the journal of a run, and shares no limits with one.

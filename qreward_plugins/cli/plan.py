@@ -14,7 +14,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from ..config import load_config
 from ..errors import InputError
 from ..planning import (
     Advice,
@@ -30,7 +29,7 @@ from ..planning import (
 from ..planning.picture import check_picture
 from ..sources.function import processors
 from .figures import number_of, seconds, short
-from .running import OK, say
+from .running import OK, load_own, say
 
 _MOST_ADVICE = 6
 _MOST_PROCESSES = 8
@@ -110,7 +109,7 @@ async def _rehearsed(options: PlanOptions, errors: Console) -> Plan:
 
         def work() -> Plan:
             # Read first, because the other options are checked with it.
-            config = load_config(options.config)
+            config = load_own(options.config)
             return plan(
                 config,
                 origin=str(options.config),

@@ -17,9 +17,9 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from ..config import Config
+from ..config import Config, load_config
 from ..engine import RewardEngine
-from ..errors import ConfigurationError, QRewardError
+from ..errors import ConfigurationError, Mistake, QRewardError
 
 OK = 0
 SOURCE_SILENT = 1
@@ -108,6 +108,19 @@ def _message(error: QRewardError) -> str:
     if isinstance(error, ConfigurationError) and len(error.mistakes) == 1:
         return f"{error.origin}: {error.mistakes[0]}".replace(": (top level):", ":", 1)
     return str(error)
+
+
+def load_own(path: Path) -> Config:
+    """Load a configuration with sources of its own.
+
+    Raises `ConfigurationError`, and for a configuration that names a reward server, too.
+    """
+    config = load_config(path)
+    if config.engine.server is not None:
+        problem = "this command needs sources and judges, and a reward server has them."
+        remedy = "Run it with the file of the server."
+        raise ConfigurationError([Mistake("engine.server", problem, remedy)], origin=str(path))
+    return config
 
 
 def open_engine(config: Config, path: Path) -> RewardEngine:

@@ -7,6 +7,7 @@ them. The output of an earlier run is not read, because it may belong to another
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -39,8 +40,12 @@ class Plan:
 
     @property
     def journal(self) -> str:
-        assert self.config.engine.journal is not None
-        return self.config.engine.journal.path
+        """Where verdicts are recorded, for messages."""
+        engine = self.config.engine
+        if engine.server is not None:
+            return f"the journal of the reward server at {engine.server.url}, if it has one"
+        assert engine.journal is not None
+        return engine.journal.path
 
 
 def prepare(rollouts: Path, config_path: Path, out: Path, errors: Console, *, overwrite: bool = False) -> Plan:
@@ -52,6 +57,8 @@ def prepare(rollouts: Path, config_path: Path, out: Path, errors: Console, *, ov
     config = load_config(config_path)
     with errors.status(Text(f"reading {rollouts} ...")):
         total = check_rollouts(rollouts, out=out, overwrite=overwrite)
+    if config.engine.server is not None:
+        return Plan(rollouts, out, total, config, config_path)
     journal = config.engine.journal or JournalConfig(path=str(out.with_name(out.name + ".journal")))
     engine = config.engine.model_copy(update={"journal": journal.model_copy(update={"reuse": True})})
     return Plan(rollouts, out, total, config.model_copy(update={"engine": engine}), config_path)
@@ -76,7 +83,8 @@ async def score_rollouts(plan: Plan, out: Console, errors: Console) -> int:
         raise
     statistics = engine.statistics()
     unrecorded = await _close(engine)
-    out.print(source_table(statistics, out.width))
+    if statistics.sources:
+        out.print(source_table(statistics, out.width))
     for source in statistics.sources.values():
         if source.learned:
             say(out, f"{source.name}: {source.learned}")
@@ -91,6 +99,8 @@ async def score_rollouts(plan: Plan, out: Console, errors: Console) -> int:
 async def _score(engine: RewardEngine, plan: Plan, tally: _Tally, errors: Console) -> None:
     rows = _Rows(plan.rollouts)
     rate_per_s = sum(upstream.calls_per_s for upstream in engine.upstreams.values()) / _requests_a_row(plan.config)
+    if plan.config.engine.server is not None:
+        rate_per_s = math.inf
     with open_writer(plan.out, source=plan.rollouts) as writer:
         tally.begun = True
         say(errors, f"scoring {number_of(plan.total, 'row')} of {plan.rollouts}; verdicts go to {plan.journal}")
@@ -111,7 +121,7 @@ async def _close(engine: RewardEngine) -> JournalError | None:
 
 def _requests_a_row(config: Config) -> int:
     """Return the fewest requests of a row; a sum takes one for each of its parts."""
-    return min(len(parts_of(config, name)) for name in judges_in_charge(config))
+    return min((len(parts_of(config, name)) for name in judges_in_charge(config)), default=1)
 
 
 class _Rows:

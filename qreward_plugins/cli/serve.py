@@ -10,10 +10,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ..config import load_config
 from ..errors import InputError
 from ..server import RewardServer
-from .running import OK, REWARDS_MISSING, open_engine, say
+from .running import OK, REWARDS_MISSING, load_own, open_engine, say
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ async def serve(path: Path, options: ServeOptions, out: Console) -> int:
     Raises `ConfigurationError`, and `InputError` for an unset token or an address that cannot be used.
     """
     token = _token(options.token_env)
-    engine = open_engine(load_config(path), path)
+    engine = open_engine(load_own(path), path)
     try:
         server = RewardServer(
             engine,

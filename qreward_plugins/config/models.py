@@ -114,11 +114,6 @@ def _url_alone(value: Any) -> Any:
 class EngineConfig(Node):
     """How samples are scored, for all judges."""
 
-    server: Annotated[ServerConfig | None, BeforeValidator(_url_alone), takes("a URL, or a mapping with `url`")] = None
-    """A reward server that scores instead of this process: its URL, or a mapping with `url` and `token_env`. Sources,
-    judges, routes, journal and scheduling are then those of the server, and must not be set here. Of the keys of
-    `engine`, `deadline_s` and `priority` count here. Default: none."""
-
     deadline_s: PositiveFloat = 300.0
     """Most seconds from the submission of a sample to its outcome. The engine always keeps this limit. Default: 300."""
 
@@ -142,6 +137,11 @@ class EngineConfig(Node):
 
     journal: JournalConfig | None = None
     """Where verdicts are recorded. Default: no journal."""
+
+    server: Annotated[ServerConfig | None, BeforeValidator(_url_alone), takes("a URL, or a mapping with `url`")] = None
+    """A reward server that scores instead of this process: its URL, or a mapping with `url` and `token_env`. Sources,
+    judges, routes, journal and scheduling are then those of the server, and must not be set here. Of the keys of
+    `engine`, `deadline_s` and `priority` count here. Default: none."""
 
 
 class Route(Node):

@@ -1,0 +1,138 @@
+"""The process that runs a pool for all processes of a user on this machine.
+
+The first process that needs a pool starts it, the others find it by a socket in the runtime folder. A connection is a
+use: the pool ends with its last user, however that one ended, because the kernel closes its connections. If this
+process is killed, the guards end the servers.
+
+A user sends its `PoolSpec` as one line of JSON. It is sent a line after each change: `{"replicas": [...], "ready":
+bool}`, or `{"failed": problem, "log": lines}`, after which the pool ends. A user that leaves shuts down its side, and
+the pool closes the connection; to the last user, once every server has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import shutil
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from ..named_actors import in_thread
+from .launch import LocalServer
+from .pool import Pool, PoolFailed
+from .spec import PoolSpec
+
+_HELLO_BYTES = 2**24
+_FIRST_USER_S = 30.0
+"""Seconds after which a pool ends that nobody has begun to use."""
+_LAST_WORD_S = 5.0
+
+
+class PoolProcess:
+    """Runs one pool for the users that connect to `listening`. `key` is that of its spec."""
+
+    def __init__(self, listening: socket.socket, folder: Path, key: str) -> None:
+        self._listening = listening
+        self._folder = folder
+        self._key = key
+        self._users: set[asyncio.StreamWriter] = set()
+        self._pool: Pool | None = None
+        self._server: asyncio.Server | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._ready = False
+        self._failed: PoolFailed | None = None
+        self._unused = asyncio.Event()
+        self._lock = -1
+        self._logs: Path | None = None
+
+    async def run(self) -> None:
+        """Serve until the last user has left, or SIGTERM comes; then stop the servers."""
+        loop = asyncio.get_running_loop()
+        server = self._server = await asyncio.start_unix_server(self._serve, sock=self._listening, limit=_HELLO_BYTES)
+        loop.add_signal_handler(signal.SIGTERM, self._unused.set)
+        first = loop.call_later(_FIRST_USER_S, lambda: None if self._users else self._unused.set())
+        await self._unused.wait()
+        first.cancel()
+        # Whoever comes now is refused, and starts a pool of its own, which waits for the lock of this one.
+        server.close()
+        if self._starting is not None:
+            self._starting.cancel()
+            await asyncio.wait([self._starting])
+        if self._pool is not None:
+            await self._pool.stop()
+        for writer in list(self._users):
+            writer.close()
+        if self._logs is not None and self._failed is None:
+            shutil.rmtree(self._logs, ignore_errors=True)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            hello = await reader.readline()
+            if not hello or self._unused.is_set():
+                writer.close()
+                return
+            self._users.add(writer)
+            if self._pool is None:
+                self._begin(PoolSpec.from_json(hello))
+            self._tell(writer)
+            await reader.read()
+        except (OSError, ValueError):
+            pass
+        if self._users == {writer}:
+            self._unused.set()  # the connection is closed when all has ended
+        else:
+            self._users.discard(writer)
+            writer.close()
+
+    def _begin(self, spec: PoolSpec) -> None:
+        if spec.log_folder is None:
+            folder = self._logs = self._folder / f"{self._key}-logs"
+        else:
+            folder = Path(spec.log_folder)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+        def server(number: int) -> LocalServer:
+            return LocalServer(spec, number, folder=folder, held=(self._lock,))
+
+        self._pool = Pool(spec, server, on_change=self._tell_all)
+        self._starting = asyncio.ensure_future(self._start(self._pool))
+
+    async def _start(self, pool: Pool) -> None:
+        # Guards hold the lock, too. So it is free only when no server of an earlier pool is left.
+        self._lock = os.open(self._folder / f"{self._key}.pool", os.O_RDWR | os.O_CREAT, 0o600)
+        await in_thread(lambda: fcntl.flock(self._lock, fcntl.LOCK_EX))
+        try:
+            await pool.start()
+            self._ready = True
+        except PoolFailed as error:
+            self._failed = error
+        except Exception as error:
+            logging.getLogger("qreward_plugins.replicas").exception("the pool cannot be started")
+            self._failed = PoolFailed(f"the pool cannot be started ({type(error).__name__}: {error})")
+        self._tell_all()
+        if self._failed is not None:
+            asyncio.get_running_loop().call_later(_LAST_WORD_S, self._unused.set)
+            if self._server is not None:
+                self._server.close()
+
+    def _tell_all(self) -> None:
+        for writer in self._users:
+            self._tell(writer)
+
+    def _tell(self, writer: asyncio.StreamWriter) -> None:
+        assert self._pool is not None
+        news: dict[str, Any] = {"replicas": [s.as_mapping() for s in self._pool.states], "ready": self._ready}
+        if self._failed is not None:
+            news = {"failed": self._failed.problem, "log": self._failed.log}
+        writer.write(orjson.dumps(news) + b"\n")
+
+
+def main(descriptor: int, folder: str, key: str) -> None:
+    """Run a pool at the listening socket `descriptor`."""
+    asyncio.run(PoolProcess(socket.socket(fileno=descriptor), Path(folder), key).run())

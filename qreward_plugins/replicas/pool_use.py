@@ -1,0 +1,266 @@
+"""Defines `PoolUse`, the use of a pool by one process, and `LocalPoolUse`, that of a pool on this machine.
+
+A thread follows the pool, because an engine may move from one event loop to another while its servers go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import json
+import logging
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import orjson
+
+from .pool import PoolFailed, ReplicaState
+from .runtime_folder import NoRuntimeFolder, runtime_folder
+from .spec import PoolSpec
+
+_log = logging.getLogger("qreward_plugins.replicas")
+
+_PROGRAM = (
+    # The child of a child: Ray kills the children of an actor, and the pool serves other processes, too.
+    "import os, sys\nif os.fork(): os._exit(0)\n"
+    "import json; sys.path[:] = json.loads(sys.argv[4])\n"
+    "from qreward_plugins.replicas.pool_process import main; main(int(sys.argv[1]), *sys.argv[2:4])"
+)
+_CONNECT_TRIES = 40
+_BETWEEN_TRIES_S = 0.05
+_LOST_TRIES = 3
+
+
+class PoolUse(ABC):
+    """One process's use of a pool. `follow`, which runs in a thread of its own, reports what it learns by `_learned`,
+    and the end of the start by `_started`.
+    """
+
+    def __init__(self, spec: PoolSpec) -> None:
+        self.spec = spec
+        self.states: tuple[ReplicaState, ...] = ()
+        self.version = 0
+        """Number of changes of `states` so far."""
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._over = False
+        self._failure: PoolFailed | None = None
+        self._closing = False
+        self._pid = os.getpid()
+
+    @property
+    def started(self) -> bool:
+        """Whether the start of the pool is over, successfully."""
+        return self._over and self._failure is None
+
+    async def start(self) -> None:
+        """Start the pool, or find it, and wait until all replicas are ready. Cancelling ends only the wait.
+
+        Raises `PoolFailed`.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[None] = loop.create_future()
+        with self._lock:
+            if self._closing:
+                raise PoolFailed("it is closed")
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="qreward-pool", daemon=True)
+                self._thread.start()
+            if self._over:
+                future.set_result(None)
+            else:
+                self._waiting.append((loop, future))
+        await future
+        if self._failure is not None:
+            raise PoolFailed(self._failure.problem, self._failure.log)
+
+    async def aclose(self) -> None:
+        """End the use. If it was the last one, wait until every server has ended. Idempotent."""
+        with self._lock:
+            self._closing = True
+            thread = self._thread
+        if thread is None or self._pid != os.getpid():
+            return
+        self.leave()
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def wait() -> None:
+            thread.join()
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(lambda: None if ended.done() else ended.set_result(None))
+
+        threading.Thread(target=wait, name="qreward-pool-end", daemon=True).start()
+        await ended
+
+    def _left(self) -> bool:
+        """Whether this use is to end."""
+        return self._closing
+
+    @abstractmethod
+    def follow(self) -> None:
+        """Start or find the pool, and report on it until it ends or `leave` is called. Raises `PoolFailed`."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Let `follow` return, once every server has ended if this was the last use. Does not block."""
+
+    def _run(self) -> None:
+        try:
+            self.follow()
+        except PoolFailed as error:
+            self._started(error)
+        except Exception as error:
+            _log.warning("the pool of %s cannot be followed", self.spec.name, exc_info=error)
+            self._started(PoolFailed(f"the pool cannot be followed ({type(error).__name__}: {error})"))
+        self._learned(())
+        self._started(PoolFailed("it is closed"))
+
+    def _learned(self, states: Sequence[ReplicaState]) -> None:
+        before = {state.number: state for state in self.states}
+        for state in states:
+            was = before.get(state.number)
+            if was is not None and was.state != state.state and state.state in ("down", "failed"):
+                _log.warning("source %s: replica %d is %s", self.spec.name, state.number, state.state)
+        self.states = tuple(states)
+        self.version += 1
+
+    def _started(self, failure: PoolFailed | None = None) -> None:
+        with self._lock:
+            if self._over and failure is None:
+                return
+            if not self._over:
+                self._failure = failure
+            self._over = True
+            waiting, self._waiting = self._waiting, []
+        for loop, future in waiting:
+            with suppress(RuntimeError):  # the loop is closed: nobody waits
+                loop.call_soon_threadsafe(_wake, future)
+
+
+class LocalPoolUse(PoolUse):
+    """The use of a pool on this machine, which ends with its last user."""
+
+    def __init__(self, spec: PoolSpec) -> None:
+        super().__init__(spec)
+        self._channel: socket.socket | None = None
+        # A forked child would keep the connection open, and with it the servers, after this process has ended.
+        forget = weakref.WeakMethod(self._forget)
+        os.register_at_fork(after_in_child=lambda: (method := forget()) is not None and method())
+
+    def follow(self) -> None:
+        lost = 0
+        while not self._left():
+            for attempt in range(_CONNECT_TRIES):
+                channel = self._channel = self._connect()
+                with channel, suppress(OSError):
+                    channel.sendall(self.spec.to_json() + b"\n")
+                    if self._left():
+                        self.leave()
+                    with channel.makefile("rb") as lines:
+                        heard = self._listen(lines)
+                    if heard or self._left():
+                        break
+                # That pool was about to end.
+                time.sleep(_BETWEEN_TRIES_S * min(attempt + 1, 10))
+            else:
+                raise PoolFailed("the process of the pool ends at once")
+            self._channel = None
+            self._learned(())
+            if not self._left():
+                lost += 1
+                if lost > _LOST_TRIES:
+                    raise PoolFailed("the process of the pool has ended too often")
+                _log.warning("the pool of %s has ended; it is started again", self.spec.name)
+
+    def _listen(self, lines: Any) -> bool:
+        """Read what the pool says to its end. Return whether it has said anything."""
+        heard = False
+        for line in lines:
+            heard = True
+            news = orjson.loads(line)
+            if "failed" in news:
+                raise PoolFailed(news["failed"], news["log"])
+            self._learned([ReplicaState(**state) for state in news["replicas"]])
+            if news["ready"]:
+                self._started()
+        return heard
+
+    def leave(self) -> None:
+        channel = self._channel
+        if channel is not None:
+            with suppress(OSError):
+                channel.shutdown(socket.SHUT_WR)
+
+    def _forget(self) -> None:
+        if self._channel is not None:
+            with suppress(OSError):
+                os.close(self._channel.detach())
+
+    def _connect(self) -> socket.socket:
+        """Connect to the pool; start it if there is none."""
+        try:
+            folder = runtime_folder()
+        except NoRuntimeFolder as error:
+            raise PoolFailed(str(error)) from None
+        path = folder / f"{self.spec.key}.sock"
+        found = _connected(path)
+        if found is not None:
+            return found
+        lock = os.open(folder / f"{self.spec.key}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            found = _connected(path)
+            if found is None:
+                _start_process(path, folder, self.spec.key)
+                found = _connected(path)
+        except OSError as error:
+            raise PoolFailed(f"no process can be started ({error.strerror})") from None
+        finally:
+            os.close(lock)
+        if found is None:
+            raise PoolFailed("the process of the pool cannot be reached")
+        return found
+
+
+def _connected(path: Path) -> socket.socket | None:
+    channel = socket.socket(socket.AF_UNIX)
+    try:
+        channel.connect(str(path))
+    except OSError:
+        channel.close()
+        return None
+    return channel
+
+
+def _start_process(path: Path, folder: Path, key: str) -> None:
+    path.unlink(missing_ok=True)
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(str(path))
+        listening.listen(1024)
+        with (folder / f"{key}.log").open("wb") as log:
+            starter = subprocess.Popen(
+                [sys.executable, "-c", _PROGRAM, str(listening.fileno()), str(folder), key, json.dumps(sys.path)],
+                pass_fds=[listening.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        starter.wait()
+
+
+def _wake(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         Mistake,
         PermanentError,
         QRewardError,
+        ReplicasNotStarted,
         RewardMissing,
         RewardServerError,
         SampleRefused,
@@ -63,8 +64,8 @@ _NAMES = {
     "config": "Config load_config",
     "engine": "RewardEngine",
     "errors": "ConfigurationError EngineError InputError InvalidReply JournalError JudgeUnavailable Mistake "
-    "PermanentError QRewardError RewardMissing RewardServerError SampleRefused SourceError SourceUnusable "
-    "TextStreamFailed Throttled TransientError InvalidVerdict",
+    "PermanentError QRewardError ReplicasNotStarted RewardMissing RewardServerError SampleRefused SourceError "
+    "SourceUnusable TextStreamFailed Throttled TransientError InvalidVerdict",
     "groups": "GroupGate group_means",
     "observers": "AttemptEnded AttemptStarted BatchEnded CallEnded EngineClosed EngineStatistics Event LateVerdict "
     "Observer RequestBatchSent SampleDropped SampleEnded SampleSubmitted SourceStateChanged SourceStatistics",
@@ -106,6 +107,7 @@ __all__ = [
     "Part",
     "PermanentError",
     "QRewardError",
+    "ReplicasNotStarted",
     "RequestBatchSent",
     "RewardEngine",
     "RewardMissing",

@@ -88,10 +88,14 @@ class RewardEngine:
         raises because of the sample. Samples of a higher `priority` go first (default: as the configuration says for
         their route, judge or split). Cancelling the call cancels its attempts and frees their permits. Raises
         `EngineError` if the engine is closed or serves another event loop, `ValueError` for an impossible deadline or
-        priority, and `ConfigurationError` if a reward model gives different texts the same numbers (`start_probe`).
+        priority, `ConfigurationError` if a reward model gives different texts the same numbers (`start_probe`), and
+        `ReplicasNotStarted` if the servers of a source of kind `replicas` do not start. The first call starts these
+        servers; its deadline runs from when they are ready.
         """
         _check_times(deadline_s, priority)
         scoring = self._bind()
+        if not self._wiring.source_starts.over:
+            await self._wiring.source_starts.done()
         due_at = scoring.now() + self._deadline_s(deadline_s)
         if not self._wiring.start_probe.over:
             await self._wiring.start_probe.passed(scoring, due_at)
@@ -142,6 +146,8 @@ class RewardEngine:
             self._wiring, [sample for sample in batch if isinstance(sample, Sample)], self._deadline_s(deadline_s)
         )
         scoring = self._bind()
+        if not self._wiring.source_starts.over:
+            await self._wiring.source_starts.done()
         due_at = scoring.now() + self._deadline_s(deadline_s)
         if not self._wiring.start_probe.over:
             await self._wiring.start_probe.passed(scoring, due_at)

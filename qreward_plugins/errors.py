@@ -10,6 +10,7 @@
     ├── KeeperError             the keeper of shared limits does not answer
     │   ├── KeeperLost          the keeper has certainly ended
     │   └── KeeperSilent        the keeper may still be running
+    ├── ReplicasNotStarted      the servers of a source cannot be started; ends with the log of the one at fault
     ├── RewardServerError       the reward server refused a request, or cannot be reached
     ├── TextStreamFailed        a text stream ended before its text was whole; carries the text so far
     ├── ReplyBroken             a reply that was passed on to a client broke off
@@ -118,6 +119,12 @@ class KeeperLost(KeeperError):
 
 class KeeperSilent(KeeperError):
     """The keeper did not answer, but it may still be running."""
+
+
+class ReplicasNotStarted(QRewardError):
+    """The servers of a source of kind `replicas` could not be started. The message ends with the last lines of the log
+    of the one at fault, without secrets.
+    """
 
 
 class RewardServerError(QRewardError):

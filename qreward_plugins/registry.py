@@ -232,6 +232,7 @@ sources: Kinds[SourceKind] = Kinds(
         "reward_model": "qreward_plugins.sources.reward_model:RewardModelSource",
         "http": "qreward_plugins.sources.service:HTTPSource",
         "function": "qreward_plugins.sources.function:FunctionSource",
+        "replicas": "qreward_plugins.sources.replica_set:ReplicaSet",
     },
 )
 """The kinds of sources."""

@@ -16,6 +16,7 @@ from .observers import BatchLog, FailureLog, Observer, Observers, Statistics, lo
 from .remote import RemoteServer, open_server
 from .scheduling import Upstream, open_upstreams
 from .sharing import Channel, Membership, open_channel, source_keys
+from .source_starts import SourceStarts
 from .sources import Source
 from .start_probe import StartProbe
 
@@ -58,6 +59,7 @@ class Wiring:
         key = secrets.token_bytes(32) if settings.seed is None else hashlib.sha256(str(settings.seed).encode()).digest()
         self.router = JudgeRouter(self.config, key=key)
         _check_fit(self.router.leaves, self.upstreams, given=sources)
+        self.source_starts = SourceStarts([upstream.source for upstream in self.upstreams.values()])
         self.start_probe = StartProbe(self.router.leaves.values(), given=sources)
         self.journal = Journal(settings.journal.path) if settings.journal else None
         self.reuse = bool(settings.journal and settings.journal.reuse)

@@ -422,7 +422,9 @@ def test_what_a_kind_answers_decides_which_judges_may_ask_it(length):
     with pytest.raises(ConfigurationError) as caught:
         load_config({"sources": {"a": NODE}, "judges": {"j": {"kind": "llm"}, "k": {"kind": "llm", "sources": "a"}}})
     told = {mistake.path: f"{mistake.problem} {mistake.remedy}" for mistake in caught.value.mistakes}
-    assert told["judges.j"].startswith("there is no source of kind openai to answer this judge of kind llm.")
+    assert told["judges.j"].startswith(
+        "there is no source of kind openai or replicas to answer this judge of kind llm."
+    )
     assert told["judges.k.sources"].startswith(
         "`a` is a source of kind length, which cannot answer a judge of kind llm."
     )

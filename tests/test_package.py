@@ -34,7 +34,7 @@ FLOORS = [
     {"outcomes", "sharing", "streaming", "text_streams"},
     {"judging", "trial"},
     {"scoring"},
-    {"start_probe", "remote"},
+    {"start_probe", "source_starts", "remote"},
     {"wiring"},
     {"binding", "capacity"},
     {"closing"},
@@ -183,7 +183,8 @@ def test_the_core_knows_no_framework():
                 framework, where = name.split(".")[0], path.as_posix()
                 allowed = {
                     "torch": "testing/roll/" in where,
-                    "ray": ("/sharing/" in where or "/named_actors" in where) and id(node) in in_functions,
+                    "ray": ("/sharing/" in where or "/named_actors" in where or "/replicas/ray_" in where)
+                    and id(node) in in_functions,
                 }.get(framework, False)
                 if framework in FRAMEWORKS and not allowed:
                     wrong.append(f"{path.relative_to(ROOT)}: {name}")

@@ -317,6 +317,28 @@ def serve_command(
     raise typer.Exit(code)
 
 
+@app.command("serve-judge", short_help="Start the servers of the sources of kind replicas, and nothing else.")
+def serve_judge_command(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="The configuration (YAML).")],
+    source: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="Source to start; repeatable. Default: every one of kind replicas."),
+    ] = None,
+) -> None:
+    """Start the servers of the sources of kind replicas, print their addresses, and supervise them.
+
+    Trainings on this machine with the same source use these servers, and leave them running when they end. Ctrl-C or
+    SIGTERM stops the servers that nobody else uses.
+
+    Exit codes: 0 stopped; 2 the configuration has mistakes, or a server did not start.
+    """
+    with one_message(_errors):
+        from .serve_judge import serve_judge
+
+        code = run(serve_judge(config, tuple(source or ()), _out, _errors))
+    raise typer.Exit(code)
+
+
 @app.command("kinds", short_help="List the kinds of sources and judges, ours and others'.")
 def kinds_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,

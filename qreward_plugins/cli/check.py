@@ -21,6 +21,7 @@ from ..sources import TEXT
 from ..sources.redactor import Redactor
 from .figures import number_of, seconds
 from .running import OK, SOURCE_SILENT, open_engine, say
+from .servers import start_servers
 
 _RATIONALE_CHARS = 100
 _PROBLEM_CHARS = 400
@@ -63,6 +64,7 @@ async def check_config(
         say(out, f"{path}: valid, with {', '.join(number_of(len(part), noun) for part, noun in counts)}")
         for line in _summaries(config):
             say(out, line)
+        await start_servers(engine, out, errors)
         if config.routes and "*" not in config.routes:
             say(out, 'routes: samples of other data sources get no reward; a last route "*" would judge them')
         for name in engine.judges if rollouts is not None else ():

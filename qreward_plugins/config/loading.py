@@ -109,7 +109,7 @@ def _checked(tree: Tree, origin: str) -> Config:
 def _checked_references(config: Config, origin: str) -> Config:
     tree = {
         "sources": {
-            configured_name(name): {"kind": source.kind, "model": getattr(source, "model", None)}
+            configured_name(name): {**dict(source), "kind": source.kind, "model": getattr(source, "model", None)}
             for name, source in config.sources.items()
         },
         "judges": {name: judge.model_dump(mode="json") for name, judge in config.judges.items()},

@@ -15,7 +15,7 @@ from . import shape
 from .findings import Finding, Path, cut, did_you_mean
 from .keys import Named
 from .nodes import JudgeName, SourceName
-from .routes import TEXT, answers, asked_by, is_glob, matching
+from .routes import TEXT, answers, answers_of, asked_by, is_glob, matching
 
 
 def check_references(tree: dict[str, Any], names: Sequence[Named], *, unsure: Iterable[Path] = ()) -> list[Finding]:
@@ -107,6 +107,7 @@ class _Asking:
 
     def __init__(self, sources: dict[str, Any]) -> None:
         self._kinds = {name: _kind(source) for name, source in sources.items()}
+        self._settings = {name: source if isinstance(source, dict) else {} for name, source in sources.items()}
         self._models = {name: _model(source) for name, source in sources.items()}
         self._answers: dict[str, tuple[dict[str, bool | None], list[str]]] = {}
 
@@ -138,15 +139,21 @@ class _Asking:
     def _answer(self, asked: str) -> tuple[dict[str, bool | None], list[str]]:
         """Return whether each source can answer (None if unknown), and the names of those that can."""
         if asked not in self._answers:
-            by_kind = {kind: answers(kind, asked) if asked and kind else None for kind in set(self._kinds.values())}
-            answer = {source: by_kind[kind] for source, kind in self._kinds.items()}
+            by_kind = {kind: answers_of(kind) if asked and kind else None for kind in set(self._kinds.values())}
+            answer: dict[str, bool | None] = {}
+            for source, kind in self._kinds.items():
+                found = by_kind[kind]
+                answer[source] = None if found is None else asked in found(self._settings[source])
             self._answers[asked] = answer, [source for source, answered in answer.items() if answered]
         return self._answers[asked]
 
 
 def _models(models: dict[str, Any], sources: dict[str, Any], names: Sequence[Named]) -> list[Finding]:
     """Check the sources and the weights of the groups of models."""
-    able = {name: answers(_kind(source) or "", TEXT) for name, source in sources.items()}
+    able = {
+        name: answers(_kind(source) or "", TEXT, source if isinstance(source, dict) else {})
+        for name, source in sources.items()
+    }
     fitting = {name: _model(sources[name]) for name, is_able in able.items() if is_able is not False}
     findings = []
     found: dict[Any, set[str]] = {}

@@ -6,9 +6,9 @@ sources that no judge names, judges that are only parts of others.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from fnmatch import fnmatchcase
-from typing import Final
+from typing import Any, Final
 
 from ..registry import KindError, rooms
 from .models import Config, ModelRoute, Route
@@ -93,7 +93,7 @@ def own_sources(config: Config, judge_name: str) -> tuple[str, ...]:
     fitting = {
         name: getattr(source, "model", None)
         for name, source in config.sources.items()
-        if asked and answers(source.kind, asked)
+        if asked and answers(source.kind, asked, dict(source))
     }
     named: tuple[str, ...] = getattr(judge, "sources", ())
     if not named:
@@ -106,7 +106,9 @@ def sources_for_model(config: Config, model: str) -> tuple[tuple[str, ...], Mode
     of `models` whose glob matches, case-sensitive. Without `models`, those whose model it is. Empty if there is none.
     """
     fitting = {
-        name: getattr(source, "model", None) for name, source in config.sources.items() if answers(source.kind, TEXT)
+        name: getattr(source, "model", None)
+        for name, source in config.sources.items()
+        if answers(source.kind, TEXT, dict(source))
     }
     if not config.models:
         return tuple(name for name, its_model in fitting.items() if its_model == model), None
@@ -125,10 +127,21 @@ def asked_by(judge_kind: str | None) -> str:
         return ""
 
 
-def answers(source_kind: str, asked: str) -> bool | None:
-    """Whether a kind of source answers what is `asked` for (`text`, `value`); None if the kind is unknown."""
+def answers(source_kind: str, asked: str, settings: Mapping[str, Any]) -> bool | None:
+    """Whether a source with these settings answers what is `asked` for (`text`, `value`); None if its kind is
+    unknown.
+    """
+    found = answers_of(source_kind)
+    return None if found is None else asked in found(settings)
+
+
+def answers_of(source_kind: str) -> Callable[[Mapping[str, Any]], tuple[str, ...]] | None:
+    """Return what tells the answers of a source of a kind from its settings (`text`, `value`); None if the kind is
+    unknown.
+    """
     try:
-        return asked in rooms["sources"].load(source_kind).answers
+        answered: Callable[[Mapping[str, Any]], tuple[str, ...]] = rooms["sources"].load(source_kind).answered
+        return answered
     except KindError:
         return None
 

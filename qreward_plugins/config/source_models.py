@@ -286,6 +286,10 @@ class Routing(Node):
         return value
 
 
+RoutingChoice = Annotated[Routing, BeforeValidator(_named_strategies)]
+"""`Routing`, or a list of its strategies."""
+
+
 class EndpointConfig(SourceConfig):
     """The keys of every source that is asked over HTTP."""
 
@@ -325,7 +329,7 @@ class EndpointConfig(SourceConfig):
     httpx: HttpxOptions | None = None
     """HTTP/2, proxies, client certificates and authentication, for `client: httpx`. Default: none."""
 
-    routing: Annotated[Routing, BeforeValidator(_named_strategies)] = Routing(strategies=("least_requests",))
+    routing: RoutingChoice = Routing(strategies=("least_requests",))
     """Which of several base URLs a request goes to: a list of strategies, or a mapping. See docs/replicas.md. For your
     own servers write `[prefix_aware, least_pending_tokens]`. It has no effect on a source with one URL. Default:
     `[least_requests]`, the evenest load, because gateways of a provider seldom have caches of their own."""

@@ -18,6 +18,7 @@ import os
 import shutil
 import signal
 import socket
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -66,10 +67,22 @@ class PoolProcess:
             await asyncio.wait([self._starting])
         if self._pool is not None:
             await self._pool.stop()
+        self._tidy()
+
         for writer in list(self._users):
             writer.close()
-        if self._logs is not None and self._failed is None:
+
+    def _tidy(self) -> None:
+        """Remove the socket, unless it is that of a later pool, and the logs."""
+        if self._logs is not None:
             shutil.rmtree(self._logs, ignore_errors=True)
+        with (self._folder / f"{self._key}.lock").open("a") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            path = self._folder / f"{self._key}.sock"
+            with socket.socket(socket.AF_UNIX) as channel, suppress(OSError):
+                if channel.connect_ex(str(path)) != 0:
+                    path.unlink()
+                    (self._folder / f"{self._key}.log").unlink()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -95,19 +108,20 @@ class PoolProcess:
             folder = self._logs = self._folder / f"{self._key}-logs"
         else:
             folder = Path(spec.log_folder)
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
 
         def server(number: int) -> LocalServer:
             return LocalServer(spec, number, folder=folder, held=(self._lock,))
 
         self._pool = Pool(spec, server, on_change=self._tell_all)
-        self._starting = asyncio.ensure_future(self._start(self._pool))
+        self._starting = asyncio.ensure_future(self._start(self._pool, folder))
 
-    async def _start(self, pool: Pool) -> None:
+    async def _start(self, pool: Pool, logs: Path) -> None:
         # Guards hold the lock, too. So it is free only when no server of an earlier pool is left.
         self._lock = os.open(self._folder / f"{self._key}.pool", os.O_RDWR | os.O_CREAT, 0o600)
         await in_thread(lambda: fcntl.flock(self._lock, fcntl.LOCK_EX))
         try:
+            # An earlier pool has removed this folder before its lock was free.
+            await in_thread(lambda: logs.mkdir(mode=0o700, parents=True, exist_ok=True))
             await pool.start()
             self._ready = True
         except PoolFailed as error:

@@ -92,6 +92,7 @@ class Endpoint(SourceKind):
         self._urls = read_urls(
             f"sources.{name}.{config.URL_KEY}", config.urls, self.PATH if path is None else path, found
         )
+        self._paths = (self.PATH if path is None else path, stream_path)
         self._stream_urls = self._urls
         if stream_path is not None and not found:
             self._stream_urls = read_urls(f"sources.{name}.{config.URL_KEY}", config.urls, stream_path, found)
@@ -120,6 +121,23 @@ class Endpoint(SourceKind):
     @property
     def slots(self) -> int | None:
         return self._slots
+
+    @property
+    def urls(self) -> tuple[str, ...]:
+        """The URLs of its replicas."""
+        return tuple(self._urls)
+
+    def move(self, urls: Sequence[str]) -> None:
+        """Send further requests to these replicas. What is known of those that stay is kept. Their servers belong to
+        this machine or job, so they are not asked through a proxy of the environment.
+        """
+        path, stream_path = self._paths
+        for gone in [url for url in self._urls if url not in urls]:
+            self._replicas.remove(gone)
+        for new in [url for url in urls if url not in self._urls]:
+            self._replicas.add(new)
+        self._urls = {url: URL(url + path) for url in urls}
+        self._stream_urls = self._urls if stream_path is None else {url: URL(url + stream_path) for url in urls}
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Send the request once, and return the reply.

@@ -47,6 +47,10 @@ class SourceKind(ABC):
     """Whether it works in processes or threads of this machine. If a local call hangs, the sample is at fault and not
     the source. `qreward plan` adds no network and no tokens for a local source."""
 
+    has_servers: ClassVar[bool] = False
+    """Whether it starts servers of its own. Such a source has `async start()`, which may be called again, `started`,
+    `spec` (a `PoolSpec`) and `replicas` (the `ReplicaState` of each)."""
+
     usual_latency_s: ClassVar[float] = 1.0
     """Usual seconds of a request. `qreward plan` uses it if neither the user nor a journal gives the latency."""
 
@@ -110,6 +114,13 @@ class SourceKind(ABC):
         Default: `config`. Raises `ConfigurationError`.
         """
         return config
+
+    @classmethod
+    def answered(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the types of answer that a source with these settings gives. The settings may be wrong, and are never
+        complete. Default: `answers`.
+        """
+        return cls.answers
 
     @classmethod
     def reusable(cls, config: Any) -> bool:

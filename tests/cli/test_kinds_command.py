@@ -35,7 +35,7 @@ def test_ours_can_be_used(run_cli):
     assert result.exit_code == 0
     lines = result.stdout.splitlines()
     kinds = [line.split()[0] for line in lines if OURS in line]
-    assert kinds == ["openai", "reward_model", "http", "function", "llm", "reward_model", "function", "sum"]
+    assert kinds == ["openai", "reward_model", "http", "function", "replicas", "llm", "reward_model", "function", "sum"]
     assert "A Python function that scores" in result.stdout
     assert "kind: package.module:Class" in lines[-1]
 
@@ -51,7 +51,7 @@ def test_others_are_listed_with_their_package_and_their_problem(run_cli, package
 
 def test_the_list_as_json(run_cli, packages):
     rows = {row["kind"]: row for row in json.loads(run_cli("kinds", "--json").stdout) if row["room"] == "sources"}
-    assert set(rows) == {"openai", "reward_model", "http", "function", "coin", "lacking"}
+    assert set(rows) == {"openai", "reward_model", "http", "function", "replicas", "coin", "lacking"}
     assert rows["coin"] == {
         "room": "sources",
         "kind": "coin",

@@ -76,7 +76,7 @@ def serve(port: int, models: list[str], options: dict[str, str]) -> None:
                 self._say({"data": [{"index": 0, "label": "LABEL_0", "probs": [number], "num_classes": 1}]})
                 return
             found = re.findall(r'"id"\s*:\s*"([0-9a-z]+)"', json.dumps(body).replace('\\"', '"'))
-            verdict = json.dumps({"id": found[-1] if found else "", "score": 7, "reason": str(os.getpid())})
+            verdict = json.dumps({"id": found[-1] if found else "", "rationale": str(os.getpid()), "score": 7})
             message = {"role": "assistant", "content": verdict}
             self._say({"model": body["model"], "choices": [{"message": message, "finish_reason": "stop"}]})
 

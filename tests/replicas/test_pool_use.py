@@ -1,0 +1,144 @@
+"""What processes of one machine share: one pool, which ends with its last user."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from pools import comes, lives
+
+from qreward_plugins.replicas.pool import PoolFailed
+from qreward_plugins.replicas.pool_use import LocalPoolUse
+from qreward_plugins.replicas.runtime_folder import NoRuntimeFolder, runtime_folder
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    return tmp_path / "qreward"
+
+
+def running(program, *arguments):
+    return subprocess.Popen([sys.executable, "-c", textwrap.dedent(program), *arguments], stdout=subprocess.PIPE)
+
+
+async def test_processes_share_one_pool_which_ends_with_the_last_of_them(stand_ins, folder):
+    spec = stand_ins.spec(replicas=2)
+    program = """
+        import asyncio, sys
+        from qreward_plugins.replicas.spec import PoolSpec
+        from qreward_plugins.replicas.pool_use import LocalPoolUse
+
+        async def main():
+            use = LocalPoolUse(PoolSpec.from_json(sys.argv[1].encode()))
+            await use.start()
+            print(sorted(state.url for state in use.states), flush=True)
+            await asyncio.sleep(600)
+
+        asyncio.run(main())
+    """
+    use = LocalPoolUse(spec)
+    other = running(program, spec.to_json().decode())
+    try:
+        await use.start()
+        theirs = await asyncio.to_thread(other.stdout.readline)
+        assert theirs.decode().strip() == str(sorted(state.url for state in use.states))
+        assert len(stand_ins.living()) == 2
+        await use.aclose()
+        await use.aclose()
+        assert len(stand_ins.living()) == 2  # the other process uses them still
+    finally:
+        other.kill()
+        other.stdout.close()
+        other.wait()
+    await comes(lambda: not stand_ins.living() and not list(folder.glob("*-logs")))
+
+
+async def test_the_last_one_waits_until_all_has_ended(stand_ins, folder):
+    use = LocalPoolUse(stand_ins.spec("children=1"))
+    await use.start()
+    await use.aclose()
+    assert stand_ins.living() == []
+    with pytest.raises(PoolFailed, match="it is closed"):
+        await use.start()
+    again = LocalPoolUse(stand_ins.spec("children=1"))
+    await again.start()
+    await again.aclose()
+    await comes(lambda: not list(folder.glob("*.sock")))
+
+
+async def test_users_that_come_at_the_same_time_start_it_once(stand_ins):
+    uses = [LocalPoolUse(stand_ins.spec()) for _ in range(8)]
+    await asyncio.gather(*(use.start() for use in uses))
+    assert len(stand_ins.living()) == 1
+    assert len({use.states[0].url for use in uses}) == 1
+    await asyncio.gather(*(use.aclose() for use in uses))
+    assert stand_ins.living() == []
+
+
+async def test_all_users_are_told_why_a_start_failed(stand_ins):
+    uses = [LocalPoolUse(stand_ins.spec("exit=1")) for _ in range(2)]
+    results = await asyncio.gather(*(use.start() for use in uses), return_exceptions=True)
+    for result in results:
+        assert isinstance(result, PoolFailed)
+        assert "replica 0: it ended before it was ready (exit code 1)" in str(result)
+        assert "no memory for the weights" in result.log
+    await asyncio.gather(*(use.aclose() for use in uses))
+
+
+async def test_a_user_hears_of_a_replica_that_died(stand_ins):
+    use = LocalPoolUse(stand_ins.spec(replicas=2, restarts=0))
+    await use.start()
+    os.kill(stand_ins.living()[0], signal.SIGKILL)
+    await comes(lambda: sorted(state.state for state in use.states) == ["failed", "up"])
+    assert sum(bool(state.url) for state in use.states) == 1
+    await use.aclose()
+
+
+async def test_a_pool_whose_process_is_killed_is_started_again(stand_ins, folder):
+    use = LocalPoolUse(stand_ins.spec())
+    await use.start()
+    first = stand_ins.living()
+    (guard,) = parents(first[0], 2)
+    os.kill(pool_of(guard), signal.SIGKILL)
+    await comes(lambda: stand_ins.living() and stand_ins.living() != first and use.states and use.states[0].url)
+    assert not lives(first[0])
+    await use.aclose()
+
+
+async def test_closing_during_the_start_leaves_nothing(stand_ins):
+    use = LocalPoolUse(stand_ins.spec("never"))
+    starting = asyncio.ensure_future(use.start())
+    await comes(stand_ins.living)
+    await use.aclose()
+    with pytest.raises(PoolFailed):
+        await starting
+    assert stand_ins.living() == []
+
+
+def test_a_folder_of_somebody_else_is_refused(tmp_path, folder):
+    assert runtime_folder() == folder
+    folder.chmod(0o755)
+    assert runtime_folder().stat().st_mode & 0o777 == 0o700
+    folder.rmdir()
+    folder.symlink_to(tmp_path)
+    with pytest.raises(NoRuntimeFolder, match="belongs to somebody else"):
+        runtime_folder()
+
+
+def parents(pid, count):
+    for _ in range(count):
+        with open(f"/proc/{pid}/stat") as file:
+            pid = int(file.read().rpartition(")")[2].split()[1])
+    return (pid,)
+
+
+def pool_of(guard):
+    return parents(guard, 1)[0]

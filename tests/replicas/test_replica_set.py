@@ -1,0 +1,153 @@
+"""The source of kind `replicas`, in an engine, over stand-in servers."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+from pools import comes
+
+from qreward_plugins import ConfigurationError, ReplicasNotStarted, RewardEngine, Sample, load_config
+from qreward_plugins.sources.replica_set import pool_spec
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+def tree(source, **more):
+    judge = {"kind": "llm", "score_range": [0, 10], "max_tokens": 64}
+    own = {"kind": "replicas", "model": "judge", "platform": "cpu", "start_within_s": 30.0, **source}
+    return {"sources": {"own": own}, "judges": {"quality": judge}, "engine": {"seed": 7}, **more}
+
+
+def samples(count):
+    return [Sample([{"role": "user", "content": "Why?"}], f"Because of {n}.", id=str(n)) for n in range(count)]
+
+
+async def test_servers_start_with_the_first_samples_and_end_with_the_engine(stand_ins):
+    own = {"command": stand_ins.command("ready_after=0.2"), "data_parallel": 2}
+    engine = RewardEngine(tree(own))
+    assert stand_ins.living() == []
+    async with engine:
+        # The deadline runs from when the servers are ready.
+        outcomes = await engine.score_all(samples(20), deadline_s=20)
+        assert [outcome.reward for outcome in outcomes] == [0.7] * 20
+        assert len({outcome.verdict.rationale for outcome in outcomes}) == 2  # each wrote its process id
+        states = engine.upstreams["own"].source.replicas
+        assert [state.state for state in states] == ["up", "up"]
+    assert stand_ins.living() == []
+
+
+async def test_the_calls_of_a_replica_that_dies_go_to_the_others(stand_ins):
+    own = {"command": stand_ins.command("only=0", "die_after=10"), "data_parallel": 2, "restarts": 1}
+    async with RewardEngine(tree(own)) as engine:
+        outcomes = await engine.score_all(samples(60), deadline_s=30)
+        assert [outcome.describe() for outcome in outcomes if outcome.reward is None] == []
+        source = engine.upstreams["own"].source
+        await comes(lambda: any(state.restarts for state in source.replicas))
+    assert stand_ins.living() == []
+
+
+async def test_a_killed_replica_comes_back_and_is_asked_again(stand_ins):
+    async with RewardEngine(tree({"command": stand_ins.command(), "data_parallel": 1})) as engine:
+        await engine.score(samples(1)[0])
+        os.kill(stand_ins.living()[0], signal.SIGKILL)
+        outcomes = await engine.score_all(samples(5), deadline_s=30)
+        assert [outcome.reward for outcome in outcomes] == [0.7] * 5
+
+
+async def test_a_start_that_fails_is_an_error_with_the_log_and_without_secrets(stand_ins, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_abcdefghijklmnop")
+    async with RewardEngine(tree({"command": stand_ins.command("only=1", "exit=1"), "data_parallel": 2})) as engine:
+        with pytest.raises(ReplicasNotStarted) as caught:
+            await engine.score_all(samples(3))
+    said = str(caught.value)
+    assert said.startswith("source 'own' cannot start its servers: replica 1: it ended before it was ready")
+    assert said.endswith("RuntimeError: no memory for the weights, token ***")
+    assert stand_ins.living() == []
+
+
+async def test_a_reward_model_is_asked_by_its_protocol(stand_ins):
+    own = {"command": stand_ins.command(), "task": "vllm_classify", "data_parallel": 2}
+    rm = {"rm": {"kind": "reward_model"}}
+    async with RewardEngine(tree(own, judges=rm)) as engine:
+        outcomes = await engine.score_all(samples(4), deadline_s=30)
+        assert all(outcome.reward is not None for outcome in outcomes), [outcome.describe() for outcome in outcomes]
+
+
+def test_a_server_that_does_not_speak_the_protocol_is_refused():
+    with pytest.raises(ConfigurationError, match="sglang does not speak vllm_score"):
+        RewardEngine(tree({"server": "sglang", "task": "vllm_score"}, judges={"rm": {"kind": "reward_model"}}))
+
+
+def test_the_task_decides_which_judges_may_ask():
+    with pytest.raises(ConfigurationError, match="no source of kind"):
+        load_config(tree({"server": "vllm", "task": "vllm_classify"}))
+    load_config(tree({"server": "vllm"}))
+
+
+@pytest.mark.parametrize(
+    ("source", "place", "text"),
+    [
+        ({}, "sources.own.server", "no server is named"),
+        ({"server": "vllm", "command": ["a", "{port}", "{name}"]}, "sources.own.command", "not both"),
+        ({"command": ["serve", "{port}"]}, "sources.own.command", r"a word must hold \{name\}"),
+        ({"server": "vllm", "task": "chatting"}, "sources.own.task", "a protocol of reward models: vllm_classify"),
+        ({"server": "llama_cpp", "platform": "cuda"}, "sources.own.devices", "1 x 1 = 1, and there are 0 devices"),
+        ({"server": "vllm", "data_parallel": 0}, "sources.own.data_parallel", "a positive whole number"),
+        ({"server": "vllm", "tensor_parallel": True}, "sources.own.tensor_parallel", "not true"),
+        ({"server": "vllm", "pipeline_parallel": 2}, "sources.own.pipeline_parallel", "only 1 is possible"),
+        ({"server": "vllm", "expert_parallel": 2}, "sources.own.expert_parallel", "only 1 is possible"),
+        ({"server": "vllm", "devices": [0]}, "sources.own.devices", "there are none on the platform cpu"),
+        ({"server": "vllm", "platform": "cuda", "devices": [0, 0]}, "sources.own.devices", "named twice"),
+        (
+            {"server": "vllm", "platform": "cuda", "devices": [0, 1], "data_parallel": 2, "tensor_parallel": 2},
+            "sources.own.devices",
+            "2 x 2 = 4, and there are 2 devices",
+        ),
+        ({"server": "vllm", "arguments": {"port": 80}}, "sources.own.arguments.port", "set by a key"),
+        ({"server": "vllm", "arguments": {"api_key": "abc"}}, "sources.own.arguments.api_key", "can see"),
+        ({"server": "vllm", "chat_template": "x"}, "sources.own.chat_template", "only a reward model"),
+        ({"server": "vllm", "api_keys": ["a", "b"]}, "sources.own.api_keys", "one key"),
+        ({"server": "vllm", "on": "ray"}, "sources.own.on", "needs Ray"),
+        ({"server": "vllm", "base_url": "http://a"}, "sources.own.base_url", "unknown"),
+    ],
+)
+def test_mistakes_are_found_before_anything_starts(source, place, text):
+    with pytest.raises(ConfigurationError, match=text) as caught:
+        RewardEngine(tree(source))
+    assert caught.value.mistakes[0].path == place
+
+
+def test_a_spec_has_the_devices_and_no_secret_in_its_repr(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6,7")
+    config = load_config(
+        tree(
+            {
+                "server": "vllm",
+                "platform": "cuda",
+                "data_parallel": 2,
+                "tensor_parallel": 2,
+                "environment": {"HF_TOKEN": "hf_secret_token"},
+                "arguments": {"max_model_len": 16384},
+            }
+        )
+    ).sources["own"]
+    spec = pool_spec("own", config)
+    assert spec.topology.groups == ((4, 5), (6, 7))
+    assert spec.environment == {"HF_TOKEN": "hf_secret_token"}
+    assert "hf_secret_token" not in repr(spec) + repr(config)
+
+
+async def test_the_journal_does_not_ask_where_a_model_is_served(stand_ins, tmp_path):
+    journal = {"engine": {"seed": 7, "journal": {"path": str(tmp_path / "journal.db")}}}
+    for replicas in (1, 2):
+        own = {"command": [*stand_ins.command()[:-1], "pids=" + str(stand_ins.pids_file)], "data_parallel": replicas}
+        async with RewardEngine(tree(own, **journal)) as engine:
+            await engine.score_all(samples(3), deadline_s=30)
+            assert engine.upstreams["own"].requests == (3 if replicas == 1 else 0)

@@ -37,7 +37,8 @@ def _wrong_fields(verdict: Any) -> str:
         return "failure"
     if (verdict.basis == "floor") != (failed_with is not None):
         return "basis: it must be 'floor' exactly if `failure` is set"
-    wrong = [name for name in _TEXTS if not isinstance(getattr(verdict, name), str)]
+    texts = (verdict.rationale, verdict.judge, verdict.source, verdict.model)
+    wrong = [name for name, text in zip(_TEXTS, texts, strict=True) if not isinstance(text, str)]
     if not isinstance(verdict.correct, (bool, NoneType)):
         wrong.append("correct")
     if not all(isinstance(name, str) for name in verdict.components):

@@ -136,7 +136,9 @@ class Verdict(_Provenance):
     steps: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        _check_score("score", self.score)
+        # The usual case inline: this runs twice for every sample.
+        if type(self.score) is not float or not -FLOAT32_LIMIT < self.score < FLOAT32_LIMIT:
+            _check_score("score", self.score)
         for name, value in self.components.items():
             _check_score(name, value)
         for offset, value in self.steps:

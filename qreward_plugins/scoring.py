@@ -123,11 +123,11 @@ class Scoring:
 
     def submitted(self, sample: Sample | Rejected) -> None:
         """Emit that a sample was submitted."""
-        self._observers.emit(events.submitted(named(sample), self.now()))
+        self._observers.emit(events.submitted(named(sample), self.dispatcher.now()))
 
     def ended(self, sample: Sample, outcome: Outcome) -> None:
         """Emit the outcome of a sample."""
-        self._observers.emit(events.ended(sample, outcome, self.now()))
+        self._observers.emit(events.ended(sample, outcome, self.dispatcher.now()))
 
     def dropped(self, sample: Sample) -> None:
         """Emit that a sample ends without an outcome."""

@@ -78,6 +78,8 @@ class Ledger:
             return 0.0
         if amount > limit + _ROUNDING:
             return math.inf
+        if self._in_window + self.held + amount <= limit:
+            return 0.0  # entries that have left the window would only add room
         self._forget(now)
         excess = self._in_window + self.held + amount - limit
         if excess <= _ROUNDING:

@@ -112,10 +112,6 @@ class Quota:
         """
         return self._shares.tokens
 
-    def fits_ever(self, tokens: float) -> bool:
-        """Return whether a request that needs at least `tokens` can ever be sent under the declared limit."""
-        return tokens <= self.most_tokens
-
     def wait_s(self, tokens: float, now: float, *, shares_request: bool = False) -> float:
         """Return the seconds until a request of `tokens` may be sent. With `shares_request`, until an attempt
         of `tokens` may share a request that has a reservation of its own.

@@ -20,6 +20,7 @@ from .upstream import Upstream
 
 if TYPE_CHECKING:
     from .request_batches import RequestBatch
+    from .timers import TimeLimit, TimeLimits
 
 _log = logging.getLogger("qreward_plugins.scheduling")
 
@@ -83,7 +84,8 @@ class Attempt:
     due_at: float = math.inf
     """Time at which its time limit is up."""
     task: asyncio.Task[None] | None = None
-    timer: asyncio.TimerHandle | None = None
+    limit: TimeLimit | None = None
+    """Its time limit, while its task runs."""
     on_end: Callable[[Attempt, AttemptError | None], None] | None = None
     """What `start` was given, if it has a time limit."""
 
@@ -138,17 +140,21 @@ class Attempt:
         return (now - self.started_at) / self.longest_s
 
     def start(
-        self, loop: asyncio.AbstractEventLoop, on_end: Callable[[Attempt, AttemptError | None], None]
+        self,
+        loop: asyncio.AbstractEventLoop,
+        now: float,
+        limits: TimeLimits,
+        on_end: Callable[[Attempt, AttemptError | None], None],
     ) -> asyncio.Task[None]:
         """Run it in a task. `on_end` is called with its end, unless the task is cancelled.
 
         The time limit runs from when the request is sent; connecting or starting a worker process is not part of it.
         """
-        now, timeout_s = loop.time(), self.timeout_s
+        timeout_s = self.timeout_s
         self.due_at = now + START_WITHIN_S + timeout_s
         if timeout_s < math.inf:
-            # The earliest time at which the limit can be up. `_expire` waits longer if the request was sent later.
-            self.timer = loop.call_at(now + timeout_s, self._expire)
+            # The earliest time at which the limit can be up. `expire` waits longer if the request was sent later.
+            self.limit = limits.watch(self, now + timeout_s)
             self.on_end = on_end
         self.task = loop.create_task(self._run(on_end))
         return self.task
@@ -160,28 +166,29 @@ class Attempt:
             self.task.cancel()
 
     def settle(self, now: float, task: asyncio.Task[None]) -> None:
-        """Release the reservation and the timer after the task has ended, in whatever way."""
-        self.reservation.release(now)
-        if self.timer is not None:
-            self.timer.cancel()
-        if task.cancelled():
+        """Release the reservation after the task has ended, in whatever way."""
+        cancelled = task.cancelled()
+        if cancelled:
             self.result = "cancelled"
             self.ended_at = now
-        if task.cancelled() or task.exception() is not None:
+        if cancelled or task.exception() is not None:
             self.upstream.breaker.abandoned(probe=self.decides)
-        self.upstream.live.pop(self, None)
-        if self.request_batch is not None:
-            self.request_batch.leave(self)
+        self._leave(now)
         # A cancelled task keeps its error, which holds this object by its traceback.
         self.task = None
 
     def abandon(self, now: float) -> None:
-        """Release the reservation and the timer although the task goes on, because it swallows its cancellation."""
+        """Release the reservation although the task goes on, because it swallows its cancellation."""
         self.result, self.ended_at = "cancelled", now
-        self.reservation.release(now)
-        if self.timer is not None:
-            self.timer.cancel()
         self.upstream.breaker.abandoned(probe=self.probe)
+        self._leave(now)
+
+    def _leave(self, now: float) -> None:
+        if self.limit is not None:
+            self.limit.attempt = None
+            self.limit = None
+        if self.reservation.held:
+            self.reservation.release(now)
         self.upstream.live.pop(self, None)
         if self.request_batch is not None:
             self.request_batch.leave(self)
@@ -276,25 +283,24 @@ class Attempt:
         problem = f"{upstream.name} gave no answer within {self.timeout_s:g} s"
         return SampleFault(problem, reason="hung") if upstream.local else TransientError(problem)
 
-    def _expire(self) -> None:
-        """End the attempt if its time limit is up."""
-        loop = asyncio.get_running_loop()
-        now = loop.time()
+    def expire(self, now: float) -> float:
+        """End the attempt if its time limit is up. Return when to check again; infinity: not again."""
         if now < self.due_at:
             # A request that is not sent yet may be sent right after this, and its time is up before `due_at` then.
-            sooner = self.due_at if self.sent_at < math.inf else min(self.due_at, now + self.timeout_s)
-            self.timer = loop.call_at(sooner, self._expire)
-            return
+            return self.due_at if self.sent_at < math.inf else min(self.due_at, now + self.timeout_s)
+        if self.timed_out:
+            self._overrun(now)
+            return math.inf
         self.timed_out = True
         self.cancel()
-        if self.job.call.rules is not None:
-            self.timer = loop.call_later(SWALLOWED_AFTER_S, self._overrun)
+        return math.inf if self.job.call.rules is None else now + SWALLOWED_AFTER_S
 
-    def _overrun(self) -> None:
+    def _overrun(self, now: float) -> None:
         """Let the job go on without this attempt, because it swallows its cancellation. It keeps its place until it
         ends.
         """
         if not self.result and not self.given_up and self.on_end is not None:
+            self.ended_at = now
             self.on_end(self, self._no_answer())
             self.given_up = True
 

@@ -249,9 +249,9 @@ class Batches:
         member.batch.leave(member, scored=scored)
         self._look(member.batch)
 
-    def ended(self, job: Job, result: Answer[Any] | Unanswered | None) -> None:
+    def ended(self, job: Job, result: Answer[Any] | Unanswered | None, now: float) -> None:
         """Note the end of a job. `result` is None if its caller dropped it."""
-        now, dropped = self._loop.time(), result is None
+        dropped = result is None
         waited_s = (now if job.first_at is None else job.first_at) - job.submitted_at
         if not dropped:
             job.batch.waits.add(job.size, waited_s)
@@ -271,7 +271,8 @@ class Batches:
     def _look(self, batch: Batch) -> None:
         if batch.sealed or not batch.together:
             self._report(batch)
-        self._check(batch)
+        if batch.cutoff is not None:
+            self._check(batch)
 
     def _check(self, batch: Batch) -> None:
         if not batch.cut and batch.over(self._loop.time()):

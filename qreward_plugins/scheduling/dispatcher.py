@@ -65,6 +65,8 @@ class Dispatcher:
         observers: Observers | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self.now = self._loop.time
+        """The event loop's clock, in seconds."""
         self._upstreams = upstreams
         self._observers = observers = observers or Observers()
         self._retry_policy = RetryPolicy(
@@ -143,10 +145,6 @@ class Dispatcher:
         """Cancel the attempts at a source that have not been sent, with `sent` all, and queue their jobs again."""
         self._retry_policy.giving_up.call_back(upstream, sent=sent)
 
-    def now(self) -> float:
-        """The event loop's clock, in seconds."""
-        return self._loop.time()
-
     def _cut_off(self, batch: Batch) -> None:
         """Fail what is left of a batch whose cut-off has come."""
         now = self._loop.time()
@@ -202,7 +200,7 @@ class Dispatcher:
         """End a job whose caller does not want the result any more, and cancel its attempts."""
         if not (job.ended or self._loop.is_closed()):
             job.ended = True
-            self._forget(job, None)
+            self._forget(job, None, self._loop.time())
 
     def close(self) -> None:
         """Fail every job (`closed`), and refuse further calls."""
@@ -310,7 +308,7 @@ class Dispatcher:
             return
         if job.attempts:
             try:
-                job.request = job.call.request(job.attempts)
+                job.asks(job.call.request(job.attempts))
             except Exception as error:
                 # The objects of a sample may behave differently the second time. That must not stop the pump.
                 self.fail(job, "input", input_problem(error))
@@ -325,7 +323,7 @@ class Dispatcher:
             self._log_bug("an attempt is not watched", error)
 
     def _attempt_ended(self, attempt: Attempt, error: AttemptError | None) -> None:
-        self._retry_policy.ended(attempt, error, self._loop.time())
+        self._retry_policy.ended(attempt, error, attempt.ended_at)
 
     def _settled(self, attempt: Attempt, task: asyncio.Task[None]) -> None:
         """Decide what becomes of the job of an attempt whose task has ended."""
@@ -370,14 +368,15 @@ class Dispatcher:
         return "no source can take it (" + "; ".join(sorted(reasons)) + ")"
 
     def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None:
-        self.finish(job, job.unanswered(reason, detail, self._loop.time(), invalid=invalid))
+        now = self._loop.time()
+        self.finish(job, job.unanswered(reason, detail, now, invalid=invalid), now)
 
-    def finish(self, job: Job, result: Answer[Any] | Unanswered) -> None:
+    def finish(self, job: Job, result: Answer[Any] | Unanswered, now: float) -> None:
         if not job.ended:
             job.ended = True
-            self._forget(job, result)
+            self._forget(job, result, now)
 
-    def _forget(self, job: Job, result: Answer[Any] | Unanswered | None) -> None:
+    def _forget(self, job: Job, result: Answer[Any] | Unanswered | None, now: float) -> None:
         """Remove a job, cancel its attempts and tell its caller the result. None: it was dropped, and nobody is
         told.
         """
@@ -388,14 +387,15 @@ class Dispatcher:
         if job.entry:
             # Jobs behind it may go now.
             self._pump.ask()
-        self._waiting.discard(job)
+        if job in self._waiting:
+            self._waiting.discard(job)
         self._deadlines.discard(job)
         keep = isinstance(result, Unanswered) and self._retry_policy.keeps_late and job.call.on_text is None
         for attempt in job.live:
             # A sent attempt is paid for and may still be answered. One that was not sent must not be sent any more.
             if not attempt.result and not (keep and attempt.sent):
                 attempt.cancel()
-        self.batches.ended(job, result)
+        self.batches.ended(job, result, now)
         if result is not None:
             try:
                 job.caller.ended(result)

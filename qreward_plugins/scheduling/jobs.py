@@ -67,7 +67,10 @@ class Job:
     submitted_at: float
     deadline_at: float
     request: Request
+    """What is sent. `asks` replaces it."""
     sequence: int
+    size: int = field(init=False)
+    """Bytes of the request."""
     ended: bool = False
     """Whether its caller has the result, or has dropped it."""
     after: int = 0
@@ -145,6 +148,9 @@ class Job:
     """Number of its entry in the queue; 0 if it is not queued."""
     backoff_timer: asyncio.TimerHandle | None = None
 
+    def __post_init__(self) -> None:
+        self.size = self.request.size
+
     @property
     def hedgeable(self) -> bool:
         """Whether another attempt may be started beside those under way."""
@@ -155,9 +161,10 @@ class Job:
             return False
         return len(self.live) < MAX_LIVE and self.hedges < MAX_HEDGES and not self.ended
 
-    @property
-    def size(self) -> int:
-        return self.request.size
+    def asks(self, request: Request) -> None:
+        """Send `request` from now on."""
+        self.request = request
+        self.size = request.size
 
     @property
     def rank(self) -> Rank:
@@ -236,8 +243,8 @@ class Jobs(Protocol):
         """Queue a job for the sources that it may go to; fail it if there is none."""
         ...
 
-    def finish(self, job: Job, result: Answer[Any] | Unanswered) -> None:
-        """End a job with its result. Nothing happens if it has ended already."""
+    def finish(self, job: Job, result: Answer[Any] | Unanswered, now: float) -> None:
+        """End a job with its result at `now`. Nothing happens if it has ended already."""
         ...
 
     def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None:

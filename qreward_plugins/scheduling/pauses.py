@@ -35,7 +35,7 @@ class Pauses:
 
     def left_s(self, now: float) -> float:
         """Seconds until the next request may go, which is a probe if the pause lasts longer; 0: now."""
-        return max(0.0, min(self._until, self._probe_at) - now)
+        return 0.0 if self._until <= now else max(0.0, min(self._until, self._probe_at) - now)
 
     def started(self, now: float) -> None:
         """Note that a request is sent. During a pause it is the probe, and the next one has to wait."""

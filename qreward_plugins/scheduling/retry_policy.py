@@ -122,7 +122,7 @@ class RetryPolicy:
         if error is None:
             answer = job.answer(attempt, now)
             if not job.ended:
-                self._jobs.finish(job, answer)
+                self._jobs.finish(job, answer, now)
             elif self.keeps_late:
                 job.caller.late(answer)
         elif isinstance(error, Throttled):

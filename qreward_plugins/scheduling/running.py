@@ -11,6 +11,7 @@ from ..errors import TransientError
 from ..observers import AttemptStarted, Observers
 from .attempts import Attempt, AttemptError, report_end
 from .jobs import Job
+from .timers import TimeLimits
 from .upstream import Upstream
 
 _log = logging.getLogger("qreward_plugins.scheduling")
@@ -39,6 +40,7 @@ class Running:
         self._on_ended = on_ended
         self._on_settled = on_settled
         self._tasks: dict[asyncio.Task[None], Attempt] = {}
+        self._limits = TimeLimits(loop)
 
     def __len__(self) -> int:
         return len(self._tasks)
@@ -75,7 +77,7 @@ class Running:
                 now, job.sequence, attempt.number, job.call.name, upstream.name, hedge, upstream.quota.in_flight
             )
         )
-        task = attempt.start(self._loop, self._on_ended)
+        task = attempt.start(self._loop, now, self._limits, self._on_ended)
         self._tasks[task] = attempt
         task.add_done_callback(self._settle)
         if batches is not None and batch is not None:
@@ -104,6 +106,7 @@ class Running:
             )
         # The callbacks of the ended tasks run in the next step of the event loop.
         await asyncio.sleep(0)
+        self._limits.clear()
 
     def _settle(self, task: asyncio.Task[None]) -> None:
         """Clean up after an attempt, however it ended: nothing that it held may outlive its task."""
@@ -113,6 +116,8 @@ class Running:
         now = self._loop.time()
         try:
             attempt.settle(now, task)
+            if not self._tasks:
+                self._limits.clear()
             if not attempt.reported:
                 broken = TransientError("it broke the scheduler")
                 report_end(self._observers, attempt, "cancelled" if task.cancelled() else broken, now)

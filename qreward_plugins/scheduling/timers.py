@@ -1,20 +1,29 @@
-"""The timers of a dispatcher: its pump, and the deadlines of its jobs.
+"""The timers of a dispatcher: its pump, the deadlines of its jobs, and the time limits of its attempts.
 
-Both are few timers for many jobs: a batch of thousands mostly needs one pump and has one deadline.
+All are few timers for many jobs: a batch of thousands mostly needs one pump and has one deadline. A timer of the event
+loop costs as much as all that the scheduler learns from an answer.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import itertools
 import math
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from .jobs import Job
+
+if TYPE_CHECKING:
+    from .attempts import Attempt
 
 SHORTEST_WAKE_S = 1e-4
 """Shortest delay of a timer for the next pump, in seconds."""
 STALL_S = 0.1
 """Delay of a timer, in seconds, from which the event loop counts as blocked."""
+_LEAST_COMPACTED = 64
+"""Shortest list of time limits from which those of ended attempts are removed."""
 
 
 class Pump:
@@ -109,3 +118,63 @@ class Deadlines:
         _, due = self._due.pop(deadline_at)
         for job in due:
             self._on_due(job)
+
+
+class TimeLimit:
+    """The time limit of one attempt. `attempt` is None once it has ended: the limit must not keep it, because it refers
+    to its sample.
+    """
+
+    __slots__ = ("attempt",)
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.attempt: Attempt | None = attempt
+
+
+class TimeLimits:
+    """The time limits of the attempts of an event loop. One timer, for the next of them, serves all."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._coming: list[tuple[float, int, TimeLimit]] = []
+        self._compact_at = _LEAST_COMPACTED
+        self._numbers = itertools.count()
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = math.inf
+
+    def watch(self, attempt: Attempt, at: float) -> TimeLimit:
+        """Check the time limit of an attempt at this time."""
+        limit, coming = TimeLimit(attempt), self._coming
+        heapq.heappush(coming, (at, next(self._numbers), limit))
+        if len(coming) > self._compact_at:
+            # Most attempts end long before their time limits.
+            self._coming = coming = [item for item in coming if item[2].attempt is not None]
+            heapq.heapify(coming)
+            self._compact_at = max(_LEAST_COMPACTED, 2 * len(coming))
+        if at < self._timer_at:
+            self._set_timer(at)
+        return limit
+
+    def clear(self) -> None:
+        """Forget every attempt."""
+        self._coming.clear()
+        self._set_timer(math.inf)
+
+    def _set_timer(self, at: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_at(at, self._wake) if at < math.inf else None
+        self._timer_at = at
+
+    def _wake(self) -> None:
+        now = self._loop.time()
+        try:
+            while self._coming and (self._coming[0][0] <= now or self._coming[0][2].attempt is None):
+                limit = heapq.heappop(self._coming)[2]
+                if limit.attempt is not None:
+                    again_at = limit.attempt.expire(now)
+                    if again_at < math.inf:
+                        heapq.heappush(self._coming, (again_at, next(self._numbers), limit))
+        finally:
+            # A bug at the end of one attempt must not leave the others without a limit.
+            self._set_timer(self._coming[0][0] if self._coming else math.inf)

@@ -66,8 +66,6 @@ _COMPLETION_SLACK = 16
 """Tokens by which any completion may exceed its bound."""
 _UNBOUNDED_COMPLETION = 4096
 """Bound of a completion, in tokens, if the request states none."""
-_BYTES_PER_TOKEN_AT_MOST = 128
-"""Most bytes that a tokenizer puts into one token."""
 
 
 class TokenEstimates:
@@ -75,9 +73,12 @@ class TokenEstimates:
 
     def __init__(self, source: Source) -> None:
         self._source = source
+        self._name = source.name
+        self._state = object()
+        """Replaced whenever an estimate changes, so that results for an older one are not used again."""
         self._kinds: dict[Kind, _Seen] = {}
         self._alike: dict[Kind, tuple[float, int]] = {}
-        """Results of `_by_similar_kind`; cleared when something is learned."""
+        """Results of `_by_similar_kind`; cleared when an estimate changes."""
         self._added = _Repeated(_MOST_ADDED)
         self._beyond = _Repeated(_MOST_FACTOR - 1)
         """By how many times its bound a completion is longer."""
@@ -90,8 +91,13 @@ class TokenEstimates:
         """The most prompt tokens and completion tokens of `request`, by what was learned so far. The latter are 0 if
         its body states no bound.
         """
-        demand = request.demand(self._source)
-        return self._prompt(demand), math.ceil(demand.completion * (1 + self._beyond.value))
+        demand = request.demand_at(self._name, self._source)
+        known = demand.estimate
+        if known is not None and known[0] is self._state:
+            return known[1]
+        most = self._prompt(demand), math.ceil(demand.completion * (1 + self._beyond.value))
+        demand.estimate = (self._state, most)
+        return most
 
     def _prompt(self, demand: Demand) -> int:
         size = demand.texture.size
@@ -105,25 +111,19 @@ class TokenEstimates:
             return most
         return min(most, math.ceil(per_byte * size) + demand.overhead + further)
 
-    def least(self, request: Request) -> int:
-        """The least tokens that a limit must have room for: the completion that the parameters allow, and one prompt
-        token for every `_BYTES_PER_TOKEN_AT_MOST` bytes: no tokenizer makes fewer.
-        """
-        demand = request.demand(self._source)
-        return demand.completion + demand.texture.size // _BYTES_PER_TOKEN_AT_MOST
-
     def likely(self, size: float) -> float:
         """The average tokens of a request of `size` bytes, prompt and completion."""
         return size * self._per_byte + self._completion
 
     def credible(self, request: Request, usage: Usage) -> tuple[Usage | None, bool]:
         """Return the part of a stated `usage` that is possible, and whether it was reduced. None: nothing is stated."""
-        demand = request.demand(self._source)
+        demand = request.demand_at(self._name, self._source)
         if not usage.prompt_tokens and demand.texture.size:
             return None, False  # a server that does not count states zeros
         prompt, completion = demand.prompt + self._added.value, self._most_completion(demand)
-        self._added.note(usage.prompt_tokens - demand.prompt)
-        self._beyond.note(usage.completion_tokens / (demand.completion or _UNBOUNDED_COMPLETION) - 1)
+        risen = self._added.note(usage.prompt_tokens - demand.prompt)
+        if self._beyond.note(usage.completion_tokens / (demand.completion or _UNBOUNDED_COMPLETION) - 1) or risen:
+            self._state = object()
         if usage.prompt_tokens <= prompt and usage.completion_tokens <= completion:
             return usage, False
         most_prompt, most_completion = math.ceil(prompt), math.ceil(completion)
@@ -140,7 +140,7 @@ class TokenEstimates:
 
         `cut_down`: the usage was reduced, so its prompt tokens are not learned from.
         """
-        demand = request.demand(self._source)
+        demand = request.demand_at(self._name, self._source)
         size = demand.texture.size
         self._completion += _WEIGHT * (usage.completion_tokens - self._completion)
         if cut_down or not size or not usage.prompt_tokens:
@@ -153,8 +153,17 @@ class TokenEstimates:
             if len(self._kinds) >= _KINDS:
                 del self._kinds[next(iter(self._kinds))]
             seen = self._kinds[demand.kind] = _Seen()
+            self._changed()
+        before = seen.most
+        rose = seen.note(ratio)
+        if seen.most != before or seen.count == ENOUGH:
+            self._changed()
+        return rose
+
+    def _changed(self) -> None:
+        """Use no result again that depends on the tokens per byte of a kind."""
         self._alike.clear()
-        return seen.note(ratio)
+        self._state = object()
 
     def _by_similar_kind(self, kind: Kind) -> tuple[float, int]:
         """The most tokens per byte, and further tokens, of a kind that is not known, by the most similar known one."""
@@ -214,14 +223,17 @@ class _Repeated:
         self._stated: deque[float] = deque(maxlen=_STATED)
         self.value = 0.0
 
-    def note(self, stated: float) -> None:
+    def note(self, stated: float) -> bool:
+        """Note what a reply states; return whether that changes `value`."""
         if stated <= 0 and not self.value:
             # Nearly all replies state no more than expected. They need no sorting.
             self._stated.append(0.0)
-            return
+            return False
+        before = self.value
         self._stated.append(min(max(0.0, stated), self._most))
         if len(self._stated) >= _WITNESSES:
             self.value = sorted(self._stated)[-_WITNESSES]
+        return self.value != before
 
 
 def _difference(kind: Kind, other: Kind) -> int:

@@ -102,7 +102,10 @@ class Upstream:
 
     def tokens(self, request: Request) -> int:
         """An upper bound of the tokens that `request` takes, prompt and completion."""
-        return 0 if self._ignores_tokens else sum(self._estimates.most(request))
+        if self._ignores_tokens:
+            return 0
+        prompt, completion = self._estimates.most(request)
+        return prompt + completion
 
     @property
     def _ignores_tokens(self) -> bool:
@@ -115,15 +118,15 @@ class Upstream:
 
     def too_large(self, request: Request) -> str:
         """Why `request` can never be sent here; "" if it may. Only certain reasons count, not estimates."""
-        if self.quota.most_tokens == math.inf:
+        most = self.quota.most_tokens
+        if most == math.inf:
             return ""
-        least, most = self._estimates.least(request), self.quota.most_tokens
-        if self.quota.fits_ever(least):
+        demand = request.demand_at(self.name, self.source)
+        if demand.least <= most:
             return ""
         return (
-            f"larger than its tokens_per_minute: it takes {least:,} tokens at least (of these "
-            f"{request.demand(self.source).completion:,} for the longest completion asked for), a window allows "
-            f"{most:,.0f}"
+            f"larger than its tokens_per_minute: it takes {demand.least:,} tokens at least (of these "
+            f"{demand.completion:,} for the longest completion asked for), a window allows {most:,.0f}"
         )
 
     def oversize(self, request: Request) -> bool:
@@ -156,8 +159,14 @@ class Upstream:
 
         A request that is estimated to take more than a whole window may go once the window is empty.
         """
-        tokens = min(tokens, self.quota.most_tokens)
-        return max(self.pauses.left_s(now), self.breaker.wait_s(now), self.quota.wait_s(tokens, now))
+        return self._longest_wait_s(self.quota.wait_s(min(tokens, self.quota.most_tokens), now), now)
+
+    def _longest_wait_s(self, quota_s: float, now: float) -> float:
+        """Seconds until the quota, a pause and the circuit breaker all let a request go."""
+        if self.breaker.closed:
+            paused_s = self.pauses.left_s(now)
+            return quota_s if quota_s > paused_s else paused_s
+        return max(self.pauses.left_s(now), self.breaker.wait_s(now), quota_s)
 
     def wait_for_s(self, job: Job, now: float) -> float:
         """Seconds until `job` may go, alone or in the open request of others; infinity as in `wait_s`."""
@@ -165,11 +174,12 @@ class Upstream:
         if self.request_batches is None or self.request_batches.admitting(job) is None:
             return self.wait_s(tokens, now)
         joining_s = self.quota.wait_s(min(tokens, self.quota.most_tokens), now, shares_request=True)
-        return max(self.pauses.left_s(now), self.breaker.wait_s(now), joining_s)
+        return self._longest_wait_s(joining_s, now)
 
     def takes_calls(self, now: float) -> bool:
         """Whether some call may go now: it has a place, or an open request that others may join."""
-        return self.wait_s(0, now) <= 0 or bool(self.request_batches is not None and self.request_batches.open)
+        free = self.quota.wait_s(0, now) <= 0 and self._longest_wait_s(0.0, now) <= 0
+        return free or bool(self.request_batches is not None and self.request_batches.open)
 
     def joined_size(self, job: Job) -> int:
         """Bytes of the calls with which `job` would share a request now; 0 if it would get a request of its own."""

@@ -58,11 +58,12 @@ class Waiting:
         if job.ended:
             return
         now = self._loop.time()
-        self.discard(job)
+        if job in self:
+            self.discard(job)
         for name in job.call.sources:
             if self._upstreams[name].too_large(job.request):
                 job.barred |= {name}
-        if job.barred.issuperset(job.call.sources):
+        if job.barred and job.barred.issuperset(job.call.sources):
             self._on_barred(job)
             return
         job.oversize_at = frozenset()

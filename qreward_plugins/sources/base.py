@@ -79,7 +79,13 @@ class Request:
         It is computed from the body that the source would send. If the source cannot compute it, it follows from the
         messages and `max_completion_tokens`.
         """
-        found = self._demands.get(source.name)
+        return self.demand_at(source.name, source)
+
+    def demand_at(self, name: str, source: Source) -> Demand:
+        """Return `demand(source)`, for a caller that keeps the source's `name`: the scheduler asks several times for
+        each attempt.
+        """
+        found = self._demands.get(name)
         if found is None:
             # `isinstance` with a protocol would cost more than the rest of this method.
             ask: Callable[[Request], Demand | None] | None = getattr(source, "demand", None)
@@ -91,7 +97,7 @@ class Request:
                 shown = of_messages(self.messages) if self.messages else (_texts(self.sample), 0, 0)
                 texts, images, overhead = shown
                 found = Demand(Texture.of(texts, images=images), overhead, self.max_completion_tokens)
-            self._demands[source.name] = found
+            self._demands[name] = found
         return found
 
 

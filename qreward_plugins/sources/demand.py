@@ -27,6 +27,9 @@ TOKENS_PER_REQUEST = 32
 TOKENS_PER_ATTACHMENT = 4096
 """Assumed tokens of a part of a message that is neither text nor an image of known size."""
 
+BYTES_PER_TOKEN_AT_MOST = 128
+"""Most bytes that a tokenizer puts into one token."""
+
 SHARES = 32
 """In how many parts the share of a class of characters is counted in a `Kind`."""
 
@@ -130,10 +133,17 @@ class Demand:
     overhead: int = 0
     completion: int = 0
     kind: Kind = field(init=False, repr=False, compare=False)
-    """That of its texture. It is kept because the scheduler compares it several times for each attempt."""
+    """That of its texture."""
+    least: int = field(init=False, repr=False, compare=False)
+    """The least tokens that a limit must have room for: the completion that the parameters allow, and one prompt token
+    for every `BYTES_PER_TOKEN_AT_MOST` bytes: no tokenizer makes fewer."""
+    estimate: tuple[object, tuple[int, int]] | None = field(default=None, init=False, repr=False, compare=False)
+    """The last result of `TokenEstimates.most`, and what it depends on. The scheduler asks for it several times for
+    each attempt, and answers seldom change it."""
 
     def __post_init__(self) -> None:
         self.kind = self.texture.kind
+        self.least = self.completion + self.texture.size // BYTES_PER_TOKEN_AT_MOST
 
     @property
     def prompt(self) -> int:

@@ -296,8 +296,12 @@ def counted(
     prompt, completion = _count(prompt), _count(completion)
     if prompt is None or completion is None:
         return None
-    prompt += sum(_count(more) or 0 for more in further_prompt)
-    completion += sum(_count(more) or 0 for more in further_completion)
+    for more in further_prompt:
+        prompt += _count(more) or 0
+    for more in further_completion:
+        completion += _count(more) or 0
+    if cached is None and thinking is None:
+        return Usage(prompt, completion)
     return Usage(prompt, completion, min(_count(cached) or 0, prompt), min(_count(thinking) or 0, completion))
 
 

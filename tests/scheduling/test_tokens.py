@@ -195,7 +195,7 @@ def test_estimates_of_what_is_under_way_rise_with_an_answer_that_shows_more(stag
             upstream._estimates.learn(request, Usage(500, 10))
         waiting = stage.attempt(stage.job(2000), "a", started_at=0.0, expected_s=1.0)
         job = stage.job(1)
-        job.request = request
+        job.asks(request)
         same = stage.attempt(job, "a", started_at=0.0, expected_s=1.0)
         assert same.reservation.tokens < 700
         upstream.answered(same, Reply(text="1", usage=Usage(1900, 10)), 1.0)

@@ -22,6 +22,7 @@ from qreward_plugins.samples import Scored, Verdict
 from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, Upstream, batches
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.scheduling.planner import Planner
+from qreward_plugins.scheduling.timers import TimeLimits
 from qreward_plugins.scoring import Scoring
 from qreward_plugins.simulation import trial_player
 from qreward_plugins.simulation.soak import check, soak
@@ -89,9 +90,9 @@ def one_outcome_counted_twice(monkeypatch):
 
 def an_outcome_is_lost(monkeypatch):
     def wrap(finish):
-        def mutated(self, job, outcome):
+        def mutated(self, job, outcome, now):
             if not isinstance(outcome, Answer) or job.sequence % 10:
-                finish(self, job, outcome)
+                finish(self, job, outcome, now)
 
         return mutated
 
@@ -152,15 +153,8 @@ def nothing_given_back(monkeypatch):
     monkeypatch.setattr(Reservation, "release", lambda self, now, **settled: None)
 
 
-def an_attempt_forgets_its_timer(monkeypatch):
-    def wrap(settle):
-        def mutated(self, now, task):
-            self.timer = None
-            settle(self, now, task)
-
-        return mutated
-
-    around(monkeypatch, Attempt, "settle", wrap)
+def time_limits_outlive_their_attempts(monkeypatch):
+    monkeypatch.setattr(TimeLimits, "clear", lambda self: None)
 
 
 def closing_does_nothing(monkeypatch):
@@ -251,7 +245,7 @@ MUTATIONS = [
     (endless_hedges, "P4", "was hedged", 150),
     (hedges_without_budget, "P4", "was hedged", 150),
     (nothing_given_back, "P5", "requests in flight", 10),
-    (an_attempt_forgets_its_timer, "P5", "a timer of", 10),
+    (time_limits_outlive_their_attempts, "P5", "a timer of", 10),
     (closing_does_nothing, "P5", "after closing", 60),
     (losers_go_on, "P6", "was under way until", 60),
     (a_late_answer_changes_the_outcome, "P6", "has become", 30),

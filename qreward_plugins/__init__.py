@@ -10,11 +10,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .acceleration import FunctionStatistics, accelerate
     from .config import Config, load_config
     from .engine import RewardEngine
     from .errors import (
+        CircuitOpen,
         ConfigurationError,
         EngineError,
+        FunctionTimeout,
         InputError,
         InvalidReply,
         JournalError,
@@ -61,10 +64,12 @@ __version__ = "0.1.0"
 
 # `InvalidVerdict` is the former name of `InvalidReply`.
 _NAMES = {
+    "acceleration": "FunctionStatistics accelerate",
     "config": "Config load_config",
     "engine": "RewardEngine",
-    "errors": "ConfigurationError EngineError InputError InvalidReply JournalError JudgeUnavailable Mistake "
-    "PermanentError QRewardError ReplicasNotStarted RewardMissing RewardServerError SampleRefused SourceError "
+    "errors": "CircuitOpen ConfigurationError EngineError FunctionTimeout InputError InvalidReply JournalError "
+    "JudgeUnavailable Mistake PermanentError QRewardError ReplicasNotStarted RewardMissing RewardServerError "
+    "SampleRefused SourceError "
     "SourceUnusable TextStreamFailed Throttled TransientError InvalidVerdict",
     "groups": "GroupGate group_means",
     "observers": "AttemptEnded AttemptStarted BatchEnded CallEnded EngineClosed EngineStatistics Event LateVerdict "
@@ -85,6 +90,7 @@ __all__ = [
     "BatchReport",
     "CallEnded",
     "Cause",
+    "CircuitOpen",
     "Config",
     "ConfigurationError",
     "Cutoff",
@@ -94,6 +100,8 @@ __all__ = [
     "EngineStatistics",
     "Event",
     "Failed",
+    "FunctionStatistics",
+    "FunctionTimeout",
     "GroupGate",
     "InputError",
     "InvalidReply",
@@ -132,6 +140,7 @@ __all__ = [
     "Usage",
     "Verdict",
     "__version__",
+    "accelerate",
     "group_means",
     "load_config",
     "process_portal",

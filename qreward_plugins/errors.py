@@ -14,6 +14,8 @@
     ├── RewardServerError       the reward server refused a request, or cannot be reached
     ├── TextStreamFailed        a text stream ended before its text was whole; carries the text so far
     ├── ReplyBroken             a reply that was passed on to a client broke off
+    ├── CircuitOpen             an accelerated function was not called, because its circuit is open
+    ├── FunctionTimeout         an accelerated function exceeded `timeout_s` or `deadline_s`; a TimeoutError, too
     ├── InvalidReply            a source replied, but not with a valid answer
     └── SourceError             one attempt at one source failed
         ├── Throttled           429, 529, or 503 with Retry-After: the source asks for a pause
@@ -161,6 +163,14 @@ def _rebuild_text_stream_failed(reason: str, detail: str, text: str, source: str
 
 class ReplyBroken(QRewardError):
     """A reply that was passed on to a client as it came did not become whole."""
+
+
+class CircuitOpen(QRewardError):
+    """An accelerated function was not called, because it failed too often in a row (`breaker`, `recovery_s`)."""
+
+
+class FunctionTimeout(QRewardError, TimeoutError):
+    """An attempt of an accelerated function exceeded `timeout_s`, or a call exceeded `deadline_s`."""
 
 
 class InvalidReply(QRewardError):

@@ -6,10 +6,12 @@ import asyncio
 import enum
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterable, Callable, Coroutine, Iterable
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from .cancelling import abandon, cancel_all
-from .samples import Outcome, Sample
+
+S = TypeVar("S")
+R = TypeVar("R")
 
 END_WITHIN_S = 5.0
 """Longest time in seconds that closing waits for a producer of samples that ignores its cancellation."""
@@ -25,26 +27,26 @@ class End(enum.Enum):
     OF_SAMPLES = enum.auto()
 
 
-class Stream:
-    """Scores `samples` with `score`, at most `window` of them at once.
+class Stream(Generic[S, R]):
+    """Scores `samples` with `score`, at most `window` of them at once. Items and results may be of any type.
 
     A task of its own draws the samples, so a producer may wait for the outcome of one sample before it makes the next.
     """
 
     def __init__(
         self,
-        samples: Iterable[Sample] | AsyncIterable[Sample],
-        score: Callable[[Sample], Coroutine[Any, Any, Outcome]],
+        samples: Iterable[S] | AsyncIterable[S],
+        score: Callable[[S], Coroutine[Any, Any, R]],
         window: int,
     ) -> None:
         self._samples = samples
         self._score = score
         self._window = window
-        self._held: deque[tuple[Sample, asyncio.Task[Outcome]]] = deque()
+        self._held: deque[tuple[S, asyncio.Task[R]]] = deque()
         self._changed = asyncio.Event()
         self._room = asyncio.Event()
 
-    async def outcomes(self) -> AsyncGenerator[tuple[Sample, Outcome], None]:
+    async def outcomes(self) -> AsyncGenerator[tuple[S, R], None]:
         """Yield each sample with its outcome, in order. Closing the generator cancels what is in flight.
 
         Raises the exceptions of the producer of the samples.
@@ -91,7 +93,7 @@ class Stream:
         self._changed.set()
 
 
-async def _aiter(samples: Iterable[Sample] | AsyncIterable[Sample]) -> AsyncGenerator[Sample, None]:
+async def _aiter(samples: Iterable[S] | AsyncIterable[S]) -> AsyncGenerator[S, None]:
     if isinstance(samples, AsyncIterable):
         async for sample in samples:
             yield sample

@@ -40,7 +40,7 @@ FLOORS = [
     {"closing"},
     {"engine", "simulation", "testing"},
     {"portal", "probe", "files"},
-    {"planning", "client", "proxy"},
+    {"planning", "client", "proxy", "acceleration"},
     {"server", "transport"},
     {"cli"},
 ]

@@ -39,6 +39,11 @@ class ConcurrencyWindow:
         self._gained = 0.0
         self._step = 1.0
 
+    def limit_to(self, largest: int) -> None:
+        """Change the largest size."""
+        self._largest = largest
+        self.size = min(self.size, float(largest))
+
     @property
     def cut(self) -> bool:
         """Whether the window was ever cut. Until then its size is a guess."""

@@ -281,6 +281,13 @@ class Quota:
             self._pace.change(new.pace_per_s, new.burst, now)
         self._keep_to_ceilings(now)
 
+    def learn_up_to(self, most: int) -> None:
+        """Change `most_learned`, of a quota that has it."""
+        self._most_learned = most
+        if self._window is not None:
+            self._window.limit_to(most)
+            self.concurrency = int(self._window.size)
+
     def forget_in_flight(self, now: float) -> None:
         """Count all requests in flight as ended, after their event loop was closed."""
         self.in_flight = 0

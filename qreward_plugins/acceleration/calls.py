@@ -1,0 +1,506 @@
+"""The calls of one accelerated function in one event loop: its keys, each with a dispatcher and limits of its own.
+
+The first call binds it to the running event loop. When that loop is closed, the next call binds it to another one. The
+limits and what was learned are kept, because the calls still count.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import math
+import os
+import random
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from ..config import Limits, Price, Scheduling, load_config
+from ..errors import CircuitOpen, ConfigurationError, EngineError, FunctionTimeout, Mistake
+from ..observers import Observers, Statistics, with_names
+from ..quotas import Quota, SharedQuota
+from ..scheduling import OPEN, Answer, Batch, Breaker, Call, Dispatcher, ErrorShare, Job, Member, Unanswered, Upstream
+from ..sharing import Channel, Membership, open_channel, source_keys
+from ..sources.function import processors
+from .debug_log import DebugLog
+from .invocation import Invocation, size_of
+from .items import Items
+from .notes import add_note, note_attempts
+from .options import MOST_THREADS, Options
+from .remote import loader_of
+from .source import CallableSource, Kind
+from .statistics import FunctionStatistics, Retries
+
+THREADS = 32
+"""Most threads of a sync function, by default."""
+MOST_LEARNED = 1024
+"""Most calls at once of an adaptive function without `concurrency`."""
+ANY_NUMBER = 1_000_000
+"""Calls at once of a function without a limit: more than any process can hold."""
+KEYS_KEPT = 1024
+"""Keys up to which one is kept for `idle_s`. Beyond, it is forgotten as soon as its limits allow a whole burst."""
+END_WITHIN_S = 2.0
+"""Most seconds for which a cancelled call waits for its attempts."""
+_LOOKED_AT = 4
+
+
+class Pending:
+    """A call that waits for its end. `future` gets the value, or the exception of the function."""
+
+    def __init__(self, keyed: Keyed, invocation: Invocation, member: Member, done: Callable[[str], None]) -> None:
+        self._keyed = keyed
+        self.member = member
+        self._done = done
+        self.invocation = invocation
+        self.job: Job | None = None
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def ended(self, result: Answer[Any] | Unanswered) -> None:
+        if isinstance(result, Answer):
+            self._leave("")
+            if not self.future.done():
+                self.future.set_result(result.value)
+            self._let_go()
+            return
+        error = self._error(result)
+        self._leave(result.reason)
+        if not self.future.done():
+            # Not `set_exception`: a future refuses StopIteration, and logs an exception that nobody asks for.
+            self.future.set_result(Raised(error))
+        self._let_go()
+
+    def late(self, answer: Answer[Any]) -> None:
+        """Never called: late attempts are cancelled."""
+
+    def begin(self) -> None:
+        """Note that its caller has an item, so that the call cannot be made again."""
+        if self.job is not None:
+            self.job.begun = True
+
+    async def drop(self) -> None:
+        """End the call, because its caller does not want it any more, and wait until its attempts have ended."""
+        job, self.job = self.job, None
+        if job is None or job.ended:
+            return
+        tasks = [attempt.task for attempt in job.live if attempt.task is not None]
+        self._keyed.dispatcher.drop(job)
+        self._leave("cancelled")
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_WITHIN_S)
+
+    def _let_go(self) -> None:
+        """Drop what refers to this call in a circle, so that its arguments are freed at once."""
+        self.job = None
+        self.invocation.errors.clear()
+
+    def _leave(self, reason: str) -> None:
+        self._keyed.dispatcher.batches.leave(self.member, scored=not reason)
+        self._keyed.waiting -= 1
+        self._done(reason)
+
+    def _error(self, result: Unanswered) -> BaseException:
+        """The exception for the caller: that of the last attempt, with notes on those before."""
+        job, errors = self.job, self.invocation.errors
+        raised: list[BaseException] = []
+        attempts = [] if job is None else sorted((*job.past, *job.live), key=lambda attempt: attempt.number)
+        for attempt in attempts:
+            if attempt.timed_out:
+                raised.append(FunctionTimeout(f"{self._keyed.name} took longer than {attempt.timeout_s:g} s"))
+            elif attempt.result in ("failed", "throttled") and attempt.number in errors:
+                raised.append(errors[attempt.number])
+        seconds = result.spent.latency_s
+        if result.reason == "closed":
+            return EngineError(f"{self._keyed.name} was closed before this call had ended")
+        if result.reason == "deadline":
+            late = FunctionTimeout(f"{self._keyed.name}: {result.detail}")
+            note_attempts(late, raised, seconds)
+            return late
+        if not raised:
+            return (
+                CircuitOpen(result.detail)
+                if result.reason == OPEN
+                else EngineError(f"{result.reason}: {result.detail}")
+            )
+        note_attempts(raised[-1], raised[:-1], seconds)
+        if result.reason == OPEN:
+            add_note(raised[-1], f"not tried again: {result.detail}")
+        return raised[-1]
+
+
+class Raised:
+    """The exception of a failed call, in the place of its value."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+
+
+class Keyed:
+    """The calls of one key: a dispatcher over one upstream, which has the limits of the key."""
+
+    def __init__(self, name: str, upstream: Upstream, channel_key: str) -> None:
+        self.name = name
+        self.upstream = upstream
+        self.channel_key = channel_key
+        self.dispatcher: Dispatcher
+        """Set by `bind`."""
+        self.membership: Membership | None = None
+        self.waiting = 0
+        """Calls that have not ended."""
+        self.used_at = -math.inf
+
+    def bind(self, rng: random.Random, observers: Observers, channel: Channel | None) -> None:
+        """Serve the running event loop from now on."""
+        self.upstream.abandon_attempts(asyncio.get_running_loop().time())
+        self.waiting = 0
+        if channel is not None:
+            self.membership = Membership({self.channel_key: self.upstream}, channel)
+        self.dispatcher = Dispatcher(
+            {self.name: self.upstream},
+            rng=rng,
+            max_attempts=1,
+            settings=Scheduling(hedge=False),
+            observers=observers,
+            on_pumped=self.membership.look if self.membership is not None else None,
+        )
+        if self.membership is not None:
+            self.membership.start(self.dispatcher)
+
+    def forgettable(self, now: float, idle_s: float) -> bool:
+        """Whether nothing would change if it was made anew: no calls for `idle_s`, and a closed circuit."""
+        idle = not (self.waiting or self.upstream.live)
+        return idle and self.upstream.breaker.closed and now - self.used_at >= idle_s
+
+    async def aclose(self) -> None:
+        await self.dispatcher.aclose()
+        if self.membership is not None:
+            await self.membership.aclose()
+
+
+class FunctionCalls:
+    """The calls of one function. `options` are those of the function as a whole; each call has its own."""
+
+    def __init__(self, function: Callable[..., Any], kind: Kind, options: Options) -> None:
+        self.function = function
+        self.kind = kind
+        self.options = options
+        self.name: str = options.name or getattr(function, "__qualname__", None) or type(function).__qualname__
+        loader = loader_of(function) if options.mode == "process" else None
+        self._source_limits = _limits_of_source(options)
+        self._channel_key = _channel_key(options, function)
+        self.source = CallableSource(self.name, function, kind, loader=loader, slots=self._places(options))
+        self._statistics, self._retries = Statistics(), Retries()
+        debug = [("debug log", DebugLog())] if options.debug else []
+        self._observers = Observers((self._statistics, self._retries), [*with_names(options.observers), *debug])
+        self._rng = random.Random(options.seed)
+        self._keys: OrderedDict[object, Keyed] = OrderedDict()
+        self._ends: Counter[str] = Counter()
+        self._calls = 0
+        self._defaults = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._pid = os.getpid()
+        self._channel: Channel | None = None
+        self._forgetting: set[asyncio.Task[None]] = set()
+        self.closed = False
+
+    # Calls
+
+    def submit(
+        self,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        options: Options,
+        *,
+        skip: int = 0,
+        batches: dict[Keyed, Batch] | None = None,
+        items: Callable[[Pending], Items] | None = None,
+    ) -> Pending:
+        """Submit a call. `skip`: arguments that `key` and `size` do not get (`self`). `batches`: those that it joins,
+        one for each key; None: it is submitted alone.
+        """
+        loop = self.bind()
+        keyed = self._keyed(args[skip:], kwargs, loop.time())
+        size = size_of(args[skip:], kwargs) if options.size is None else _size(options.size(*args[skip:], **kwargs))
+        all_batches = keyed.dispatcher.batches
+        if batches is None:
+            batch = all_batches.of_singles(options.number)
+        elif keyed not in batches:
+            batch = batches[keyed] = all_batches.new((), priority=options.number)
+        else:
+            batch = batches[keyed]
+        keyed.waiting += 1
+        self._calls += 1
+        invocation = Invocation(args, kwargs, options, size)
+        pending = Pending(keyed, invocation, all_batches.join(batch), self._ended)
+        rules = options.rules
+        if items is not None:
+            invocation.items = items(pending)
+            rules = replace(rules, timeout_s=math.inf, hedges=0)
+        call = Call((self.name,), invocation.request, _value, name=self.name, rules=rules)
+        due_at = math.inf if options.deadline_s is None else loop.time() + options.deadline_s
+        job = keyed.dispatcher.submit(call, pending, member=pending.member, deadline_at=due_at)
+        if not pending.future.done():  # it was not refused at once
+            pending.job = job
+        return pending
+
+    async def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options, *, skip: int = 0) -> Any:
+        """Make a call; return its value, or `Raised`. Cancelling it cancels its attempts."""
+        pending = self.submit(args, kwargs, options, skip=skip)
+        try:
+            return await pending.future
+        except asyncio.CancelledError:
+            await pending.drop()
+            raise
+
+    async def call_all(
+        self,
+        arguments: Iterable[tuple[Any, ...]],
+        kwargs: Mapping[str, Any],
+        options: Options,
+        *,
+        skip: int = 0,
+        on_end: Callable[[], None] | None = None,
+        stop_at_error: bool = False,
+    ) -> list[Any]:
+        """Make many calls as one batch; return the values, or `Raised`, in order. With `stop_at_error`, the others are
+        cancelled when one has failed, and the list has only this `Raised`.
+        """
+        batches: dict[Keyed, Batch] = {}
+        pending: list[Pending] = []
+        failed: asyncio.Future[Raised] = self.bind().create_future()
+
+        def ended(future: asyncio.Future[Any]) -> None:
+            if on_end is not None:
+                on_end()
+            if stop_at_error and not future.cancelled() and isinstance(future.result(), Raised) and not failed.done():
+                failed.set_result(future.result())
+
+        try:
+            for args in arguments:
+                each = self.submit(args, kwargs, options, skip=skip, batches=batches)
+                each.future.add_done_callback(ended)
+                pending.append(each)
+            for keyed, batch in batches.items():
+                keyed.dispatcher.batches.seal(batch)
+            waiting = {each.future for each in pending}
+            while waiting:
+                done, _ = await asyncio.wait({failed, *waiting}, return_when=asyncio.FIRST_COMPLETED)
+                if failed.done():
+                    return [failed.result()]
+                waiting -= done
+                if not stop_at_error and waiting:
+                    await asyncio.wait(waiting)
+                    break
+            return [each.future.result() for each in pending]
+        finally:
+            failed.cancel()
+            left = [each.drop() for each in pending if not each.future.done()]
+            if left:
+                await asyncio.gather(*left)
+
+    def defaulted(self) -> None:
+        """Count a call that failed and returned its default."""
+        self._defaults += 1
+
+    # The event loop, keys and limits
+
+    def bind(self) -> asyncio.AbstractEventLoop:
+        """Return the running event loop, and serve it. Raises `EngineError` if it is closed, or serves another one."""
+        if self.closed:
+            raise EngineError(f"{self.name} is closed; decorate the function again")
+        loop = asyncio.get_running_loop()
+        if loop is self._loop and self._pid == os.getpid():
+            return loop
+        if self._pid != os.getpid():
+            # After a fork the calls and the workers belong to the parent.
+            self._pid = os.getpid()
+            self._keys.clear()
+            loader = self.source._loader
+            self.source = CallableSource(self.name, self.function, self.kind, loader=loader, slots=self.source.slots)
+        elif self._serves_another():
+            raise EngineError(
+                f"{self.name} serves another event loop that is still open; await its `aclose()` there first, or "
+                "decorate the function once for each loop"
+            )
+        self._loop = loop
+        self._channel = self._open_channel()
+        for keyed in self._keys.values():
+            keyed.bind(self._rng, self._observers, self._channel)
+        return loop
+
+    def retune(self, options: Options) -> None:
+        """Take over new options of the function as a whole. Calls that have started still count."""
+        self.options = options
+        limits = self._declared(options) if self._channel is not None else self._limits(options)
+        now = self._loop.time() if self._loop is not None else 0.0
+        for keyed in self._keys.values():
+            upstream = keyed.upstream
+            if options.error_share is not None:
+                upstream.quota.learn_up_to(min(self._places(options), MOST_LEARNED))
+            upstream.quota.retune(limits, now)
+            upstream.breaker.retune(options.failures_to_open, options.recovery_s)
+            upstream.error_share = None if options.error_share is None else ErrorShare(options.error_share)
+            if self._loop is not None and not self._loop.is_closed():
+                keyed.dispatcher.look_again()
+
+    def statistics(self) -> FunctionStatistics:
+        """The counts so far."""
+        return FunctionStatistics.of(
+            self.name,
+            self._statistics,
+            [keyed.upstream for keyed in self._keys.values()],
+            now=0.0 if self._loop is None or self._loop.is_closed() else self._loop.time(),
+            calls=self._calls,
+            ends=self._ends,
+            defaults=self._defaults,
+            retries=self._retries.count,
+        )
+
+    def window(self, options: Options) -> int:
+        """Calls of a stream that are under way at once: enough to keep the function busy."""
+        places = self._places(options)
+        return max(2, min(4 * places, 1024)) if places < ANY_NUMBER else 256
+
+    async def aclose(self) -> None:
+        """Fail all calls, end their attempts and the worker processes. Idempotent."""
+        self.closed = True
+        loop = asyncio.get_running_loop()
+        if self._pid == os.getpid():
+            if self._loop is loop:
+                await asyncio.gather(*(keyed.aclose() for keyed in self._keys.values()))
+                await asyncio.gather(*self._forgetting, return_exceptions=True)
+            await self.source.aclose()
+            self._observers.close(loop.time())
+        self._keys.clear()
+
+    def _serves_another(self) -> bool:
+        """Whether an earlier event loop may go on with calls of this function."""
+        if self._loop is None or self._loop.is_closed():
+            return False
+        return self._loop.is_running() or any(keyed.waiting for keyed in self._keys.values())
+
+    def _ended(self, reason: str) -> None:
+        self._ends[reason] += 1
+
+    def _keyed(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], now: float) -> Keyed:
+        key = None if self.options.key is None else self.options.key(*args, **kwargs)
+        keys = self._keys
+        try:
+            keyed = keys.get(key)
+        except TypeError:
+            raise TypeError(f"{self.name}: key returned {type(key).__name__}, which is not hashable") from None
+        if keyed is None:
+            keyed = keys[key] = self._open(key)
+        if self.options.key is not None:
+            keys.move_to_end(key)
+            self._forget_idle(now, keyed)
+        keyed.used_at = now
+        return keyed
+
+    def _forget_idle(self, now: float, used: Keyed) -> None:
+        """Forget keys that were used longest ago. A few of them are looked at in each call."""
+        idle_s = max(self._refilled_s, self.options.idle_s if len(self._keys) <= KEYS_KEPT else 0.0)
+        for _ in range(_LOOKED_AT):
+            key, oldest = next(iter(self._keys.items()))
+            if oldest is used or now - oldest.used_at < idle_s:
+                return
+            if not oldest.forgettable(now, idle_s):
+                self._keys.move_to_end(key)
+                continue
+            del self._keys[key]
+            oldest.dispatcher.close()
+            if oldest.membership is not None:
+                closing = asyncio.get_running_loop().create_task(oldest.membership.aclose())
+                self._forgetting.add(closing)
+                closing.add_done_callback(self._forgetting.discard)
+
+    @property
+    def _refilled_s(self) -> float:
+        """Seconds after which a limit allows a whole burst again."""
+        limits = self._declared(self.options)
+        if limits.requests_per_minute is None:
+            return 0.0
+        if limits.window == "bucket":
+            return 60.0 * limits.burst / limits.requests_per_minute
+        return 2 * max(limits.window_s, 60.0 / limits.requests_per_minute)
+
+    def _open(self, key: object) -> Keyed:
+        options = self.options
+        quota: Quota
+        if self._channel is not None:
+            # The number of threads is each process's own; only what the user declared is shared.
+            places = ANY_NUMBER if options.concurrency is not None else self._places(options)
+            quota = SharedQuota(self._declared(options), source=self.name, slots=places, jitter_s=0.0)
+        else:
+            most = None if options.error_share is None else min(self._places(options), MOST_LEARNED)
+            slots = ANY_NUMBER if most is None else None
+            quota = Quota(self._limits(options), source=self.name, slots=slots, jitter_s=0.0, most_learned=most)
+        breaker = Breaker(failures_to_open=options.failures_to_open, recovery_s=options.recovery_s)
+        upstream = Upstream(self.source, quota, timeout_s=math.inf, price=Price(), breaker=breaker)
+        if options.error_share is not None:
+            upstream.error_share = ErrorShare(options.error_share)
+        channel_key = self._channel_key
+        if key is not None:
+            channel_key += hashlib.sha256(repr(key).encode("utf-8", "replace")).hexdigest()[:16]
+        keyed = Keyed(self.name, upstream, channel_key)
+        keyed.bind(self._rng, self._observers, self._channel)
+        return keyed
+
+    def _declared(self, options: Options) -> Limits:
+        limits = options.limits if self._source_limits is None else self._source_limits
+        return limits if options.concurrency is None else limits.model_copy(update={"concurrency": options.concurrency})
+
+    def _limits(self, options: Options) -> Limits:
+        """The declared limits, with the number of threads or processes as concurrency."""
+        limits, places = self._declared(options), self._places(options)
+        if limits.concurrency is not None:
+            places = min(places, limits.concurrency)
+        return limits if places == ANY_NUMBER else limits.model_copy(update={"concurrency": places})
+
+    def _places(self, options: Options) -> int:
+        """Most calls at once: as the options say, or as many as there are threads or processes."""
+        if options.concurrency is not None:
+            most = MOST_THREADS if self.kind in ("sync", "generator") and options.mode != "process" else ANY_NUMBER
+            return min(options.concurrency, most)
+        if options.mode == "process":
+            return processors()
+        return THREADS if self.kind in ("sync", "generator") else ANY_NUMBER
+
+    def _open_channel(self) -> Channel | None:
+        return None if self.options.shared == "off" else open_channel(self.options.shared)  # type: ignore[arg-type]
+
+
+def _value(_: object, reply: Any) -> Any:
+    return reply.value
+
+
+def _size(value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"size must return a number, at least 0, not {value!r}")
+    # The scheduler counts in whole bytes; a size of 0.5 s must not become 0.
+    return 1 + int(value if isinstance(value, int) else 1000 * value)
+
+
+def _limits_of_source(options: Options) -> Limits | None:
+    """The limits that the configuration declares for `source`. Raises `ConfigurationError`."""
+    if options.source is None or options.config is None:
+        return None
+    config = load_config(options.config)
+    if options.source not in config.sources:
+        problem = f"{options.source!r} is not a source of the configuration."
+        raise ConfigurationError(
+            [Mistake("source", problem, f"It has {', '.join(config.sources)}.")], origin="accelerate"
+        )
+    return config.sources[options.source].limits
+
+
+def _channel_key(options: Options, function: Any) -> str:
+    """What shared processes know the limits by."""
+    if options.source is not None and options.config is not None:
+        with contextlib.suppress(KeyError):
+            return source_keys(load_config(options.config))[options.source]
+    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', options.name)}"
+    return "function " + hashlib.sha256(name.encode()).hexdigest()[:16]

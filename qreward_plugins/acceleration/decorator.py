@@ -1,0 +1,117 @@
+"""The decorator `accelerate`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from typing import Any, Protocol, TypeVar, overload
+
+from typing_extensions import ParamSpec, Unpack
+
+from ..errors import ConfigurationError, Mistake
+from ..redaction import one_line
+from .calls import FunctionCalls
+from .functions import Accelerated, AsyncFunction, SyncFunction, check_fit
+from .generators import AsyncGeneratorFunction, GeneratorFunction
+from .options import GivenOptions, Options, options_of
+from .source import Kind
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Decorator(Protocol):
+    """What `accelerate(...)` with options returns."""
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]  # a plain function may return one, too
+        self, function: Callable[P, AsyncIterator[T]], /
+    ) -> AsyncGeneratorFunction[P, T]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[P, Coroutine[Any, Any, T]], /
+    ) -> AsyncFunction[P, T]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[P, Iterator[T]], /
+    ) -> GeneratorFunction[P, T]: ...
+    @overload
+    def __call__(self, function: Callable[P, T], /) -> SyncFunction[P, T]: ...
+
+
+@overload
+def accelerate(  # type: ignore[overload-overlap]
+    function: Callable[P, AsyncIterator[T]], /, **options: Unpack[GivenOptions]
+) -> AsyncGeneratorFunction[P, T]: ...
+@overload
+def accelerate(  # type: ignore[overload-overlap]
+    function: Callable[P, Coroutine[Any, Any, T]], /, **options: Unpack[GivenOptions]
+) -> AsyncFunction[P, T]: ...
+@overload
+def accelerate(  # type: ignore[overload-overlap]
+    function: Callable[P, Iterator[T]], /, **options: Unpack[GivenOptions]
+) -> GeneratorFunction[P, T]: ...
+@overload
+def accelerate(function: Callable[P, T], /, **options: Unpack[GivenOptions]) -> SyncFunction[P, T]: ...
+@overload
+def accelerate(**options: Unpack[GivenOptions]) -> Decorator: ...
+
+
+def accelerate(function: Any = None, /, **options: Any) -> Any:
+    """Give a function limits, retries, hedges, a circuit breaker and batches: `@accelerate` or `@accelerate(...)`.
+
+    The function may be sync, async, a generator, an async generator, or a method of any kind. It is called as before.
+    Without options it is called exactly once, and at once. `docs/functions.md` and `Options` describe the options.
+
+    Raises `ConfigurationError` for unknown options, impossible values, and what cannot be decorated.
+    """
+    checked = options_of(options)
+    if function is None:
+        return functools.partial(_accelerated, checked)
+    return _accelerated(checked, function)
+
+
+def _accelerated(options: Options, function: Any) -> Accelerated:
+    binds = "self"
+    if isinstance(function, (classmethod, staticmethod)):
+        binds, function = "cls" if isinstance(function, classmethod) else "", function.__func__
+    kind = _kind_of(function)
+    calls = FunctionCalls(function, kind, options)
+    check_fit(options, kind, calls.name)
+    made = _CLASSES[kind](function, calls, options)
+    made._binds = binds
+    return made
+
+
+_CLASSES: dict[Kind, type[Accelerated]] = {
+    "async": AsyncFunction,
+    "sync": SyncFunction,
+    "async_generator": AsyncGeneratorFunction,
+    "generator": GeneratorFunction,
+}
+
+
+def _kind_of(function: Any) -> Kind:
+    if isinstance(function, type):
+        raise _wrong(f"the class {function.__qualname__} is no function.", "Decorate its methods instead.")
+    if isinstance(function, Accelerated):
+        raise _wrong(f"{function!r} is accelerated already.", "Use with_options, or decorate `function.__wrapped__`.")
+    if isinstance(function, property):
+        raise _wrong("a property is no function.", "Decorate the function below @property.")
+    if not callable(function):
+        shown = one_line(repr(function), 60)
+        raise _wrong(f"{shown} cannot be called.", "Options have names: @accelerate(timeout_s=30).")
+    # A callable object has the kind of its `__call__`.
+    called = function if inspect.isroutine(function) or isinstance(function, functools.partial) else function.__call__
+    while isinstance(called, functools.partial):
+        called = called.func
+    if inspect.isasyncgenfunction(called):
+        return "async_generator"
+    if inspect.iscoroutinefunction(called):
+        return "async"
+    return "generator" if inspect.isgeneratorfunction(called) else "sync"
+
+
+def _wrong(problem: str, remedy: str) -> ConfigurationError:
+    return ConfigurationError([Mistake("function", problem, remedy)], origin="accelerate")

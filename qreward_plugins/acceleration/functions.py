@@ -1,0 +1,356 @@
+"""Accelerated functions: what `accelerate` returns for sync and async functions.
+
+An accelerated function is called like the function itself. A sync one blocks the calling thread, whichever it is; an
+async one is awaited in one event loop at a time. `generators.py` has those of generators.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import sys
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Generator, Iterable
+from contextlib import aclosing
+from typing import Any, Concatenate, Generic, TypeVar, overload
+
+from anyio import to_thread
+from typing_extensions import ParamSpec, Self
+
+from ..errors import ConfigurationError, EngineError, Mistake
+from ..redaction import one_line
+from ..streaming import End, Stream
+from .calls import FunctionCalls, Raised
+from .options import OWN_LIMITS, RETUNABLE, UNSET, Options, check_names
+from .progress import progress_of
+from .statistics import FunctionStatistics
+from .thread import loop_thread
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+T = TypeVar("T")
+
+
+class Accelerated:
+    """What all accelerated functions have. `__wrapped__` is the function itself."""
+
+    __wrapped__: Callable[..., Any]
+    _binds = "self"
+    """To what it binds as an attribute of a class: "self", "cls", or "" for a static method."""
+
+    def __init__(self, function: Callable[..., Any], calls: FunctionCalls, options: Options) -> None:
+        functools.update_wrapper(self, function)  # type: ignore[arg-type]
+        self._calls = calls
+        self._options = options
+        self._bound: tuple[Any, ...] = ()
+
+    def statistics(self) -> FunctionStatistics:
+        """Return the counts of all calls so far, with whatever options. Any thread may call this."""
+        return self._calls.statistics()
+
+    def with_options(self, **options: Any) -> Self:
+        """Return the same function with other options of a call: `timeout_s`, `retries`, `default`, `priority`, ...
+
+        It shares limits, circuit and statistics with this one. Options of the function as a whole (`rate`, `key`, ...)
+        cannot differ; `retune` changes them, and `accelerate` makes a function with limits of its own. Raises
+        `ConfigurationError`.
+        """
+        check_names(options)
+        mistakes = [
+            Mistake(
+                name, "belongs to the function as a whole.", "Change it with retune, or decorate the function again."
+            )
+            for name in options
+            if name in OWN_LIMITS
+        ]
+        if mistakes:
+            raise ConfigurationError(mistakes, origin="with_options")
+        return self._copy(self._checked(self._options.changed(options)))
+
+    def retune(self, **options: Any) -> None:
+        """Change `rate`, `burst`, `concurrency`, `breaker`, `recovery_s`, `idle_s` or `adaptive` while calls run, and
+        options of a call for the calls from now on. Calls that have started still count against a new rate. All keys
+        and views (`with_options`) are concerned; options of a call change for this object only.
+
+        Raises `ConfigurationError` and changes nothing for impossible values, and for options that cannot change.
+        """
+        check_names(options)
+        fixed = [name for name in options if name in OWN_LIMITS - RETUNABLE]
+        if self._calls.options.mode == "process" and "concurrency" in options:
+            fixed.append("concurrency")
+        if "adaptive" in options and (options["adaptive"] is False) != (self._calls.options.adaptive is False):
+            fixed.append("adaptive")
+        if fixed:
+            raise ConfigurationError(
+                [Mistake(name, "cannot change while the function is used.", "Decorate it again.") for name in fixed],
+                origin="retune",
+            )
+        new = self._checked(self._options.changed(options))
+        whole = {name: value for name, value in options.items() if name in RETUNABLE}
+        if whole:
+            self._retune(self._calls.options.changed(whole))
+        self._options = new
+
+    def _retune(self, options: Options) -> None:
+        self._calls.retune(options)
+
+    def _checked(self, options: Options) -> Options:
+        check_fit(options, self._calls.kind, self._calls.name)
+        return options
+
+    def _copy(self, options: Options | None = None, bound: tuple[Any, ...] = ()) -> Self:
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        copy._options = options or self._options
+        copy._bound = bound or self._bound
+        return copy
+
+    def _get(self, obj: Any, owner: Any) -> Any:
+        """Bind it to an instance or a class, as methods are bound."""
+        if self._bound or self._binds == "":
+            return self
+        if self._binds == "cls":
+            return self._copy(bound=(type(obj) if owner is None else owner,))
+        return self if obj is None else self._copy(bound=(obj,))
+
+    def _value(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The value of a call, or the default in its place. Raises what the call raised."""
+        if type(result) is not Raised:
+            return result
+        error, default = result.error, self._options.default
+        if default is UNSET or isinstance(error, EngineError) or not isinstance(error, Exception):
+            raise error
+        self._calls.defaulted()
+        return default(error, *args, **kwargs) if callable(default) else default
+
+    def _item(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], return_exceptions: bool) -> Any:
+        if not return_exceptions:
+            return self._value(result, args, kwargs)
+        try:
+            return self._value(result, args, kwargs)
+        except Exception as error:
+            return error
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Coroutine[Any, Any, Any]:
+        return self._calls.call((*self._bound, *args), kwargs, self._options, skip=len(self._bound))
+
+    async def _one(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._value(await self._call(args, kwargs), (*self._bound, *args), kwargs)
+
+    async def _all(
+        self, rows: list[tuple[Any, ...]], kwargs: dict[str, Any], progress: bool | None, stop_at_error: bool
+    ) -> list[Any]:
+        bound = self._bound
+        with progress_of(self._calls.name, len(rows), progress) as on_end:
+            return await self._calls.call_all(
+                [(*bound, *row) for row in rows],
+                kwargs,
+                self._options,
+                skip=len(bound),
+                on_end=on_end,
+                stop_at_error=stop_at_error,
+            )
+
+    def _values(
+        self, results: list[Any], rows: list[tuple[Any, ...]], kwargs: dict[str, Any], return_exceptions: bool
+    ) -> list[Any]:
+        if len(results) != len(rows):
+            raise results[0].error
+        bound = self._bound
+        return [
+            self._item(result, (*bound, *row), kwargs, return_exceptions)
+            for result, row in zip(results, rows, strict=True)
+        ]
+
+    async def _stream(
+        self,
+        items: Iterable[Any] | AsyncIterable[Any],
+        kwargs: dict[str, Any],
+        window: int | None,
+        return_exceptions: bool,
+    ) -> AsyncGenerator[Any, None]:
+        window = self._calls.window(self._options) if window is None else window
+        if isinstance(window, bool) or not isinstance(window, int) or window < 1:
+            raise ValueError(f"window must be a whole number from 1 on, not {window!r}")
+
+        def one(item: Any) -> Coroutine[Any, Any, Any]:
+            return self._call((item,), kwargs)
+
+        async with aclosing(Stream(items, one, window).outcomes()) as results:
+            async for item, result in results:
+                yield self._item(result, (*self._bound, item), kwargs, return_exceptions)
+
+    def __reduce__(self) -> Any:
+        from .pickling import reduced
+
+        return reduced(self)
+
+    def __repr__(self) -> str:
+        return f"<accelerated {self._calls.name}>"
+
+
+class AsyncFunction(Accelerated, Generic[P, T]):
+    """An accelerated async function. Use it in one event loop at a time; `aclose` it, or do not."""
+
+    def __init__(self, function: Callable[..., Any], calls: FunctionCalls, options: Options) -> None:
+        super().__init__(function, calls, options)
+        if sys.version_info >= (3, 12):
+            inspect.markcoroutinefunction(self)
+        else:
+            self._is_coroutine = getattr(asyncio.coroutines, "_is_coroutine", None)
+
+    async def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function. Cancelling the call cancels its attempts, and waits up to 2 s for them to end."""
+        value: T = await self._one(args, kwargs)
+        return value
+
+    async def map(
+        self, *items: Iterable[Any], progress: bool | None = None, return_exceptions: bool = False, **kwargs: Any
+    ) -> list[T]:
+        """Call it for each item at once, and return the values in order. Several iterables of equal length give several
+        arguments; `kwargs` are the same for all.
+
+        The calls that take longest start first (`size`), so that the whole ends soonest. The first error cancels the
+        others and is raised; with `return_exceptions` it is in the list. `progress` shows a bar on stderr (None: on a
+        terminal).
+        """
+        rows = rows_of(items)
+        results = await self._all(rows, kwargs, progress, self._stops(return_exceptions))
+        return self._values(results, rows, kwargs, return_exceptions)
+
+    def stream(
+        self,
+        items: Iterable[Any] | AsyncIterable[Any],
+        *,
+        window: int | None = None,
+        return_exceptions: bool = False,
+        **kwargs: Any,
+    ) -> AsyncGenerator[T, None]:
+        """Call it for each item of a stream, and yield the values in order. At most `window` items are in memory
+        (default: four times the concurrency). Close the generator (`aclosing`) if you leave it early.
+        """
+        return self._stream(items, kwargs, window, return_exceptions)
+
+    async def aclose(self) -> None:
+        """Fail the calls under way, and end attempts and worker processes. Further calls raise `EngineError`."""
+        await self._calls.aclose()
+
+    def _stops(self, return_exceptions: bool) -> bool:
+        return not return_exceptions and self._options.default is UNSET
+
+    @overload
+    def __get__(self, obj: None, owner: Any) -> Self: ...
+
+    @overload
+    def __get__(self: AsyncFunction[Concatenate[Any, Q], T], obj: object, owner: Any = None) -> AsyncFunction[Q, T]: ...
+
+    def __get__(self, obj: Any, owner: Any = None) -> Any:
+        return self._get(obj, owner)
+
+
+class SyncFunction(Accelerated, Generic[P, T]):
+    """An accelerated sync function. It blocks the calling thread; in an event loop, await `acall`. It may be used from
+    any number of threads and event loops at once.
+    """
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call the function, and block until it returns. Ctrl-C cancels the attempts."""
+        result = loop_thread.run(self._calls, self._call(args, kwargs))
+        value: T = self._value(result, (*self._bound, *args), kwargs)
+        return value
+
+    async def acall(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call it without blocking the event loop. Cancelling this cancels the attempts."""
+        result = await asyncio.wrap_future(loop_thread.submit(self._calls, self._call(args, kwargs)))
+        value: T = self._value(result, (*self._bound, *args), kwargs)
+        return value
+
+    def map(
+        self, *items: Iterable[Any], progress: bool | None = None, return_exceptions: bool = False, **kwargs: Any
+    ) -> list[T]:
+        """Call it for each item, as `AsyncFunction.map` does, and block until all have ended."""
+        rows = rows_of(items)
+        work = self._all(rows, kwargs, progress, not return_exceptions and self._options.default is UNSET)
+        return self._values(loop_thread.run(self._calls, work), rows, kwargs, return_exceptions)
+
+    async def amap(
+        self, *items: Iterable[Any], progress: bool | None = None, return_exceptions: bool = False, **kwargs: Any
+    ) -> list[T]:
+        """Call it for each item as `map` does, without blocking the event loop."""
+        rows = rows_of(items)
+        work = self._all(rows, kwargs, progress, not return_exceptions and self._options.default is UNSET)
+        results = await asyncio.wrap_future(loop_thread.submit(self._calls, work))
+        return self._values(results, rows, kwargs, return_exceptions)
+
+    def stream(
+        self, items: Iterable[Any], *, window: int | None = None, return_exceptions: bool = False, **kwargs: Any
+    ) -> Generator[T, None, None]:
+        """Call it for each item of a stream, as `AsyncFunction.stream` does. Another thread draws the items."""
+        yield from loop_thread.iterate(self._calls, self._stream(_drawn(items), kwargs, window, return_exceptions))
+
+    async def aclose(self) -> None:
+        """Fail the calls under way, and end attempts and worker processes. Further calls raise `EngineError`."""
+        await asyncio.wrap_future(loop_thread.submit(self._calls, self._calls.aclose()))
+
+    def close(self) -> None:
+        """Do what `aclose` does, and block until it has ended."""
+        loop_thread.run(self._calls, self._calls.aclose())
+
+    def _retune(self, options: Options) -> None:
+        async def retuned() -> None:
+            self._calls.retune(options)
+
+        loop_thread.run(self._calls, retuned())
+
+    @overload
+    def __get__(self, obj: None, owner: Any) -> Self: ...
+
+    @overload
+    def __get__(self: SyncFunction[Concatenate[Any, Q], T], obj: object, owner: Any = None) -> SyncFunction[Q, T]: ...
+
+    def __get__(self, obj: Any, owner: Any = None) -> Any:
+        return self._get(obj, owner)
+
+
+def rows_of(items: tuple[Iterable[Any], ...]) -> list[tuple[Any, ...]]:
+    """The arguments of each call of a batch. Raises `TypeError` and `ValueError`."""
+    for each in items:
+        if isinstance(each, (str, bytes)) or not isinstance(each, Iterable):
+            shown = one_line(repr(each), 60)
+            raise TypeError(
+                f"map takes iterables of arguments, not {shown}; for a single call, call the function itself"
+            )
+    if not items:
+        raise TypeError("map takes at least one iterable of arguments")
+    columns = [list(each) for each in items]
+    if len({len(column) for column in columns}) > 1:
+        raise ValueError(f"map got iterables of different lengths: {', '.join(str(len(each)) for each in columns)}")
+    return list(zip(*columns, strict=True))
+
+
+def check_fit(options: Options, kind: str, name: str) -> None:
+    """Raise `ConfigurationError` for options that do not suit what the function is."""
+    mistakes = []
+    generator = kind.endswith("generator")
+    if generator and options.default is not UNSET:
+        problem = f"does not go with a generator ({name}): some items may have been used already."
+        mistakes.append(Mistake("default", problem, "Leave it out, and catch the error where you iterate."))
+    if generator and options.hedge is not False:
+        problem = f"does not go with a generator ({name}): two attempts would make two sequences."
+        mistakes.append(Mistake("hedge", problem, "Leave it out."))
+    if options.mode == "process" and kind != "sync":
+        what = "a generator" if generator else "an async function"
+        problem = f"process does not go with {what} ({name})."
+        mistakes.append(Mistake("mode", problem, "It is for sync functions; leave it out."))
+    if kind == "async" and options.mode == "thread":
+        mistakes.append(Mistake("mode", f"thread does not go with an async function ({name}).", "Leave it out."))
+    if mistakes:
+        raise ConfigurationError(mistakes, origin="accelerate")
+
+
+async def _drawn(items: Iterable[Any]) -> AsyncIterator[Any]:
+    """Yield the items, drawing each in a thread, because waiting for one must not block the thread of all calls."""
+    iterator = iter(items)
+    end = End.OF_SAMPLES
+    while (item := await to_thread.run_sync(next, iterator, end, abandon_on_cancel=True)) is not end:
+        yield item

@@ -1,0 +1,99 @@
+"""Accelerated generators: limits, retries until the first item, and a time limit from one item to the next.
+
+An item is made when it is asked for, as in any generator. The call holds its place until the generator ends or is
+closed. After the first item an error is not retried, because an item cannot be taken back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Generator
+from typing import Any, Concatenate, Generic, TypeVar, overload
+
+from typing_extensions import ParamSpec, Self
+
+from .calls import Pending, Raised
+from .functions import Accelerated
+from .items import Items
+from .options import Options
+from .thread import loop_thread
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+T = TypeVar("T")
+
+
+class _Generators(Accelerated):
+    async def _iterate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> AsyncGenerator[Any, None]:
+        bound = self._bound
+        items: list[Items] = []
+
+        def made(pending: Pending) -> Items:
+            items.append(Items(pending.begin))
+            return items[0]
+
+        pending = self._calls.submit((*bound, *args), kwargs, self._options, skip=len(bound), items=made)
+        try:
+            while found := await items[0].next(pending.future):
+                yield found[0]
+            result = await pending.future
+            if type(result) is Raised:
+                raise result.error
+        finally:
+            await pending.drop()
+
+
+class AsyncGeneratorFunction(_Generators, Generic[P, T]):
+    """An accelerated async generator. Use it in one event loop at a time."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[T, None]:
+        """Return the generator. Its call begins with the first item. Close it (`aclosing`) if you leave it early."""
+        return self._iterate(args, kwargs)
+
+    async def aclose(self) -> None:
+        """Fail the calls under way, and end their attempts. Further calls raise `EngineError`."""
+        await self._calls.aclose()
+
+    @overload
+    def __get__(self, obj: None, owner: Any) -> Self: ...
+
+    @overload
+    def __get__(
+        self: AsyncGeneratorFunction[Concatenate[Any, Q], T], obj: object, owner: Any = None
+    ) -> AsyncGeneratorFunction[Q, T]: ...
+
+    def __get__(self, obj: Any, owner: Any = None) -> Any:
+        return self._get(obj, owner)
+
+
+class GeneratorFunction(_Generators, Generic[P, T]):
+    """An accelerated sync generator. Each item is made in a thread, and waiting for it blocks the calling thread."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
+        """Return the generator. Its call begins with the first item."""
+        return loop_thread.iterate(self._calls, self._iterate(args, kwargs))
+
+    async def aclose(self) -> None:
+        """Fail the calls under way, and end their attempts. Further calls raise `EngineError`."""
+        await asyncio.wrap_future(loop_thread.submit(self._calls, self._calls.aclose()))
+
+    def close(self) -> None:
+        """Do what `aclose` does, and block until it has ended."""
+        loop_thread.run(self._calls, self._calls.aclose())
+
+    def _retune(self, options: Options) -> None:
+        async def retuned() -> None:
+            self._calls.retune(options)
+
+        loop_thread.run(self._calls, retuned())
+
+    @overload
+    def __get__(self, obj: None, owner: Any) -> Self: ...
+
+    @overload
+    def __get__(
+        self: GeneratorFunction[Concatenate[Any, Q], T], obj: object, owner: Any = None
+    ) -> GeneratorFunction[Q, T]: ...
+
+    def __get__(self, obj: Any, owner: Any = None) -> Any:
+        return self._get(obj, owner)

@@ -1,0 +1,420 @@
+"""The options of `accelerate`: their units, their defaults, and what is wrong with a value."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, fields, replace
+from enum import Enum
+from os import PathLike
+from typing import Any, Literal, TypeAlias, TypedDict
+
+from ..config import Limits
+from ..errors import ConfigurationError, FunctionTimeout, Mistake
+from ..observers import Observer
+from ..observers.base import check as check_observers
+from ..redaction import one_line
+from ..scheduling import Rules
+
+
+class Unset(Enum):
+    """Marks an option that was not given, where None is a value."""
+
+    UNSET = "unset"
+
+
+UNSET = Unset.UNSET
+
+RetryOn: TypeAlias = "type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], object]"
+Priority: TypeAlias = 'Literal["high", "normal", "low"] | int'
+Shared: TypeAlias = Literal["off", "auto", "ray", "machine"]
+
+PRIORITIES = {"high": 1, "normal": 0, "low": -1}
+LEARNED_SHARE = 0.3
+"""Share of errors from which `adaptive=True` lowers the concurrency."""
+FAILURES_TO_OPEN = 5
+"""Failures in a row that open the circuit with `breaker=True`."""
+BURST_S = 0.05
+"""Seconds' worth of the rate that paced calls may start at once by default."""
+MOST_THREADS = 1024
+_UNITS_S = {"s": 1.0, "sec": 1.0, "second": 1.0, "m": 60.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "hour": 3600.0}
+_RATE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*/\s*([a-z]+)\s*")
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of one accelerated function. Times are seconds. `docs/functions.md` has a table of them.
+
+    Raises `ConfigurationError` with all mistakes.
+    """
+
+    rate: str | float | None = None
+    """Most calls in a time: "600/min", "10/s", "5000/hour", or a number of calls a second. Retries and hedges count.
+    None: no limit."""
+    burst: int | None = None
+    """Calls that may start at once when none has started for a while, with `window="pace"`. None: what the rate allows
+    in 0.05 s, at least 1."""
+    window: Literal["pace", "sliding"] = "pace"
+    """`pace`: calls start evenly spread. `sliding`: in any time of the unit of `rate` (a minute for "600/min") at most
+    that many, all of them at once if they come at once."""
+    key: Callable[..., object] | None = None
+    """A function of the arguments. Calls with equal results share rate, concurrency and breaker; others have their own.
+    For a method it gets the arguments without `self`. None: all calls share them."""
+    idle_s: float = 600.0
+    """After this time without a call, a key is forgotten, but not before its rate allows a whole burst again."""
+    concurrency: int | None = None
+    """Most calls at once. None: any number of an async function; 32 threads; as many processes as there are processors.
+    """
+    adaptive: bool | float = False
+    """Lower the concurrency when more than this share of the attempts fails (True: 0.3), and raise it while fewer do,
+    up to `concurrency`."""
+    timeout_s: float | None = None
+    """Most seconds of one attempt, on the clock of the event loop. Of a generator: from one item to the next."""
+    deadline_s: float | None = None
+    """Most seconds of a call with everything: waiting, attempts, and the time between them. Of a generator: to its
+    last item."""
+    retries: int = 0
+    """Most attempts after a failed one."""
+    retry_on: RetryOn = Exception
+    """Which errors are retried: a class, a tuple of classes, or a function of the error that returns whether. An
+    attempt that exceeds `timeout_s` is a `TimeoutError`."""
+    interval_s: float = 0.5
+    """Seconds from the first failure to the next attempt."""
+    backoff: float = 2.0
+    """Factor from one interval to the next. 1: always the same."""
+    longest_interval_s: float = 20.0
+    jitter: float = 1.0
+    """Share of each interval that is random: 1 all of it (full jitter), 0 none."""
+    seed: int | None = None
+    """Seed of the jitter. None: drawn by the operating system."""
+    default: Any = UNSET
+    """What a failed call returns instead of raising: a value, or a function `default(error, *args, **kwargs)`. Not
+    given: it raises."""
+    hedge: bool | float = False
+    """Start another attempt beside one that takes long, and take the first value. A number: after that many seconds.
+    True: when a new attempt is likely to end sooner, by the latencies so far."""
+    max_hedges: int = 1
+    """Most hedges of a call."""
+    hedge_budget: float = 0.25
+    """Most hedges, as a share of the calls of a batch or of those under way together; a few are always allowed."""
+    breaker: bool | int = False
+    """Refuse calls at once (`CircuitOpen`) after this many failures in a row (True: 5) of the errors in `retry_on`."""
+    recovery_s: float = 30.0
+    """Seconds after which the circuit lets one call through. If it succeeds, the circuit closes."""
+    priority: Priority = "normal"
+    """Calls of a higher priority start first: "high", "normal", "low" (1, 0, -1), or a whole number."""
+    mode: Literal["auto", "thread", "process"] = "auto"
+    """Where a sync function runs. `thread` (`auto`): in threads; a call that hangs goes on after its time-out.
+    `process`: in worker processes; a call that hangs is killed."""
+    size: Callable[..., float] | None = None
+    """A function of the arguments that tells how long a call takes compared with others. `map` starts the longest
+    first. None: the length of the texts among the arguments."""
+    observers: Iterable[Observer] = ()
+    """Called with each event (`AttemptStarted`, `AttemptEnded`, `CallEnded`, `SourceStateChanged`, `BatchEnded`)."""
+    debug: bool = False
+    """Log every attempt and every call on the logger `qreward_plugins.accelerate`, at level DEBUG."""
+    name: str | None = None
+    """Its name in logs, events and errors. None: that of the function."""
+    source: str | None = None
+    """Take the declared limits of this source from `config`. Shared processes count its calls with those of engines."""
+    config: str | PathLike[str] | Mapping[str, Any] | None = None
+    """The configuration with `source`: the path of a YAML file, or a mapping."""
+    shared: Shared = "off"
+    """How several processes share the limits: `ray` within a Ray job, `machine` on this machine, `auto` as
+    `engine.shared`. `off`: each process has the whole limits."""
+
+    def __post_init__(self) -> None:
+        given: Any = self.observers
+        object.__setattr__(self, "observers", tuple(given) if isinstance(given, Iterable) else given)
+        mistakes = list(_mistakes(self))
+        if mistakes:
+            raise ConfigurationError(mistakes, origin="accelerate")
+        check_observers((f"observers[{number}]", each) for number, each in enumerate(self.observers))
+
+    @property
+    def per_window(self) -> tuple[float, float] | None:
+        """The rate as (calls, seconds); None if there is none."""
+        return None if self.rate is None else _rate(self.rate)
+
+    @property
+    def limits(self) -> Limits:
+        """The limits as those of a source. Without `concurrency`, which depends on where the function runs."""
+        found = self.per_window
+        if found is None:
+            return Limits()
+        calls, window_s = found
+        if self.window == "sliding":
+            return Limits(requests_per_minute=60.0 * calls / window_s, window="sliding", window_s=window_s)
+        burst = self.burst or max(1, math.ceil(BURST_S * calls / window_s))
+        return Limits(requests_per_minute=60.0 * calls / window_s, window="bucket", burst=burst)
+
+    @property
+    def number(self) -> int:
+        """The priority as a number."""
+        return PRIORITIES[self.priority] if isinstance(self.priority, str) else self.priority
+
+    @property
+    def rules(self) -> Rules:
+        """The rules of a call for the scheduler."""
+        return Rules(
+            retries=self.retries,
+            timeout_s=math.inf if self.timeout_s is None else self.timeout_s,
+            retry_timeouts=self._retries_timeouts(),
+            interval_s=self.interval_s,
+            backoff=self.backoff,
+            longest_interval_s=self.longest_interval_s,
+            jitter=self.jitter,
+            hedges=self.max_hedges if self.hedge is not False else 0,
+            hedge_after_s=None if isinstance(self.hedge, bool) else self.hedge,
+            hedge_budget=self.hedge_budget,
+        )
+
+    @property
+    def failures_to_open(self) -> float:
+        """Failures in a row that open the circuit; infinity: none."""
+        if self.breaker is True:
+            return FAILURES_TO_OPEN
+        return math.inf if self.breaker is False else self.breaker
+
+    @property
+    def error_share(self) -> float | None:
+        """The share of errors that lowers the concurrency; None: not adaptive."""
+        if self.adaptive is True:
+            return LEARNED_SHARE
+        return None if self.adaptive is False else self.adaptive
+
+    def retries_error(self, error: BaseException) -> bool:
+        """Whether `retry_on` names this error. A predicate that raises says no, and its error is the cause."""
+        if isinstance(self.retry_on, (type, tuple)):
+            return isinstance(error, self.retry_on)
+        return bool(self.retry_on(error))
+
+    def _retries_timeouts(self) -> bool:
+        try:
+            return self.retries_error(FunctionTimeout("an attempt took longer than timeout_s"))
+        except Exception:  # as for every error: the predicate says no
+            return False
+
+    def changed(self, options: Mapping[str, Any]) -> Options:
+        """These options with others instead of some. Raises `ConfigurationError`."""
+        check_names(options)
+        return replace(self, **options)
+
+
+OWN_LIMITS = frozenset(
+    {
+        "rate",
+        "burst",
+        "window",
+        "key",
+        "idle_s",
+        "concurrency",
+        "adaptive",
+        "breaker",
+        "recovery_s",
+        "mode",
+        "observers",
+        "debug",
+        "name",
+        "source",
+        "config",
+        "shared",
+        "seed",
+    }
+)
+"""Options of the function as a whole. Those of a single call are the others."""
+RETUNABLE = frozenset(["rate", "burst", "concurrency", "adaptive", "breaker", "recovery_s", "idle_s"])
+"""Options of the function as a whole that may change while it runs."""
+
+
+def options_of(given: Mapping[str, Any]) -> Options:
+    """Return the options. Raises `ConfigurationError` for unknown names and impossible values."""
+    check_names(given)
+    return Options(**given)
+
+
+def check_names(given: Mapping[str, Any]) -> None:
+    """Raise `ConfigurationError` for unknown options."""
+    names = [field.name for field in fields(Options)]
+    mistakes = []
+    for name in given:
+        if name not in names:
+            near = difflib.get_close_matches(str(name), names, n=1) or [_SEED_NAMES.get(str(name), "")]
+            remedy = f"Did you mean {near[0]}?" if near[0] else f"The options are {', '.join(names)}."
+            mistakes.append(Mistake(one_line(str(name), 80), "unknown option.", remedy))
+    if mistakes:
+        raise ConfigurationError(mistakes, origin="accelerate")
+
+
+_SEED_NAMES = {
+    "timeout": "timeout_s",
+    "retry_times": "retries",
+    "retry_interval": "interval_s",
+    "limit_size": "rate",
+    "limit_window": "rate",
+    "key_func": "key",
+    "exception_types": "retry_on",
+    "default_result": "default",
+    "hedged_request_time": "hedge",
+    "hedged_request_proportion": "hedge_budget",
+    "hedged_request_max_times": "max_hedges",
+    "circuit_breaker_threshold": "breaker",
+    "circuit_breaker_recovery": "recovery_s",
+    "adaptive_limit": "adaptive",
+    "metrics_callback": "observers",
+    "telemetry_exporter": "observers",
+}
+"""Names of the same options in QReward's `schedule`, for those who come from there."""
+
+
+def _rate(value: str | float) -> tuple[float, float]:
+    if isinstance(value, str):
+        match = _RATE.fullmatch(value.lower())
+        if match is None or match[2] not in _UNITS_S:
+            raise ValueError
+        calls, window_s = float(match[1]), _UNITS_S[match[2]]
+    else:
+        if not _is_number(value):
+            raise ValueError
+        calls, window_s = float(value), 1.0
+    if not (0 < calls < math.inf):
+        raise ValueError
+    return calls, window_s
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_count(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _mistakes(options: Any) -> Iterable[Mistake]:
+    """Find what is wrong with single options, then with those that do not go together."""
+
+    def wrong(name: str, remedy: str) -> Mistake:
+        return Mistake(name, f"{one_line(repr(getattr(options, name)), 100)} is not possible.", remedy)
+
+    if options.rate is not None:
+        try:
+            _rate(options.rate)
+        except ValueError:
+            yield wrong("rate", 'Write it as "600/min", "10/s", "5000/hour", or as a number of calls a second above 0.')
+    for name in ("timeout_s", "deadline_s"):
+        value = getattr(options, name)
+        if value is not None and not (_is_number(value) and value > 0):
+            yield wrong(name, "It is a number of seconds above 0, or None for no limit.")
+    for name in ("interval_s", "longest_interval_s"):
+        if not (_is_number(getattr(options, name)) and getattr(options, name) >= 0):
+            yield wrong(name, "It is a number of seconds, at least 0.")
+    for name in ("idle_s", "recovery_s"):
+        if not (_is_number(getattr(options, name)) and getattr(options, name) > 0):
+            yield wrong(name, "It is a number of seconds above 0.")
+    for name, least in (("burst", 1), ("concurrency", 1)):
+        value = getattr(options, name)
+        if value is not None and not _is_count(value, least):
+            yield wrong(name, f"It is a whole number from {least} on, or None.")
+    for name in ("retries", "max_hedges"):
+        if not _is_count(getattr(options, name), 0 if name == "retries" else 1):
+            yield wrong(name, f"It is a whole number from {0 if name == 'retries' else 1} on.")
+    if not (_is_number(options.backoff) and options.backoff >= 1):
+        yield wrong("backoff", "It is a factor, at least 1.")
+    for name in ("jitter", "hedge_budget"):
+        if not (_is_number(getattr(options, name)) and 0 <= getattr(options, name) <= 1):
+            yield wrong(name, "It is a share from 0 to 1.")
+    if not isinstance(options.hedge, bool) and not (_is_number(options.hedge) and options.hedge > 0):
+        yield wrong("hedge", "It is True, False, or a number of seconds above 0.")
+    if not isinstance(options.breaker, bool) and not _is_count(options.breaker, 1):
+        yield wrong("breaker", "It is True, False, or a number of failures from 1 on.")
+    if not isinstance(options.adaptive, bool) and not (_is_number(options.adaptive) and 0 < options.adaptive < 1):
+        yield wrong("adaptive", "It is True, False, or a share of errors between 0 and 1.")
+    if options.seed is not None and not _is_count(options.seed, -(2**63)):
+        yield wrong("seed", "It is a whole number, or None.")
+    if not isinstance(options.debug, bool):
+        yield wrong("debug", "It is True or False.")
+    if options.name is not None and not (isinstance(options.name, str) and options.name.strip()):
+        yield wrong("name", "It is a text, or None.")
+    if isinstance(options.priority, bool) or not (
+        isinstance(options.priority, int) or options.priority in tuple(PRIORITIES)
+    ):
+        yield wrong("priority", 'It is "high", "normal", "low", or a whole number; higher goes first.')
+    for name, words in (
+        ("window", ("pace", "sliding")),
+        ("mode", ("auto", "thread", "process")),
+        ("shared", ("off", "auto", "ray", "machine")),
+    ):
+        if not isinstance(getattr(options, name), str) or getattr(options, name) not in words:
+            yield wrong(name, f"It is one of {', '.join(words)}.")
+    for name in ("key", "size"):
+        value = getattr(options, name)
+        if value is not None and (not callable(value) or inspect.iscoroutinefunction(value)):
+            yield wrong(name, "It is a plain function of the arguments, or None.")
+    if inspect.iscoroutinefunction(options.default) or inspect.isasyncgenfunction(options.default):
+        yield wrong("default", "A function that makes a default must not be async.")
+    if not _is_retry_on(options.retry_on):
+        yield wrong("retry_on", "It is an exception class, a tuple of them, or a plain function of the error.")
+    if not isinstance(options.observers, tuple):
+        yield wrong("observers", "It is a list; put a single observer into one.")
+    yield from _conflicts(options)
+
+
+def _is_retry_on(value: Any) -> bool:
+    if isinstance(value, type):
+        return issubclass(value, BaseException)
+    if isinstance(value, tuple):
+        return all(isinstance(each, type) and issubclass(each, BaseException) for each in value)
+    return callable(value) and not inspect.iscoroutinefunction(value)
+
+
+def _conflicts(options: Options) -> Iterable[Mistake]:
+    if (options.source is None) != (options.config is None):
+        given, missing = ("source", "config") if options.config is None else ("config", "source")
+        yield Mistake(given, f"is given without {missing}.", f"Give both, so that {given} is found, or neither.")
+    if options.source is not None and options.rate is not None:
+        yield Mistake("rate", "is given beside source.", "The source declares the limits; leave rate out.")
+    if options.burst is not None and (options.rate is None or options.window == "sliding"):
+        yield Mistake("burst", "needs a rate with window='pace'.", "Give a rate, or leave burst out.")
+    if options.shared != "off" and options.adaptive is not False:
+        yield Mistake(
+            "adaptive", "does not go with shared.", "A learned concurrency is each process's own; leave one out."
+        )
+
+
+class GivenOptions(TypedDict, total=False):
+    """The options as keyword arguments, for type checkers; see `Options`."""
+
+    rate: str | float | None
+    burst: int | None
+    window: Literal["pace", "sliding"]
+    key: Callable[..., object] | None
+    idle_s: float
+    concurrency: int | None
+    adaptive: bool | float
+    timeout_s: float | None
+    deadline_s: float | None
+    retries: int
+    retry_on: RetryOn
+    interval_s: float
+    backoff: float
+    longest_interval_s: float
+    jitter: float
+    seed: int | None
+    default: Any
+    hedge: bool | float
+    max_hedges: int
+    hedge_budget: float
+    breaker: bool | int
+    recovery_s: float
+    priority: Priority
+    mode: Literal["auto", "thread", "process"]
+    size: Callable[..., float] | None
+    observers: Iterable[Observer]
+    debug: bool
+    name: str | None
+    source: str | None
+    config: str | PathLike[str] | Mapping[str, Any] | None
+    shared: Shared

@@ -1,0 +1,662 @@
+"""Accelerated async functions, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import gc
+import itertools
+import logging
+import random
+import weakref
+
+import pytest
+
+from qreward_plugins import AttemptStarted, CircuitOpen, EngineError, FunctionTimeout, Throttled, accelerate
+from qreward_plugins.simulation import run
+
+
+def now() -> float:
+    return asyncio.get_running_loop().time()
+
+
+class Calls:
+    """A function whose n-th call does what the n-th behaviour says: seconds to sleep, or an error to raise."""
+
+    def __init__(self, *behaviours, then=0.0):
+        self.behaviours = list(behaviours)
+        self.then = then
+        self.starts = []
+        self.cancelled = 0
+        self.running = 0
+        self.peak = 0
+
+    async def __call__(self, *args, **kwargs):
+        self.starts.append(now())
+        number = len(self.starts)
+        behaviour = self.behaviours.pop(0) if self.behaviours else self.then
+        self.running += 1
+        self.peak = max(self.peak, self.running)
+        try:
+            if isinstance(behaviour, BaseException):
+                raise behaviour
+            await asyncio.sleep(behaviour)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self.running -= 1
+        return args[0] if args else number
+
+
+def accelerated(calls, **options):
+    return accelerate(calls, name="grade", **options)
+
+
+# One call
+
+
+def test_a_bare_function_is_called_once_with_its_context_and_keeps_its_name():
+    variable = contextvars.ContextVar("variable", default=0)
+
+    @accelerate
+    async def add(x, *, y=1):
+        """Adds."""
+        return x + y + variable.get()
+
+    async def main():
+        variable.set(100)
+        assert await add(1, y=2) == 103
+
+    run(main())
+    assert (add.__name__, add.__doc__) == ("add", "Adds.")
+    assert asyncio.iscoroutinefunction(add)
+    assert add.statistics().attempts == 1
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_retries_wait_for_intervals_that_grow(failures):
+    calls = Calls(*(ConnectionError(str(number)) for number in range(failures)))
+
+    async def main():
+        assert await accelerated(calls, retries=3, interval_s=1, backoff=3, jitter=0)("x") == "x"
+
+    run(main())
+    assert calls.starts == [0.0, 1.0, 4.0, 13.0][: failures + 1]
+
+
+def test_the_original_error_is_raised_with_a_note_on_the_attempts():
+    error = ValueError("the same")
+    calls = Calls(ConnectionError("first"), error, error, error)
+
+    async def main():
+        grade = accelerated(calls, retries=1, interval_s=1, jitter=0)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="the same") as raised:
+                await grade("x")
+        assert raised.value is error
+
+    run(main())
+    assert error.__notes__ == ["accelerate: 2 attempts failed in 1 s; before this one: ValueError: the same"]
+    assert len(calls.starts) == 4
+
+
+@pytest.mark.parametrize(
+    "retry_on", [ConnectionError, (KeyError, ConnectionError), lambda error: "again" in str(error)]
+)
+def test_only_the_named_errors_are_retried(retry_on):
+    calls = Calls(ConnectionError("again"), ValueError("no"))
+
+    async def main():
+        with pytest.raises(ValueError, match="no"):
+            await accelerated(calls, retries=5, retry_on=retry_on)("x")
+
+    run(main())
+    assert len(calls.starts) == 2
+
+
+def test_a_predicate_that_raises_does_not_retry():
+    calls = Calls(ConnectionError("again"))
+
+    async def main():
+        with pytest.raises(ConnectionError):
+            await accelerated(calls, retries=5, retry_on=lambda error: 1 / 0)("x")
+
+    run(main())
+    assert len(calls.starts) == 1
+
+
+def test_the_same_seed_gives_the_same_intervals():
+    def starts(seed):
+        calls = Calls(*(ConnectionError() for _ in range(5)))
+        run(accelerated(calls, retries=5, seed=seed)("x"))
+        return calls.starts
+
+    assert starts(1) == starts(1) != starts(2)
+
+
+def test_an_attempt_that_takes_too_long_is_cancelled_and_retried():
+    calls = Calls(100.0, 1.0)
+
+    async def main():
+        assert await accelerated(calls, timeout_s=5, retries=1, interval_s=0)("x") == "x"
+
+    run(main())
+    assert (calls.starts, calls.cancelled) == ([0.0, 5.0], 1)
+
+
+def test_the_deadline_ends_a_call_whatever_it_waits_for():
+    async def main():
+        for grade in (
+            accelerated(Calls(100.0), deadline_s=7),
+            accelerated(Calls(100.0, 100.0, 100.0), deadline_s=7, timeout_s=3, retries=9, interval_s=0),
+        ):
+            began = now()
+            with pytest.raises(FunctionTimeout) as raised:
+                await grade("x")
+            assert isinstance(raised.value, TimeoutError)
+            assert now() - began == pytest.approx(7)
+
+    run(main())
+
+
+def test_a_retry_that_cannot_begin_before_the_deadline_is_not_waited_for():
+    async def main():
+        with pytest.raises(ConnectionError):
+            await accelerated(Calls(ConnectionError()), deadline_s=7, retries=1, interval_s=10, jitter=0)("x")
+        assert now() == 0.0
+
+    run(main())
+
+
+def test_a_function_that_swallows_its_cancellation_does_not_hold_its_call():
+    async def stubborn():
+        while True:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(1000)
+
+    async def main():
+        grade = accelerate(stubborn, timeout_s=3)
+        with pytest.raises(FunctionTimeout):
+            await grade()
+        assert now() == pytest.approx(4)
+        await grade.aclose()
+
+    run(main())
+
+
+@pytest.mark.parametrize("default", [None, 0.5, lambda error, text, **_: (type(error).__name__, text)])
+def test_the_default_stands_in_for_any_failure(default):
+    grade = accelerated(Calls(KeyError("a"), then=100.0), timeout_s=1, default=default)
+
+    async def main():
+        for name in ("KeyError", "FunctionTimeout"):
+            assert await grade("x") == ((name, "x") if callable(default) else default)
+
+    run(main())
+    assert grade.statistics().defaults == 2
+    assert grade.statistics().failed == {"failed": 2}
+
+
+def test_cancelling_a_call_cancels_its_attempt_and_waits_for_it():
+    ended = []
+
+    @accelerate(default=0.0)
+    async def grade():
+        try:
+            await asyncio.sleep(100)
+        finally:
+            await asyncio.sleep(0.5)
+            ended.append(now())
+
+    async def main():
+        call = asyncio.create_task(grade())
+        await asyncio.sleep(1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert ended == [1.5]
+
+    run(main())
+    assert grade.statistics().failed == {"cancelled": 1}
+    assert grade.statistics().in_flight == 0
+
+
+def test_a_system_exit_of_the_function_reaches_its_caller_only():
+    async def main():
+        with pytest.raises(SystemExit):
+            await accelerated(Calls(SystemExit(3)), default=1, retries=3)("x")
+
+    run(main())
+
+
+# Hedges, breaker, adaptive concurrency
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_fixed_hedge_starts_after_its_delay_and_the_first_value_counts(most):
+    calls = Calls(100.0, 100.0, then=1.0)
+
+    async def main():
+        assert await accelerated(calls, hedge=2.0, max_hedges=most, timeout_s=20)("x") == "x"
+
+    if most == 1:
+        with pytest.raises(FunctionTimeout):
+            run(main())
+        assert calls.starts == [0.0, 2.0]
+    else:
+        run(main())
+        assert calls.starts == [0.0, 2.0, 4.0]
+        assert calls.cancelled == 2
+
+
+def test_a_learned_hedge_replaces_stragglers_and_little_else():
+    rng = random.Random(5)
+    calls = Calls(*(60.0 if number % 40 == 39 else rng.uniform(0.8, 1.2) for number in range(400)), then=1.0)
+    grade = accelerated(calls, hedge=True, rate="20/s", seed=1)
+
+    async def main():
+        await grade.map(range(400))
+        assert now() < 40
+
+    run(main())
+    assert 9 <= grade.statistics().hedges <= 40
+
+
+def test_hedges_keep_to_the_rate_and_to_their_budget():
+    grade = accelerated(Calls(then=10.0), hedge=1.0, hedge_budget=0.1, rate="10/s", burst=1)
+
+    async def main():
+        await grade.map(range(100))
+
+    run(main())
+    assert grade.statistics().hedges <= 10
+
+
+def test_the_circuit_opens_at_its_threshold_and_closes_after_one_success():
+    calls = Calls(*(ConnectionError() for _ in range(4)))
+    grade = accelerated(calls, breaker=3, recovery_s=10)
+
+    async def main():
+        for _ in range(3):
+            with pytest.raises(ConnectionError):
+                await grade("x")
+        for wait_s in (0, 9.9):
+            await asyncio.sleep(wait_s)
+            with pytest.raises(CircuitOpen, match="circuit of grade is open"):
+                await grade("x")
+        await asyncio.sleep(0.2)
+        with pytest.raises(ConnectionError):  # the probe
+            await grade("x")
+        with pytest.raises(CircuitOpen):
+            await grade("x")
+        await asyncio.sleep(10.1)
+        assert await grade("x") == "x"
+        assert await grade.map(["a", "b"]) == ["a", "b"]
+
+    run(main())
+    assert len(calls.starts) == 7
+
+
+def test_errors_that_are_not_retried_leave_the_circuit_closed():
+    grade = accelerated(Calls(*(KeyError() for _ in range(9))), breaker=3, retry_on=ConnectionError)
+
+    async def main():
+        for _ in range(9):
+            with pytest.raises(KeyError):
+                await grade("x")
+
+    run(main())
+
+
+def test_adaptive_concurrency_falls_with_errors_and_rises_without():
+    bad = True
+
+    @accelerate(adaptive=0.3, concurrency=64, retries=20, interval_s=0.1)
+    async def grade(x):
+        await asyncio.sleep(1)
+        if bad and random.Random(x).random() < 0.9:
+            raise ConnectionError
+        return x
+
+    async def main():
+        nonlocal bad
+        first = asyncio.create_task(grade.map(range(300)))
+        await asyncio.sleep(20)
+        low = grade.statistics().concurrency
+        bad = False
+        await first
+        await grade.map(range(2000))
+        assert low <= 8 < 32 <= grade.statistics().concurrency <= 64
+
+    run(main())
+
+
+def test_a_throttled_function_pauses_all_calls():
+    calls = Calls(Throttled("slow down", retry_after_s=5))
+
+    async def main():
+        grade = accelerated(calls, retries=1, interval_s=0)
+        await asyncio.gather(grade("a"), asyncio.create_task(_later(1, grade)))
+
+    async def _later(wait_s, grade):
+        await asyncio.sleep(wait_s)
+        return await grade("b")
+
+    run(main())
+    assert calls.starts[0] == 0.0
+    assert min(calls.starts[1:]) >= 5.0
+
+
+# Limits
+
+
+def test_paced_calls_are_evenly_spread():
+    calls = Calls()
+    run(accelerated(calls, rate="600/min", burst=1).map(range(21)))
+    assert calls.starts == pytest.approx([number / 10 for number in range(21)], abs=1e-3)
+
+
+def test_a_sliding_window_is_never_exceeded_with_retries():
+    calls = Calls(*(ConnectionError() for _ in range(30)))
+    run(accelerated(calls, rate="20/s", window="sliding", retries=30, interval_s=0.01).map(range(70)))
+    assert len(calls.starts) == 100
+    for at in calls.starts:
+        assert sum(at <= other < at + 1 - 1e-6 for other in calls.starts) <= 20
+    assert calls.starts[-1] == pytest.approx(4.0, abs=0.7)  # the ledgers leave a margin of 0.15 s
+
+
+def test_each_key_has_a_rate_of_its_own():
+    calls = Calls()
+    grade = accelerated(calls, rate="1/s", key=lambda user: user)
+
+    async def main():
+        await grade.map(["a", "b"] * 3)
+        assert now() == pytest.approx(2.0, abs=1e-3)
+        assert grade.statistics().keys == 2
+
+    run(main())
+
+
+def test_idle_keys_are_forgotten_but_their_limits_are_not():
+    grade = accelerated(Calls(), rate="1/s", key=lambda user: user, idle_s=5)
+
+    async def main():
+        await grade.map(range(100))
+        assert grade.statistics().keys == 100
+        for number in range(100, 150):
+            await asyncio.sleep(1)
+            await grade(number)
+        assert grade.statistics().keys <= 10
+
+    run(main())
+
+
+def test_many_keys_at_once_are_forgotten_as_soon_as_their_limits_allow():
+    grade = accelerated(Calls(), rate="10/s", key=lambda user: user)
+
+    async def main():
+        await grade.map(range(1200))
+        await asyncio.sleep(2)
+        for number in range(100):
+            await grade(("another", number))
+        assert grade.statistics().keys <= 1100
+
+    run(main())
+
+
+def test_concurrency_is_never_exceeded():
+    calls = Calls(then=1.0)
+    run(accelerated(calls, concurrency=7, retries=2, hedge=0.5, timeout_s=0.8, default=0).map(range(50)))
+    assert calls.peak <= 7
+
+
+def test_limits_of_a_source_of_a_configuration():
+    config = {
+        "sources": {
+            "fast": {
+                "kind": "openai",
+                "base_url": "http://localhost:1/v1",
+                "model": "m",
+                "limits": {"requests_per_minute": 10},
+            }
+        },
+        "judges": {"quality": {"kind": "llm"}},
+    }
+    calls = Calls()
+    run(accelerated(calls, source="fast", config=config).map(range(11)))
+    assert calls.starts[9] == 0.0
+    assert calls.starts[10] == pytest.approx(60.0, abs=0.2)
+
+
+def test_higher_priorities_go_first():
+    calls = Calls(then=1.0)
+    order = []
+
+    async def one(grade, name):
+        await grade(name)
+        order.append(name)
+
+    async def main():
+        grade = accelerated(calls, concurrency=1)
+        names = ["low", "normal", "high", "low", "high"]
+        await asyncio.gather(*(one(grade.with_options(priority=name), name) for name in names))
+
+    run(main())
+    assert order == ["high", "high", "normal", "low", "low"]
+
+
+# Batches and streams
+
+
+def test_map_keeps_order_and_starts_the_longest_first():
+    calls, starts = Calls(), []
+
+    @accelerate(concurrency=2, size=lambda text, extra, factor: len(text))
+    async def grade(text, extra, *, factor):
+        starts.append(text)
+        await asyncio.sleep(len(text))
+        return (text, extra, factor)
+
+    async def main():
+        texts = ["a", "aaaa", "aa", "aaa"]
+        assert await grade.map(texts, range(4), factor=2) == [(text, n, 2) for n, text in enumerate(texts)]
+        assert starts == ["aaaa", "aaa", "aa", "a"]
+        assert now() == 5.0
+        assert await grade.map([], []) == []
+
+    run(main())
+    assert calls.starts == []
+
+
+def test_the_first_error_of_map_cancels_the_others():
+    calls = Calls(100.0, ValueError("one"), 100.0)
+    grade = accelerated(calls)
+
+    async def main():
+        with pytest.raises(ValueError, match="one"):
+            await grade.map(["a", "b", "c"])
+        assert now() == 0.0
+
+    run(main())
+    assert grade.statistics().under_way == 0
+    assert grade.statistics().in_flight == 0
+
+
+def test_map_may_return_the_errors():
+    error = ValueError("one")
+    grade = accelerated(Calls(0.0, error))
+    assert run(grade.map([1, 2, 3], return_exceptions=True)) == [1, error, 3]
+
+
+def test_a_stream_is_in_order_and_in_constant_memory():
+    class Item:
+        pass
+
+    refs = []
+
+    def items():
+        for number in range(300):
+            item = Item()
+            item.number = number
+            refs.append(weakref.ref(item))
+            assert sum(ref() is not None for ref in refs) < 40
+            yield item
+
+    @accelerate(concurrency=4)
+    async def grade(item):
+        await asyncio.sleep(1 + item.number % 3)
+        return item.number
+
+    async def main():
+        assert [number async for number in grade.stream(items(), window=8)] == list(range(300))
+
+    gc.collect()
+    run(main())
+
+
+def test_a_progress_bar_counts_the_calls(capsys):
+    run(accelerated(Calls()).map(range(5), progress=True))
+    assert "5/5" in capsys.readouterr().err
+
+
+# Generators
+
+
+@accelerate(timeout_s=5, retries=2, interval_s=0)
+async def letters(text, log):
+    log.append("begin")
+    try:
+        if len(log) == 1:
+            raise ConnectionError
+        for letter in text:
+            await asyncio.sleep(1)
+            log.append(letter)
+            yield letter
+        if text == "bad":
+            raise ConnectionError("after the last item")
+    finally:
+        log.append("end")
+
+
+def test_a_generator_is_retried_until_its_first_item_and_makes_no_item_ahead():
+    async def main():
+        log = []
+        found = letters("abc", log)
+        assert await anext(found) == "a"
+        await asyncio.sleep(100)
+        assert log == ["begin", "end", "begin", "a"]
+        assert [item async for item in found] == ["b", "c"]
+        log = ["x"]
+        with pytest.raises(ConnectionError, match="after"):
+            assert [item async for item in letters("bad", log)]
+        assert log == ["x", "begin", "b", "a", "d", "end"]
+
+    run(main())
+
+
+def test_closing_a_generator_ends_its_call():
+    async def main():
+        log = ["x"]
+        found = letters("abc", log)
+        await anext(found)
+        assert letters.statistics().in_flight == 1
+        await found.aclose()
+        assert log == ["x", "begin", "a", "end"]
+        assert letters.statistics().in_flight == 0
+
+    run(main())
+
+
+def test_the_time_limit_of_a_generator_is_from_item_to_item():
+    @accelerate(timeout_s=5)
+    async def slow():
+        yield 1
+        await asyncio.sleep(4)
+        yield 2
+        await asyncio.sleep(6)
+        yield 3
+
+    async def main():
+        found = []
+
+        async def draw():
+            async for item in slow():
+                found.append(item)
+
+        with pytest.raises(TimeoutError):
+            await draw()
+        assert found == [1, 2]
+
+    run(main())
+
+
+# Views, observers, loops
+
+
+def test_other_options_share_limits_and_statistics():
+    calls = Calls(ConnectionError(), ConnectionError())
+    grade = accelerated(calls, concurrency=3)
+
+    async def main():
+        assert await grade.with_options(retries=2, interval_s=0)("x") == "x"
+        assert grade.statistics().calls == 1
+
+    run(main())
+
+
+def test_limits_change_while_calls_run():
+    calls = Calls(then=1.0)
+    grade = accelerated(calls, concurrency=1, rate="100/s", breaker=5)
+
+    async def main():
+        batch = asyncio.create_task(grade.map(range(20)))
+        await asyncio.sleep(4.5)
+        grade.retune(concurrency=4, rate="2/s", burst=1)
+        await batch
+
+    run(main())
+    assert calls.peak <= 4
+    later = [at for at in calls.starts if at > 4.5]
+    assert all(second - first >= 0.4999 for first, second in itertools.pairwise(later[1:]))
+
+
+def test_observers_and_the_debug_log_are_told_of_attempts(caplog):
+    events = []
+    grade = accelerated(Calls(ConnectionError("no\nway")), retries=1, observers=[events.append], debug=True)
+    with caplog.at_level(logging.DEBUG, logger="qreward_plugins.accelerate"):
+        run(grade("x"))
+    assert [event.attempt for event in events if isinstance(event, AttemptStarted)] == [0, 1]
+    text = caplog.text
+    assert "grade, call 0: attempt 0 failed after 0.000 s: ConnectionError: no\\nway" in text
+    assert "grade, call 0: retry 1 starts" in text
+    assert "grade, call 0: answered, attempts: 2" in text
+
+
+def test_one_loop_after_the_other_but_not_two_at_once():
+    grade = accelerated(Calls(), rate="1/s")
+    assert [run(grade(number)) for number in range(3)] == [0, 1, 2]
+
+    async def outer():
+        await grade("x")
+        with pytest.raises(EngineError, match="another event loop"):
+            await asyncio.to_thread(lambda: asyncio.run(grade("y")))
+
+    asyncio.run(outer())
+
+
+def test_a_closed_function_says_so_and_fails_what_waits():
+    grade = accelerated(Calls(then=100.0), default=0)
+
+    async def main():
+        call = asyncio.create_task(grade("x"))
+        await asyncio.sleep(1)
+        await grade.aclose()
+        await grade.aclose()
+        with pytest.raises(EngineError, match="closed"):
+            await call
+        with pytest.raises(EngineError, match="closed"):
+            await grade("y")
+
+    run(main())

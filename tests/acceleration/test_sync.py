@@ -1,0 +1,201 @@
+"""Accelerated sync functions, methods, worker processes, pickling and forks, in real time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import cloudpickle
+import pytest
+
+from qreward_plugins import EngineError, FunctionTimeout, accelerate
+from qreward_plugins.errors import SampleFault
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def functions():
+    spec = importlib.util.spec_from_file_location("accelerated_functions", HERE / "accelerated_functions.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["accelerated_functions"] = module
+    sys.path.insert(0, str(HERE))
+    spec.loader.exec_module(module)
+    yield module
+    module.work.close()
+    sys.path.remove(str(HERE))
+    del sys.modules["accelerated_functions"]
+
+
+def test_a_sync_function_blocks_and_keeps_its_context():
+    variable = contextvars.ContextVar("variable", default=0)
+    threads = set()
+
+    @accelerate(retries=2, interval_s=0)
+    def add(x, y=0):
+        threads.add(threading.current_thread())
+        return x + y + variable.get()
+
+    variable.set(10)
+    assert add(1, y=2) == 13
+    assert add.map([1, 2], [3, 4]) == [14, 16]
+    assert list(add.stream(range(3))) == [10, 11, 12]
+    assert asyncio.run(add.acall(5)) == 15
+    assert asyncio.run(add.amap([5])) == [15]
+    assert threading.current_thread() not in threads
+    add.retune(concurrency=2)
+    add.close()
+    with pytest.raises(EngineError, match="closed"):
+        add(1)
+
+
+def test_errors_defaults_and_time_outs_of_sync_functions():
+    release = threading.Event()
+
+    @accelerate(timeout_s=0.05)
+    def hang():
+        release.wait(10)
+
+    @accelerate(retries=1, interval_s=0)
+    def fail(x):
+        raise ValueError(x)
+
+    with pytest.raises(FunctionTimeout):
+        hang()
+    release.set()
+    with pytest.raises(ValueError, match="7") as raised:
+        fail(7)
+    assert raised.value.__notes__[0].startswith("accelerate: 2 attempts failed")
+    assert fail.with_options(default=lambda error, x: (type(error), x))(8) == (ValueError, 8)
+
+
+def test_threads_share_the_limits_of_a_sync_function():
+    running, peak, lock = 0, 0, threading.Lock()
+
+    @accelerate(concurrency=2)
+    def grade(x):
+        nonlocal running, peak
+        with lock:
+            running += 1
+            peak = max(peak, running)
+        time.sleep(0.005)
+        with lock:
+            running -= 1
+
+    threads = [threading.Thread(target=grade.map, args=(range(5),)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert peak == 2
+
+
+def test_a_call_in_the_thread_that_serves_it_is_an_error_and_no_deadlock():
+    @accelerate(key=lambda x: outer(x))
+    def outer(x):
+        return x
+
+    with pytest.raises(EngineError, match="thread that serves it"):
+        outer(1)
+
+
+def test_a_sync_generator():
+    ended = []
+
+    @accelerate
+    def numbers(count):
+        try:
+            yield from range(count)
+        finally:
+            ended.append(count)
+
+    assert list(numbers(3)) == [0, 1, 2]
+    items = numbers(5)
+    assert next(items) == 0
+    items.close()
+    assert ended == [3, 5]
+
+
+def test_methods_of_all_kinds(functions):
+    grader = functions.Grader(10)
+    assert grader.grade(1) == 11
+    assert grader.grade.map([1, 2]) == [11, 12]
+    assert functions.Grader.of_class(1) == grader.of_class_too(1) == ("Grader", 1)
+    assert grader.static(3) == functions.Grader.static_too(3) == 3
+
+
+def test_worker_processes_are_killed_and_carry_exceptions(functions):
+    work = functions.work
+    pid = work.with_options(timeout_s=30)("")
+    assert pid != os.getpid()
+    with pytest.raises(KeyError, match="from the worker") as raised:
+        work("raise")
+    assert "raised in a worker process: KeyError" in raised.value.__notes__[0]
+    with pytest.raises(FunctionTimeout):
+        work("hang")
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+    with pytest.raises(SampleFault, match="exit status 3"):
+        work.with_options(timeout_s=30)("die")
+
+
+def test_pickling_by_name_by_value_and_of_bound_methods(functions):
+    assert pickle.loads(pickle.dumps(functions.double)) is functions.double
+    view = pickle.loads(pickle.dumps(functions.double.with_options(retries=5)))
+    assert view._options.retries == 5
+    assert view._calls is functions.double._calls
+    assert pickle.loads(pickle.dumps(functions.Grader(3).grade))(4) == 7
+
+    @accelerate(retries=2)
+    async def local(x):
+        return x + 1
+
+    again = pickle.loads(cloudpickle.dumps(local))
+    assert asyncio.run(again(1)) == 2
+    assert again._options.retries == 2
+
+
+def test_a_forked_child_has_calls_of_its_own(functions):
+    assert functions.Grader(1).grade(1) == 2
+    assert asyncio.run(functions.double(1)) == 2
+    pid = os.fork()
+    if pid == 0:
+        try:
+            fine = functions.Grader(1).grade(2) == 3 and asyncio.run(functions.double(2)) == 4
+        finally:
+            os._exit(0 if fine else 1)
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_the_interpreter_ends_quietly_without_closing():
+    program = """
+import asyncio
+from qreward_plugins import accelerate
+
+@accelerate(rate="100/s", breaker=True)
+def grade(x):
+    return x
+
+@accelerate
+def numbers():
+    yield from range(9)
+
+@accelerate
+async def later(x):
+    await asyncio.sleep(0)
+    return x
+
+print(grade(1), asyncio.run(later(2)))
+stream, items = grade.stream(range(9)), numbers()
+next(stream), next(items)
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr, done.returncode) == ("1 2\n", "", 0)

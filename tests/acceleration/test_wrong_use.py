@@ -1,0 +1,118 @@
+"""Every wrong use is one clear error that names the option and the remedy."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+import pytest
+
+from qreward_plugins import ConfigurationError, accelerate
+from qreward_plugins.acceleration import Options
+from qreward_plugins.acceleration.options import OWN_LIMITS, RETUNABLE, GivenOptions
+
+
+async def grade(x):
+    return x
+
+
+async def letters(x):
+    yield x
+
+
+def plain(x):
+    return x
+
+
+WRONG = [
+    (grade, {"rate": "fast"}, r'rate: \'fast\' is not possible. Write it as "600/min"'),
+    (grade, {"rate": "0/s"}, "rate"),
+    (grade, {"rate": "600/fortnight"}, "rate"),
+    (grade, {"rate": True}, "rate"),
+    (grade, {"rate": float("nan")}, "rate"),
+    (grade, {"timeout_s": -1}, "timeout_s: -1 is not possible. It is a number of seconds above 0"),
+    (grade, {"timeout_s": True}, "timeout_s"),
+    (grade, {"deadline_s": float("inf")}, "deadline_s"),
+    (grade, {"interval_s": -0.1}, "interval_s"),
+    (grade, {"backoff": 0.5}, "backoff"),
+    (grade, {"jitter": 2}, "jitter"),
+    (grade, {"retries": -1}, "retries"),
+    (grade, {"retries": 1.5}, "retries"),
+    (grade, {"retry_on": "TimeoutError"}, "retry_on"),
+    (grade, {"retry_on": (TimeoutError, int)}, "retry_on"),
+    (grade, {"retry_on": grade}, "retry_on"),
+    (grade, {"concurrency": 0}, "concurrency"),
+    (grade, {"hedge": 0.0}, "hedge"),
+    (grade, {"hedge": "yes"}, "hedge"),
+    (grade, {"max_hedges": 0}, "max_hedges"),
+    (grade, {"hedge_budget": 1.5}, "hedge_budget"),
+    (grade, {"breaker": 0}, "breaker"),
+    (grade, {"recovery_s": 0}, "recovery_s"),
+    (grade, {"adaptive": 1.0}, "adaptive"),
+    (grade, {"priority": "urgent"}, 'priority: .* It is "high", "normal", "low"'),
+    (grade, {"mode": "gpu"}, "mode"),
+    (grade, {"window": []}, "window"),
+    (grade, {"key": "user"}, "key"),
+    (grade, {"key": grade}, "key"),
+    (grade, {"default": grade}, "default"),
+    (grade, {"size": 3}, "size"),
+    (grade, {"observers": print}, "observers: .* put a single observer into one"),
+    (grade, {"observers": [grade]}, r"observers\[0\]"),
+    (grade, {"debug": "yes"}, "debug"),
+    (grade, {"name": ""}, "name"),
+    (grade, {"seed": "x"}, "seed"),
+    (grade, {"burst": 3}, "burst: needs a rate"),
+    (grade, {"source": "fast"}, "source: is given without config"),
+    (grade, {"shared": "ray", "adaptive": True}, "adaptive: does not go with shared"),
+    (grade, {"timeout": 3}, "timeout: unknown option. Did you mean timeout_s?"),
+    (grade, {"limit_size": 3}, "limit_size: unknown option. Did you mean rate?"),
+    (grade, {"zzz": 3}, "zzz: unknown option. The options are rate"),
+    (grade, {"mode": "process"}, r"mode: process does not go with an async function \(grade\)"),
+    (letters, {"default": 0}, r"default: does not go with a generator \(letters\)"),
+    (letters, {"hedge": True}, "hedge: does not go with a generator"),
+    (lambda x: x, {"mode": "process"}, "mode: process needs a function that can be imported"),
+    (3, {}, "function: 3 cannot be called. Options have names"),
+    (int, {}, "function: the class int is no function. Decorate its methods"),
+    (property(plain), {}, "function: a property is no function"),
+    (accelerate(grade), {}, "is accelerated already. Use with_options"),
+]
+
+
+@pytest.mark.parametrize(("function", "options", "message"), WRONG, ids=lambda value: repr(value)[:40])
+def test_wrong_use(function, options, message):
+    with pytest.raises(ConfigurationError, match=message) as raised:
+        accelerate(**options)(function)
+    assert len(raised.value.mistakes) == 1
+
+
+def test_all_mistakes_are_told_at_once():
+    with pytest.raises(ConfigurationError) as raised:
+        accelerate(timeout_s=0, retries=-1, rate="x")(grade)
+    assert [mistake.path for mistake in raised.value.mistakes] == ["rate", "timeout_s", "retries"]
+
+
+def test_options_that_cannot_differ_or_change():
+    function = accelerate(grade)
+    with pytest.raises(ConfigurationError, match=r"rate: belongs to the function as a whole. Change it with retune"):
+        function.with_options(rate="1/s")
+    with pytest.raises(ConfigurationError, match="key: cannot change while"):
+        function.retune(key=len)
+    with pytest.raises(ConfigurationError, match="concurrency: 0 is not possible"):
+        function.retune(concurrency=0)
+
+
+@pytest.mark.parametrize(("items", "message"), [(("abc",), "iterables"), ((3,), "iterables"), ((), "at least one")])
+def test_map_of_what_is_no_list(items, message):
+    with pytest.raises(TypeError, match=message):
+        accelerate(plain).map(*items)
+
+
+def test_map_of_lists_of_different_lengths():
+    with pytest.raises(ValueError, match="different lengths: 2, 1"):
+        accelerate(plain).map([1, 2], [3])
+
+
+def test_type_checkers_know_all_options():
+    names = {field.name for field in fields(Options)}
+    assert names == set(GivenOptions.__annotations__)
+    assert names >= OWN_LIMITS
+    assert RETUNABLE <= OWN_LIMITS

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from ..config import AskingConfig, Batch, Config, JudgeConfig, Limits, sources_of
+from ..config import AskingConfig, Batch, Config, EndpointConfig, JudgeConfig, Limits, SourceConfig, sources_of
 from ..errors import ConfigurationError
 from ..quotas import UNDECLARED_CONCURRENCY
 from ..sources import kind_of
@@ -110,17 +110,32 @@ def _raised_everywhere(rehearsal: Rehearsal, runs: Sequence[Run], names: Sequenc
 
 
 def _raised(rehearsal: Rehearsal, runs: Sequence[Run], name: str) -> Iterator[Variation]:
-    """Raise the limits that a source used up, each alone and all together."""
+    """Raise the limits that a source used up, each alone and all together. The places of a source with several servers
+    are raised by more servers; its rates are taken for those of a provider, which more servers do not raise.
+    """
     doubled = _doubled(rehearsal, runs, name)
     words = {key: f"+{limit / 2:,.0f} {_LIMITS[key]}" for key, limit in doubled.items()}
+    count = replicas_of(rehearsal.config.sources[name])
+    if count is not None and "concurrency" in doubled:
+        words["concurrency"] = f"{count} -> {2 * count} replicas"
     for key, limit in doubled.items():
-        yield Variation("raise", f"{words[key]} on {name}", _with_limits(rehearsal, name, {key: limit}))
+        on = "of" if key == "concurrency" and count is not None else "on"
+        yield Variation("raise", f"{words[key]} {on} {name}", _with_limits(rehearsal, name, {key: limit}))
     if len(doubled) > 1:
         change = f"{listed(list(words.values()))} on {name}"
         yield Variation("raise", change, _with_limits(rehearsal, name, doubled))
     undeclared = rehearsal.config.sources[name].limits.concurrency is None
     if undeclared and any("places" in used_up(rehearsal.config, run, name) for run in runs):
         yield _more_places(rehearsal, name)
+
+
+def replicas_of(source: SourceConfig) -> int | None:
+    """Return how many servers a source has; None for one that is asked at a single URL, or at none."""
+    started = getattr(source, "data_parallel", None)
+    if isinstance(started, int):
+        return started
+    several = isinstance(source, EndpointConfig) and len(source.urls) > 1
+    return len(source.urls) if several else None
 
 
 def _doubled(rehearsal: Rehearsal, runs: Sequence[Run], name: str) -> dict[str, float]:

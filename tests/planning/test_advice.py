@@ -32,6 +32,24 @@ def test_places_that_are_taken_are_what_to_ask_for(tree, exact_plan):
     assert by_change["+8 concurrency on a"].step_s == pytest.approx(found.step_s.p50 / 2, rel=0.1)
 
 
+def test_places_of_replicas_are_raised_by_more_replicas(tree, exact_plan):
+    config = tree(own={"concurrency": 8})
+    config["sources"]["own"]["base_url"] = ["http://one.test/v1", "http://two.test/v1"]
+    found = exact_plan(config, 96, latency_s={"own": 3.0}, advise=True)
+    by_change = {advice.change: advice for advice in found.advice}
+    assert set(by_change) == {"2 -> 4 replicas of own", "another source like own"}
+    best = by_change["2 -> 4 replicas of own"]
+    assert best.step_s == pytest.approx(found.step_s.p50 / 2, rel=0.1)
+
+
+def test_a_rate_that_replicas_share_is_not_raised_by_more_of_them(tree, exact_plan):
+    config = tree(own={"requests_per_minute": 60, "concurrency": 64})
+    config["sources"]["own"]["base_url"] = ["http://one.test/v1", "http://two.test/v1"]
+    found = exact_plan(config, 150, advise=True)
+    assert "+60 rpm on own" in changes(found)
+    assert not any("replicas" in change for change in changes(found))
+
+
 def test_workers_are_the_places_of_a_function(tree, exact_plan):
     config = {
         "sources": {"f": {"kind": "function", "function": "math:isclose", "workers": 4}},

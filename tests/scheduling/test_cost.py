@@ -107,3 +107,24 @@ def test_only_what_is_overdue_is_hedged(stage, prefer):
         assert played.finished_at < 30
     else:
         assert hedges >= 1
+
+
+def test_own_replicas_come_first_and_hosted_sources_take_what_they_cannot_do(stage, new_stage):
+    def both(stage):
+        for name, price, places in (("own", 0.0, 4), ("hosted", 1.0, 32)):
+            stage.add(name, price=price, limits={"concurrency": places}, behaviour=lambda *_: 1.0)
+            stage.knows(name, 1.0, size=10)
+
+    both(stage)
+    assert stage.play([10] * 40, prefer="cost", deadline_s=60).shares == {"own": 40}
+    tight = new_stage()
+    both(tight)
+    played = tight.play([10] * 40, prefer="cost", deadline_s=8)
+    assert played.all_scored
+    assert played.shares["own"] >= 8
+    assert played.shares["hosted"] >= 8
+    quick = new_stage()
+    both(quick)
+    played = quick.play([10] * 40, prefer="speed", deadline_s=60)
+    assert played.shares["own"] >= 4
+    assert played.shares["hosted"] >= 32

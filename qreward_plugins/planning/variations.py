@@ -134,8 +134,8 @@ def replicas_of(source: SourceConfig) -> int | None:
     started = getattr(source, "data_parallel", None)
     if isinstance(started, int):
         return started
-    several = isinstance(source, EndpointConfig) and len(source.urls) > 1
-    return len(source.urls) if several else None
+    urls = source.urls if isinstance(source, EndpointConfig) else ()
+    return len(urls) if len(urls) > 1 else None
 
 
 def _doubled(rehearsal: Rehearsal, runs: Sequence[Run], name: str) -> dict[str, float]:

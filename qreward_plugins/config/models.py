@@ -273,8 +273,8 @@ class Config(Node):
 
     models: dict[str, ModelRoute] = Field(default_factory=dict)
     """Which sources answer the clients of a transport or a server that ask for a model: a mapping from glob pattern
-    over models to a group of sources; the first match wins. It does not concern judges. Default: each model is answered
-    by the sources whose `model` it is."""
+    over models to a group of sources; the first match wins. It does not concern judges; with it, `judges` may be left
+    out. Default: each model is answered by the sources whose `model` it is."""
 
     engine: EngineConfig = EngineConfig()
 
@@ -291,6 +291,13 @@ class Config(Node):
     `{constant: x}`: train it with the reward x."""
 
     groups: Groups = Groups()
+
+
+class ClientConfig(Config):
+    """The tree of an engine that answers clients of models only, and scores nothing."""
+
+    judges: dict[str, SerializeAsAny[JudgeConfig]] = Field(default_factory=dict, max_length=0)
+    """None. A sample fails with the reason `no_route`."""
 
 
 class ServedConfig(Config):

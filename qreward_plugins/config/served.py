@@ -19,6 +19,11 @@ def names_server(tree: Any) -> bool:
     return isinstance(engine, (Mapping, DictConfig)) and bool(engine.get("server"))
 
 
+def is_for_clients(tree: Mapping[str, Any]) -> bool:
+    """Whether a tree serves clients of models only, and scores nothing."""
+    return bool(tree.get("models")) and "judges" not in tree
+
+
 def check_served(tree: dict[str, Any]) -> list[Finding]:
     """Return a finding for each key that counts at the server only, and remove these keys from `tree`."""
     findings = []

@@ -14,8 +14,8 @@ from pydantic_core.core_schema import ErrorType
 
 from . import shape
 from .findings import Finding, Path, did_you_mean, scalar_text
-from .models import NO_KIND, Config, ServedConfig
-from .served import names_server
+from .models import NO_KIND, ClientConfig, Config, ServedConfig
+from .served import is_for_clients, names_server
 from .shape import Shape
 from .tree import Broken
 
@@ -30,7 +30,8 @@ def check_values(tree: dict[str, Any], shapes: Mapping[Path, list[Shape]]) -> tu
     With None, the findings may be empty: unresolved values and unknown kinds were reported by earlier checks.
     """
     try:
-        return (ServedConfig if names_server(tree) else Config).model_validate(tree), []
+        kind_of_tree = ServedConfig if names_server(tree) else ClientConfig if is_for_clients(tree) else Config
+        return kind_of_tree.model_validate(tree), []
     except ValidationError as error:
         details = error.errors(include_url=False)
     findings: dict[Path, Finding] = {}

@@ -11,7 +11,7 @@ import aiohttp.web
 import httpx
 import pytest
 
-from qreward_plugins import ConfigurationError, EngineError, RewardEngine, load_config
+from qreward_plugins import ConfigurationError, EngineError, RewardEngine, Sample, load_config
 from qreward_plugins.transport import QRewardTransport
 
 from .conftest import CALLERS_KEY, KEY, TEXT, server_of, tree_of
@@ -401,3 +401,17 @@ def test_a_printed_configuration_is_read_back():
     tree = tree_of("http://a.invalid/v1", models={"gpt-*": {"sources": ["s0"], "weights": {"s0": 2}}})
     config = load_config(tree)
     assert load_config(config).models == config.models
+
+
+async def test_judges_may_be_left_out():
+    async with echo() as server:
+        tree = tree_of(server)
+        del tree["judges"]
+        async with client_of(tree) as client:
+            assert (await client.post(URL, json={"model": "gpt-5"})).status_code == 200
+            outcome = await client.engine.score(Sample([{"role": "user", "content": "a"}], "b"))
+            assert (outcome.reward, outcome.reason) == (None, "no_route")
+            assert load_config(client.engine.config).models
+        del tree["models"]
+        with pytest.raises(ConfigurationError, match="judges: the key is missing"):
+            load_config(tree)

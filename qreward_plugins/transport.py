@@ -21,9 +21,9 @@ from os import PathLike
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from .config import Config
+from .config import Config, load_config
 from .engine import RewardEngine
-from .errors import EngineError, ReplyBroken
+from .errors import ConfigurationError, EngineError, Mistake, ReplyBroken
 from .portal import EnginePortal
 from .proxy import Answered, Asked, Pieces, Proxy, refusal
 from .proxy.formats import CHAT
@@ -74,7 +74,7 @@ class QRewardTransport(_AsyncTransport):
         max_body_bytes: int = MOST_BODY_BYTES,
     ) -> None:
         _check_installed()
-        self._own = None if isinstance(engine, RewardEngine) else RewardEngine(engine)
+        self._own = None if isinstance(engine, RewardEngine) else _opened(engine)
         self._engine = engine if isinstance(engine, RewardEngine) else self._own
         assert self._engine is not None
         self._proxy = Proxy(self._engine)
@@ -134,7 +134,7 @@ class QRewardSyncTransport(_Transport):
         if isinstance(engine, RewardEngine):
             raise TypeError("a synchronous transport takes the portal of an engine: RewardEngine.portal()")
         self._portal = engine if isinstance(engine, EnginePortal) else None
-        self._own = None if isinstance(engine, EnginePortal) else RewardEngine(engine)
+        self._own = None if isinstance(engine, EnginePortal) else _opened(engine)
         self._opened = ExitStack()
         self._lock = threading.Lock()
         self._closed = False
@@ -189,6 +189,16 @@ def _check_installed() -> None:
         raise ModuleNotFoundError(
             'a transport needs httpx or httpx2: pip install "qreward-plugins[httpx]"', name="httpx"
         )
+
+
+def _opened(config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config) -> RewardEngine:
+    loaded = load_config(config)
+    if loaded.engine.server is not None:
+        url = loaded.engine.server.url.rstrip("/")
+        problem = f"the sources are those of the reward server at {url}."
+        remedy = f"Clients need no transport for it: their base URL is {url}/v1."
+        raise ConfigurationError([Mistake("engine.server", problem, remedy)])
+    return RewardEngine(loaded)
 
 
 def _library_of(request: Any) -> Any:

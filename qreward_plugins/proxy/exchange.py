@@ -76,11 +76,16 @@ class Exchange:
         await self._room.wait()
 
     def ended(self, result: Answer[Any] | Unanswered) -> None:
+        live = [] if self._job is None else list(self._job.live)
         self._job = None
         if isinstance(result, Answer):
             self.answer = result
         else:
             self.unanswered = result
+            # With a journal, the scheduler lets attempts end for their answers' sake. Nobody records these.
+            for attempt in live:
+                if not attempt.result:
+                    attempt.cancel()
         self._leave()
 
     def late(self, answer: Answer[Any]) -> None:

@@ -13,11 +13,13 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+from urllib.parse import unquote
 
 from ..config import configured_name
 from ..config.nodes import MOST_PRIORITY, PRIORITIES
 from ..engine import RewardEngine
 from ..errors import EngineError, InputError
+from ..redaction import one_line
 from ..samples import Sample
 from ..scheduling import Answer, Call, Unanswered
 from ..sources import Reply, Request
@@ -39,6 +41,8 @@ SOURCE_HEADER = "x-qreward-source"
 ATTEMPTS_HEADER = "x-qreward-attempts"
 NO_RETRY = {"x-should-retry": "false"}
 """Tells the SDKs of OpenAI and Anthropic not to ask again: the scheduler has done that."""
+_SHOWN_CHARS = 200
+"""Most characters of a model or a path in a message."""
 _STATUSES = {"deadline": 504, "invalid": 502, "garbage": 502, "input": 400, "refused": 400}
 _CAUSES = {"invalid": "verdict", "input": "policy", "refused": "policy"}
 
@@ -97,19 +101,20 @@ class Proxy:
             return refusal(form, 503, str(error), cause="infra", reason="closed")
 
     def _listed(self, path: str, form: Format) -> Answered | None:
-        _, slash, model = path.partition("/models")
-        models = self._groups.models()
-        if slash and model in ("", "/"):
+        _, slash, rest = path.partition("/models")
+        model, models = unquote(rest[1:]), self._groups.models()
+        if slash and not model:
             return _json(200, model_list(form, models))
-        if slash and model[1:] in models:
-            return _json(200, model_entry(form, model[1:]))
-        return self._no_model(form, model[1:]) if slash else None
+        if slash and model in models:
+            return _json(200, model_entry(form, model))
+        return self._no_model(form, model) if slash else None
 
     async def _asked(self, asked: Asked, form: Format) -> Answered:
         found = format_of(asked.path)
         if found is None:
             known = ", ".join((*(each.path for each in FORMATS), "/models"))
-            detail = f"{asked.method} {asked.path} is not passed on; the paths that are end in {known}"
+            path = one_line(asked.path, _SHOWN_CHARS)
+            detail = f"{asked.method} {path} is not passed on; the paths that are end in {known}"
             return refusal(form, 404, detail, reason="path")
         if asked.method != "POST":
             return refusal(form, 405, f"{asked.path} takes POST", reason="path")
@@ -135,7 +140,8 @@ class Proxy:
 
     def _no_model(self, form: Format, model: str, *, speaks: bool = False) -> Answered:
         models = ", ".join(self._groups.models()) or "none"
-        what = f"no source of the model {model!r} speaks this format ({form.path})" if speaks else f"no model {model!r}"
+        named = repr(one_line(model, _SHOWN_CHARS))
+        what = f"no source of the model {named} speaks this format ({form.path})" if speaks else f"no model {named}"
         return refusal(form, 404, f"{what}; models: {models}", reason="model_not_found")
 
     def _terms(self, asked: Asked) -> tuple[float, int]:

@@ -415,3 +415,42 @@ async def test_judges_may_be_left_out():
         del tree["models"]
         with pytest.raises(ConfigurationError, match="judges: the key is missing"):
             load_config(tree)
+
+
+async def test_at_the_deadline_every_attempt_ends_even_with_a_journal(tmp_path):
+    tree = {"deadline_s": 0.1, "journal": {"path": str(tmp_path / "j.db")}}
+    with server_of(stream_interval_s=0.05) as server:
+        async with client_of(tree_of(server, engine=tree)) as client:
+
+            async def read():
+                asked = {"model": "gpt-5", "messages": body, "stream": True}
+                async with client.stream("POST", URL, json=asked) as reply:
+                    async for _ in reply.aiter_bytes():
+                        pass
+
+            body = [{"role": "user", "content": "a"}]
+            with pytest.raises(httpx.RemoteProtocolError, match="deadline"):
+                await read()
+            server.hold()
+            reply = await client.post(URL, json={"model": "gpt-5", "messages": body})
+            assert (reply.status_code, reply.json()["error"]["code"]) == (504, "deadline")
+            await asyncio.to_thread(server.wait_for, lambda report: report.in_flight == 0)
+
+
+async def test_a_source_over_httpx():
+    whole = [chunk("a"), chunk("b", finish_reason="stop"), b"data: [DONE]\n\n"]
+    async with echo() as server, client_of(tree_of(server, client="httpx")) as client:
+        reply = await client.post(URL, json={"model": "gpt-5"}, headers={"OpenAI-Beta": "x"})
+        assert (reply.json(), server.heads[0]["openai-beta"]) == (WHOLE, "x")
+        server.reply = sse(*whole)
+        async with client.stream("POST", URL, json={"model": "gpt-5", "stream": True}) as stream:
+            assert await stream.aread() == b"".join(whole)
+
+
+async def test_messages_about_absurd_names_are_short():
+    async with client_of(tree_of("http://127.0.0.1:9/v1", models={"Qwen/Q3": {"sources": "s0"}})) as client:
+        reply = await client.post(URL, json={"model": "x\n" * 100_000})
+        assert (reply.status_code, len(reply.content) < 600) == (404, True)
+        assert len((await client.get("http://any/" + "y" * 5000)).content) < 600
+        assert (await client.get("http://any/v1/models/Qwen%2FQ3")).json()["id"] == "Qwen/Q3"
+        assert (await client.get("http://any/v1/models/Qwen/Q3")).json()["id"] == "Qwen/Q3"

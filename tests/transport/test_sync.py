@@ -11,9 +11,9 @@ import httpx2
 import openai
 import pytest
 
-from qreward_plugins import EngineError, RewardEngine
+from qreward_plugins import ConfigurationError, EngineError, RewardEngine
 from qreward_plugins.testing import Faults
-from qreward_plugins.transport import QRewardSyncTransport
+from qreward_plugins.transport import QRewardSyncTransport, QRewardTransport
 
 from .conftest import ASKED, CALLERS_KEY, TEXT, server_of, tree_of
 
@@ -68,6 +68,12 @@ def test_a_portal_of_the_caller_is_shared_and_stays_open():
             with client_of(QRewardSyncTransport(portal)) as client:
                 assert client.chat.completions.create(model="gpt-5", messages=ASKED).choices[0].message.content == TEXT
         assert portal.statistics().sources["s0"].answered == 2
+
+
+def test_the_sources_of_a_reward_server_need_no_transport():
+    for transport in (QRewardTransport, QRewardSyncTransport):
+        with pytest.raises(ConfigurationError, match=r"their base URL is http://127\.0\.0\.1:9/v1"):
+            transport({"engine": {"server": "http://127.0.0.1:9"}})
 
 
 def test_wrong_uses():

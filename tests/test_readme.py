@@ -48,6 +48,8 @@ def test_every_program_compiles(block):
         ("portal.score(", r"1\.0\n"),
         ("observers=", r"math: 1\.0 from a after 1 attempt\n"),
         ("AsyncOpenAI(http_client", r"Air scatters blue light\.\nAir scatters blue light\.\n"),
+        ("grade.statistics()", r"0\.5\n\[0\.1, 0\.5, 0\.3\]\n1 retry\n"),
+        ("length.retune", r"3 \[1, None\]\n"),
         ("stream_text", r"Air scatters blue light\.\nlocal 1\n"),
         ("FakeVerlTrainer", r"0\.0\n1\.0\n"),
         ("FakeSlimeTrainer", r"0\.0 \{'held_out': \[[01.]+(, [01.]+)*\]\}\n"),

@@ -470,7 +470,7 @@ class FunctionCalls:
         return THREADS if self.kind in ("sync", "generator") else ANY_NUMBER
 
     def _open_channel(self) -> Channel | None:
-        return None if self.options.shared == "off" else open_channel(self.options.shared)  # type: ignore[arg-type]
+        return None if self.options.shared == "off" else open_channel(self.options.shared)
 
 
 def _value(_: object, reply: Any) -> Any:

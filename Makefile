@@ -5,7 +5,7 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test conformance soak clusters lint types format clean
+.PHONY: help install demo test conformance replicas soak clusters lint types format clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1|\2/' | column -t -s '|'
@@ -31,6 +31,9 @@ test: $(INSTALLED) lint types ## Lint, type-check and test everything, in JOBS p
 
 conformance: $(INSTALLED) ## Play our scenarios on real verl; QREWARD_SLIME_SRC=/path/to/slime: on slime, QREWARD_RAY_DEATHS=1: on a dying Ray
 	QREWARD_VERL=1 $(BIN)/python -m pytest tests/conformance/verl tests/conformance/slime tests/conformance/sharing
+
+replicas: ## Start two real vLLM replicas on the CPU, kill one under load, stop them (makes an environment of 3 GB first)
+	PYTHON=$(PYTHON) tests/conformance/vllm/environment.sh -k test_replicas
 
 SEEDS ?= 100000
 

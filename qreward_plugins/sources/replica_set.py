@@ -66,9 +66,9 @@ class ReplicaSet(SourceKind):
         Default: `command`."""
 
         command: Annotated[tuple[str, ...], Field(min_length=1), takes("the words of a command")] | None = None
-        """Another program: the words of its command line, in which `{port}` and `{name}` must occur; `{host}`,
-        `{model}` and `{tensor_parallel}` are replaced, too. It must listen on this port, list this name at `/v1/models`
-        once it is ready, and end at SIGTERM. Default: none."""
+        """Another program: the words of its command line, in which `{port}` and `{name}` must occur (and `{host}` with
+        `on: ray`); `{host}`, `{model}` and `{tensor_parallel}` are replaced, too. It must listen on this port, list
+        this name at `/v1/models` once it is ready, and end at SIGTERM. Default: none."""
 
         program: Annotated[tuple[str, ...], Field(min_length=1), takes("the words of a command")] | None = None
         """The beginning of the command line of `server`, for a program of another environment: `[/opt/vllm/bin/python,
@@ -303,6 +303,9 @@ def pool_spec(name: str, config: ReplicaSet.Config) -> PoolSpec:
     kind = SERVER_KINDS[server]
     if config.command is not None and config.program is not None:
         mistakes.append(Mistake(f"{where}.program", "it is the beginning of command.", "Leave it out."))
+    if config.on == "ray" and config.command is not None and not any("{host}" in word for word in config.command):
+        problem = "with `on: ray` a word must hold {host}, because the servers are asked from other nodes."
+        mistakes.append(Mistake(f"{where}.command", problem))
     if not kind.serves(config.task):
         problem = f"{server} does not speak {config.task}."
         mistakes.append(Mistake(f"{where}.task", problem, "Use another server or another protocol."))

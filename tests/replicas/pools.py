@@ -22,7 +22,7 @@ class StandIns:
 
     def command(self, *options: str) -> tuple[str, ...]:
         started = (sys.executable, "-I", "-S", str(STAND_IN), "{port}", "{name}", "{model}")
-        return (*started, f"pids={self.pids_file}", *options)
+        return (*started, f"pids={self.pids_file}", "host={host}", *options)
 
     def spec(self, *options: str, replicas: int = 1, **changes: object) -> PoolSpec:
         settings = {"start_within_s": 30.0, "stop_within_s": 5.0, "command": self.command(*options), **changes}

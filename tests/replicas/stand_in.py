@@ -7,6 +7,7 @@ ready_after=S   seconds until it listens        exit=CODE   ends at once with th
 never           it does not listen, ever        wrong       lists another model
 stubborn        ignores SIGTERM                 children=N  children that ignore SIGTERM and leave the session
 pids=FILE       file of its process ids         only=N      what is said here goes for the replica -N- alone
+host=H          listens there, not on 127.0.0.1
 die_after=N     dies after N chat requests, with exit code 0
 """
 
@@ -26,7 +27,7 @@ def main() -> None:
     options = dict(word.partition("=")[::2] for word in sys.argv[4:])
     note(options, os.getpid())
     if "only" in options and f"-{options['only']}-" not in name:
-        options = {"pids": options.get("pids", "")}
+        options = {key: options[key] for key in ("pids", "host") if key in options}
     print(f"stand-in {name} on {port}", flush=True)
     if "stubborn" in options:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -93,7 +94,7 @@ def serve(port: int, models: list[str], options: dict[str, str]) -> None:
 
     ThreadingHTTPServer.allow_reuse_address = True
     ThreadingHTTPServer.daemon_threads = True
-    ThreadingHTTPServer(("127.0.0.1", port), Handler).serve_forever()
+    ThreadingHTTPServer((options.get("host", "127.0.0.1"), port), Handler).serve_forever()
 
 
 if __name__ == "__main__":

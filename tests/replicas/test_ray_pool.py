@@ -1,0 +1,78 @@
+"""A pool on a real local Ray: placed, shared by name, survived, ended; and one that the cluster cannot place."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+ray = pytest.importorskip("ray", reason="Ray is not installed (pip install 'qreward-plugins[ray]')")
+
+from pools import comes  # noqa: E402
+
+from qreward_plugins import ReplicasNotStarted, RewardEngine, Sample  # noqa: E402
+
+# Ray leaves sockets and log files of its own to the garbage collector.
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore:.*Tip.*"),
+]
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
+    yield
+    ray.shutdown()
+
+
+def tree(command, **more):
+    own = {"kind": "replicas", "model": "judge", "on": "ray", "command": list(command), "start_within_s": 60.0, **more}
+    judge = {"kind": "llm", "score_range": [0, 10], "max_tokens": 64}
+    return {"sources": {"own": own}, "judges": {"quality": judge}, "engine": {"seed": 7, "shared": "off"}}
+
+
+def samples(count):
+    return [Sample([{"role": "user", "content": "Why?"}], f"Because of {n}.", id=str(n)) for n in range(count)]
+
+
+def groups():
+    return [row for row in ray.util.placement_group_table().values() if row["state"] != "REMOVED"]
+
+
+async def test_a_pool_on_ray(cluster, stand_ins):
+    own = tree(stand_ins.command(), data_parallel=2)
+    async with RewardEngine(own) as first, RewardEngine(own) as other:
+        assert [outcome.reward for outcome in await first.score_all(samples(10), deadline_s=30)] == [0.7] * 10
+        assert [outcome.reward for outcome in await other.score_all(samples(10), deadline_s=30)] == [0.7] * 10
+        states, theirs = (engine.upstreams["own"].source.replicas for engine in (first, other))
+        assert {state.url for state in states} == {state.url for state in theirs}
+        assert len(stand_ins.living()) == 2
+        assert sorted(row["bundles"][0]["CPU"] for row in groups()) == [1.0, 1.0]
+
+        # A replica whose actor is lost is placed and started again, and its processes are gone.
+        before = stand_ins.living()
+        os.kill(actor_of(before[0]), 9)
+        source = first.upstreams["own"].source
+        await comes(lambda: any(state.restarts and state.url for state in source.replicas))
+        assert len(stand_ins.living()) == 2
+        assert [outcome.reward for outcome in await first.score_all(samples(10), deadline_s=30)] == [0.7] * 10
+    await comes(lambda: not stand_ins.living() and not groups())
+
+
+async def test_a_pool_that_the_cluster_cannot_place(cluster, stand_ins):
+    own = tree(stand_ins.command(), tensor_parallel=3, start_within_s=4.0)
+    async with RewardEngine(own) as engine:
+        with pytest.raises(ReplicasNotStarted, match=r"it asks for 3 CPU on one node; free: .*: 2 CPU"):
+            await engine.score_all(samples(1))
+    await comes(lambda: not groups())
+
+
+def actor_of(pid):
+    """The actor above the guard and the watcher of a server."""
+    for _ in range(3):
+        with open(f"/proc/{pid}/stat") as file:
+            pid = int(file.read().rpartition(")")[2].split()[1])
+    return pid

@@ -56,6 +56,8 @@ class Closing:
             steps.append({"the scheduler": scoring.aclose})
             if wiring.membership is not None:
                 steps.append({"the connection to the quota keeper": wiring.membership.aclose})
+        if wiring.opened_channel is not None:
+            steps.append({"the channel to the quota keeper": wiring.opened_channel.aclose})
         steps.append({f"source {name}": upstream.source.aclose for name, upstream in wiring.upstreams.items()})
         for step in steps:
             try:

@@ -276,7 +276,10 @@ class RewardEngine:
         dispatcher = self._dispatcher
         now = dispatcher.now() if dispatcher else 0.0
         gauges = {name: upstream.gauges(now) for name, upstream in self._wiring.upstreams.items()}
-        return self._statistics.snapshot(gauges, waiting=dispatcher.waiting if dispatcher else 0)
+        channel = self._wiring.opened_channel
+        kept_by = "" if channel is None else channel.kept_by
+        waiting = dispatcher.waiting if dispatcher else 0
+        return self._statistics.snapshot(gauges, waiting=waiting, limits_kept_by=kept_by)
 
     @property
     def stream_window(self) -> int:

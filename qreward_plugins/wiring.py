@@ -15,7 +15,7 @@ from .judges import JudgeRouter, Leaf
 from .observers import BatchLog, FailureLog, Observer, Observers, Statistics, load_observers, with_names
 from .remote import RemoteServer, open_server
 from .scheduling import Upstream, open_upstreams
-from .sharing import Channel, Membership, open_channel, source_keys
+from .sharing import Channel, Membership, OpenedChannel, open_channel, source_keys
 from .source_starts import SourceStarts
 from .sources import Source
 from .start_probe import StartProbe
@@ -45,8 +45,10 @@ class Wiring:
         settings = self.config.engine
         self.server: RemoteServer | None = None if settings.server is None else open_server(settings.server)
         """The reward server that scores instead of this process; None: this process scores."""
-        if self.server is None:
-            channel = channel or open_channel(settings.shared)
+        self.opened_channel: OpenedChannel | None = None
+        """The connection to the keeper, if the engine has opened it itself."""
+        if self.server is None and channel is None:
+            channel = self.opened_channel = open_channel(settings)
         processes = 1 if settings.shared == "off" else processes
         self.upstreams = open_upstreams(self.config, sources, processes=processes, shared=channel is not None)
         keys = source_keys(self.config)

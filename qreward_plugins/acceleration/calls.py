@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..config import Limits, Price, Scheduling, load_config
+from ..config import EngineConfig, Limits, Price, Scheduling, load_config
 from ..errors import CircuitOpen, ConfigurationError, EngineError, FunctionTimeout, Mistake
 from ..observers import Observers, Statistics, with_names
 from ..quotas import Quota, SharedQuota
 from ..scheduling import OPEN, Answer, Batch, Breaker, Call, Dispatcher, ErrorShare, Job, Member, Unanswered, Upstream
-from ..sharing import Channel, Membership, open_channel, source_keys
+from ..sharing import Channel, Membership, OpenedChannel, open_channel, source_keys
 from ..sources.function import processors
 from .debug_log import DebugLog
 from .invocation import Invocation, size_of
@@ -202,7 +202,7 @@ class FunctionCalls:
         self._defaults = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
-        self._channel: Channel | None = None
+        self._channel: OpenedChannel | None = None
         self._forgetting: set[asyncio.Task[None]] = set()
         self.closed = False
 
@@ -326,7 +326,8 @@ class FunctionCalls:
                 "decorate the function once for each loop"
             )
         self._loop = loop
-        self._channel = self._open_channel()
+        # The channel of an earlier loop serves this one, too.
+        self._channel = self._channel or self._open_channel()
         for keyed in self._keys.values():
             keyed.bind(self._rng, self._observers, self._channel)
         return loop
@@ -372,6 +373,8 @@ class FunctionCalls:
             if self._loop is loop:
                 await asyncio.gather(*(keyed.aclose() for keyed in self._keys.values()))
                 await asyncio.gather(*self._forgetting, return_exceptions=True)
+            if self._channel is not None:
+                await self._channel.aclose()
             await self.source.aclose()
             self._observers.close(loop.time())
         self._keys.clear()
@@ -469,8 +472,8 @@ class FunctionCalls:
             return processors()
         return THREADS if self.kind in ("sync", "generator") else ANY_NUMBER
 
-    def _open_channel(self) -> Channel | None:
-        return None if self.options.shared == "off" else open_channel(self.options.shared)
+    def _open_channel(self) -> OpenedChannel | None:
+        return None if self.options.shared == "off" else open_channel(EngineConfig(shared=self.options.shared))
 
 
 def _value(_: object, reply: Any) -> Any:

@@ -11,12 +11,13 @@ from rich.table import Table
 from rich.text import Text
 
 from ..config import Config, configured_name, load_config
-from ..errors import InputError
+from ..errors import ConfigurationError, InputError, KeeperSilent
 from ..files import read_rollouts
 from ..journal import check_place
 from ..judges import kind_of
 from ..probe import Probe, idle_sources, probe, samples_for, untried_judges
 from ..samples import Sample
+from ..sharing import open_channel
 from ..sources import TEXT
 from ..sources.redactor import Redactor
 from .figures import number_of, seconds
@@ -64,6 +65,7 @@ async def check_config(
         say(out, f"{path}: valid, with {', '.join(number_of(len(part), noun) for part, noun in counts)}")
         for line in _summaries(config):
             say(out, line)
+        keeper_silent = await _tell_keeper(config, path, out)
         await start_servers(engine, out, errors)
         if config.routes and "*" not in config.routes:
             say(out, 'routes: samples of other data sources get no reward; a last route "*" would judge them')
@@ -99,7 +101,26 @@ async def check_config(
     for result in unable:
         say(out, _unable(result, own=_has_own_instructions(config, result.judge)))
     surely = any(not _has_own_instructions(config, result.judge) for result in unable)
-    return SOURCE_SILENT if failed or surely else OK
+    return SOURCE_SILENT if failed or surely or keeper_silent else OK
+
+
+async def _tell_keeper(config: Config, path: Path, out: Console) -> bool:
+    """Tell who keeps the limits that processes share without Ray. Return True if the keeper does not answer."""
+    if config.engine.shared not in ("machine", "server"):
+        return False
+    try:
+        channel = open_channel(config.engine)
+    except ConfigurationError as error:
+        raise ConfigurationError(error.mistakes, origin=str(path)) from None
+    assert channel is not None
+    try:
+        say(out, f"limits: {await channel.describe()}")
+    except KeeperSilent as error:
+        say(out, Text.assemble(("limits: ", "red"), str(error)))
+        return True
+    finally:
+        await channel.aclose()
+    return False
 
 
 def _has_own_instructions(config: Config, judge: str) -> bool:

@@ -19,6 +19,7 @@ from .models import (
     ModelRoute,
     Route,
     Scheduling,
+    SharedServer,
     Strategy,
 )
 from .nodes import Node
@@ -53,6 +54,7 @@ __all__ = [
     "Price",
     "Route",
     "Scheduling",
+    "SharedServer",
     "SourceConfig",
     "Strategy",
     "Timeouts",

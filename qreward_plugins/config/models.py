@@ -10,7 +10,16 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BeforeValidator, Field, FiniteFloat, SecretStr, SerializeAsAny, ValidationError
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    FiniteFloat,
+    SecretStr,
+    SerializeAsAny,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from .. import registry
@@ -111,6 +120,20 @@ def _url_alone(value: Any) -> Any:
     return {"url": value} if isinstance(value, str) else value
 
 
+class SharedServer(Node):
+    """The reward server whose keeper shares the limits, for `engine.shared: server`. It scores nothing here."""
+
+    url: ServiceURL
+    """Address of the reward server (`qreward serve`)."""
+
+    token_env: VariableName | None = None
+    """Name of the environment variable that holds the server's token; it is read when the engine is made. Default: no
+    token."""
+
+    verify_tls: Flag = True
+    """Verify the server's certificate. Default: true."""
+
+
 class EngineConfig(Node):
     """How samples are scored, for all judges."""
 
@@ -123,11 +146,29 @@ class EngineConfig(Node):
     seed: Integer | None = None
     """Seed of backoff and of the fences around untrusted text. Default: drawn by the operating system."""
 
-    shared: Annotated[Literal["auto", "ray", "local", "off"], BeforeValidator(_off)] = "auto"
+    shared: Annotated[Literal["auto", "ray", "machine", "server", "local", "off"], BeforeValidator(_off)] = "auto"
     """How several processes share the limits of the same sources. `ray`: an actor of the Ray job, the keeper, gives
-    each process the share of each limit that it can use. `local`: each process uses an equal, fixed share of every
-    limit (the adapters know the number of processes). `off`: each process uses the whole limits. `auto` (default):
-    `ray` if Ray is initialised in the process, otherwise `local`."""
+    each process the share of each limit that it can use. `machine`: the same without Ray, for all processes of one user
+    on one machine; the first one keeps. `server`: the same over a reward server, for several machines. `local`: each
+    process uses an equal, fixed share of every limit (the adapters know the number of processes). `off`: each process
+    uses the whole limits. `auto` (default): `ray` if Ray is initialised in the process, otherwise `local`."""
+
+    shared_directory: Annotated[str, Field(min_length=1)] | None = None
+    """For `shared: machine`: the directory in which the processes find each other, private to the user (mode 700) and
+    on a local disk. Processes with different directories share nothing. Default: /tmp/qreward-UID."""
+
+    shared_server: SharedServer | None = None
+    """For `shared: server`: the reward server that keeps the limits. Default: none."""
+
+    @model_validator(mode="after")
+    def _has_its_server(self) -> EngineConfig:
+        if self.shared == "server" and self.shared_server is None:
+            raise ValueError("`shared: server` needs shared_server, with the url of a reward server")
+        if self.shared != "server" and self.shared_server is not None:
+            raise ValueError("shared_server is for `shared: server` only")
+        if self.shared != "machine" and self.shared_directory is not None:
+            raise ValueError("shared_directory is for `shared: machine` only")
+        return self
 
     scheduling: Scheduling = Scheduling()
 

@@ -103,6 +103,9 @@ class EngineStatistics:
     floors: Mapping[str, int] = field(default_factory=dict)
     waits: WaitBySize | None = None
     """How long short and long samples waited for a source; None for fewer than 3, or if all have one size."""
+    limits_kept_by: str = ""
+    """Who shares the limits between processes: "this process", "process 12 of this machine", "an actor of the Ray job"
+    or a reward server; empty if nobody does, or nobody has answered yet."""
 
     @property
     def failed_total(self) -> int:
@@ -179,9 +182,11 @@ class Statistics:
             BatchEnded: self._batch_ended,
         }
 
-    def snapshot(self, gauges: Mapping[str, SourceGauges], *, waiting: int) -> EngineStatistics:
+    def snapshot(
+        self, gauges: Mapping[str, SourceGauges], *, waiting: int, limits_kept_by: str = ""
+    ) -> EngineStatistics:
         """The counts so far. `gauges` are the present states of the sources; `waiting` is the number of calls without a
-        running attempt.
+        running attempt; `limits_kept_by` is who shares the limits between processes.
         """
         return EngineStatistics(
             submitted=self._submitted,
@@ -193,6 +198,7 @@ class Statistics:
             waiting=waiting,
             sources={name: self._sources[name].snapshot(name, now) for name, now in gauges.items()},
             waits=self._waits.by_size(),
+            limits_kept_by=limits_kept_by,
         )
 
     def _sample_submitted(self, _: SampleSubmitted) -> None:

@@ -22,14 +22,17 @@ import orjson
 from aiohttp import web
 
 from ..engine import RewardEngine
-from ..errors import EngineError, InputError
+from ..errors import EngineError, InputError, KeeperError
 from ..remote import PATH as ENGINE_PATH
 from ..remote.facts import FACTS_PATH
 from ..samples import Outcome
+from ..sharing.server_channel import PATH as LIMITS_PATH
+from ..sharing.wire import Unreadable
 from .admission import Admission
 from .description import describe
 from .engines import Engines
 from .forms import FORMS, Asked, Form, read_priority
+from .limits import LimitsDoor, NotShared
 from .proxy import KEY_HEADERS, PREFIXES, ProxyPaths
 from .replies import Refused, json_reply
 
@@ -93,6 +96,7 @@ class RewardServer:
         self._engines = Engines(engine, self._admission, max_bytes=max_body_bytes)
         self._requests: Counter[tuple[str, int]] = Counter()
         self._runner: web.AppRunner | None = None
+        self._limits: LimitsDoor | None = None
         self.url = ""
         """Its address, when it listens."""
 
@@ -104,6 +108,8 @@ class RewardServer:
         ProxyPaths(self._engine, self._client_call).add_to(app.router)
         app.router.add_get(ENGINE_PATH, self._engines.serve)
         app.router.add_get(FACTS_PATH, self._facts)
+        self._limits = LimitsDoor(self._engine.config.engine)
+        app.router.add_post(LIMITS_PATH, self._share_limits)
         app.router.add_get("/healthz", self._health)
         app.router.add_get("/readyz", self._ready)
         app.router.add_get("/metrics", self._metrics)
@@ -138,6 +144,8 @@ class RewardServer:
         if runner is not None:
             await self._engines.aclose()
             await runner.cleanup()
+        if self._limits is not None:
+            await self._limits.aclose()
 
     async def __aenter__(self) -> RewardServer:
         await self.start()
@@ -194,6 +202,19 @@ class RewardServer:
         if PRIORITY_HEADER in request.headers:
             priority = read_priority(request.headers[PRIORITY_HEADER], PRIORITY_HEADER)
         return deadline_s, priority
+
+    # Limits
+
+    async def _share_limits(self, request: web.Request) -> web.Response:
+        assert self._limits is not None, "made before the server listens"
+        try:
+            return json_reply(await self._limits.answer(await request.read()))
+        except NotShared as error:
+            raise Refused(409, "unshared", str(error)) from None
+        except Unreadable as error:
+            raise InputError(f"the message of a worker cannot be read: {error}") from None
+        except KeeperError as error:
+            raise Refused(503, "keeper", str(error), retry_after_s=1.0) from None
 
     # The server itself
 

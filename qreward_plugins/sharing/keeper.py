@@ -9,17 +9,20 @@ A share is valid for `ttl_s` after its worker sent the report that was last answ
 stays counted as spent.
 
 A restarted keeper does not know what was spent. It counts every limit as fully spent, less what workers report to hold,
-for two times `ttl_s` (after that no worker spends unreported shares, see member.py) and one window more.
+for two times `ttl_s` (after that no worker spends unreported shares, see member.py) and one window more. A keeper that
+ends in order tells the next one what is spent (`charged`), and nothing waits.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..quotas import Resource
-from .messages import Answer, Grant, Report, SourceAnswer, SourceNews, SourceReport
+from .messages import Answer, Charged, Grant, Report, SourceAnswer, SourceNews, SourceReport
 from .pool import Pool, WaitingLine
+from .worker_state import ROUNDING
 
 TTL_S = 10.0
 """Seconds for which a share is valid after the report that was last answered."""
@@ -64,6 +67,11 @@ class _Shared:
         """Whether there is news that every worker should have."""
         return max(self.pause_until, self.open_until) > now or now - self.recovered_at < HOLD_S
 
+    def is_empty(self, now: float) -> bool:
+        """Whether a new state would say the same: nothing is spent, and no pause is left."""
+        known = max(self.pause_until, self.open_until) > now
+        return not known and all(pool.free(now) >= pool.limit - ROUNDING for pool in self.pools.values())
+
     def report(self, worker: str, now: float) -> None:
         """Add a worker that reported to the line if a share of it is too small, otherwise remove it."""
         if any(pool.lacks(worker, now) for pool in self.pools.values()):
@@ -82,13 +90,25 @@ class _Shared:
 class Keeper:
     """Divides the limits of all sources between the workers. Times are seconds of the caller's monotonic clock.
 
-    `boot` identifies this keeper among all keepers of the job. `first` says that no keeper ran before it.
+    `boot` identifies this keeper among all keepers of the job. `first` says that no keeper ran before it. Otherwise all
+    shares of earlier keepers have expired at `expired_at` (default: two times `ttl_s` and a margin from now), or
+    `charged` says what they were: by source and limit.
     """
 
-    def __init__(self, now: float, *, boot: str, first: bool, ttl_s: float = TTL_S) -> None:
+    def __init__(
+        self,
+        now: float,
+        *,
+        boot: str,
+        first: bool,
+        ttl_s: float = TTL_S,
+        expired_at: float | None = None,
+        charged: Mapping[str, Mapping[Resource, Charged]] | None = None,
+    ) -> None:
         self.boot = boot
-        self._first = first
-        self._started_at = now
+        self._expired_at = now + 2 * ttl_s + MARGIN_S if expired_at is None else expired_at
+        if first or charged is not None:
+            self._expired_at = -math.inf
         self._ttl_s = ttl_s
         self._sources: dict[str, _Shared] = {}
         self._numbers: dict[str, int] = {}
@@ -101,6 +121,11 @@ class Keeper:
         self._news = 0  # number of news items for all workers
         self._answered: dict[str, tuple[int, int]] = {}  # (report last answered, news items sent with it)
         self._expected: dict[str, float] = {}  # when the worker was answered, oldest first
+        for key, resources in (charged or {}).items():
+            shared = self._sources[key] = _Shared()
+            for resource, amounts in resources.items():
+                shared.pools[resource] = pool = Pool(amounts.limit, amounts.window_s)
+                pool.take_over(amounts)
 
     @property
     def workers(self) -> int:
@@ -166,6 +191,14 @@ class Keeper:
         self._to_answer.clear()
         return due
 
+    def charged(self, now: float) -> dict[str, dict[Resource, Charged]]:
+        """Return what counts as spent, by source and limit, for the next keeper. This one must not answer any more."""
+        lease_s = self._ttl_s + MARGIN_S
+        return {
+            key: {resource: pool.charged(now, lease_s) for resource, pool in shared.pools.items()}
+            for key, shared in self._sources.items()
+        }
+
     def wake_at(self, now: float) -> float:
         """Return the latest time at which `due` must be called again."""
         times = [now + HOLD_S]
@@ -189,8 +222,8 @@ class Keeper:
             pool = shared.pools.get(resource)
             if pool is None:
                 pool = shared.pools[resource] = Pool(limit, window_s)
-                if not self._first:
-                    pool.hold(self._started_at + window_s + 2 * self._ttl_s + MARGIN_S)
+                if self._expired_at > -math.inf:
+                    pool.hold(self._expired_at + window_s)
             pool.report(worker, source_report.parts[resource], now, limit=limit, window_s=window_s)
             pool.raise_to_fair(worker, now)
             if pool.share(worker) > source_report.parts[resource].share:
@@ -247,6 +280,9 @@ class Keeper:
     # Removal of workers
 
     def _expire(self, now: float) -> None:
+        unused = [key for key, shared in self._sources.items() if not shared.workers and shared.is_empty(now)]
+        for key in unused:
+            del self._sources[key]
         while self._expected:
             worker, since = next(iter(self._expected.items()))
             if now - since < BACK_WITHIN_S:

@@ -50,6 +50,11 @@ class LostWorkers:
         """Reduce the amount of unknown workers by what a worker now reports to hold."""
         self._unknown = max(0.0, self._unknown - amount)
 
+    def amounts(self, now: float) -> tuple[dict[str, tuple[float, float]], tuple[float, float]]:
+        """Return (until, amount) for each name, and for the unknown workers together."""
+        self.total(now)
+        return dict(self._amounts), (self._unknown_until, self._unknown)
+
     def next_end(self, now: float) -> float:
         """Return when the total next decreases; infinity if never."""
         self.total(now)

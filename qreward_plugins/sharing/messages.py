@@ -6,6 +6,7 @@ message holds a clock time, so the clocks of two nodes need not agree.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -79,6 +80,19 @@ class SourceAnswer(NamedTuple):
     """Number of workers that share the source."""
     grants: Mapping[Resource, Grant]
     news: SourceNews = SourceNews()
+
+
+class Charged(NamedTuple):
+    """What counts as spent of one limit, in the words of one keeper to the next. Times are absolute: both keepers use
+    the same monotonic clock.
+    """
+
+    limit: float
+    window_s: float
+    workers: Mapping[str, tuple[float, float]]
+    """(until, amount) for each worker that holds a share or has spent something."""
+    unknown: tuple[float, float] = (-math.inf, 0.0)
+    """(until, amount) of workers that are not known by name."""
 
 
 class Answer(NamedTuple):

@@ -12,12 +12,12 @@ import asyncio
 import functools
 import secrets
 import time
-from typing import Any, Literal
+from typing import Any
 
-from ..errors import ConfigurationError, KeeperLost, KeeperSilent, Mistake
-from ..named_actors import first_start, get_or_start, in_thread, kill, ray_is_up, start_ahead
+from ..errors import KeeperLost, KeeperSilent
+from ..named_actors import first_start, get_or_start, in_thread, kill
 from .keeper import Keeper
-from .membership import Channel
+from .keeper_loop import KeeperLoop
 from .messages import Answer, Report
 
 NAME = "qreward-keeper"
@@ -28,55 +28,33 @@ class KeeperActor:
 
     def __init__(self) -> None:
         self._first = first_start(NAME)
-        self._keeper: Keeper | None = None
-        self._calls: dict[tuple[str, int], asyncio.Future[Answer | None]] = {}
-        self._wake: asyncio.TimerHandle | None = None
-        self._reports = 0
+        self._running: KeeperLoop | None = None
         self._cpu_s_before = 0.0
 
     async def exchange(self, report: Report) -> Answer | None:
         """Hand a report to the keeper and wait for the answer; None if a newer report of its worker came."""
-        loop = asyncio.get_running_loop()
-        if self._keeper is None:
+        if self._running is None:
             # The event loop, and with it the clock, exists only since the first call.
-            self._keeper = Keeper(loop.time(), boot=secrets.token_hex(8), first=self._first)
+            now = asyncio.get_running_loop().time()
+            self._running = KeeperLoop(Keeper(now, boot=secrets.token_hex(8), first=self._first))
             self._cpu_s_before = time.process_time()
-        self._reports += 1
-        call = report.worker, report.number
-        if call in self._calls:
-            return None  # a duplicate: the first call returns the answer
-        answered: asyncio.Future[Answer | None] = loop.create_future()
-        self._calls[call] = answered
-        self._keeper.report(report, loop.time())
-        self._pump()
-        return await answered
+        return await self._running.exchange(report)
 
     async def statistics(self) -> dict[str, Any]:
         """Return the keeper's `boot`, the number of `workers` that report, the number of `reports` received, and
         `cpu_s`, the CPU seconds of its process since the first report.
         """
-        return {
-            "boot": self._keeper.boot if self._keeper is not None else "",
-            "workers": self._keeper.workers if self._keeper is not None else 0,
-            "reports": self._reports,
-            "cpu_s": time.process_time() - self._cpu_s_before if self._keeper is not None else 0.0,
-        }
-
-    def _pump(self) -> None:
-        keeper, loop = self._keeper, asyncio.get_running_loop()
-        assert keeper is not None
-        now = loop.time()
-        for due in keeper.due(now):
-            answered = self._calls.pop((due.worker, due.number), None)
-            if answered is not None and not answered.done():
-                answered.set_result(due.answer)
-        if self._wake is not None:
-            self._wake.cancel()
-        self._wake = loop.call_at(max(keeper.wake_at(now), now + 1e-3), self._pump)
+        if self._running is None:
+            return {"boot": "", "workers": 0, "reports": 0, "cpu_s": 0.0}
+        keeper = self._running.keeper
+        cpu_s = time.process_time() - self._cpu_s_before
+        return {"boot": keeper.boot, "workers": keeper.workers, "reports": self._running.reports, "cpu_s": cpu_s}
 
 
 class RayKeeper:
     """The `Channel` to the keeper of this Ray job."""
+
+    kept_by = "an actor of the Ray job"
 
     def __init__(self) -> None:
         self._handle: Any = None
@@ -107,6 +85,13 @@ class RayKeeper:
             # No wait for the result: the next report looks the keeper up again.
             in_thread(functools.partial(kill, handle)).add_done_callback(_retrieve)
 
+    async def describe(self) -> str:
+        """Return who keeps the limits."""
+        return f"kept by {self.kept_by}"
+
+    async def aclose(self) -> None:
+        """Nothing is open: calls belong to Ray."""
+
     async def _find(self) -> Any:
         """Return the keeper's handle. Concurrent calls share one lookup."""
         finding = self._finding
@@ -125,19 +110,3 @@ def _retrieve(future: asyncio.Future[Any]) -> None:
     """Retrieve the exception, so that asyncio does not log it as never retrieved."""
     if not future.cancelled():
         future.exception()
-
-
-def open_channel(shared: Literal["auto", "ray", "local", "off"]) -> Channel | None:
-    """Open the channel that `engine.shared` selects, and start the keeper in the background; None if limits are not
-    shared: for `local` and `off`, and for `auto` if Ray is not initialised.
-
-    Raises `ConfigurationError` for `ray` if Ray is not initialised.
-    """
-    if shared == "ray" and not ray_is_up():
-        problem = "needs Ray, which is not initialised in this process."
-        remedy = "Call ray.init() before you create the engine, or set it to `auto` or `local`."
-        raise ConfigurationError([Mistake("engine.shared", problem, remedy)])
-    if shared in ("local", "off") or not ray_is_up():
-        return None
-    start_ahead(NAME, KeeperActor)
-    return RayKeeper()

@@ -12,7 +12,7 @@ import heapq
 import math
 
 from .lost_workers import LostWorkers
-from .messages import Part
+from .messages import Charged, Part
 from .worker_state import ROUNDING, WorkerState
 
 
@@ -44,6 +44,25 @@ class ShareTable:
         An earlier keeper gave the limit to workers that this keeper does not know.
         """
         self._lost.hold_all(self.limit, until)
+
+    def charged(self, now: float, lease_s: float) -> Charged:
+        """Return everything that counts as spent, for the next keeper. Workers keep their shares for `lease_s` at
+        most.
+        """
+        self.free(now)
+        lost, unknown = self._lost.amounts(now)
+        for worker, state in self._states.items():
+            self._charge(worker, state, now)
+            if state.charge > 0:
+                lost[worker] = (now + lease_s + self.window_s, state.charge)
+        return Charged(self.limit, self.window_s, lost, unknown)
+
+    def take_over(self, charged: Charged) -> None:
+        """Count what an earlier keeper charged. A worker's report replaces what is charged to it."""
+        for name, (until, amount) in charged.workers.items():
+            self._lost.hold(name, until, amount)
+        until, amount = charged.unknown
+        self._lost.hold_all(amount, until)
 
     def free(self, now: float) -> float:
         """Return the part of the limit that no worker holds; negative if the limit was lowered."""

@@ -9,14 +9,15 @@ import types
 import pytest
 
 from qreward_plugins import ConfigurationError, RewardEngine
+from qreward_plugins.config import EngineConfig
 from qreward_plugins.named_actors import ray_is_up, start_ahead
 from qreward_plugins.quotas import SharedQuota
-from qreward_plugins.sharing import open_channel, ray_keeper
+from qreward_plugins.sharing import channels, open_channel
 
 
 @pytest.fixture(params=[True, False], ids=["ray_is_up", "without_ray"])
 def up(request, monkeypatch):
-    monkeypatch.setattr(ray_keeper, "ray_is_up", lambda: request.param)
+    monkeypatch.setattr(channels, "ray_is_up", lambda: request.param)
     return request.param
 
 
@@ -35,7 +36,7 @@ def is_shared(engine):
 
 
 def test_auto_shares_wherever_ray_is_initialised(up):
-    assert (open_channel("auto") is not None) is up
+    assert (open_channel(EngineConfig(shared="auto")) is not None) is up
     assert is_shared(engine("auto")) is up
 
 

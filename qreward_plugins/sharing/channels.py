@@ -1,0 +1,54 @@
+"""Opens the connection to a keeper that the configuration selects."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from ..config import EngineConfig
+from ..errors import ConfigurationError, Mistake
+from ..named_actors import ray_is_up, start_ahead
+from .membership import Channel
+from .ray_keeper import NAME, KeeperActor, RayKeeper
+
+
+class OpenedChannel(Channel, Protocol):
+    """A channel of this package."""
+
+    kept_by: str
+    """Who keeps the limits; empty if that is not known yet."""
+
+    async def describe(self) -> str:
+        """Return who keeps the limits now, as a part of a sentence. Takes no share. Raises `KeeperSilent`."""
+        ...
+
+    async def aclose(self) -> None:
+        """Close what is open. Idempotent."""
+        ...
+
+
+def open_channel(settings: EngineConfig) -> OpenedChannel | None:
+    """Open the channel that `engine.shared` selects; None if limits are not shared: for `local` and `off`, and for
+    `auto` if Ray is not initialised. A keeper on Ray starts in the background.
+
+    Raises `ConfigurationError` for `ray` if Ray is not initialised, for `machine` if the system has no Unix sockets or
+    the directory cannot be used, and for `server` if the token is missing.
+    """
+    shared = settings.shared
+    if shared == "machine":
+        from .machine_channel import MachineChannel
+        from .private_directory import private_directory
+
+        return MachineChannel(private_directory(settings.shared_directory))
+    if shared == "server":
+        from .server_channel import ServerChannel
+
+        assert settings.shared_server is not None, "checked by its model"
+        return ServerChannel.of(settings.shared_server)
+    if shared == "ray" and not ray_is_up():
+        problem = "needs Ray, which is not initialised in this process."
+        remedy = "Call ray.init() before you create the engine, or set it to `auto`, `machine` or `local`."
+        raise ConfigurationError([Mistake("engine.shared", problem, remedy)])
+    if shared in ("local", "off") or not ray_is_up():
+        return None
+    start_ahead(NAME, KeeperActor)
+    return RayKeeper()

@@ -1,0 +1,197 @@
+"""Decides which process of a machine keeps the limits, with lock files in a private directory.
+
+A keeper holds the lock of its file `keeper.N.lock` as long as it lives. The kernel frees the lock when the process
+ends, however it ends, and the next process locks the same file. A keeper that does not answer, such as a stopped
+process, still holds its lock. Then another process makes the file of N + 1, locks it, and removes the file of N. The
+old keeper checks before each answer that its file is still there and is the last one, so it answers nobody when it
+comes back.
+
+The file also holds the keeper's last sign of life: when (the machine's monotonic clock), and who. No share was given
+later, so the next keeper knows when all shares have expired. A keeper that ends in order leaves its state in
+`keeper.state`.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import math
+import os
+import re
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import orjson
+
+from ..quotas import Resource
+from .keeper import MARGIN_S, TTL_S
+from .messages import Charged
+from .wire import MOST_BYTES, Unreadable, dump, load, read_charged, write_charged
+
+_log = logging.getLogger("qreward_plugins.sharing")
+
+STAMP_EVERY_S = 1.0
+"""Most seconds between the last sign of life in the file and an answer."""
+_STAMP_BYTES = 256
+_STATE = "keeper.state"
+_NAME = re.compile(r"keeper\.([1-9][0-9]{0,9})\.lock")
+
+
+class Inheritance(NamedTuple):
+    """What a new keeper knows of the earlier ones."""
+
+    first: bool
+    """Whether there was none."""
+    expired_at: float | None
+    """When all shares that they gave have expired; None if that is unknown."""
+    charged: Mapping[str, Mapping[Resource, Charged]] | None
+    """What counts as spent, if the last one ended in order."""
+
+
+def latest(directory: Path) -> int:
+    """Return the number of the last lock file; 0 if there is none. Raises OSError."""
+    found = (_NAME.fullmatch(name) for name in os.listdir(directory))
+    return max((int(match[1]) for match in found if match), default=0)
+
+
+def socket_path(directory: Path, number: int) -> Path:
+    """Return the path of the keeper's socket."""
+    return directory / f"keeper.{number}.sock"
+
+
+class KeeperLock:
+    """The held lock of one file. `lock` makes one."""
+
+    def __init__(self, directory: Path, number: int, descriptor: int) -> None:
+        self.directory = directory
+        self.number = number
+        self._descriptor = descriptor
+        self._stamped_at = -math.inf
+
+    @classmethod
+    def lock(cls, directory: Path, number: int) -> KeeperLock | None:
+        """Lock the file of a number, which is made if it does not exist; None if another process holds it, or a file
+        with a higher number exists. Raises OSError.
+        """
+        path = _path(directory, number)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        held = cls(directory, number, descriptor)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if held.is_current():
+                return held
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES):
+                held.release()
+                raise
+        held.release()
+        return None
+
+    def is_current(self) -> bool:
+        """Return whether this is still the last keeper: its file is in place, and there is no later one."""
+        try:
+            mine, there = os.fstat(self._descriptor), os.stat(_path(self.directory, self.number))
+        except OSError:
+            return False
+        if (mine.st_dev, mine.st_ino) != (there.st_dev, there.st_ino):
+            return False
+        return not os.path.lexists(_path(self.directory, self.number + 1))
+
+    def inherit(self, now: float, *, met: bool) -> Inheritance:
+        """Return what is known of earlier keepers, and remove their files. `met`: this process has seen one."""
+        written = self._read(_path(self.directory, self.number))
+        first = self.number == 1 and written == b"" and not met
+        if written == b"" and self.number > 1:
+            # The keeper that is replaced has the file before.
+            written = self._read(_path(self.directory, self.number - 1))
+        inherited = Inheritance(True, None, None)
+        if not first:
+            inherited = self._inherited(written, now)
+        for number in range(max(1, self.number - 8), self.number):
+            for path in (_path(self.directory, number), socket_path(self.directory, number)):
+                with suppress(OSError):
+                    path.unlink()
+        return inherited
+
+    def stamp(self, now: float, boot: str) -> bool:
+        """Record a sign of life of the keeper `boot` if the last one is `STAMP_EVERY_S` old. Return False if neither
+        that, nor that the time is unknown, can be recorded: then the keeper must end.
+        """
+        if now - self._stamped_at < STAMP_EVERY_S:
+            return True
+        stamp = orjson.dumps({"clock": _clock(), "boot": boot, "at": now}).ljust(_STAMP_BYTES)
+        try:
+            if os.pwrite(self._descriptor, stamp, 0) != len(stamp):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            try:
+                # Needs no space. The next keeper sees that there was one, and not when.
+                os.ftruncate(self._descriptor, 1)
+            except OSError:
+                return False
+            if self._stamped_at == -math.inf:
+                _log.warning("the quota keeper cannot record that it lives (%s)", error.strerror)
+        self._stamped_at = now
+        return True
+
+    def leave(self, boot: str, charged: Mapping[str, Mapping[Resource, Charged]]) -> None:
+        """Leave the state for the next keeper. If it cannot be written, the next one waits as after a death."""
+        state, part = self.directory / _STATE, self.directory / f"{_STATE}.part"
+        try:
+            with suppress(FileNotFoundError):
+                part.unlink()
+            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(descriptor, "wb") as file:
+                file.write(dump({"clock": _clock(), "boot": boot, "sources": write_charged(charged)}))
+            os.replace(part, state)
+        except OSError as error:
+            _log.info("the quota keeper cannot leave its state to the next one (%s)", error.strerror)
+            with suppress(OSError):
+                part.unlink()
+
+    def release(self) -> None:
+        """Free the lock. The file stays: it says when the keeper lived."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+    def _inherited(self, written: bytes, now: float) -> Inheritance:
+        expired_at, boot = None, ""
+        with suppress(Unreadable):
+            stamp = load(written)
+            at, by = stamp.get("at"), stamp.get("boot")
+            if stamp.get("clock") == _clock() and isinstance(at, (int, float)) and isinstance(by, str):
+                # Whoever was answered had sent its report before; it keeps its share for TTL_S from then.
+                expired_at = min(now, at + STAMP_EVERY_S) + TTL_S + MARGIN_S
+                boot = by
+        expired_at = now + TTL_S + MARGIN_S if expired_at is None else expired_at
+        with suppress(Unreadable):
+            state = load(self._read(self.directory / _STATE))
+            if boot and (state.get("boot"), state.get("clock")) == (boot, _clock()):
+                return Inheritance(False, None, read_charged(state.get("sources")))
+        return Inheritance(False, expired_at, None)
+
+    @staticmethod
+    def _read(path: Path) -> bytes:
+        try:
+            with open(path, "rb") as file:
+                return file.read(MOST_BYTES + 1)
+        except OSError:
+            return b""
+
+
+def _path(directory: Path, number: int) -> Path:
+    return directory / f"keeper.{number}.lock"
+
+
+def _clock() -> str:
+    """Identify the monotonic clock: it starts anew with the machine, and a time namespace has another one."""
+    parts = []
+    with suppress(OSError):
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+    with suppress(OSError):
+        parts.append(os.readlink("/proc/self/ns/time"))
+    return " ".join(parts)

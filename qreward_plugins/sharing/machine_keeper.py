@@ -1,0 +1,255 @@
+"""The keeper of a machine's limits: a thread of the first process that needs one.
+
+It has an event loop of its own, because the process's other loops may be blocked or closed. It serves a Unix socket, to
+its own process, too. It ends when the last channel of its process is closed or the process exits, and leaves its state
+to the next keeper; or when another keeper has replaced it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import logging
+import os
+import secrets
+import socket
+import threading
+import weakref
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from .frames import receive, send
+from .keeper import Keeper
+from .keeper_lock import STAMP_EVERY_S, KeeperLock, socket_path
+from .keeper_loop import KeeperLoop
+from .messages import Report
+from .private_directory import is_own_user
+from .wire import Unreadable, read_report, write_answer
+
+_log = logging.getLogger("qreward_plugins.sharing")
+
+MOST_PEERS = 4096
+"""Most connections at a time; further ones are closed at once."""
+MOST_OPEN_REPORTS = 4096
+"""Most reports of one connection that wait for an answer; no more are read meanwhile."""
+END_WITHIN_S = 2.0
+
+_keepers: weakref.WeakSet[MachineKeeper] = weakref.WeakSet()
+_of_the_parent: list[MachineKeeper] = []
+"""After a fork: what has no thread here. If its loop were collected, that would touch the parent's selector."""
+
+
+class MachineKeeper:
+    """Serves the keeper in a thread. `lock` is held, and released at the end. `met`: this process has seen another
+    keeper.
+
+    `start` raises `RuntimeError` if the system gives no thread.
+    """
+
+    def __init__(self, lock: KeeperLock, *, met: bool) -> None:
+        self.lock = lock
+        self._met = met
+        self._boot = secrets.token_hex(8)
+        self._running: KeeperLoop
+        self._sockets: set[socket.socket] = set()
+        self._peers: set[asyncio.Task[None]] = set()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stop: asyncio.Event | None = None
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="qreward-keeper", daemon=True)
+        _keepers.add(self)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it serves, or is about to."""
+        return self._thread.is_alive() and not self._stopping.is_set()
+
+    def start(self) -> None:
+        """Start the thread. The socket is there soon after."""
+        try:
+            self._thread.start()
+        except RuntimeError:
+            self.lock.release()
+            raise
+
+    def end(self) -> None:
+        """End in order, from any thread. Waits up to `END_WITHIN_S`."""
+        self._stopping.set()
+        loop, stop = self._loop, self._stop
+        if loop is not None and stop is not None:
+            with suppress(RuntimeError):  # the loop has closed meanwhile
+                loop.call_soon_threadsafe(stop.set)
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join(END_WITHIN_S)
+
+    def close_inherited(self) -> None:
+        """Close what a forked child has inherited, or the sockets and the lock would outlive this process."""
+        for each in list(self._sockets):
+            with suppress(OSError):
+                each.close()
+        self.lock.release()
+        self._stopping.set()
+
+    def _run(self) -> None:
+        loop = self._loop = asyncio.SelectorEventLoop()
+        try:
+            loop.run_until_complete(self._serve())
+        except Exception:
+            _log.exception("the quota keeper of this machine has failed; another process may start one")
+        finally:
+            self._stopping.set()
+            for each in list(self._sockets):
+                each.close()
+            self._sockets.clear()
+            self.lock.release()
+            loop.close()
+
+    async def _serve(self) -> None:
+        loop = asyncio.get_running_loop()
+        stop = self._stop = asyncio.Event()
+        inherited = self.lock.inherit(loop.time(), met=self._met)
+        # The clock is read anew: an earlier keeper may have answered until its file was replaced, which is before now.
+        self._running = KeeperLoop(
+            Keeper(
+                loop.time(),
+                boot=self._boot,
+                first=inherited.first,
+                expired_at=inherited.expired_at,
+                charged=inherited.charged,
+            ),
+            may_answer=self._may_answer,
+        )
+        if not self.lock.stamp(loop.time(), self._boot):
+            _log.error("the quota keeper cannot write to %s, and ends", self.lock.directory)
+            return
+        path = socket_path(self.lock.directory, self.lock.number)
+        with suppress(FileNotFoundError):
+            path.unlink()
+        listener = self._own(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        listener.bind(os.fspath(path))
+        listener.listen(128)
+        accepting = loop.create_task(self._accept(listener))
+        try:
+            while not (stop.is_set() or self._stopping.is_set()):
+                with suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(stop.wait(), STAMP_EVERY_S)
+                if not stop.is_set():
+                    self._may_answer()
+        finally:
+            self._running.stop()
+            if self.lock.is_current():
+                self.lock.leave(self._boot, self._running.keeper.charged(loop.time()))
+                with suppress(OSError):
+                    path.unlink()
+            ending = [accepting, *self._peers]
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+
+    def _may_answer(self) -> bool:
+        assert self._loop is not None
+        assert self._stop is not None
+        if self._stop.is_set() or self._stopping.is_set():
+            return False
+        # The sign of life comes first: a keeper that replaces this one after the check can read it.
+        if self.lock.stamp(self._loop.time(), self._boot) and self.lock.is_current():
+            return True
+        _log.warning("this quota keeper ends: another process has replaced it, or its directory is gone or full")
+        self._stop.set()
+        return False
+
+    def _own(self, each: socket.socket) -> socket.socket:
+        each.setblocking(False)
+        self._sockets.add(each)
+        return each
+
+    async def _accept(self, listener: socket.socket) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            try:
+                stream, _ = await loop.sock_accept(listener)
+            except OSError as error:
+                # No file descriptor is left, for example.
+                _log.warning("the quota keeper cannot accept a connection (%s)", error.strerror)
+                await asyncio.sleep(STAMP_EVERY_S)
+                continue
+            if len(self._peers) >= MOST_PEERS or not is_own_user(stream):
+                stream.close()
+                continue
+            task = loop.create_task(self._attend(self._own(stream)))
+            self._peers.add(task)
+            task.add_done_callback(self._peers.discard)
+
+    async def _attend(self, stream: socket.socket) -> None:
+        """Answer one connection until it ends. Whatever it sends, it ends only itself."""
+        answering: set[asyncio.Task[None]] = set()
+        sending = asyncio.Lock()
+        try:
+            await send(stream, {"keeper": self._boot, "pid": os.getpid()})
+            while (message := await receive(stream)) is not None:
+                while len(answering) >= MOST_OPEN_REPORTS:
+                    await asyncio.wait(answering, return_when=asyncio.FIRST_COMPLETED)
+                if "status" in message:
+                    async with sending:
+                        await send(stream, {"status": self._status()})
+                    continue
+                report = read_report(message.get("report"))
+                task = asyncio.create_task(self._answer(stream, report, sending))
+                answering.add(task)
+                task.add_done_callback(answering.discard)
+                await asyncio.sleep(0)  # reports reach the keeper in the order in which they were sent
+        except Unreadable as error:
+            _log.warning("the quota keeper closes a connection that sent something unreadable: %s", error)
+        except (OSError, asyncio.TimeoutError):
+            pass  # the process at the other end is gone, or does not read
+        finally:
+            for task in answering:
+                task.cancel()
+            await asyncio.gather(*answering, return_exceptions=True)
+            self._sockets.discard(stream)
+            stream.close()
+
+    async def _answer(self, stream: socket.socket, report: Report, sending: asyncio.Lock) -> None:
+        answer = await self._running.exchange(report)
+        message: dict[str, Any] = {"worker": report.worker, "number": report.number, "answer": None}
+        if answer is not None:
+            message["answer"] = write_answer(answer)
+        async with sending:
+            try:
+                await send(stream, message)
+            except (OSError, asyncio.TimeoutError):
+                with suppress(OSError):
+                    stream.shutdown(socket.SHUT_RDWR)
+
+    def _status(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "workers": self._running.keeper.workers, "boot": self._boot}
+
+
+def _close_inherited() -> None:
+    for keeper in list(_keepers):
+        keeper.close_inherited()
+        _of_the_parent.append(keeper)
+    _keepers.clear()
+
+
+def _end_all() -> None:
+    for keeper in list(_keepers):
+        keeper.end()
+
+
+atexit.register(_end_all)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_inherited)
+
+
+def take_over(directory: Path, number: int, *, met: bool) -> MachineKeeper | None:
+    """Start the keeper of a number in this process; None if another process holds its lock. Raises `OSError` and
+    `RuntimeError`.
+    """
+    lock = KeeperLock.lock(directory, number)
+    if lock is None:
+        return None
+    keeper = MachineKeeper(lock, met=met)
+    keeper.start()
+    return keeper

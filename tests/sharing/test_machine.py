@@ -1,0 +1,133 @@
+"""Limits that processes of one machine share without Ray: real processes, one strict judge server, and every way to
+lose the keeper.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from qreward_plugins.testing import JudgeServer, ServerLimits
+
+PER_WINDOW, WINDOW_S = 60, 1.0
+SLACK_S = 0.5
+"""By how much the engines' window is longer than the server's, which may get no processor for a while."""
+LONG_S = 90.0
+WORKER = Path(__file__).with_name("machine_worker.py")
+
+
+@pytest.fixture
+def directory():
+    """A private directory with a path that is short enough for a socket."""
+    made = tempfile.mkdtemp(prefix="qr")
+    yield made
+    shutil.rmtree(made, ignore_errors=True)
+
+
+@pytest.fixture
+def server():
+    with JudgeServer(limits=ServerLimits(requests_per_minute=PER_WINDOW * 60 / WINDOW_S, window_s=WINDOW_S)) as server:
+        yield server
+
+
+def tree(base_url, **engine):
+    window_s = WINDOW_S + SLACK_S
+    limits = {"requests_per_minute": PER_WINDOW * 60 / window_s, "window_s": window_s, "window": "sliding"}
+    return {
+        "sources": {"a": {"kind": "openai", "base_url": base_url, "model": "judge", "limits": limits}},
+        "judges": {"quality": {"kind": "llm", "score_range": [0, 1], "max_tokens": 64}},
+        "engine": {"seed": 7, "scheduling": {"hedge": False}, **engine},
+    }
+
+
+class Process:
+    """A process with an engine."""
+
+    def __init__(self, tree):
+        self._process = subprocess.Popen(
+            [sys.executable, str(WORKER), json.dumps(tree)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        self._lines = queue.Queue()
+        threading.Thread(target=self._read, daemon=True).start()
+        self.pid = self.hear()["pid"]
+
+    def say(self, *words):
+        print(*words, file=self._process.stdin, flush=True)
+
+    def hear(self):
+        return json.loads(self._lines.get(timeout=LONG_S))
+
+    def ask(self, *words):
+        self.say(*words)
+        return self.hear()
+
+    def signal(self, number):
+        os.kill(self.pid, number)
+
+    def end(self):
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process.wait()
+        self._process.stdin.close()
+        self._process.stdout.close()
+
+    def _read(self):
+        for line in self._process.stdout:
+            self._lines.put(line)
+
+
+@pytest.fixture
+def start():
+    started = []
+
+    def start(count, tree):
+        these = [Process(tree) for _ in range(count)]
+        started.extend(these)
+        return these
+
+    yield start
+    for each in started:
+        each.end()
+
+
+def comes(what, within_s=LONG_S):
+    ends_at = time.monotonic() + within_s
+    while not what():
+        assert time.monotonic() < ends_at, "it did not come"
+        time.sleep(0.02)
+
+
+def test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broken(directory, server, start):
+    config = tree(server.base_url, shared="machine", shared_directory=directory)
+    processes = start(3, config)
+    for number, process in enumerate(processes):
+        process.say("score", 1000 * number, 120)
+    comes(lambda: server.report().requests >= 1.5 * PER_WINDOW)
+    for process in processes:
+        process.say("stats")
+    kept_by = [process.hear()["kept_by"] for process in processes]
+    (keeper,) = [process for process, by in zip(processes, kept_by, strict=True) if by == "this process"]
+    assert {by for by in kept_by if by != "this process"} == {f"process {keeper.pid} of this machine"}
+    keeper.signal(signal.SIGKILL)
+    # What the killed process had to score is scored by the one that replaces it.
+    (heir,) = start(1, config)
+    heir.say("score", 5000, 120)
+    left = [process for process in processes if process is not keeper] + [heir]
+    assert [process.hear() for process in left] == [{"scored": 120, "problems": []}] * 3
+    new = {process.ask("stats")["kept_by"] for process in left}
+    assert "this process" in new
+    assert f"process {keeper.pid} of this machine" not in new
+    report = server.report()
+    assert report.violations_total == 0, report.violations[:5]
+    assert report.requests >= 360

@@ -1,8 +1,8 @@
 """A cluster in virtual time, which runs the real protocol of shared limits.
 
-Nodes have their own clocks, the network loses, duplicates and reorders messages, and the keeper dies and restarts. Only
-servers use the true time. All actions of a node are events of the cluster, so a stopped process does nothing until it
-resumes, and then everything at once, in any order.
+Nodes have their own clocks, the network loses, duplicates and reorders messages, and the keeper dies and restarts, or
+another process takes over. Only servers use the true time. All actions of a node are events of the cluster, so a
+stopped process does nothing until it resumes, and then everything at once, in any order.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..sharing.messages import Report
+from ..quotas import Resource
+from ..sharing.messages import Charged, Report
 from .cluster_nodes import KeeperNode, Node
 from .cluster_plan import ClusterFault, Plan
 from .cluster_server import RecordingServer
@@ -32,6 +33,8 @@ class Cluster:
         self.keepers: list[KeeperNode] = [KeeperNode(self, 0)]
         self.registered = True
         """Whether the keeper's name is registered, even for a dead keeper."""
+        self.left: tuple[int, Mapping[str, Mapping[Resource, Charged]]] = (-1, {})
+        """The number and the state of the last keeper of a machine that ended in order."""
         self.parted: dict[str, int] = {}
         self._lossy = 0
         self._counter = itertools.count()
@@ -83,6 +86,10 @@ class Cluster:
             self._start_keeper()
         self.send(worker.name, 0.0, worker.found, len(self.keepers) - 1)
 
+    def has_later(self, handle: int) -> bool:
+        """Whether a worker of a machine can see that the keeper of a handle was replaced."""
+        return self.plan.protocol == "machine" and handle < len(self.keepers) - 1
+
     def report(self, worker: SimulatedWorker, handle: int, report: Report) -> None:
         """Send a worker's report to the keeper of a handle."""
         keeper = self.keepers[handle]
@@ -91,8 +98,16 @@ class Cluster:
             self.send(worker.name, 0.0, worker.lost, handle)
 
     def end_keeper(self, handle: int) -> None:
-        """End a keeper that does not answer."""
-        self._kill_keeper(self.keepers[handle])
+        """End a keeper that does not answer; on a machine, replace it."""
+        if self.plan.protocol == "ray":
+            self._kill_keeper(self.keepers[handle])
+        elif handle == len(self.keepers) - 1:
+            self._start_keeper()
+
+    def replaced(self, keeper: KeeperNode) -> None:
+        """A keeper of a machine finds that there is a later one: it ends, and closes its connections."""
+        keeper.alive = False
+        self._close(keeper)
 
     def _start_keeper(self) -> None:
         self.registered = True
@@ -106,8 +121,11 @@ class Cluster:
     def _notice(self, keeper: KeeperNode) -> None:
         if self.plan.restarts:
             self._start_keeper()
-        else:
+        elif keeper.number == len(self.keepers) - 1:
             self.registered = False
+        self._close(keeper)
+
+    def _close(self, keeper: KeeperNode) -> None:
         for worker in self.workers.values():
             if worker.handle == keeper.number:
                 self.send(worker.name, 0.0, worker.lost, keeper.number)
@@ -118,6 +136,10 @@ class Cluster:
         end = self.now + fault.lasts_s
         keeper = self.keepers[-1]
         if fault.kind == "kill keeper":
+            self._kill_keeper(keeper)
+        elif fault.kind == "end keeper":
+            if keeper.alive and not keeper.stopped and keeper.keeper is not None:
+                self.left = keeper.number, keeper.keeper.charged(keeper.now())
             self._kill_keeper(keeper)
         elif fault.kind == "stop keeper":
             keeper.stop()

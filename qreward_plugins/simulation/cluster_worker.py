@@ -183,6 +183,8 @@ class SimulatedWorker(Node):
         self.reports += 1
         self._report = self.member.report(now, {key: self._demand(key) for key in self.quotas}, {})
         self.at(now + ANSWERED_WITHIN_S, self._give_up, self._report.number)
+        if self.handle is not None and self.cluster.has_later(self.handle):
+            self.handle = None
         if self.handle is None:
             self._looked_up_at = now
             self.cluster.look_up(self)
@@ -209,12 +211,12 @@ class SimulatedWorker(Node):
             self._pump(key)
 
     def lost(self, handle: int) -> None:
-        """The keeper of this handle has died."""
+        """The keeper of this handle has died, or has closed its connections."""
         if handle == self.handle and not self._left:
             self.handle = None
-            now = self.now()
-            self.member.keeper_died(now, seen_at=self._known_at)
-            self.at(self.member.valid_until, self._end)
+            if self.cluster.plan.protocol == "ray":
+                self.member.keeper_died(self.now(), seen_at=self._known_at)
+                self.at(self.member.valid_until, self._end)
             self._do_without()
 
     def _give_up(self, number: int) -> None:

@@ -11,14 +11,18 @@ from qreward_plugins.sharing.keeper import Keeper
 from qreward_plugins.sharing.lost_workers import LostWorkers
 from qreward_plugins.sharing.member import Member
 from qreward_plugins.sharing.pool import Pool
+from qreward_plugins.sharing.share_table import ShareTable
 from qreward_plugins.sharing.worker_state import WorkerState
+from qreward_plugins.simulation import cluster_nodes
 from qreward_plugins.simulation.__main__ import main
 from qreward_plugins.simulation.cluster import Cluster
+from qreward_plugins.simulation.cluster_nodes import KeeperNode
 from qreward_plugins.simulation.cluster_plan import ClusterFault, Plan, SharedSource, Work, Worker, random_plan
 from qreward_plugins.simulation.cluster_soak import check_cluster, soak_clusters, time_allowed_s
 from qreward_plugins.simulation.cluster_worker import SimulatedWorker
 
 SEEDS = 30
+MACHINES = 8
 SHARD = 10
 
 
@@ -65,7 +69,10 @@ def test_plans_meet_everything_that_can_happen():
         "kill keeper",
         "stop keeper",
         "slow keeper",
+        "end keeper",
     }
+    assert {plan.protocol for plan in plans} == {"ray", "machine"}
+    assert {plan.protocol for plan in plans if any(fault.kind == "end keeper" for fault in plan.faults)} == {"machine"}
     limits = [source.declared() for plan in plans for source in plan.sources]
     assert any(one.window == "bucket" and one.burst > 1 for one in limits)
     assert any(one.tokens_per_minute and one.concurrency and one.requests_per_minute for one in limits)
@@ -312,6 +319,61 @@ def long_answers(seed):
 def test_a_rule_for_one_order_of_troubles_is_kept_and_noticed_when_it_is_broken(faulty, mutate, monkeypatch):
     plans = [faulty(seed) for seed in range(12)]
     assert [broken_in(plan) for plan in plans] == [[]] * 12
+    mutate(monkeypatch)
+    assert any(broken_in(plan) for plan in plans)
+
+
+# A machine: another process takes over
+
+
+def cut_off_while_the_keeper_goes(kind):
+    """A worker does not hear that there is another keeper, and goes on with its share as long as it is valid."""
+
+    def plan(seed):
+        faults = (ClusterFault(4.9, "part", 0, 60.0), ClusterFault(5.0 + 0.1 * seed, kind))
+        return two_workers(SHORT_WINDOW, 700, faults, seed=seed, restarts=False, protocol="machine")
+
+    return plan
+
+
+def comes_back_when_it_is_replaced(seed):
+    """A stopped keeper goes on just after another one has taken its place, with reports that wait for it."""
+    # The pause of one worker lets it ask at other times than the one that replaces the keeper.
+    faults = (ClusterFault(5.0, "stop keeper", lasts_s=33.2 + 0.15 * seed), ClusterFault(20.0, "stop", 1, 3.0))
+    return two_workers(SHORT_WINDOW, 1500, faults, seed=seed, restarts=False, protocol="machine")
+
+
+def answers_after_it_was_replaced(monkeypatch):
+    def answer(original):
+        def mutated(self):
+            number, self.number = self.number, len(self.cluster.keepers) - 1
+            original(self)
+            self.number = number
+
+        return mutated
+
+    around(monkeypatch, KeeperNode, "_answer", answer)
+
+
+def forgets_what_the_last_keeper_left(monkeypatch):
+    monkeypatch.setattr(ShareTable, "take_over", lambda self, charged: None)
+
+
+def believes_that_shares_end_with_the_keeper(monkeypatch):
+    monkeypatch.setattr(cluster_nodes, "TTL_S", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("faulty", "mutate"),
+    [
+        (cut_off_while_the_keeper_goes("kill keeper"), believes_that_shares_end_with_the_keeper),
+        (cut_off_while_the_keeper_goes("end keeper"), forgets_what_the_last_keeper_left),
+        (comes_back_when_it_is_replaced, answers_after_it_was_replaced),
+    ],
+)
+def test_a_rule_of_taking_over_is_kept_and_noticed_when_it_is_broken(faulty, mutate, monkeypatch):
+    plans = [faulty(seed) for seed in range(MACHINES)]
+    assert [broken_in(plan) for plan in plans] == [[]] * MACHINES
     mutate(monkeypatch)
     assert any(broken_in(plan) for plan in plans)
 

@@ -141,11 +141,12 @@ class RewardServer:
     async def aclose(self) -> None:
         """Stop listening, and cancel the requests that are left. Idempotent."""
         runner, self._runner = self._runner, None
+        if self._limits is not None:
+            # First, because its requests wait for the keeper, and the runner for them.
+            await self._limits.aclose()
         if runner is not None:
             await self._engines.aclose()
             await runner.cleanup()
-        if self._limits is not None:
-            await self._limits.aclose()
 
     async def __aenter__(self) -> RewardServer:
         await self.start()

@@ -34,8 +34,8 @@ _ENDED = "the quota keeper of this machine has ended"
 _lock = threading.Lock()
 _users: dict[Path, int] = {}
 """Open channels of this process, by directory."""
-_kept: dict[Path, MachineKeeper] = {}
-"""Keepers of this process, by directory."""
+_kept: dict[Path, list[MachineKeeper]] = {}
+"""Keepers of this process, by directory; the last one of each may be alive, the others were replaced."""
 
 
 class _Connection:
@@ -119,10 +119,13 @@ class MachineChannel:
         self._connecting: asyncio.Task[_Connection] | None = None
         self._pid = -1
         self._met = False
+        self._closed = False
         self._silent = 0  # number of the keeper that did not answer
 
     async def exchange(self, report: Report) -> Answer | None:
         for again in (True, False):
+            if self._closed:
+                raise KeeperSilent("the channel to the quota keeper is closed")
             connection = self._open_connection()
             if connection is None and report.leaves:
                 return None  # the last report of a worker does not start a keeper
@@ -158,6 +161,7 @@ class MachineChannel:
 
     async def aclose(self) -> None:
         """Close the connection. The last channel of a process ends the keeper of the process."""
+        self._closed = True
         connection, self._connection = self._connection, None
         connecting, self._connecting = self._connecting, None
         if self._pid != os.getpid():
@@ -172,12 +176,13 @@ class MachineChannel:
         self._pid = -1
         with _lock:
             _users[self._directory] -= 1
-            kept = None
+            kept: list[MachineKeeper] = []
             if not _users[self._directory]:
                 del _users[self._directory]
-                kept = _kept.pop(self._directory, None)
-        if kept is not None:
-            await asyncio.shield(in_thread(kept.end))
+                kept = _kept.pop(self._directory, [])
+        for keeper in kept:
+            if keeper.is_running:
+                await asyncio.shield(in_thread(keeper.end))
 
     def _open_connection(self) -> _Connection | None:
         connection = self._connection
@@ -266,12 +271,12 @@ class MachineChannel:
     def _start(self, number: int) -> None:
         """Become the keeper of a number if nobody holds its lock."""
         with _lock:
-            kept = _kept.get(self._directory)
-            if kept is not None and kept.is_alive and kept.lock.number >= number:
+            kept = _kept.get(self._directory, [])
+            if kept and kept[-1].is_alive and kept[-1].lock.number >= number:
                 return
             taken = take_over(self._directory, number, met=self._met)
             if taken is not None:
-                _kept[self._directory] = taken
+                _kept[self._directory] = [*(one for one in kept if one.is_running), taken]
 
 
 def _close_inherited() -> None:

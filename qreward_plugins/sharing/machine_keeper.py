@@ -65,6 +65,11 @@ class MachineKeeper:
         """Whether it serves, or is about to."""
         return self._thread.is_alive() and not self._stopping.is_set()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether its thread runs."""
+        return self._thread.is_alive()
+
     def start(self) -> None:
         """Start the thread. The socket is there soon after."""
         try:

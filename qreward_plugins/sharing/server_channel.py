@@ -7,6 +7,7 @@ others, so shares expire as with any silent keeper.
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
 import os
 
@@ -80,10 +81,12 @@ class ServerChannel:
             await session.close()
 
     async def _post(self, data: bytes) -> dict[str, object]:
+        # A stream, because aiohttp warns of large bytes.
+        stream = io.BytesIO(data)
         timeout = aiohttp.ClientTimeout(total=_REPLY_WITHIN_S, sock_connect=_CONNECT_WITHIN_S)
         try:
             async with self._opened().post(
-                self._url + PATH, data=data, headers=self._headers, timeout=timeout, allow_redirects=False
+                self._url + PATH, data=stream, headers=self._headers, timeout=timeout, allow_redirects=False
             ) as reply:
                 body = await reply.content.read(MOST_BYTES + 1)
                 while len(body) <= MOST_BYTES and (more := await reply.content.read(MOST_BYTES + 1 - len(body))):

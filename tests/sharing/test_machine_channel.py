@@ -371,7 +371,7 @@ def test_the_place_does_not_depend_on_the_environment(monkeypatch):
         ({"shared": "server"}, "needs shared_server"),
         ({"shared": "machine", "shared_server": {"url": "http://a"}}, "for `shared: server` only"),
         ({"shared": "auto", "shared_directory": "/tmp/x"}, "for `shared: machine` only"),
-        ({"shared": "server", "shared_server": {"url": "a:80"}}, "such as http"),
+        ({"shared": "server", "shared_server": {"url": "a:80"}}, "must start with http"),
         ({"shared": "server", "shared_server": {"url": "http://a", "token_env": "QREWARD_NO_SUCH"}}, "is not set"),
     ],
 )

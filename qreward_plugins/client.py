@@ -20,7 +20,7 @@ import orjson
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from .errors import InputError, RewardServerError
-from .remote import outcome_of_row, row_of_sample, rows_of
+from .remote import FACTS_PATH, facts_of, outcome_of_row, row_of_sample, rows_of, was_closed
 from .samples import Outcome, Sample
 
 SAMPLES_A_REQUEST = 512
@@ -54,6 +54,7 @@ class RewardClient:
             self._headers["Authorization"] = f"Bearer {token}"
         self._retry_for_s = retry_for_s
         self._session: aiohttp.ClientSession | None = None
+        self._default_s: float | None = None
 
     async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
         """Score a sample as `RewardEngine.score` does. Raises what `score_all` raises."""
@@ -100,35 +101,72 @@ class RewardClient:
         self, rows: Sequence[Mapping[str, Any]], deadline_at: float | None, priority: int | None
     ) -> list[Outcome]:
         loop, kept_back_s, pause_s = asyncio.get_running_loop(), 0.0, _FIRST_PAUSE_S
+        outcomes: dict[int, Outcome] = {}
+        left = list(range(len(rows)))
         while True:
             began_at, wait_s = loop.time(), pause_s
             left_s = None if deadline_at is None else max(_SHORTEST_DEADLINE_S, deadline_at - began_at)
-            data = orjson.dumps({"samples": rows, "deadline_s": left_s, "priority": priority})
+            error: RewardServerError | None = None
+            final = False
             try:
-                async with self._post(data, left_s) as reply:
+                limit_s = await self._server_deadline_s() if left_s is None else left_s
+                asked = [rows[number] for number in left]
+                data = orjson.dumps({"samples": asked, "deadline_s": left_s, "priority": priority})
+                async with self._post(data, limit_s) as reply:
                     answer, status = await reply.read(), reply.status
                     wait_s = max(pause_s, _seconds(reply.headers.get("Retry-After")))
                 if status in (200, 207):
-                    return [outcome_of_row(row) for row in rows_of(answer, len(rows))]
-                message = f"the reward server at {self._url} answered {status}: {_detail(answer)}"
-                error = RewardServerError(message, status=status)
+                    told = rows_of(answer, len(left))
+                    outcomes |= {number: outcome_of_row(row) for number, row in zip(left, told, strict=True)}
+                    # A server that stops has no outcome for some. The next one may.
+                    left = [number for number, row in zip(left, told, strict=True) if was_closed(row)]
+                    if not left:
+                        break
+                else:
+                    message = f"the reward server at {self._url} answered {status}: {_detail(answer)}"
+                    error, final = RewardServerError(message, status=status), status not in _TRY_AGAIN
+            except RewardServerError as refused:
+                error, final = refused, refused.status not in _TRY_AGAIN
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
                 message = f"the reward server at {self._url} cannot be reached ({type(failed).__name__})"
                 error = RewardServerError(message)
-                if isinstance(failed, (aiohttp.ClientConnectorError, aiohttp.ServerTimeoutError)):
+                silent = isinstance(failed, aiohttp.ServerTimeoutError)
+                if isinstance(failed, aiohttp.ClientConnectorError) or silent:
                     kept_back_s += loop.time() - began_at
+                # It has not even kept its own deadline, so it is gone, or it hangs.
+                final = isinstance(failed, asyncio.TimeoutError) and not silent and left_s is None
             kept_back_s += wait_s
-            final = error.status is not None and error.status not in _TRY_AGAIN
             too_late = deadline_at is not None and loop.time() + wait_s >= deadline_at
             if final or too_late or kept_back_s > self._retry_for_s:
-                raise error
+                if error is not None:
+                    raise error
+                break
             await asyncio.sleep(wait_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        return [outcomes[number] for number in range(len(rows))]
 
-    def _post(self, data: bytes, left_s: float | None) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
-        # Without a deadline from the caller, only the server knows it, so no time limit here would be right.
-        total_s = None if left_s is None else left_s + REPLY_WITHIN_S
-        timeout = aiohttp.ClientTimeout(total=total_s, sock_connect=_CONNECT_WITHIN_S)
+    async def _server_deadline_s(self) -> float:
+        """Return the deadline of the server's configuration, in seconds. Without it, the client of a machine that
+        vanished would wait for ever.
+        """
+        if self._default_s is None:
+            timeout = aiohttp.ClientTimeout(total=_CONNECT_WITHIN_S, sock_connect=_CONNECT_WITHIN_S)
+            async with self._opened().get(self._url + FACTS_PATH, headers=self._headers, timeout=timeout) as reply:
+                answer = await reply.read()
+                if reply.status != 200:
+                    raise RewardServerError(
+                        f"the reward server at {self._url} answered {reply.status}: {_detail(answer)}",
+                        status=reply.status,
+                    )
+            try:
+                facts = orjson.loads(answer)
+            except orjson.JSONDecodeError as error:
+                raise RewardServerError(f"the facts of the reward server cannot be read: {error.msg}") from None
+            self._default_s = facts_of(facts).deadline_s
+        return self._default_s
+
+    def _post(self, data: bytes, limit_s: float) -> AbstractAsyncContextManager[aiohttp.ClientResponse]:
+        timeout = aiohttp.ClientTimeout(total=limit_s + REPLY_WITHIN_S, sock_connect=_CONNECT_WITHIN_S)
         return self._opened().post(f"{self._url}/score", data=data, headers=self._headers, timeout=timeout)
 
     def _opened(self) -> aiohttp.ClientSession:

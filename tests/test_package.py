@@ -41,7 +41,7 @@ FLOORS = [
     {"engine", "simulation", "testing"},
     {"portal", "probe", "files"},
     {"planning", "client", "proxy", "acceleration"},
-    {"server", "transport"},
+    {"server", "transport", "reward_functions"},
     {"cli"},
 ]
 """The rooms from the ground up. A room imports from floors below its own."""

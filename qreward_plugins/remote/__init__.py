@@ -1,6 +1,6 @@
 """A reward server as the engine: samples go to it over one connection, and its outcomes come back."""
 
-from .facts import PROTOCOL, ServerFacts, ask_facts, facts_of
+from .facts import FACTS_PATH, PROTOCOL, ServerFacts, ask_facts, facts_of
 from .fingerprint import fingerprint_of
 from .link import PATH
 from .rows import outcome_of_row, row_of_sample, rows_of, was_closed
@@ -8,6 +8,7 @@ from .scoring import RemoteScoring
 from .server import RemoteServer, open_server
 
 __all__ = [
+    "FACTS_PATH",
     "PATH",
     "PROTOCOL",
     "RemoteScoring",

@@ -171,7 +171,8 @@ class ScoreForm(Form):
             raise InputError(f"{where} must be an object, not {_kind(row)}")
         naming = {key: row[key] for key in self._NAMING if row.get(key) is not None}
         # The engine checks the values, so that a wrong one fails its own sample.
-        sample = sample_of({key: value for key, value in row.items() if key not in naming}, name=name, where=where)
+        rest = {key: value for key, value in row.items() if key not in self._NAMING}
+        sample = sample_of(rest, name=name, where=where)
         return replace(sample, **naming) if naming else sample
 
 

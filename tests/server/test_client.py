@@ -13,6 +13,7 @@ import pytest
 from qreward_plugins import Failed, InputError, RewardServerError, Sample, Scored
 from qreward_plugins.client import SAMPLES_A_REQUEST, BlockingRewardClient, RewardClient
 from qreward_plugins.images import Image
+from qreward_plugins.remote import ServerFacts
 
 pytestmark = pytest.mark.anyio
 
@@ -45,7 +46,8 @@ async def test_every_field_of_a_sample_arrives(serve):
     )
     async with serve() as served, RewardClient(served.url) as client:
         await client.score(given)
-    assert served.source.samples == [given]
+        await client.score(sample(1, extras={"a": 1}, id="y"))
+    assert served.source.samples == [given, sample(1, extras={"a": 1}, id="y")]
 
 
 async def test_images_arrive(serve):
@@ -117,6 +119,9 @@ class Answers:
     async def _serve(self, reader, writer) -> None:
         try:
             head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            if head.startswith(b"get /facts"):
+                writer.write(await answer(FACTS)())
+                return
             length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
             self.bodies.append(json.loads(await reader.readexactly(length)))
             handler = self.handlers[min(len(self.bodies), len(self.handlers)) - 1]
@@ -125,6 +130,9 @@ class Answers:
         finally:
             writer.close()
             await writer.wait_closed()
+
+
+FACTS = json.dumps(ServerFacts("f", (), False, 0.3, 64, 2**20).as_row()).encode()
 
 
 def answer(body, status=200, *headers):
@@ -187,6 +195,32 @@ async def test_a_server_that_hangs_is_left_after_the_deadline(monkeypatch):
     async with Answers(hang) as server, RewardClient(server.url) as client:
         with pytest.raises(RewardServerError, match="TimeoutError"):
             await client.score(sample(1), deadline_s=0.2)
+
+
+async def test_a_server_that_vanishes_is_left_after_its_own_deadline(monkeypatch):
+    """Without a deadline of the caller, that of the server's configuration (here 0.3 s) bounds the wait."""
+    monkeypatch.setattr("qreward_plugins.client.REPLY_WITHIN_S", 0.1)
+
+    async def hang():
+        await asyncio.sleep(30)
+        return b""
+
+    async with Answers(hang) as server, RewardClient(server.url) as client:
+        began_at = asyncio.get_running_loop().time()
+        with pytest.raises(RewardServerError, match="TimeoutError"):
+            await client.score(sample(1))
+        assert asyncio.get_running_loop().time() - began_at < 3
+
+
+async def test_samples_of_a_server_that_stops_go_to_the_next_one(serve):
+    whole = json.loads(await whole_reply(serve))["results"][0]
+    closed = {**whole, "reward": None, "outcome": "failed", "cause": "infra", "reason": "closed"}
+    first = answer(json.dumps({"results": [whole, closed]}).encode(), 207)
+    second = answer(json.dumps({"results": [{**whole, "reward": 0.75}]}).encode())
+    async with Answers(first, second) as server, RewardClient(server.url) as client:
+        outcomes = await client.score_all([sample(1), sample(2)])
+    assert [outcome.reward for outcome in outcomes] == [0.5, 0.75]
+    assert [len(body["samples"]) for body in server.bodies] == [2, 1]
 
 
 @pytest.mark.parametrize("deadline_s", [0, -1.0, math.nan, math.inf])

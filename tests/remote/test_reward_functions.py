@@ -1,0 +1,150 @@
+"""The reward functions for verl, TRL and ms-swift, called as those trainers call them.
+
+verl's own code calls the first one. The loops of TRL and ms-swift are written down here as far as reward functions can
+tell them apart: what they pass, how they find async functions, and that None becomes NaN.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import inspect
+import math
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from qreward_plugins import InputError, RewardMissing, RewardServerError
+from qreward_plugins.reward_functions import AsyncSwiftReward, SwiftReward, trl_reward
+
+PROMPTS = [[{"role": "user", "content": "How much?"}]] * 3
+
+
+def as_trl(function, inputs, completions, *, loop=None):
+    """`GRPOTrainer._calculate_rewards` for one function: columns as lists, and what TRL adds to them."""
+    keys = [key for key in inputs[0] if key not in ("prompt", "completion", "completion_ids")]
+    logged = {}
+    columns = {key: [row[key] for row in inputs] for key in keys}
+    columns |= {
+        "trainer_state": SimpleNamespace(global_step=4),
+        "log_extra": lambda column, values: None,
+        "log_metric": logged.__setitem__,
+    }
+    given = {
+        "prompts": [row["prompt"] for row in inputs],
+        "completions": completions,
+        "completion_ids": [[1]] * len(inputs),
+        **columns,
+    }
+    if inspect.iscoroutinefunction(function):
+        # TRL has an event loop in a thread of its own.
+        loop = asyncio.new_event_loop()
+        thread = threading.Thread(target=loop.run_forever)
+        thread.start()
+        try:
+            output = asyncio.run_coroutine_threadsafe(function(**given), loop).result()
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+            loop.close()
+    else:
+        output = function(**given)
+    return [math.nan if reward is None else reward for reward in output], logged
+
+
+def as_swift(reward, rows, completions):
+    """`compute_rewards_per_func` of ms-swift for one reward: completions first, columns as lists."""
+    columns = {key: [row[key] for row in rows] for key in rows[0]}
+    columns["trainer_state"] = SimpleNamespace(global_step=4)
+    if inspect.iscoroutinefunction(reward) or inspect.iscoroutinefunction(type(reward).__call__):
+
+        async def run():
+            return await asyncio.gather(reward(completions, **columns))
+
+        (output,) = asyncio.run(run())
+    else:
+        output = reward(completions, **columns)
+    return [math.nan if reward is None else reward for reward in output]
+
+
+@pytest.mark.parametrize("conversational", [False, True])
+def test_trl(serving, conversational):
+    texts = ["so: 0.25", "so: break", "so: 1"]
+    completions = [[{"role": "assistant", "content": text}] for text in texts] if conversational else texts
+    prompts = PROMPTS if conversational else ["How much?"] * 3
+    inputs = [{"prompt": prompt, "answer": str(n), "level": n} for n, prompt in enumerate(prompts)]
+    with serving() as there:
+        function = trl_reward(there.url, ground_truth="answer", extras=["level"])
+        rewards, logged = as_trl(function, inputs, completions)
+        samples = sorted(there.source.samples, key=lambda sample: sample.id)
+    assert function.__name__ == "qreward"
+    assert rewards[0::2] == [0.25, 1.0]
+    assert math.isnan(rewards[1])
+    assert logged == {"qreward/failed_rate": 1 / 3}
+    assert [sample.ground_truth for sample in samples] == ["0", "1", "2"]
+    assert [dict(sample.extras) for sample in samples] == [{"level": 0}, {"level": 1}, {"level": 2}]
+    assert [sample.response for sample in samples] == texts
+    assert list(samples[0].messages) == PROMPTS[0]
+    assert (len({sample.group_id for sample in samples}), samples[0].step) == (1, 4)
+
+
+@pytest.mark.parametrize("kind", [SwiftReward, AsyncSwiftReward])
+def test_ms_swift(serving, monkeypatch, kind):
+    texts = ["so: 0.25", "so: break", "so: 1"]
+    rows = [
+        {"messages": [*PROMPTS[0], {"role": "assistant", "content": text}], "solution": str(n)}
+        for n, text in enumerate(texts)
+    ]
+    with serving(token="right") as there:
+        monkeypatch.setenv("QREWARD_SERVER", there.url)
+        monkeypatch.setenv("QREWARD_SERVER_TOKEN", "right")
+        rewards = as_swift(kind(args=SimpleNamespace()), rows, texts)
+        samples = sorted(there.source.samples, key=lambda sample: sample.id)
+    assert rewards[0::2] == [0.25, 1.0]
+    assert math.isnan(rewards[1])
+    assert [sample.ground_truth for sample in samples] == ["0", "1", "2"]
+    assert list(samples[0].messages) == PROMPTS[0]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
+def test_verl(serving):
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo.reward import get_custom_reward_fn
+
+    with serving(judge={"correct_at": 0.5}) as there:
+        own = {
+            "path": "pkg://qreward_plugins.reward_functions",
+            "name": "compute_score",
+            "reward_kwargs": {"server": there.url, "deadline_s": 10},
+        }
+        function = get_custom_reward_fn(OmegaConf.create({"reward": {"custom_reward_function": own}}))
+        assert inspect.iscoroutinefunction(function)
+
+        def ask(text):
+            # As verl's manager `naive` calls it.
+            return asyncio.run(
+                function(
+                    data_source="test/add",
+                    solution_str=text,
+                    ground_truth="1",
+                    extra_info={"question": "How much?", "num_turns": 1},
+                )
+            )
+
+        assert ask("so: 0.75") == {"score": 0.75, "acc": 1.0, "clarity": 0.375}
+        with pytest.raises(RewardMissing, match="infra failure"):
+            ask("so: break")
+        sample = there.source.samples[0]
+    assert (sample.data_source, sample.ground_truth, dict(sample.extras)) == ("test/add", "1", {"num_turns": 1})
+    assert list(sample.messages) == PROMPTS[0]
+
+
+def test_no_server(monkeypatch):
+    monkeypatch.delenv("QREWARD_SERVER", raising=False)
+    for make in (trl_reward, SwiftReward):
+        with pytest.raises(InputError, match="QREWARD_SERVER"):
+            make()
+    monkeypatch.setattr("qreward_plugins.client._FIRST_PAUSE_S", 70.0)
+    with pytest.raises(RewardServerError, match="cannot be reached"):
+        as_trl(trl_reward("http://127.0.0.1:9"), [{"prompt": "?"}], ["so: 1"])

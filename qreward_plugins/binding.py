@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Callable
 
 from .errors import EngineError
 from .remote import RemoteScoring
-from .scheduling import Dispatcher
+from .scheduling import Dispatcher, Upstream
+from .scheduling.upstreams import with_draining
 from .scoring import Scoring
 from .wiring import Wiring
 
@@ -27,6 +29,10 @@ class LoopBinding:
         """The scoring of `loop`; None before the first call."""
         self.pid = os.getpid()
         """The process that opened what is open."""
+        self.on_started: Callable[[], None] | None = None
+        """Called in each event loop that is served, at first."""
+        self.on_drained: Callable[[Upstream], None] | None = None
+        """`Dispatcher.on_drained` of each loop."""
 
     @property
     def dispatcher(self) -> Dispatcher | None:
@@ -39,6 +45,10 @@ class LoopBinding:
         Raises `EngineError` after a fork, and if another loop that is still open is served.
         """
         loop = asyncio.get_running_loop()
+        return self.bound_to(loop) or self._start(loop)
+
+    def bound_to(self, loop: asyncio.AbstractEventLoop) -> Scoring | None:
+        """Return the scoring of `loop`; None if there is none yet. Raises as `bind` does."""
         if self.loop is not None and self.pid != os.getpid():
             raise EngineError("this RewardEngine was used before a fork; make a new one in this process")
         if self.scoring is not None and self.loop is loop:
@@ -48,11 +58,11 @@ class LoopBinding:
                 "this RewardEngine serves another event loop that is still open; "
                 "make one engine per loop, or share one through RewardEngine.portal()"
             )
-        return self._start(loop)
+        return None
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> Scoring:
         wiring = self._wiring
-        for upstream in wiring.upstreams.values():
+        for upstream in with_draining(wiring.upstreams):
             upstream.abandon_attempts(loop.time())
         self.loop, self.pid = loop, os.getpid()
         scoring = self.scoring = self._scoring()
@@ -68,6 +78,9 @@ class LoopBinding:
         )
         if wiring.membership is not None:
             wiring.membership.start(scoring.dispatcher)
+        scoring.dispatcher.on_drained = self.on_drained
+        if self.on_started is not None:
+            self.on_started()
         return scoring
 
     def _scoring(self) -> Scoring:

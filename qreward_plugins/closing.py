@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 
 from .binding import LoopBinding
 from .cancelling import abandon, cancel_all
+from .reloading import Reloader
 from .wiring import Wiring
 
 _log = logging.getLogger("qreward_plugins.engine")
@@ -22,9 +23,10 @@ END_WITHIN_S = 2.0
 class Closing:
     """Closes scheduler, keeper connection, sources, observers and journal of one engine; see `RewardEngine.aclose`."""
 
-    def __init__(self, wiring: Wiring, binding: LoopBinding) -> None:
+    def __init__(self, wiring: Wiring, binding: LoopBinding, reloader: Reloader) -> None:
         self._wiring = wiring
         self._binding = binding
+        self._reloader = reloader
         self.begun = False
         """Whether the engine takes no more samples."""
         self._task: asyncio.Task[None] | None = None
@@ -52,18 +54,23 @@ class Closing:
         interrupted: asyncio.CancelledError | None = None
         steps: list[dict[str, Callable[[], Awaitable[None]]]] = []
         if scoring is not None and self._binding.loop is loop:
-            steps.append({"the start probe": wiring.start_probe.aclose})
+            steps.append({"the start probe": wiring.start_probe.aclose, **self._reloader.stops()})
             steps.append({"the scheduler": scoring.aclose})
             if wiring.membership is not None:
                 steps.append({"the connection to the quota keeper": wiring.membership.aclose})
         if wiring.opened_channel is not None:
             steps.append({"the channel to the quota keeper": wiring.opened_channel.aclose})
-        steps.append({f"source {name}": upstream.source.aclose for name, upstream in wiring.upstreams.items()})
         for step in steps:
             try:
                 await self._close_all(step)
             except asyncio.CancelledError as cancelled:
                 interrupted = cancelled
+        # Attempts at sources that were removed have ended, and some of these may be closing by now.
+        sources = {f"source {name}": upstream.source.aclose for name, upstream in wiring.upstreams.items()}
+        try:
+            await self._close_all({**sources, **self._reloader.left_open()})
+        except asyncio.CancelledError as cancelled:
+            interrupted = cancelled
         if interrupted is None:
             wiring.observers.close(loop.time())
         if wiring.journal is not None:

@@ -19,6 +19,7 @@ from .config import Config, Limits, configured_name, load_config
 from .errors import EngineError
 from .judges import Leaf
 from .observers import EngineStatistics, Observer, Statistics
+from .reloading import Difference, Reloader
 from .sample_check import named, read_sample
 from .samples import Message, Outcome, Sample
 from .scheduling import Cutoff, Dispatcher, Upstream
@@ -74,7 +75,8 @@ class RewardEngine:
             statistics=self._statistics,
         )
         self._binding = LoopBinding(self._wiring)
-        self._closing = Closing(self._wiring, self._binding)
+        self._reloader = Reloader(self._wiring, self._binding)
+        self._closing = Closing(self._wiring, self._binding, self._reloader)
 
     @property
     def config(self) -> Config:
@@ -263,6 +265,23 @@ class RewardEngine:
         for upstream in meant:
             upstream.quota.retune(limits, scoring.now())
         scoring.dispatcher.look_again()
+
+    async def reload(
+        self, config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | None = None
+    ) -> Difference:
+        """Go on with another configuration: `config`, or what the file of the present one holds now.
+
+        It is checked as a whole and applied in one step of the event loop, or refused as a whole. Returns what differs.
+        Samples under way end by the judges that they began with. Attempts at a source that was removed end there, and
+        nothing new starts there. docs/reload.md says what can change. A configuration that was given does not change
+        the file that `engine.reload` watches.
+
+        Call it from the engine's event loop. Raises `ConfigurationError` for mistakes and for changes that need a
+        restart, and `EngineError` if the engine is closed or serves another event loop. Nothing has changed then.
+        """
+        if self._closing.begun:
+            raise EngineError("this RewardEngine is closed; make a new one")
+        return self._reloader.reload(config)
 
     def last_batch(self) -> BatchReport | None:
         """Return the report of the batch that ended last; None if no batch has ended yet.

@@ -18,6 +18,7 @@ from .outcomes import failure, scored
 from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from .scheduling import Answer, Call, CallFailed, Job, Member, Unanswered
 from .scheduling.calls import T
+from .sources import Source
 from .spent import NOTHING, Spent
 
 if TYPE_CHECKING:
@@ -162,7 +163,7 @@ class Judging(Pending):
     async def _ask(self, call: Call[T]) -> Answer[T]:
         scoring = self._scoring
         self._check()
-        keys = scoring.keys(call)
+        keys, sources = scoring.keys(call), scoring.sources
         if keys:
             known = await self._recall(call, keys)
             if known is not None:
@@ -171,7 +172,7 @@ class Judging(Pending):
                 await asyncio.sleep(0)
                 return known
             self._check()
-        asked = _Asked(scoring, self.sample, call, keys)
+        asked = _Asked(scoring, self.sample, call, keys, sources)
         self._asked[asked] = None
         try:
             asked.start(self.member, self._due_at)
@@ -185,7 +186,7 @@ class Judging(Pending):
             self._recorded = True
             outcome = asked.outcome(result)
             if outcome is not None:
-                await self._record(keys.get(result.source), outcome)
+                await self._record(scoring.key_of(call, result, keys, sources), outcome)
         if isinstance(result, Unanswered):
             raise CallFailed(result)
         return result
@@ -310,13 +311,21 @@ class Judging(Pending):
 class _Asked:
     """One running call of a judge."""
 
-    __slots__ = ("_call", "_job", "_keys", "_sample", "_scoring", "future")
+    __slots__ = ("_call", "_job", "_keys", "_sample", "_scoring", "_sources", "future")
 
-    def __init__(self, scoring: Scoring, sample: Sample, call: Call[Any], keys: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        scoring: Scoring,
+        sample: Sample,
+        call: Call[Any],
+        keys: Mapping[str, str],
+        sources: Mapping[str, Source],
+    ) -> None:
         self._scoring = scoring
         self._sample = sample
         self._call = call
         self._keys = keys
+        self._sources = sources
         self.future: asyncio.Future[Answer[Any] | Unanswered] = asyncio.get_running_loop().create_future()
         self._job: Job | None = None
 
@@ -331,7 +340,8 @@ class _Asked:
     def late(self, answer: Answer[Any]) -> None:
         outcome = self.outcome(answer)
         if isinstance(outcome, Scored):
-            self._scoring.record_late(self._keys.get(answer.source), self._sample, outcome.verdict)
+            key = self._scoring.key_of(self._call, answer, self._keys, self._sources)
+            self._scoring.record_late(key, self._sample, outcome.verdict)
 
     def outcome(self, result: Answer[Any] | Unanswered) -> Outcome | None:
         """The outcome to record for a result; None for an answer that is no verdict."""

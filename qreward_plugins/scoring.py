@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import anyio
@@ -19,7 +20,7 @@ from .observers import Observers, events
 from .redaction import one_line
 from .sample_check import Rejected, named
 from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
-from .scheduling import Answer, Batch, Batches, Call, Dispatcher
+from .scheduling import Answer, Batch, Batches, Call, Dispatcher, Unanswered
 from .scheduling.calls import T
 from .sources import Source
 
@@ -45,13 +46,18 @@ class Scoring:
         observers: Observers,
     ) -> None:
         self._router = router
-        self._sources = sources
+        self.sources = sources
+        """The sources by name. A reload replaces the mapping and never changes it."""
         self.journal = journal
         self._reuse = reuse
         self._observers = observers
         self._judging: dict[Judging, None] = {}
         self.dispatcher: Dispatcher
         """Set after construction, because dispatcher and scoring call each other."""
+
+    def change(self, router: JudgeRouter, *, sources: Mapping[str, Source], reuse: bool) -> None:
+        """Go on with other judges and sources. Samples under way keep their judges."""
+        self._router, self.sources, self._reuse = router, sources, reuse
 
     @property
     def batches(self) -> Batches:
@@ -156,7 +162,27 @@ class Scoring:
 
     def keys(self, call: Call[Any]) -> Mapping[str, str]:
         """The keys of the call's answers in the journal, by source."""
-        return {} if self.journal is None else question_keys(call, self._sources)
+        if self.journal is None:
+            return {}
+        self.dispatcher.settle(call)
+        return question_keys(call, self.sources)
+
+    def key_of(
+        self,
+        call: Call[T],
+        result: Answer[T] | Unanswered,
+        keys: Mapping[str, str],
+        sources: Mapping[str, Source],
+    ) -> str | None:
+        """The key under which `result` is recorded; None if it must not be used again. `keys` are those of `call` while
+        these were the sources. After a reload, its source may be another one than then.
+        """
+        if sources is self.sources or not isinstance(result, Answer):
+            return keys.get(result.source) if sources is self.sources else None
+        source: Source | None = result.answered_by
+        if source is None or source is sources.get(result.source):
+            return keys.get(result.source)
+        return question_keys(replace(call, sources=(result.source,)), {result.source: source}).get(result.source)
 
     async def record(self, key: str | None, sample: Sample, outcome: Outcome, due_at: float) -> None:
         """Record the outcome of a call. The entry is queued at once; this waits for a slow disk until `due_at`."""

@@ -14,7 +14,7 @@ from .journal import Journal
 from .judges import JudgeRouter, Leaf
 from .observers import BatchLog, FailureLog, Observer, Observers, Statistics, load_observers, with_names
 from .remote import RemoteServer, open_server
-from .scheduling import Upstream, open_upstreams
+from .scheduling import Upstream, Upstreams, open_upstreams
 from .sharing import Channel, Membership, OpenedChannel, open_channel, source_keys
 from .source_starts import SourceStarts
 from .sources import Source
@@ -37,6 +37,8 @@ class Wiring:
         observers: Iterable[Observer],
         statistics: Statistics,
     ) -> None:
+        self.given = sources
+        """The sources that the caller has opened."""
         self.config = without_keys(config, sources)
         given = with_names(observers)
         self.observers = Observers(
@@ -49,23 +51,35 @@ class Wiring:
         """The connection to the keeper, if the engine has opened it itself."""
         if self.server is None and channel is None:
             channel = self.opened_channel = open_channel(settings)
-        processes = 1 if settings.shared == "off" else processes
-        self.upstreams = open_upstreams(self.config, sources, processes=processes, shared=channel is not None)
-        keys = source_keys(self.config)
-        self.membership = (
-            Membership({keys[name]: upstream for name, upstream in self.upstreams.items()}, channel)
-            if channel
-            else None
-        )
+        self._processes = 1 if settings.shared == "off" else processes
+        self._shared = channel is not None
+        self.upstreams = Upstreams(self.opened(self.config))
+        self.membership = Membership(self.by_key(), channel) if channel else None
         self.rng = random.Random(settings.seed)
-        key = secrets.token_bytes(32) if settings.seed is None else hashlib.sha256(str(settings.seed).encode()).digest()
-        self.router = JudgeRouter(self.config, key=key)
-        _check_fit(self.router.leaves, self.upstreams, given=sources)
+        self._key = (
+            secrets.token_bytes(32) if settings.seed is None else hashlib.sha256(str(settings.seed).encode()).digest()
+        )
+        self.router = self.routed(self.config, self.upstreams)
         self.source_starts = SourceStarts([upstream.source for upstream in self.upstreams.values()])
         self.start_probe = StartProbe(self.router.leaves.values(), given=sources)
         self.journal = Journal(settings.journal.path) if settings.journal else None
         self.reuse = bool(settings.journal and settings.journal.reuse)
         """Whether recorded answers of the journal are used instead of asking again."""
+
+    def opened(self, config: Config) -> dict[str, Upstream]:
+        """Return new upstreams for the sources of `config`. Raises `ConfigurationError`."""
+        return open_upstreams(config, self.given, processes=self._processes, shared=self._shared)
+
+    def routed(self, config: Config, upstreams: Mapping[str, Upstream]) -> JudgeRouter:
+        """Return new judges for `config`. Raises `ConfigurationError`, also if they do not suit their sources."""
+        router = JudgeRouter(config, key=self._key)
+        _check_fit(router.leaves, upstreams, given=self.given)
+        return router
+
+    def by_key(self) -> dict[str, Upstream]:
+        """Return the upstreams by the keys under which processes share them."""
+        keys = source_keys(self.config)
+        return {keys[name]: upstream for name, upstream in self.upstreams.items()}
 
 
 def _check_fit(judges: Mapping[str, Leaf], upstreams: Mapping[str, Upstream], *, given: Collection[str]) -> None:

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from qreward_plugins import ConfigurationError, Mistake
 from qreward_plugins.config import Config, load_layers
 from qreward_plugins.config.framework import with_framework
 from qreward_plugins.config.layers import ENVIRONMENT
+from qreward_plugins.config.origin import adapted
 from qreward_plugins.sharing import may_share
 
 _log = logging.getLogger("roll_adapter")
@@ -63,7 +65,9 @@ def load_settings(
     settings = with_framework(
         settings, {"reward": address} if address else {}, framework=f"ROLL's domain {domain}", remedy=_NO_SERVER
     )
-    allowed_s = DEADLINE_SHARE * rpc_timeout_s if rpc_timeout_s else settings.engine.deadline_s
+    if not rpc_timeout_s:
+        return settings
+    allowed_s = DEADLINE_SHARE * rpc_timeout_s
     if settings.engine.deadline_s > allowed_s:
         _log.warning(
             "engine.deadline_s of the domain %s is reduced from %g to %g s, because ROLL ends the training when a call "
@@ -73,10 +77,13 @@ def load_settings(
             allowed_s,
             rpc_timeout_s,
         )
-        settings = settings.model_copy(
-            update={"engine": settings.engine.model_copy(update={"deadline_s": float(allowed_s)})}
-        )
-    return settings
+    return adapted(settings, partial(_within, allowed_s=float(allowed_s)))
+
+
+def _within(settings: Config, *, allowed_s: float) -> Config:
+    if settings.engine.deadline_s <= allowed_s:
+        return settings
+    return settings.model_copy(update={"engine": settings.engine.model_copy(update={"deadline_s": allowed_s})})
 
 
 def domain_of(cluster_name: str | None, rewards: Mapping[str, Any]) -> str:

@@ -37,6 +37,7 @@ FLOORS = [
     {"start_probe", "source_starts", "remote"},
     {"wiring"},
     {"binding", "capacity"},
+    {"reloading"},
     {"closing"},
     {"engine", "simulation", "testing"},
     {"portal", "probe", "files"},

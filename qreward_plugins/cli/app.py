@@ -1,6 +1,7 @@
 """Defines the commands, their options and their exit codes.
 
-Exit codes: 0 success; 1 a source gave no valid verdict (`check`), or a kind cannot be used (`kinds`); 2 the input or
+Exit codes: 0 success; 1 a source gave no valid verdict (`check`), a kind cannot be used (`kinds`), or a
+change needs a restart (`reload`); 2 the input or
 the configuration has mistakes; 3 some samples have no reward (`score`); 130 and 143 stopped by SIGINT (Ctrl-C) and
 SIGTERM. An error that the user can fix is one message without a traceback.
 """
@@ -336,6 +337,33 @@ def serve_judge_command(
         from .serve_judge import serve_judge
 
         code = run(serve_judge(config, tuple(source or ()), _out, _errors))
+    raise typer.Exit(code)
+
+
+@app.command("reload", short_help="Show what a reload of the configuration would change.")
+def reload_command(
+    before: Annotated[Path, typer.Argument(metavar="OLD", help="The configuration that runs; -: standard input.")],
+    after: Annotated[Path, typer.Argument(metavar="NEW", help="The configuration that shall run.")],
+    check_only: Annotated[
+        bool, typer.Option("--check", help="Show what a reload would change, and change nothing.")
+    ] = False,
+) -> None:
+    """Show what a reload would change: at once, after what is under way has ended, or only with a restart.
+
+    As in: git show HEAD:judges.yaml | qreward reload --check - judges.yaml
+
+    An engine reloads by itself when its file changes (`engine.reload: on`), and `qreward serve` on SIGHUP.
+
+    Exit codes: 0 a reload would be applied; 1 it would be refused, because something needs a restart; 2 a
+    configuration has mistakes.
+    """
+    with one_message(_errors):
+        from ..errors import InputError
+        from .reload import show_difference
+
+        if not check_only:
+            raise InputError("add --check. An engine reloads by `engine.reload: on`, `qreward serve` on SIGHUP")
+        code = show_difference(before, after, _out)
     raise typer.Exit(code)
 
 

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import os
-from contextlib import suppress
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from rich.console import Console
 
-from ..errors import InputError
+from ..engine import RewardEngine
+from ..errors import InputError, QRewardError
+from ..redaction import one_line
 from ..server import RewardServer
 from .running import OK, REWARDS_MISSING, load_own, open_engine, say
+
+_LINE_CHARS = 1_000
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,7 @@ async def serve(path: Path, options: ServeOptions, out: Console) -> int:
             max_body_bytes=options.max_body_mb * 2**20,
             max_samples=options.max_samples,
         )
-        async with server:
+        async with server, _reloaded_on_sighup(engine, out):
             with suppress(asyncio.CancelledError):
                 say(out, f"reward server at {server.url}; forms: {server.url}/openapi.json; stop it with Ctrl-C")
                 await asyncio.get_running_loop().create_future()
@@ -55,6 +61,30 @@ async def serve(path: Path, options: ServeOptions, out: Console) -> int:
     counts = engine.statistics()
     say(out, f"{counts.scored:,} samples have a reward, {counts.failed_total:,} have none")
     return REWARDS_MISSING if left else OK
+
+
+@asynccontextmanager
+async def _reloaded_on_sighup(engine: RewardEngine, out: Console) -> AsyncIterator[None]:
+    """Reload the file of the configuration on each SIGHUP."""
+    loop = asyncio.get_running_loop()
+    reloads: set[asyncio.Task[None]] = set()
+
+    async def reload() -> None:
+        try:
+            say(out, f"reloaded: {await engine.reload()}")
+        except QRewardError as error:
+            say(out, f"not reloaded, and nothing has changed: {one_line(str(error), _LINE_CHARS)}")
+
+    def begin() -> None:
+        task = loop.create_task(reload())
+        reloads.add(task)
+        task.add_done_callback(reloads.discard)
+
+    loop.add_signal_handler(signal.SIGHUP, begin)
+    try:
+        yield
+    finally:
+        loop.remove_signal_handler(signal.SIGHUP)
 
 
 def _token(variable: str | None) -> str | None:

@@ -7,10 +7,12 @@ engine. Outside of a framework such a URL is a mistake, which is reported when t
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from ..errors import ConfigurationError, Mistake
 from .models import Config
+from .origin import adapted
 from .source_models import FRAMEWORK_SCHEME, EndpointConfig
 
 OUTSIDE = (
@@ -30,6 +32,10 @@ def with_framework(
     messages, and `remedy` says how its user gets a server that is missing. Raises `ConfigurationError` for a name that
     is not in `addresses`.
     """
+    return adapted(config, partial(_filled, addresses=dict(addresses), framework=framework, remedy=remedy))
+
+
+def _filled(config: Config, *, addresses: Mapping[str, str], framework: str, remedy: str) -> Config:
     mistakes: list[Mistake] = []
     sources: dict[str, Any] = {}
     for name, source in config.sources.items():

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -19,6 +20,7 @@ from .environment import environment, environment_of
 from .findings import nearest
 from .loading import load_config
 from .models import Config
+from .origin import Origin, with_origin
 from .served import names_server
 from .yaml_file import read_yaml
 
@@ -53,15 +55,27 @@ def load_layers(
     if printed_by:
         _warn_of_printed_keys(inline, origin, printed_by)
     with environment_of(variables):
-        return _loaded(inline, default, origin)
+        path = inline.get("config") or environment().get(ENVIRONMENT)
+        config = _loaded(inline, default, origin, path)
+    if not path:
+        return config
+    again = partial(load_layers, {**_plain(inline), "config": path}, default=default, origin=origin)
+    return with_origin(config, Origin(path, partial(again, variables=variables)))
 
 
-def _loaded(inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any] | None, origin: str) -> Config:
+def _plain(inline: Mapping[str, Any] | DictConfig) -> Mapping[str, Any]:
+    plain = OmegaConf.to_container(inline, resolve=False) if isinstance(inline, DictConfig) else inline
+    assert isinstance(plain, Mapping)
+    return {str(key): value for key, value in plain.items()}
+
+
+def _loaded(
+    inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any] | None, origin: str, path: Any
+) -> Config:
     known = ["config", *Config.model_fields]
     for key in map(str, inline):
         if key not in known and nearest(key, known) == "config":
             raise ConfigurationError([Mistake(key, "unknown key.", "Did you mean `config`?")], origin=origin)
-    path = inline.get("config") or environment().get(ENVIRONMENT)
     if not path and "config" not in inline and (_is_whole(inline) or default is None):
         return load_config(inline, origin=origin)
     merged = _merged(read_yaml(path, origin=str(path)) if path else {}, inline, default or {})
@@ -73,9 +87,7 @@ def _merged(file: Any, inline: Mapping[str, Any] | DictConfig, default: Mapping[
         return file
     if list(file) == ["qreward"] and isinstance(file["qreward"], dict):
         file = file["qreward"]
-    over = OmegaConf.to_container(inline, resolve=False) if isinstance(inline, DictConfig) else inline
-    assert isinstance(over, Mapping)
-    over = {key: value for key, value in over.items() if key != "config"}
+    over = {key: value for key, value in _plain(inline).items() if key != "config"}
     return OmegaConf.merge({} if any(map(_is_whole, (file, over))) else default, file, over)
 
 

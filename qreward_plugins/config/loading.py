@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from omegaconf import DictConfig, ListConfig
@@ -19,6 +20,7 @@ from ..errors import ConfigurationError, Mistake
 from .findings import Finding, Path, cut
 from .keys import KeyCheck
 from .models import Config
+from .origin import Origin, with_origin
 from .references import check_references
 from .served import check_served, names_server
 from .several_keys import configured_name, with_each_key
@@ -47,8 +49,12 @@ def load_config(
         return _checked_references(source, origin or "configuration")
     if isinstance(source, (str, os.PathLike)):
         path, origin = _path(source, origin)
-        source = read_yaml(path, origin=origin)
-    origin = origin or "configuration"
+        config = _read(read_yaml(path, origin=origin), origin)
+        return with_origin(config, Origin(path, partial(load_config, os.path.abspath(path), origin=origin)))
+    return _read(source, origin or "configuration")
+
+
+def _read(source: Any, origin: str) -> Config:
     if source is None or source == "":
         raise ConfigurationError([Mistake("", "the configuration is empty.", _START)], origin=origin)
     if not isinstance(source, (Mapping, DictConfig)):

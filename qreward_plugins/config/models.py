@@ -15,6 +15,7 @@ from pydantic import (
     BeforeValidator,
     Field,
     FiniteFloat,
+    PrivateAttr,
     SecretStr,
     SerializeAsAny,
     ValidationError,
@@ -38,6 +39,7 @@ from .nodes import (
     one_or_several,
     takes,
 )
+from .origin import Origin
 from .source_models import ServiceURL, SourceConfig, VariableName
 
 
@@ -145,6 +147,10 @@ class EngineConfig(Node):
 
     seed: Integer | None = None
     """Seed of backoff and of the fences around untrusted text. Default: drawn by the operating system."""
+
+    reload: Flag = False
+    """`on`: watch the YAML file of the configuration, and apply its changes while the engine runs, or refuse them as a
+    whole with one line in the log (docs/reload.md). It needs the extra `reload` of this package. Default: off."""
 
     shared: Annotated[Literal["auto", "ray", "machine", "server", "local", "off"], BeforeValidator(_off)] = "auto"
     """How several processes share the limits of the same sources. `ray`: an actor of the Ray job, the keeper, gives
@@ -332,6 +338,8 @@ class Config(Node):
     `{constant: x}`: train it with the reward x."""
 
     groups: Groups = Groups()
+
+    _origin: Origin | None = PrivateAttr(default=None)
 
 
 class ClientConfig(Config):

@@ -288,6 +288,12 @@ class Quota:
             self._window.limit_to(most)
             self.concurrency = int(self._window.size)
 
+    def serve(self, source: str, *, slots: int | None) -> None:
+        """Count for the source of this name, which has this many slots, in place of the one so far. `retune` follows,
+        which applies both.
+        """
+        self._source, self._slots = source, slots
+
     def forget_in_flight(self, now: float) -> None:
         """Count all requests in flight as ended, after their event loop was closed."""
         self.in_flight = 0

@@ -9,6 +9,7 @@ from .queue import ReadyQueue
 from .rules import FAILED, OPEN, ErrorShare, Rules
 from .speed import Speed
 from .upstream import Upstream, open_upstreams
+from .upstreams import Moves, Upstreams
 
 __all__ = [
     "Answer",
@@ -23,7 +24,9 @@ __all__ = [
     "ErrorShare",
     "FAILED",
     "Job",
+    "Moves",
     "Upstream",
+    "Upstreams",
     "Member",
     "OPEN",
     "ReadyQueue",

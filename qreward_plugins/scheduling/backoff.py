@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import defaultdict
 from collections.abc import Mapping
 
 from .attempts import Attempt
@@ -39,7 +40,7 @@ class Backoff:
         self._jobs = jobs
         self._upstreams = upstreams
         self._rng = rng
-        self._until_answered: dict[str, dict[Job, None]] = {name: {} for name in upstreams}
+        self._until_answered: defaultdict[str, dict[Job, None]] = defaultdict(dict)
 
     # By the end of an attempt
 
@@ -134,6 +135,11 @@ class Backoff:
         """Forget `job`, which has ended."""
         for name in job.backoff_until:
             self._until_answered[name].pop(job, None)
+
+    def forget_sources(self, names: frozenset[str]) -> None:
+        """Forget which jobs wait for an answer of these sources."""
+        for name in names:
+            self._until_answered.pop(name, None)
 
     def _until_answer(self, job: Job, upstream: Upstream, until: float) -> None:
         """Keep `job` away from a source until `until`, or until the source answers another sample."""

@@ -7,7 +7,7 @@ does not know its content: `request` makes what is sent, `read` tells whether a 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from ..errors import QRewardError
@@ -82,6 +82,8 @@ class Answer(Generic[T]):
     spent: Spent = NOTHING
     service_s: float = 0.0
     recorded: bool = False
+    answered_by: Any = field(default=None, repr=False, compare=False)
+    """The `Source` that answered; its name may mean another one by now. None for a recorded answer."""
 
 
 @dataclass(frozen=True, slots=True)

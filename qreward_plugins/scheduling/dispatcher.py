@@ -34,6 +34,7 @@ from .running import Running
 from .slices import TimeSlices
 from .timers import Deadlines, Pump
 from .upstream import Upstream
+from .upstreams import Moves, Upstreams, with_draining
 from .waiting import Waiting
 
 _log = logging.getLogger("qreward_plugins.scheduling")
@@ -67,7 +68,7 @@ class Dispatcher:
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
         """The event loop's clock, in seconds."""
-        self._upstreams = upstreams
+        upstreams = self._upstreams = upstreams if isinstance(upstreams, Upstreams) else Upstreams(upstreams)
         self._observers = observers = observers or Observers()
         self._retry_policy = RetryPolicy(
             self, upstreams, rng=rng, max_attempts=max_attempts, keeps_late=keeps_late, observers=observers
@@ -99,11 +100,9 @@ class Dispatcher:
             on_bug=self._bug,
         )
         self._running = Running(self._loop, observers=observers, on_ended=self._attempt_ended, on_settled=self._settled)
-        for upstream in upstreams.values():
-            if upstream.batch is not None:
-                upstream.request_batches = RequestBatches(
-                    upstream, upstream.batch, self._planner.queue, on_change=self._pump.ask, observers=observers
-                )
+        self._open_request_batches()
+        self.on_drained: Callable[[Upstream], None] | None = None
+        """Called with a removed upstream when its last attempt has ended."""
         self._closed = False
         self._sequence = itertools.count()
         self._on_cutoff = on_cutoff
@@ -135,6 +134,46 @@ class Dispatcher:
         """Pump again, because what a source allows has changed."""
         self._pump.ask()
 
+    def change(
+        self, upstreams: Mapping[str, Upstream], moves: Moves, *, max_attempts: int, settings: Scheduling
+    ) -> None:
+        """Go on with other upstreams and settings. Attempts under way end where they are. Calls that wait go to the
+        sources that may answer them now (`moves`); a call that has none left fails (`no_source`).
+        """
+        gone = self._upstreams.change(upstreams, moves)
+        self._open_request_batches()
+        self._planner.change(settings)
+        self._max_attempts = max_attempts
+        self._retry_policy.change(max_attempts, gone)
+        for job in list(self._jobs):
+            try:
+                waits = job in self._waiting
+                job.forget_sources(gone)
+                self._upstreams.settle(job.call)
+                if not gone.isdisjoint(job.call.sources):
+                    # It keeps estimates of its size by the name of the source.
+                    job.request = job.call.request(job.attempts)
+                if waits:
+                    self.enqueue(job)
+            except Exception as error:
+                self._bug(job, error)
+        self._pump.ask()
+
+    def settle(self, call: Call[Any]) -> None:
+        """Let `call` name the sources that may answer it now."""
+        self._upstreams.settle(call)
+
+    def _open_request_batches(self) -> None:
+        for upstream in self._upstreams.values():
+            if upstream.batch is not None and upstream.request_batches is None:
+                upstream.request_batches = RequestBatches(
+                    upstream,
+                    upstream.batch,
+                    self._planner.queue,
+                    on_change=self._pump.ask,
+                    observers=self._observers,
+                )
+
     def waiting_for(self, upstream: Upstream) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first
         one.
@@ -163,6 +202,7 @@ class Dispatcher:
         to `drop` the job.
         """
         batch, now = member.batch, self._loop.time()
+        self._upstreams.settle(call)
         try:
             request = call.request(0)
         except Exception as error:
@@ -215,7 +255,7 @@ class Dispatcher:
         """Fail every job, and wait until every attempt has released its quota (`Running.aclose`). May be repeated."""
         self.close()
         await self._running.aclose()
-        for upstream in self._upstreams.values():
+        for upstream in with_draining(self._upstreams):
             if upstream.request_batches is not None:
                 await upstream.request_batches.aclose()
         self._planner.close()
@@ -237,9 +277,11 @@ class Dispatcher:
             # A bug here must not make all jobs wait for their deadlines.
             self._log_bug("planning failed; samples go in the order in which they came", error)
             due_at = self._place_plainly(now)
-        for upstream in self._upstreams.values():
+        for upstream in with_draining(self._upstreams):
             if upstream.request_batches is not None:
                 due_at = min(due_at, upstream.request_batches.send_ready(now))
+        if self._upstreams.draining:
+            self._note_drained()
         if self._on_pumped is not None:
             try:
                 self._on_pumped()
@@ -249,6 +291,12 @@ class Dispatcher:
             for upstream in self._upstreams.values():
                 self._observers.state(now, upstream.name, upstream.state(now), upstream.problem(now))
         return due_at
+
+    def _note_drained(self) -> None:
+        for upstream in [each for each in self._upstreams.draining if not each.live]:
+            self._upstreams.draining.remove(upstream)
+            if self.on_drained is not None:
+                self.on_drained(upstream)
 
     def _place(self, now: float) -> float:
         """Start everything that may go now; return the time by which to pump again."""
@@ -295,7 +343,7 @@ class Dispatcher:
 
     def _excuse(self, since: float, now: float) -> None:
         """Do not count the time in which the event loop was blocked as latency or silence."""
-        for upstream in self._upstreams.values():
+        for upstream in with_draining(self._upstreams):
             upstream.excuse(since=since, now=now)
 
     # Attempts
@@ -358,6 +406,8 @@ class Dispatcher:
         return "; ".join(["no source could take it in time", *problems])
 
     def _why_no_source(self, job: Job) -> str:
+        if not job.call.sources:
+            return "its sources were removed by a reload of the configuration"
         if job.last_problem:
             return job.last_problem
         barred = [self._upstreams[name] for name in job.barred]

@@ -71,6 +71,15 @@ class Forecast:
         self._pressure_at = -math.inf
         self._pressure_for = -1
 
+    def change(self, *, prefer_cost: bool) -> None:
+        """Forecast anew, because upstreams or settings have changed."""
+        self._prefer_cost = prefer_cost
+        self._unneeded.clear()
+        self._ends.clear()
+        self._made_at = self._pressure_at = -math.inf
+        for upstream in self._upstreams.values():
+            upstream.silence.tail = self.tail
+
     def expected_s(self, upstream: Upstream, size: float) -> float:
         """Latency to expect of a request of `size` bytes; for a source that has not answered yet, the mean of the
         others.

@@ -41,7 +41,7 @@ class GivingUp:
 
     def __init__(self, retry_policy: RetryPolicy, *, max_attempts: int) -> None:
         self._retry_policy = retry_policy
-        self._max_attempts = max_attempts
+        self.max_attempts = max_attempts
 
     def check_age(self, attempt: Attempt, now: float) -> None:
         """Give up an attempt for its age if it has no hedge, and all older attempts of a source that is silent."""
@@ -133,7 +133,7 @@ class GivingUp:
         if together:
             self._retry_policy.splitting.given_up(attempt, for_age=for_age)
             excused = True
-        elif not probes and job.failures + 1 >= self._max_attempts:
+        elif not probes and job.failures + 1 >= self.max_attempts:
             excused = for_age or job.forgiven < MAX_FORGIVEN
             job.forgiven += not for_age
         self._retry_policy.transient(attempt, TransientError(why), now, excused=excused)

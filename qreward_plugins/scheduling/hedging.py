@@ -30,6 +30,7 @@ from .jobs import Job
 from .queue import ReadyQueue
 from .silence import SHORTEST_S as SHORTEST_SILENCE_S
 from .upstream import Upstream
+from .upstreams import with_draining
 
 SOFT_AT = 0.5
 """Age, as a multiple of the expected latency, from which an attempt may get a soft hedge."""
@@ -98,6 +99,10 @@ class Hedges:
         self.wake_at = math.inf
         """Time by which to call `advance` and `choose` again."""
 
+    def change(self, *, budget: float, eager: bool) -> None:
+        """Go on with other settings."""
+        self._budget, self._eager = budget, eager
+
     def watch(self, attempt: Attempt, now: float) -> None:
         """Check an attempt again when it reaches the next of its stages."""
         if attempt.job.member.latency_sensitive:
@@ -149,7 +154,7 @@ class Hedges:
         live: Iterable[Attempt]
         if now >= again_at:
             self._looked_at[drained] = now
-            live = itertools.chain.from_iterable(upstream.live for upstream in self._upstreams.values())
+            live = itertools.chain.from_iterable(upstream.live for upstream in with_draining(self._upstreams))
         else:
             self.wake_at = min(self.wake_at, again_at)
             # A place that is free now goes to a waiting job otherwise.

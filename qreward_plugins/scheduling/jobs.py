@@ -210,6 +210,18 @@ class Job:
         ends = [at for name, at in self.backoff_until.items() if at > now and name not in self.barred]
         return min(ends, default=None)
 
+    def forget_sources(self, names: frozenset[str]) -> None:
+        """Forget what these sources did with it, because their names mean nothing or other sources from now on."""
+        if not names:
+            return
+        self.barred -= names
+        self.oversize_at -= names
+        self.invalid_at -= names
+        self.refused_at -= names
+        for name in names:
+            self.backoff_until.pop(name, None)
+            self.answers_before.pop(name, None)
+
     def let_go(self) -> None:
         """Forget the attempts when nobody needs them any more. They refer to the job; without this cycle its memory is
         freed at once.
@@ -225,7 +237,9 @@ class Job:
         """The answer that `attempt` gave."""
         reply, upstream = attempt.reply, attempt.upstream
         model = (reply.model if reply is not None else "") or upstream.source.model
-        return Answer(attempt.value, upstream.name, model, self.spent(now), attempt.service_s)
+        return Answer(
+            attempt.value, upstream.name, model, self.spent(now), attempt.service_s, answered_by=upstream.source
+        )
 
     def unanswered(self, reason: str, detail: str, now: float, *, invalid: bool = False) -> Unanswered:
         """The failure of this job."""

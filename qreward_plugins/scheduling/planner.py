@@ -76,6 +76,7 @@ class Planner:
     ) -> None:
         self._upstreams = upstreams
         self._on_too_large = on_too_large
+        self._settings = settings
         self._choose = strategy(settings.strategy)
         self.queue = ReadyQueue()
         self._probing = Probing(upstreams, self.queue, on_overdue=on_overdue)
@@ -88,6 +89,15 @@ class Planner:
         self._timed_hedges = TimedHedges(upstreams, self.forecast)
         self.wake_at = math.inf
         """Time by which to ask again, even if nothing happens before."""
+
+    def change(self, settings: Scheduling) -> None:
+        """Go on with other settings and upstreams."""
+        if settings.strategy != self._settings.strategy:
+            self._choose = strategy(settings.strategy)
+        self._settings = settings
+        self._prefer_cost = settings.prefer == "cost"
+        self.forecast.change(prefer_cost=self._prefer_cost)
+        self._hedges.change(budget=settings.hedge_budget if settings.hedge else 0.0, eager=not self._prefer_cost)
 
     def arrange(self, jobs: Sequence[Job], now: float) -> None:
         """Order the jobs that were submitted together: set `Job.precedence`."""

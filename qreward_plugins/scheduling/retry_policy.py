@@ -89,6 +89,12 @@ class RetryPolicy:
         self.undecided = Undecided(jobs, upstreams)
         self.ruled = RuledCalls(self, jobs, upstreams, rng)
 
+    def change(self, max_attempts: int, gone: frozenset[str]) -> None:
+        """Go on with another bound, and without what is known of the sources in `gone`."""
+        self._max_attempts = max_attempts
+        self.giving_up.max_attempts = max_attempts
+        self.backoff.forget_sources(gone)
+
     def cancelled(self, attempt: Attempt, now: float) -> None:
         """Treat an attempt that something else cancelled as failed. If it was withheld, queue its job again."""
         if attempt.given_up or attempt not in attempt.job.live:

@@ -47,7 +47,7 @@ class TimeSlices:
         on_slice_over: Callable[[Attempt, float], None],
         on_spare: Callable[[Job, Upstream, float], None],
     ) -> None:
-        self._upstreams = [upstream for upstream in upstreams.values() if upstream.sliced]
+        self._upstreams = upstreams
         self._queue = queue
         self._on_slice_over = on_slice_over
         self._on_spare = on_spare
@@ -55,8 +55,8 @@ class TimeSlices:
     def advance(self, now: float) -> float:
         """End the calls whose slice is over at `now`; return the time by which to call this again."""
         wake_at = math.inf
-        for upstream in self._upstreams:
-            if upstream.quota.in_flight < upstream.quota.concurrency:
+        for upstream in self._upstreams.values():
+            if not upstream.sliced or upstream.quota.in_flight < upstream.quota.concurrency:
                 continue
             waiting = self._queue.first(upstream.name)
             if waiting is None:

@@ -91,6 +91,25 @@ class Upstream:
         self.request_batches: RequestBatches | None = None
         """Its requests of several calls in the event loop that is served; None if each request carries one."""
 
+    def retune(self, *, timeout_s: float, price: Price, weight: float) -> None:
+        """Change what the configuration says of it, beside its limits."""
+        self.timeout_s, self.price, self.weight = timeout_s, price, weight
+
+    def take_over(self, other: Upstream, *, same_account: bool) -> None:
+        """Take over the quota of `other`, in whose place it is used from now on, and what was learned of it.
+        `same_account`: the provider does not tell them apart, so an open circuit and a pause hold on.
+
+        `Quota.retune` has to follow.
+        """
+        self.quota, self.retries = other.quota, other.retries
+        self.quota.serve(self.name, slots=self.source.slots)
+        if self.source.model == other.source.model:
+            self.speed = other.speed
+        if same_account:
+            self.breaker, self.pauses = other.breaker, other.pauses
+        self.silence = Silence(self.live, self.speed, other.silence.tail)
+        self.health = Health(self.name, self.quota, self.breaker, self.silence, local=self.local)
+
     def abandon_attempts(self, now: float) -> None:
         """Forget the attempts of an event loop that was closed. What they sent still counts against the limits."""
         self.live.clear()
@@ -365,7 +384,7 @@ class Upstream:
 def open_upstreams(
     config: Config, opened: Mapping[str, Source], *, processes: int, shared: bool = False
 ) -> dict[str, Upstream]:
-    """The upstreams of `config` by name. Sources in `opened` are used as they are, the others are opened here.
+    """Return the upstreams of `config` by name. Sources in `opened` are used as they are, the others are opened here.
 
     `processes` share the limits equally. With `shared`, a keeper sets this process's share instead.
 
@@ -375,6 +394,7 @@ def open_upstreams(
     mistakes: list[Mistake] = same_keys(config.sources, os.environ)
     for name, node in config.sources.items():
         source = opened.get(name) or open_source(name, node)
+        mistakes += batch_mistakes(source)
         try:
             quota = (
                 SharedQuota(node.limits, source=name, slots=source.slots)
@@ -384,13 +404,18 @@ def open_upstreams(
         except ConfigurationError as error:
             mistakes.extend(error.mistakes)
             continue
-        if getattr(source, "batch", None) is not None and not callable(getattr(source, "send_batch", None)):
-            problem = f"{type(source).__name__} has no `send_batch`, so a request cannot carry several calls."
-            mistakes.append(Mistake(f"sources.{name}.batch", problem, "Define it, or leave batch out."))
         upstreams[name] = Upstream(source, quota, timeout_s=node.timeouts.total_s, price=node.price, weight=node.weight)
     if mistakes:
         raise ConfigurationError(mistakes)
     return upstreams
+
+
+def batch_mistakes(source: Source) -> list[Mistake]:
+    """Return the mistake of a source that is configured to carry several calls, and cannot."""
+    if getattr(source, "batch", None) is None or callable(getattr(source, "send_batch", None)):
+        return []
+    problem = f"{type(source).__name__} has no `send_batch`, so a request cannot carry several calls."
+    return [Mistake(f"sources.{source.name}.batch", problem, "Define it, or leave batch out.")]
 
 
 def _counted(number: float, noun: str) -> str:

@@ -63,7 +63,7 @@ class Waiting:
         for name in job.call.sources:
             if self._upstreams[name].too_large(job.request):
                 job.barred |= {name}
-        if job.barred and job.barred.issuperset(job.call.sources):
+        if not job.call.sources or (job.barred and job.barred.issuperset(job.call.sources)):
             self._on_barred(job)
             return
         job.oversize_at = frozenset()

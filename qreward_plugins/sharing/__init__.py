@@ -2,7 +2,7 @@
 
 from .channels import OpenedChannel, open_channel
 from .keeper import Keeper
-from .keys import may_share, source_keys
+from .keys import may_share, source_addresses, source_keys
 from .member import Demand, Member
 from .membership import Channel, Membership
 
@@ -15,5 +15,6 @@ __all__ = [
     "OpenedChannel",
     "may_share",
     "open_channel",
+    "source_addresses",
     "source_keys",
 ]

@@ -147,6 +147,9 @@ class Keeper:
         self._reported_at.pop(worker, None)
         self._expected.pop(worker, None)
         self._reported_at[worker] = now
+        for key in self._sources_of.get(worker, ()):
+            if key not in report.sources:
+                self._leave(worker, key, now, silent=True)  # it may have spent its share since its last report
         self._sources_of[worker] = tuple(report.sources)
         answered, news = self._answered.get(worker, (0, 0))
         # The worker sent this report before it got the last answer, so that answer had no effect.
@@ -228,6 +231,9 @@ class Keeper:
             pool.raise_to_fair(worker, now)
             if pool.share(worker) > source_report.parts[resource].share:
                 self._to_answer[worker] = None
+        for resource, pool in shared.pools.items():
+            if resource not in source_report.limits:
+                pool.drop(worker, now, silent=True)  # this limit is declared no more
         shared.report(worker, now)
         self._record_news(worker, shared, source_report.news, now)
         if new:
@@ -299,12 +305,16 @@ class Keeper:
 
     def _forget(self, worker: str, now: float, *, silent: bool) -> None:
         for key in self._sources_of.pop(worker, ()):
-            shared = self._sources[key]
-            shared.workers.pop(worker, None)
-            shared.line.pop(worker, None)
-            for pool in shared.pools.values():
-                pool.drop(worker, now, silent=silent)
+            self._leave(worker, key, now, silent=silent)
         self._recalled.pop(worker, None)
         self._answered.pop(worker, None)
         self._to_answer.pop(worker, None)
         self._expected.pop(worker, None)
+
+    def _leave(self, worker: str, key: str, now: float, *, silent: bool) -> None:
+        """Remove a worker from one source."""
+        shared = self._sources[key]
+        shared.workers.pop(worker, None)
+        shared.line.pop(worker, None)
+        for pool in shared.pools.values():
+            pool.drop(worker, now, silent=silent)

@@ -30,6 +30,15 @@ def source_keys(config: Config) -> dict[str, str]:
     }
 
 
+def source_addresses(config: Config) -> dict[str, frozenset[str]]:
+    """Return the addresses of each source of `config`. Those of a foreign kind may
+    hold secrets: do not show them."""
+    return {
+        name: frozenset(f"{provider.kind} {place}" for place in provider.addresses)
+        for name, provider in _providers(config, None).items()
+    }
+
+
 def may_share(
     mine: Config,
     other: Config,

@@ -16,7 +16,7 @@ import math
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from ..quotas import Resource, SharedQuota
+from ..quotas import Quota, Resource, SharedQuota
 from .keeper import HOLD_S, MARGIN_S, TTL_S
 from .messages import Answer, Grant, Part, Report, SourceNews, SourceReport
 from .pool import MIN_CHANGE
@@ -89,6 +89,19 @@ class Member:
                 self._counted[key] = max(quota.share["concurrency"], quota.in_flight)
             sources[key] = SourceReport(quota.limits(), parts, news.get(key, SourceNews()))
         return Report(self.name, self._number, sources, accepted=self._accepted)
+
+    def change(self, quotas: Mapping[str, SharedQuota]) -> None:
+        """Share these quotas from now on. The next report tells the keeper which are gone."""
+        self._quotas = quotas
+        for kept in (self._grants, self._debts, self._waits, self._wanted, self._counted):
+            for key in [key for key in kept if key not in quotas]:
+                del kept[key]
+
+    def begin(self, quota: Quota) -> None:
+        """Give `quota` a share of nothing, until the keeper answers a report of it."""
+        if isinstance(quota, SharedQuota):
+            quota.resize({}, workers=quota.workers, now=-math.inf)
+            quota.valid_until = self.valid_until
 
     def last_report(self, now: float) -> Report:
         """Give up all shares and build the last report of this worker."""

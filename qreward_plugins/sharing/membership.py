@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from ..errors import KeeperError, KeeperLost, KeeperSilent
 from ..quotas import SharedQuota
 from .keeper import HOLD_S, TTL_S
-from .member import Demand, Member
+from .member import NOTHING, Demand, Member
 from .messages import Answer, Report, SourceNews
 
 if TYPE_CHECKING:
@@ -108,6 +108,40 @@ class Membership:
         self._lost = False
         self._late: set[asyncio.Future[Answer | None]] = set()
         self._known: dict[str, _Known] = {key: _Known() for key in upstreams}
+        self._draining: dict[str, Upstream] = {}
+        """Upstreams that were removed and have attempts under way, by key."""
+
+    def change(self, upstreams: Mapping[str, Upstream]) -> None:
+        """Share these upstreams from now on. One that is not among them is shared until its last attempt has ended
+        (`drained`), unless its quota goes on for another.
+        """
+        quotas = {id(upstream.quota) for upstream in upstreams.values()}
+        gone = {key: each for key, each in self._upstreams.items() if upstreams.get(key) is not each}
+        self._draining = {
+            key: each
+            for key, each in {**self._draining, **gone}.items()
+            if each.live and id(each.quota) not in quotas and key not in upstreams
+        }
+        for key, upstream in upstreams.items():
+            before = self._upstreams.get(key)
+            if before is None or before.quota is not upstream.quota:
+                # Its share, if it has one, is of what the keeper knows by another key.
+                self.member.begin(upstream.quota)
+        self._set({**upstreams, **self._draining})
+
+    def drained(self, upstream: Upstream) -> None:
+        """Stop sharing an upstream that was removed: its last attempt has ended."""
+        keys = [key for key, each in self._draining.items() if each is upstream]
+        for key in keys:
+            del self._draining[key]
+        if keys:
+            self._set({key: each for key, each in self._upstreams.items() if key not in keys})
+
+    def _set(self, upstreams: Mapping[str, Upstream]) -> None:
+        self._upstreams = upstreams
+        self._known = {key: self._known.get(key, _Known()) for key in upstreams}
+        self.member.change({key: each.quota for key, each in upstreams.items() if isinstance(each.quota, SharedQuota)})
+        self._urgent.set()
 
     def start(self, dispatcher: Dispatcher) -> None:
         """Start to report what waits in `dispatcher`, in the running event loop; drop the state of an earlier loop."""
@@ -282,6 +316,8 @@ class Membership:
             await asyncio.sleep(left_s)
 
     def _demand(self, upstream: Upstream) -> Demand:
+        if any(upstream is each for each in self._draining.values()):
+            return NOTHING
         return Demand(*self._dispatcher.waiting_for(upstream))
 
     def _learned(self, key: str, upstream: Upstream, demand: Demand, now: float) -> bool:

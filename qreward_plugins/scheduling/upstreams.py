@@ -1,0 +1,57 @@
+"""The upstreams of an engine by name, which a reload of the configuration changes while calls are under way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, TypeAlias
+
+from .calls import Call
+from .upstream import Upstream
+
+Moves: TypeAlias = Mapping[tuple[str, tuple[str, ...]], tuple[str, ...]]
+"""By the name of who calls and the sources that it names: the sources that may answer now."""
+
+
+class Upstreams(dict[str, Upstream]):
+    """The upstreams that take calls, by name.
+
+    A removed upstream is not among them, but `upstreams[name]` still finds it: jobs that it failed refer to it by name.
+    """
+
+    def __init__(self, upstreams: Mapping[str, Upstream]) -> None:
+        super().__init__(upstreams)
+        self.draining: list[Upstream] = []
+        """Removed upstreams with attempts under way."""
+        self._removed: dict[str, Upstream] = {}
+        self._moves: dict[tuple[str, tuple[str, ...]], tuple[str, ...]] = {}
+        self._changed = False
+
+    def __missing__(self, name: str) -> Upstream:
+        return self._removed[name]
+
+    def change(self, upstreams: Mapping[str, Upstream], moves: Moves) -> frozenset[str]:
+        """Go on with `upstreams`. Those that are not among them drain. Return the names that mean nothing, or another
+        upstream, from now on.
+        """
+        leaving = [upstream for name, upstream in self.items() if upstreams.get(name) is not upstream]
+        self.draining += leaving
+        self._removed.update((upstream.name, upstream) for upstream in leaving)
+        self.clear()
+        self.update(upstreams)
+        self._moves = {origin: moves.get((origin[0], target), target) for origin, target in self._moves.items()}
+        self._moves.update(moves)
+        self._changed = True
+        return frozenset(upstream.name for upstream in leaving)
+
+    def settle(self, call: Call[Any]) -> None:
+        """Let `call` name the sources that may answer it now. There may be none left."""
+        if self._changed:
+            sources = self._moves.get((call.name, call.sources), call.sources)
+            call.sources = tuple([name for name in sources if name in self])
+
+
+def with_draining(upstreams: Mapping[str, Upstream]) -> Iterable[Upstream]:
+    """Return all upstreams that may have attempts under way."""
+    if isinstance(upstreams, Upstreams) and upstreams.draining:
+        return [*upstreams.values(), *upstreams.draining]
+    return upstreams.values()

@@ -1,0 +1,286 @@
+"""Another configuration for an engine that runs, in virtual time: what changes at once, drains, or is refused."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from reload_stage import NO_HEDGE, Stage, batch, sample, tree
+
+from qreward_plugins import ConfigurationError, EngineError, Failed, RewardEngine, Scored
+from qreward_plugins.simulation import run
+
+
+def most_in(times, window_s):
+    return max((sum(at <= other < at + window_s for other in times) for at in times), default=0)
+
+
+def test_a_limit_that_falls_holds_at_once_and_what_was_spent_counts():
+    stage = Stage()
+
+    async def main(engine):
+        scoring = batch(engine, 40)
+        await asyncio.sleep(1.5)
+        assert len(stage.sent) == 20
+        found = await engine.reload(tree("a", limits={"a": {"requests_per_minute": 5, "concurrency": 64}}))
+        assert [change.path for change in found.changes] == ["sources.a.limits.requests_per_minute"]
+        assert (found.changes[0].before, found.changes[0].after, found.changes[0].effect) == ("20", "5", "at once")
+        return await scoring
+
+    outcomes = stage.play(tree("a", limits={"a": {"requests_per_minute": 20, "concurrency": 64}}), main)
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    late = [at for at in stage.times("a") if at > 1.5]
+    assert late[0] > 60
+    assert most_in(late, 60) == 5
+    assert len(stage.sent) == 40
+
+
+def test_a_limit_that_rises_is_used_at_once():
+    stage = Stage()
+
+    async def main(engine):
+        scoring = batch(engine, 40)
+        await asyncio.sleep(1.5)
+        await engine.reload(tree("a", limits={"a": {"requests_per_minute": 40, "concurrency": 64}}))
+        return await scoring
+
+    stage.play(tree("a", limits={"a": {"requests_per_minute": 10, "concurrency": 64}}), main)
+    assert sum(at <= 1.6 for at in stage.times("a")) == 40
+
+
+def test_waiting_samples_go_to_a_source_that_was_added():
+    stage = Stage()
+
+    async def main(engine):
+        scoring = batch(engine, 30)
+        await asyncio.sleep(1.5)
+        found = await engine.reload(tree("a", "b", limits={"a": {"requests_per_minute": 10}}))
+        assert str(found) == "sources.b: added (openai)"
+        return await scoring
+
+    outcomes = stage.play(tree("a", limits={"a": {"requests_per_minute": 10}}), main)
+    assert {outcome.verdict.source for outcome in outcomes} == {"a", "b"}
+    assert len(stage.sent) == 30
+    assert max(stage.times("b")) < 10
+
+
+def test_a_removed_source_drains_and_its_waiting_samples_go_elsewhere():
+    stage = Stage(a=20.0)
+
+    async def main(engine):
+        scoring = batch(engine, 12)
+        await asyncio.sleep(1.5)
+        found = await engine.reload(tree("b", engine=NO_HEDGE))
+        assert str(found) == "sources.a: removed; sources.b: added (openai)"
+        assert list(engine.upstreams) == ["b"]
+        return await scoring
+
+    outcomes = stage.play(tree("a", limits={"a": {"concurrency": 4}}, engine=NO_HEDGE), main)
+    assert [outcome.verdict.source for outcome in outcomes].count("a") == 4
+    assert stage.times("a") == [0.0] * 4
+    assert len(stage.times("b")) == 8
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+
+
+def test_a_removed_source_closes_after_its_last_attempt(monkeypatch):
+    from qreward_plugins.reloading import reloader
+
+    closed = []
+    stage = Stage(a=20.0)
+
+    async def note(upstream):
+        closed.append((upstream.name, asyncio.get_running_loop().time()))
+
+    monkeypatch.setattr(reloader, "_closed", note)
+
+    async def main(engine):
+        engine._wiring.given = {}
+        scoring = batch(engine, 1)
+        await asyncio.sleep(1.5)
+        engine._wiring.given = {"b": stage.sources["b"]}
+        await engine.reload(tree("b", engine=NO_HEDGE))
+        outcomes = await scoring
+        await asyncio.sleep(1)
+        return outcomes
+
+    (outcome,) = stage.play(tree("a", engine=NO_HEDGE), main)
+    assert outcome.verdict.source == "a"
+    assert closed == [("a", 20.0)]
+
+
+def test_without_any_source_left_samples_fail_at_once_with_the_cause():
+    stage = Stage(a=5.0)
+
+    async def main(engine):
+        scoring = batch(engine, 6)
+        await asyncio.sleep(1.5)
+        other = tree("a", "b", judge={"sources": "a"})
+        del other["judges"]["quality"], other["sources"]["a"]
+        other["judges"]["other"] = {"kind": "llm", "score_range": [0, 1]}
+        await engine.reload(other)
+        at = asyncio.get_running_loop().time()
+        outcomes = await scoring
+        return outcomes, at
+
+    outcomes, _ = stage.play(tree("a", limits={"a": {"concurrency": 2}}, judge={"sources": "a"}), main)
+    failed = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
+    assert len(failed) == 4
+    assert {one.reason for one in failed} == {"no_source"}
+    assert "removed by a reload" in failed[0].detail
+    assert {one.latency_s for one in failed} == {1.5}
+
+
+def test_samples_under_way_end_by_the_judges_they_began_with():
+    stage = Stage(a=5.0)
+
+    async def main(engine):
+        scoring = batch(engine, 2)
+        await asyncio.sleep(1)
+        await engine.reload(tree("a", judge={"reward_range": [0, 100], "correct_at": 20}))
+        return await scoring, await engine.score(sample(9))
+
+    before, after = stage.play(tree("a"), main)
+    assert [outcome.reward for outcome in before] == [0.25, 0.25]
+    assert [outcome.verdict.correct for outcome in before] == [None, None]
+    assert (after.reward, after.verdict.correct) == (25.0, True)
+
+
+def test_a_removed_source_that_comes_back_has_its_window():
+    stage = Stage()
+    limits = {"a": {"requests_per_minute": 10, "concurrency": 64}}
+
+    async def main(engine):
+        scoring = batch(engine, 20)
+        await asyncio.sleep(1.5)
+        await engine.reload(tree("b", limits={"b": {"requests_per_minute": 1}}))
+        await asyncio.sleep(5)
+        await engine.reload(tree("a", limits=limits))
+        return await scoring
+
+    outcomes = stage.play(tree("a", limits=limits), main)
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    assert most_in(stage.times("a"), 60) == 10
+
+
+def test_a_renamed_source_keeps_its_window():
+    stage = Stage()
+    limits = {"requests_per_minute": 10, "concurrency": 64}
+
+    async def main(engine):
+        scoring = batch(engine, 20)
+        await asyncio.sleep(1.5)
+        renamed = tree("b", limits={"b": limits})
+        renamed["sources"]["b"]["base_url"] = "http://a.invalid/v1"
+        await engine.reload(renamed)
+        return await scoring
+
+    outcomes = stage.play(tree("a", limits={"a": limits}), main)
+    assert all(isinstance(outcome, Scored) for outcome in outcomes)
+    assert most_in([at for at, _ in stage.sent], 60) == 10
+
+
+@pytest.mark.parametrize(
+    ("change", "path"),
+    [
+        ({"engine": {"seed": 2}}, "engine.seed"),
+        ({"engine": {"seed": 1, "shared": "off"}}, "engine.shared"),
+        ({"engine": {"seed": 1, "journal": {"path": "x.sqlite"}}}, "engine.journal"),
+        ({"on_failure": "raise"}, "on_failure"),
+        ({"groups": {"wait_s": 7}}, "groups.wait_s"),
+    ],
+)
+def test_what_needs_a_restart_is_refused_as_a_whole_by_name(change, path):
+    stage = Stage()
+
+    async def main(engine):
+        before = engine.config
+        with pytest.raises(ConfigurationError, match="needs a restart") as error:
+            await engine.reload({**tree("a", "b"), **change})
+        assert [mistake.path for mistake in error.value.mistakes] == [path]
+        assert engine.config is before
+        assert list(engine.upstreams) == ["a"]
+
+    stage.play(tree("a"), main)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"sources": {"a": {"kind": "openai"}}},
+        tree("a", judge={"sources": "nobody"}),
+        tree("a", judge={"reward_range": [0, 1], "floor": 2}),
+        tree("a", limits={"a": {"requests_per_minute": -1}}),
+        {},
+    ],
+)
+def test_mistakes_are_raised_and_nothing_changes(wrong):
+    stage = Stage()
+
+    async def main(engine):
+        scoring = batch(engine, 5)
+        await asyncio.sleep(0.5)
+        before = (engine.config, engine.judges, dict(engine.upstreams))
+        with pytest.raises(ConfigurationError):
+            await engine.reload(wrong)
+        assert (engine.config, engine.judges, dict(engine.upstreams)) == before
+        return await scoring
+
+    assert all(isinstance(outcome, Scored) for outcome in stage.play(tree("a"), main))
+
+
+def test_settings_of_the_engine_change():
+    stage = Stage()
+
+    async def main(engine):
+        await engine.score(sample())
+        await engine.reload(
+            tree("a", engine={"deadline_s": 0.5, "max_attempts": 2, "scheduling": {"strategy": "round_robin"}})
+        )
+        return await engine.score(sample())
+
+    outcome = stage.play(tree("a"), main)
+    assert (outcome.reason, outcome.latency_s) == ("deadline", 0.5)
+
+
+def test_nothing_differs():
+    stage = Stage()
+
+    async def main(engine):
+        found = await engine.reload(tree("a"))
+        assert not found
+        assert str(found) == "no change"
+
+    stage.play(tree("a"), main)
+
+
+def test_a_reload_before_the_first_sample_and_between_two_loops():
+    stage = Stage()
+    engine = RewardEngine(tree("a"), sources=stage.sources)
+
+    async def first():
+        await engine.reload(tree("b"))
+        return await engine.score(sample())
+
+    async def second():
+        await engine.reload(tree("c"))
+        return await engine.score(sample())
+
+    assert run(first()).verdict.source == "b"
+    assert run(second()).verdict.source == "c"
+
+    async def end():
+        await engine.aclose()
+        with pytest.raises(EngineError, match="closed"):
+            await engine.reload(tree("a"))
+
+    run(end())
+
+
+def test_without_a_file_there_is_nothing_to_read_again():
+    stage = Stage()
+
+    async def main(engine):
+        with pytest.raises(ConfigurationError, match="not made from a file"):
+            await engine.reload()
+
+    stage.play(tree("a"), main)

@@ -56,6 +56,8 @@ class ReplicaActor:
         folder = self._spec.log_folder
         path = Path(folder) if folder is not None else runtime_folder() / f"{self._spec.key}-logs"
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._private_logs = path if folder is None else None
+        self._number = number
         # Ray has set the variables of the devices in this process.
         host = ray.util.get_node_ip_address()
         self._server = LocalServer(self._spec, number, folder=path, environment={}, host=host)
@@ -73,8 +75,10 @@ class ReplicaActor:
         return failed.problem, failed.log
 
     async def stop(self) -> None:
-        """See `LocalServer.stop`."""
+        """See `LocalServer.stop`. Logs that nobody asked to keep are removed."""
         await self._server.stop()
+        if self._private_logs is not None:
+            await in_thread(functools.partial(_remove_logs, self._private_logs, self._spec, self._number))
 
 
 class RayServer:
@@ -281,6 +285,13 @@ class RayPoolUse(PoolUse):
 
 async def _ended(reference: Any) -> Any:
     return await reference
+
+
+def _remove_logs(folder: Path, spec: PoolSpec, number: int) -> None:
+    for path in folder.glob(f"{spec.file_name}-{number}.log*"):
+        path.unlink(missing_ok=True)
+    with suppress(OSError):  # another replica of this node has its log there
+        folder.rmdir()
 
 
 def _free(actor: Any, group: Any) -> None:

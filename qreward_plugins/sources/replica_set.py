@@ -120,7 +120,8 @@ class ReplicaSet(SourceKind):
         """Seconds within which all replicas must be ready. Default: 600."""
 
         stop_within_s: PositiveFloat = 5.0
-        """Seconds that a replica has to end after SIGTERM, before it is killed. Default: 5."""
+        """Seconds that a replica has to end after SIGTERM, before it is killed. Closing an engine takes 10 s at most;
+        servers that have longer end behind it. Default: 5."""
 
         restarts: Annotated[int, Field(ge=0), BeforeValidator(no_bool), takes("a number from 0 on")] = 3
         """How often in a row a replica that dies is started again, after 1, 2, 4 ... s. After 10 minutes without a

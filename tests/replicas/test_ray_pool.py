@@ -22,7 +22,16 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def cluster():
+def private(tmp_path_factory):
+    """The runtime folder of the cluster's processes, which have the environment of the one that starts it."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("runtime")
+        patch.setenv("XDG_RUNTIME_DIR", str(folder))
+        yield folder / "qreward"
+
+
+@pytest.fixture(scope="module")
+def cluster(private):
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     yield
     ray.shutdown()
@@ -42,7 +51,7 @@ def groups():
     return [row for row in ray.util.placement_group_table().values() if row["state"] != "REMOVED"]
 
 
-async def test_a_pool_on_ray(cluster, stand_ins):
+async def test_a_pool_on_ray(cluster, stand_ins, private):
     own = tree(stand_ins.command(), data_parallel=2)
     async with RewardEngine(own) as first, RewardEngine(own) as other:
         assert [outcome.reward for outcome in await first.score_all(samples(10), deadline_s=30)] == [0.7] * 10
@@ -59,7 +68,7 @@ async def test_a_pool_on_ray(cluster, stand_ins):
         await comes(lambda: any(state.restarts and state.url for state in source.replicas))
         assert len(stand_ins.living()) == 2
         assert [outcome.reward for outcome in await first.score_all(samples(10), deadline_s=30)] == [0.7] * 10
-    await comes(lambda: not stand_ins.living() and not groups())
+    await comes(lambda: not stand_ins.living() and not groups() and not list(private.glob("*-logs")))
 
 
 async def test_a_pool_that_the_cluster_cannot_place(cluster, stand_ins):

@@ -171,6 +171,7 @@ class Proxy:
             body,
             {name.lower(): value for name, value in asked.headers.items() if name.lower() in SENT_ON},
             streams,
+            refers=form.state(body) != "",
             on_head=exchange.begin,
             on_refusal=exchange.refused,
             has_room=exchange.has_room,

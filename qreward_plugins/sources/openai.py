@@ -143,7 +143,8 @@ class OpenAISource(Endpoint):
         raw = RawReply(http.status, handed_back(http.headers, clean), cleaned(http.body, clean), self._name)
         if not 200 <= http.status < 300:
             error = answer.of_status(http.status, Problem.of(json_of(http.body)))
-            if isinstance(error, InvalidReply) or type(error) is PermanentError:
+            unknown = passed.refers and http.status in (403, 404)
+            if isinstance(error, InvalidReply) or type(error) is PermanentError or unknown:
                 passed.on_refusal(raw)
                 error = PermanentError(str(error), status=http.status)
             raise error

@@ -56,6 +56,9 @@ class PassedRequest:
     body: Mapping[str, Any] = field(repr=False)
     headers: Mapping[str, str] = field(default_factory=dict, repr=False)
     stream: bool = False
+    refers: bool = False
+    """Whether it refers to what a provider keeps. If the provider does not know that, it is the client's mistake, and
+    not an unknown URL."""
     on_head: Callable[[RawReply], None] = field(default=lambda head: None, repr=False)
     on_refusal: Callable[[RawReply], None] = field(default=lambda reply: None, repr=False)
     has_room: Callable[[], bool] = field(default=lambda: True, repr=False)

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from qreward_plugins.scheduling.strategies import RoundRobin, least_requests, least_tokens, strategy
+from qreward_plugins.scheduling.strategies import strategy
 from qreward_plugins.simulation import run
 
 
@@ -23,7 +23,7 @@ def counts(stage):
 @pytest.mark.parametrize("weighted", [False, True])
 def test_turns_are_spread_evenly_and_not_in_lumps(stage, weighted):
     trio(stage)
-    choose, upstreams = RoundRobin(weighted=weighted), list(stage.upstreams.values())
+    choose, upstreams = strategy("weighted" if weighted else "round_robin"), list(stage.upstreams.values())
     names = [choose(upstreams).name for _ in range(60)]
     shares = {"a": 3, "b": 2, "c": 1} if weighted else {"a": 2, "b": 2, "c": 2}
     for start in range(0, 60, 6):
@@ -35,14 +35,22 @@ def test_turns_are_spread_evenly_and_not_in_lumps(stage, weighted):
 def test_turns_of_unequal_weights_are_exact_in_the_long_run(stage):
     stage.add("a", weight=3.0)
     stage.add("b", weight=2.0)
-    choose, upstreams = RoundRobin(weighted=True), list(stage.upstreams.values())
+    choose, upstreams = strategy("weighted"), list(stage.upstreams.values())
     names = [choose(upstreams).name for _ in range(50)]
     assert (names.count("a"), names.count("b")) == (30, 20)
 
 
+def test_a_caller_may_state_other_weights(stage):
+    trio(stage)
+    choose = strategy("weighted", lambda upstream: {"a": 1.0, "b": 1.0, "c": 4.0}[upstream.name])
+    upstreams = list(stage.upstreams.values())
+    names = [choose(upstreams).name for _ in range(60)]
+    assert [names.count(name) for name in "abc"] == [10, 10, 40]
+
+
 def test_turns_of_those_who_cannot_are_taken_by_the_others(stage):
     trio(stage)
-    choose = RoundRobin(weighted=False)
+    choose = strategy("round_robin")
     a, b, c = stage.upstreams.values()
     names = [choose([a, c]).name for _ in range(10)] + [choose([a, b, c]).name for _ in range(9)]
     assert [names[:10].count(name) for name in "abc"] == [5, 0, 5]
@@ -93,12 +101,12 @@ def test_least_of_what_is_in_flight_now(stage):
         for name, size in (("a", 30), ("a", 30), ("b", 60), ("b", 60), ("c", 6000)):
             stage.attempt(stage.job(size), name, started_at=0.0, expected_s=1.0)
         # Requests for the weight: 2/3, 2/2, 1/1; tokens: 20/3, 40/2, 2000/1.
-        assert least_requests(upstreams) is a
-        assert least_tokens([b, c]) is b
+        assert strategy("least_requests")(upstreams) is a
+        assert strategy("least_tokens")([b, c]) is b
         stage.attempt(stage.job(30), "a", started_at=0.0, expected_s=1.0)
         stage.attempt(stage.job(30), "a", started_at=0.0, expected_s=1.0)
-        assert least_requests([a, c]) is c
-        assert least_tokens(upstreams) is a
+        assert strategy("least_requests")([a, c]) is c
+        assert strategy("least_tokens")(upstreams) is a
 
     run(main())
 

@@ -454,3 +454,16 @@ async def test_messages_about_absurd_names_are_short():
         assert len((await client.get("http://any/" + "y" * 5000)).content) < 600
         assert (await client.get("http://any/v1/models/Qwen%2FQ3")).json()["id"] == "Qwen/Q3"
         assert (await client.get("http://any/v1/models/Qwen/Q3")).json()["id"] == "Qwen/Q3"
+
+
+async def test_references_to_what_a_provider_does_not_know_are_the_mistake_of_the_client():
+    missing = (404, {"error": {"message": "no such response"}}, {})
+    async with echo(lambda number: missing) as server, client_of(tree_of(server, dialect="responses")) as client:
+        url = "http://any/v1/responses"
+        for number in range(40):
+            body = {"model": "gpt-5", "previous_response_id": f"r{number}"}
+            reply = await client.post(url, json=body)
+            assert (reply.status_code, reply.json()["error"]["message"]) == (404, "no such response")
+        server.reply = lambda number: (200, {"output": []}, {})
+        assert (await client.post(url, json={"model": "gpt-5"})).status_code == 200
+        assert client.engine.statistics().sources["s0"].state == "up"

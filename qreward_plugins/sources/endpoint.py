@@ -262,8 +262,10 @@ class Endpoint(SourceKind):
         )
 
     def replica_statistics(self, now: float) -> tuple[ReplicaStatistics, ...]:
-        """Return the statistics of each replica; empty for one URL. `now` is the event loop's time in seconds."""
-        return self._replicas.statistics(now) if self._replicas.several else ()
+        """Return the statistics of each replica; empty for a source that never had several. `now` is the event loop's
+        time in seconds.
+        """
+        return self._replicas.statistics(now) if self._replicas.were_several else ()
 
     def _without_secrets(self, reply: Reply) -> Reply:
         """Redact the reply, and attach the redactor: a server may echo secrets into rationales and component names."""

@@ -19,7 +19,11 @@ from .replica import Mark, Replica, ReplicaStatistics
 from .routing import STALE_S, chosen
 
 _KEPT_SHARE = 0.9
-"""Weight of the past in the mean of completion tokens."""
+"""Weight of the past in the means of completion tokens and of seconds."""
+_PATIENCE = 3.0
+"""A call that is given up before this many times the mean time of an answer says nothing of its replica: it may have
+been hedged.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,17 +44,17 @@ UNKNOWN = Errand()
 class Loan:
     """A request under way at a replica, for a `with` block. It counts from `borrow` until the block ends, once."""
 
-    __slots__ = ("_alike", "_began_at", "_key", "_open", "_tokens", "replica")
+    __slots__ = ("_began_at", "_key", "_of", "_open", "_tokens", "replica")
 
-    def __init__(self, replica: Replica, errand: Errand, tokens: int, alike: Counter[int], now: float) -> None:
+    def __init__(self, of: Replicas, replica: Replica, errand: Errand, tokens: int, now: float) -> None:
+        self._of = of
         self.replica = replica
         self._tokens = tokens
         self._began_at = now
         self._open = True
-        self._alike = alike
         self._key = None if errand.prefix is None else errand.prefix.key
         if self._key is not None:
-            alike[self._key] += 1
+            of.alike[self._key] += 1
         replica.began(self, tokens, errand.prefix, errand.prompt_tokens, now)
 
     @property
@@ -69,13 +73,15 @@ class Loan:
             self._open = False
             self.replica.ended(self, self._tokens)
             if self._key is not None:
-                self._alike[self._key] -= 1
-                if not self._alike[self._key]:
-                    del self._alike[self._key]
+                alike = self._of.alike
+                alike[self._key] -= 1
+                if not alike[self._key]:
+                    del alike[self._key]
 
     def answered(self, now: float) -> None:
         """Record that the replica answered with a status below 500."""
         self.replica.answered(now)
+        self._of.answered(now - self._began_at)
 
     def failed(self, now: float, *, draining: bool = False) -> None:
         """Record that the replica was unreachable or answered with a status from 500 on. `draining`: it said that it
@@ -84,10 +90,12 @@ class Loan:
         self.replica.failed(now, began_at=self._began_at, draining=draining)
 
     def cancelled(self, now: float) -> None:
-        """Record that the wait for the reply was given up. If the replica has answered nothing since the request was
-        sent, this counts as a failure: it may hang.
+        """Record that the wait for the reply was given up. If it was a long wait, and the replica has answered nothing
+        since the request was sent, this counts as a failure: it may hang.
         """
-        if now > self._began_at and self.replica.answered_at < self._began_at:
+        waited_s, usual_s = now - self._began_at, self._of.mean_answer_s
+        is_long = waited_s > 0.0 if usual_s is None else waited_s > _PATIENCE * usual_s
+        if is_long and self.replica.answered_at < self._began_at:
             self.replica.failed(now, began_at=self._began_at)
 
 
@@ -102,9 +110,13 @@ class Replicas:
         self._name = name
         self._routing = Routing() if routing is None else routing
         self._replicas = [Replica(url) for url in dict.fromkeys(base_urls)]
+        self.were_several = len(self._replicas) > 1
+        """Whether there ever was a choice: then statistics are shown, also while one replica is left."""
         self._uses = 0
         self._mean_completion: float | None = None
-        self._alike: Counter[int] = Counter()
+        self.mean_answer_s: float | None = None
+        """Mean seconds from sending to a reply, over all replicas; None before the first."""
+        self.alike: Counter[int] = Counter()
         """Requests under way by prefix."""
 
     @property
@@ -126,6 +138,7 @@ class Replicas:
             self.mark(base_url, "up")
         else:
             self._replicas.append(Replica(base_url))
+            self.were_several = self.were_several or self.several
 
     def remove(self, base_url: str) -> None:
         """Remove a replica. Its calls go on. Raises LookupError for an unknown one."""
@@ -154,19 +167,22 @@ class Replicas:
             if not up:
                 raise TransientError(f"source {self._name!r}: no replica is up")
             candidates = [replica for replica in up if replica.takes_calls(now)] or up
-            alike = 1 if errand.prefix is None else self._alike[errand.prefix.key] + 1
+            alike = 1 if errand.prefix is None else self.alike[errand.prefix.key] + 1
             replica = chosen(candidates, self._routing, errand.prefix, tokens=tokens, alike=alike, now=now)
         self._uses += 1
         replica.last_used = self._uses
-        return Loan(replica, errand, tokens, self._alike, now)
+        return Loan(self, replica, errand, tokens, now)
 
     def used(self, replica: Replica, usage: Usage | None) -> None:
         """Count the usage that a reply of `replica` states."""
         if usage is None:
             return
         replica.used(usage)
-        tokens, mean = usage.completion_tokens, self._mean_completion
-        self._mean_completion = tokens if mean is None else _KEPT_SHARE * mean + (1 - _KEPT_SHARE) * tokens
+        self._mean_completion = _mean(self._mean_completion, usage.completion_tokens)
+
+    def answered(self, seconds: float) -> None:
+        """Count the time that a reply took."""
+        self.mean_answer_s = _mean(self.mean_answer_s, seconds)
 
     def statistics(self, now: float) -> tuple[ReplicaStatistics, ...]:
         """Return the statistics of every replica; `now` is the event loop's time in seconds."""
@@ -184,3 +200,7 @@ class Replicas:
             if replica.base_url == base_url:
                 return replica
         raise LookupError(f"source {self._name!r} has no replica {base_url!r}")
+
+
+def _mean(mean: float | None, now: float) -> float:
+    return now if mean is None else _KEPT_SHARE * mean + (1 - _KEPT_SHARE) * now

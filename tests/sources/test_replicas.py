@@ -153,6 +153,20 @@ def test_a_cancelled_call_counts_as_a_failure_if_nothing_was_answered_meanwhile(
     assert replicas.all[1].health(30.0) == "up"
 
 
+def test_a_call_that_is_given_up_early_says_nothing() -> None:
+    """A hedge was faster."""
+    replicas = of("a", "b")
+    for _ in range(2):
+        loan = replicas.borrow(0.0)
+        loan.answered(10.0)
+        loan.give_back()
+    hedged = replicas.borrow(20.0)
+    hedged.cancelled(45.0)
+    assert hedged.replica.health(45.0) == "up"
+    hedged.cancelled(51.0)
+    assert hedged.replica.health(51.0) == "backing_off"
+
+
 def test_a_call_that_is_cancelled_at_once_says_nothing() -> None:
     replicas = of("a", "b")
     replicas.borrow(5.0).cancelled(5.0)
@@ -311,7 +325,7 @@ class Courses(RuleBasedStateMachine):
             loan.give_back()
         for replica in self.known:
             assert (replica.in_flight, replica.pending_tokens) == (0, 0)  # type: ignore[attr-defined]
-        assert not self.replicas._alike
+        assert not self.replicas.alike
 
 
 Courses.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)

@@ -99,7 +99,7 @@ def opened():
         assert type(data_source) is str
         return 0.5
 
-    async def post(url, body, *, on_sent, max_reply_bytes, streaming=None):
+    async def post(url, body, *, on_sent, max_reply_bytes, streaming=None, headers=None):
         on_sent()
         bodies.append(json.loads(body, parse_constant=pytest.fail))
         return HTTPReply(200, {}, b"0.5")

@@ -85,7 +85,7 @@ def echoing(secrets, status, form):
     def sent(*places):
         return [FORMS[form](secrets[place]) for place in places]
 
-    async def post(self, url, body, *, on_sent, max_reply_bytes, streaming=None):
+    async def post(self, url, body, *, on_sent, max_reply_bytes, streaming=None, headers=None):
         on_sent()
         model = url.host.startswith("a.")
         known = sent("api_key", "header", "parameter") if model else sent("header", "nested", "environment")

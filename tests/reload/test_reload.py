@@ -284,3 +284,90 @@ def test_without_a_file_there_is_nothing_to_read_again():
             await engine.reload()
 
     stage.play(tree("a"), main)
+
+
+def test_a_rotated_key_keeps_the_window_of_its_source():
+    stage = Stage()
+    config = tree("a", limits={"a": {"requests_per_minute": 10, "concurrency": 64}})
+    config["sources"]["a"]["api_key"] = "sk-first"
+
+    async def main(engine):
+        engine._wiring.given = {}
+        scoring = batch(engine, 10)
+        await asyncio.sleep(1.5)
+        outcomes = await scoring
+        before = engine.upstreams["a"]
+        rotated = {**config, "sources": {"a": {**config["sources"]["a"], "api_key": "sk-second"}}}
+        found = await engine.reload(rotated)
+        assert str(found) == "sources.a.api_key: (not shown) -> (not shown)"
+        after = engine.upstreams["a"]
+        assert after is not before
+        assert after.source is not before.source
+        assert after.quota is before.quota
+        assert after.quota.requests.spent(asyncio.get_running_loop().time()) == 10
+        return outcomes
+
+    stage.play(config, main)
+
+
+def test_an_answer_of_a_source_that_was_replaced_is_recorded_under_what_gave_it(tmp_path):
+    from qreward_plugins.journal.keys import question_keys
+    from qreward_plugins.sources.opening import open_source
+
+    config = tree("a")
+    recorded = []
+
+    class Remembered:
+        async def get(self, *keys):
+            return None
+
+        async def put(self, key, sample, outcome):
+            recorded.append(key)
+
+        def note(self, key, sample, outcome):
+            recorded.append(key)
+
+        async def aclose(self):
+            pass
+
+    stage = Stage(a=5.0)
+
+    async def main(engine):
+        engine._wiring.journal, engine._wiring.reuse = Remembered(), True
+        scoring = batch(engine, 1)
+        await asyncio.sleep(1)
+        (call,) = [engine.judges["quality"].call(sample(0))]
+        old = question_keys(call, {"a": stage.sources["a"]})["a"]
+        other = tree("a")
+        other["sources"]["a"]["model"] = "another"
+        engine._wiring.given = {}
+        prepared = engine._reloader._prepare(engine._reloader._read(other))
+        engine._reloader._apply(prepared)
+        new = question_keys(call, {"a": open_source("a", engine.config.sources["a"])})["a"]
+        await scoring
+        assert recorded == [old]
+        assert old != new
+
+    stage.play(config, main)
+
+
+def test_a_file_below_the_keys_of_a_framework_is_read_again_with_them(tmp_path):
+    import yaml
+
+    from qreward_plugins.config import load_layers
+    from qreward_plugins.config.framework import with_framework
+    from qreward_plugins.config.origin import origin_of
+
+    file = tmp_path / "judges.yaml"
+    config = tree("a")
+    config["sources"]["a"]["base_url"] = "framework://reward/v1"
+    file.write_text(yaml.safe_dump(config))
+    loaded = with_framework(
+        load_layers({"config": str(file), "engine": {"deadline_s": 9}}), {"reward": "http://10.0.0.1:1"}, framework="it"
+    )
+    config["sources"]["a"]["limits"] = {"concurrency": 3}
+    file.write_text(yaml.safe_dump(config))
+    again = origin_of(loaded).read()
+    assert again.sources["a"].urls == ("http://10.0.0.1:1/v1",)
+    assert (again.engine.deadline_s, again.sources["a"].limits.concurrency) == (9, 3)
+    assert origin_of(again).read() == again

@@ -1,0 +1,65 @@
+"""Reloads of processes that share limits: each reads the file at a time of its own, and the limits hold meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from office import WINDOW_S, Office, a_source, an_engine, limits, samples
+
+from qreward_plugins import Scored
+from qreward_plugins.simulation import run
+
+
+def changed(engine, **node):
+    """The configuration of an engine with other keys of its source."""
+    tree = engine.config.model_dump(mode="json", exclude_defaults=True)
+    tree["sources"]["a"] |= {"kind": "openai", **node}
+    tree["judges"]["quality"]["kind"] = "llm"
+    return tree
+
+
+async def at(moment):
+    await asyncio.sleep(moment - asyncio.get_running_loop().time())
+
+
+def play(reloads, *, per_window, declared, count=60):
+    """Two engines over one source that allows `per_window`; `reloads` are (time, engine, keys of the source)."""
+
+    async def main():
+        office, source = Office(), a_source(requests_per_window=per_window)
+        async with (
+            an_engine(office, source, limits(declared)) as one,
+            an_engine(office, source, limits(declared)) as two,
+        ):
+            batches = one.score_all(samples(count)), two.score_all(samples(count, 1_000))
+            scoring = asyncio.gather(*batches)
+            for moment, number, node in reloads:
+                await at(moment)
+                engine = (one, two)[number]
+                await engine.reload(changed(engine, **node))
+            outcomes = [outcome for batch in await scoring for outcome in batch]
+        assert all(isinstance(outcome, Scored) for outcome in outcomes)
+        assert source.violations == []
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        return source, asyncio.get_running_loop().time()
+
+    return run(main())
+
+
+def test_a_limit_that_rises_in_one_process_after_the_other():
+    reloads = [(4.0, 0, {"limits": limits(20)}), (9.0, 1, {"limits": limits(20)})]
+    # The server allows the higher limit only from then on, which is when both have confirmed it.
+    _, ended_at = play(reloads, per_window=20, declared=10)
+    assert ended_at < 120 / 10 * WINDOW_S
+
+
+def test_while_one_process_has_the_old_limit_the_lower_one_holds():
+    # One process raises the limit to what the server does not allow together with the other's.
+    play([(4.0, 0, {"limits": limits(40)})], per_window=10, declared=10)
+
+
+@pytest.mark.parametrize("both", [True, False])
+def test_a_source_that_is_opened_anew_keeps_its_window(both):
+    reloads = [(4.0, 0, {"timeouts": {"connect_s": 3}}), *([(4.5, 1, {"timeouts": {"connect_s": 3}})] if both else [])]
+    play(reloads, per_window=20, declared=20)

@@ -40,6 +40,8 @@ _HIDDEN = frozenset(
 )
 """Keys whose values are never shown, because they may hold secrets."""
 _SHOWN_CHARS = 60
+NOT_SHOWN = "(not shown)"
+"""Stands for a value that may be a secret."""
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def _shown(value: Any, *, hidden: bool) -> str | None:
     if value is None:
         return None
     if hidden or _holds_secret(value):
-        return "(not shown)"
+        return NOT_SHOWN
     if isinstance(value, BaseModel):
         value = value.model_dump(mode="json", exclude_defaults=True)
     return one_line(f"{value:g}" if isinstance(value, float) else str(value), _SHOWN_CHARS)
@@ -192,7 +194,7 @@ def _holds_secret(value: Any) -> bool:
 
 def _arrow(change: Change) -> str:
     if change.before is None:
-        return f"added ({change.after})"
+        return "added" if change.after in (None, NOT_SHOWN) else f"added ({change.after})"
     if change.after is None:
         return "removed"
     return f"{change.before} -> {change.after}"

@@ -125,7 +125,7 @@ def test_a_secret_is_in_no_line(file, caplog):
         await told.tell()
 
     play(file, main)
-    assert "sources.a.api_key" in caplog.text
+    assert "sources.a.api_key: added; " in caplog.text
     assert "sk-secret" not in caplog.text
 
 

@@ -3,7 +3,7 @@
 Groups of answers to one question are judged by replicas with a prefix cache each. The policies of this package are the
 real code (`qreward_plugins/sources/routing.py`); `naive` and `tree` are our own writing of verl's NaiveRouter (fewest
 requests, the first of equals) and of the cache-aware policy of SGLang's router (longest known prefix while the load is
-balanced, else fewest requests; thresholds 0.5, 32 and 1.1).
+balanced, else fewest requests; thresholds 0.5, 32 and 1.1, the defaults of its library, not of its command line).
 
 A replica works on `--slots` requests at once and keeps the others in a queue. A request takes the prefill of its
 uncached tokens, one request after the other, and then its decoding. Its cache holds blocks of 16 tokens and drops the

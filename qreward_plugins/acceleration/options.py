@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import math
 import re
@@ -156,7 +157,7 @@ class Options:
         """The priority as a number."""
         return PRIORITIES[self.priority] if isinstance(self.priority, str) else self.priority
 
-    @property
+    @functools.cached_property
     def rules(self) -> Rules:
         """The rules of a call for the scheduler."""
         return Rules(

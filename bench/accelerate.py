@@ -8,7 +8,8 @@
 
 The overhead is wall time of this process: the median of several rounds, in which all of them take turns. The makespan
 is in virtual time: 512 calls of simulated functions with errors, stragglers and a rate limit. All may have 32 calls in
-flight, and retry until the last call has its value. QReward reads the wall clock, so it has no makespan here.
+flight, and retry until the last call has its value. QReward reads the wall clock, so it has no makespan here; nor
+have the others with a rate, because aiolimiter's waits end just before their time on an exact clock, for ever.
 
     python bench/accelerate.py [--calls N] [--rounds N] [--json FILE]
 """
@@ -163,7 +164,7 @@ def makespans() -> dict[str, dict[str, float]]:
         found[scenario] = {"ours": _makespan(faults, lambda f, r=rate: ours(f, r))}
         found[scenario]["ours, hedged"] = _makespan(faults, lambda f, r=rate: ours(f, r, hedge=True))
         for name, decorate in available().items():
-            if name == "QReward":
+            if name == "QReward" or rate < FAST_PER_S:
                 continue
             found[scenario][name] = _makespan(faults, lambda f, d=decorate, r=rate: d(f, r))
     return found
@@ -202,7 +203,7 @@ def main() -> None:
     names = list(next(iter(ends.values())))
     table = Table("makespan of 512 calls, s", *names)
     for scenario, by_name in ends.items():
-        table.add_row(scenario, *(f"{by_name[name]:.1f}" for name in names))
+        table.add_row(scenario, *(f"{by_name[name]:.1f}" if name in by_name else "-" for name in names))
     console.print(table)
     if arguments.json:
         arguments.json.write_text(json.dumps({"overhead_us": costs, "makespan_s": ends}, indent=2))

@@ -4,6 +4,7 @@ lose the keeper.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import queue
@@ -18,6 +19,8 @@ from pathlib import Path
 
 import pytest
 
+from qreward_plugins.sharing.machine_channel import MachineChannel
+from qreward_plugins.sharing.messages import Report
 from qreward_plugins.testing import JudgeServer, ServerLimits
 
 PER_WINDOW, WINDOW_S = 60, 1.0
@@ -131,3 +134,68 @@ def test_a_keeper_that_is_killed_in_the_middle_is_replaced_and_no_limit_is_broke
     report = server.report()
     assert report.violations_total == 0, report.violations[:5]
     assert report.requests >= 225
+
+
+def test_a_keeper_that_is_stopped_is_replaced_and_answers_nobody_when_it_comes_back(directory, server, start):
+    config = tree(server.base_url, shared="machine", shared_directory=directory)
+    (old,) = start(1, config)
+    old.say("score", 0, 150)
+    comes(lambda: server.report().requests >= PER_WINDOW)
+    old.signal(signal.SIGSTOP)
+
+    async def take_over():
+        channel = MachineChannel(Path(directory))
+        # An engine does this after 30 s without an answer.
+        await channel.end_keeper()
+        answer = await channel.exchange(Report("w", 1, {}))
+        assert "this process" in channel.kept_by
+        assert answer is not None
+        old.signal(signal.SIGCONT)
+        assert await asyncio.to_thread(old.hear) == {"scored": 150, "problems": []}
+        told = await asyncio.to_thread(old.ask, "stats")
+        assert told["kept_by"] == f"process {os.getpid()} of this machine"
+        await channel.aclose()
+
+    asyncio.run(take_over())
+    report = server.report()
+    assert report.violations_total == 0, report.violations[:5]
+
+
+FORKS = """
+import asyncio, os, sys, time
+from pathlib import Path
+from qreward_plugins.sharing.machine_channel import MachineChannel
+from qreward_plugins.sharing.messages import Report
+
+async def main():
+    channel = MachineChannel(Path(sys.argv[1]))
+    await channel.exchange(Report("w", 1, {}))
+    child = os.fork()
+    if not child:
+        time.sleep(60)  # it has inherited the sockets and the lock
+        os._exit(0)
+    print(child, flush=True)
+    time.sleep(60)
+
+asyncio.run(main())
+"""
+
+
+def test_a_forked_child_does_not_hold_what_its_dead_parent_kept(directory):
+    with subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", FORKS, directory], stdout=subprocess.PIPE, text=True
+    ) as parent:
+        child = int(parent.stdout.readline())
+        parent.kill()
+
+    async def take_over():
+        channel = MachineChannel(Path(directory))
+        answer = await channel.exchange(Report("w", 1, {}))
+        assert answer is not None
+        assert channel.kept_by == "this process"
+        await channel.aclose()
+
+    try:
+        asyncio.run(take_over())
+    finally:
+        os.kill(child, signal.SIGKILL)

@@ -12,6 +12,7 @@ import hashlib
 import math
 import os
 import random
+import sys
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -505,5 +506,9 @@ def _channel_key(options: Options, function: Any) -> str:
     if options.source is not None and options.config is not None:
         with contextlib.suppress(KeyError):
             return source_keys(load_config(options.config))[options.source]
-    name = f"{getattr(function, '__module__', '')}.{getattr(function, '__qualname__', options.name)}"
+    module = getattr(function, "__module__", "")
+    if options.shared == "machine" and module in ("__main__", "__mp_main__"):
+        # Every script of a machine has a module of this name.
+        module = os.path.realpath(getattr(sys.modules.get(module), "__file__", None) or module)
+    name = f"{module}.{getattr(function, '__qualname__', options.name)}"
     return "function " + hashlib.sha256(name.encode()).hexdigest()[:16]

@@ -31,7 +31,7 @@ UNSET = Unset.UNSET
 
 RetryOn: TypeAlias = "type[BaseException] | tuple[type[BaseException], ...] | Callable[[BaseException], object]"
 Priority: TypeAlias = 'Literal["high", "normal", "low"] | int'
-Shared: TypeAlias = Literal["off", "auto", "ray"]
+Shared: TypeAlias = Literal["off", "auto", "ray", "machine"]
 
 PRIORITIES = {"high": 1, "normal": 0, "low": -1}
 LEARNED_SHARE = 0.3
@@ -124,8 +124,8 @@ class Options:
     config: str | PathLike[str] | Mapping[str, Any] | None = None
     """The configuration with `source`: the path of a YAML file, or a mapping."""
     shared: Shared = "off"
-    """How several processes share the limits: `ray` within a Ray job; `auto` the same if Ray is initialised. `off`:
-    each process has the whole limits."""
+    """How several processes share the limits: `ray` within a Ray job; `auto` the same if Ray is initialised; `machine`
+    among the processes of one user on one machine. `off`: each process has the whole limits."""
 
     def __post_init__(self) -> None:
         given: Any = self.observers
@@ -346,7 +346,7 @@ def _mistakes(options: Any) -> Iterable[Mistake]:
     for name, words in (
         ("window", ("pace", "sliding")),
         ("mode", ("auto", "thread", "process")),
-        ("shared", ("off", "auto", "ray")),
+        ("shared", ("off", "auto", "ray", "machine")),
     ):
         if not isinstance(getattr(options, name), str) or getattr(options, name) not in words:
             yield wrong(name, f"It is one of {', '.join(words)}.")

@@ -68,7 +68,7 @@ async def get_rewards(buffered: Buffered, queries: list[Any]) -> list[tuple[int,
                 return reply.status, await reply.json()
 
         first = asyncio.ensure_future(ask("0"))
-        while not buffered.requests:
+        while not buffered.requests:  # noqa: ASYNC110 -- the source is on the other side of a socket
             await asyncio.sleep(0.001)
         replies = await asyncio.gather(*map(ask, queries))
         await first

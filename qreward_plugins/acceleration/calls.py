@@ -18,18 +18,19 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..config import EngineConfig, Limits, Price, Scheduling, load_config
-from ..errors import CircuitOpen, ConfigurationError, EngineError, FunctionTimeout, Mistake
+from ..config import EngineConfig, Limits, Price, load_config
+from ..errors import ConfigurationError, EngineError, Mistake
 from ..observers import Observers, Statistics, with_names
 from ..quotas import Quota, SharedQuota
-from ..scheduling import OPEN, Answer, Batch, Breaker, Call, Dispatcher, ErrorShare, Job, Member, Unanswered, Upstream
-from ..sharing import Channel, Membership, OpenedChannel, open_channel, source_keys
+from ..scheduling import Batch, Breaker, Call, ErrorShare, Upstream
+from ..sharing import OpenedChannel, open_channel, source_keys
 from ..sources.function import processors
 from .debug_log import DebugLog
 from .invocation import Invocation, size_of
 from .items import Items
-from .notes import add_note, note_attempts
+from .keyed import Keyed
 from .options import MOST_THREADS, Options
+from .pending import Pending, Raised
 from .remote import loader_of
 from .source import CallableSource, Kind
 from .statistics import FunctionStatistics, Retries
@@ -42,143 +43,7 @@ ANY_NUMBER = 1_000_000
 """Calls at once of a function without a limit: more than any process can hold."""
 KEYS_KEPT = 1024
 """Keys up to which one is kept for `idle_s`. Beyond, it is forgotten as soon as its limits allow a whole burst."""
-END_WITHIN_S = 2.0
-"""Most seconds for which a cancelled call waits for its attempts."""
 _LOOKED_AT = 4
-
-
-class Pending:
-    """A call that waits for its end. `future` gets the value, or the exception of the function."""
-
-    def __init__(self, keyed: Keyed, invocation: Invocation, member: Member, done: Callable[[str], None]) -> None:
-        self._keyed = keyed
-        self.member = member
-        self._done = done
-        self.invocation = invocation
-        self.job: Job | None = None
-        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-
-    def ended(self, result: Answer[Any] | Unanswered) -> None:
-        if isinstance(result, Answer):
-            self._leave("")
-            if not self.future.done():
-                self.future.set_result(result.value)
-            self._let_go()
-            return
-        error = self._error(result)
-        self._leave(result.reason)
-        if not self.future.done():
-            # Not `set_exception`: a future refuses StopIteration, and logs an exception that nobody asks for.
-            self.future.set_result(Raised(error))
-        self._let_go()
-
-    def late(self, answer: Answer[Any]) -> None:
-        """Never called: late attempts are cancelled."""
-
-    def begin(self) -> None:
-        """Note that its caller has an item, so that the call cannot be made again."""
-        if self.job is not None:
-            self.job.begun = True
-
-    async def drop(self) -> None:
-        """End the call, because its caller does not want it any more, and wait until its attempts have ended."""
-        job, self.job = self.job, None
-        if job is None or job.ended:
-            return
-        tasks = [attempt.task for attempt in job.live if attempt.task is not None]
-        self._keyed.dispatcher.drop(job)
-        self._leave("cancelled")
-        if tasks:
-            await asyncio.wait(tasks, timeout=END_WITHIN_S)
-
-    def _let_go(self) -> None:
-        """Drop what refers to this call in a circle, so that its arguments are freed at once."""
-        self.job = None
-        self.invocation.errors.clear()
-
-    def _leave(self, reason: str) -> None:
-        self._keyed.dispatcher.batches.leave(self.member, scored=not reason)
-        self._keyed.waiting -= 1
-        self._done(reason)
-
-    def _error(self, result: Unanswered) -> BaseException:
-        """The exception for the caller: that of the last attempt, with notes on those before."""
-        job, errors = self.job, self.invocation.errors
-        raised: list[BaseException] = []
-        attempts = [] if job is None else sorted((*job.past, *job.live), key=lambda attempt: attempt.number)
-        for attempt in attempts:
-            if attempt.timed_out:
-                raised.append(FunctionTimeout(f"{self._keyed.name} took longer than {attempt.timeout_s:g} s"))
-            elif attempt.result in ("failed", "throttled") and attempt.number in errors:
-                raised.append(errors[attempt.number])
-        seconds = result.spent.latency_s
-        if result.reason == "closed":
-            return EngineError(f"{self._keyed.name} was closed before this call had ended")
-        if result.reason == "deadline":
-            late = FunctionTimeout(f"{self._keyed.name}: {result.detail}")
-            note_attempts(late, raised, seconds)
-            return late
-        if not raised:
-            return (
-                CircuitOpen(result.detail)
-                if result.reason == OPEN
-                else EngineError(f"{result.reason}: {result.detail}")
-            )
-        note_attempts(raised[-1], raised[:-1], seconds)
-        if result.reason == OPEN:
-            add_note(raised[-1], f"not tried again: {result.detail}")
-        return raised[-1]
-
-
-class Raised:
-    """The exception of a failed call, in the place of its value."""
-
-    __slots__ = ("error",)
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error
-
-
-class Keyed:
-    """The calls of one key: a dispatcher over one upstream, which has the limits of the key."""
-
-    def __init__(self, name: str, upstream: Upstream, channel_key: str) -> None:
-        self.name = name
-        self.upstream = upstream
-        self.channel_key = channel_key
-        self.dispatcher: Dispatcher
-        """Set by `bind`."""
-        self.membership: Membership | None = None
-        self.waiting = 0
-        """Calls that have not ended."""
-        self.used_at = -math.inf
-
-    def bind(self, rng: random.Random, observers: Observers, channel: Channel | None) -> None:
-        """Serve the running event loop from now on."""
-        self.upstream.abandon_attempts(asyncio.get_running_loop().time())
-        self.waiting = 0
-        if channel is not None:
-            self.membership = Membership({self.channel_key: self.upstream}, channel)
-        self.dispatcher = Dispatcher(
-            {self.name: self.upstream},
-            rng=rng,
-            max_attempts=1,
-            settings=Scheduling(hedge=False),
-            observers=observers,
-            on_pumped=self.membership.look if self.membership is not None else None,
-        )
-        if self.membership is not None:
-            self.membership.start(self.dispatcher)
-
-    def forgettable(self, now: float, idle_s: float) -> bool:
-        """Whether nothing would change if it was made anew: no calls for `idle_s`, and a closed circuit."""
-        idle = not (self.waiting or self.upstream.live)
-        return idle and self.upstream.breaker.closed and now - self.used_at >= idle_s
-
-    async def aclose(self) -> None:
-        await self.dispatcher.aclose()
-        if self.membership is not None:
-            await self.membership.aclose()
 
 
 class FunctionCalls:

@@ -20,8 +20,9 @@ from typing_extensions import ParamSpec, Self
 from ..errors import ConfigurationError, EngineError, Mistake
 from ..redaction import one_line
 from ..streaming import End, Stream
-from .calls import FunctionCalls, Raised
+from .calls import FunctionCalls
 from .options import OWN_LIMITS, RETUNABLE, UNSET, Options, check_names
+from .pending import Raised
 from .progress import progress_of
 from .statistics import FunctionStatistics
 from .thread import loop_thread

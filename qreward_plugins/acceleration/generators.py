@@ -12,10 +12,10 @@ from typing import Any, Concatenate, Generic, TypeVar, overload
 
 from typing_extensions import ParamSpec, Self
 
-from .calls import Pending, Raised
 from .functions import Accelerated
 from .items import Items
 from .options import Options
+from .pending import Pending, Raised
 from .thread import loop_thread
 
 P = ParamSpec("P")

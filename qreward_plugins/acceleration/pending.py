@@ -1,0 +1,110 @@
+"""A call of an accelerated function that waits for its end, and the exception that its caller gets."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from ..errors import CircuitOpen, EngineError, FunctionTimeout
+from ..scheduling import OPEN, Answer, Job, Member, Unanswered
+from .invocation import Invocation
+from .notes import add_note, note_attempts
+
+if TYPE_CHECKING:
+    from .keyed import Keyed
+
+END_WITHIN_S = 2.0
+"""Most seconds for which a cancelled call waits for its attempts."""
+
+
+class Pending:
+    """A call that waits for its end. `future` gets the value, or the exception of the function."""
+
+    def __init__(self, keyed: Keyed, invocation: Invocation, member: Member, done: Callable[[str], None]) -> None:
+        self._keyed = keyed
+        self.member = member
+        self._done = done
+        self.invocation = invocation
+        self.job: Job | None = None
+        self.future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+    def ended(self, result: Answer[Any] | Unanswered) -> None:
+        if isinstance(result, Answer):
+            self._leave("")
+            if not self.future.done():
+                self.future.set_result(result.value)
+            self._let_go()
+            return
+        error = self._error(result)
+        self._leave(result.reason)
+        if not self.future.done():
+            # Not `set_exception`: a future refuses StopIteration, and logs an exception that nobody asks for.
+            self.future.set_result(Raised(error))
+        self._let_go()
+
+    def late(self, answer: Answer[Any]) -> None:
+        """Never called: late attempts are cancelled."""
+
+    def begin(self) -> None:
+        """Note that its caller has an item, so that the call cannot be made again."""
+        if self.job is not None:
+            self.job.begun = True
+
+    async def drop(self) -> None:
+        """End the call, because its caller does not want it any more, and wait until its attempts have ended."""
+        job, self.job = self.job, None
+        if job is None or job.ended:
+            return
+        tasks = [attempt.task for attempt in job.live if attempt.task is not None]
+        self._keyed.dispatcher.drop(job)
+        self._leave("cancelled")
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_WITHIN_S)
+
+    def _let_go(self) -> None:
+        """Drop what refers to this call in a circle, so that its arguments are freed at once."""
+        self.job = None
+        self.invocation.errors.clear()
+
+    def _leave(self, reason: str) -> None:
+        self._keyed.dispatcher.batches.leave(self.member, scored=not reason)
+        self._keyed.waiting -= 1
+        self._done(reason)
+
+    def _error(self, result: Unanswered) -> BaseException:
+        """The exception for the caller: that of the last attempt, with notes on those before."""
+        job, errors = self.job, self.invocation.errors
+        raised: list[BaseException] = []
+        attempts = [] if job is None else sorted((*job.past, *job.live), key=lambda attempt: attempt.number)
+        for attempt in attempts:
+            if attempt.timed_out:
+                raised.append(FunctionTimeout(f"{self._keyed.name} took longer than {attempt.timeout_s:g} s"))
+            elif attempt.result in ("failed", "throttled") and attempt.number in errors:
+                raised.append(errors[attempt.number])
+        seconds = result.spent.latency_s
+        if result.reason == "closed":
+            return EngineError(f"{self._keyed.name} was closed before this call had ended")
+        if result.reason == "deadline":
+            late = FunctionTimeout(f"{self._keyed.name}: {result.detail}")
+            note_attempts(late, raised, seconds)
+            return late
+        if not raised:
+            return (
+                CircuitOpen(result.detail)
+                if result.reason == OPEN
+                else EngineError(f"{result.reason}: {result.detail}")
+            )
+        note_attempts(raised[-1], raised[:-1], seconds)
+        if result.reason == OPEN:
+            add_note(raised[-1], f"not tried again: {result.detail}")
+        return raised[-1]
+
+
+class Raised:
+    """The exception of a failed call, in the place of its value."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error

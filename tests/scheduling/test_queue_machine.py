@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 
 from hypothesis import settings
@@ -11,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from qreward_plugins.samples import Sample
 from qreward_plugins.scheduling import Batch, Job, ReadyQueue
+from qreward_plugins.scheduling.batches import Member
 from qreward_plugins.sources.base import Request
 
 SOURCES = "abc"
@@ -26,21 +26,18 @@ def order(job):
 class QueueBesideAList(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
-        self.loop = asyncio.new_event_loop()
         self.queue = ReadyQueue()
         self.batches = [Batch(0, 0.0), Batch(1, 0.0), Batch(2, 0.0, priority=5)]
         self.numbers = itertools.count()
         self.queued: dict[Job, frozenset[str]] = {}
         self.known: list[Job] = []
 
-    def teardown(self):
-        self.loop.close()
-
     def add(self, batch, size, eligible):
         request = Request(Sample(MESSAGES, "x" * size))
-        job = Job(
-            request.sample, None, self.loop.create_future(), self.batches[batch], 0.0, 9.0, request, next(self.numbers)
-        )
+        number = next(self.numbers)
+        # Every third one has a priority of its own, which counts instead of the batch's.
+        member = Member(self.batches[batch], priority=None if number % 3 else number % 7 - 3)
+        job = Job(request.sample, None, member, member.batch, 0.0, 9.0, request, number)
         job.precedence = float(size)
         self.known.append(job)
         self.queue.push(job, eligible)

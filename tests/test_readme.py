@@ -72,6 +72,7 @@ def test_every_command_and_target_exists():
 
     commands = set(re.findall(r"^qreward ([a-z-]+)", "\n".join(bodies("bash")), re.MULTILINE))
     assert commands == set(get_command(app).commands)
+    assert commands <= anchors(ROOT / "docs/commands.md")
     targets = {target for text in TEXTS.values() for target in re.findall(r"(?:`|^)make ([a-z]+)", text, re.MULTILINE)}
     assert targets <= set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
 

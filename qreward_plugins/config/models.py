@@ -155,16 +155,20 @@ class EngineConfig(Node):
     shared: Annotated[Literal["auto", "ray", "machine", "server", "local", "off"], BeforeValidator(_off)] = "auto"
     """How several processes share the limits of the same sources. `ray`: an actor of the Ray job, the keeper, gives
     each process the share of each limit that it can use. `machine`: the same without Ray, for all processes of one user
-    on one machine; the first one keeps. `server`: the same over a reward server, for several machines. `local`: each
-    process uses an equal, fixed share of every limit (the adapters know the number of processes). `off`: each process
-    uses the whole limits. `auto` (default): `ray` if Ray is initialised in the process, otherwise `local`."""
+    on one machine; the first one runs the keeper. `server`: the same over a reward server, for several machines.
+    `local`: each process uses an equal, fixed share of every limit (the adapters know the number of processes). `off`:
+    each process uses the whole limits. `auto` (default): `ray` if Ray is initialised in the process, otherwise `local`.
+    """
 
     shared_directory: Annotated[str, Field(min_length=1)] | None = None
     """For `shared: machine`: the directory in which the processes find each other, private to the user (mode 700) and
     on a local disk. Processes with different directories share nothing. Default: /tmp/qreward-UID."""
 
-    shared_server: SharedServer | None = None
-    """For `shared: server`: the reward server that keeps the limits. Default: none."""
+    shared_server: Annotated[
+        SharedServer | None, BeforeValidator(_url_alone), takes("a URL, or a mapping with `url`")
+    ] = None
+    """For `shared: server`: the reward server that shares the limits: its URL, or a mapping with `url` and `token_env`.
+    Default: none."""
 
     @model_validator(mode="after")
     def _has_its_server(self) -> EngineConfig:

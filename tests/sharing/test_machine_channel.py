@@ -372,6 +372,7 @@ def test_the_place_does_not_depend_on_the_environment(monkeypatch):
         ({"shared": "machine", "shared_server": {"url": "http://a"}}, "for `shared: server` only"),
         ({"shared": "auto", "shared_directory": "/tmp/x"}, "for `shared: machine` only"),
         ({"shared": "server", "shared_server": {"url": "a:80"}}, "must start with http"),
+        ({"shared": "server", "shared_server": "a:80"}, "must start with http"),
         ({"shared": "server", "shared_server": {"url": "http://a", "token_env": "QREWARD_NO_SUCH"}}, "is not set"),
     ],
 )
@@ -383,6 +384,11 @@ def test_a_mistake_in_the_configuration_is_named(settings, said):
     }
     with pytest.raises(ConfigurationError, match=said):
         RewardEngine(tree)
+
+
+def test_the_reward_server_may_be_a_url_alone():
+    settings = EngineConfig(shared="server", shared_server="http://a:80")
+    assert settings == EngineConfig(shared="server", shared_server={"url": "http://a:80"})
 
 
 async def test_a_channel_that_is_never_used_starts_nothing(directory):

@@ -77,7 +77,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("function", "options", "message"), WRONG, ids=lambda value: repr(value)[:40])
+@pytest.mark.parametrize(
+    ("function", "options", "message"), WRONG, ids=[message.partition(":")[0] for _, _, message in WRONG]
+)
 def test_wrong_use(function, options, message):
     with pytest.raises(ConfigurationError, match=message) as raised:
         accelerate(**options)(function)

@@ -31,7 +31,7 @@ from rich.table import Table
 
 from qreward_plugins.config.source_models import Routing
 from qreward_plugins.sources.prefixes import Prefix
-from qreward_plugins.sources.replicas import Errand, Loan, Replicas
+from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
 
 BLOCK = 16
 
@@ -163,10 +163,10 @@ class Ours:
         replicas = self._by_worker.get(job.worker)
         if replicas is None:
             replicas = self._by_worker[job.worker] = Replicas(map(str, range(count)), self._routing)
-        loan: Loan = replicas.borrow(
-            now, Errand(job.prompt, job.verdict, Prefix(_hashed(job.group), job.common) if job.common else None)
+        lease: Lease = replicas.acquire(
+            now, RoutingHints(job.prompt, job.verdict, Prefix(_hashed(job.group), job.common) if job.common else None)
         )
-        return int(loan.base_url), loan.give_back
+        return int(lease.base_url), lease.release
 
 
 class Naive:

@@ -32,7 +32,7 @@ from .lists import Lists
 from .prefixes import BYTES_PER_TOKEN, shared_prefix
 from .provider import Provider, address
 from .replica import Replica, ReplicaStatistics
-from .replicas import UNKNOWN, Errand, Replicas
+from .replicas import NO_HINTS, Replicas, RoutingHints
 from .replies import Answer
 from .stream_passing import StreamPassing
 
@@ -227,35 +227,35 @@ class Endpoint(SourceKind):
         """
         loop = asyncio.get_running_loop()
         most = len(requests) * self._max_reply_bytes
-        with self._replicas.borrow(loop.time(), self._errand(requests)) as loan:
-            url = (self._urls if streaming is None else self._stream_urls)[loan.base_url]
+        with self._replicas.acquire(loop.time(), self._hints(requests)) as lease:
+            url = (self._urls if streaming is None else self._stream_urls)[lease.base_url]
             try:
                 http = await self._http.post(
                     url, body, on_sent=on_sent, max_reply_bytes=most, streaming=streaming, headers=headers
                 )
             except SourceError:
-                loan.failed(loop.time())
+                lease.failed(loop.time())
                 raise
             except asyncio.CancelledError:
-                loan.cancelled(loop.time())
+                lease.cancelled(loop.time())
                 raise
             if http.status >= 500:
-                loan.failed(loop.time(), draining=_SHUTS_DOWN in http.body)
+                lease.failed(loop.time(), draining=_SHUTS_DOWN in http.body)
             else:
-                loan.answered(loop.time())
-        return url, http, loan.replica
+                lease.answered(loop.time())
+        return url, http, lease.replica
 
-    def _errand(self, requests: Sequence[Request]) -> Errand:
+    def _hints(self, requests: Sequence[Request]) -> RoutingHints:
         """Return what the choice of a replica depends on. It is not computed for a source with one URL."""
         if not self._replicas.several:
-            return UNKNOWN
+            return NO_HINTS
         if self._cache_use is not None:
             self._cache_use.refresh(self._replicas.all, asyncio.get_running_loop().time())
         demands = [request.demand(self) for request in requests]
         # The requests of a batch go to one replica; the first of them decides.
         routing = self._replicas.routing
         by_prefix = "prefix_aware" in routing.strategies
-        return Errand(
+        return RoutingHints(
             sum(demand.texture.size // BYTES_PER_TOKEN + demand.overhead for demand in demands),
             sum(demand.completion for demand in demands),
             shared_prefix(requests[0], routing.prefix_tokens) if by_prefix else None,

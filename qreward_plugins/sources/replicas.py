@@ -21,13 +21,13 @@ from .routing import STALE_S, chosen
 _KEPT_SHARE = 0.9
 """Weight of the past in the means of completion tokens and of seconds."""
 _PATIENCE = 3.0
-"""A call that is given up before this many times the mean time of an answer says nothing of its replica: it may have
-been hedged.
+"""A call that is cancelled earlier than this many times the mean time of an answer does not count as a failure of its
+replica: it may have been hedged.
 """
 
 
 @dataclass(frozen=True, slots=True)
-class Errand:
+class RoutingHints:
     """What is known of a request before a replica is chosen: its prompt tokens (estimated), the most completion tokens
     (0: no bound), and the part that its siblings share.
     """
@@ -37,46 +37,48 @@ class Errand:
     prefix: Prefix | None = None
 
 
-UNKNOWN = Errand()
-"""Nothing is known of the request, or nothing needs to be: there is one replica."""
+NO_HINTS = RoutingHints()
+"""For a source with one replica, where no choice is made."""
 
 
-class Loan:
-    """A request under way at a replica, for a `with` block. It counts from `borrow` until the block ends, once."""
+class Lease:
+    """A request under way at a replica. It counts there from `Replicas.acquire` until `release` or the end of a `with`
+    block.
+    """
 
     __slots__ = ("_began_at", "_key", "_of", "_open", "_tokens", "replica")
 
-    def __init__(self, of: Replicas, replica: Replica, errand: Errand, tokens: int, now: float) -> None:
+    def __init__(self, of: Replicas, replica: Replica, hints: RoutingHints, tokens: int, now: float) -> None:
         self._of = of
         self.replica = replica
         self._tokens = tokens
         self._began_at = now
         self._open = True
-        self._key = None if errand.prefix is None else errand.prefix.key
+        self._key = None if hints.prefix is None else hints.prefix.key
         if self._key is not None:
-            of.alike[self._key] += 1
-        replica.began(self, tokens, errand.prefix, errand.prompt_tokens, now)
+            of.same_prefix[self._key] += 1
+        replica.began(self, tokens, hints.prefix, hints.prompt_tokens, now)
 
     @property
     def base_url(self) -> str:
         return self.replica.base_url
 
-    def __enter__(self) -> Loan:
+    def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.give_back()
+        self.release()
 
-    def give_back(self) -> None:
+    def release(self) -> None:
         """End the request's count. Idempotent."""
         if self._open:
             self._open = False
             self.replica.ended(self, self._tokens)
             if self._key is not None:
-                alike = self._of.alike
-                alike[self._key] -= 1
-                if not alike[self._key]:
-                    del alike[self._key]
+                same_prefix = self._of.same_prefix
+                same_prefix[self._key] -= 1
+                if not same_prefix[self._key]:
+                    del same_prefix[self._key]
 
     def answered(self, now: float) -> None:
         """Record that the replica answered with a status below 500."""
@@ -116,7 +118,7 @@ class Replicas:
         self._mean_completion: float | None = None
         self.mean_answer_s: float | None = None
         """Mean seconds from sending to a reply, over all replicas; None before the first."""
-        self.alike: Counter[int] = Counter()
+        self.same_prefix: Counter[int] = Counter()
         """Requests under way by prefix."""
 
     @property
@@ -153,13 +155,13 @@ class Replicas:
             replica.reset()
         replica.mark = mark
 
-    def borrow(self, now: float, errand: Errand = UNKNOWN) -> Loan:
+    def acquire(self, now: float, hints: RoutingHints = NO_HINTS) -> Lease:
         """Choose a replica, and count the request as under way there. `now` is the event loop's time in seconds.
 
         Replicas that failed are tried less: only if their backoff is over, one call at a time, or if all have failed.
         Raises TransientError if no replica is up.
         """
-        tokens = self._tokens(errand)
+        tokens = self._tokens(hints)
         if len(self._replicas) == 1 and self._replicas[0].mark == "up":
             replica = self._replicas[0]
         else:
@@ -167,11 +169,11 @@ class Replicas:
             if not up:
                 raise TransientError(f"source {self._name!r}: no replica is up")
             candidates = [replica for replica in up if replica.takes_calls(now)] or up
-            alike = 1 if errand.prefix is None else self.alike[errand.prefix.key] + 1
-            replica = chosen(candidates, self._routing, errand.prefix, tokens=tokens, alike=alike, now=now)
+            same_prefix = 1 if hints.prefix is None else self.same_prefix[hints.prefix.key] + 1
+            replica = chosen(candidates, self._routing, hints.prefix, tokens=tokens, same_prefix=same_prefix, now=now)
         self._uses += 1
         replica.last_used = self._uses
-        return Loan(self, replica, errand, tokens, now)
+        return Lease(self, replica, hints, tokens, now)
 
     def used(self, replica: Replica, usage: Usage | None) -> None:
         """Count the usage that a reply of `replica` states."""
@@ -188,12 +190,12 @@ class Replicas:
         """Return the statistics of every replica; `now` is the event loop's time in seconds."""
         return tuple(replica.statistics(now, STALE_S) for replica in self._replicas)
 
-    def _tokens(self, errand: Errand) -> int:
+    def _tokens(self, hints: RoutingHints) -> int:
         """Estimate the tokens of a request, prompt and completion; at least 1."""
-        completion: float = errand.completion_tokens or math.inf
+        completion: float = hints.completion_tokens or math.inf
         if self._mean_completion is not None:
             completion = min(completion, self._mean_completion)
-        return max(1, errand.prompt_tokens + (0 if completion == math.inf else round(completion)))
+        return max(1, hints.prompt_tokens + (0 if completion == math.inf else round(completion)))
 
     def _found(self, base_url: str) -> Replica:
         for replica in self._replicas:
@@ -202,5 +204,5 @@ class Replicas:
         raise LookupError(f"source {self._name!r} has no replica {base_url!r}")
 
 
-def _mean(mean: float | None, now: float) -> float:
-    return now if mean is None else _KEPT_SHARE * mean + (1 - _KEPT_SHARE) * now
+def _mean(mean: float | None, value: float) -> float:
+    return value if mean is None else _KEPT_SHARE * mean + (1 - _KEPT_SHARE) * value

@@ -23,12 +23,12 @@ _64 = (1 << 64) - 1
 
 
 def chosen(
-    replicas: Sequence[Replica], routing: Routing, prefix: Prefix | None, *, tokens: int, alike: int, now: float
+    replicas: Sequence[Replica], routing: Routing, prefix: Prefix | None, *, tokens: int, same_prefix: int, now: float
 ) -> Replica:
     """Return one of `replicas`, of which there is at least one.
 
-    `tokens` are those of the request (estimated). `alike` counts the requests with its prefix that are under way, this
-    one included. `now` is the event loop's time in seconds.
+    `tokens` are those of the request (estimated). `same_prefix` counts the requests with its prefix that are under way,
+    this one included. `now` is the event loop's time in seconds.
     """
     left = replicas
     for name in routing.strategies:
@@ -36,13 +36,13 @@ def chosen(
             break
         if name == "prefix_aware":
             if prefix is not None:
-                left = [_by_prefix(left, prefix.key, tokens, alike, routing.overload_threshold)]
+                left = [_by_prefix(left, prefix.key, tokens, same_prefix, routing.overload_threshold)]
         else:
             left = _STRATEGIES[name](left, now)
     return min(left, key=lambda replica: replica.last_used) if len(left) > 1 else left[0]
 
 
-def _by_prefix(replicas: Sequence[Replica], key: int, tokens: int, alike: int, threshold: float) -> Replica:
+def _by_prefix(replicas: Sequence[Replica], key: int, tokens: int, same_prefix: int, threshold: float) -> Replica:
     """Consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018, arXiv:1608.01350).
 
     Every prefix has its own order of the replicas, by rendezvous hashing (Thaler, Ravishankar, 1998), so a replica that
@@ -68,7 +68,7 @@ def _by_prefix(replicas: Sequence[Replica], key: int, tokens: int, alike: int, t
     def rank(replica: Replica) -> int:
         return _mixed(key, replica.seed)
 
-    homes = math.ceil(alike / max(requests / len(replicas), 2 * ROOM))
+    homes = math.ceil(same_prefix / max(requests / len(replicas), 2 * ROOM))
     if homes <= 1:
         knowing = [replica for replica in replicas if replica.knows(key) and is_free(replica)]
         if knowing:

@@ -13,7 +13,7 @@ from qreward_plugins.config.source_models import Routing, RoutingStrategy
 from qreward_plugins.errors import TransientError
 from qreward_plugins.sources.prefixes import Prefix
 from qreward_plugins.sources.replica import DRAINING_BACKOFF_S, FIRST_BACKOFF_S, LONGEST_BACKOFF_S
-from qreward_plugins.sources.replicas import Errand, Loan, Replicas
+from qreward_plugins.sources.replicas import Lease, Replicas, RoutingHints
 from qreward_plugins.spent import Usage
 
 LEAST_REQUESTS = Routing(strategies=("least_requests",))
@@ -24,14 +24,14 @@ def of(*urls: str) -> Replicas:
 
 
 def used(replicas: Replicas, now: float = 0.0) -> str:
-    with replicas.borrow(now) as loan:
-        return loan.base_url
+    with replicas.acquire(now) as lease:
+        return lease.base_url
 
 
 def fail(replicas: Replicas, now: float = 0.0, *, draining: bool = False) -> str:
-    with replicas.borrow(now) as loan:
-        loan.failed(now, draining=draining)
-        return loan.base_url
+    with replicas.acquire(now) as lease:
+        lease.failed(now, draining=draining)
+        return lease.base_url
 
 
 def test_ties_go_round() -> None:
@@ -42,7 +42,7 @@ def test_ties_go_round() -> None:
 def test_the_fewest_in_flight_is_next() -> None:
     replicas = of("a", "b")
     with ExitStack() as stack:
-        first = stack.enter_context(replicas.borrow(0.0))
+        first = stack.enter_context(replicas.acquire(0.0))
         assert [used(replicas) for _ in range(3)] == ["b", "b", "b"]
         assert first.base_url == "a"
     assert first.replica.in_flight == 0
@@ -63,9 +63,9 @@ def test_when_all_failed_all_are_used() -> None:
 
 def test_a_replica_that_answers_again_is_used_again() -> None:
     replicas = of("a", "b")
-    with replicas.borrow(0.0) as loan:
-        loan.failed(0.0)
-        loan.answered(0.1)
+    with replicas.acquire(0.0) as lease:
+        lease.failed(0.0)
+        lease.answered(0.1)
     assert {used(replicas, 0.2) for _ in range(2)} == {"a", "b"}
 
 
@@ -83,12 +83,12 @@ def test_the_backoff_doubles_with_every_failure_in_a_row() -> None:
         while replicas.all[0].health(now) != "half_open" and replicas.all[0].health(now) != "up":
             now += 0.5
         waits.append(now - failed_at)
-        loan = replicas.borrow(now)
-        while loan.base_url != "a":
-            loan.give_back()
-            loan = replicas.borrow(now)
-        loan.failed(now)
-        loan.give_back()
+        lease = replicas.acquire(now)
+        while lease.base_url != "a":
+            lease.release()
+            lease = replicas.acquire(now)
+        lease.failed(now)
+        lease.release()
     assert waits == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
     assert waits[-1] == LONGEST_BACKOFF_S
 
@@ -98,10 +98,10 @@ def test_a_half_open_replica_gets_one_call_at_a_time() -> None:
     fail(replicas)
     now = FIRST_BACKOFF_S
     with ExitStack() as stack:
-        loans = [stack.enter_context(replicas.borrow(now)) for _ in range(6)]
-        assert [loan.base_url for loan in loans].count("a") == 1
+        leases = [stack.enter_context(replicas.acquire(now)) for _ in range(6)]
+        assert [lease.base_url for lease in leases].count("a") == 1
         assert replicas.all[0].health(now) == "half_open"
-        next(loan for loan in loans if loan.base_url == "a").answered(now)
+        next(lease for lease in leases if lease.base_url == "a").answered(now)
         assert replicas.all[0].health(now) == "up"
 
 
@@ -109,19 +109,19 @@ def test_a_trial_that_is_cancelled_makes_room_for_the_next() -> None:
     replicas = of("a", "b")
     fail(replicas)
     for now in (1.0, 1.1):
-        loans = [replicas.borrow(now) for _ in range(3)]
-        assert "a" in [loan.base_url for loan in loans]
-        for loan in loans:
-            loan.give_back()
+        leases = [replicas.acquire(now) for _ in range(3)]
+        assert "a" in [lease.base_url for lease in leases]
+        for lease in leases:
+            lease.release()
 
 
 def test_calls_that_fail_together_count_as_one_failure() -> None:
     replicas = of("a", "b")
-    loans = [replicas.borrow(0.0) for _ in range(40)]
-    for loan in loans:
-        if loan.base_url == "a":
-            loan.failed(2.0)
-        loan.give_back()
+    leases = [replicas.acquire(0.0) for _ in range(40)]
+    for lease in leases:
+        if lease.base_url == "a":
+            lease.failed(2.0)
+        lease.release()
     assert replicas.all[0].health(2.0 + 0.9 * FIRST_BACKOFF_S) == "backing_off"
     assert replicas.all[0].health(2.0 + FIRST_BACKOFF_S) == "half_open"
     assert replicas.statistics(2.0)[0].failures == 20
@@ -137,7 +137,7 @@ def test_a_draining_replica_is_avoided_at_once_and_tried_again_later() -> None:
 
 def test_draining_is_noticed_during_the_backoff_of_another_failure() -> None:
     replicas = of("a")
-    first, second = replicas.borrow(0.0), replicas.borrow(0.0)
+    first, second = replicas.acquire(0.0), replicas.acquire(0.0)
     first.failed(1.0)
     second.failed(1.1, draining=True)
     assert replicas.all[0].health(1.2) == "draining"
@@ -145,7 +145,7 @@ def test_draining_is_noticed_during_the_backoff_of_another_failure() -> None:
 
 def test_a_cancelled_call_counts_as_a_failure_if_nothing_was_answered_meanwhile() -> None:
     replicas = of("a", "b")
-    hung, other = replicas.borrow(0.0), replicas.borrow(0.0)
+    hung, other = replicas.acquire(0.0), replicas.acquire(0.0)
     hung.cancelled(30.0)
     other.answered(1.0)
     other.cancelled(30.0)
@@ -157,10 +157,10 @@ def test_a_call_that_is_given_up_early_says_nothing() -> None:
     """A hedge was faster."""
     replicas = of("a", "b")
     for _ in range(2):
-        loan = replicas.borrow(0.0)
-        loan.answered(10.0)
-        loan.give_back()
-    hedged = replicas.borrow(20.0)
+        lease = replicas.acquire(0.0)
+        lease.answered(10.0)
+        lease.release()
+    hedged = replicas.acquire(20.0)
     hedged.cancelled(45.0)
     assert hedged.replica.health(45.0) == "up"
     hedged.cancelled(51.0)
@@ -169,15 +169,15 @@ def test_a_call_that_is_given_up_early_says_nothing() -> None:
 
 def test_a_call_that_is_cancelled_at_once_says_nothing() -> None:
     replicas = of("a", "b")
-    replicas.borrow(5.0).cancelled(5.0)
+    replicas.acquire(5.0).cancelled(5.0)
     assert replicas.all[0].health(5.0) == "up"
 
 
 def test_in_flight_is_counted_down_after_an_error() -> None:
     replicas = of("a")
-    with pytest.raises(ValueError, match="x"), replicas.borrow(0.0) as loan:
+    with pytest.raises(ValueError, match="x"), replicas.acquire(0.0) as lease:
         raise ValueError("x")
-    assert loan.replica.in_flight == 0
+    assert lease.replica.in_flight == 0
 
 
 @pytest.mark.parametrize("mark", ["down", "draining"])
@@ -188,7 +188,7 @@ def test_a_replica_that_is_marked_gets_no_calls(mark: str) -> None:
     assert replicas.all[0].health(0.0) == mark
     replicas.mark("b", "down")
     with pytest.raises(TransientError, match=r"source 's': no replica is up"):
-        replicas.borrow(0.0)
+        replicas.acquire(0.0)
     replicas.mark("a", "up")
     assert used(replicas) == "a"
 
@@ -203,38 +203,38 @@ def test_a_replica_that_comes_up_again_begins_anew() -> None:
 
 def test_replicas_come_and_go_while_calls_are_under_way() -> None:
     replicas = of("a")
-    loan = replicas.borrow(0.0)
+    lease = replicas.acquire(0.0)
     replicas.add("b")
     replicas.remove("a")
     assert used(replicas) == "b"
-    loan.give_back()
-    assert loan.replica.in_flight == 0
+    lease.release()
+    assert lease.replica.in_flight == 0
     replicas.add("b")
     assert len(replicas.all) == 1
     with pytest.raises(LookupError, match="'s' has no replica 'a'"):
         replicas.remove("a")
     replicas.remove("b")
     with pytest.raises(TransientError):
-        replicas.borrow(0.0)
+        replicas.acquire(0.0)
 
 
 def test_tokens_are_the_prompt_and_the_completion_that_is_to_be_expected() -> None:
     replicas = of("a", "b")
-    errand = Errand(prompt_tokens=100, completion_tokens=8192)
-    with replicas.borrow(0.0, errand) as loan:
-        assert loan.replica.pending_tokens == 8292
-        replicas.used(loan.replica, Usage(90, 50))
-    with replicas.borrow(0.0, errand) as loan:
-        assert loan.replica.pending_tokens == 150
-    with replicas.borrow(0.0, Errand(100, 20)) as loan:
-        assert loan.replica.pending_tokens == 120
+    hints = RoutingHints(prompt_tokens=100, completion_tokens=8192)
+    with replicas.acquire(0.0, hints) as lease:
+        assert lease.replica.pending_tokens == 8292
+        replicas.used(lease.replica, Usage(90, 50))
+    with replicas.acquire(0.0, hints) as lease:
+        assert lease.replica.pending_tokens == 150
+    with replicas.acquire(0.0, RoutingHints(100, 20)) as lease:
+        assert lease.replica.pending_tokens == 120
 
 
 def test_the_hit_rate_is_stated_or_estimated() -> None:
     replicas = Replicas(["a"], Routing())
-    errand = Errand(1000, 10, Prefix(7, 600))
+    hints = RoutingHints(1000, 10, Prefix(7, 600))
     for _ in range(4):
-        replicas.borrow(0.0, errand).give_back()
+        replicas.acquire(0.0, hints).release()
     (shown,) = replicas.statistics(0.0)
     assert (shown.prefix_hit_rate, shown.prefix_hits_estimated) == (0.45, True)
     replicas.used(replicas.all[0], Usage(1000, 10, cached_tokens=512))
@@ -246,12 +246,12 @@ def test_the_hit_rate_is_stated_or_estimated() -> None:
 class Courses(RuleBasedStateMachine):
     """Any course of events: whatever happens, what is under way is counted once and given back once."""
 
-    loans = Bundle("loans")
+    leases = Bundle("leases")
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.open: list[Loan] = []
+        self.open: list[Lease] = []
         self.known: list[object] = []
         self.replicas = Replicas(["r0", "r1"], name="s")
 
@@ -260,46 +260,46 @@ class Courses(RuleBasedStateMachine):
         self.now += seconds
 
     @rule(
-        target=loans,
+        target=leases,
         prompt=st.integers(0, 10_000),
         completion=st.integers(0, 9000),
         prefix=st.none() | st.builds(Prefix, st.integers(0, 3), st.integers(1, 5000)),
     )
-    def borrow(self, prompt: int, completion: int, prefix: Prefix | None) -> Loan | None:
+    def acquire(self, prompt: int, completion: int, prefix: Prefix | None) -> Lease | None:
         up = [replica for replica in self.replicas.all if replica.mark == "up"]
         try:
-            loan = self.replicas.borrow(self.now, Errand(prompt, completion, prefix))
+            lease = self.replicas.acquire(self.now, RoutingHints(prompt, completion, prefix))
         except TransientError:
             assert not up
             return None
-        assert loan.replica in up
-        self.open.append(loan)
-        self.known.append(loan.replica)
-        return loan
+        assert lease.replica in up
+        self.open.append(lease)
+        self.known.append(lease.replica)
+        return lease
 
-    @rule(loan=loans, draining=st.booleans())
-    def fail(self, loan: Loan | None, draining: bool) -> None:
-        if loan is not None:
-            loan.failed(self.now, draining=draining)
+    @rule(lease=leases, draining=st.booleans())
+    def fail(self, lease: Lease | None, draining: bool) -> None:
+        if lease is not None:
+            lease.failed(self.now, draining=draining)
 
-    @rule(loan=loans)
-    def answer(self, loan: Loan | None) -> None:
-        if loan is not None:
-            loan.answered(self.now)
-            self.replicas.used(loan.replica, Usage(100, 20, 50))
+    @rule(lease=leases)
+    def answer(self, lease: Lease | None) -> None:
+        if lease is not None:
+            lease.answered(self.now)
+            self.replicas.used(lease.replica, Usage(100, 20, 50))
 
-    @rule(loan=loans)
-    def cancel(self, loan: Loan | None) -> None:
-        if loan is not None:
-            loan.cancelled(self.now)
+    @rule(lease=leases)
+    def cancel(self, lease: Lease | None) -> None:
+        if lease is not None:
+            lease.cancelled(self.now)
 
-    @rule(loan=consumes(loans), times=st.integers(1, 3))
-    def give_back(self, loan: Loan | None, times: int) -> None:
-        if loan is not None:
+    @rule(lease=consumes(leases), times=st.integers(1, 3))
+    def release(self, lease: Lease | None, times: int) -> None:
+        if lease is not None:
             for _ in range(times):
-                loan.give_back()
-            if loan in self.open:
-                self.open.remove(loan)
+                lease.release()
+            if lease in self.open:
+                self.open.remove(lease)
 
     @rule(number=st.integers(0, 4))
     def add(self, number: int) -> None:
@@ -317,15 +317,15 @@ class Courses(RuleBasedStateMachine):
     @invariant()
     def what_is_under_way_is_counted(self) -> None:
         for replica in self.replicas.all:
-            assert replica.in_flight == sum(loan.replica is replica for loan in self.open)
+            assert replica.in_flight == sum(lease.replica is replica for lease in self.open)
             assert (replica.pending_tokens > 0) == (replica.in_flight > 0)
 
     def teardown(self) -> None:
-        for loan in self.open:
-            loan.give_back()
+        for lease in self.open:
+            lease.release()
         for replica in self.known:
             assert (replica.in_flight, replica.pending_tokens) == (0, 0)  # type: ignore[attr-defined]
-        assert not self.replicas.alike
+        assert not self.replicas.same_prefix
 
 
 Courses.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
@@ -335,5 +335,5 @@ TestCourses = Courses.TestCase
 @pytest.mark.parametrize("strategy", RoutingStrategy.__args__)  # type: ignore[attr-defined]
 def test_every_strategy_alone_decides(strategy: RoutingStrategy) -> None:
     replicas = Replicas(["a", "b", "c"], Routing(strategies=(strategy,)))
-    loans = [replicas.borrow(0.0, Errand(10, 10, Prefix(number, 5))) for number in range(9)]
-    assert {loan.base_url for loan in loans} == {"a", "b", "c"}
+    leases = [replicas.acquire(0.0, RoutingHints(10, 10, Prefix(number, 5))) for number in range(9)]
+    assert {lease.base_url for lease in leases} == {"a", "b", "c"}

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from qreward_plugins.config.source_models import EndpointConfig, Routing, RoutingStrategy
 from qreward_plugins.sources.prefixes import Prefix
-from qreward_plugins.sources.replicas import Errand, Replicas
+from qreward_plugins.sources.replicas import Replicas, RoutingHints
 from qreward_plugins.sources.routing import ROOM, STALE_S
 
 
@@ -21,16 +21,16 @@ def of(count: int, *strategies: RoutingStrategy) -> Replicas:
     return Replicas(names, Routing(strategies=strategies) if strategies else Routing(), name="s")
 
 
-def errand(key: int, tokens: int = 500, prompt: int = 1000) -> Errand:
-    return Errand(prompt, 100, Prefix(Random(key).getrandbits(64), tokens))
+def hints(key: int, tokens: int = 500, prompt: int = 1000) -> RoutingHints:
+    return RoutingHints(prompt, 100, Prefix(Random(key).getrandbits(64), tokens))
 
 
 def homes(replicas: Replicas, keys: range) -> dict[int, str]:
     """Return where each prefix goes while nothing is under way."""
     found = {}
     for key in keys:
-        with replicas.borrow(0.0, errand(key)) as loan:
-            found[key] = loan.base_url
+        with replicas.acquire(0.0, hints(key)) as lease:
+            found[key] = lease.base_url
     return found
 
 
@@ -80,27 +80,27 @@ def test_a_failed_replica_gives_its_prefixes_to_others_and_gets_them_back() -> N
     before = homes(replicas, KEYS)
     bad = replicas.all[0].base_url
     key = next(key for key in KEYS if before[key] == bad)
-    with replicas.borrow(0.0, errand(key)) as loan:
-        assert loan.base_url == bad
-        loan.failed(0.0)
+    with replicas.acquire(0.0, hints(key)) as lease:
+        assert lease.base_url == bad
+        lease.failed(0.0)
     during = homes(replicas, KEYS)
     assert bad not in during.values()
     assert all(during[key] == before[key] for key in KEYS if before[key] != bad)
-    with replicas.borrow(1.0, errand(key)) as loan:
-        assert loan.base_url == bad
-        loan.answered(1.0)
+    with replicas.acquire(1.0, hints(key)) as lease:
+        assert lease.base_url == bad
+        lease.answered(1.0)
     assert homes(replicas, KEYS) == before
 
 
 def test_the_siblings_of_a_group_land_together() -> None:
     replicas = of(8)
     places = defaultdict(set)
-    loans = []
+    leases = []
     for group in range(64):
         for _ in range(8):
-            loan = replicas.borrow(0.0, errand(group))
-            loans.append(loan)
-            places[group].add(loan.base_url)
+            lease = replicas.acquire(0.0, hints(group))
+            leases.append(lease)
+            places[group].add(lease.base_url)
     assert sum(map(len, places.values())) <= 1.25 * 64
 
 
@@ -116,41 +116,41 @@ def test_no_replica_gets_more_than_the_threshold(
     replicas = Replicas(map(str, range(count)), Routing(overload_threshold=threshold))
     under_way = []
     for key, prompt, ends in calls:
-        wanted = errand(key, tokens=prompt // 2 + 1, prompt=prompt)
+        wanted = hints(key, tokens=prompt // 2 + 1, prompt=prompt)
         tokens = replicas._tokens(wanted)
         total = tokens + sum(replica.pending_tokens for replica in replicas.all)
         before = {replica.base_url: (replica.in_flight, replica.pending_tokens) for replica in replicas.all}
-        loan = replicas.borrow(0.0, wanted)
-        in_flight, pending = before[loan.base_url]
+        lease = replicas.acquire(0.0, wanted)
+        in_flight, pending = before[lease.base_url]
         assert in_flight < ROOM or pending < threshold * total / count
-        under_way.append(loan)
+        under_way.append(lease)
         for _ in range(min(ends, len(under_way))):
-            under_way.pop(0).give_back()
+            under_way.pop(0).release()
 
 
 def test_a_prefix_that_all_share_is_spread_over_all() -> None:
     replicas = of(8)
-    loans = [replicas.borrow(0.0, errand(0)) for _ in range(400)]
-    counts = Counter(loan.base_url for loan in loans)
+    leases = [replicas.acquire(0.0, hints(0)) for _ in range(400)]
+    counts = Counter(lease.base_url for lease in leases)
     assert len(counts) == 8
     assert max(counts.values()) <= 1.1 * 50
 
 
 def test_without_a_prefix_the_next_strategy_decides() -> None:
     replicas = of(3)
-    first = replicas.borrow(0.0, Errand(1000, 10))
-    second = replicas.borrow(0.0, Errand(10, 10))
-    third = replicas.borrow(0.0, Errand(10, 10))
-    assert len({loan.base_url for loan in (first, second, third)}) == 3
-    assert replicas.borrow(0.0, Errand(10, 10)).base_url == second.base_url
+    first = replicas.acquire(0.0, RoutingHints(1000, 10))
+    second = replicas.acquire(0.0, RoutingHints(10, 10))
+    third = replicas.acquire(0.0, RoutingHints(10, 10))
+    assert len({lease.base_url for lease in (first, second, third)}) == 3
+    assert replicas.acquire(0.0, RoutingHints(10, 10)).base_url == second.base_url
 
 
 def test_a_tie_goes_to_the_next_strategy() -> None:
     replicas = of(3, "least_requests", "least_pending_tokens")
-    big, small, middle = (replicas.borrow(0.0, Errand(size, 1)) for size in (900, 100, 500))
+    big, small, middle = (replicas.acquire(0.0, RoutingHints(size, 1)) for size in (900, 100, 500))
     assert {big.base_url, small.base_url, middle.base_url} == {replica.base_url for replica in replicas.all}
-    assert replicas.borrow(0.0, Errand(1, 1)).base_url == small.base_url
-    assert replicas.borrow(0.0, Errand(1, 1)).base_url == middle.base_url
+    assert replicas.acquire(0.0, RoutingHints(1, 1)).base_url == small.base_url
+    assert replicas.acquire(0.0, RoutingHints(1, 1)).base_url == middle.base_url
 
 
 def test_the_fullest_cache_is_avoided_while_all_are_known() -> None:
@@ -158,16 +158,16 @@ def test_the_fullest_cache_is_avoided_while_all_are_known() -> None:
     a, b, c = replicas.all
     for replica, use in ((a, 0.9), (b, 0.2), (c, 0.5)):
         replica.cache_read(use, 10.0)
-    assert {replicas.borrow(10.0).base_url for _ in range(3)} == {b.base_url}
-    assert {replicas.borrow(10.1 + STALE_S).base_url for _ in range(3)} == {a.base_url, b.base_url, c.base_url}
+    assert {replicas.acquire(10.0).base_url for _ in range(3)} == {b.base_url}
+    assert {replicas.acquire(10.1 + STALE_S).base_url for _ in range(3)} == {a.base_url, b.base_url, c.base_url}
     for replica, known in ((a, 0.9), (b, None), (c, 0.5)):
         replica.cache_read(known, 20.0)
-    assert {replicas.borrow(20.0).base_url for _ in range(3)} == {a.base_url, b.base_url, c.base_url}
+    assert {replicas.acquire(20.0).base_url for _ in range(3)} == {a.base_url, b.base_url, c.base_url}
 
 
 def test_round_robin_looks_at_nothing_else() -> None:
     replicas = of(3, "round_robin")
-    assert [replicas.borrow(0.0, errand(1)).base_url[13] for _ in range(6)] == ["0", "1", "2"] * 2
+    assert [replicas.acquire(0.0, hints(1)).base_url[13] for _ in range(6)] == ["0", "1", "2"] * 2
 
 
 READ = TypeAdapter(EndpointConfig.model_fields["routing"].rebuild_annotation())

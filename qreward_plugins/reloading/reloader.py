@@ -30,7 +30,7 @@ from ..scheduling import Upstream
 from ..sources.opening import same_keys
 from ..wiring import Wiring
 from .difference import Difference, difference, opened_anew, starts_servers
-from .succession import Former, formers, heirs, same_account
+from .succession import Predecessor, matched, predecessors_in, same_account
 from .watcher import Watch, missing_package, watch_file
 
 _log = logging.getLogger("qreward_plugins.engine")
@@ -64,10 +64,10 @@ class Reloader:
         self._closing: set[asyncio.Task[None]] = set()
         self._draining: list[Upstream] = []
         """Removed sources that are not closed yet."""
-        self._used: set[str] = set()
-        """Names of sources that were ever removed."""
-        self._former: list[Former] = []
-        """Removed sources that no other has succeeded."""
+        self._removed_names: set[str] = set()
+        """Names of all sources that were ever removed."""
+        self._predecessors: list[Predecessor] = []
+        """Removed sources that have no successor yet."""
         binding.on_started, binding.on_drained = self.watch, self._drained
         if wiring.config.engine.reload:
             self._check_file(wiring.config)
@@ -153,11 +153,13 @@ class Reloader:
         before, now = wiring.config, loop.time()
         leaving = {name: each for name, each in wiring.upstreams.items() if prepared.upstreams.get(name) is not each}
         entering = {name: each for name, each in prepared.upstreams.items() if wiring.upstreams.get(name) is not each}
-        self._former = [each for each in self._former if each.remembered(now)]
-        self._former += formers(before, leaving.values(), now)
-        for name, former in heirs(self._former, prepared.config, entering).items():
-            entering[name].take_over(former.upstream, same_account=same_account(former, prepared.config, name))
-            self._former.remove(former)
+        self._predecessors = [each for each in self._predecessors if each.remembered(now)]
+        self._predecessors += predecessors_in(before, leaving.values(), now)
+        for name, predecessor in matched(self._predecessors, prepared.config, entering).items():
+            entering[name].take_over(
+                predecessor.upstream, same_account=same_account(predecessor, prepared.config, name)
+            )
+            self._predecessors.remove(predecessor)
         for name, upstream in prepared.upstreams.items():
             node = prepared.config.sources[name]
             upstream.retune(timeout_s=node.timeouts.total_s, price=node.price, weight=node.weight)
@@ -169,7 +171,7 @@ class Reloader:
         engine = prepared.config.engine
         wiring.reuse = bool(engine.journal and engine.journal.reuse)
         self._draining += leaving.values()
-        self._used |= leaving.keys()
+        self._removed_names |= leaving.keys()
         if scoring is None:
             wiring.upstreams.change(prepared.upstreams, moves)
         else:
@@ -258,7 +260,7 @@ class Reloader:
         given = {
             f"source {name}": source.aclose
             for name, source in self._wiring.given.items()
-            if name in self._used and name not in self._wiring.upstreams
+            if name in self._removed_names and name not in self._wiring.upstreams
         }
         return {**parts, **given, "the sources that were removed": self._end_closing}
 

@@ -1,4 +1,5 @@
-"""Finds for each source of a new configuration which source so far it succeeds, in quota and in what was learned.
+"""Matches each source of a new configuration with its predecessor, from which it takes over the quota and what was
+learned.
 
 What was spent of a limit stays spent, because the provider goes on counting. So a quota goes on for the same account
 under any name, and for the same name at the same address, whatever its key is now. A source that was removed a while
@@ -19,7 +20,7 @@ REMEMBERED_WINDOWS = 2.0
 
 
 @dataclass(frozen=True, eq=False)
-class Former:
+class Predecessor:
     """A source that was removed, or that another one replaces. `forgotten_at` is a time of the event loop's clock."""
 
     upstream: Upstream
@@ -37,38 +38,37 @@ class Former:
         return bool(self.upstream.live) or now < self.forgotten_at
 
 
-def formers(config: Config, upstreams: Iterable[Upstream], now: float) -> list[Former]:
-    """Return what `upstreams`, which are sources of `config`, were."""
+def predecessors_in(config: Config, upstreams: Iterable[Upstream], now: float) -> list[Predecessor]:
+    """Return the predecessors for `upstreams`, which are sources of `config`."""
     keys, places = source_keys(config), source_addresses(config)
     found = []
     for upstream in upstreams:
         name, (_, window_s) = upstream.name, upstream.quota.per_window()
         remembered_s = REMEMBERED_WINDOWS * max(window_s, config.sources[name].limits.window_s) + upstream.timeout_s
-        found.append(Former(upstream, keys[name], places[name], now + remembered_s))
+        found.append(Predecessor(upstream, keys[name], places[name], now + remembered_s))
     return found
 
 
-def heirs(former: Sequence[Former], config: Config, names: Iterable[str]) -> dict[str, Former]:
-    """Return which of `former` each source of these names in `config` succeeds, if any; each has one successor at most.
-
-    The later of two that suit is succeeded.
+def matched(predecessors: Sequence[Predecessor], config: Config, names: Iterable[str]) -> dict[str, Predecessor]:
+    """Return the predecessor of each source in `names` of `config`, for those that have one. No two sources have the
+    same. If several predecessors suit, the latest one is taken.
     """
-    if not former:
+    if not predecessors:
         return {}
     keys, places = source_keys(config), source_addresses(config)
 
-    def near(old: Former, new: str) -> bool:
+    def near(old: Predecessor, new: str) -> bool:
         return not old.addresses.isdisjoint(places[new])
 
-    rules: tuple[Callable[[Former, str], bool], ...] = (
+    rules: tuple[Callable[[Predecessor, str], bool], ...] = (
         lambda old, new: old.key == keys[new] and old.name == new,
         lambda old, new: old.key == keys[new],
         lambda old, new: old.name == new and near(old, new),
         # Of several keys, one more or less moves the numbers of the others.
         lambda old, new: configured_name(old.name) == configured_name(new) and near(old, new),
     )
-    found: dict[str, Former] = {}
-    left, wanted = list(reversed(former)), list(names)
+    found: dict[str, Predecessor] = {}
+    left, wanted = list(reversed(predecessors)), list(names)
     for rule in rules:
         for new in wanted:
             old = None if new in found else next((old for old in left if rule(old, new)), None)
@@ -78,6 +78,6 @@ def heirs(former: Sequence[Former], config: Config, names: Iterable[str]) -> dic
     return found
 
 
-def same_account(former: Former, config: Config, name: str) -> bool:
-    """Return whether the provider does not tell `former` and the source `name` of `config` apart."""
-    return former.key == source_keys(config)[name]
+def same_account(predecessor: Predecessor, config: Config, name: str) -> bool:
+    """Return whether `predecessor` and the source `name` of `config` are one account for the provider."""
+    return predecessor.key == source_keys(config)[name]

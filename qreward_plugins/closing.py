@@ -51,6 +51,7 @@ class Closing:
 
     async def _close(self) -> None:
         loop, wiring, scoring = asyncio.get_running_loop(), self._wiring, self._binding.scoring
+        wiring.source_starts.close()
         interrupted: asyncio.CancelledError | None = None
         steps: list[dict[str, Callable[[], Awaitable[None]]]] = []
         if scoring is not None and self._binding.loop is loop:

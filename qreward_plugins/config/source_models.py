@@ -49,7 +49,7 @@ def _secrets_marked(value: dict[str, Any]) -> dict[str, Any]:
 
 FreeMapping = Annotated[dict[str, Any], AfterValidator(_secrets_marked)]
 """A mapping with any keys, for a function or a server. Values under keys such as `api_key` or `token` are never shown.
-In a mapping called `kwargs` or `parameters`, values from the environment are not shown, either."""
+In a mapping called `kwargs`, `parameters` or `arguments`, values from the environment are not shown, either."""
 
 
 def _plain_name(name: str) -> str:

@@ -32,7 +32,7 @@ _SCALARS = (str, int, float, bool, type(None))
 _ENV = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*\}")
 _ENV_NAMED = re.compile(r"\$\{oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)")
 _FROM_A_SECRET = re.compile(r"oc\.env|api_key|headers")
-_HANDED_ON = {"kwargs", "parameters"}
+_HANDED_ON = {"kwargs", "parameters", "arguments", "command", "program"}
 """Keys whose values may be anything, credentials included."""
 _ENV_NOT_FOUND = re.compile(r"Environment variable '([A-Za-z_][A-Za-z0-9_]*)' not found")
 

@@ -127,7 +127,7 @@ def _of_source(before: SourceConfig, after: SourceConfig) -> Effect:
 
 def starts_servers(config: SourceConfig) -> bool:
     """Return whether a source of this kind starts servers of its own."""
-    return callable(getattr(kind_of(config), "start", None))
+    return kind_of(config).has_servers
 
 
 def _of_values(name: str, before: Any, after: Any) -> Iterator[Change]:

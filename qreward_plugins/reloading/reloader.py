@@ -180,6 +180,7 @@ class Reloader:
             scoring.dispatcher.change(
                 prepared.upstreams, moves, max_attempts=engine.max_attempts, settings=engine.scheduling
             )
+        wiring.source_starts.change(upstream.source for upstream in prepared.upstreams.values())
         if wiring.membership is not None:
             wiring.membership.change(wiring.by_key())
         if scoring is None:

@@ -6,7 +6,8 @@ which is the child of the starter, and below it the watcher, which is the parent
 the other one is gone: Ray, for example, kills the direct children of an actor.
 
 - The standard input is a pipe that the starter keeps open. Its end asks the server to stop (SIGTERM) and ends it after
-  `grace_s` seconds (SIGKILL). SIGTERM to the guard does the same. SIGKILL to the guard ends everything at once.
+  `grace_s` seconds (SIGKILL). SIGTERM to the guard does the same. SIGUSR1 and SIGKILL to the guard end everything at
+  once: the guard does it at SIGUSR1, also if the watcher hangs, and the watcher at SIGKILL, also if the guard hangs.
 - Processes that the server has left, also those in sessions of their own, are adopted by the watcher, and end with it.
 - Output goes into a log file, which is renamed to NAME.1 when it has grown to `log_bytes`.
 - The exit code is that of the server, or 128 plus the number of the signal that ended it.
@@ -28,6 +29,7 @@ from typing import NoReturn
 
 _ADOPT_ORPHANS = 36  # PR_SET_CHILD_SUBREAPER of <sys/prctl.h>
 _LONGEST_SWEEP_S = 20.0
+_MOST_READS = 16
 _CANNOT_START = 127
 
 
@@ -35,6 +37,8 @@ def main(parent: int, grace_s: float, log: str, log_bytes: int, command: list[st
     """Be the guard: start the watcher, and end what it leaves."""
     _adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Where it is ignored, which a process inherits, the system tells nobody how a child ended.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for descriptor in map(int, os.listdir("/proc/self/fd")):
         # The starter may have given a locked file to the guard. The server must not hold the lock, too.
         if descriptor > 2 and os.path.exists(f"/proc/self/fd/{descriptor}"):
@@ -54,6 +58,7 @@ def main(parent: int, grace_s: float, log: str, log_bytes: int, command: list[st
     _to_null(1)
     _to_null(2)
     signal.signal(signal.SIGTERM, lambda *_: os.kill(watcher, signal.SIGTERM))
+    signal.signal(signal.SIGUSR1, lambda *_: os.kill(watcher, signal.SIGKILL))
     code = _exit_code(_wait_for(watcher))
     _sweep()
     os._exit(code)
@@ -116,8 +121,9 @@ class _Log:
         self._size = os.fstat(self._file).st_size
 
     def copy(self, source: int) -> bool:
-        """Copy what there is to read. Return False at the end."""
-        while True:
+        """Copy what there is to read, at most 1 MiB. Return False at the end."""
+        # A server may write faster than the disk does; the watcher has more to look after than its log.
+        for _ in range(_MOST_READS):
             try:
                 text = os.read(source, 65536)
             except BlockingIOError:
@@ -125,15 +131,17 @@ class _Log:
             if not text:
                 return False
             self.write(text)
+        return True
 
     def write(self, text: bytes) -> None:
         # A full disk must not end a server.
         try:
             self._size += os.write(self._file, text)
             if self._size >= self._most:
-                os.close(self._file)
+                full, self._size = self._file, 0
                 os.replace(self._path, self._path + ".1")
                 self._open()
+                os.close(full)
         except OSError:
             pass
 

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import secrets
+import signal
 import subprocess
 import sys
 import threading
@@ -117,9 +118,10 @@ class LocalServer:
             return
         self._let_go()
         await asyncio.wait([exited], timeout=self._spec.stop_within_s + _GUARD_S)
-        if not exited.done():
-            process.kill()
-            await asyncio.wait([exited], timeout=_GUARD_S)
+        for number in (signal.SIGUSR1, signal.SIGKILL):
+            if not exited.done():
+                process.send_signal(number)
+                await asyncio.wait([exited], timeout=_GUARD_S)
         if not exited.done():
             _log.warning("the processes of replica %d of %s do not end", self._number, self._spec.name)
 
@@ -181,9 +183,13 @@ async def _listed(session: aiohttp.ClientSession, url: str) -> set[str]:
     """Return the models that a server lists; none if it does not answer, or answers something else."""
     try:
         async with session.get(f"{url}/v1/models", allow_redirects=False) as reply:
-            body = await reply.content.read(_REPLY_BYTES)
             if reply.status != 200:
                 return set()
+            body = bytearray()
+            async for piece in reply.content.iter_any():
+                body += piece
+                if len(body) > _REPLY_BYTES:
+                    return set()
         import orjson
 
         return {str(model["id"]) for model in orjson.loads(body)["data"]}

@@ -168,6 +168,9 @@ class Pool:
                 failed = error
             except asyncio.TimeoutError:
                 failed = ServerFailed(f"it is not ready after {self._spec.start_within_s:g} s")
+            except Exception as error:
+                _log.warning("replica %d of %s", number, self._spec.name, exc_info=error)
+                failed = ServerFailed(f"it cannot be started ({type(error).__name__})")
 
     def _set(self, state: ReplicaState) -> None:
         if self._states[state.number] != state:

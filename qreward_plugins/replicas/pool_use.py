@@ -39,6 +39,7 @@ _PROGRAM = (
 _CONNECT_TRIES = 40
 _BETWEEN_TRIES_S = 0.05
 _LOST_TRIES = 3
+_SILENT_S = 120.0
 
 
 class PoolUse(ABC):
@@ -54,6 +55,8 @@ class PoolUse(ABC):
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self.ended = False
+        """Whether the pool is not followed any more: it failed, or this use has ended."""
         self._over = False
         self._failure: PoolFailed | None = None
         self._closing = False
@@ -81,7 +84,12 @@ class PoolUse(ABC):
                 future.set_result(None)
             else:
                 self._waiting.append((loop, future))
-        await future
+        spec = self.spec
+        # An earlier pool may have to end first. Whatever lasts longer says nothing any more: a process that hangs.
+        longest_s = spec.start_within_s + spec.stop_within_s + _SILENT_S
+        await asyncio.wait([future], timeout=longest_s)
+        if not future.done():
+            raise PoolFailed(f"its process has said nothing for {longest_s:g} s")
         if self._failure is not None:
             raise PoolFailed(self._failure.problem, self._failure.log)
 
@@ -124,6 +132,7 @@ class PoolUse(ABC):
         except Exception as error:
             _log.warning("the pool of %s cannot be followed", self.spec.name, exc_info=error)
             self._started(PoolFailed(f"the pool cannot be followed ({type(error).__name__}: {error})"))
+        self.ended = True
         self._learned(())
         self._started(PoolFailed("it is closed"))
 
@@ -218,17 +227,19 @@ class LocalPoolUse(PoolUse):
         found = _connected(path)
         if found is not None:
             return found
-        lock = os.open(folder / f"{self.spec.key}.lock", os.O_RDWR | os.O_CREAT, 0o600)
+        lock = -1
         try:
+            lock = os.open(folder / f"{self.spec.key}.lock", os.O_RDWR | os.O_CREAT, 0o600)
             fcntl.flock(lock, fcntl.LOCK_EX)
             found = _connected(path)
             if found is None:
                 _start_process(path, folder, self.spec.key)
                 found = _connected(path)
         except OSError as error:
-            raise PoolFailed(f"no process can be started ({error.strerror})") from None
+            raise PoolFailed(f"no process can be started ({error.strerror or error}; {folder})") from None
         finally:
-            os.close(lock)
+            if lock >= 0:
+                os.close(lock)
         if found is None:
             raise PoolFailed("the process of the pool cannot be reached")
         return found

@@ -34,9 +34,9 @@ class Launch:
     tensor_parallel: int = 1
     task: str = CHAT
     platform: str = "cpu"
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    command: tuple[str, ...] = ()
-    program: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    command: tuple[str, ...] = field(default=(), repr=False)
+    program: tuple[str, ...] = field(default=(), repr=False)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
-
-import orjson
 
 from .server_kinds import CHAT, Launch
 from .topology import Topology
@@ -20,7 +19,7 @@ class PoolSpec:
 
     `name` is that of the source. `restarts` is how often in a row a replica that dies is started again.
     `stop_within_s` is the time between SIGTERM and SIGKILL. The repr leaves out the values of `environment`, which may
-    be secrets.
+    be secrets, and the words of the command line, which may hold some.
     """
 
     name: str
@@ -28,9 +27,9 @@ class PoolSpec:
     model: str
     topology: Topology
     task: str = CHAT
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    command: tuple[str, ...] = ()
-    program: tuple[str, ...] = ()
+    arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    command: tuple[str, ...] = field(default=(), repr=False)
+    program: tuple[str, ...] = field(default=(), repr=False)
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     start_within_s: float = 600.0
     stop_within_s: float = 10.0
@@ -64,12 +63,13 @@ class PoolSpec:
 
     def to_json(self) -> bytes:
         """Write it, secrets included; `from_json` reads it."""
-        return orjson.dumps(asdict(self), option=orjson.OPT_SORT_KEYS)
+        # Not orjson: arguments may hold numbers and keys that it does not write.
+        return json.dumps(asdict(self), sort_keys=True).encode()
 
     @classmethod
     def from_json(cls, text: bytes) -> PoolSpec:
         """Read what `to_json` has written."""
-        values = orjson.loads(text)
+        values = json.loads(text)
         topology = Topology(**{**values["topology"], "devices": tuple(values["topology"]["devices"])})
         lists = {key: tuple(values[key]) for key in ("command", "program")}
         return cls(**{**values, **lists, "topology": topology})

@@ -194,7 +194,8 @@ def _config_of(model: str, environment: Mapping[str, str]) -> Any:
 def _folders(model: str, environment: Mapping[str, str]) -> Iterator[Path]:
     yield Path(model)
     home = environment.get("HF_HOME") or Path(environment.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface"
-    hub = Path(environment.get("HF_HUB_CACHE") or Path(home) / "hub").expanduser()
+    # Unlike Path.expanduser, this raises nothing for a user without a home, as in many containers.
+    hub = Path(os.path.expanduser(environment.get("HF_HUB_CACHE") or Path(home) / "hub"))
     cached = hub / f"models--{model.replace('/', '--')}"
     with suppress(OSError):
         yield cached / "snapshots" / (cached / "refs/main").read_text().strip()

@@ -31,6 +31,7 @@ from .kind import SourceKind, class_path
 from .lists import Lists
 from .prefixes import BYTES_PER_TOKEN, shared_prefix
 from .provider import Provider, address
+from .redactor import Redactor
 from .replica import Replica, ReplicaStatistics
 from .replicas import NO_HINTS, Replicas, RoutingHints
 from .replies import Answer
@@ -126,6 +127,11 @@ class Endpoint(SourceKind):
     def urls(self) -> tuple[str, ...]:
         """The URLs of its replicas."""
         return tuple(self._urls)
+
+    @property
+    def redactor(self) -> Redactor:
+        """Redacts all secrets that it sends."""
+        return self._http.redactor
 
     def move(self, urls: Sequence[str]) -> None:
         """Send further requests to these replicas. What is known of those that stay is kept. Their servers belong to

@@ -6,17 +6,18 @@ those of the kind `openai` or `reward_model`, whose source does the asking here.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-import orjson
-from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, WrapValidator, field_validator
 
 from ..config.nodes import Flag, PositiveFloat, PositiveInt, no_bool, takes
 from ..config.source_models import (
     Batch,
     EndpointConfig,
+    FreeMapping,
     ModelName,
     Routing,
     RoutingChoice,
@@ -24,7 +25,7 @@ from ..config.source_models import (
     StreamTimeouts,
 )
 from ..errors import ConfigurationError, Mistake, QRewardError, ReplicasNotStarted, SourceUnusable, TransientError
-from ..redaction import names_secret, without_secrets
+from ..redaction import Secret, names_secret, secrets_in, without_secrets
 from ..replicas.pool import PoolFailed, ReplicaState
 from ..replicas.pool_use import LocalPoolUse, PoolUse
 from ..replicas.server_kinds import CHAT, SERVER_KINDS, missing_places
@@ -35,13 +36,14 @@ from .endpoint import Endpoint
 from .kind import LOGITS, TEXT, SourceKind
 from .openai import OpenAISource
 from .provider import Provider
-from .redactor import Redactor
 from .reward_model import RewardModelSource
 from .reward_protocols import PROTOCOLS
 
 _COMMAND = "command"
 _LOG_LINES = 20
 _LOG_CHARS = 300
+_Word = Annotated[str, WrapValidator(lambda value, read: value if isinstance(value, Secret) else read(value))]
+"""A word of a command line. One that comes from the environment is not shown."""
 _REPLACED = frozenset({"kind", "version", "api_keys", "api_key_env", "timeouts"})
 
 
@@ -65,12 +67,12 @@ class ReplicaSet(SourceKind):
         """The program that serves the model. It must be installed, in this environment or in that of `program`.
         Default: `command`."""
 
-        command: Annotated[tuple[str, ...], Field(min_length=1), takes("the words of a command")] | None = None
+        command: Annotated[tuple[_Word, ...], Field(min_length=1), takes("the words of a command")] | None = None
         """Another program: the words of its command line, in which `{port}` and `{name}` must occur (and `{host}` with
         `on: ray`); `{host}`, `{model}` and `{tensor_parallel}` are replaced, too. It must listen on this port, list
         this name at `/v1/models` once it is ready, and end at SIGTERM. Default: none."""
 
-        program: Annotated[tuple[str, ...], Field(min_length=1), takes("the words of a command")] | None = None
+        program: Annotated[tuple[_Word, ...], Field(min_length=1), takes("the words of a command")] | None = None
         """The beginning of the command line of `server`, for a program of another environment: `[/opt/vllm/bin/python,
         -m, vllm.entrypoints.openai.api_server]`. Default: the module in this Python, or `llama-server`."""
 
@@ -108,7 +110,7 @@ class ReplicaSet(SourceKind):
         """Where the servers run. `local` (default): on this machine. `ray`: on the Ray cluster of this process, each on
         a placement group of its own with all of its devices on one node."""
 
-        arguments: dict[str, Any] = Field(default_factory=dict)
+        arguments: FreeMapping = Field(default_factory=dict)
         """Further arguments of the server: `max_model_len: 16384` becomes `--max-model-len 16384`, `true` a flag
         without a value, a mapping JSON. `false` becomes `--no-...` for vLLM; for the others it is left out."""
 
@@ -183,7 +185,8 @@ class ReplicaSet(SourceKind):
         self._use: PoolUse = _use(name, config, spec)
         self._seen = -1
         secrets = [value for key, value in os.environ.items() if names_secret(key)]
-        self._redactor = Redactor([*secrets, *spec.environment.values()])
+        given = [config.arguments, list(config.command or ()), list(config.program or ())]
+        self._redactor = self._inner.redactor.beside([*secrets, *spec.environment.values(), *secrets_in(given)])
 
     @classmethod
     def answered(cls, settings: Mapping[str, Any]) -> tuple[str, ...]:
@@ -263,7 +266,7 @@ class ReplicaSet(SourceKind):
     def provider(cls, config: Any, environment: Mapping[str, str]) -> Provider:
         """Return what identifies its servers: everything that they are started with."""
         known = config.model_dump(mode="json", exclude=set(SourceConfig.model_fields) - {"kind"})
-        return Provider(config.kind, (orjson.dumps(known, option=orjson.OPT_SORT_KEYS).decode(),), config.model)
+        return Provider(config.kind, (json.dumps(known, sort_keys=True),), config.model)
 
     async def _prepare(self) -> None:
         problem = ""
@@ -278,8 +281,9 @@ class ReplicaSet(SourceKind):
             self._look()
         if not self._inner.urls:
             states = self._use.states
+            # Without states, the process of the pool has been lost, and is being replaced.
             said = "; ".join(f"replica {state.number} is {state.state}" for state in states) or "its pool has ended"
-            if all(state.state in ("failed", "stopped") for state in states):
+            if self._use.ended or (states and all(state.state in ("failed", "stopped") for state in states)):
                 raise SourceUnusable(f"source {self._name!r}: no replica is left ({said})", certain=True)
             raise TransientError(f"source {self._name!r}: no replica is up ({said})")
 
@@ -329,8 +333,8 @@ def pool_spec(name: str, config: ReplicaSet.Config) -> PoolSpec:
         topology=topology,
         task=config.task,
         arguments=without_secrets(config.arguments),
-        command=config.command or (),
-        program=config.program or (),
+        command=tuple(without_secrets(list(config.command or ()))),
+        program=tuple(without_secrets(list(config.program or ()))),
         environment={key: value.get_secret_value() for key, value in config.environment.items()},
         start_within_s=config.start_within_s,
         stop_within_s=config.stop_within_s,
@@ -382,7 +386,7 @@ def _inner(name: str, config: ReplicaSet.Config) -> Endpoint:
     shared = {key: getattr(config, key) for key in EndpointConfig.model_fields if key not in _REPLACED}
     # What the servers answer depends on the model and its settings, not on where they run.
     known = {"server": config.server or config.command, "model": config.model, "arguments": config.arguments}
-    version = config.version or orjson.dumps(known, option=orjson.OPT_SORT_KEYS, default=str).decode()
+    version = config.version or json.dumps(known, sort_keys=True)
     shared.update(base_url=(), version=version, vision=config.vision, api_key_env=config.api_key_env)
     if config.task == CHAT:
         for key in ("chat_template", "batch"):

@@ -43,6 +43,13 @@ def lives(pid: int) -> bool:
         return False
 
 
+def parent_of(pid: int, above: int = 1) -> int:
+    """The parent of a process, or one further above. Above a stand-in are watcher, guard and pool."""
+    for _ in range(above):
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return pid
+
+
 async def comes(condition: Callable[[], object], within_s: float = 30.0) -> None:
     """Wait for something that another process does."""
     until = time.monotonic() + within_s

@@ -9,6 +9,7 @@ stubborn        ignores SIGTERM                 children=N  children that ignore
 pids=FILE       file of its process ids         only=N      what is said here goes for the replica -N- alone
 host=H          listens there, not on 127.0.0.1
 die_after=N     dies after N chat requests, with exit code 0
+pieces          sends the list of its models in two pieces
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def main() -> None:
     options = dict(word.partition("=")[::2] for word in sys.argv[4:])
     note(options, os.getpid())
     if "only" in options and f"-{options['only']}-" not in name:
-        options = {key: options[key] for key in ("pids", "host") if key in options}
+        options = {key: options[key] for key in ("pids", "host", "pieces") if key in options}
     print(f"stand-in {name} on {port}", flush=True)
     if "stubborn" in options:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -87,6 +88,11 @@ def serve(port: int, models: list[str], options: dict[str, str]) -> None:
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()
+            if "pieces" in options:
+                self.wfile.write(text[:10])
+                self.wfile.flush()
+                time.sleep(0.02)
+                text = text[10:]
             self.wfile.write(text)
 
         def log_message(self, *_: object) -> None:

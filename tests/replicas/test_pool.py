@@ -16,7 +16,7 @@ import aiohttp
 import pytest
 from pools import STAND_IN, comes, lives
 
-from qreward_plugins.replicas import Pool, PoolSpec, Topology
+from qreward_plugins.replicas import Pool, PoolSpec, Topology, guard
 from qreward_plugins.replicas.launch import LocalServer, ServerFailed
 from qreward_plugins.replicas.pool import PoolFailed
 from qreward_plugins.replicas.ports import free_port
@@ -48,7 +48,7 @@ async def models(url):
 
 async def test_replicas_start_at_the_same_time_each_with_a_port_and_a_name_of_its_own(stand_ins):
     changes, made = [], []
-    spec = stand_ins.spec("ready_after=0.2", replicas=3)
+    spec = stand_ins.spec("ready_after=0.2", "pieces", replicas=3)
 
     def server(number):
         made.append(LocalServer(spec, number, folder=stand_ins.folder))
@@ -205,9 +205,10 @@ async def test_no_process_outlives_a_kill(stand_ins, victim):
 
 def test_a_spec_travels_as_json_and_its_repr_shows_no_environment():
     topology = Topology(2, 2, (0, "GPU-b", 2, 3), "cuda")
-    spec = PoolSpec("a b", "vllm", "m", topology, arguments={"x": [1]}, environment={"HF_TOKEN": "hf_secret"})
+    arguments = {"x": [1], "seed": 2**64, "bias": float("inf"), "tool_token": "tt_secret"}
+    spec = PoolSpec("a b", "vllm", "m", topology, arguments=arguments, environment={"HF_TOKEN": "hf_secret"})
     assert PoolSpec.from_json(spec.to_json()) == spec
-    assert "hf_secret" not in repr(spec)
+    assert "secret" not in repr(spec) + repr(spec.launch("n", "h", 1))
     assert spec.file_name == "a_b"
     assert spec.key == PoolSpec.from_json(spec.to_json()).key != PoolSpec("a", "vllm", "m", topology).key
 
@@ -223,3 +224,58 @@ async def test_a_log_is_bounded(stand_ins, monkeypatch):
     await server.stop()
     assert sum(path.stat().st_size for path in stand_ins.folder.glob("*.log*")) < 200_000
     assert len(server.log_tail().splitlines()) <= 30
+
+
+@pytest.mark.parametrize("hanging", ["guard", "watcher"])
+async def test_a_guard_or_watcher_that_hangs_keeps_nothing_alive(stand_ins, monkeypatch, hanging):
+    monkeypatch.setattr("qreward_plugins.replicas.launch._GUARD_S", 0.2)
+    server = LocalServer(stand_ins.spec("stubborn", "children=1", stop_within_s=0.1), 0, folder=stand_ins.folder)
+    await server.start()
+    (watcher,) = children_of(server.pid)
+    os.kill({"guard": server.pid, "watcher": watcher}[hanging], signal.SIGSTOP)
+    await server.stop()
+    await comes(lambda: not stand_ins.living() and not lives(server.pid) and not lives(watcher))
+
+
+def test_a_log_never_keeps_the_watcher_from_its_other_work(tmp_path):
+    """A server that writes faster than its disk takes it, and a folder that somebody removes."""
+    folder = tmp_path / "logs"
+    folder.mkdir()
+    log = guard._Log(str(folder / "own-0.log"), 100_000)
+    endless = os.open("/dev/zero", os.O_RDONLY)
+    assert log.copy(endless)
+    (folder / "own-0.log").unlink()
+    assert log.copy(endless)
+    os.close(endless)
+    log.write(b"more")
+    os.close(log._file)
+
+
+async def test_a_restart_that_raises_is_tried_again(stand_ins, monkeypatch):
+    """Such as one for which there is no free port."""
+    monkeypatch.setattr("qreward_plugins.replicas.pool._BACKOFF_S", (0.0, 0.0))
+    starts = []
+
+    class Fake:
+        url = ""
+
+        async def start(self):
+            starts.append(self)
+            if len(starts) == 2:
+                raise OSError("no free port")
+            self.url = f"http://127.0.0.1:{len(starts)}"
+            return self.url
+
+        async def ended(self):
+            if len(starts) > 2:
+                await asyncio.Event().wait()
+            return ServerFailed("it ended")
+
+        async def stop(self):
+            pass
+
+    pool = Pool(stand_ins.spec(), lambda number: Fake())
+    await pool.start()
+    await comes(lambda: pool.states[0].restarts == 2 and pool.states[0].url)
+    assert pool.states[0].state == "up"
+    await pool.stop()

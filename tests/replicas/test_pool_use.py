@@ -8,12 +8,14 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
+from contextlib import nullcontext
 
 import pytest
-from pools import comes, lives
+from pools import comes, lives, parent_of
 
 from qreward_plugins.replicas.pool import PoolFailed
-from qreward_plugins.replicas.pool_use import LocalPoolUse
+from qreward_plugins.replicas.pool_use import LocalPoolUse, PoolUse
 from qreward_plugins.replicas.runtime_folder import NoRuntimeFolder, runtime_folder
 
 pytestmark = pytest.mark.anyio
@@ -106,8 +108,7 @@ async def test_a_pool_whose_process_is_killed_is_started_again(stand_ins, folder
     use = LocalPoolUse(stand_ins.spec())
     await use.start()
     first = stand_ins.living()
-    (guard,) = parents(first[0], 2)
-    os.kill(pool_of(guard), signal.SIGKILL)
+    os.kill(parent_of(first[0], 3), signal.SIGKILL)
     await comes(lambda: stand_ins.living() and stand_ins.living() != first and use.states and use.states[0].url)
     assert not lives(first[0])
     await use.aclose()
@@ -133,12 +134,33 @@ def test_a_folder_of_somebody_else_is_refused(tmp_path, folder):
         runtime_folder()
 
 
-def parents(pid, count):
-    for _ in range(count):
-        with open(f"/proc/{pid}/stat") as file:
-            pid = int(file.read().rpartition(")")[2].split()[1])
-    return (pid,)
+def test_a_folder_whose_path_is_too_long_for_a_socket_is_not_used(tmp_path, monkeypatch):
+    long = tmp_path / ("x" * 100)
+    long.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(long))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(NoRuntimeFolder, match="too long") if len(str(tmp_path)) > 70 else nullcontext():
+        assert runtime_folder() == tmp_path / f"qreward-{os.getuid()}"
+    monkeypatch.setattr("tempfile.tempdir", str(long))
+    with pytest.raises(NoRuntimeFolder, match="set XDG_RUNTIME_DIR to a shorter folder"):
+        runtime_folder()
 
 
-def pool_of(guard):
-    return parents(guard, 1)[0]
+async def test_a_pool_that_says_nothing_ends_the_wait(stand_ins, monkeypatch):
+    class Hanging(PoolUse):
+        """A pool whose process is stopped (SIGSTOP)."""
+
+        end = threading.Event()
+
+        def follow(self):
+            self.end.wait(30)
+
+        def leave(self):
+            self.end.set()
+
+    monkeypatch.setattr("qreward_plugins.replicas.pool_use._SILENT_S", 0.0)
+    use = Hanging(stand_ins.spec(start_within_s=0.05, stop_within_s=0.05))
+    with pytest.raises(PoolFailed, match=r"its process has said nothing for 0\.1 s"):
+        await use.start()
+    await use.aclose()
+    assert use.ended

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 
 import pytest
-from pools import comes
+from pools import comes, parent_of
 
 from qreward_plugins import ConfigurationError, ReplicasNotStarted, RewardEngine, Sample, load_config
 from qreward_plugins.sources.replica_set import pool_spec
@@ -53,10 +54,14 @@ async def test_the_calls_of_a_replica_that_dies_go_to_the_others(stand_ins):
     assert stand_ins.living() == []
 
 
-async def test_a_killed_replica_comes_back_and_is_asked_again(stand_ins):
+@pytest.mark.parametrize("victim", ["server", "pool"])
+async def test_a_killed_replica_comes_back_and_is_asked_again(stand_ins, victim):
     async with RewardEngine(tree({"command": stand_ins.command(), "data_parallel": 1})) as engine:
         await engine.score(samples(1)[0])
-        os.kill(stand_ins.living()[0], signal.SIGKILL)
+        server = stand_ins.living()[0]
+        os.kill(server if victim == "server" else parent_of(server, 3), signal.SIGKILL)
+        source = engine.upstreams["own"].source
+        await comes(lambda: not (source.replicas and source.replicas[0].url))
         outcomes = await engine.score_all(samples(5), deadline_s=30)
         assert [outcome.reward for outcome in outcomes] == [0.7] * 5
 
@@ -70,6 +75,76 @@ async def test_a_start_that_fails_is_an_error_with_the_log_and_without_secrets(s
     assert said.startswith("source 'own' cannot start its servers: replica 1: it ended before it was ready")
     assert said.endswith("RuntimeError: no memory for the weights, token ***")
     assert stand_ins.living() == []
+
+
+async def test_no_secret_of_the_configuration_is_shown_with_the_log(monkeypatch):
+    """vLLM logs its arguments, and a program that fails may log anything that it was given."""
+    monkeypatch.setenv("MINE", "plain-name-secret")
+    own = {
+        "command": [
+            "sh",
+            "-c",
+            "echo $0 $@; exit 1",
+            "{port}",
+            "{name}",
+            "header-secret",
+            "key-secret",
+            "${oc.env:MINE}",
+        ],
+        "arguments": {"tool_token": "argument-secret", "beside": "${oc.env:MINE}"},
+        "headers": {"X-Team": "header-secret"},
+        "api_key": "key-secret",
+    }
+    async with RewardEngine(tree(own)) as engine:
+        with pytest.raises(ReplicasNotStarted) as caught:
+            await engine.score_all(samples(1))
+        spec, config = engine.upstreams["own"].source.spec, engine.config.sources["own"]
+    assert spec.arguments == {"tool_token": "argument-secret", "beside": "plain-name-secret"}
+    assert "*** *** ***" in str(caught.value)
+    assert "secret" not in str(caught.value) + repr(spec)
+    assert not any(secret in repr(config) for secret in ("argument-secret", "plain-name-secret"))
+
+
+async def test_closing_during_the_start_fails_the_samples(stand_ins):
+    engine = RewardEngine(tree({"command": stand_ins.command("never")}))
+    scoring = asyncio.ensure_future(engine.score_all(samples(2)))
+    await comes(stand_ins.living)
+    await engine.aclose()
+    assert [outcome.reason for outcome in await scoring] == ["closed"] * 2
+
+
+async def test_a_reload_keeps_adds_and_removes_servers(stand_ins, caplog):
+    def using(used, **sources):
+        found = {name: {**tree({})["sources"]["own"], "command": command} for name, command in sources.items()}
+        judge = {**tree({})["judges"]["quality"], "sources": [used]}
+        return {"sources": found, "judges": {"quality": judge}, "engine": {"seed": 7}}
+
+    own, slow, broken = stand_ins.command(), stand_ins.command("ready_after=0.6"), stand_ins.command("exit=1")
+    async with RewardEngine(using("own", own=own)) as engine:
+        await engine.score_all(samples(2), deadline_s=20)
+        kept = stand_ins.living()
+        # The deadline of the samples runs from when the servers that were added are ready.
+        await engine.reload(using("slow", own=own, slow=slow, broken=broken))
+        outcomes = await engine.score_all(samples(2), deadline_s=0.5)
+        assert [outcome.reward for outcome in outcomes] == [0.7] * 2
+        assert "source 'broken' cannot start its servers" in caplog.text
+        assert set(kept) < set(stand_ins.living())
+        await engine.reload(using("slow", slow=slow))
+        await comes(lambda: not set(kept) & set(stand_ins.living()))
+    assert stand_ins.living() == []
+
+
+async def test_a_source_that_does_not_start_can_be_removed_by_a_reload(stand_ins):
+    both = {"own": tree({"command": stand_ins.command("exit=1")})["sources"]["own"]}
+    both["other"] = {"kind": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
+    judge = {**tree({})["judges"]["quality"], "sources": ["other"]}
+    config = {"sources": both, "judges": {"quality": judge}, "engine": {"seed": 7}}
+    async with RewardEngine(config) as engine:
+        with pytest.raises(ReplicasNotStarted):
+            await engine.score_all(samples(1))
+        await engine.reload({**config, "sources": {"other": both["other"]}})
+        (outcome,) = await engine.score_all(samples(1), deadline_s=0.05)
+        assert outcome.reward is None
 
 
 async def test_a_reward_model_is_asked_by_its_protocol(stand_ins):

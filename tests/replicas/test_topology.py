@@ -124,3 +124,9 @@ def test_the_devices_of_this_machine(tmp_path, files, environment, platform, dev
     root = machine(tmp_path, *files)
     assert found_platform(environment, root) == platform
     assert found_devices(platform, environment, root) == devices
+
+
+def test_a_user_without_a_home_has_no_cache(monkeypatch):
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.setattr("pwd.getpwuid", lambda uid: {}[uid])
+    check_heads("Qwen/Some", 2, {})

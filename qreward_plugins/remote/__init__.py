@@ -3,12 +3,13 @@
 from .facts import FACTS_PATH, PROTOCOL, ServerFacts, ask_facts, facts_of
 from .fingerprint import fingerprint_of
 from .link import PATH
-from .rows import outcome_of_row, row_of_sample, rows_of, was_closed
+from .rows import FRAMEWORK_PROMPT, outcome_of_row, row_of_sample, rows_of, was_closed
 from .scoring import RemoteScoring
 from .server import RemoteServer, open_server
 
 __all__ = [
     "FACTS_PATH",
+    "FRAMEWORK_PROMPT",
     "PATH",
     "PROTOCOL",
     "RemoteScoring",

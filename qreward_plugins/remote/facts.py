@@ -100,9 +100,10 @@ def ask_facts(url: str, token: str | None, *, within_s: float) -> ServerFacts:
             error = RewardServerError(f"it answered {failed.code}{_REMEDY.get(failed.code, '')}", status=failed.code)
             if failed.code not in _TRY_AGAIN:
                 raise error from None
-        except (orjson.JSONDecodeError, http.client.HTTPException) as failed:
+        except (orjson.JSONDecodeError, http.client.InvalidURL) as failed:
             raise unreadable(failed) from None
-        except OSError as failed:
+        except (OSError, http.client.HTTPException) as failed:
+            # A tunnel or a proxy accepts connections before the server behind it does, and then breaks them.
             reason = getattr(failed, "reason", failed)
             error = RewardServerError(f"it cannot be reached ({type(reason).__name__})")
         if time.monotonic() + _PAUSE_S >= until:

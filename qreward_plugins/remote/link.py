@@ -23,6 +23,8 @@ PATH = "/engine"
 HEARTBEAT_S = 10.0
 """Seconds of silence after which the server is asked for a sign of life; it has half as many to answer."""
 FACTS_WITHIN_S = 10.0
+MOST_FRAME_BYTES = 64 * 2**20
+"""Size of the largest frame that is read. A server of ours sends smaller ones."""
 _FIRST_PAUSE_S = 0.2
 _LONGEST_PAUSE_S = 5.0
 _CLOSE_WITHIN_S = 2.0
@@ -132,7 +134,7 @@ class Link:
                 self._url + PATH,
                 headers=self._headers,
                 heartbeat=HEARTBEAT_S,
-                max_msg_size=0,
+                max_msg_size=MOST_FRAME_BYTES,
                 compress=0,
                 timeout=aiohttp.ClientWSTimeout(ws_close=_CLOSE_WITHIN_S),
             )
@@ -167,8 +169,10 @@ class Link:
     def _check(self, message: Any) -> None:
         try:
             self._check_facts(_frame(message)["facts"])
-        except (LookupError, RewardServerError) as error:
+        except RewardServerError as error:
             raise _Refused("server_refused", f"{error}") from None
+        except (LookupError, TypeError, ValueError) as error:
+            raise _unreadable(error) from None
 
     def _check_facts(self, row: Mapping[str, Any]) -> None:
         facts = facts_of(row)
@@ -193,7 +197,7 @@ class Link:
             if "facts" in frame:
                 self._check_facts(frame["facts"])
         except (LookupError, TypeError, ValueError, RewardServerError) as error:
-            raise _Refused("server_refused", f"it sent a frame that cannot be read ({type(error).__name__})") from None
+            raise _unreadable(error) from None
 
 
 def _frame(message: Any) -> Mapping[str, Any]:
@@ -209,3 +213,7 @@ class _Refused(Exception):
     def __init__(self, reason: str, detail: str) -> None:
         super().__init__(detail)
         self.reason = reason
+
+
+def _unreadable(error: Exception) -> _Refused:
+    return _Refused("server_refused", f"it sent a frame that cannot be read ({type(error).__name__})")

@@ -37,6 +37,15 @@ class Admission:
         self._load.began(samples)
         self._idle.clear()
 
+    def admit_some(self, samples: int, deadline_s: float) -> int:
+        """Take in as many of `samples` as can be done in time, and return their number; see `admit`.
+
+        Raises `Refused` if it is none.
+        """
+        room = self._load.room(samples, deadline_s, asyncio.get_running_loop().time())
+        self.admit(room or samples, deadline_s)
+        return room
+
     def ended(self, samples: int) -> None:
         """Note that samples have their outcomes."""
         self._load.ended(samples, asyncio.get_running_loop().time())

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -27,7 +28,10 @@ from .replies import Refused
 _log = logging.getLogger("qreward_plugins.server")
 
 HEARTBEAT_S = 20.0
+BYTES_A_FRAME = 4 * 2**20
+"""Size of a frame of outcomes, beyond which the next one begins."""
 _FORM = ScoreForm()
+_NO_SAMPLE = Sample((), "")
 
 
 class Engines:
@@ -80,8 +84,10 @@ class _Connection:
         self._admission = engines.admission
         self._socket = socket
         self._futures: dict[int, asyncio.Future[Outcome]] = {}
+        self._submitting: dict[int, bool] = {}
+        """Samples that have no future yet, and whether their engine has cancelled them."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._ended: list[dict[str, Any]] = []
+        self._ended: list[bytes] = []
         self._some = asyncio.Event()
         self._told: ServerFacts | None = None
 
@@ -114,33 +120,62 @@ class _Connection:
             frame = orjson.loads(text)
             if "cancel" in frame:
                 for number in frame["cancel"]:
-                    if (future := self._futures.get(number)) is not None:
+                    if number in self._submitting:
+                        self._submitting[number] = True
+                    elif (future := self._futures.get(number)) is not None:
                         future.cancel()
                 return
             ids, rows = frame["ids"], frame["samples"]
             if not (isinstance(ids, list) and isinstance(rows, list) and len(ids) == len(rows)):
                 raise TypeError("ids and samples")
+            if not all(type(number) is int for number in ids):
+                raise TypeError("ids")
             deadline_s, priority, together = frame["deadline_s"], frame["priority"], bool(frame["together"])
+            if deadline_s is None:
+                raise TypeError("deadline_s")
         except (orjson.JSONDecodeError, LookupError, TypeError):
             await self._socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"a frame cannot be read")
             return
         await self._tell_facts()
         try:
-            samples = _FORM.read({"samples": rows, "deadline_s": deadline_s, "priority": priority}).samples
-            self._admission.admit(len(ids), deadline_s)
-        except Refused as refused:
-            await self._put_off(ids, refused.status, refused.detail, refused.retry_after_s or 1.0)
-            return
+            terms = _FORM.read({"samples": [], "deadline_s": deadline_s, "priority": priority})
         except InputError as error:
             await self._put_off(ids, 422, str(error), 0.0)
             return
-        task = asyncio.get_running_loop().create_task(self._submit(ids, samples, deadline_s, priority, together))
+        read = self._read(ids, rows)
+        if not read:
+            return
+        try:
+            # Several frames may be one batch, so what is too much waits, and not the whole frame.
+            room = self._admission.admit_some(len(read), deadline_s)
+        except Refused as refused:
+            await self._put_off(list(read), refused.status, refused.detail, refused.retry_after_s or 1.0)
+            return
+        numbers = list(read)
+        if room < len(numbers):
+            await self._put_off(numbers[room:], 429, f"{self._admission.under_way:,} samples are under way", 1.0)
+        taken = {number: read[number] for number in numbers[:room]}
+        self._submitting.update(dict.fromkeys(taken, False))
+        task = asyncio.get_running_loop().create_task(self._submit(taken, deadline_s, terms.priority, together))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _read(self, ids: Sequence[int], rows: Sequence[Any]) -> dict[int, Sample]:
+        """Return the samples of rows. A row that cannot be read is a failure of its own."""
+        read: dict[int, Sample] = {}
+        for number, row in zip(ids, rows, strict=True):
+            try:
+                sample = _FORM.sample(row, "the sample", "")
+                # A service may be sent the id, so no other one may take the place of none.
+                read[number] = sample if row.get("id") is not None else replace(sample, id=None)
+            except InputError as error:
+                self._tell(number, result_of(_NO_SAMPLE, Failed(Cause.INFRA, "input", str(error))))
+        return read
+
     async def _submit(
-        self, ids: Sequence[int], samples: Sequence[Sample], deadline_s: float, priority: int | None, together: bool
+        self, given: Mapping[int, Sample], deadline_s: float, priority: int | None, together: bool
     ) -> None:
+        ids, samples = list(given), list(given.values())
         futures: Sequence[asyncio.Future[Outcome]] = []
         problem = ""
         try:
@@ -157,12 +192,16 @@ class _Connection:
         finally:
             if len(futures) != len(ids):
                 self._admission.left(len(ids))
+                for number in ids:
+                    self._submitting.pop(number, None)
         if problem:
             await self._put_off(ids, 503, problem, CLOSED_RETRY_S)
             return
         for number, sample, future in zip(ids, samples, futures, strict=True):
             self._futures[number] = future
             future.add_done_callback(partial(self._done, number, sample))
+            if self._submitting.pop(number, False):
+                future.cancel()
 
     def _done(self, number: int, sample: Sample, future: asyncio.Future[Outcome]) -> None:
         if self._futures.get(number) is future:
@@ -179,7 +218,10 @@ class _Connection:
         else:
             self._admission.ended(1)
             row = result_of(sample, future.result())
-        self._ended.append({**row, "id": number})
+        self._tell(number, row)
+
+    def _tell(self, number: int, row: Mapping[str, Any]) -> None:
+        self._ended.append(orjson.dumps({**row, "id": number}))
         self._some.set()
 
     async def _send_outcomes(self) -> None:
@@ -193,8 +235,8 @@ class _Connection:
     async def _flush(self) -> None:
         self._some.clear()
         rows, self._ended = self._ended, []
-        if rows:
-            await self._send({"outcomes": rows})
+        for part in _frames(rows):
+            await self._send({"outcomes": [orjson.Fragment(row) for row in part]})
 
     async def _put_off(self, ids: Sequence[int], status: int, detail: str, after_s: float) -> None:
         await self._send({"put_off": {"ids": ids, "status": status, "detail": detail, "after_s": after_s}})
@@ -207,6 +249,20 @@ class _Connection:
 
     async def _send(self, frame: Mapping[str, Any]) -> None:
         await self._socket.send_frame(orjson.dumps(frame), WSMsgType.TEXT)
+
+
+def _frames(rows: Sequence[bytes]) -> Iterator[list[bytes]]:
+    """Split rows, because the engine reads no frame without a limit."""
+    part: list[bytes] = []
+    size = 0
+    for row in rows:
+        if part and size + len(row) > BYTES_A_FRAME:
+            yield part
+            part, size = [], 0
+        part.append(row)
+        size += len(row)
+    if part:
+        yield part
 
 
 def _failed_row(sample: Sample, error: BaseException) -> dict[str, Any]:

@@ -21,6 +21,7 @@ import orjson
 from ..config.nodes import MOST_PRIORITY, PRIORITIES
 from ..errors import InputError
 from ..files import message_list, sample_of, to_result
+from ..remote import FRAMEWORK_PROMPT
 from ..samples import Failed, Outcome, Sample, Scored
 from .replies import Refused
 
@@ -99,9 +100,19 @@ def result_of(sample: Sample, outcome: Outcome) -> dict[str, Any]:
 
 def _plain(returned: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a reward function returned, with texts for values that JSON cannot express."""
-    names = {str(name): value for name, value in returned.items()}
-    plain: dict[str, Any] = orjson.loads(orjson.dumps(names, default=repr, option=_ANY))
-    return plain
+    return {_text(str(name)): _plain_value(value) for name, value in returned.items()}
+
+
+def _plain_value(value: Any) -> Any:
+    try:
+        return orjson.loads(orjson.dumps(value, default=repr, option=_ANY))
+    except (TypeError, ValueError, RecursionError):
+        return _text(repr(value))
+
+
+def _text(text: str) -> str:
+    # UTF-8 cannot hold lone surrogates, which a reward function may copy from a response.
+    return text.encode("utf-8", "replace").decode()
 
 
 _ANY = orjson.OPT_SERIALIZE_NUMPY | orjson.OPT_NON_STR_KEYS
@@ -135,7 +146,13 @@ class ScoreForm(Form):
             "missing": {"type": "integer"},
         },
     }
-    _NAMING = ("group_id", "step", "split")
+    _NAMING: ClassVar[Mapping[str, str]] = {
+        "group_id": "group_id",
+        "step": "step",
+        "split": "split",
+        FRAMEWORK_PROMPT: "prompt",
+    }
+    """Columns of a row that set fields of the sample as they are."""
 
     def read(self, body: Mapping[str, Any]) -> Asked:
         rest = dict(body)
@@ -145,14 +162,14 @@ class ScoreForm(Form):
         if priority is not None:
             priority = read_priority(priority, "priority")
         if "samples" not in rest:
-            return Asked([self._sample(rest, _BODY, "0")], True, deadline_s, priority)
+            return Asked([self.sample(rest, _BODY, "0")], True, deadline_s, priority)
         rows = rest.pop("samples")
         if rest:
             raise InputError(f"{_BODY} has samples and also {', '.join(sorted(rest))}; write these into each sample")
         if not isinstance(rows, list):
             raise InputError(f"samples must be a list of objects, not {_kind(rows)}")
         return Asked(
-            [self._sample(row, f"samples[{number}]", str(number)) for number, row in enumerate(rows)],
+            [self.sample(row, f"samples[{number}]", str(number)) for number, row in enumerate(rows)],
             False,
             deadline_s,
             priority,
@@ -166,12 +183,21 @@ class ScoreForm(Form):
         # Some samples may have rewards, so the reply is no error, but says that it is not whole.
         return {"results": rows, "missing": missing}, 207 if missing else 200
 
-    def _sample(self, row: Any, where: str, name: str) -> Sample:
+    def sample(self, row: Any, where: str, name: str) -> Sample:
+        """Return the sample of a row. `where` begins a message; `name` is the id of a row without one.
+
+        Raises `InputError`.
+        """
         if not isinstance(row, Mapping):
             raise InputError(f"{where} must be an object, not {_kind(row)}")
-        naming = {key: row[key] for key in self._NAMING if row.get(key) is not None}
+        naming: dict[str, Any] = {
+            field: row[column] for column, field in self._NAMING.items() if row.get(column) is not None
+        }
         # The engine checks the values, so that a wrong one fails its own sample.
         rest = {key: value for key, value in row.items() if key not in self._NAMING}
+        if "prompt" in naming and rest.get("messages") == []:
+            # The prompt of the framework may be all there is.
+            rest["messages"], naming["messages"] = "-", ()
         sample = sample_of(rest, name=name, where=where)
         return replace(sample, **naming) if naming else sample
 

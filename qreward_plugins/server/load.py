@@ -44,6 +44,16 @@ class Load:
             return None
         return max(1.0, late_s, crowded_s if waiting > self._most else 0.0)
 
+    def room(self, samples: int, deadline_s: float, now: float) -> int:
+        """Return how many of `samples` more may come, at least 0: the rest could not be done in time."""
+        if self.retry_after_s(samples, deadline_s, now) is None:
+            return samples
+        rate = self._per_s(now)
+        room = self._most - self.under_way
+        if rate:
+            room = min(room, math.floor(rate * deadline_s) - self.under_way)
+        return min(samples, max(0, room))
+
     def began(self, samples: int) -> None:
         """Note that samples were admitted."""
         self.under_way += samples

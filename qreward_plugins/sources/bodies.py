@@ -89,7 +89,7 @@ def encoded(body: Any, *, image: Callable[[EncodedImage], str] = str) -> bytes:
             # Breaks the reference cycle of error, traceback and frame, which would keep the body in memory.
             del problem
     # Lone surrogates are rare, so texts are searched for them only after orjson has refused the body.
-    return orjson.dumps(_without_lone_surrogates(body), option=_OPTIONS, default=written)
+    return orjson.dumps(without_lone_surrogates(body), option=_OPTIONS, default=written)
 
 
 def images_written(value: Any) -> Any:
@@ -225,10 +225,10 @@ def _listed(value: Any) -> Any:
     return tolist()
 
 
-def _without_lone_surrogates(value: Any) -> Any:
+def without_lone_surrogates(value: Any) -> Any:
     """Replace every lone surrogate in `value` by U+FFFD, and every pair by its character."""
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, Mapping):
-        return {_without_lone_surrogates(key): _without_lone_surrogates(item) for key, item in value.items()}
-    return [_without_lone_surrogates(item) for item in value] if isinstance(value, (list, tuple)) else value
+        return {without_lone_surrogates(key): without_lone_surrogates(item) for key, item in value.items()}
+    return [without_lone_surrogates(item) for item in value] if isinstance(value, (list, tuple)) else value

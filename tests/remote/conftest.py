@@ -80,6 +80,21 @@ class Serving:
         assert self.server is not None
         return self._portal.call(self.server.drain, within_s)
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop the server's event loop, so that what is sent to it meanwhile arrives at once."""
+        stopped, go = threading.Event(), threading.Event()
+
+        async def wait() -> None:
+            stopped.set()
+            go.wait(10)
+
+        waiting = self._portal.start_task_soon(wait)
+        assert stopped.wait(10)
+        yield
+        go.set()
+        waiting.result(10)
+
     def stop(self, *, engine_first: bool = False) -> None:
         """Stop listening and break all connections, as after a kill; `engine_first`: as after a SIGTERM."""
 

@@ -62,6 +62,43 @@ def test_what_a_reward_function_returned_comes_along():
     assert outcome.verdict.latency_s == 2.0
 
 
+def test_what_a_reward_function_returned_and_json_does_not_have_comes_as_text():
+    returned = {"hash": 2**70, "text": "\ud800", "deep": [{"set": {1}, "nan": math.nan}], 7: b"x"}
+    row = json.loads(json.dumps(result_of(sample(1), Scored(Verdict(1.0, returned=returned)))))
+    assert outcome_of_row(row).verdict.returned == {
+        "hash": str(2**70),
+        "text": "'\\ud800'",
+        "deep": [{"set": "{1}", "nan": None}],
+        "7": "b'x'",
+    }
+
+
+async def test_what_json_does_not_have_goes_as_to_a_service(serving, remote, caplog):
+    """Extras that cannot be written are left out, and the log tells once."""
+    extras = {"kept": {1: "a"}, "gone": math.nan, "object": object()}
+    given = [
+        sample(1, extras=extras, ground_truth="\ud800"),
+        sample(0.5, extras=extras, prompt="<|user|>How much?"),
+        Sample((), "0.25", prompt=[1, 2]),
+        sample(1, ground_truth=math.inf),
+    ]
+    with serving() as there:
+        async with RewardEngine(remote(there)) as engine:
+            outcomes = await engine.score_all(given)
+    assert [outcome.reward for outcome in outcomes] == [1.0, 0.5, 0.25, None]
+    assert "ground_truth: it is infinite" in outcomes[3].detail
+    seen = {each.response: each for each in there.source.samples}
+    assert seen["So much: 1"].extras == {"kept": {"1": "a"}}
+    assert seen["So much: 1"].ground_truth == "\ufffd"
+    assert seen["So much: 0.5"].prompt == "<|user|>How much?"
+    assert (seen["0.25"].prompt, seen["0.25"].messages) == ([1, 2], ())
+    assert [text for text in caplog.messages if "is left out" in text] == [
+        "extras['gone'] is left out of samples for the reward server: it is NaN, which JSON does not have",
+        "extras['object'] is left out of samples for the reward server: it is of type object, which JSON does not "
+        "have; write it as text or as a number",
+    ]
+
+
 async def test_streams_and_portals(serving, remote):
     with serving() as there:
         async with RewardEngine(remote(there)) as engine:
@@ -107,7 +144,7 @@ async def test_a_sample_that_cannot_be_sent_fails_alone(serving, remote):
         None,
         "infra/input",
     ]
-    assert "cannot be written as JSON" in outcomes[0].detail
+    assert "ground_truth: it is a set" in outcomes[0].detail
     assert "the server takes 200,000" in outcomes[1].detail
 
 

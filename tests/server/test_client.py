@@ -239,7 +239,7 @@ async def test_an_absurd_retry_after_counts_as_none():
 
 async def test_a_sample_that_json_cannot_express(serve):
     async with serve() as served, RewardClient(served.url) as client:
-        with pytest.raises(InputError, match="sample 1 cannot be written as JSON"):
+        with pytest.raises(InputError, match="sample 1: ground_truth: it is a set"):
             await client.score_all([sample(1), sample(1, ground_truth={1, 2})])
     assert served.source.samples == []
 

@@ -56,11 +56,25 @@ def load_layers(
         _warn_of_printed_keys(inline, origin, printed_by)
     with environment_of(variables):
         path = inline.get("config") or environment().get(ENVIRONMENT)
-        config = _loaded(inline, default, origin, path)
-    if not path:
-        return config
-    again = partial(load_layers, {**_plain(inline), "config": path}, default=default, origin=origin)
-    return with_origin(config, Origin(path, partial(again, variables=variables)))
+        if not path:
+            return _loaded(inline, default, origin)
+        _check_config_key(inline, origin)
+        file = read_yaml(path, origin=str(path))
+        config = _over_file(file, inline, default, path)
+    again = partial(_read_again, inline=_plain(inline), default=default, path=path, variables=variables)
+    return with_origin(config, Origin(path, again, file))
+
+
+def _read_again(
+    file: Any,
+    *,
+    inline: Mapping[str, Any],
+    default: Mapping[str, Any] | None,
+    path: Any,
+    variables: Mapping[str, str] | None,
+) -> Config:
+    with environment_of(variables):
+        return _over_file(file, inline, default, path)
 
 
 def _plain(inline: Mapping[str, Any] | DictConfig) -> Mapping[str, Any]:
@@ -69,17 +83,24 @@ def _plain(inline: Mapping[str, Any] | DictConfig) -> Mapping[str, Any]:
     return {str(key): value for key, value in plain.items()}
 
 
-def _loaded(
-    inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any] | None, origin: str, path: Any
+def _loaded(inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any] | None, origin: str) -> Config:
+    _check_config_key(inline, origin)
+    if "config" not in inline and (_is_whole(inline) or default is None):
+        return load_config(inline, origin=origin)
+    return load_config(_merged({}, inline, default or {}), origin=origin)
+
+
+def _over_file(
+    file: Any, inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any] | None, path: Any
 ) -> Config:
+    return load_config(_merged(file, inline, default or {}), origin=str(path))
+
+
+def _check_config_key(inline: Mapping[str, Any] | DictConfig, origin: str) -> None:
     known = ["config", *Config.model_fields]
     for key in map(str, inline):
         if key not in known and nearest(key, known) == "config":
             raise ConfigurationError([Mistake(key, "unknown key.", "Did you mean `config`?")], origin=origin)
-    if not path and "config" not in inline and (_is_whole(inline) or default is None):
-        return load_config(inline, origin=origin)
-    merged = _merged(read_yaml(path, origin=str(path)) if path else {}, inline, default or {})
-    return load_config(merged, origin=str(path) if path else origin)
 
 
 def _merged(file: Any, inline: Mapping[str, Any] | DictConfig, default: Mapping[str, Any]) -> Any:

@@ -49,8 +49,8 @@ def load_config(
         return _checked_references(source, origin or "configuration")
     if isinstance(source, (str, os.PathLike)):
         path, origin = _path(source, origin)
-        config = _read(read_yaml(path, origin=origin), origin)
-        return with_origin(config, Origin(path, partial(load_config, os.path.abspath(path), origin=origin)))
+        tree = read_yaml(path, origin=origin)
+        return with_origin(_read(tree, origin), Origin(path, partial(_read, origin=origin), tree))
     return _read(source, origin or "configuration")
 
 

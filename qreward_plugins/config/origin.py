@@ -5,30 +5,48 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from .yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from .models import Config
 
 
 class Origin:
-    """The file of a configuration, and how to read it again: `read` raises `ConfigurationError`.
+    """The file of a configuration, and how to read it again. `read` makes a configuration of the plain values of the
+    file, and raises `ConfigurationError`.
 
     What it holds may contain keys, so its repr names the file only. Two configurations may be equal whatever their
     origins are, so all origins are equal.
     """
 
-    def __init__(self, file: str | os.PathLike[str], read: Callable[[], Config]) -> None:
+    def __init__(self, file: str | os.PathLike[str], read: Callable[[Any], Config], tree: Any = None) -> None:
         self.file = os.path.abspath(os.path.expanduser(os.fspath(file)))
+        self.tree = tree
+        """The plain values of the file that the configuration was made of, with interpolations as they are written;
+        None if it was not made of the file."""
         self._read = read
 
     def read(self) -> Config:
         """Return the configuration as it is now. It has this origin, too."""
-        return with_origin(self._read(), self)
+        return self.read_as(self.read_tree())
+
+    def read_tree(self) -> Any:
+        """Return the plain values that the file holds now. Raises `ConfigurationError`."""
+        return read_yaml(self.file, origin=self.file)
+
+    def read_as(self, tree: Any) -> Config:
+        """Return the configuration as if the file held these plain values. It has this origin, too."""
+        return with_origin(self._read(tree), Origin(self.file, self._read, tree))
+
+    def without_tree(self) -> Origin:
+        """Return the origin of a configuration that was not made of the file."""
+        return Origin(self.file, self._read)
 
     def then(self, step: Callable[[Config], Config]) -> Origin:
         """Return the origin of what `step` makes of the configuration."""
-        return Origin(self.file, partial(_stepped, self._read, step))
+        return Origin(self.file, partial(_stepped, self._read, step), self.tree)
 
     def __repr__(self) -> str:
         return f"Origin({self.file!r})"
@@ -58,5 +76,5 @@ def origin_of(config: Config) -> Origin | None:
     return config._origin
 
 
-def _stepped(read: Callable[[], Config], step: Callable[[Config], Config]) -> Config:
-    return step(read())
+def _stepped(read: Callable[[Any], Config], step: Callable[[Config], Config], tree: Any) -> Config:
+    return step(read(tree))

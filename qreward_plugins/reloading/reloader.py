@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import anyio
+import orjson
 
 from ..binding import LoopBinding
 from ..cancelling import abandon, cancel_all
@@ -27,9 +28,11 @@ from ..judges import JudgeRouter
 from ..judges.leaf import Leaf
 from ..redaction import one_line
 from ..scheduling import Upstream
+from ..sharing.messages import Revision
 from ..sources.opening import same_keys
 from ..wiring import Wiring
 from .difference import Difference, difference, opened_anew, starts_servers
+from .relay import Relay, digest_of
 from .succession import Predecessor, matched, predecessors_in, same_account
 from .watcher import Watch, missing_package, watch_file
 
@@ -71,6 +74,9 @@ class Reloader:
         binding.on_started, binding.on_drained = self.watch, self._drained
         if wiring.config.engine.reload:
             self._check_file(wiring.config)
+        self._relay = Relay(wiring.config, shares=wiring.membership is not None)
+        if wiring.membership is not None:
+            wiring.membership.reloads = self
 
     @property
     def origin(self) -> Origin | None:
@@ -79,16 +85,35 @@ class Reloader:
 
     def reload(self, config: str | os.PathLike[str] | Mapping[str, Any] | Config | None = None) -> Difference:
         """Apply `config`, or what the file holds now. See `RewardEngine.reload`."""
-        prepared = self._prepare(self._read(config))
+        return self._reload(self._read(config))
+
+    def _reload(self, config: Config, *, taken: Revision | None = None) -> Difference:
+        prepared = self._prepare(config)
         self._apply(prepared)
+        self._relay.changed(prepared.config, asyncio.get_running_loop().time(), taken=taken)
         return prepared.difference
+
+    # Sharing
+
+    def revision(self) -> Revision | None:
+        """Return the state of the file that the engine goes by; None if reloads are not shared."""
+        return self._relay.revision()
+
+    def answered(self, newest: Revision | None) -> None:
+        """Apply what another process has changed in the file, with the overrides of this one."""
+        taken, origin = self._relay.answered(newest), self.origin
+        if taken is None or taken.text is None or origin is None:
+            return
+        text = taken.text
+        if digest_of(origin.file, text) == taken.digest:
+            self._try(lambda: self._reload(origin.read_as(orjson.loads(text)), taken=taken), " from another process")
 
     # Checking
 
     def _read(self, config: Any) -> Config:
         origin = self.origin
         if config is not None:
-            return with_origin(load_config(config), origin)
+            return with_origin(load_config(config), origin and origin.without_tree())
         if origin is None:
             problem = "the engine was not made from a file."
             raise ConfigurationError([Mistake("", problem, "Give reload() the new configuration.")])
@@ -223,15 +248,32 @@ class Reloader:
     async def _follow(self, file: str) -> None:
         async with aclosing(self._watch(file)) as changes:
             async for _ in changes:
-                self.try_reload()
+                await asyncio.sleep(self._late_s())
+                self._try(self._follow_up)
+
+    def _late_s(self) -> float:
+        """Return for how many seconds the file is left alone: another process has sent its newest state."""
+        try:
+            tree = None if self.origin is None else self.origin.read_tree()
+        except Exception:
+            # The reload that follows reports it.
+            return 0.0
+        return self._relay.late_s(tree, asyncio.get_running_loop().time())
+
+    def _follow_up(self) -> Difference | None:
+        config = self._read(None)
+        return None if self._relay.is_same(config) else self._reload(config)
 
     def try_reload(self) -> Difference | None:
         """Reload the file. A mistake is one line in the log, and nothing changes: returns None."""
+        return self._try(self.reload)
+
+    def _try(self, reload: Callable[[], Difference | None], whence: str = "") -> Difference | None:
         origin = self.origin
         file = origin.file if origin is not None else "the configuration"
         problem = ""
         try:
-            found = self.reload()
+            found = reload()
         except ConfigurationError as error:
             problem = " ".join(str(mistake) for mistake in error.mistakes)
         except EngineError as error:
@@ -240,9 +282,11 @@ class Reloader:
             # Its message may hold a secret.
             problem = f"unexpected {type(error).__name__}"
         else:
-            _log.info("%s was reloaded: %s", file, one_line(str(found), _LINE_CHARS))
+            if found is not None:
+                _log.info("%s was reloaded%s: %s", file, whence, one_line(str(found), _LINE_CHARS))
             return found
-        _log.error("%s was not reloaded, and nothing has changed: %s", file, one_line(problem, _LINE_CHARS))
+        problem = one_line(problem, _LINE_CHARS)
+        _log.error("%s was not reloaded%s, and nothing has changed: %s", file, whence, problem)
         return None
 
     # Closing

@@ -35,7 +35,9 @@ class LimitsDoor:
             raise NotShared(_UNSHARED)
         if "status" in message:
             return {"status": await self._channel.describe()}
-        answer = await self._channel.exchange(read_report(message.get("report")))
+        # A configuration may name code to load, which a client must not make other processes do.
+        report = read_report(message.get("report"))._replace(revision=None)
+        answer = await self._channel.exchange(report)
         return {"answer": None if answer is None else write_answer(answer)}
 
     async def aclose(self) -> None:

@@ -22,6 +22,7 @@ from typing import NamedTuple
 from ..quotas import Resource
 from .messages import Answer, Charged, Grant, Report, SourceAnswer, SourceNews, SourceReport
 from .pool import Pool, WaitingLine
+from .revisions import Revisions
 from .worker_state import ROUNDING
 
 TTL_S = 10.0
@@ -121,6 +122,7 @@ class Keeper:
         self._news = 0  # number of news items for all workers
         self._answered: dict[str, tuple[int, int]] = {}  # (report last answered, news items sent with it)
         self._expected: dict[str, float] = {}  # when the worker was answered, oldest first
+        self._revisions = Revisions()
         for key, resources in (charged or {}).items():
             shared = self._sources[key] = _Shared()
             for resource, amounts in resources.items():
@@ -166,6 +168,7 @@ class Keeper:
             self._superseded.append(Due(worker, number, None))
             return
         self._held_reports[worker] = (number, now)
+        self._to_answer.update(dict.fromkeys(self._revisions.report(worker, report.revision)))
 
     def due(self, now: float) -> list[Due]:
         """Return the answers that are due now."""
@@ -281,7 +284,7 @@ class Keeper:
                 shared.typical,
             )
             sources[key] = SourceAnswer(len(shared.workers), grants, news)
-        return Answer(self.boot, number, sources)
+        return Answer(self.boot, number, sources, self._revisions.answer(worker))
 
     # Removal of workers
 
@@ -306,6 +309,7 @@ class Keeper:
     def _forget(self, worker: str, now: float, *, silent: bool) -> None:
         for key in self._sources_of.pop(worker, ()):
             self._leave(worker, key, now, silent=silent)
+        self._revisions.forget(worker)
         self._recalled.pop(worker, None)
         self._answered.pop(worker, None)
         self._to_answer.pop(worker, None)

@@ -25,7 +25,7 @@ from ..errors import KeeperError, KeeperLost, KeeperSilent
 from ..quotas import SharedQuota
 from .keeper import HOLD_S, TTL_S
 from .member import NOTHING, Demand, Member
-from .messages import Answer, Report, SourceNews
+from .messages import Answer, Report, Revision, SourceNews
 
 if TYPE_CHECKING:
     from ..scheduling import Dispatcher, Upstream
@@ -58,6 +58,18 @@ class Channel(Protocol):
 
     async def end_keeper(self) -> None:
         """Kill a keeper that does not answer. Raises nothing."""
+        ...
+
+
+class Reloads(Protocol):
+    """What a worker tells of its configuration file, and hears of it from others."""
+
+    def revision(self) -> Revision | None:
+        """Return the state of the file for the next report; None if reloads are not shared."""
+        ...
+
+    def answered(self, newest: Revision | None) -> None:
+        """Take the keeper's answer. Raises nothing."""
         ...
 
 
@@ -96,6 +108,8 @@ class Membership:
         self._channel = channel
         quotas = {key: upstream.quota for key, upstream in upstreams.items() if isinstance(upstream.quota, SharedQuota)}
         self.member = Member(secrets.token_hex(8), quotas)
+        self.reloads: Reloads | None = None
+        """Shares reloads of the configuration with the other workers."""
         self._dispatcher: Dispatcher
         """Set by `start`."""
         self._task: asyncio.Task[None] | None = None
@@ -207,7 +221,10 @@ class Membership:
         for key, demand in demands.items():
             self._known[key].waited = demand.requests > 0
         news = {key: self._news(key, upstream, now) for key, upstream in self._upstreams.items()}
-        call = asyncio.ensure_future(self._channel.exchange(self.member.report(now, demands, news)))
+        report = self.member.report(now, demands, news)
+        if self.reloads is not None:
+            report = report._replace(revision=self.reloads.revision())
+        call = asyncio.ensure_future(self._channel.exchange(report))
         urgent = asyncio.ensure_future(self._urgent.wait())
         try:
             gives_up_at = now + (TTL_S if self._overdue else ANSWERED_WITHIN_S)
@@ -261,6 +278,8 @@ class Membership:
                     new if new > old else told for old, new, told in zip(before, after, known.from_others, strict=True)
                 )
                 known.recovered = False
+        if self.reloads is not None:
+            self.reloads.answered(answer.revision)
         self._dispatcher.look_again()
 
     async def _handle_failure(self, problem: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Messages between workers and the keeper: plain tuples of numbers, cheap to pickle.
+"""Messages between workers and the keeper: plain tuples, cheap to pickle.
 
 Times are seconds from the moment of sending; the receiver counts them from the moment of receipt, which is later. No
 message holds a clock time, so the clocks of two nodes need not agree.
@@ -48,6 +48,24 @@ class SourceReport(NamedTuple):
     news: SourceNews = SourceNews()
 
 
+class Revision(NamedTuple):
+    """One state of a configuration file: what a worker goes by, and in an answer the newest one."""
+
+    digest: str
+    """Hash of the file's path and text."""
+    version: int = 0
+    """Place in the order of the keeper, which grows with every change; 0 before the first change."""
+    before: tuple[str, ...] = ()
+    """Digests of earlier states. Only a worker that goes by one of these gets this one."""
+    change: int = 0
+    """In a report: number of a change of this worker that the keeper has not confirmed, 0 if there is none. In an
+    answer: number of the last one that it has ordered."""
+    text: str | None = None
+    """The plain values of the file as JSON, with interpolations as they are written; None if it is not needed."""
+    told: str = ""
+    """In a report: digest of the last state that came from another worker, applied or refused."""
+
+
 class Report(NamedTuple):
     """A worker's report. `number` grows with every report; the worker accepts only the answer to the latest one."""
 
@@ -58,6 +76,8 @@ class Report(NamedTuple):
     """Whether the worker leaves: this is its last report."""
     accepted: int = 0
     """Number of the last report whose answer the worker accepted; 0 if none."""
+    revision: Revision | None = None
+    """The configuration file that the worker goes by; None if it shares no reloads."""
 
 
 class Grant(NamedTuple):
@@ -103,3 +123,5 @@ class Answer(NamedTuple):
     number: int
     """Number of the answered report."""
     sources: Mapping[str, SourceAnswer]
+    revision: Revision | None = None
+    """The newest state of the worker's configuration file; None if no worker has changed it."""

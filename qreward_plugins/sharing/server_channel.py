@@ -1,7 +1,9 @@
 """The connection to a keeper over a reward server (`qreward serve`).
 
-Each report is one POST, which the server answers when the keeper does. A server that cannot be reached may be alive for
-others, so shares expire as with any silent keeper.
+Each report is one POST, which the server answers when the keeper does. Reloads of the configuration are not shared over
+HTTP: a configuration may name code to load, and the token of a server is no permission to run code elsewhere.
+
+A server that cannot be reached may be alive for others, so shares expire as with any silent keeper.
 """
 
 from __future__ import annotations
@@ -57,7 +59,7 @@ class ServerChannel:
     async def exchange(self, report: Report) -> Answer | None:
         if self._session is None and report.leaves:
             return None
-        told = await self._post(dump({"report": write_report(report)}))
+        told = await self._post(dump({"report": write_report(report._replace(revision=None))}))
         try:
             answer = told.get("answer")
             self.kept_by = f"the reward server at {self._url}"

@@ -1,7 +1,8 @@
 """The messages of shared limits as JSON, for sockets and HTTP.
 
 What is read is checked as a whole: types, ranges and sizes. A peer that sends anything else gets an `Unreadable`, and
-the state of the keeper does not change. Nothing is unpickled. Sources have hashes for names, so no key is in a message.
+the state of the keeper does not change. Nothing is unpickled. Sources have hashes for names, so no key is in a message;
+a file with a key in it is not sent.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any, cast, get_args
 import orjson
 
 from ..quotas import Resource
-from .messages import Answer, Charged, Grant, Part, Report, SourceAnswer, SourceNews, SourceReport
+from .messages import Answer, Charged, Grant, Part, Report, Revision, SourceAnswer, SourceNews, SourceReport
+from .revisions import MOST_BEFORE, MOST_TEXT_BYTES
 
 MOST_BYTES = 4 * 2**20
 """Largest message. A report of 1,000 sources with full windows has about 2 MB."""
@@ -33,7 +35,7 @@ class Unreadable(ValueError):
 
 def write_report(report: Report) -> dict[str, Any]:
     """Return a report as a JSON value."""
-    return {
+    return _with_revision(report.revision) | {
         "worker": report.worker,
         "number": report.number,
         "leaves": report.leaves,
@@ -51,7 +53,7 @@ def write_report(report: Report) -> dict[str, Any]:
 
 def read_report(value: Any) -> Report:
     """Return the report in a JSON value. Raises `Unreadable`."""
-    node = _mapping(value, 5)
+    node = _mapping(value, 6)
     sources = {}
     for key, source in _mapping(node.get("sources"), MOST_SOURCES).items():
         source = _mapping(source, 3)
@@ -66,12 +68,13 @@ def read_report(value: Any) -> Report:
             raise Unreadable("the limits and the parts of a source differ")
         sources[_name(key)] = SourceReport(limits, parts, _read_news(source.get("news")))
     number, accepted = _whole(node.get("number")), _whole(node.get("accepted"))
-    return Report(_name(node.get("worker")), number, sources, _flag(node.get("leaves")), accepted)
+    leaves, revision = _flag(node.get("leaves")), _read_revision(node.get("revision"))
+    return Report(_name(node.get("worker")), number, sources, leaves, accepted, revision)
 
 
 def write_answer(answer: Answer) -> dict[str, Any]:
     """Return an answer as a JSON value."""
-    return {
+    return _with_revision(answer.revision) | {
         "boot": answer.boot,
         "number": answer.number,
         "sources": {
@@ -87,7 +90,7 @@ def write_answer(answer: Answer) -> dict[str, Any]:
 
 def read_answer(value: Any) -> Answer:
     """Return the answer in a JSON value. Raises `Unreadable`."""
-    node = _mapping(value, 3)
+    node = _mapping(value, 4)
     sources = {}
     for key, source in _mapping(node.get("sources"), MOST_SOURCES).items():
         source = _mapping(source, 3)
@@ -96,7 +99,8 @@ def read_answer(value: Any) -> Answer:
             share, target, recall, scarce = _items(grant, 4)
             grants[_resource(name)] = Grant(_number(share), _number(target), _flag(recall), _flag(scarce))
         sources[_name(key)] = SourceAnswer(_whole(source.get("workers")), grants, _read_news(source.get("news")))
-    return Answer(_name(node.get("boot")), _whole(node.get("number")), sources)
+    revision = _read_revision(node.get("revision"))
+    return Answer(_name(node.get("boot")), _whole(node.get("number")), sources, revision)
 
 
 def write_charged(charged: Mapping[str, Mapping[Resource, Charged]]) -> dict[str, Any]:
@@ -182,6 +186,25 @@ def _read_news(value: Any) -> SourceNews:
         size, latency_s = _items(typical, 2)
         typical = (_number(size), _number(latency_s))
     return SourceNews(_number(node.get("pause_s")), _number(node.get("open_s")), _flag(node.get("recovered")), typical)
+
+
+def _with_revision(revision: Revision | None) -> dict[str, Any]:
+    if revision is None:
+        return {}
+    digest, version, before, *rest = revision
+    return {"revision": [digest, version, list(before), *rest]}
+
+
+def _read_revision(value: Any) -> Revision | None:
+    if value is None:
+        return None
+    digest, version, before, change, text, told = _items(value, 6)
+    if not isinstance(before, list) or len(before) > MOST_BEFORE:
+        raise Unreadable("the earlier states are no list, or too many")
+    if text is not None and not (isinstance(text, str) and len(text) <= MOST_TEXT_BYTES):
+        raise Unreadable("a configuration is no text, or too long")
+    earlier = tuple(map(_name, before))
+    return Revision(_name(digest), _whole(version), earlier, _whole(change), text, _name(told) if told else "")
 
 
 def _held(value: Any) -> tuple[float, float]:

@@ -16,6 +16,7 @@ from qreward_plugins.sharing.messages import (
     Grant,
     Part,
     Report,
+    Revision,
     SourceAnswer,
     SourceNews,
     SourceReport,
@@ -50,9 +51,13 @@ def source_reports(draw):
     )
 
 
+counts = st.integers(0, 10**9)
+revisions = st.none() | st.builds(
+    Revision, names, counts, st.lists(names, max_size=3).map(tuple), counts, st.none() | names, names | st.just("")
+)
 reports = st.builds(
     Report, names, st.integers(0, 10**9), st.dictionaries(names, source_reports(), max_size=3), st.booleans(),
-    st.integers(0, 10**9),
+    st.integers(0, 10**9), revisions,
 )  # fmt: skip
 grants = st.builds(Grant, amounts, amounts, st.booleans(), st.booleans())
 answers = st.builds(
@@ -60,6 +65,7 @@ answers = st.builds(
     st.dictionaries(
         names, st.builds(SourceAnswer, st.integers(0, 99), st.dictionaries(resources, grants), news), max_size=3
     ),
+    revisions,
 )  # fmt: skip
 held = st.tuples(amounts, amounts)
 charged = st.dictionaries(
@@ -135,6 +141,6 @@ def test_numbers_out_of_range_are_refused(number):
 
 
 def test_no_message_names_a_source():
-    """Keys of sources are hashes, and there is nothing else in a report that could hold a secret."""
+    """Keys of sources are hashes. What a configuration file may hold to be in a report: test_relay.py."""
     report = Report("w", 1, {"0123456789abcdef": SourceReport({}, {})})
     assert set(write_report(report)) == {"worker", "number", "leaves", "accepted", "sources"}

@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -40,18 +40,22 @@ T = TypeVar("T")
 class EnginePortal:
     """The methods of a `RewardEngine` as plain functions that any thread may call.
 
-    They raise `EngineError` in a forked child of the process that opened the portal.
+    They raise `EngineError` once the portal is closed, in the engine's own thread, which they would block, and in a
+    forked child of the process that opened the portal.
     """
 
     def __init__(self, engine: RewardEngine, portal: BlockingPortal) -> None:
         self._engine = engine
         self._portal = portal
         self._pid = os.getpid()
+        self._thread = portal.call(threading.current_thread)
         self._barrier: GroupBarrier | None = None
 
     def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
         """Score a sample as `RewardEngine.score` does. Blocks the calling thread until the outcome."""
-        return self._opened_here().call(partial(self._engine.score, sample, deadline_s=deadline_s, priority=priority))
+        score = partial(self._engine.score, sample, deadline_s=deadline_s, priority=priority)
+        outcome: Outcome = self._call(score)
+        return outcome
 
     def score_all(
         self,
@@ -63,21 +67,22 @@ class EnginePortal:
     ) -> list[Outcome]:
         """Score samples as `RewardEngine.score_all` does. Blocks the calling thread until the last outcome."""
         score_all = partial(self._engine.score_all, deadline_s=deadline_s, priority=priority, cutoff=cutoff)
-        return self._opened_here().call(score_all, list(samples))
+        outcomes: list[Outcome] = self._call(score_all, list(samples))
+        return outcomes
 
     def submit(
         self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None
     ) -> Future[Outcome]:
         """Score a sample as `RewardEngine.score` does, without waiting. Cancelling the future cancels the attempts."""
         score = partial(self._engine.score, sample, deadline_s=deadline_s, priority=priority)
-        return self._opened_here().start_task_soon(score)
+        return self._start(score)
 
     def submit_all(
         self, samples: Iterable[Sample], *, deadline_s: float | None = None, priority: int | None = None
     ) -> Future[list[Outcome]]:
         """Score samples as `RewardEngine.score_all` does, without waiting. Cancelling the future cancels them."""
         score_all = partial(self._engine.score_all, list(samples), deadline_s=deadline_s, priority=priority)
-        return self._opened_here().start_task_soon(score_all)
+        return self._start(score_all)
 
     def score_stream(self, samples: Iterable[Sample], *, window: int | None = None) -> Iterator[tuple[Sample, Outcome]]:
         """Score a stream as `RewardEngine.score_stream` does, as a plain iterator.
@@ -87,18 +92,19 @@ class EnginePortal:
         """
         stream = self._engine.score_stream(_drawn(samples), window=window)
         try:
-            while (scored := self._opened_here().call(_next, stream)) is not None:
+            while (scored := self._call(_next, stream)) is not None:
                 yield scored
         finally:
             if self._pid == os.getpid():
-                self._opened_here().call(stream.aclose)
+                with suppress(EngineError):  # a closed engine has ended the stream
+                    self._call(stream.aclose)
 
     def run(self, function: Callable[[RewardEngine], Coroutine[Any, Any, T]]) -> T:
         """Call an async function with the engine in the engine's event loop. Blocks the calling thread.
 
         If the calling thread is interrupted (Ctrl-C), the function is cancelled.
         """
-        future: Future[T] = self._opened_here().start_task_soon(function, self._engine)
+        future: Future[T] = self._start(function, self._engine)
         try:
             return future.result()
         except BaseException:
@@ -110,13 +116,21 @@ class EnginePortal:
         """The engine's configuration."""
         return self._engine.config
 
-    def _opened_here(self) -> BlockingPortal:
-        """Return the portal to the engine's thread. Raises `EngineError` in a forked child, which lacks the thread."""
-        if self._pid != os.getpid():
+    def _call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call a function in the engine's thread, and await what it returns."""
+        return self._start(function, *args).result()
+
+    def _start(self, function: Callable[..., Any], *args: Any) -> Future[Any]:
+        if self._pid != os.getpid():  # a forked child lacks the engine's thread
             raise EngineError(
                 "this portal was opened before a fork; open one in this process (process_portal, RewardEngine.portal)"
             )
-        return self._portal
+        if threading.current_thread() is self._thread:
+            raise EngineError("the engine's own thread cannot wait for itself; await the methods of the engine")
+        try:
+            return self._portal.start_task_soon(function, *args)
+        except RuntimeError:
+            raise EngineError("this portal is closed") from None
 
     def settle(self, report: Report) -> Future[float | None]:
         """Settle a group member as `GroupBarrier.settle` does, on a barrier that all users of this portal share.
@@ -124,11 +138,11 @@ class EnginePortal:
         Waits for `groups.wait_s` seconds at most. The number of waiting samples is not limited, because each waits in a
         thread of its caller. When the engine is closed, waiting samples get the result of this process's own reports.
         """
-        return self._opened_here().start_task_soon(self._settle, report)
+        return self._start(self._settle, report)
 
     def end_waiting(self, key: GroupKey) -> None:
         """Stop waiting for a group as `GroupBarrier.end_waiting` does, for reports passed to `settle` before."""
-        self._opened_here().start_task_soon(self._end_waiting, key)
+        self._start(self._end_waiting, key)
 
     async def _settle(self, report: Report) -> float | None:
         if self._barrier is None:
@@ -152,11 +166,13 @@ class EnginePortal:
 
     def last_batch(self) -> BatchReport | None:
         """Return what `RewardEngine.last_batch` returns."""
-        return self._opened_here().call(self._engine.last_batch)
+        report: BatchReport | None = self._call(self._engine.last_batch)
+        return report
 
     def statistics(self) -> EngineStatistics:
         """Return what `RewardEngine.statistics` returns."""
-        return self._opened_here().call(self._engine.statistics)
+        statistics: EngineStatistics = self._call(self._engine.statistics)
+        return statistics
 
 
 async def _drawn(samples: Iterable[Sample]) -> AsyncIterator[Sample]:

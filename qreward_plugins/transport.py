@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import threading
 from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from os import PathLike
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -26,7 +26,7 @@ from .engine import RewardEngine
 from .errors import ConfigurationError, EngineError, Mistake, ReplyBroken
 from .portal import EnginePortal
 from .proxy import Answered, Asked, Pieces, Proxy, refusal
-from .proxy.formats import CHAT
+from .proxy.formats import speaker
 
 if TYPE_CHECKING:
     import httpx
@@ -93,7 +93,7 @@ class QRewardTransport(_AsyncTransport):
         async for chunk in request.stream:
             body += chunk
             if len(body) > self._max_body_bytes:
-                return _whole(library, request, _too_large(self._max_body_bytes))
+                return _whole(library, request, _too_large(request, self._max_body_bytes))
         asked = _asked(request, bytes(body))
         try:
             answered = await self._proxy.answer(asked)
@@ -148,9 +148,8 @@ class QRewardSyncTransport(_Transport):
         for chunk in request.stream:
             body += chunk
             if len(body) > self._max_body_bytes:
-                return _whole(library, request, _too_large(self._max_body_bytes))
+                return _whole(library, request, _too_large(request, self._max_body_bytes))
         asked = _asked(request, bytes(body))
-        portal = self._open()
 
         async def answer(engine: RewardEngine) -> Answered:
             if self._proxy is None:
@@ -159,7 +158,10 @@ class QRewardSyncTransport(_Transport):
 
         answered: Answered | None
         try:
+            portal = self._open()
             answered = portal.run(answer)
+        except EngineError as error:
+            return _whole(library, request, _closed(request, error))
         except TimeoutError:
             answered = None
         if answered is None:
@@ -210,13 +212,23 @@ def _library_of(request: Any) -> Any:
 def _asked(request: Any, body: bytes) -> Asked:
     timeouts = request.extensions.get("timeout")
     patience_s = timeouts.get("read") if isinstance(timeouts, Mapping) else None
+    return Asked(request.method, _path_of(request), request.headers, body, patience_s)
+
+
+def _path_of(request: Any) -> str:
     # `raw_path` keeps what is quoted, such as a slash in the name of a model.
-    path = request.url.raw_path.partition(b"?")[0].decode("ascii", "replace")
-    return Asked(request.method, path, request.headers, body, patience_s)
+    path: bytes = request.url.raw_path.partition(b"?")[0]
+    return path.decode("ascii", "replace")
 
 
-def _too_large(most: int) -> Answered:
-    return refusal(CHAT, 413, f"the body is larger than {most:,} bytes", reason="too_large")
+def _too_large(request: Any, most: int) -> Answered:
+    form = speaker(_path_of(request), request.headers)
+    return refusal(form, 413, f"the body is larger than {most:,} bytes", reason="too_large")
+
+
+def _closed(request: Any, why: EngineError) -> Answered:
+    form = speaker(_path_of(request), request.headers)
+    return refusal(form, 503, str(why), cause="infra", reason="closed")
 
 
 def _whole(library: Any, request: Any, answered: Answered) -> Any:
@@ -280,7 +292,7 @@ def _sync_stream(library: Any, request: Any, pieces: Pieces, portal: EnginePorta
                     piece = portal.run(take)
                 except TimeoutError:
                     failed = library.ReadTimeout("nothing came within the time that the client waits", request=request)
-                except ReplyBroken as error:
+                except (ReplyBroken, EngineError) as error:
                     failed = _broken(library, request, str(error))
                 if failed is not None:
                     raise failed
@@ -289,6 +301,7 @@ def _sync_stream(library: Any, request: Any, pieces: Pieces, portal: EnginePorta
                 yield piece
 
         def close(self) -> None:
-            portal.run(close)
+            with suppress(EngineError):  # the engine is closed, and with it the call
+                portal.run(close)
 
     return Stream()

@@ -56,7 +56,9 @@ class Format(ABC):
 
     def refusal(self, body: Mapping[str, Any]) -> str:
         """Return why a request cannot be sent on; "" if it can."""
-        return ""
+        # Some servers take 1 or "true" for true. Their stream would then look like a reply that cannot be read.
+        stream = body.get("stream")
+        return "" if stream is None or isinstance(stream, bool) else "`stream` must be true or false"
 
 
 class OpenAIFormat(Format):
@@ -80,7 +82,9 @@ class ResponsesFormat(OpenAIFormat):
         return next((key for key in ("previous_response_id", "conversation") if body.get(key)), "")
 
     def refusal(self, body: Mapping[str, Any]) -> str:
-        return "a response in the background cannot be fetched through here" if body.get("background") else ""
+        if body.get("background"):
+            return "a response in the background cannot be fetched through here"
+        return super().refusal(body)
 
 
 class MessagesFormat(Format):

@@ -23,7 +23,7 @@ from ..redaction import one_line
 from ..samples import Sample
 from ..scheduling import Answer, Call, Unanswered
 from ..sources import Reply, Request
-from ..sources.passed_requests import SENT_ON, PassedRequest, RawReply, parsed_body
+from ..sources.passed_requests import PassedRequest, RawReply, parsed_body, sent_on
 from .exchange import Exchange, Pieces
 from .formats import FORMATS, Format, format_of, model_entry, model_list, speaker
 from .groups import Group, ModelGroups
@@ -164,12 +164,13 @@ class Proxy:
         self, asked: Asked, form: Format, body: dict[str, Any], group: Group, deadline_s: float, priority: int
     ) -> Answered:
         streams = form.streams(asked.path, body)
+        headers = sent_on(asked.headers)
         dispatcher = self._engine.dispatcher()
         # Never sealed: it is no batch of samples, and has no report.
         exchange = Exchange(dispatcher, dispatcher.batches.new((), priority=priority))
         passed = PassedRequest(
             body,
-            {name.lower(): value for name, value in asked.headers.items() if name.lower() in SENT_ON},
+            headers,
             streams,
             refers=form.state(body) != "",
             on_head=exchange.begin,
@@ -225,7 +226,8 @@ def refusal(
 def _failed(form: Format, why: Unanswered, refused: RawReply | None) -> Answered:
     """Return the error for a call that has no answer."""
     if why.reason == "refused" and refused is not None:
-        return Answered(refused.status, {**_headers(refused), ATTEMPTS_HEADER: str(why.spent.attempts)}, refused.body)
+        headers = {**_headers(refused), **NO_RETRY, ATTEMPTS_HEADER: str(why.spent.attempts)}
+        return Answered(refused.status, headers, refused.body)
     status, cause = _STATUSES.get(why.reason, 503), _CAUSES.get(why.reason, "infra")
     headers = {**NO_RETRY, ATTEMPTS_HEADER: str(why.spent.attempts)}
     if why.source:

@@ -173,7 +173,10 @@ class OpenAISource(Endpoint):
         if passed is None:
             return super().demand(request)
         bound = self.completion_bound(passed.body)
-        return Demand(passed.texture, passed.overhead, request.max_completion_tokens if bound is None else bound)
+        if bound is None:
+            # It may still ask for several completions.
+            bound = self.completion_bound({**passed.body, "max_tokens": request.max_completion_tokens})
+        return Demand(passed.texture, passed.overhead, bound or request.max_completion_tokens)
 
     def streaming(self, request: Request) -> Streaming | None:
         if self._reader is None or self._streams is False or self._finding_out:

@@ -7,6 +7,7 @@ of any size, and lone surrogates.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +29,10 @@ HANDED_BACK = (
 """Headers of a source that its caller gets. The rate limits of a source are not among them: many callers share them."""
 _DATA = frozenset({"data", "file_data", "b64_json"})
 """Keys of attachments in base64."""
+_DATA_URLS = frozenset({"file_data", "file_url", "image", "image_url", "uri", "url", "video_url"})
+"""Keys of attachments in a data URL. Under other keys, such as `text`, it is a text that a model reads."""
+_DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w.+=-]+)*;base64,")
+_BASE64 = re.compile(r"[A-Za-z0-9+/_\r\n-]+={0,2}\s*")
 _NO_DATA = 256
 """A text up to this length is no attachment, whatever its key is."""
 
@@ -98,12 +103,39 @@ def _texts_in(body: Mapping[str, Any]) -> tuple[list[str], int]:
             pending += item
         elif isinstance(item, dict):
             for key, value in item.items():
-                if isinstance(value, str) and (value.startswith("data:") or (key in _DATA and len(value) > _NO_DATA)):
+                if isinstance(value, str) and _is_attachment(key, value):
                     attachments += 1
                 else:
                     texts.append(key)
                     pending.append(value)
     return texts, attachments
+
+
+def _is_attachment(key: str, value: str) -> bool:
+    """Whether a text is an attachment. Any other text counts as one, or a long prompt would exceed the token limits."""
+    if key in _DATA_URLS and _DATA_URL.match(value):
+        return True
+    return key in _DATA and len(value) > _NO_DATA and _BASE64.fullmatch(value) is not None
+
+
+def sent_on(headers: Mapping[str, str]) -> dict[str, str]:
+    """Return the headers of a client that are sent on, in lower case. One that comes several times is joined.
+
+    Raises `InputError` for a value that cannot be sent: it would look like a fault of the source.
+    """
+    found: dict[str, str] = {}
+    for key, value in headers.items():
+        name = key.lower()
+        if name not in SENT_ON:
+            continue
+        if not _is_plain(value):
+            raise InputError(f"the header {name} must be printable ASCII")
+        found[name] = f"{found[name]}, {value}" if name in found else value
+    return found
+
+
+def _is_plain(value: str) -> bool:
+    return value.isascii() and value.isprintable()
 
 
 def parsed_body(data: bytes) -> dict[str, Any]:
@@ -141,11 +173,11 @@ def _finite(text: str) -> float:
 
 
 def handed_back(headers: Mapping[str, str], clean: Callable[[str], str] | None) -> dict[str, str]:
-    """Return the headers of a reply that its client gets."""
+    """Return the headers of a reply that its client gets. One that is not ASCII is left out: httpx cannot hold it."""
     found: dict[str, str] = {}
     for name in HANDED_BACK:
         value = headers.get(name)
-        if value is not None:
+        if value is not None and _is_plain(value):
             found[name] = value if clean is None else clean(value)
     return found
 

@@ -15,6 +15,7 @@ from .passed_requests import loads_leniently
 from .streams import Event, EventParser, StreamBroken
 
 _BLANK_LINE = re.compile(rb"\r?\n\r?\n|\r\r")
+_LONGEST_BLANK_LINE = 4
 _DONE = b"[DONE]"
 
 
@@ -34,6 +35,7 @@ class Progress:
         """What the server said instead of an answer; "" if it did not."""
         self.usage: dict[str, Any] = {}
         self.model: Any = None
+        self._unfinished: dict[int, bool] = {}
 
     def read(self, event: Event) -> None:
         """Take in an event. Raises StreamBroken for one that is no JSON object."""
@@ -58,8 +60,15 @@ class Progress:
             delta = choice.get("delta")
             delta = delta if isinstance(delta, dict) else {}
             self.begun |= any(value for key, value in delta.items() if key != "role")
-            if choice.get("finish_reason"):
-                self.begun = self.whole = True
+            finished = bool(choice.get("finish_reason"))
+            self.begun |= finished
+            self._note_choice(choice.get("index"), finished)
+
+    def _note_choice(self, index: Any, finished: bool) -> None:
+        """Note a part of one of several answers. All of them have to be whole."""
+        number = index if isinstance(index, int) else 0
+        self._unfinished[number] = self._unfinished.get(number, True) and not finished
+        self.whole = not any(self._unfinished.values())
 
     def _add_usage(self, stated: Any) -> None:
         if isinstance(stated, Mapping):
@@ -108,11 +117,12 @@ class GeminiProgress(Progress):
         self.begun = True
         self.model = event.get("modelVersion") or self.model
         self._add_usage(event.get("usageMetadata"))
-        feedback = event.get("promptFeedback")
-        self.whole |= isinstance(feedback, dict) and bool(feedback.get("blockReason"))
         candidates = event.get("candidates")
         for candidate in candidates if isinstance(candidates, list) else ():
-            self.whole |= isinstance(candidate, dict) and bool(candidate.get("finishReason"))
+            if isinstance(candidate, dict):
+                self._note_choice(candidate.get("index"), bool(candidate.get("finishReason")))
+        feedback = event.get("promptFeedback")
+        self.whole |= isinstance(feedback, dict) and bool(feedback.get("blockReason"))
 
 
 _PROGRESS = {"anthropic": MessagesProgress, "responses": ResponsesProgress, "gemini": GeminiProgress}
@@ -152,6 +162,8 @@ class StreamPassing:
         self._most = 0
         self._parser = EventParser(0)
         self._rest = bytearray()
+        self._searched = 0
+        """Bytes of `_rest` in which no blank line begins."""
         self._held: list[str] = []
         self._held_bytes = 0
         self._passed = False
@@ -183,23 +195,26 @@ class StreamPassing:
 
     def take(self, chunk: bytes) -> bool:
         """Take in bytes, and hand on the whole events among them. Return whether there was an event that is more than a
-        sign of life. Raises StreamBroken for an error before the answer, and for what is no event.
+        sign of life. Raises StreamBroken for an error before the answer, and for what is no event. What follows the end
+        of the answer is ignored.
         """
         self._rest += chunk
         told = False
         for block in self._blocks():
-            told |= self._take_block(block)
-        if len(self._rest) + self._held_bytes > self._most:
+            if not self._progress.ended:
+                told |= self._take_block(block)
+        if not self.ended and len(self._rest) + self._held_bytes > self._most:
             raise StreamBroken(f"an event larger than {self._most:,} bytes")
         return told
 
     def _blocks(self) -> Iterator[bytes]:
         start = 0
-        # Only the end of what was there before can be the beginning of a blank line.
-        for found in _BLANK_LINE.finditer(self._rest):
+        for found in _BLANK_LINE.finditer(self._rest, self._searched):
             yield bytes(self._rest[start : found.end()])
             start = found.end()
         del self._rest[:start]
+        # A large event comes in many chunks. Only the end of what was there can be the beginning of a blank line.
+        self._searched = max(0, len(self._rest) - _LONGEST_BLANK_LINE + 1)
 
     def _take_block(self, block: bytes) -> bool:
         told = False
@@ -232,7 +247,7 @@ class StreamPassing:
 
     def finish(self) -> None:
         """The server has ended the stream. Raises StreamBroken if the answer is not whole."""
-        if self._rest:
+        if self._rest and not self._progress.ended:
             # The last event may end without a blank line.
             block, self._rest = bytes(self._rest) + b"\n\n", bytearray()
             self._take_block(block)

@@ -9,7 +9,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from qreward_plugins import RewardEngine, load_config, process_portal
+from qreward_plugins import EngineError, RewardEngine, load_config, process_portal
 from qreward_plugins.groups import Report
 from qreward_plugins.portal import close_process_portals
 from qreward_plugins.testing import JudgeServer
@@ -84,7 +84,7 @@ def test_a_process_has_one_portal_for_equal_configurations(judge, make_config, m
     finally:
         close_process_portals()
     close_process_portals()
-    with pytest.raises(RuntimeError, match="not running"):
+    with pytest.raises(EngineError, match="this portal is closed"):
         portal.score(make_sample())
     try:
         assert process_portal(config).score(make_sample()).reward == 0.025

@@ -15,6 +15,7 @@ from qreward_plugins.quotas import Quota
 from qreward_plugins.samples import Sample
 from qreward_plugins.scheduling import Upstream
 from qreward_plugins.sources import HTTPSource, OpenAISource, Request
+from qreward_plugins.sources.passed_requests import PassedRequest
 
 SAMPLE = Sample([{"role": "user", "content": "?"}], "An answer.")
 
@@ -117,3 +118,33 @@ def test_what_a_service_is_sent_counts_whichever_part_of_the_sample_it_is():
     source = HTTPSource("a", HTTPSource.Config.model_validate(node))
     request = Request(Sample([{"role": "user", "content": "?"}], "short", extras={"context": "z" * 9000}))
     assert upstream(source).tokens(request) >= 9000
+
+
+def passed(**body):
+    request = Request(SAMPLE, max_completion_tokens=4096, passed=PassedRequest({"model": "gpt-5", **body}))
+    return openai().demand(request)
+
+
+@pytest.mark.parametrize(
+    ("part", "is_text"),
+    [
+        ({"type": "text", "text": "data: " + "1 " * 20_000}, True),
+        ({"type": "text", "text": "data:image/png;base64," + "A" * 40_000}, True),
+        ({"type": "document", "source": {"type": "text", "data": "some words of a document " * 2000}}, True),
+        ({"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 40_000}}, False),
+        ({"type": "file", "file": {"file_data": "data:application/pdf;base64," + "A" * 40_000}}, False),
+        ({"type": "input_audio", "input_audio": {"format": "wav", "data": "A" * 40_000}}, False),
+        ({"inlineData": {"mimeType": "image/png", "data": "A" * 40_000 + "=="}}, False),
+    ],
+)
+def test_of_a_clients_request_only_attachments_do_not_count_as_text(part, is_text):
+    demand = passed(messages=[{"role": "user", "content": [part]}])
+    assert demand.prompt > 40_000 if is_text else 4096 < demand.prompt < 5000
+
+
+@pytest.mark.parametrize(
+    ("body", "most"),
+    [({}, 4096), ({"n": 8}, 8 * 4096), ({"max_tokens": None, "n": 2}, 2 * 4096), ({"max_tokens": 10, "n": 3}, 30)],
+)
+def test_of_a_clients_request_every_completion_counts(body, most):
+    assert passed(messages=[], **body).completion == most

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import random
+import time
 
 import pytest
 
@@ -119,3 +121,45 @@ def test_secrets_and_sizes():
     held, _, _ = passing()
     with pytest.raises(StreamBroken, match="larger than"):
         held.take(b": keep alive, nothing else\n\n" * 100)
+
+
+@pytest.mark.parametrize(
+    ("dialect", "event"),
+    [
+        ("openai", {"choices": [{"index": 0, "delta": {"content": "a"}}]}),
+        ("gemini", {"candidates": [{"index": 0, "content": {}}]}),
+    ],
+)
+def test_a_stream_of_several_answers_is_whole_when_each_of_them_is(dialect, event):
+    [(key, [part])] = event.items()
+    finish = {"openai": "finish_reason", "gemini": "finishReason"}[dialect]
+    stream, _, _ = passing(dialect)
+    for index, end in ((0, None), (1, None), (0, "stop")):
+        stream.take(b"data: " + json.dumps({key: [{**part, "index": index, finish: end}]}).encode() + b"\n\n")
+    with pytest.raises(StreamBroken, match="before the answer was whole"):
+        stream.finish()
+    stream.take(b"data: " + json.dumps({key: [{**part, "index": 1, finish: "stop"}]}).encode() + b"\n\n")
+    stream.finish()
+
+
+@pytest.mark.parametrize("rest", [b"data: junk\n\n", b"data: junk", b'data: {"error": "late"}\n\n', b"x" * 9999])
+def test_what_follows_the_end_is_ignored(rest):
+    stream, _, pieces = passing()
+    events = b"".join(event.encode() + b"\n\n" for event in CHAT)
+    stream.take(events + rest)
+    assert stream.ended
+    stream.finish()
+    assert "".join(pieces).encode() == events
+
+
+def test_a_large_event_in_small_pieces_is_searched_once():
+    stream, _, pieces = passing()
+    stream.begin(200, {}, 2**20)
+    began = time.process_time()
+    stream.take(b'data: {"choices":[{"finish_reason":"stop","x":"')
+    for _ in range(5000):
+        stream.take(b"x" * 100)
+    # Searching all of it for each piece would take 20 s.
+    assert time.process_time() - began < 2
+    stream.take(b'"}]}\n\n')
+    assert len(pieces) == 1

@@ -468,3 +468,44 @@ async def test_references_to_what_a_provider_does_not_know_are_the_mistake_of_th
         server.reply = lambda number: (200, {"output": []}, {})
         assert (await client.post(url, json={"model": "gpt-5"})).status_code == 200
         assert client.engine.statistics().sources["s0"].state == "up"
+
+
+@pytest.mark.parametrize("value", ["a\r\nX-Evil: 1", "a\x00b", "a\tb", b"\xff"])
+async def test_a_header_that_cannot_be_sent_on_is_the_mistake_of_the_client(value):
+    async with echo() as server, client_of(tree_of(server, dialect="anthropic")) as client:
+        body = {"model": "gpt-5", "messages": []}
+        reply = await client.post("http://any/v1/messages", json=body, headers={"anthropic-beta": value})
+        assert (reply.status_code, server.bodies) == (400, [])
+        assert "anthropic-beta must be printable ASCII" in reply.json()["error"]["message"]
+        assert client.engine.statistics().sources["s0"].state == "up"
+
+
+@pytest.mark.parametrize("status", [200, 400])
+async def test_headers_that_are_not_ascii_do_not_come_back(status):
+    found = {"error": {"message": "wrong"}} if status == 400 else WHOLE
+    headers = {"x-request-id": "\u00e9\u4e2d", "openai-version": "v1"}
+    async with echo(lambda number: (status, found, headers)) as server, client_of(tree_of(server)) as client:
+        reply = await client.post(URL, json={"model": "gpt-5", "messages": []})
+    assert (reply.status_code, reply.headers["openai-version"]) == (status, "v1")
+    assert "x-request-id" not in reply.headers
+
+
+@pytest.mark.parametrize("flag", [1, 0, "true", []])
+async def test_a_stream_flag_that_servers_read_differently_is_refused(flag):
+    async with echo() as server, client_of(tree_of(server)) as client:
+        reply = await client.post(URL, json={"model": "gpt-5", "messages": [], "stream": flag})
+        assert (reply.status_code, server.bodies) == (400, [])
+        assert "`stream` must be true or false" in reply.text
+
+
+async def test_a_refusal_is_not_asked_again_by_the_sdk():
+    refused = {"error": {"message": "no", "type": "content_filter"}}
+    async with echo(lambda number: (409, refused, {})) as server, client_of(tree_of(server)) as client:
+        reply = await client.post(URL, json={"model": "gpt-5", "messages": []})
+    assert (reply.status_code, reply.headers["x-should-retry"]) == (409, "false")
+
+
+async def test_a_large_body_is_refused_in_the_form_of_the_client():
+    async with client_of(tree_of("http://127.0.0.1:9/v1", dialect="anthropic"), max_body_bytes=9) as client:
+        reply = await client.post("http://any/v1/messages", json={"model": "gpt-5", "messages": []})
+    assert (reply.status_code, reply.json()["error"]["type"]) == (413, "request_too_large")

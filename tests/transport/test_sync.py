@@ -11,7 +11,7 @@ import httpx2
 import openai
 import pytest
 
-from qreward_plugins import ConfigurationError, EngineError, RewardEngine
+from qreward_plugins import ConfigurationError, RewardEngine
 from qreward_plugins.testing import Faults
 from qreward_plugins.transport import QRewardSyncTransport, QRewardTransport
 
@@ -83,5 +83,39 @@ def test_wrong_uses():
     transport = QRewardSyncTransport(tree)
     transport.close()
     transport.close()
-    with httpx2.Client(transport=transport) as client, pytest.raises(EngineError, match="closed"):
-        client.get("http://any/v1/models")
+    with httpx2.Client(transport=transport) as client:
+        reply = client.get("http://any/v1/models")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (503, "closed")
+
+
+def test_closing_with_requests_under_way(library):
+    with server_of(stream_interval_s=0.1) as server, ThreadPoolExecutor(4) as threads:
+        transport = QRewardSyncTransport(tree_of(server))
+        client = client_of(transport, library, max_retries=0)
+        create = partial(client.chat.completions.create, model="gpt-5", messages=ASKED)
+        stream = create(stream=True)
+        assert next(stream)
+        server.hold()
+        asking = [threads.submit(create) for _ in range(3)]
+        server.wait_for(lambda report: report.in_flight >= 3)
+        transport.close()
+        for each in asking:
+            with pytest.raises(openai.InternalServerError, match="closed"):
+                each.result()
+        with pytest.raises((openai.APIConnectionError, library.RemoteProtocolError)):
+            list(stream)
+        stream.close()
+        with pytest.raises(openai.InternalServerError, match="closed"):
+            create()
+        server.wait_for(lambda report: report.in_flight == 0)
+
+
+def test_a_client_in_the_thread_of_its_engine():
+    with server_of() as server, RewardEngine(tree_of(server)).portal() as portal:
+
+        async def ask(engine):
+            with client_of(QRewardSyncTransport(portal), max_retries=0) as client:
+                return client.models.list()
+
+        with pytest.raises(openai.InternalServerError, match="cannot wait for itself"):
+            portal.run(ask)

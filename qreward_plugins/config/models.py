@@ -150,7 +150,8 @@ class EngineConfig(Node):
 
     reload: Flag = False
     """`on`: watch the YAML file of the configuration, and apply its changes while the engine runs, or refuse them as a
-    whole with one line in the log (docs/reload.md). It needs the extra `reload` of this package. Default: off."""
+    whole with one line in the log (docs/reload.md). With `shared` over Ray or a machine, the file's text goes to the
+    other processes that have this on. It needs the extra `reload` of this package. Default: off."""
 
     shared: Annotated[Literal["auto", "ray", "machine", "server", "local", "off"], BeforeValidator(_off)] = "auto"
     """How several processes share the limits of the same sources. `ray`: an actor of the Ray job, the keeper, gives

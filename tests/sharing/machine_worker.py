@@ -1,6 +1,7 @@
 """A process of tests that shares limits with others: scores the samples it is told to, and tells what became of them.
 
-It reads one command a line: `score FIRST COUNT`, `close`, `stats`; and answers each with one line of JSON.
+It reads one command a line and answers each with one line of JSON: `score FIRST COUNT`, `close`, `stats`, `reload`, and
+`deadline`, which tells the configured one. It is given a configuration, or the path of one, which it does not watch.
 """
 
 from __future__ import annotations
@@ -21,9 +22,16 @@ def tell(**what):
     print(json.dumps(what), flush=True)
 
 
+async def blind(file):
+    """Watch a file that never changes."""
+    await asyncio.get_running_loop().create_future()
+    yield
+
+
 async def main(tree):
     loop = asyncio.get_running_loop()
     engine = RewardEngine(tree)
+    engine._reloader._watch = blind
     tell(pid=os.getpid())
     scoring = set()
 
@@ -41,6 +49,12 @@ async def main(tree):
         elif command == "stats":
             share = dict(engine.upstreams["a"].quota.share)
             tell(kept_by=engine.statistics().limits_kept_by, share=share)
+        elif command == "reload":
+            engine.dispatcher()
+            tell(changes=str(await engine.reload()))
+        elif command == "deadline":
+            engine.dispatcher()
+            tell(deadline_s=engine.config.engine.deadline_s)
         elif command == "close":
             await engine.aclose()
             tell(closed=True)

@@ -199,3 +199,20 @@ def test_a_forked_child_does_not_hold_what_its_dead_parent_kept(directory):
         asyncio.run(take_over())
     finally:
         os.kill(child, signal.SIGKILL)
+
+
+def test_a_reload_of_one_process_is_one_of_all(directory, start, tmp_path):
+    file = tmp_path / "judges.yaml"
+
+    def write(deadline_s):
+        config = tree("http://localhost:9", shared="machine", shared_directory=directory, reload=True)
+        file.write_text(json.dumps(config | {"engine": {**config["engine"], "deadline_s": deadline_s}}))
+
+    write(100)
+    one, two = start(2, str(file))
+    for process in (one, two):
+        assert process.ask("deadline") == {"deadline_s": 100.0}
+    write(200)
+    assert one.ask("reload") == {"changes": "engine.deadline_s: 100 -> 200"}
+    comes(lambda: two.ask("deadline") == {"deadline_s": 200.0})
+    assert [process.ask("close") for process in (one, two)] == [{"closed": True}] * 2

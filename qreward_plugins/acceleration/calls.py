@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
+import itertools
 import math
 import os
 import random
@@ -22,7 +23,7 @@ from ..config import EngineConfig, Limits, Price, load_config
 from ..errors import ConfigurationError, EngineError, Mistake
 from ..observers import Observers, Statistics, with_names
 from ..quotas import Quota, SharedQuota
-from ..scheduling import Batch, Breaker, Call, ErrorShare, Upstream
+from ..scheduling import FAILED, Batch, Breaker, Call, ErrorShare, Upstream
 from ..sharing import OpenedChannel, open_channel, source_keys
 from ..sources.function import processors
 from .debug_log import DebugLog
@@ -30,7 +31,7 @@ from .invocation import Invocation, size_of
 from .items import Items
 from .keyed import Keyed
 from .options import MOST_THREADS, Options
-from .pending import Pending, Raised
+from .pending import END_WITHIN_S, Pending, Raised
 from .remote import loader_of
 from .source import CallableSource, Kind
 from .statistics import FunctionStatistics, Retries
@@ -65,6 +66,7 @@ class FunctionCalls:
         self._keys: OrderedDict[object, Keyed] = OrderedDict()
         self._ends: Counter[str] = Counter()
         self._calls = 0
+        self._sequence = itertools.count()
         self._defaults = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._pid = os.getpid()
@@ -85,11 +87,16 @@ class FunctionCalls:
         items: Callable[[Pending], Items] | None = None,
     ) -> Pending:
         """Submit a call. `skip`: arguments that `key` and `size` do not get (`self`). `batches`: those that it joins,
-        one for each key; None: it is submitted alone.
+        one for each key; None: it is submitted alone. Raises what `key` and `size` raise.
         """
         loop = self.bind()
-        keyed = self._keyed(args[skip:], kwargs, loop.time())
-        size = size_of(args[skip:], kwargs) if options.size is None else _size(options.size(*args[skip:], **kwargs))
+        try:
+            size = size_of(args[skip:], kwargs) if options.size is None else _size(options.size(*args[skip:], **kwargs))
+            keyed = self._keyed(args[skip:], kwargs, loop.time())
+        except Exception:
+            self._calls += 1
+            self._ended(FAILED)
+            raise
         all_batches = keyed.dispatcher.batches
         if batches is None:
             batch = all_batches.of_singles(options.number)
@@ -114,7 +121,10 @@ class FunctionCalls:
 
     async def call(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], options: Options, *, skip: int = 0) -> Any:
         """Make a call; return its value, or `Raised`. Cancelling it cancels its attempts."""
-        pending = self.submit(args, kwargs, options, skip=skip)
+        try:
+            pending = self.submit(args, kwargs, options, skip=skip)
+        except Exception as error:
+            return Raised(error, refused=True)
         try:
             return await pending.future
         except asyncio.CancelledError:
@@ -135,37 +145,51 @@ class FunctionCalls:
         cancelled when one has failed, and the list has only this `Raised`.
         """
         batches: dict[Keyed, Batch] = {}
-        pending: list[Pending] = []
-        failed: asyncio.Future[Raised] = self.bind().create_future()
+        pending: list[Pending | Raised] = []
+        left = 0
+        over: asyncio.Future[Raised | None] = self.bind().create_future()
 
-        def ended(future: asyncio.Future[Any]) -> None:
+        def ended(result: Any) -> None:
             if on_end is not None:
                 on_end()
-            if stop_at_error and not future.cancelled() and isinstance(future.result(), Raised) and not failed.done():
-                failed.set_result(future.result())
+            if not over.done():
+                if stop_at_error and type(result) is Raised:
+                    over.set_result(result)
+                elif not left:
+                    over.set_result(None)
+
+        def done(future: asyncio.Future[Any]) -> None:
+            nonlocal left
+            left -= 1
+            ended(future.result())
 
         try:
             for args in arguments:
-                each = self.submit(args, kwargs, options, skip=skip, batches=batches)
-                each.future.add_done_callback(ended)
+                try:
+                    each = self.submit(args, kwargs, options, skip=skip, batches=batches)
+                except Exception as error:
+                    pending.append(Raised(error, refused=True))
+                    if stop_at_error:
+                        break
+                    continue
+                left += 1
+                each.future.add_done_callback(done)
                 pending.append(each)
             for keyed, batch in batches.items():
                 keyed.dispatcher.batches.seal(batch)
-            waiting = {each.future for each in pending}
-            while waiting:
-                done, _ = await asyncio.wait({failed, *waiting}, return_when=asyncio.FIRST_COMPLETED)
-                if failed.done():
-                    return [failed.result()]
-                waiting -= done
-                if not stop_at_error and waiting:
-                    await asyncio.wait(waiting)
-                    break
-            return [each.future.result() for each in pending]
+            for refused in [each for each in pending if type(each) is Raised]:
+                ended(refused)
+            if not left and not over.done():
+                over.set_result(None)
+            if (failed := await over) is not None:
+                return [failed]
+            return [each if isinstance(each, Raised) else each.future.result() for each in pending]
         finally:
-            failed.cancel()
-            left = [each.drop() for each in pending if not each.future.done()]
-            if left:
-                await asyncio.gather(*left)
+            over.cancel()
+            # All are dropped in one step, so that none of them begins meanwhile.
+            waiting = [each for each in pending if isinstance(each, Pending) and not each.future.done()]
+            if tasks := [task for each in waiting for task in each.cancel()]:
+                await asyncio.wait(tasks, timeout=END_WITHIN_S)
 
     def defaulted(self) -> None:
         """Count a call that failed and returned its default."""
@@ -195,7 +219,7 @@ class FunctionCalls:
         # The channel of an earlier loop serves this one, too.
         self._channel = self._channel or self._open_channel()
         for keyed in self._keys.values():
-            keyed.bind(self._rng, self._observers, self._channel)
+            keyed.bind(self._rng, self._observers, self._channel, self._sequence)
         return loop
 
     def retune(self, options: Options) -> None:
@@ -270,11 +294,11 @@ class FunctionCalls:
         return keyed
 
     def _forget_idle(self, now: float, used: Keyed) -> None:
-        """Forget keys that were used longest ago. A few of them are looked at in each call."""
+        """Forget keys that are idle. A few of them, in turn, are looked at in each call."""
         idle_s = max(self._refilled_s, self.options.idle_s if len(self._keys) <= KEYS_KEPT else 0.0)
         for _ in range(_LOOKED_AT):
             key, oldest = next(iter(self._keys.items()))
-            if oldest is used or now - oldest.used_at < idle_s:
+            if oldest is used:
                 return
             if not oldest.forgettable(now, idle_s):
                 self._keys.move_to_end(key)
@@ -315,7 +339,7 @@ class FunctionCalls:
         if key is not None:
             channel_key += hashlib.sha256(repr(key).encode("utf-8", "replace")).hexdigest()[:16]
         keyed = Keyed(self.name, upstream, channel_key)
-        keyed.bind(self._rng, self._observers, self._channel)
+        keyed.bind(self._rng, self._observers, self._channel, self._sequence)
         return keyed
 
     def _declared(self, options: Options) -> Limits:

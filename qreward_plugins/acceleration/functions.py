@@ -17,7 +17,7 @@ from typing import Any, Concatenate, Generic, TypeVar, overload
 from anyio import to_thread
 from typing_extensions import ParamSpec, Self
 
-from ..errors import ConfigurationError, EngineError, Mistake
+from ..errors import ConfigurationError, Mistake
 from ..redaction import one_line
 from ..streaming import End, Stream
 from .calls import FunctionCalls
@@ -32,18 +32,30 @@ Q = ParamSpec("Q")
 T = TypeVar("T")
 
 
+class _SignatureOf:
+    """`__signature__` of an accelerated function. Without it, `inspect` shows `self` for a bound method."""
+
+    def __get__(self, function: Accelerated | None, owner: type) -> inspect.Signature:
+        if function is None:
+            raise AttributeError("__signature__")
+        found = inspect.signature(function.__wrapped__)
+        return found.replace(parameters=list(found.parameters.values())[len(function._bound) :])
+
+
 class Accelerated:
     """What all accelerated functions have. `__wrapped__` is the function itself."""
 
     __wrapped__: Callable[..., Any]
     _binds = "self"
     """To what it binds as an attribute of a class: "self", "cls", or "" for a static method."""
+    __signature__ = _SignatureOf()
 
     def __init__(self, function: Callable[..., Any], calls: FunctionCalls, options: Options) -> None:
-        functools.update_wrapper(self, function)  # type: ignore[arg-type]
+        _wrap(self, function)
         self._calls = calls
         self._options = options
         self._bound: tuple[Any, ...] = ()
+        self._unbound: Accelerated | None = None
 
     def statistics(self) -> FunctionStatistics:
         """Return the counts of all calls so far, with whatever options. Any thread may call this."""
@@ -91,6 +103,9 @@ class Accelerated:
         if whole:
             self._retune(self._calls.options.changed(whole))
         self._options = new
+        if self._unbound is not None:
+            # A bound method is made anew at each access.
+            self._unbound._options = new
 
     def _retune(self, options: Options) -> None:
         self._calls.retune(options)
@@ -104,6 +119,8 @@ class Accelerated:
         copy.__dict__.update(self.__dict__)
         copy._options = options or self._options
         copy._bound = bound or self._bound
+        if bound or options is not None:
+            copy._unbound = self if options is None else None
         return copy
 
     def _get(self, obj: Any, owner: Any) -> Any:
@@ -119,10 +136,21 @@ class Accelerated:
         if type(result) is not Raised:
             return result
         error, default = result.error, self._options.default
-        if default is UNSET or isinstance(error, EngineError) or not isinstance(error, Exception):
-            raise error
+        if default is UNSET or result.refused or not isinstance(error, Exception):
+            try:
+                raise error
+            finally:
+                # Its traceback holds this frame: without this, both and the arguments would hold each other.
+                del error, result
         self._calls.defaulted()
-        return default(error, *args, **kwargs) if callable(default) else default
+        if not callable(default):
+            return default
+        try:
+            return default(error, *args, **kwargs)
+        except Exception as problem:
+            if problem is not error and problem.__context__ is None:
+                problem.__context__ = error
+            raise
 
     def _item(self, result: Any, args: tuple[Any, ...], kwargs: dict[str, Any], return_exceptions: bool) -> Any:
         if not return_exceptions:
@@ -311,6 +339,15 @@ class SyncFunction(Accelerated, Generic[P, T]):
 
     def __get__(self, obj: Any, owner: Any = None) -> Any:
         return self._get(obj, owner)
+
+
+def _wrap(accelerated: Accelerated, function: Callable[..., Any]) -> None:
+    """Take over name, module and docstring, and those attributes that do not hide a method."""
+    functools.update_wrapper(accelerated, function, updated=())  # type: ignore[arg-type]
+    for name, value in getattr(function, "__dict__", {}).items():
+        if not hasattr(type(accelerated), name):
+            accelerated.__dict__[name] = value
+    accelerated.__wrapped__ = function
 
 
 def rows_of(items: tuple[Iterable[Any], ...]) -> list[tuple[Any, ...]]:

@@ -20,7 +20,7 @@ _MOST_LOOKED_AT = 32
 class Invocation:
     """The arguments of a call, and what its attempts raised. `items` takes the items of a generator."""
 
-    __slots__ = ("args", "context", "errors", "items", "kwargs", "options", "size")
+    __slots__ = ("args", "context", "errors", "items", "kwargs", "options", "refused", "size")
 
     def __init__(
         self,
@@ -38,6 +38,8 @@ class Invocation:
         self.context = contextvars.copy_context()
         self.errors: dict[int, BaseException] = {}
         """What each attempt raised, by its number."""
+        self.refused = False
+        """Whether the function cannot be called at all, whatever the arguments."""
 
     def request(self, attempt: int) -> Request:
         """The request of the n-th attempt."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import functools
 import inspect
@@ -80,8 +81,8 @@ class Options:
     retries: int = 0
     """Most attempts after a failed one."""
     retry_on: RetryOn = Exception
-    """Which errors are retried: a class, a tuple of classes, or a function of the error that returns whether. An
-    attempt that exceeds `timeout_s` is a `TimeoutError`."""
+    """Which errors are retried: a class, a tuple of classes, or a function of the error (an `Exception`) that returns
+    whether. An attempt that exceeds `timeout_s` is a `TimeoutError`."""
     interval_s: float = 0.5
     """Seconds from the first failure to the next attempt."""
     backoff: float = 2.0
@@ -93,12 +94,12 @@ class Options:
     """Seed of the jitter. None: drawn by the operating system."""
     default: Any = UNSET
     """What a failed call returns instead of raising: a value, or a function `default(error, *args, **kwargs)`. Not
-    given: it raises."""
+    given: it raises. A call that was never made, because the function is closed or `key` raised, has no default."""
     hedge: bool | float = False
     """Start another attempt beside one that takes long, and take the first value. A number: after that many seconds.
     True: when a new attempt is likely to end sooner, by the latencies so far."""
     max_hedges: int = 1
-    """Most hedges of a call."""
+    """Most hedges of a call. One that fails counts as a retry instead, as long as `retries` are left."""
     hedge_budget: float = 0.25
     """Most hedges, as a share of the calls of a batch or of those under way together; a few are always allowed."""
     breaker: bool | int = False
@@ -164,6 +165,7 @@ class Options:
             retries=self.retries,
             timeout_s=math.inf if self.timeout_s is None else self.timeout_s,
             retry_timeouts=self._retries_timeouts(),
+            retry_cancelled=self.retries_error(asyncio.CancelledError()),
             interval_s=self.interval_s,
             backoff=self.backoff,
             longest_interval_s=self.longest_interval_s,
@@ -188,10 +190,12 @@ class Options:
         return None if self.adaptive is False else self.adaptive
 
     def retries_error(self, error: BaseException) -> bool:
-        """Whether `retry_on` names this error. A predicate that raises says no, and its error is the cause."""
+        """Whether `retry_on` names this error. A predicate is asked about an `Exception` only. Raises what it raises,
+        which means no.
+        """
         if isinstance(self.retry_on, (type, tuple)):
             return isinstance(error, self.retry_on)
-        return bool(self.retry_on(error))
+        return isinstance(error, Exception) and bool(self.retry_on(error))
 
     def _retries_timeouts(self) -> bool:
         try:

@@ -40,7 +40,7 @@ class Pending:
         self._leave(result.reason)
         if not self.future.done():
             # Not `set_exception`: a future refuses StopIteration, and logs an exception that nobody asks for.
-            self.future.set_result(Raised(error))
+            self.future.set_result(Raised(error, refused=self._refused(error)))
         self._let_go()
 
     def late(self, answer: Answer[Any]) -> None:
@@ -53,14 +53,23 @@ class Pending:
 
     async def drop(self) -> None:
         """End the call, because its caller does not want it any more, and wait until its attempts have ended."""
+        if tasks := self.cancel():
+            await asyncio.wait(tasks, timeout=END_WITHIN_S)
+
+    def cancel(self) -> list[asyncio.Task[None]]:
+        """End the call, and return the tasks of its attempts, which are cancelled."""
         job, self.job = self.job, None
         if job is None or job.ended:
-            return
+            return []
         tasks = [attempt.task for attempt in job.live if attempt.task is not None]
         self._keyed.dispatcher.drop(job)
         self._leave("cancelled")
-        if tasks:
-            await asyncio.wait(tasks, timeout=END_WITHIN_S)
+        return tasks
+
+    def _refused(self, error: BaseException) -> bool:
+        """Whether the function was not called because of a fault in how it is used."""
+        mine = isinstance(error, EngineError) and all(error is not each for each in self.invocation.errors.values())
+        return mine or self.invocation.refused
 
     def _let_go(self) -> None:
         """Drop what refers to this call in a circle, so that its arguments are freed at once."""
@@ -70,6 +79,7 @@ class Pending:
     def _leave(self, reason: str) -> None:
         self._keyed.dispatcher.batches.leave(self.member, scored=not reason)
         self._keyed.waiting -= 1
+        self._keyed.used_at = self.future.get_loop().time()
         self._done(reason)
 
     def _error(self, result: Unanswered) -> BaseException:
@@ -102,9 +112,13 @@ class Pending:
 
 
 class Raised:
-    """The exception of a failed call, in the place of its value."""
+    """The exception of a failed call, in the place of its value.
 
-    __slots__ = ("error",)
+    `refused`: the function was not called, because it is closed, or cannot be called like this. That has no default.
+    """
 
-    def __init__(self, error: BaseException) -> None:
+    __slots__ = ("error", "refused")
+
+    def __init__(self, error: BaseException, *, refused: bool = False) -> None:
         self.error = error
+        self.refused = refused

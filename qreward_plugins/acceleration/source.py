@@ -21,12 +21,14 @@ from ..errors import (
     TransientError,
 )
 from ..redaction import one_line
+from ..sources import threads
 from ..sources.base import Reply, Request
 from ..sources.threads import FunctionRaised, ThreadSlots, TooManyAbandoned
 from ..sources.worker import CannotLoad, ValueTooLarge, WorkerDied
 from ..sources.worker_pool import CannotStart, PoolClosed, WorkerPool
 from ..sources.worker_program import VALUE
 from .invocation import Invocation
+from .notes import add_note
 from .options import MOST_THREADS
 from .remote import RemoteLoader, carried
 
@@ -36,6 +38,7 @@ Kind = Literal["async", "sync", "async_generator", "generator"]
 _LONGEST_S = 1e9
 """Time limit of a worker's call for those without one: the scheduler ends calls, and the pool kills the worker."""
 _MESSAGE_CHARS = 300
+_OUR_FILES = (__file__, threads.__file__)
 
 
 class CallableSource:
@@ -86,10 +89,14 @@ class CallableSource:
             raise
         except FunctionRaised as wrapper:
             error = wrapper.error
+        except GeneratorExit:
+            # Its event loop was closed; nothing may follow.
+            raise
         except BaseException as raised:
             # SystemExit, too: it belongs to the caller, and would end the event loop here.
             error = raised
         try:
+            _cut_traceback(error)
             invocation.errors[request.parameters["attempt"]] = error
             failure = _failure(error, invocation)
         finally:
@@ -145,8 +152,10 @@ class CallableSource:
         except ValueTooLarge:
             raise InputError(f"{self._name} returned a value that is too large for a worker process") from None
         except CannotLoad as error:
+            invocation.refused = True
             raise EngineError(f"{self._name} cannot be loaded in a worker process: {error}") from None
         except PoolClosed:
+            invocation.refused = True
             raise EngineError(f"{self._name} is closed") from None
         except (CannotStart, OSError) as error:
             raise NotStarted(f"{self._name}: no worker process can be started ({error})") from None
@@ -205,8 +214,17 @@ def _failure(error: BaseException, invocation: Invocation) -> SourceError:
     try:
         again = invocation.options.retries_error(error)
     except Exception as problem:
+        add_note(error, f"not retried, because retry_on raised {type(problem).__name__}: {_text(problem)}")
         return PermanentError(f"{text}; retry_on raised {type(problem).__name__}")
     return TransientError(text) if again else PermanentError(text)
+
+
+def _cut_traceback(error: BaseException) -> None:
+    """Let the traceback begin in the function. Our frames refer to the call, which refers to the error."""
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_frame.f_code.co_filename in _OUR_FILES:
+        traceback = traceback.tb_next
+    error.__traceback__ = traceback
 
 
 def _text(error: BaseException) -> str:

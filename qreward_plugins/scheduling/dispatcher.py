@@ -12,10 +12,11 @@ result never changes. `retry_policy.py` decides what the end of an attempt means
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import logging
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from ..config import Scheduling
@@ -50,7 +51,8 @@ class Dispatcher:
     `max_attempts` bounds a call's failed attempts; throttled ones and hedges do not count. `keeps_late`: attempts of a
     failed call that have been sent are left to end, and its caller is told the answer; otherwise they are cancelled.
     `on_cutoff` is called with a batch that was cut off, after its calls have been failed. `on_pumped` is called after
-    each pump. `observers` get the events.
+    each pump. `observers` get the events. `sequence` numbers the calls in them; None: from 0. `context`: the context
+    variables in which attempts begin; None: those of any caller.
     """
 
     def __init__(
@@ -64,6 +66,8 @@ class Dispatcher:
         on_cutoff: Callable[[Batch], None] | None = None,
         on_pumped: Callable[[], None] | None = None,
         observers: Observers | None = None,
+        sequence: Iterator[int] | None = None,
+        context: contextvars.Context | None = None,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self.now = self._loop.time
@@ -89,7 +93,7 @@ class Dispatcher:
         self._deadlines = Deadlines(self._loop, self._expire_safely)
         self._arrivals = Arrivals(self._planner, enqueue=self.enqueue, on_bug=self._bug, log_bug=self._log_bug)
         self._max_attempts = max_attempts
-        self._pump = Pump(self._loop, self._step, on_stall=self._excuse)
+        self._pump = Pump(self._loop, self._step, on_stall=self._excuse, context=context)
         self._waiting = Waiting(
             self._loop,
             upstreams,
@@ -104,7 +108,7 @@ class Dispatcher:
         self.on_drained: Callable[[Upstream], None] | None = None
         """Called with a removed upstream when its last attempt has ended."""
         self._closed = False
-        self._sequence = itertools.count()
+        self._sequence = sequence or itertools.count()
         self._on_cutoff = on_cutoff
         self._on_pumped = on_pumped
         self._logged: set[str] = set()

@@ -140,6 +140,8 @@ class Planner:
         """Learn from the age at which an attempt ended."""
         self.forecast.attempt_ended()
         self._hedges.ended(attempt)
+        if attempt.job.call.rules is not None:
+            self._timed_hedges.ended(attempt)
         if not attempt.uncalibrated:
             age = attempt.age(attempt.ended_at)
             if (attempt.result == "valid" or attempt.result == "invalid") and attempt.speaks:

@@ -104,9 +104,9 @@ class RetryPolicy:
             self.retry(attempt, "it was not sent, because the share of its limits had ended")
         else:
             attempt.result = "failed"
-            self.ended(
-                attempt, TransientError(f"the call at {attempt.upstream.name} was cancelled by another task"), now
-            )
+            rules = attempt.job.call.rules
+            kind = TransientError if rules is None or rules.retry_cancelled else PermanentError
+            self.ended(attempt, kind(f"the call at {attempt.upstream.name} was cancelled by another task"), now)
 
     def ended(self, attempt: Attempt, error: AttemptError | None, now: float) -> None:
         """Decide what an attempt's end means for its source and its job."""

@@ -1,7 +1,9 @@
 """Decides what the end of an attempt means for a call with fixed rules (`Call.rules`).
 
 failed            the next attempt follows after the interval of the rules, as long as retries are left; otherwise
-                  the call fails with this error. Nothing is excused
+                  the call fails with this error. Nothing is excused. If another attempt of the call is under way, the
+                  call waits for that one, and a hedge may follow after the interval; a hedge that failed counts as a
+                  retry then
 permanent         the call fails with this error
 throttled         the same as failed, and the source pauses as it asks
 circuit opens     calls that wait for the source fail, and later ones until its recovery time is over
@@ -64,10 +66,14 @@ class RuledCalls:
         job.failures += 1
         tries = job.attempts - job.hedges
         again = passes and tries <= rules.retries
+        wait_s = rules.wait_s(tries, self._rng) if again else 0.0
         if len(job.live) > 1:
+            if attempt.hedge and again:
+                # The attempt that takes long still does, so another hedge may follow, in the place of a retry.
+                job.hedges -= 1
+            job.not_before = now + wait_s
             self._retry_policy.retry(attempt, str(error))
             return
-        wait_s = rules.wait_s(tries, self._rng) if again else 0.0
         if not again or job.begun or now + wait_s >= job.deadline_at:
             self._jobs.fail(job, FAILED, str(error))
             return

@@ -34,6 +34,8 @@ class Rules:
     retries: int = 0
     timeout_s: float = math.inf
     retry_timeouts: bool = True
+    retry_cancelled: bool = True
+    """Whether an attempt that was cancelled by something else than the scheduler is retried."""
     interval_s: float = 0.0
     """Seconds from a failure to the next attempt."""
     backoff: float = 1.0
@@ -42,7 +44,8 @@ class Rules:
     jitter: float = 0.0
     """Share of each interval that is random: 0 none, 1 all of it."""
     hedges: int = 0
-    """Most attempts beside the first one, for an attempt that takes long."""
+    """Most attempts beside the first one, for an attempt that takes long. A hedge that fails counts as a retry instead,
+    as long as retries are left."""
     hedge_after_s: float | None = None
     """Age of an attempt, in seconds, from which it is hedged; None: learned from the latencies of the source."""
     hedge_budget: float = 1.0

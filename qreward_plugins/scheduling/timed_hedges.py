@@ -44,14 +44,18 @@ class TimedHedges:
         rules = attempt.job.call.rules
         if rules is None or not rules.hedges:
             return
-        fixed_s = rules.hedge_after_s
-        if fixed_s is None:
-            fixed_s = max(FIRST_LOOK_S, attempt.expected_s if attempt.upstream.speed.settled else 0.0)
-        self._push(attempt.started_at + fixed_s, attempt)
+        self._push(attempt.started_at + _first_s(attempt), attempt)
         if len(self._coming) > 64 and len(self._coming) > 4 * sum(len(each.live) for each in self._upstreams.values()):
             # Most attempts end before they are checked.
             self._coming = [item for item in self._coming if not item[2].result]
             heapq.heapify(self._coming)
+
+    def ended(self, attempt: Attempt) -> None:
+        """Check the other attempts of its call again: a hedge that failed helps none of them."""
+        job = attempt.job
+        if attempt.result == "failed" and not job.ended and job.live:
+            youngest = job.live[-1]
+            self._push(max(job.not_before, youngest.started_at + _first_s(youngest)), youngest)
 
     def close(self) -> None:
         """Forget every attempt."""
@@ -64,7 +68,8 @@ class TimedHedges:
             job, rules, upstream = attempt.job, attempt.job.call.rules, attempt.upstream
             if attempt.result or attempt.given_up or job.ended or job.begun or rules is None:
                 continue
-            if job.hedges >= rules.hedges:
+            if job.hedges >= rules.hedges or job.live[-1] is not attempt:
+                # A younger attempt of the call is checked instead.
                 continue
             if rules.hedge_after_s is None and not self._worth(attempt, now):
                 self._push(attempt.started_at + max(_LATER * (now - attempt.started_at), FIRST_LOOK_S), attempt)
@@ -86,3 +91,11 @@ class TimedHedges:
             return False
         self._forecast.update(attempt)
         return WORTH * attempt.expected_s <= self._forecast.left_s(attempt, now)
+
+
+def _first_s(attempt: Attempt) -> float:
+    """Age, in seconds, at which an attempt is checked first."""
+    rules = attempt.job.call.rules
+    if rules is not None and rules.hedge_after_s is not None:
+        return rules.hedge_after_s
+    return max(FIRST_LOOK_S, attempt.expected_s if attempt.upstream.speed.settled else 0.0)

@@ -1,0 +1,186 @@
+"""What an accelerated function raises, and what it does not retry or replace, in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import traceback
+import weakref
+
+import pytest
+
+from qreward_plugins import EngineError, accelerate
+from qreward_plugins.simulation import run
+
+
+def test_a_function_that_cancels_itself_is_not_retried_unless_that_is_named():
+    attempts = []
+
+    async def cancels():
+        attempts.append(1)
+        raise asyncio.CancelledError("mine")
+
+    async def main(**options):
+        attempts.clear()
+        with pytest.raises(asyncio.CancelledError, match="mine"):
+            await accelerate(cancels, retries=3, interval_s=0, **options)()
+        return len(attempts)
+
+    assert run(main()) == 1
+    assert run(main(retry_on=BaseException)) == 4
+
+
+def test_a_predicate_is_asked_about_exceptions_only():
+    attempts = []
+
+    @accelerate(retries=3, interval_s=0, retry_on=lambda error: True)
+    async def interrupted():
+        attempts.append(1)
+        raise KeyboardInterrupt
+
+    async def main():
+        try:
+            await interrupted()
+        except KeyboardInterrupt:
+            return len(attempts)
+
+    assert run(main()) == 1
+
+
+def test_an_error_tells_that_the_predicate_raised():
+    @accelerate(retries=3, retry_on=lambda error: 1 / 0)
+    async def fails():
+        raise ValueError("x")
+
+    async def main():
+        with pytest.raises(ValueError, match="x") as raised:
+            await fails()
+        return raised.value.__notes__
+
+    note = "accelerate: not retried, because retry_on raised ZeroDivisionError: division by zero"
+    assert run(main()) == [note]
+
+
+def test_an_argument_that_key_or_size_cannot_read_is_the_failure_of_its_own_call():
+    async def same(x):
+        return x
+
+    async def main(**options):
+        function = accelerate(same, default="default", **options)
+        kept = await function.map([0, 1, 2], return_exceptions=True)
+        kept += [value async for value in function.stream([0, 1, 2], return_exceptions=True)]
+        assert [type(value) for value in kept] == 2 * [int, ZeroDivisionError, int]
+        with pytest.raises(ZeroDivisionError):
+            await function.with_options(default=0).map([0, 1, 2])
+        statistics = function.statistics()
+        assert (statistics.failed["failed"], statistics.under_way) == (3, 0)
+
+    run(main(key=lambda x: 1 / (x - 1)))
+    run(main(size=lambda x: abs(1 / (x - 1))))
+
+
+def test_a_default_stands_in_for_an_engine_error_of_the_function_but_not_for_ours():
+    @accelerate(default=7)
+    async def fails():
+        raise EngineError("of an engine that it uses")
+
+    async def main():
+        assert await fails() == 7
+        await fails.aclose()
+        with pytest.raises(EngineError, match="closed"):
+            await fails()
+
+    run(main())
+
+
+def test_a_default_that_raises_keeps_the_error_of_the_call():
+    @accelerate(default=lambda error: 1 / 0)
+    async def fails():
+        raise ValueError("first")
+
+    async def main():
+        with pytest.raises(ZeroDivisionError) as raised:
+            await fails()
+        assert repr(raised.value.__context__) == "ValueError('first')"
+
+    run(main())
+
+
+def test_a_failed_call_frees_its_arguments_at_once_and_its_traceback_ends_in_the_function():
+    class Argument:
+        pass
+
+    @accelerate(retries=1, interval_s=0)
+    async def fails(argument):
+        raise ValueError
+
+    async def main():
+        argument = Argument()
+        freed = weakref.ref(argument)
+        with pytest.raises(ValueError) as raised:  # noqa: PT011
+            await fails(argument)
+        names = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
+        del raised, argument
+        await asyncio.sleep(0.1)
+        return freed() is None, names[-2:]
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert run(main()) == (True, ["_value", "fails"])
+    finally:
+        gc.enable()
+
+
+def test_a_loop_that_is_closed_during_a_call_gets_no_further_step(caplog):
+    @accelerate
+    async def waits():
+        await asyncio.Event().wait()
+
+    loop = asyncio.new_event_loop()
+    call = loop.create_task(waits())
+    loop.run_until_complete(asyncio.sleep(0.01))
+    loop.close()
+    for task in (call, *asyncio.all_tasks(loop)):
+        task._log_destroy_pending = False
+    del call, task
+    gc.collect()
+    assert not [record for record in caplog.records if "bug" in record.getMessage()]
+
+
+def test_attributes_of_a_callable_object_do_not_hide_the_methods():
+    class Client:
+        def __init__(self):
+            self.stream, self.map, self.model = True, {}, "small"
+
+        async def __call__(self, x):
+            return x
+
+    function = accelerate(Client())
+    assert run(function.map([1, 2])) == [1, 2]
+    assert function.model == "small"
+
+
+def test_a_bound_method_has_its_own_signature_and_can_be_retuned():
+    class Grader:
+        @accelerate
+        async def grade(self, x: int) -> int:
+            raise ValueError
+
+        @accelerate
+        @classmethod
+        async def of_class(cls, x):
+            return x
+
+    assert str(inspect.signature(Grader().grade)) in ("(x: int) -> int", "(x: 'int') -> 'int'")
+    assert list(inspect.signature(Grader.grade).parameters) == ["self", "x"]
+    assert list(inspect.signature(Grader.of_class).parameters) == ["x"]
+    Grader().grade.retune(retries=2, interval_s=0)
+
+    async def main():
+        with pytest.raises(ValueError):  # noqa: PT011
+            await Grader().grade(1)
+        return Grader().grade.statistics().attempts
+
+    assert run(main()) == 3

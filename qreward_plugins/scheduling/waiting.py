@@ -48,7 +48,7 @@ class Waiting:
     def stuck(self, job: Job, now: float) -> bool:
         """Whether nothing will ever start a job that has no attempt under way: a bug."""
         timer = job.backoff_timer
-        due = timer is not None and not timer.cancelled() and timer.when() >= now
+        due = timer is not None and timer.when() >= now
         return not (job.entry or due or job in self._oversize)
 
     def enqueue(self, job: Job) -> None:
@@ -80,6 +80,7 @@ class Waiting:
         """Note that an attempt of a job starts that was taken from the queue."""
         if job.backoff_timer is not None:
             job.backoff_timer.cancel()
+            job.backoff_timer = None
 
     def discard(self, job: Job) -> None:
         """Let a job wait no longer."""
@@ -109,6 +110,7 @@ class Waiting:
             self._oversize.add(job)
 
     def _backoff_over(self, job: Job) -> None:
+        job.backoff_timer = None
         if not (job.live or job.undecided):
             try:
                 self._backoff.renew(job, self._loop.time())

@@ -12,35 +12,37 @@ from ..scheduling.hedging import LEAST_HEDGES
 from ..scheduling.jobs import MAX_FORGIVEN, MAX_HEDGES, MAX_LIVE, MAX_RESTARTS
 from .poison import poison_of
 from .record import Record, Sent
-from .trial import Trial
+from .trial import Trial, judge_of
 
 _ROUNDING_S = 1e-6
 
 
 def bounded(trial: Trial, record: Record) -> Iterator[str]:
     """P4: attempts, hedges and retries keep to their budgets."""
-    engine = trial.config["engine"]
-    scheduling = engine["scheduling"]
+    engines = [config["engine"] for config in record.configs]
+    hedged = any(engine["scheduling"]["hedge"] for engine in engines)
+    hedge_budget = max(engine["scheduling"]["hedge_budget"] for engine in engines)
+    max_attempts = max(engine["max_attempts"] for engine in engines)
     per_sample = _per_sample(record)
     hedges = {name: _hedges(sent) for name, sent in per_sample.items()}
-    by_source: dict[str, list[Sent]] = defaultdict(list)
+    by_server: dict[str, list[Sent]] = defaultdict(list)
     for one in record.sent:
-        by_source[one.source].append(one)
-    for sample in trial.samples():
+        by_server[one.server].append(one)
+    for given in record.given():
+        sample, config = given.sample, record.configs[given.epoch]
         name = sample.id or ""
-        sent, judge = per_sample.get(name, []), trial.judge_of(sample)
-        retries = trial.config["judges"][judge]["invalid_retries"] if judge is not None else 0
+        sent, judge = per_sample.get(name, []), judge_of(config, sample)
+        retries = config["judges"][judge]["invalid_retries"] if judge is not None else 0
         throttled = sum(one.ending == "throttled" for one in sent)
         # Failed attempts are bounded; probes of a source with an open circuit count once more. Attempts that the engine
         # ended do not count, nor do those at a source that failed several samples and answered none meanwhile.
-        limits = {source: node["timeouts"]["total_s"] for source, node in trial.config["sources"].items()}
-        excused = sum(_excused(one, sent[0], by_source[one.source], limits[one.source]) for one in sent)
+        excused = sum(_excused(one, sent[0], by_server[one.server], record) for one in sent)
         excused += min(sum(one.ending == "cancelled" for one in sent), MAX_RESTARTS + MAX_FORGIVEN)
-        most = 2 * engine["max_attempts"] + retries + MAX_HEDGES + throttled + excused
+        most = 2 * max_attempts + retries + MAX_HEDGES + throttled + excused
         # If only poisoned samples wait, their failures look like an outage, and probes are free.
         if len(sent) > most and poison_of(sample) is None:
             yield f"{name} was sent {len(sent)} times, {throttled} of them throttled; {most} is the most"
-        most_hedges = MAX_HEDGES if scheduling["hedge"] else 0
+        most_hedges = MAX_HEDGES if hedged else 0
         if hedges.get(name, 0) > most_hedges:
             yield f"{name} was hedged {hedges[name]} times; {most_hedges} is the most"
         most_live = max((_live(sent, one.started_at) for one in sent), default=0)
@@ -49,7 +51,7 @@ def bounded(trial: Trial, record: Record) -> Iterator[str]:
     for call in record.calls:
         if call.call.kind == "batch":
             count = sum(hedges.get(sample.id or "", 0) for sample in call.call.samples)
-            most_in_batch = max(LEAST_HEDGES, scheduling["hedge_budget"] * len(call.call.samples))
+            most_in_batch = max(LEAST_HEDGES, hedge_budget * len(call.call.samples))
             if count > most_in_batch:
                 yield f"a {call.call.describe()} was hedged {count} times; {most_in_batch:g} is the most"
     yield from _retries(record, per_sample)
@@ -74,12 +76,13 @@ def _per_sample(record: Record) -> dict[str, list[Sent]]:
     return per_sample
 
 
-def _excused(one: Sent, first: Sent, sent: list[Sent], timeout_s: float) -> bool:
-    """Whether a request failed at a source that had answered nobody since the `first` request of its sample, and had
-    failed others. `sent`: what the source was sent. `timeout_s`: its time limit.
+def _excused(one: Sent, first: Sent, sent: list[Sent], record: Record) -> bool:
+    """Whether a request failed at a server that had answered nobody since the `first` request of its sample, and had
+    failed others. `sent`: what the server was sent.
     """
 
     def failed(other: Sent) -> bool:
+        timeout_s = record.configs[other.epoch]["sources"][other.source]["timeouts"]["total_s"]
         timed_out = other.ending == "cancelled" and other.ended_at - other.started_at >= timeout_s - _ROUNDING_S
         return other.ending == "failed" or timed_out
 
@@ -110,7 +113,7 @@ def _retries(record: Record, per_sample: dict[str, list[Sent]]) -> Iterator[str]
     answered: dict[str, list[float]] = defaultdict(list)
     for sent in record.sent:
         if sent.ending in ("valid", "invalid"):
-            answered[sent.source].append(sent.ended_at)
+            answered[sent.server].append(sent.ended_at)
     for requests in per_sample.values():
         for number, sent in enumerate(requests):
             if sent.ending == "failed":
@@ -118,7 +121,7 @@ def _retries(record: Record, per_sample: dict[str, list[Sent]]) -> Iterator[str]
                 if later and not any(
                     other.started_at < sent.ended_at < other.ended_at for other in requests if other is not sent
                 ):
-                    again[sent.source].append(later[0].started_at)
+                    again[sent.server].append(later[0].started_at)
     for source, times in again.items():
         for number, at in enumerate(sorted(times), 1):
             successes = sum(ended_at <= at for ended_at in answered[source]) if number > RESERVE else 0

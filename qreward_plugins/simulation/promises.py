@@ -17,10 +17,11 @@ from typing import Any
 from ..samples import Cause, Failed, Scored, Verdict
 from .answers import score_of
 from .budgets import bounded
+from .declared import declared_limits, sent_as_configured, sources_since
 from .poison import poison_of
 from .record import CallRecord, Given, Record
 from .strict_limits import RequestBucket
-from .trial import EMPTY, Trial
+from .trial import EMPTY, Trial, judge_of
 
 _ROUNDING_S = 1e-6
 
@@ -131,23 +132,28 @@ def _true(trial: Trial, record: Record) -> Iterator[str]:
         sample, outcome = given.sample, given.outcome
         if outcome is None:
             continue
-        name = trial.judge_of(sample)
+        # A sample ends by the judge that it began with, whatever is reloaded.
+        config = record.configs[given.epoch]
+        name = judge_of(config, sample)
         if isinstance(outcome, Failed):
-            yield from _failure(trial, given, outcome)
+            yield from _failure(config, given, outcome)
             continue
         verdict = outcome.verdict
         if verdict.failure is not None:
-            yield from _floor(trial, given, verdict)
+            yield from _floor(config, given, verdict)
             continue
         if name is None or sample.response == EMPTY:
             yield f"{sample.id} was scored, but has no judge"
             continue
-        node = trial.config["judges"][name]
+        node = config["judges"][name]
         low, high = node["reward_range"]
         right = low + (high - low) * score_of(sample.id or "") / 10.0
         if not _is_reward(verdict) or abs(verdict.score - right) > 1e-9:
             yield f"{sample.id} has the score {verdict.score!r}, the server gave {right!r}"
-        if verdict.judge != name or verdict.source not in node["sources"]:
+        correct_at = node.get("correct_at")
+        if verdict.correct is not (None if correct_at is None else verdict.score >= correct_at):
+            yield f"{sample.id} has a score of {verdict.score!r}, and correct={verdict.correct}, from {correct_at} on"
+        if verdict.judge != name or verdict.source not in sources_since(record, given, name, record.epoch):
             yield f"{sample.id} was scored by {verdict.judge} at {verdict.source}, not by {name}"
         elif (verdict.source, sample.id, round(given.ended_at, 6)) not in answers:
             yield f"{sample.id} was scored at {given.ended_at:.6f} s, and {verdict.source} gave no valid answer then"
@@ -157,13 +163,13 @@ def _is_reward(verdict: Verdict) -> bool:
     return isinstance(verdict.score, float) and math.isfinite(verdict.score)
 
 
-def _floor(trial: Trial, given: Given, verdict: Verdict) -> Iterator[str]:
-    sample, name, failed = given.sample, trial.judge_of(given.sample), verdict.failure
+def _floor(config: Mapping[str, Any], given: Given, verdict: Verdict) -> Iterator[str]:
+    sample, name, failed = given.sample, judge_of(config, given.sample), verdict.failure
     assert failed is not None
-    if name is None or not _has_floor(trial.config["judges"][name], failed):
+    if name is None or not _has_floor(config["judges"][name], failed):
         yield f"{sample.id} was given a floor for what has none: {failed.describe()}"
         return
-    low = trial.config["judges"][name]["reward_range"][0]
+    low = config["judges"][name]["reward_range"][0]
     if verdict.score != low or verdict.basis != "floor":
         yield f"{sample.id} failed ({failed.describe()}) with a reward of {verdict.score!r}, not {low!r}"
     if (sample.response == EMPTY) != (failed.cause is Cause.POLICY):
@@ -174,13 +180,13 @@ def _has_floor(node: Mapping[str, Any], failed: Failed) -> bool:
     return failed.cause is Cause.POLICY or (failed.cause is Cause.VERDICT and node["on_invalid"] == "floor")
 
 
-def _failure(trial: Trial, given: Given, outcome: Failed) -> Iterator[str]:
-    sample, name = given.sample, trial.judge_of(given.sample)
+def _failure(config: Mapping[str, Any], given: Given, outcome: Failed) -> Iterator[str]:
+    sample, name = given.sample, judge_of(config, given.sample)
     if name is None:
         if outcome.reason != "no_route":
             yield f"{sample.id} has no route, and is {outcome.describe()}"
         return
-    if _has_floor(trial.config["judges"][name], outcome):
+    if _has_floor(config["judges"][name], outcome):
         yield f"{sample.id} failed ({outcome.describe()}) without the floor of its judge"
     if (sample.response == EMPTY) != (outcome.cause is Cause.POLICY):
         yield f"the response of {sample.id} is {sample.response[:10]!r}, and it is {outcome.describe()}"
@@ -192,6 +198,7 @@ def _failure(trial: Trial, given: Given, outcome: Failed) -> Iterator[str]:
 
 def _limited(trial: Trial, record: Record) -> Iterator[str]:
     """P3: no declared limit is broken."""
+    yield from declared_limits(trial, record)
     for server in trial.servers:
         watched = record.servers[server.name]
         if not server.declared:
@@ -209,7 +216,7 @@ def _limited(trial: Trial, record: Record) -> Iterator[str]:
         if known_bucket and server.requests_per_minute is not None:
             bucket = RequestBucket(server.requests_per_minute, server.burst)
             for sent in record.sent:
-                if sent.source == server.name:
+                if sent.server == server.name:
                     if bucket.wait_s(1, sent.started_at) > 0:
                         yield f"the bucket of {server.name} was overdrawn at {sent.started_at:.6f} s"
                     bucket.enter(1, sent.started_at)
@@ -261,7 +268,8 @@ def _unharmed(trial: Trial, record: Record) -> Iterator[str]:
         return
     for given in record.given():
         sample = given.sample
-        to_be_scored = trial.judge_of(sample) is not None and sample.response != EMPTY and poison_of(sample) is None
+        name = judge_of(record.configs[given.epoch], sample)
+        to_be_scored = name is not None and sample.response != EMPTY and poison_of(sample) is None
         if to_be_scored and not isinstance(given.outcome, Scored):
             said = given.outcome.describe() if given.outcome is not None else "without an outcome"
             yield f"{sample.id} is not poisoned, and is {said}"
@@ -297,6 +305,7 @@ _CHECKS: dict[str, Check] = {
     "P1 one outcome by the deadline": _answered,
     "P2 only the servers' scores": _true,
     "P3 no limit broken": _limited,
+    "reload: sent where the configuration says": sent_as_configured,
     "P4 attempts within their budgets": bounded,
     "P5 nothing left behind": _clean,
     "P6 an outcome stays": _final,

@@ -10,7 +10,7 @@ import asyncio
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from ..errors import Throttled
 from ..samples import Outcome, Sample
@@ -30,8 +30,14 @@ class Sent:
     """One request of a sample to a server, as its client saw it. Times are seconds of the trial."""
 
     source: str
+    """The name of the source that sent it."""
     sample: str
     started_at: float
+    server: str
+    tokens: int
+    """Prompt and completion, as the server counts them."""
+    epoch: int
+    """Number of reloads that were applied before it."""
     ended_at: float = math.inf
     ending: Ending = "under way"
 
@@ -44,6 +50,8 @@ class Given:
     call: Call
     submitted_at: float
     due_at: float
+    epoch: int = 0
+    """Number of reloads that were applied before it was submitted."""
     ended_at: float = math.nan
     returned_at: float = math.nan
     """When the caller got it; batches and streams return it later than it was known."""
@@ -76,6 +84,10 @@ class Record:
 
     sent: list[Sent] = field(default_factory=list)
     calls: list[CallRecord] = field(default_factory=list)
+    configs: list[dict[str, Any]] = field(default_factory=list)
+    """The configurations that were in force, by epoch."""
+    reloaded_at: list[float] = field(default_factory=list)
+    """When the second of `configs` and each further one was applied."""
     reports: list[BatchReport] = field(default_factory=list)
     closed_at: float = math.nan
     ended_at: float = 0.0
@@ -91,6 +103,11 @@ class Record:
     """The engine's counts: submitted, scored, failed."""
     servers: dict[str, WatchedServer] = field(default_factory=dict)
     trace: Trace | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Number of reloads that were applied so far."""
+        return len(self.reloaded_at)
 
     def given(self) -> list[Given]:
         """Everything that callers got, in the order of the calls."""
@@ -127,9 +144,12 @@ class WatchedServer(SimulatedServer):
         completion_tokens: int,
         *,
         poison: Poison | None = None,
+        sender: str = "",
     ) -> Served:
-        sent = Sent(self.name, sample_id, asyncio.get_running_loop().time())
-        self._record.sent.append(sent)
+        now, record = asyncio.get_running_loop().time(), self._record
+        tokens = prompt_tokens + completion_tokens
+        sent = Sent(sender or self.name, sample_id, now, self.name, tokens, record.epoch)
+        record.sent.append(sent)
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         self._on_change(1)

@@ -91,8 +91,9 @@ class SimulatedServer:
     def slots(self) -> int | None:
         return None
 
-    async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
-        """Answer `request`, whose hidden work is `request.sample.extras["work"]`, with a verdict.
+    async def send(self, request: Request, *, on_sent: Callable[[], None], sender: str = "") -> Reply:
+        """Answer `request`, whose hidden work is `request.sample.extras["work"]`, with a verdict. `sender`: the name of
+        the source that sends it, if that is another one than this.
 
         Raises one `SourceError`, or hangs until it is cancelled.
         """
@@ -105,6 +106,7 @@ class SimulatedServer:
             prompt_tokens(request.size),
             completion_tokens(work, request.max_completion_tokens),
             poison=poison_of(sample),
+            sender=sender,
         )
         return Reply(
             text=self._answer(request) if served.valid else "I would rather not say.",
@@ -122,8 +124,10 @@ class SimulatedServer:
         completion_tokens: int,
         *,
         poison: Poison | None = None,
+        sender: str = "",
     ) -> Served:
-        """Serve one request of a sample, sent now, with this hidden `work` (1 is the mean) and these tokens.
+        """Serve one request of a sample, sent now, with this hidden `work` (1 is the mean) and these tokens. `sender`
+        makes no difference to the server.
 
         Raises one `SourceError`: `Throttled` (429), `TransientError` (status 500, or None if the connection broke)
         or what `poison` provokes. A request that hangs never ends; cancelling it is safe at any time.

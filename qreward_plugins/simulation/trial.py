@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from ..config import load_config
+from ..reloading import difference
 from ..samples import Sample
 from .draws import normal
 from .poison import DEADLINE_S, TIMEOUT_S, Poisoner, healthy, poisoner_of
 from .random_servers import random_servers
+from .reloads import Reload, random_reloads
 from .scenarios import JUDGE
 from .servers import Server
 
@@ -85,22 +88,18 @@ class Trial:
     steps: tuple[Step, ...]
     poisoned: bool = False
     """Whether its servers have only the faults that poisoned samples provoke. Then all other samples must be scored."""
+    reloads: tuple[Reload, ...] = ()
+    """In the order of their times."""
 
     @property
     def awaits(self) -> bool:
         """Whether other judges await its judges, as in a sum, so that each sample is judged in a task."""
-        return self.seed % 4 == 1
+        # A reload would put others into their place.
+        return self.seed % 4 == 1 and not self.reloads
 
     def samples(self) -> Iterator[Sample]:
         """All samples, in the order of the calls."""
         return (sample for step in self.steps for call in step.calls for sample in call.samples)
-
-    def judge_of(self, sample: Sample) -> str | None:
-        """Name of the judge of `sample`; None if no route leads to one."""
-        routes: dict[str, str] = self.config["routes"]
-        if not routes:
-            return str(next(iter(self.config["judges"])))
-        return next((judge for pattern, judge in routes.items() if fnmatchcase(sample.data_source, pattern)), None)
 
     def describe(self) -> str:
         """All drawn choices as text."""
@@ -122,11 +121,25 @@ class Trial:
             f"  engine: {engine['scheduling']}, deadline {engine['deadline_s']:.3f} s,"
             f" {engine['max_attempts']} attempts"
         )
+        before = self.config
+        for reload in self.reloads:
+            changes = difference(load_config(before), load_config(reload.config))
+            lines.append(f"  reload at {reload.at_s:.3f} s{', refused' if reload.refused else ''}: {changes}")
+            before = before if reload.refused else reload.config
         for number, step in enumerate(self.steps):
             closed = f", closed after {step.close_after_s:.3f} s" if step.close_after_s is not None else ""
             lines.append(f"  step {number}, after {step.idle_s:.3f} s of rest{closed}")
             lines += [f"    {call.describe()}" for call in step.calls]
         return "\n".join(lines)
+
+
+def judge_of(config: Mapping[str, Any], sample: Sample) -> str | None:
+    """Name of the judge of `sample` under a configuration; None if no route leads to one."""
+    routes: dict[str, Any] = config["routes"]
+    if not routes:
+        return str(next(iter(config["judges"])))
+    route = next((route for pattern, route in routes.items() if fnmatchcase(sample.data_source, pattern)), None)
+    return route["judge"] if isinstance(route, dict) else route
 
 
 def random_trial(seed: int) -> Trial:
@@ -142,8 +155,13 @@ def random_trial(seed: int) -> Trial:
         last = steps[-1]
         steps[-1] = Step(last.idle_s, last.calls, close_after_s=_some_seconds(rng))
     if poisoner is not None:
-        return _poisoned(seed, servers, config, steps)
-    return Trial(seed, servers, config, tuple(steps))
+        return _with_reloads(_poisoned(seed, servers, config, steps))
+    return _with_reloads(Trial(seed, servers, config, tuple(steps)))
+
+
+def _with_reloads(trial: Trial) -> Trial:
+    config, reloads = random_reloads(trial.seed, trial.servers, trial.config, patient=trial.poisoned)
+    return replace(trial, config=config, reloads=reloads)
 
 
 def _poisoned(seed: int, servers: tuple[Server, ...], config: dict[str, Any], steps: list[Step]) -> Trial:

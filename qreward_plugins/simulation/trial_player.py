@@ -15,13 +15,15 @@ from typing import Any
 
 from ..config import Config
 from ..engine import RewardEngine
-from ..errors import EngineError
+from ..errors import ConfigurationError, EngineError
 from ..judges import Ask, Judge
 from ..samples import Outcome, Sample, Scored, Verdict
 from ..scheduling import Cutoff, Job
 from .clock import Deadlock, VirtualTimeLoop, run
 from .draws import Luck
+from .endpoint import Stage, endpoints_of
 from .record import CallRecord, Given, Record, WatchedServer
+from .reloads import Reload
 from .trace import Trace
 from .trial import Step, Trial
 
@@ -42,7 +44,9 @@ def play(trial: Trial, *, trace: bool = False) -> Record:
     record = Record(trace=Trace() if trace else None)
     with _alarms(record):
         try:
-            run(_Performance(trial, record).main(), loop=_CountedLoop())
+            performance = _Performance(trial, record)
+            with endpoints_of(performance.servers) as stage:
+                run(performance.main(stage), loop=_CountedLoop())
         except Deadlock as error:
             record.aborted = f"deadlock: {error}"
         except BusyLoop as error:
@@ -84,29 +88,38 @@ class _Performance:
         self._trial = trial
         self._record = record
         luck = Luck(trial.seed)
-        self._servers = {
+        self.servers = {
             server.name: WatchedServer(server, luck, record=record, on_change=self._changed, trace=record.trace)
             for server in trial.servers
         }
-        record.servers = self._servers
-        self._engine = RewardEngine(Config.model_validate(trial.config), sources=self._servers)
-        if trial.awaits:
-            judges = self._engine._wiring.router.judges
-            judges |= {name: _Awaiting(judge) for name, judge in judges.items()}
+        record.servers = self.servers
+        record.configs = [trial.config]
+        self._engine: RewardEngine
+        self._reloading: set[asyncio.Task[None]] = set()
+        self._timers: list[asyncio.TimerHandle] = []
         self._open = 0
         self._changes = 0
         self._looks = 0
         self._seen: tuple[int, frozenset[str]] = (-1, frozenset())
         self._look: asyncio.TimerHandle | None = None
 
-    async def main(self) -> None:
-        record, loop = self._record, asyncio.get_running_loop()
+    async def main(self, stage: Stage) -> None:
+        record, loop, trial = self._record, asyncio.get_running_loop(), self._trial
         loop.set_exception_handler(lambda _, context: record.alarms.append(_describe(context)))
+        # Trials with reloads have sources that the engine opens itself, and closes when they are removed.
+        given = {} if trial.reloads else self.servers
+        self._engine = RewardEngine(Config.model_validate(trial.config), sources=given)
+        if trial.awaits:
+            judges = self._engine._wiring.router.judges
+            judges |= {name: _Awaiting(judge) for name, judge in judges.items()}
+        self._timers = [loop.call_at(loop.time() + each.at_s, self._begin_reload, each) for each in trial.reloads]
         for step in self._trial.steps:
             await asyncio.sleep(step.idle_s)
             await self._step(step)
             await asyncio.sleep(_SETTLED_S)
             self._look_for_leftovers("when everything was answered")
+        for timer in self._timers:
+            timer.cancel()
         if math.isnan(record.closed_at):
             record.closed_at = loop.time()
             await self._engine.aclose()
@@ -122,9 +135,37 @@ class _Performance:
             "failed": statistics.failed_total,
             "waiting": statistics.waiting,
         }
-        record.left += [f"source {name} is not closed" for name, server in self._servers.items() if not server.closed]
+        sources = stage.opened if trial.reloads else self.servers.values()
+        record.left += [f"source {source.name} is not closed" for source in sources if not source.closed]
         record.ended_at = loop.time()
         await asyncio.sleep(AFTERWARDS_S)
+
+    # Reloads
+
+    def _begin_reload(self, reload: Reload) -> None:
+        task = asyncio.get_running_loop().create_task(self._reload(reload))
+        self._reloading.add(task)
+        task.add_done_callback(self._reloading.discard)
+
+    async def _reload(self, reload: Reload) -> None:
+        record, now = self._record, asyncio.get_running_loop().time()
+        closed = not math.isnan(record.closed_at)
+        try:
+            await self._engine.reload(reload.config)
+        except ConfigurationError as error:
+            if not reload.refused:
+                record.alarms.append(f"the reload at {now:.6f} s was refused: {error}")
+        except EngineError as error:
+            if not closed:
+                record.alarms.append(f"an open engine refused the reload at {now:.6f} s: {error}")
+        except Exception as error:
+            record.alarms.append(f"the reload at {now:.6f} s raised {error!r}")
+        else:
+            if reload.refused:
+                record.alarms.append(f"the reload at {now:.6f} s needs a restart, and was not refused")
+            record.configs.append(reload.config)
+            record.reloaded_at.append(now)
+            self._arm()
 
     # Calls
 
@@ -209,8 +250,9 @@ class _Performance:
     def _begin(self, record: CallRecord, sample: Sample) -> Given:
         now = asyncio.get_running_loop().time()
         call = record.call
-        deadline_s = self._trial.config["engine"]["deadline_s"] if call.deadline_s is None else call.deadline_s
-        given = Given(sample, call, now, now + deadline_s)
+        config = self._record.configs[-1]
+        deadline_s = config["engine"]["deadline_s"] if call.deadline_s is None else call.deadline_s
+        given = Given(sample, call, now, now + deadline_s, self._record.epoch)
         record.given.append(given)
         self._note(sample, f"submitted, due at {given.due_at:.6f}")
         return given
@@ -297,10 +339,10 @@ class _Performance:
 
     def _look_for_leftovers(self, when: str) -> None:
         left = self._record.left
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        tasks = asyncio.all_tasks() - {asyncio.current_task()} - self._reloading
         if tasks:
             left.append(f"{when} {len(tasks)} tasks were left, one of them {_name_of(tasks)}")
-        for name, server in self._servers.items():
+        for name, server in self.servers.items():
             if server.open:
                 left.append(f"{when} {server.open} requests were under way at {name}")
         for name, upstream in self._engine.upstreams.items():
@@ -312,6 +354,10 @@ class _Performance:
                 "reserved tokens": quota.tokens.held,
             }
             left += [f"{when} {name} held {amount:g} {what}" for what, amount in held.items() if abs(amount) > 1e-6]
+        left += [
+            f"{when} {upstream.name}, which was removed, drained"
+            for upstream in self._engine._wiring.upstreams.draining
+        ]
         dispatcher = self._engine._binding.dispatcher
         if dispatcher is not None and (dispatcher._jobs or len(dispatcher._planner.queue)):
             left.append(f"{when} {len(dispatcher._jobs)} jobs were open, {len(dispatcher._planner.queue)} queued")

@@ -10,7 +10,7 @@ import pytest
 from qreward_plugins.samples import Cause, Failed
 from qreward_plugins.simulation.poison import Poison, error_of, poison_of
 from qreward_plugins.simulation.promises import broken_promises
-from qreward_plugins.simulation.trial import random_trial
+from qreward_plugins.simulation.trial import judge_of, random_trial
 from qreward_plugins.simulation.trial_player import play
 
 SEEDS = range(600)
@@ -44,7 +44,9 @@ def test_a_sample_that_pays_for_another_one_is_noticed(poisoned):
     trial = next(trial for trial in poisoned if any(map(poison_of, trial.samples())))
     record = play(trial)
     assert broken_promises(trial, record) == []
-    harmed = next(given for given in record.given() if poison_of(given.sample) is None and trial.judge_of(given.sample))
+    harmed = next(
+        given for given in record.given() if poison_of(given.sample) is None and judge_of(trial.config, given.sample)
+    )
     harmed.outcome = Failed(Cause.INFRA, "no_source", judge="j0")
     assert any("P11" in broken.promise for broken in broken_promises(trial, record))
     assert not any("P11" in broken.promise for broken in broken_promises(replace(trial, poisoned=False), record))

@@ -18,11 +18,13 @@ from qreward_plugins.judges.llm import LLMJudge
 from qreward_plugins.quotas import Quota, Reservation
 from qreward_plugins.quotas.pace import Pace
 from qreward_plugins.quotas.window_limit import WindowLimit
+from qreward_plugins.reloading import Reloader
 from qreward_plugins.samples import Scored, Verdict
 from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, Upstream, batches
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.scheduling.planner import Planner
 from qreward_plugins.scheduling.timers import TimeLimits
+from qreward_plugins.scheduling.upstreams import Upstreams
 from qreward_plugins.scoring import Scoring
 from qreward_plugins.simulation import trial_player
 from qreward_plugins.simulation.soak import check, soak
@@ -230,6 +232,37 @@ def blame_forgets_a_part(monkeypatch):
     around(monkeypatch, batches, "report", wrap)
 
 
+def a_reload_forgets_what_was_spent(monkeypatch):
+    monkeypatch.setattr(Upstream, "take_over", lambda self, other, **settings: None)
+
+
+def a_removed_source_goes_on(monkeypatch):
+    def wrap(change):
+        def mutated(self, upstreams, moves):
+            return change(self, {**self, **upstreams}, moves)
+
+        return mutated
+
+    around(monkeypatch, Upstreams, "change", wrap)
+
+
+def a_reload_changes_the_judge_of_samples_under_way(monkeypatch):
+    def wrap(change):
+        def mutated(self, router, **settings):
+            for name, judge in self._router.leaves.items():
+                if name in router.leaves:
+                    judge.__dict__.update(router.leaves[name].__dict__)
+            change(self, router, **settings)
+
+        return mutated
+
+    around(monkeypatch, Scoring, "change", wrap)
+
+
+def a_removed_source_is_never_closed(monkeypatch):
+    monkeypatch.setattr(Reloader, "_close_later", lambda self, upstream: None)
+
+
 MUTATIONS = [
     (no_deadline, "P1", "was due at", 40),
     (no_cutoff, "P1", "its batch was to be cut off", 150),
@@ -256,6 +289,10 @@ MUTATIONS = [
     (a_busy_loop, "liveness", "busy loop", 20),
     (a_pause_without_end, "liveness", "to wait for inf", 60),
     (dice_without_a_seed, "P7", "became", 60),
+    (a_reload_forgets_what_was_spent, "P3", "was sent a request at", 100),
+    (a_removed_source_goes_on, "reload", "after it was removed", 100),
+    (a_reload_changes_the_judge_of_samples_under_way, "P2", "the server gave", 100),
+    (a_removed_source_is_never_closed, "P5", "is not closed", 60),
     (blame_forgets_a_part, "blame", "add up to", 10),
 ]
 """What was done to the code, which promise that breaks, words of what is said then, and seeds that suffice."""

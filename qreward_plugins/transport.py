@@ -25,8 +25,8 @@ from .config import Config, load_config
 from .engine import RewardEngine
 from .errors import ConfigurationError, EngineError, Mistake, ReplyBroken
 from .portal import EnginePortal
-from .proxy import Answered, Asked, Pieces, Proxy, refusal
-from .proxy.formats import speaker
+from .proxy import ClientReply, ClientRequest, Pieces, Proxy, refusal
+from .proxy.formats import client_format
 
 if TYPE_CHECKING:
     import httpx
@@ -50,7 +50,7 @@ else:
     _Transport = type("_Transport", tuple(each.BaseTransport for each in _LIBRARIES.values()), {})
 
 MOST_BODY_BYTES = 64 * 2**20
-"""Largest body of a request, in bytes. A larger one is answered with 413."""
+"""Largest body of a request, in bytes. A larger one is refused with 413."""
 
 T = TypeVar("T")
 
@@ -94,17 +94,17 @@ class QRewardTransport(_AsyncTransport):
             body += chunk
             if len(body) > self._max_body_bytes:
                 return _whole(library, request, _too_large(request, self._max_body_bytes))
-        asked = _asked(request, bytes(body))
+        incoming = _incoming(request, bytes(body))
         try:
-            answered = await self._proxy.answer(asked)
+            reply = await self._proxy.answer(incoming)
         except TimeoutError:
             # Raised outside, the error of httpx has no cause that would show the request.
-            answered = None
-        if answered is None:
-            raise _impatient(library, request, asked)
-        if answered.pieces is None:
-            return _whole(library, request, answered)
-        return _streamed(library, request, answered, _stream(library, request, answered.pieces))
+            reply = None
+        if reply is None:
+            raise _read_timeout(library, request, incoming)
+        if reply.pieces is None:
+            return _whole(library, request, reply)
+        return _streamed(library, request, reply, _stream(library, request, reply.pieces))
 
     async def aclose(self) -> None:
         """Close the engine, if the transport has made it. Idempotent."""
@@ -149,26 +149,26 @@ class QRewardSyncTransport(_Transport):
             body += chunk
             if len(body) > self._max_body_bytes:
                 return _whole(library, request, _too_large(request, self._max_body_bytes))
-        asked = _asked(request, bytes(body))
+        incoming = _incoming(request, bytes(body))
 
-        async def answer(engine: RewardEngine) -> Answered:
+        async def answer(engine: RewardEngine) -> ClientReply:
             if self._proxy is None:
                 self._proxy = Proxy(engine)
-            return await self._proxy.answer(asked)
+            return await self._proxy.answer(incoming)
 
-        answered: Answered | None
+        reply: ClientReply | None
         try:
             portal = self._open()
-            answered = portal.run(answer)
+            reply = portal.run(answer)
         except EngineError as error:
             return _whole(library, request, _closed(request, error))
         except TimeoutError:
-            answered = None
-        if answered is None:
-            raise _impatient(library, request, asked)
-        if answered.pieces is None:
-            return _whole(library, request, answered)
-        return _streamed(library, request, answered, _sync_stream(library, request, answered.pieces, portal))
+            reply = None
+        if reply is None:
+            raise _read_timeout(library, request, incoming)
+        if reply.pieces is None:
+            return _whole(library, request, reply)
+        return _streamed(library, request, reply, _sync_stream(library, request, reply.pieces, portal))
 
     def close(self) -> None:
         """Close the engine, if the transport has made it. Idempotent."""
@@ -209,10 +209,10 @@ def _library_of(request: Any) -> Any:
     return importlib.import_module("httpx2" if home == "httpx2" else "httpx")
 
 
-def _asked(request: Any, body: bytes) -> Asked:
+def _incoming(request: Any, body: bytes) -> ClientRequest:
     timeouts = request.extensions.get("timeout")
-    patience_s = timeouts.get("read") if isinstance(timeouts, Mapping) else None
-    return Asked(request.method, _path_of(request), request.headers, body, patience_s)
+    read_timeout_s = timeouts.get("read") if isinstance(timeouts, Mapping) else None
+    return ClientRequest(request.method, _path_of(request), request.headers, body, read_timeout_s)
 
 
 def _path_of(request: Any) -> str:
@@ -221,26 +221,26 @@ def _path_of(request: Any) -> str:
     return path.decode("ascii", "replace")
 
 
-def _too_large(request: Any, most: int) -> Answered:
-    form = speaker(_path_of(request), request.headers)
+def _too_large(request: Any, most: int) -> ClientReply:
+    form = client_format(_path_of(request), request.headers)
     return refusal(form, 413, f"the body is larger than {most:,} bytes", reason="too_large")
 
 
-def _closed(request: Any, why: EngineError) -> Answered:
-    form = speaker(_path_of(request), request.headers)
+def _closed(request: Any, why: EngineError) -> ClientReply:
+    form = client_format(_path_of(request), request.headers)
     return refusal(form, 503, str(why), cause="infra", reason="closed")
 
 
-def _whole(library: Any, request: Any, answered: Answered) -> Any:
-    return library.Response(answered.status, headers=dict(answered.headers), request=request, content=answered.body)
+def _whole(library: Any, request: Any, reply: ClientReply) -> Any:
+    return library.Response(reply.status, headers=dict(reply.headers), request=request, content=reply.body)
 
 
-def _streamed(library: Any, request: Any, answered: Answered, stream: Any) -> Any:
-    return library.Response(answered.status, headers=dict(answered.headers), request=request, stream=stream)
+def _streamed(library: Any, request: Any, reply: ClientReply, stream: Any) -> Any:
+    return library.Response(reply.status, headers=dict(reply.headers), request=request, stream=stream)
 
 
-def _impatient(library: Any, request: Any, asked: Asked) -> Exception:
-    message = f"no reply within the {asked.patience_s:g} s that the client waits"
+def _read_timeout(library: Any, request: Any, incoming: ClientRequest) -> Exception:
+    message = f"no reply within the {incoming.read_timeout_s:g} s that the client waits"
     error: Exception = library.ReadTimeout(message, request=request)
     return error
 

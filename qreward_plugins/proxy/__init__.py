@@ -6,6 +6,6 @@ It has no HTTP of its own. `transport` puts it into httpx clients, and `server` 
 from __future__ import annotations
 
 from .exchange import Pieces
-from .proxy import Answered, Asked, Proxy, refusal
+from .proxy import ClientReply, ClientRequest, Proxy, refusal
 
-__all__ = ["Answered", "Asked", "Pieces", "Proxy", "refusal"]
+__all__ = ["ClientReply", "ClientRequest", "Pieces", "Proxy", "refusal"]

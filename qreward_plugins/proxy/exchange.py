@@ -1,6 +1,6 @@
-"""One request of a client on its way to a reply: a call of the scheduler, whose reply is handed out as it comes.
+"""One request of a client: a call of the scheduler whose reply is passed on as it comes.
 
-A source is read as fast as its client reads, but `UNREAD_BYTES` ahead of it.
+A source is read at most `UNREAD_BYTES` ahead of its client.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Exchange:
         if self.over:
             self._job = None
 
-    # What the source tells
+    # Called by the source
 
     def begin(self, head: RawReply) -> None:
         """Take in the head of a stream."""
@@ -91,17 +91,17 @@ class Exchange:
     def late(self, answer: Answer[Any]) -> None:
         """Ignore a late answer: the client has its reply."""
 
-    # What the client does
+    # Called for the client
 
-    async def first(self, patience_s: float | None) -> None:
-        """Wait until the reply has begun or the call is over. Raises `TimeoutError` after `patience_s` seconds."""
+    async def first(self, read_timeout_s: float | None) -> None:
+        """Wait until the reply has begun or the call is over. Raises `TimeoutError` after `read_timeout_s` seconds."""
         while not (self.over or self._pieces):
-            await self._wait(patience_s)
+            await self._wait(read_timeout_s)
 
-    async def next(self, patience_s: float | None) -> bytes | None:
-        """Return what has come of the stream since the last time; None at its end.
+    async def next(self, read_timeout_s: float | None) -> bytes | None:
+        """Return the part of the stream that has come since the last call; None at its end.
 
-        Raises `ReplyBroken` if the reply does not become whole, and `TimeoutError` after `patience_s` seconds.
+        Raises `ReplyBroken` if the reply does not become whole, and `TimeoutError` after `read_timeout_s` seconds.
         """
         while True:
             if self._pieces:
@@ -114,11 +114,11 @@ class Exchange:
                 raise ReplyBroken(f"{self.unanswered.reason}: {self.unanswered.detail}")
             if self.over:
                 return None
-            await self._wait(patience_s)
+            await self._wait(read_timeout_s)
 
-    async def _wait(self, patience_s: float | None) -> None:
+    async def _wait(self, read_timeout_s: float | None) -> None:
         self._arrived.clear()
-        with anyio.move_on_after(patience_s) as scope:
+        with anyio.move_on_after(read_timeout_s) as scope:
             await self._arrived.wait()
         if scope.cancelled_caught:
             raise TimeoutError
@@ -153,13 +153,13 @@ class Pieces:
     """The body of a streamed reply, as it comes: an asynchronous iterator of bytes.
 
     Iterating raises `ReplyBroken` if the reply does not become whole, after all that came, and `TimeoutError` if
-    nothing comes within the client's patience. Leaving early ends the call: `aclose`, cancelling the task that waits,
-    or dropping the iterator.
+    nothing comes within the client's read timeout. Leaving early ends the call: `aclose`, cancelling the task that
+    waits, or dropping the iterator.
     """
 
-    def __init__(self, exchange: Exchange, patience_s: float | None) -> None:
+    def __init__(self, exchange: Exchange, read_timeout_s: float | None) -> None:
         self._exchange = exchange
-        self._patience_s = patience_s
+        self._read_timeout_s = read_timeout_s
         self._loop = asyncio.get_running_loop()
 
     def __aiter__(self) -> Pieces:
@@ -169,7 +169,7 @@ class Pieces:
         if asyncio.get_running_loop() is not self._loop:
             raise EngineError("a reply is read in the event loop in which it was asked for")
         try:
-            piece = await self._exchange.next(self._patience_s)
+            piece = await self._exchange.next(self._read_timeout_s)
         except (TimeoutError, asyncio.CancelledError):
             self._exchange.drop()
             raise

@@ -158,7 +158,7 @@ def format_of(path: str) -> Format | None:
     return next((each for each in FORMATS if path.endswith(each.path)), None)
 
 
-def speaker(path: str, headers: Mapping[str, str]) -> Format:
+def client_format(path: str, headers: Mapping[str, str]) -> Format:
     """Return the format in which a client reads errors and lists, as far as its path and its headers tell."""
     found = format_of(path)
     if found is not None:

@@ -6,10 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..config import Config, ModelRoute, configured_name, sources_for_model
+from ..config.routes import is_glob
 from ..scheduling import Upstream
 from ..scheduling.strategies import Choice, strategy
-
-_GLOB = "*?["
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,16 @@ class ModelGroups:
             return tuple(dict.fromkeys(answering.values()))
         found: dict[str, None] = {}
         for pattern in self._config.models:
-            if not any(sign in pattern for sign in _GLOB):
+            if not is_glob(pattern):
                 found[pattern] = None
                 continue
-            known = [model for model in answering.values() if self._names(model) and self._first(model) == pattern]
+            known = [
+                model for model in answering.values() if self._has_sources(model) and self._first(model) == pattern
+            ]
             found.update(dict.fromkeys(known or [pattern]))
         return tuple(found)
 
-    def _names(self, model: str) -> bool:
+    def _has_sources(self, model: str) -> bool:
         return bool(sources_for_model(self._config, model)[0])
 
     def _first(self, model: str) -> str | None:

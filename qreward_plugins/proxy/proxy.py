@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import unquote
 
 from ..config import configured_name
-from ..config.nodes import MOST_PRIORITY, PRIORITIES
 from ..engine import RewardEngine
 from ..errors import EngineError, InputError
 from ..redaction import one_line
@@ -25,18 +23,14 @@ from ..scheduling import Answer, Call, Unanswered
 from ..sources import Reply, Request
 from ..sources.passed_requests import PassedRequest, RawReply, parsed_body, sent_on
 from .exchange import Exchange, Pieces
-from .formats import FORMATS, Format, format_of, model_entry, model_list, speaker
+from .formats import FORMATS, Format, client_format, format_of, model_entry, model_list
 from .groups import Group, ModelGroups
+from .terms import read_terms
 
 DEFAULT_COMPLETION_TOKENS = 4096
 """Completion tokens that are reserved for a request that does not bound its completion."""
 NAME = "client"
 """The name of the calls in events, where others have the name of their judge."""
-DEADLINE_HEADER = "X-QReward-Deadline-S"
-"""Seconds that the whole reply may take, the waiting included; default: `engine.deadline_s`."""
-PRIORITY_HEADER = "X-QReward-Priority"
-"""Priority of the request: `high`, `normal`, `low`, or a whole number; higher goes first. Default: normal, which is
-0."""
 SOURCE_HEADER = "x-qreward-source"
 ATTEMPTS_HEADER = "x-qreward-attempts"
 NO_RETRY = {"x-should-retry": "false"}
@@ -48,8 +42,8 @@ _CAUSES = {"invalid": "verdict", "input": "policy", "refused": "policy"}
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A request of a client. `path` is without the query. Names of `headers` are in any case. `patience_s`: most
+class ClientRequest:
+    """A request of a client. `path` is without the query. Names of `headers` are in any case. `read_timeout_s`: most
     seconds that the client waits for the next part of its reply; None: any number.
     """
 
@@ -57,11 +51,11 @@ class Asked:
     path: str
     headers: Mapping[str, str] = field(repr=False)
     body: bytes = field(repr=False)
-    patience_s: float | None = None
+    read_timeout_s: float | None = None
 
 
 @dataclass(frozen=True)
-class Answered:
+class ClientReply:
     """The reply to a client: `body`, or `pieces` of a stream, which the caller has to read or close."""
 
     status: int
@@ -85,22 +79,22 @@ class Proxy:
             self._known_groups = ModelGroups(self._of, self._engine.upstreams)
         return self._known_groups
 
-    async def answer(self, asked: Asked) -> Answered:
+    async def answer(self, incoming: ClientRequest) -> ClientReply:
         """Return the reply. Errors are replies, too, in the form of the client.
 
-        Raises only `TimeoutError`, if nothing comes within the client's patience. Cancelling ends the attempts.
+        Raises only `TimeoutError`, if nothing comes within the client's read timeout. Cancelling ends the attempts.
         """
-        form = speaker(asked.path, asked.headers)
+        form = client_format(incoming.path, incoming.headers)
         try:
-            if asked.method == "GET" and (found := self._listed(asked.path, form)) is not None:
+            if incoming.method == "GET" and (found := self._listed(incoming.path, form)) is not None:
                 return found
-            return await self._asked(asked, form)
+            return await self._forward(incoming, form)
         except InputError as error:
             return refusal(form, 400, str(error), reason="input")
         except EngineError as error:
             return refusal(form, 503, str(error), cause="infra", reason="closed")
 
-    def _listed(self, path: str, form: Format) -> Answered | None:
+    def _listed(self, path: str, form: Format) -> ClientReply | None:
         _, slash, rest = path.partition("/models")
         model, models = unquote(rest[1:]), self._groups.models()
         if slash and not model:
@@ -109,27 +103,29 @@ class Proxy:
             return _json(200, model_entry(form, model))
         return self._no_model(form, model) if slash else None
 
-    async def _asked(self, asked: Asked, form: Format) -> Answered:
-        found = format_of(asked.path)
+    async def _forward(self, incoming: ClientRequest, form: Format) -> ClientReply:
+        found = format_of(incoming.path)
         if found is None:
             known = ", ".join((*(each.path for each in FORMATS), "/models"))
-            path = one_line(asked.path, _SHOWN_CHARS)
-            detail = f"{asked.method} {path} is not passed on; the paths that are end in {known}"
+            path = one_line(incoming.path, _SHOWN_CHARS)
+            detail = f"{incoming.method} {path} is not passed on; the paths that are end in {known}"
             return refusal(form, 404, detail, reason="path")
-        if asked.method != "POST":
-            return refusal(form, 405, f"{asked.path} takes POST", reason="path")
-        body = parsed_body(asked.body)
-        deadline_s, priority = self._terms(asked)
-        model = form.model_of(asked.path, body)
+        if incoming.method != "POST":
+            return refusal(form, 405, f"{incoming.path} takes POST", reason="path")
+        body = parsed_body(incoming.body)
+        deadline_s, priority = read_terms(incoming.headers)
+        model = form.model_of(incoming.path, body)
         group, known_model = self._groups.find(model, form.dialects)
         if group is None:
             return self._no_model(form, model, speaks=known_model)
-        problem = form.refusal(body) or self._torn(form, body, group)
+        problem = form.refusal(body) or self._state_problem(form, body, group)
         if problem:
             return refusal(form, 400, problem, reason="state")
-        return await self._call(asked, form, body, group, deadline_s, priority)
+        if deadline_s is None:
+            deadline_s = self._engine.config.engine.deadline_s
+        return await self._call(incoming, form, body, group, deadline_s, priority or 0)
 
-    def _torn(self, form: Format, body: Mapping[str, Any], group: Group) -> str:
+    def _state_problem(self, form: Format, body: Mapping[str, Any], group: Group) -> str:
         key = form.state(body)
         if not key or len(set(map(configured_name, group.sources))) == 1:
             return ""
@@ -138,33 +134,23 @@ class Proxy:
             "source"
         )
 
-    def _no_model(self, form: Format, model: str, *, speaks: bool = False) -> Answered:
+    def _no_model(self, form: Format, model: str, *, speaks: bool = False) -> ClientReply:
         models = ", ".join(self._groups.models()) or "none"
         named = repr(one_line(model, _SHOWN_CHARS))
         what = f"no source of the model {named} speaks this format ({form.path})" if speaks else f"no model {named}"
         return refusal(form, 404, f"{what}; models: {models}", reason="model_not_found")
 
-    def _terms(self, asked: Asked) -> tuple[float, int]:
-        headers = {name.lower(): value for name, value in asked.headers.items()}
-        deadline_s: float = self._engine.config.engine.deadline_s
-        try:
-            deadline_s = float(headers.get(DEADLINE_HEADER.lower(), deadline_s))
-            stated = headers.get(PRIORITY_HEADER.lower(), "0").strip().lower()
-            priority = PRIORITIES[stated] if stated in PRIORITIES else int(stated)
-        except ValueError:
-            deadline_s, priority = 0.0, 0
-        if not (0 < deadline_s < math.inf and abs(priority) <= MOST_PRIORITY):
-            raise InputError(
-                f"{DEADLINE_HEADER} is a number of seconds above 0, and {PRIORITY_HEADER} is high, normal, low or a "
-                "whole number"
-            )
-        return deadline_s, priority
-
     async def _call(
-        self, asked: Asked, form: Format, body: dict[str, Any], group: Group, deadline_s: float, priority: int
-    ) -> Answered:
-        streams = form.streams(asked.path, body)
-        headers = sent_on(asked.headers)
+        self,
+        incoming: ClientRequest,
+        form: Format,
+        body: dict[str, Any],
+        group: Group,
+        deadline_s: float,
+        priority: int,
+    ) -> ClientReply:
+        streams = form.streams(incoming.path, body)
+        headers = sent_on(incoming.headers)
         dispatcher = self._engine.dispatcher()
         # Never sealed: it is no batch of samples, and has no report.
         exchange = Exchange(dispatcher, dispatcher.batches.new((), priority=priority))
@@ -190,11 +176,11 @@ class Proxy:
             choose=group.choose,
         )
         within_s = deadline_s
-        if asked.patience_s is not None and not streams:
-            within_s = min(within_s, asked.patience_s)
+        if incoming.read_timeout_s is not None and not streams:
+            within_s = min(within_s, incoming.read_timeout_s)
         try:
             exchange.start(call, dispatcher.now() + within_s)
-            await exchange.first(asked.patience_s)
+            await exchange.first(incoming.read_timeout_s)
         except (TimeoutError, asyncio.CancelledError):
             exchange.drop()
             raise
@@ -203,11 +189,13 @@ class Proxy:
                 raise TimeoutError
             return _failed(form, exchange.unanswered, exchange.refusal)
         if exchange.head is not None:
-            return Answered(exchange.head.status, _headers(exchange.head), pieces=Pieces(exchange, asked.patience_s))
+            return ClientReply(
+                exchange.head.status, _headers(exchange.head), pieces=Pieces(exchange, incoming.read_timeout_s)
+            )
         answer: Answer[Any] | None = exchange.answer
         assert answer is not None, "a call that is over has an answer or has none"
         raw: RawReply = answer.value
-        return Answered(raw.status, {**_headers(raw), ATTEMPTS_HEADER: str(answer.spent.attempts)}, raw.body)
+        return ClientReply(raw.status, {**_headers(raw), ATTEMPTS_HEADER: str(answer.spent.attempts)}, raw.body)
 
 
 def refusal(
@@ -218,16 +206,16 @@ def refusal(
     reason: str,
     cause: str = "policy",
     headers: Mapping[str, str] = NO_RETRY,
-) -> Answered:
+) -> ClientReply:
     """Return an error in the form of a client."""
     return _json(status, form.error(status, message, cause, reason), headers)
 
 
-def _failed(form: Format, why: Unanswered, refused: RawReply | None) -> Answered:
+def _failed(form: Format, why: Unanswered, refused: RawReply | None) -> ClientReply:
     """Return the error for a call that has no answer."""
     if why.reason == "refused" and refused is not None:
         headers = {**_headers(refused), **NO_RETRY, ATTEMPTS_HEADER: str(why.spent.attempts)}
-        return Answered(refused.status, headers, refused.body)
+        return ClientReply(refused.status, headers, refused.body)
     status, cause = _STATUSES.get(why.reason, 503), _CAUSES.get(why.reason, "infra")
     headers = {**NO_RETRY, ATTEMPTS_HEADER: str(why.spent.attempts)}
     if why.source:
@@ -240,8 +228,8 @@ def _headers(reply: RawReply) -> dict[str, str]:
     return {**reply.headers, SOURCE_HEADER: configured_name(reply.source)}
 
 
-def _json(status: int, value: Any, headers: Mapping[str, str] = {}) -> Answered:
-    return Answered(status, {"content-type": "application/json", **headers}, json.dumps(value).encode())
+def _json(status: int, value: Any, headers: Mapping[str, str] = {}) -> ClientReply:
+    return ClientReply(status, {"content-type": "application/json", **headers}, json.dumps(value).encode())
 
 
 def _raw(request: Request, reply: Reply) -> Any:

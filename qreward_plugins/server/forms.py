@@ -10,7 +10,6 @@ Sources: slime v0.3.1 `slime/rollout/rm_hub/__init__.py` (remote_rm); OpenRLHF 3
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +17,9 @@ from typing import Any, ClassVar
 
 import orjson
 
-from ..config.nodes import MOST_PRIORITY, PRIORITIES
 from ..errors import InputError
 from ..files import message_list, sample_of, to_result
+from ..proxy.terms import read_priority
 from ..remote import FRAMEWORK_PROMPT
 from ..samples import Failed, Outcome, Sample, Scored
 from .replies import Refused
@@ -350,18 +349,6 @@ class GetRewardForm(RewardsForm):
 
 FORMS: tuple[Form, ...] = (ScoreForm(), SlimeForm(), OpenRLHFForm(), GetRewardForm())
 """Every form that a server takes, each at its own path."""
-
-
-def read_priority(value: Any, what: str) -> int:
-    """Return a priority: a name, a whole number, or its text. Raises `InputError`."""
-    if isinstance(value, str):
-        value = PRIORITIES.get(value) if value in PRIORITIES else int(value) if _WHOLE.fullmatch(value) else None
-    if isinstance(value, bool) or not isinstance(value, int) or abs(value) > MOST_PRIORITY:
-        raise InputError(f"{what} must be a whole number, or high, normal or low")
-    return value
-
-
-_WHOLE = re.compile(r"[+-]?[0-9]{1,12}")
 
 
 def _after(prompt: str, query: str, number: int) -> str:

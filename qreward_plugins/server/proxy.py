@@ -14,8 +14,8 @@ from aiohttp import web
 
 from ..engine import RewardEngine
 from ..errors import ReplyBroken
-from ..proxy import Answered, Asked, Proxy, refusal
-from ..proxy.formats import FORMATS, format_of, speaker
+from ..proxy import ClientReply, ClientRequest, Proxy, refusal
+from ..proxy.formats import FORMATS, client_format, format_of
 
 PREFIXES = ("/v1/", "/v1beta/")
 """How the paths of the proxy begin."""
@@ -45,22 +45,22 @@ class ProxyPaths:
     async def _answer(self, request: web.Request) -> web.StreamResponse:
         body = await request.read()
         path = request.rel_url.raw_path
-        asked = Asked(request.method, path, request.headers, body)
+        incoming = ClientRequest(request.method, path, request.headers, body)
         if format_of(path) is None:
-            return whole(await self._proxy.answer(asked))
+            return whole(await self._proxy.answer(incoming))
         with self._admission(request):
-            answered = await self._proxy.answer(asked)
-            if answered.pieces is None:
-                return whole(answered)
-            return await self._stream(request, answered)
+            reply = await self._proxy.answer(incoming)
+            if reply.pieces is None:
+                return whole(reply)
+            return await self._stream(request, reply)
 
     @staticmethod
-    async def _stream(request: web.Request, answered: Answered) -> web.StreamResponse:
-        assert answered.pieces is not None
-        response = web.StreamResponse(status=answered.status, headers=answered.headers)
+    async def _stream(request: web.Request, reply: ClientReply) -> web.StreamResponse:
+        assert reply.pieces is not None
+        response = web.StreamResponse(status=reply.status, headers=reply.headers)
         try:
             await response.prepare(request)
-            async for piece in answered.pieces:
+            async for piece in reply.pieces:
                 await response.write(piece)
             await response.write_eof()
         except (ReplyBroken, ConnectionError):
@@ -69,13 +69,13 @@ class ProxyPaths:
             if request.transport is not None:
                 request.transport.close()
         finally:
-            await asyncio.shield(answered.pieces.aclose())
+            await asyncio.shield(reply.pieces.aclose())
         return response
 
 
-def whole(answered: Answered) -> web.Response:
+def whole(reply: ClientReply) -> web.Response:
     """Return a reply that is no stream."""
-    return web.Response(body=answered.body, status=answered.status, headers=answered.headers)
+    return web.Response(body=reply.body, status=reply.status, headers=reply.headers)
 
 
 def in_form(
@@ -85,5 +85,5 @@ def in_form(
     again = retry_after is not None and status in _RETRIED
     headers = {"retry-after": retry_after or ""} if again else {"x-should-retry": "false"}
     cause = "infra" if status >= 500 or status == 429 else "policy"
-    form = speaker(request.path, request.headers)
+    form = client_format(request.path, request.headers)
     return whole(refusal(form, status, detail, reason=reason, cause=cause, headers=headers))

@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import ipaddress
 import logging
-import math
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +22,7 @@ from aiohttp import web
 
 from ..engine import RewardEngine
 from ..errors import EngineError, InputError, KeeperError
+from ..proxy.terms import read_terms
 from ..remote import PATH as ENGINE_PATH
 from ..remote.facts import FACTS_PATH
 from ..samples import Outcome
@@ -31,18 +31,13 @@ from ..sharing.wire import Unreadable
 from .admission import Admission
 from .description import describe
 from .engines import Engines
-from .forms import FORMS, Asked, Form, read_priority
+from .forms import FORMS, Asked, Form
 from .limits import LimitsDoor, NotShared
 from .proxy import KEY_HEADERS, PREFIXES, ProxyPaths
 from .replies import Refused, json_reply
 
 _log = logging.getLogger("qreward_plugins.server")
 
-DEADLINE_HEADER = "X-QReward-Deadline-S"
-"""Seconds that the samples of a request have at most; default: `engine.deadline_s` of the configuration."""
-PRIORITY_HEADER = "X-QReward-Priority"
-"""Priority of the samples of a request: `high`, `normal`, `low` or a whole number; higher goes first. Default: as the
-configuration says for each sample."""
 MOST_BODY_BYTES = 64 * 2**20
 MOST_SAMPLES = 100_000
 DRAIN_S = 60.0
@@ -195,14 +190,12 @@ class RewardServer:
 
     @staticmethod
     def _terms(request: web.Request, asked: Asked) -> tuple[float | None, int | None]:
-        deadline_s, priority = asked.deadline_s, asked.priority
-        if DEADLINE_HEADER in request.headers:
-            deadline_s = _number(request.headers[DEADLINE_HEADER], float, DEADLINE_HEADER)
-            if not 0 < deadline_s < math.inf:
-                raise InputError(f"{DEADLINE_HEADER} must be a number of seconds above 0")
-        if PRIORITY_HEADER in request.headers:
-            priority = read_priority(request.headers[PRIORITY_HEADER], PRIORITY_HEADER)
-        return deadline_s, priority
+        """Return deadline and priority: those of the headers, or else those of the body."""
+        deadline_s, priority = read_terms(request.headers)
+        return (
+            asked.deadline_s if deadline_s is None else deadline_s,
+            asked.priority if priority is None else priority,
+        )
 
     # Limits
 
@@ -313,13 +306,6 @@ async def _json(request: web.Request) -> Mapping[str, Any]:
     if not isinstance(body, Mapping):
         raise InputError("the body must be a JSON object")
     return body
-
-
-def _number(text: str, kind: Callable[[str], float], header: str) -> float:
-    try:
-        return kind(text)
-    except ValueError:
-        raise InputError(f"{header} must be a number") from None
 
 
 def _digest(token: str) -> bytes:

@@ -10,7 +10,8 @@ stays counted as spent.
 
 A restarted keeper does not know what was spent. It counts every limit as fully spent, less what workers report to hold,
 for two times `ttl_s` (after that no worker spends unreported shares, see member.py) and one window more. A keeper that
-ends in order tells the next one what is spent (`charged`), and nothing waits.
+ends in order tells the next one what is spent (`charged`), and nothing waits. What it did not know itself it passes on,
+too: a source that nobody reported to it counts as spent as long as it would have counted here (`expired_at`).
 """
 
 from __future__ import annotations
@@ -91,9 +92,9 @@ class _Shared:
 class Keeper:
     """Divides the limits of all sources between the workers. Times are seconds of the caller's monotonic clock.
 
-    `boot` identifies this keeper among all keepers of the job. `first` says that no keeper ran before it. Otherwise all
-    shares of earlier keepers have expired at `expired_at` (default: two times `ttl_s` and a margin from now), or
-    `charged` says what they were: by source and limit.
+    `boot` identifies this keeper among all keepers of the job. `first` says that no keeper ran before it. Otherwise
+    `charged` says what the last one knew of shares, by source and limit. All shares that are not in it have expired at
+    `expired_at`; default: with `charged`, there are none; without it, two times `ttl_s` and a margin from now.
     """
 
     def __init__(
@@ -107,9 +108,10 @@ class Keeper:
         charged: Mapping[str, Mapping[Resource, Charged]] | None = None,
     ) -> None:
         self.boot = boot
-        self._expired_at = now + 2 * ttl_s + MARGIN_S if expired_at is None else expired_at
-        if first or charged is not None:
-            self._expired_at = -math.inf
+        if expired_at is None:
+            expired_at = now + 2 * ttl_s + MARGIN_S if charged is None else -math.inf
+        self.expired_at = -math.inf if first else expired_at
+        """When all shares of earlier keepers that are not known have expired; minus infinity if there are none."""
         self._ttl_s = ttl_s
         self._sources: dict[str, _Shared] = {}
         self._numbers: dict[str, int] = {}
@@ -228,8 +230,8 @@ class Keeper:
             pool = shared.pools.get(resource)
             if pool is None:
                 pool = shared.pools[resource] = Pool(limit, window_s)
-                if self._expired_at > -math.inf:
-                    pool.hold(self._expired_at + window_s)
+                if self.expired_at > -math.inf:
+                    pool.hold(self.expired_at + window_s)
             pool.report(worker, source_report.parts[resource], now, limit=limit, window_s=window_s)
             pool.raise_to_fair(worker, now)
             if pool.share(worker) > source_report.parts[resource].share:

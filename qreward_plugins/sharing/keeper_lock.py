@@ -46,7 +46,9 @@ class Inheritance(NamedTuple):
     first: bool
     """Whether there was none."""
     expired_at: float | None
-    """When all shares that they gave have expired; None if that is unknown."""
+    """When all shares that they gave, and that are not in `charged`, have expired; None if that is unknown, or with
+    `charged`, if there are none.
+    """
     charged: Mapping[str, Mapping[Resource, Charged]] | None
     """What counts as spent, if the last one ended in order."""
 
@@ -137,15 +139,16 @@ class KeeperLock:
         self._stamped_at = now
         return True
 
-    def leave(self, boot: str, charged: Mapping[str, Mapping[Resource, Charged]]) -> None:
-        """Leave the state for the next keeper. If it cannot be written, the next one waits as after a death."""
+    def leave(self, boot: str, charged: Mapping[str, Mapping[Resource, Charged]], expired_at: float) -> None:
+        """Leave the state for the next keeper; see `Keeper`. If it cannot be written, it waits as after a death."""
         state, part = self.directory / _STATE, self.directory / f"{_STATE}.part"
         try:
             with suppress(FileNotFoundError):
                 part.unlink()
             descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             with open(descriptor, "wb") as file:
-                file.write(dump({"clock": _clock(), "boot": boot, "sources": write_charged(charged)}))
+                known = {"sources": write_charged(charged), "expired_at": expired_at if expired_at > 0 else None}
+                file.write(dump({"clock": _clock(), "boot": boot, **known}))
             os.replace(part, state)
         except OSError as error:
             _log.info("the quota keeper cannot leave its state to the next one (%s)", error.strerror)
@@ -168,10 +171,12 @@ class KeeperLock:
                 expired_at = min(now, at + STAMP_EVERY_S) + TTL_S + MARGIN_S
                 boot = by
         expired_at = now + TTL_S + MARGIN_S if expired_at is None else expired_at
-        with suppress(Unreadable):
+        with suppress(Unreadable, KeyError):
             state = load(self._read(self.directory / _STATE))
             if boot and (state.get("boot"), state.get("clock")) == (boot, _clock()):
-                return Inheritance(False, None, read_charged(state.get("sources")))
+                unknown = state["expired_at"]
+                if unknown is None or isinstance(unknown, (int, float)):
+                    return Inheritance(False, unknown, read_charged(state.get("sources")))
         return Inheritance(False, expired_at, None)
 
     @staticmethod

@@ -144,7 +144,8 @@ class MachineKeeper:
         finally:
             self._running.stop()
             if self.lock.is_current():
-                self.lock.leave(self._boot, self._running.keeper.charged(loop.time()))
+                keeper = self._running.keeper
+                self.lock.leave(self._boot, keeper.charged(loop.time()), keeper.expired_at)
                 with suppress(OSError):
                     path.unlink()
             ending = [accepting, *self._peers]

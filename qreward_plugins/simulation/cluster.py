@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -33,7 +34,7 @@ class Cluster:
         self.keepers: list[KeeperNode] = [KeeperNode(self, 0)]
         self.registered = True
         """Whether the keeper's name is registered, even for a dead keeper."""
-        self.left: tuple[int, Mapping[str, Mapping[Resource, Charged]]] = (-1, {})
+        self.left: tuple[int, Mapping[str, Mapping[Resource, Charged]], float] = (-1, {}, -math.inf)
         """The number and the state of the last keeper of a machine that ended in order."""
         self.parted: dict[str, int] = {}
         self._lossy = 0
@@ -139,7 +140,7 @@ class Cluster:
             self._kill_keeper(keeper)
         elif fault.kind == "end keeper":
             if keeper.alive and not keeper.stopped and keeper.keeper is not None:
-                self.left = keeper.number, keeper.keeper.charged(keeper.now())
+                self.left = keeper.number, keeper.keeper.charged(keeper.now()), keeper.keeper.expired_at
             self._kill_keeper(keeper)
         elif fault.kind == "stop keeper":
             keeper.stop()

@@ -95,9 +95,9 @@ class KeeperNode(Node):
         before = [one for one in self.cluster.keepers[: self.number] if one.stamped_at > -math.inf]
         if not before:
             return Keeper(now, boot=str(self.number), first=True)
-        number, charged = self.cluster.left
+        number, charged, expired_at = self.cluster.left
         if number == before[-1].number:
-            return Keeper(now, boot=str(self.number), first=False, charged=charged)
+            return Keeper(now, boot=str(self.number), first=False, charged=charged, expired_at=expired_at)
         expired_at = min(now, before[-1].stamped_at + STAMP_EVERY_S) + TTL_S + MARGIN_S
         return Keeper(now, boot=str(self.number), first=False, expired_at=expired_at)
 

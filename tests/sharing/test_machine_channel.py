@@ -49,9 +49,10 @@ def nothing_is_left():
 class Worker:
     """A member and its channel."""
 
-    def __init__(self, directory, name="w"):
-        self.quota = SharedQuota(Limits(requests_per_minute=LIMIT), source="a")
-        self.member = Member(name, {"a": self.quota})
+    def __init__(self, directory, name="w", source="a"):
+        self.source = source
+        self.quota = SharedQuota(Limits(requests_per_minute=LIMIT), source=source)
+        self.member = Member(name, {source: self.quota})
         self.channel = MachineChannel(directory)
 
     @property
@@ -60,7 +61,7 @@ class Worker:
 
     async def ask(self, requests=LIMIT):
         now = asyncio.get_running_loop().time()
-        answer = await self.channel.exchange(self.member.report(now, {"a": Demand(requests)}, {}))
+        answer = await self.channel.exchange(self.member.report(now, {self.source: Demand(requests)}, {}))
         if answer is not None:
             self.member.accept(answer, now)
         return answer
@@ -124,6 +125,23 @@ async def test_the_state_of_an_earlier_keeper_is_not_taken_for_that_of_the_last(
     await third.ask()
     assert third.share == 0
     await third.leave()
+
+
+async def test_what_a_dead_keeper_gave_counts_also_after_one_that_knew_nothing_of_it(directory):
+    """The second keeper ends in order, but nobody has told it of the source."""
+    first = Worker(directory, "first")
+    await first.ask()
+    first.spend(60)
+    await first.leave()
+    (directory / "keeper.state").unlink()  # as after a kill
+    for name in ("second", "third"):
+        other = Worker(directory, name, source="b")
+        await other.ask()
+        await other.leave()
+    last = Worker(directory, "last")
+    await last.ask()
+    assert last.share == 0
+    await last.leave()
 
 
 async def test_a_full_disk_costs_time_and_breaks_nothing(directory, monkeypatch):

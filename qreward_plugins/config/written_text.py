@@ -25,6 +25,7 @@ _SCHEME = re.compile(r"\s*(?:Bearer|Basic|Token)?\s*")
 _DEFAULT = re.compile(r"oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*,")
 _LEAST_CHARS = 8
 """Shorter secrets, such as the key `EMPTY` of a local server, may be part of other words."""
+_FREE = frozenset({"body", "kwargs", "parameters"})
 _OWN_KEYS = 3
 """Depth in the tree from which the keys are not those of a model: `sources.NAME.parameters.KEY`."""
 
@@ -52,7 +53,8 @@ def check_sendable(tree: Any, config: Config) -> None:
         tree = tree["qreward"]
     shapes = KeyCheck(deepcopy(tree)).shapes if isinstance(tree, dict) else {}
     for path, value in _values(tree):
-        own = [key for key in path[_OWN_KEYS:] if isinstance(key, str)]
+        is_free = path[0] == "sources" or not _FREE.isdisjoint(path)
+        own = [key for key in path[_OWN_KEYS:] if isinstance(key, str) and is_free]
         hidden = shape.is_secret(shapes.get(path, [])) or (any(map(names_secret, own)) and _may_be_secret(value))
         literal = hidden and not _SCHEME.fullmatch(_FROM_ELSEWHERE.sub("", str(value)))
         if literal or any(map(names_secret, _DEFAULT.findall(str(value)))):

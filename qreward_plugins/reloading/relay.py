@@ -89,7 +89,7 @@ class Relay:
         self._digest, self._may_be_sent = digest, True
         if taken is not None:
             self._version, self._text, self._taken_at = taken.version, taken.text, now
-        elif digest and origin is not None:
+        elif origin is not None and origin.tree is not None:
             self._text = self._sendable(origin, config)
             self._may_be_sent = self._text is not None
             self._change += self._may_be_sent
@@ -112,7 +112,7 @@ class Relay:
 
 def digest_of(file: str, text: str) -> str:
     """Return the digest of a state of a file."""
-    return hashlib.blake2b(f"{file}\0{text}".encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()
+    return hashlib.blake2b(f"{file}\0{text}".encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
 
 def _digest(origin: Origin | None) -> str:

@@ -66,6 +66,7 @@ class Revisions:
         lineage, known = self._lineage(revision), 0
         if lineage is not None:
             known = lineage.newest.version
+        newest = None if lineage is None else lineage.newest
         is_new = revision.change > self._ordered.get(worker, 0) and revision.text is not None
         if is_new or (revision.text is not None and revision.version > known):
             if lineage is None:
@@ -83,7 +84,9 @@ class Revisions:
         elif revision.digest not in (lineage.newest.digest, *lineage.before):
             # Two keepers have ordered two changes of the same state. This one knows of the other change.
             lineage.add_before([revision.digest])
-        wait = [other for other, its in self._of.items() if lineage.is_behind(its)]
+        # Without a change, the others were told already, or are told with their next report.
+        told = [worker] if lineage.newest is newest else list(self._of)
+        wait = [other for other in told if lineage.is_behind(self._of[other])]
         return [*wait, worker] if is_new or revision.version > known else wait
 
     def answer(self, worker: str) -> Revision | None:

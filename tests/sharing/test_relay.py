@@ -366,6 +366,15 @@ def test_a_file_without_secrets_is_sent_without_its_comments(tmp_path, monkeypat
     assert json.loads(text) == tree(**node)
 
 
+def test_names_of_criteria_are_no_names_of_secrets(tmp_path):
+    file = tmp_path / "judges.yaml"
+    written = tree()
+    written["judges"]["quality"]["criteria"] = {"key_points": "It names the key points.", "token": "One token."}
+    file.write_text(yaml.safe_dump(written))
+    config = load_config(file)
+    check_sendable(origin_of(config).tree, config)
+
+
 def test_a_large_file_is_not_relayed(tmp_path, caplog):
     async def main(office, one, two):
         large = tree(200.0)

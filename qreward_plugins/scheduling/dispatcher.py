@@ -25,9 +25,12 @@ from ..observers import Observers
 from .arrivals import Arrivals
 from .attempts import Attempt, AttemptError
 from .batches import Batch, Batches, Member
+from .bug_log import BugLog
 from .calls import Answer, Call, Caller, Unanswered
 from .jobs import Job
+from .placing import Placing
 from .planner import Planner
+from .reasons import why_no_source, why_not_in_time
 from .request_batches import RequestBatches
 from .retry_policy import RetryPolicy
 from .rules import OPEN
@@ -39,9 +42,6 @@ from .upstreams import Moves, Upstreams, with_draining
 from .waiting import Waiting
 
 _log = logging.getLogger("qreward_plugins.scheduling")
-
-SAFE_WAKE_S = 0.25
-"""Seconds between two pumps while the planner fails with a bug."""
 
 
 class Dispatcher:
@@ -90,8 +90,9 @@ class Dispatcher:
         )
         self.batches = Batches(self._loop, upstreams, on_cutoff=self._cut_off, observers=observers)
         self._jobs: dict[Job, None] = {}
+        self._bugs = BugLog()
         self._deadlines = Deadlines(self._loop, self._expire_safely)
-        self._arrivals = Arrivals(self._planner, enqueue=self.enqueue, on_bug=self._bug, log_bug=self._log_bug)
+        self._arrivals = Arrivals(self._planner, enqueue=self.enqueue, on_bug=self._bug, log_bug=self._bugs.add)
         self._max_attempts = max_attempts
         self._pump = Pump(self._loop, self._step, on_stall=self._excuse, context=context)
         self._waiting = Waiting(
@@ -104,6 +105,18 @@ class Dispatcher:
             on_bug=self._bug,
         )
         self._running = Running(self._loop, observers=observers, on_ended=self._attempt_ended, on_settled=self._settled)
+        self._placing = Placing(
+            self._jobs,
+            upstreams,
+            self._planner,
+            arrivals=self._arrivals,
+            waiting=self._waiting,
+            running=self._running,
+            undecided=self._retry_policy.undecided,
+            slices=self._slices,
+            start=self._start_attempt,
+            on_bug=self._bug,
+        )
         self._open_request_batches()
         self.on_drained: Callable[[Upstream], None] | None = None
         """Called with a removed upstream when its last attempt has ended."""
@@ -111,7 +124,6 @@ class Dispatcher:
         self._sequence = sequence or itertools.count()
         self._on_cutoff = on_cutoff
         self._on_pumped = on_pumped
-        self._logged: set[str] = set()
 
     @property
     def waiting(self) -> int:
@@ -271,79 +283,36 @@ class Dispatcher:
         self._waiting.enqueue(job)
 
     def _no_source_left(self, job: Job) -> None:
-        self.fail(job, job.refused_for or "no_source", self._why_no_source(job))
+        self.fail(job, job.refused_for or "no_source", why_no_source(job, self._upstreams))
 
     def _step(self, now: float) -> float:
         """Send what can be sent now; return the time of the next step."""
         try:
-            due_at = self._place(now)
+            due_at = self._placing.place(now)
         except Exception as error:
             # A bug here must not make all jobs wait for their deadlines.
-            self._log_bug("planning failed; samples go in the order in which they came", error)
-            due_at = self._place_plainly(now)
+            self._bugs.add("planning failed; samples go in the order in which they came", error)
+            due_at = self._placing.place_plainly(now)
         for upstream in with_draining(self._upstreams):
             if upstream.request_batches is not None:
                 due_at = min(due_at, upstream.request_batches.send_ready(now))
-        if self._upstreams.draining:
-            self._note_drained()
+        for upstream in self._upstreams.take_drained():
+            if self.on_drained is not None:
+                self.on_drained(upstream)
         if self._on_pumped is not None:
             try:
                 self._on_pumped()
             except Exception as error:
-                self._log_bug("the callback after each pump failed", error)
+                self._bugs.add("the callback after each pump failed", error)
         if self._observers.watched:
             for upstream in self._upstreams.values():
                 self._observers.state(now, upstream.name, upstream.state(now), upstream.problem(now))
         return due_at
 
-    def _note_drained(self) -> None:
-        for upstream in [each for each in self._upstreams.draining if not each.live]:
-            self._upstreams.draining.remove(upstream)
-            if self.on_drained is not None:
-                self.on_drained(upstream)
-
-    def _place(self, now: float) -> float:
-        """Start everything that may go now; return the time by which to pump again."""
-        self._arrivals.queue(now)
-        for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: len(self._running)):
-            self._start_attempt(job, upstream, now, hedge=hedge)
-        self._waiting.queue_oversize(now)
-        if self._retry_policy.undecided:
-            self._retry_policy.undecided.decide(others_live=False)
-        return min(self._planner.wake_at, self._waiting.next_due_at(now), self._slices.advance(now))
-
-    def _place_plainly(self, now: float) -> float:
-        """Place jobs without the planner, which has a bug: in order of submission, at the first source that can take
-        each. Return the time by which to pump again.
-        """
-        for job in list(self._jobs):
-            if job.live or job.undecided or job.ended:
-                continue
-            try:
-                for name in sorted(job.eligible(now)):
-                    upstream = self._upstreams[name]
-                    if not upstream.too_large(job.request) and upstream.wait_s(upstream.tokens(job.request), now) <= 0:
-                        self._waiting.discard(job)
-                        self._start_attempt(job, upstream, now, hedge=False)
-                        break
-                else:
-                    if job not in self._waiting:  # because of the bug
-                        self.enqueue(job)
-            except Exception as error:
-                self._bug(job, error)
-        return now + SAFE_WAKE_S if self._jobs else float("inf")
-
     def _bug(self, job: Job, error: Exception) -> None:
         """End a job that the scheduler cannot handle, so that the others go on."""
-        self._log_bug("the scheduler failed on a sample", error)
+        self._bugs.add("the scheduler failed on a sample", error)
         self.fail(job, "bug", f"unexpected {type(error).__name__}; see the log")
-
-    def _log_bug(self, what: str, error: Exception) -> None:
-        """Log a bug with its traceback, once for each kind, because it may occur at every step."""
-        key = f"{what} ({type(error).__name__})"
-        if key not in self._logged:
-            self._logged.add(key)
-            _log.error("%s: this is a bug", key, exc_info=error)
 
     def _excuse(self, since: float, now: float) -> None:
         """Do not count the time in which the event loop was blocked as latency or silence."""
@@ -372,7 +341,7 @@ class Dispatcher:
         try:
             self._planner.started(attempt)
         except Exception as error:
-            self._log_bug("an attempt is not watched", error)
+            self._bugs.add("an attempt is not watched", error)
 
     def _attempt_ended(self, attempt: Attempt, error: AttemptError | None) -> None:
         self._retry_policy.ended(attempt, error, attempt.ended_at)
@@ -399,27 +368,9 @@ class Dispatcher:
         """Fail a job whose deadline has come."""
         if job.ended or self._retry_policy.undecided.settle(job):
             return
-        asked = " and ".join(attempt.upstream.name for attempt in job.live)
         now = self._loop.time()
-        detail = job.last_problem or (f"{asked} had not answered" if asked else self._why_none_took(job, now))
-        waited = now - job.submitted_at
+        waited, detail = now - job.submitted_at, why_not_in_time(job, self._upstreams, now)
         self.fail(job, "deadline", f"no answer within {waited:.1f} s: {detail}")
-
-    def _why_none_took(self, job: Job, now: float) -> str:
-        problems = filter(None, (self._upstreams[name].problem(now) for name in job.call.sources))
-        return "; ".join(["no source could take it in time", *problems])
-
-    def _why_no_source(self, job: Job) -> str:
-        if not job.call.sources:
-            return "its sources were removed by a reload of the configuration"
-        if job.last_problem:
-            return job.last_problem
-        barred = [self._upstreams[name] for name in job.barred]
-        reasons = [
-            f"{upstream.name}: {upstream.health.unusable or upstream.too_large(job.request) or 'it cannot take it'}"
-            for upstream in barred
-        ]
-        return "no source can take it (" + "; ".join(sorted(reasons)) + ")"
 
     def fail(self, job: Job, reason: str, detail: str, *, invalid: bool = False) -> None:
         now = self._loop.time()
@@ -454,4 +405,4 @@ class Dispatcher:
             try:
                 job.caller.ended(result)
             except Exception as error:
-                self._log_bug("a caller failed on its result", error)
+                self._bugs.add("a caller failed on its result", error)

@@ -43,6 +43,13 @@ class Upstreams(dict[str, Upstream]):
         self._changed = True
         return frozenset(upstream.name for upstream in leaving)
 
+    def take_drained(self) -> list[Upstream]:
+        """Return the removed upstreams whose last attempt has ended, once each."""
+        drained = [upstream for upstream in self.draining if not upstream.live]
+        if drained:
+            self.draining = [upstream for upstream in self.draining if upstream.live]
+        return drained
+
     def settle(self, call: Call[Any]) -> None:
         """Let `call` name the sources that may answer it now. There may be none left."""
         if self._changed:

@@ -32,9 +32,9 @@ from .items import Items
 from .keyed import Keyed
 from .options import MOST_THREADS, Options
 from .pending import END_WITHIN_S, Pending, Raised
-from .remote import loader_of
 from .source import CallableSource, Kind
 from .statistics import FunctionStatistics, Retries
+from .worker_functions import loader_of
 
 THREADS = 32
 """Most threads of a sync function, by default."""

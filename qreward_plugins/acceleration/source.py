@@ -30,7 +30,7 @@ from ..sources.worker_program import VALUE
 from .invocation import Invocation
 from .notes import add_note
 from .options import MOST_THREADS
-from .remote import RemoteLoader, carried
+from .worker_functions import WorkerLoader, result_of
 
 Kind = Literal["async", "sync", "async_generator", "generator"]
 """What a function is."""
@@ -50,7 +50,7 @@ class CallableSource:
     sliced = False
 
     def __init__(
-        self, name: str, function: Callable[..., Any], kind: Kind, *, loader: RemoteLoader | None, slots: int | None
+        self, name: str, function: Callable[..., Any], kind: Kind, *, loader: WorkerLoader | None, slots: int | None
     ) -> None:
         self._name = name
         self._function = function
@@ -162,7 +162,7 @@ class CallableSource:
         content = pickle.loads(payload)
         if kind != VALUE:
             raise InputError(f"{self._name}: {content}")
-        return carried(content)
+        return result_of(content)
 
 
 class _InThreads:

@@ -9,7 +9,7 @@ import orjson
 
 from ..config import Config, routes_of
 
-_HOW = {"priority"}
+_ASKING = {"priority"}
 """Keys of a judge that say when it is asked, not what it says."""
 
 
@@ -19,14 +19,14 @@ def fingerprint_of(config: Config) -> str:
     """
     from qreward_plugins import __version__
 
-    said: dict[str, Any] = {
+    identity: dict[str, Any] = {
         "version": __version__,
-        "judges": {name: judge.model_dump(mode="json", exclude=_HOW) for name, judge in config.judges.items()},
+        "judges": {name: judge.model_dump(mode="json", exclude=_ASKING) for name, judge in config.judges.items()},
         "routes": [(pattern, route.judge) for pattern, route in routes_of(config)],
         "sources": {
             name: (source.kind, getattr(source, "model", None), getattr(source, "version", None))
             for name, source in config.sources.items()
         },
     }
-    text = orjson.dumps(said, default=repr, option=orjson.OPT_SORT_KEYS)
+    text = orjson.dumps(identity, default=repr, option=orjson.OPT_SORT_KEYS)
     return hashlib.sha256(text).hexdigest()[:32]

@@ -32,8 +32,8 @@ _FINAL = (400, 401, 403, 404, 413, 422)
 """Statuses that another try does not change."""
 
 
-class Told(Protocol):
-    """What is told of the connection; called from its event loop."""
+class Listener(Protocol):
+    """Called with what happens to the connection, in its event loop."""
 
     def connected(self) -> None:
         """The server takes samples: send all that have no outcome."""
@@ -61,7 +61,7 @@ class Link:
 
     Args:
         url, token: those of the server.
-        facts: what the server told first. Another fingerprint is refused, unless `any_judges`.
+        facts: the first facts of the server. Another fingerprint is refused, unless `any_judges`.
         connect_s: most seconds to connect.
     """
 
@@ -73,7 +73,7 @@ class Link:
         *,
         connect_s: float,
         any_judges: bool,
-        told: Told,
+        listener: Listener,
         wanted: Callable[[], bool],
     ) -> None:
         self._url = url
@@ -81,7 +81,7 @@ class Link:
         self._facts = facts
         self._connect_s = connect_s
         self._any_judges = any_judges
-        self._told = told
+        self._listener = listener
         self._wanted = wanted
         self._needed = asyncio.Event()
         self._outgoing: asyncio.Queue[bytes] = asyncio.Queue()
@@ -117,11 +117,11 @@ class Link:
                     was_open = await self._connection(session)
                     why = "the connection broke"
                 except _Refused as refused:
-                    self._told.refused(refused.reason, str(refused))
+                    self._listener.refused(refused.reason, str(refused))
                     was_open, why = False, str(refused)
                 except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as failed:
                     was_open, why = False, f"it cannot be reached ({type(failed).__name__})"
-                self._told.disconnected(why)
+                self._listener.disconnected(why)
                 if not self._wanted():
                     self._needed.clear()
                 pause_s = _FIRST_PAUSE_S if was_open else min(2 * pause_s, _LONGEST_PAUSE_S)
@@ -149,7 +149,7 @@ class Link:
             sending = asyncio.get_running_loop().create_task(self._send_all(socket, self._outgoing))
             try:
                 self.open = True
-                self._told.connected()
+                self._listener.connected()
                 async for message in socket:
                     self._take(message)
                 return True
@@ -190,10 +190,10 @@ class Link:
         try:
             frame = _frame(message)
             for row in frame.get("outcomes", ()):
-                self._told.answered(row)
+                self._listener.answered(row)
             if "put_off" in frame:
                 off = frame["put_off"]
-                self._told.put_off(off["ids"], off["status"], off["detail"], off["after_s"])
+                self._listener.put_off(off["ids"], off["status"], off["detail"], off["after_s"])
             if "facts" in frame:
                 self._check_facts(frame["facts"])
         except (LookupError, TypeError, ValueError, RewardServerError) as error:

@@ -39,7 +39,7 @@ LONGEST_MARGIN_S = 1.0
 _CLOSED = "the engine was closed before the sample was scored"
 
 
-class Remote(Pending):
+class RemoteSample(Pending):
     """A sample that the server scores."""
 
     __slots__ = ("_owner", "due_at", "number", "priority", "submitted_at", "timer", "written")
@@ -88,8 +88,8 @@ class RemoteScoring(Scoring):
         super().__init__(router, sources={}, journal=None, reuse=False, observers=observers)
         self._server = server
         self._priorities = priorities
-        self._waiting: dict[int, Remote] = {}
-        self._unsent: dict[int, Remote] = {}
+        self._waiting: dict[int, RemoteSample] = {}
+        self._unsent: dict[int, RemoteSample] = {}
         self._numbers = itertools.count()
         self._why = "it has not answered yet"
         self._flushing: asyncio.Handle | None = None
@@ -100,7 +100,7 @@ class RemoteScoring(Scoring):
             server.facts,
             connect_s=server.connect_s,
             any_judges=server.judges_may_change,
-            told=self,
+            listener=self,
             wanted=lambda: bool(self._waiting),
         )
 
@@ -110,7 +110,7 @@ class RemoteScoring(Scoring):
         future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
         self.submitted(sample)
         named = sample.sample if isinstance(sample, Rejected) else sample
-        remote = Remote(self, named, batch, future)
+        remote = RemoteSample(self, named, batch, future)
         if isinstance(sample, Rejected):
             remote.fail("input", sample.problem)
             return future
@@ -145,7 +145,7 @@ class RemoteScoring(Scoring):
         for remote in cut:
             remote.fail("cutoff", "the batch stopped waiting, its quorum was in")
 
-    def forget(self, remote: Remote) -> None:
+    def forget(self, remote: RemoteSample) -> None:
         """Forget a sample that has ended."""
         self._waiting.pop(remote.number, None)
         self._unsent.pop(remote.number, None)
@@ -168,7 +168,7 @@ class RemoteScoring(Scoring):
         await self._link.aclose()
         await self.dispatcher.aclose()
 
-    # What the connection tells
+    # Called by the connection
 
     def connected(self) -> None:
         self._why = ""
@@ -210,7 +210,7 @@ class RemoteScoring(Scoring):
 
     # Sending
 
-    def _send_later(self, remotes: list[Remote], after_s: float) -> None:
+    def _send_later(self, remotes: list[RemoteSample], after_s: float) -> None:
         loop = asyncio.get_running_loop()
 
         def send() -> None:
@@ -220,7 +220,7 @@ class RemoteScoring(Scoring):
         handle = loop.call_later(after_s, send)
         self._again.add(handle)
 
-    def _send_soon(self, remotes: Iterable[Remote]) -> None:
+    def _send_soon(self, remotes: Iterable[RemoteSample]) -> None:
         self._unsent.update((remote.number, remote) for remote in remotes)
         self._link.need()
         if self._flushing is None and self._unsent:
@@ -232,7 +232,7 @@ class RemoteScoring(Scoring):
         if not self._link.open:
             return
         unsent, self._unsent = self._unsent, {}
-        parts: dict[tuple[Batch | None, float, int | None], list[Remote]] = {}
+        parts: dict[tuple[Batch | None, float, int | None], list[RemoteSample]] = {}
         for remote in unsent.values():
             own = remote.member.batch
             parts.setdefault((own if own.together else None, remote.due_at, remote.priority), []).append(remote)
@@ -251,7 +251,7 @@ class RemoteScoring(Scoring):
                     }
                 )
 
-    def _expire(self, remote: Remote) -> None:
+    def _expire(self, remote: RemoteSample) -> None:
         waited_s = self.now() - remote.submitted_at
         self.cancel([remote.number])
         if self._why:
@@ -262,8 +262,8 @@ class RemoteScoring(Scoring):
             remote.fail("deadline", detail)
 
 
-def _frames(remotes: list[Remote], most_bytes: int) -> Iterable[list[Remote]]:
-    part: list[Remote] = []
+def _frames(remotes: list[RemoteSample], most_bytes: int) -> Iterable[list[RemoteSample]]:
+    part: list[RemoteSample] = []
     size = 0
     for remote in remotes:
         if part and (len(part) >= SAMPLES_A_FRAME or size + len(remote.written) > most_bytes):

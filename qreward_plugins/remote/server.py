@@ -15,7 +15,7 @@ _PATH = "engine.server"
 
 @dataclass(frozen=True)
 class RemoteServer:
-    """A reward server, and what it told first. Times are in seconds."""
+    """A reward server, and its first facts. Times are in seconds."""
 
     url: str
     facts: ServerFacts

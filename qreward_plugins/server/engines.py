@@ -45,7 +45,7 @@ class Engines:
         self._open: dict[_Connection, None] = {}
 
     def facts(self) -> ServerFacts:
-        """Return what the server tells of itself now."""
+        """Return the facts of the server as it is now."""
         config = self.engine.config
         if self._facts is None or self._facts[0] is not config:
             known = self.engine.facts()
@@ -89,12 +89,12 @@ class _Connection:
         self._tasks: set[asyncio.Task[None]] = set()
         self._ended: list[bytes] = []
         self._some = asyncio.Event()
-        self._told: ServerFacts | None = None
+        self._sent_facts: ServerFacts | None = None
 
     async def serve(self) -> None:
         sending = asyncio.get_running_loop().create_task(self._send_outcomes())
         try:
-            await self._tell_facts()
+            await self._send_facts()
             async for message in self._socket:
                 if message.type is WSMsgType.TEXT:
                     await self._take(message.data)
@@ -136,7 +136,7 @@ class _Connection:
         except (orjson.JSONDecodeError, LookupError, TypeError):
             await self._socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"a frame cannot be read")
             return
-        await self._tell_facts()
+        await self._send_facts()
         try:
             terms = _FORM.read({"samples": [], "deadline_s": deadline_s, "priority": priority})
         except InputError as error:
@@ -241,10 +241,10 @@ class _Connection:
     async def _put_off(self, ids: Sequence[int], status: int, detail: str, after_s: float) -> None:
         await self._send({"put_off": {"ids": ids, "status": status, "detail": detail, "after_s": after_s}})
 
-    async def _tell_facts(self) -> None:
+    async def _send_facts(self) -> None:
         facts = self._engines.facts()
-        if facts is not self._told:
-            self._told = facts
+        if facts is not self._sent_facts:
+            self._sent_facts = facts
             await self._send({"facts": facts.as_row()})
 
     async def _send(self, frame: Mapping[str, Any]) -> None:

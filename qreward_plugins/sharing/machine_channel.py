@@ -303,8 +303,8 @@ async def _status(directory: Path) -> Mapping[str, Any] | None:
             return None
         await receive(stream)
         await send(stream, {"status": True})
-        told = await receive(stream)
-        status = told.get("status") if told is not None else None
+        reply = await receive(stream)
+        status = reply.get("status") if reply is not None else None
         return status if isinstance(status, dict) else None
 
 

@@ -59,9 +59,9 @@ class ServerChannel:
     async def exchange(self, report: Report) -> Answer | None:
         if self._session is None and report.leaves:
             return None
-        told = await self._post(dump({"report": write_report(report._replace(revision=None))}))
+        reply = await self._post(dump({"report": write_report(report._replace(revision=None))}))
         try:
-            answer = told.get("answer")
+            answer = reply.get("answer")
             self.kept_by = f"the reward server at {self._url}"
             return None if answer is None else read_answer(answer)
         except Unreadable as error:
@@ -69,8 +69,8 @@ class ServerChannel:
 
     async def describe(self) -> str:
         """Return who keeps the limits. Raises `KeeperSilent`."""
-        told = await self._post(dump({"status": True}))
-        return f"shared over the reward server at {self._url}: {str(told.get('status'))[:_DETAIL_CHARS]}"
+        reply = await self._post(dump({"status": True}))
+        return f"shared over the reward server at {self._url}: {str(reply.get('status'))[:_DETAIL_CHARS]}"
 
     async def end_keeper(self) -> None:
         """Nothing is ended from here: the server's keeper works for others, too."""
@@ -99,12 +99,12 @@ class ServerChannel:
                 f"the reward server at {self._url}, which keeps the limits, cannot be reached ({type(error).__name__})"
             ) from None
         try:
-            told = load(body)
+            content = load(body)
         except Unreadable:
-            told = {}
+            content = {}
         if status == 200:
-            return told
-        why = told.get("error")
+            return content
+        why = content.get("error")
         detail = str(why.get("detail"))[:_DETAIL_CHARS] if isinstance(why, dict) else "no explanation"
         message = f"the reward server at {self._url}, which keeps the limits, answered {status}: {detail}"
         if 400 <= status < 500 and message != self._refused:

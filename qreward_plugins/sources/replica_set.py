@@ -282,10 +282,10 @@ class ReplicaSet(SourceKind):
         if not self._inner.urls:
             states = self._use.states
             # Without states, the process of the pool has been lost, and is being replaced.
-            said = "; ".join(f"replica {state.number} is {state.state}" for state in states) or "its pool has ended"
+            shown = "; ".join(f"replica {state.number} is {state.state}" for state in states) or "its pool has ended"
             if self._use.ended or (states and all(state.state in ("failed", "stopped") for state in states)):
-                raise SourceUnusable(f"source {self._name!r}: no replica is left ({said})", certain=True)
-            raise TransientError(f"source {self._name!r}: no replica is up ({said})")
+                raise SourceUnusable(f"source {self._name!r}: no replica is left ({shown})", certain=True)
+            raise TransientError(f"source {self._name!r}: no replica is up ({shown})")
 
     def _look(self) -> None:
         """Take in which replicas are up. The pool reports in another thread, and requests are sent in this one."""

@@ -199,13 +199,13 @@ class StreamPassing:
         of the answer is ignored.
         """
         self._rest += chunk
-        told = False
+        has_event = False
         for block in self._blocks():
             if not self._progress.ended:
-                told |= self._take_block(block)
+                has_event |= self._take_block(block)
         if not self.ended and len(self._rest) + self._held_bytes > self._most:
             raise StreamBroken(f"an event larger than {self._most:,} bytes")
-        return told
+        return has_event
 
     def _blocks(self) -> Iterator[bytes]:
         start = 0
@@ -217,12 +217,12 @@ class StreamPassing:
         self._searched = max(0, len(self._rest) - _LONGEST_BLANK_LINE + 1)
 
     def _take_block(self, block: bytes) -> bool:
-        told = False
+        has_event = False
         begun_before = self._progress.begun
         for event in self._parser.feed(block):
             if event.keeps_alive:
                 continue
-            told = True
+            has_event = True
             self._progress.read(event)
             self.events += self._progress.begun
             if self._progress.error and not begun_before:
@@ -234,7 +234,7 @@ class StreamPassing:
             self._pass_on()
         if self._progress.error:
             raise StreamBroken(f"an error in the middle of the answer ({self._shown(self._progress.error)})")
-        return told
+        return has_event
 
     def _pass_on(self) -> None:
         if not self._passed:

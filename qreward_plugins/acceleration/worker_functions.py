@@ -1,4 +1,4 @@
-"""Carries an accelerated function to worker processes, and its values and exceptions back."""
+"""Loads an accelerated function in worker processes, and brings its values and exceptions back."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ..sources.raised import describe
 from .notes import add_origin
 
 
-class RemoteLoader:
+class WorkerLoader:
     """Loads the function in a worker process; picklable. `path` is `module:name` or `file.py:name`."""
 
     def __init__(self, path: str) -> None:
@@ -22,10 +22,10 @@ class RemoteLoader:
 
     def __call__(self) -> Callable[..., Any]:
         found = self._loader()
-        return Carrying(getattr(found, "__wrapped__", found))
+        return ResultOrError(getattr(found, "__wrapped__", found))
 
 
-class Carrying:
+class ResultOrError:
     """Calls the function, and returns (True, its value) or (False, its exception)."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -40,12 +40,12 @@ class Carrying:
                 content = pickle.dumps(error)
                 pickle.loads(content)
             except Exception:
-                # An exception that cannot be carried is replaced by one that tells what it was.
+                # An exception that cannot be pickled is replaced by one with its type and message.
                 content = pickle.dumps(RuntimeError(where))
             return False, (content, where)
 
 
-def carried(content: tuple[bool, Any]) -> Any:
+def result_of(content: tuple[bool, Any]) -> Any:
     """Return the value that a worker process sent. Raises the exception that it sent."""
     fine, value = content
     if fine:
@@ -55,7 +55,7 @@ def carried(content: tuple[bool, Any]) -> Any:
     raise error
 
 
-def loader_of(function: Callable[..., Any]) -> RemoteLoader:
+def loader_of(function: Callable[..., Any]) -> WorkerLoader:
     """Return what loads `function` in another process. Raises `ConfigurationError` if it has no importable name."""
     name = getattr(function, "__qualname__", "")
     module = getattr(function, "__module__", "")
@@ -77,4 +77,4 @@ def loader_of(function: Callable[..., Any]) -> RemoteLoader:
             raise ConfigurationError(
                 [Mistake("mode", problem, 'Put it into a module, or use mode="thread".')], origin="accelerate"
             )
-    return RemoteLoader(f"{module}:{name}")
+    return WorkerLoader(f"{module}:{name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator
 
@@ -82,7 +83,8 @@ def _excused(one: Sent, first: Sent, sent: list[Sent], record: Record) -> bool:
     """
 
     def failed(other: Sent) -> bool:
-        timeout_s = record.configs[other.epoch]["sources"][other.source]["timeouts"]["total_s"]
+        node = record.configs[other.epoch]["sources"].get(other.source)
+        timeout_s = node["timeouts"]["total_s"] if node is not None else math.inf
         timed_out = other.ending == "cancelled" and other.ended_at - other.started_at >= timeout_s - _ROUNDING_S
         return other.ending == "failed" or timed_out
 

@@ -18,6 +18,7 @@ from ..samples import Cause, Failed, Scored, Verdict
 from .answers import score_of
 from .budgets import bounded
 from .declared import declared_limits, sent_as_configured, sources_since
+from .order import by_priority
 from .poison import poison_of
 from .record import CallRecord, Given, Record
 from .strict_limits import RequestBucket
@@ -310,6 +311,7 @@ _CHECKS: dict[str, Check] = {
     "P5 nothing left behind": _clean,
     "P6 an outcome stays": _final,
     "P11 a response costs only its own sample": _unharmed,
+    "higher priorities first": by_priority,
     "liveness": _alive,
     "blame adds up": _blamed,
 }

@@ -198,6 +198,8 @@ class _Drawer:
 
     def _change_engine(self, config: dict[str, Any]) -> None:
         rng, engine = self._rng, config["engine"]
+        if "priority" in engine:
+            engine["priority"] = {split: rng.choice(("high", "normal", "low")) for split in engine["priority"]}
         engine["max_attempts"] = rng.choice((6, 1, 2, rng.randint(1, 12)))
         engine["scheduling"].update(
             strategy=rng.choice(("earliest_finish", "earliest_finish", "round_robin", "least_requests")),

@@ -18,6 +18,7 @@ from ..reloading import difference
 from ..samples import Sample
 from .draws import normal
 from .poison import DEADLINE_S, TIMEOUT_S, Poisoner, healthy, poisoner_of
+from .priorities import random_priorities
 from .random_servers import random_servers
 from .reloads import Reload, random_reloads
 from .scenarios import JUDGE
@@ -43,7 +44,8 @@ class Call:
     after_s: float = 0.0
     deadline_s: float | None = None
     """None: what the configuration says."""
-    priority: int = 0
+    priority: int | None = 0
+    """None: what the configuration says."""
     cutoff: tuple[float, float] | None = None
     """Seconds and quorum at which a batch stops waiting."""
     cancel_after_s: float | None = None
@@ -58,8 +60,8 @@ class Call:
         said.append(f"at {self.after_s:.3f} s")
         if self.deadline_s is not None:
             said.append(f"deadline {self.deadline_s:.3f} s")
-        if self.priority:
-            said.append(f"priority {self.priority}")
+        if self.priority != 0:
+            said.append(f"priority {'as configured' if self.priority is None else self.priority}")
         if self.cutoff:
             said.append(f"cut off at {self.cutoff[0]:.3f} s with {self.cutoff[1]:.2f} of each group")
         if self.kind == "stream":
@@ -117,6 +119,9 @@ class Trial:
             for name, node in self.config["judges"].items()
         ]
         lines += [f"  routes {self.config['routes']}"] if self.config["routes"] else []
+        if "priority" in engine:
+            own = {name: node["priority"] for name, node in self.config["judges"].items() if "priority" in node}
+            lines.append(f"  priorities of splits {engine['priority']}, of judges {own}")
         lines.append(
             f"  engine: {engine['scheduling']}, deadline {engine['deadline_s']:.3f} s,"
             f" {engine['max_attempts']} attempts"
@@ -155,8 +160,29 @@ def random_trial(seed: int) -> Trial:
         last = steps[-1]
         steps[-1] = Step(last.idle_s, last.calls, close_after_s=_some_seconds(rng))
     if poisoner is not None:
-        return _with_reloads(_poisoned(seed, servers, config, steps))
-    return _with_reloads(Trial(seed, servers, config, tuple(steps)))
+        return _with_reloads(_with_priorities(_poisoned(seed, servers, config, steps)))
+    return _with_reloads(_with_priorities(Trial(seed, servers, config, tuple(steps))))
+
+
+def _with_priorities(trial: Trial) -> Trial:
+    priorities = random_priorities(trial.seed)
+    if priorities is None:
+        return trial
+    steps = [
+        replace(
+            step,
+            calls=tuple(
+                replace(
+                    call,
+                    priority=priorities.of_call(call.priority or 0),
+                    samples=tuple(replace(sample, split=priorities.split()) for sample in call.samples),
+                )
+                for call in step.calls
+            ),
+        )
+        for step in trial.steps
+    ]
+    return replace(trial, config=priorities.configured(trial.config), steps=tuple(steps))
 
 
 def _with_reloads(trial: Trial) -> Trial:

@@ -244,6 +244,7 @@ def a_removed_source_goes_on(monkeypatch):
         return mutated
 
     around(monkeypatch, Upstreams, "change", wrap)
+    monkeypatch.setattr(Upstreams, "settle", lambda self, call: None)
 
 
 def a_reload_changes_the_judge_of_samples_under_way(monkeypatch):
@@ -261,6 +262,11 @@ def a_reload_changes_the_judge_of_samples_under_way(monkeypatch):
 
 def a_removed_source_is_never_closed(monkeypatch):
     monkeypatch.setattr(Reloader, "_close_later", lambda self, upstream: None)
+
+
+def priorities_do_not_matter(monkeypatch):
+    rank = Job.rank.fget
+    monkeypatch.setattr(Job, "rank", property(lambda self: rank(self)._replace(priority=0)))
 
 
 MUTATIONS = [
@@ -293,6 +299,7 @@ MUTATIONS = [
     (a_removed_source_goes_on, "reload", "after it was removed", 100),
     (a_reload_changes_the_judge_of_samples_under_way, "P2", "the server gave", 100),
     (a_removed_source_is_never_closed, "P5", "is not closed", 60),
+    (priorities_do_not_matter, "higher priorities", "waited since", 60),
     (blame_forgets_a_part, "blame", "add up to", 10),
 ]
 """What was done to the code, which promise that breaks, words of what is said then, and seeds that suffice."""

@@ -1,0 +1,56 @@
+"""Checks the order of samples: of two that wait for the same judge, the one of higher priority is sent first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+from ..config import Config, priority_of, routes_of
+from .record import Given, Record, Sent
+from .trial import EMPTY, Trial, judge_of
+
+_ROUNDING_S = 1e-6
+
+
+def by_priority(trial: Trial, record: Record) -> Iterator[str]:
+    """No sample is sent for the first time while one of higher priority waits for the same judge, and was never sent.
+
+    Trials with reloads are left out, because the sources of a judge differ there from sample to sample.
+    """
+    if trial.reloads:
+        return
+    config = Config.model_validate(trial.config)
+    first: dict[str, Sent] = {}
+    for sent in record.sent:
+        first.setdefault(sent.sample, sent)
+    by_judge: dict[str | None, list[tuple[int, float, Given]]] = {}
+    for given in record.given():
+        sent_at = first[given.sample.id or ""].started_at if given.sample.id in first else math.inf
+        if given.sample.response != EMPTY:
+            ranked = by_judge.setdefault(judge_of(trial.config, given.sample), [])
+            ranked.append((_priority(config, given), sent_at, given))
+    for judge, ranked in by_judge.items():
+        if judge is None or len({priority for priority, _, _ in ranked}) == 1:
+            continue
+        for priority, sent_at, given in ranked:
+            for other_priority, other_at, other in ranked:
+                if (
+                    other_priority > priority
+                    and other.submitted_at < sent_at - _ROUNDING_S
+                    and other_at > sent_at + _ROUNDING_S
+                    and other.outcome is not None
+                    and other.ended_at > sent_at + _ROUNDING_S
+                ):
+                    yield (
+                        f"{given.sample.id} (priority {priority}) was sent at {sent_at:.6f} s, while"
+                        f" {other.sample.id} (priority {other_priority}) waited since {other.submitted_at:.6f} s"
+                    )
+
+
+def _priority(config: Config, given: Given) -> int:
+    if given.call.priority is not None:
+        return given.call.priority
+    source = given.sample.data_source
+    route = next((route for pattern, route in routes_of(config) if fnmatchcase(source, pattern)), None)
+    return 0 if route is None else priority_of(config, route, given.sample.split)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from copy import deepcopy
-from typing import Any
+from typing import Any, Literal
 
 SHARE_OF_TRIALS = 0.3
 _PRIORITIES: tuple[str | int, ...] = ("high", "normal", "low", 3, -40)
@@ -34,7 +34,7 @@ class Priorities:
             made["routes"][pattern] = route
         return made
 
-    def split(self) -> str:
+    def split(self) -> Literal["train", "val"]:
         """The split of a sample."""
         return "val" if self._rng.random() < 0.3 else "train"
 

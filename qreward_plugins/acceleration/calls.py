@@ -29,7 +29,7 @@ from ..sources.function import processors
 from .debug_log import DebugLog
 from .invocation import Invocation, size_of
 from .items import Items
-from .keyed import Keyed
+from .keyed import Keyed, shared_name
 from .options import MOST_THREADS, Options
 from .pending import END_WITHIN_S, Pending, Raised
 from .source import CallableSource, Kind
@@ -336,8 +336,8 @@ class FunctionCalls:
         if options.error_share is not None:
             upstream.error_share = ErrorShare(options.error_share)
         channel_key = self._channel_key
-        if key is not None:
-            channel_key += hashlib.sha256(repr(key).encode("utf-8", "replace")).hexdigest()[:16]
+        if key is not None and self._channel is not None:
+            channel_key += hashlib.sha256(shared_name(key).encode("utf-8", "replace")).hexdigest()[:16]
         keyed = Keyed(self.name, upstream, channel_key)
         keyed.bind(self._rng, self._observers, self._channel, self._sequence)
         return keyed

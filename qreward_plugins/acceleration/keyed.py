@@ -7,6 +7,10 @@ import contextvars
 import math
 import random
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from enum import Enum
+from pathlib import PurePath
+from uuid import UUID
 
 from ..config import Scheduling
 from ..observers import Observers
@@ -62,3 +66,29 @@ class Keyed:
         await self.dispatcher.aclose()
         if self.membership is not None:
             await self.membership.aclose()
+
+
+def shared_name(key: object) -> str:
+    """What all processes know a key by: the same text for equal keys. Raises `TypeError` for a key without one.
+
+    `repr` is no such text: that of an object may hold its address, and that of a set has no fixed order.
+    """
+    if isinstance(key, str):
+        return f"text {str.__str__(key)!r}"
+    if isinstance(key, (int, float)):
+        return f"number {int(key) if key == key // 1 else float(key)!r}"
+    if key is None or isinstance(key, (bytes, UUID, PurePath)):
+        return repr(key)
+    if isinstance(key, Enum):
+        return f"{type(key).__qualname__}.{key.name}"
+    if isinstance(key, tuple):
+        return f"({','.join(map(shared_name, key))})"
+    if isinstance(key, frozenset):
+        return f"{{{','.join(sorted(map(shared_name, key)))}}}"
+    if is_dataclass(key):
+        parts = (shared_name(getattr(key, field.name)) for field in fields(key) if field.compare)
+        return f"{type(key).__qualname__}({','.join(parts)})"
+    raise TypeError(
+        f"key returned {type(key).__qualname__}, which other processes cannot recognise; with `shared`, return a text, "
+        "a number, or a tuple of them"
+    )

@@ -64,7 +64,8 @@ class Options:
     that many, all of them at once if they come at once."""
     key: Callable[..., object] | None = None
     """A function of the arguments. Calls with equal results share rate, concurrency and breaker; others have their own.
-    For a method it gets the arguments without `self`. None: all calls share them."""
+    For a method it gets the arguments without `self`. With `shared` it returns texts, numbers, or tuples of them. None:
+    all calls share them."""
     idle_s: float = 600.0
     """After this time without a call, a key is forgotten, but not before its rate allows a whole burst again."""
     concurrency: int | None = None

@@ -70,6 +70,10 @@ class Observers:
         """Whether the user has an observer. Events that only users read are emitted only then."""
         return bool(self._theirs)
 
+    def reads(self, kind: type[Event]) -> bool:
+        """Whether somebody reads events of this type."""
+        return bool(self._theirs) or kind in self._readers
+
     def emit(self, event: Event) -> None:
         """Send an event to all observers. Call it from the event loop. Raises nothing."""
         # By type, because this runs several times for every sample.

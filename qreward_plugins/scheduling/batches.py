@@ -288,7 +288,10 @@ class Batches:
             batch.cutoff_timer.cancel()
             self._timed.pop(batch, None)
         if batch.last is not None:
-            ended = report(batch, self._upstreams)
+            # A call on its own is a batch, too, and a report costs as much as many a call.
+            read = self._observers.reads(BatchEnded)
+            ended = report(batch, self._upstreams) if read else None
             batch.last.let_go()
             batch.last = None
-            self._observers.emit(BatchEnded(self._loop.time(), ended))
+            if ended is not None:
+                self._observers.emit(BatchEnded(self._loop.time(), ended))

@@ -1,0 +1,109 @@
+"""Accelerated functions that share limits with other processes: a real keeper in virtual time, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+from dataclasses import dataclass
+
+import pytest
+
+from qreward_plugins import accelerate
+from qreward_plugins.acceleration import calls
+from qreward_plugins.acceleration.keyed import shared_name
+from qreward_plugins.sharing import ray_keeper
+from qreward_plugins.simulation import run
+
+
+class Line:
+    kept_by = "a test"
+
+    def __init__(self, keeper):
+        self._keeper = keeper
+
+    async def exchange(self, report):
+        await asyncio.sleep(0.001)
+        return await self._keeper.exchange(report)
+
+    async def end_keeper(self):
+        pass
+
+    async def aclose(self):
+        pass
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """Make the function of one more process: the same name, and a connection of its own to the same keeper."""
+    monkeypatch.setattr(ray_keeper, "first_start", lambda name: True)
+    keeper = ray_keeper.KeeperActor()
+    monkeypatch.setattr(calls, "open_channel", lambda settings: Line(keeper))
+
+    def made(body, **options):
+        async def grade(*args):
+            return await body(*args)
+
+        return accelerate(shared="ray", **options)(grade)
+
+    return made
+
+
+def most_within(starts, seconds):
+    return max(sum(first <= at < first + seconds for at in starts) for first in starts)
+
+
+@pytest.mark.parametrize("key", [None, lambda name: frozenset({name, "x"})])
+def test_processes_keep_to_one_rate_for_each_key_also_when_they_forget_it(process, key):
+    starts = {}
+
+    async def body(name):
+        starts.setdefault(name, []).append(asyncio.get_running_loop().time())
+
+    async def main():
+        options = {"rate": "12/s", "window": "sliding", "idle_s": 1, "key": key}
+        functions = [process(body, **options) for _ in range(2)]
+        for _ in range(3):
+            await asyncio.gather(*(function.map(9 * ["a"]) for function in functions))
+            await asyncio.sleep(4)
+            await asyncio.gather(*(function("b") for function in functions))
+        await asyncio.gather(*(function.aclose() for function in functions))
+
+    run(main())
+    assert len(starts["a"]) == 54
+    counted = starts["a"] if key else [*starts["a"], *starts["b"]]
+    assert most_within(sorted(counted), 1) <= 12
+
+
+def test_a_key_that_other_processes_cannot_recognise_fails_its_calls(process):
+    async def body(key):
+        return key
+
+    async def main():
+        grade = process(body, rate="9/s", key=lambda key: object() if key == 1 else key)
+        results = await grade.map([0, 1, 2], return_exceptions=True)
+        await grade.aclose()
+        return results
+
+    zero, error, two = run(main())
+    assert (zero, two) == (0, 2)
+    assert isinstance(error, TypeError)
+    assert "with `shared`, return a text, a number, or a tuple of them" in str(error)
+
+
+class Colour(enum.Enum):
+    RED = 1
+
+
+@dataclass(frozen=True)
+class Account:
+    name: str
+    models: frozenset[str]
+
+
+def test_equal_keys_have_the_same_name_and_others_do_not():
+    assert shared_name(1) == shared_name(True) == shared_name(1.0)
+    assert shared_name(float("inf")) == "number inf"
+    different = [None, "None", 1, "1", 1.5, b"1", (1,), (1, 2), ("1", 2), (("1",), 2), frozenset({1}), Colour.RED]
+    assert len({shared_name(key) for key in different}) == len(different)
+    models = [f"model {number}" for number in range(20)]
+    assert shared_name(Account("a", frozenset(models))) == shared_name(Account("a", frozenset(reversed(models))))

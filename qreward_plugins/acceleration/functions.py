@@ -21,7 +21,7 @@ from ..errors import ConfigurationError, Mistake
 from ..redaction import one_line
 from ..streaming import End, Stream
 from .calls import FunctionCalls
-from .options import OWN_LIMITS, RETUNABLE, UNSET, Options, check_names
+from .options import OF_THE_FUNCTION, RETUNABLE, UNSET, Options, check_names
 from .pending import Raised
 from .progress import progress_of
 from .statistics import FunctionStatistics
@@ -74,7 +74,7 @@ class Accelerated:
                 name, "belongs to the function as a whole.", "Change it with retune, or decorate the function again."
             )
             for name in options
-            if name in OWN_LIMITS
+            if name in OF_THE_FUNCTION
         ]
         if mistakes:
             raise ConfigurationError(mistakes, origin="with_options")
@@ -88,7 +88,7 @@ class Accelerated:
         Raises `ConfigurationError` and changes nothing for impossible values, and for options that cannot change.
         """
         check_names(options)
-        fixed = [name for name in options if name in OWN_LIMITS - RETUNABLE]
+        fixed = [name for name in options if name in OF_THE_FUNCTION - RETUNABLE]
         if self._calls.options.mode == "process" and "concurrency" in options:
             fixed.append("concurrency")
         if "adaptive" in options and (options["adaptive"] is False) != (self._calls.options.adaptive is False):

@@ -15,6 +15,7 @@ from os import PathLike
 from typing import Any, Literal, TypeAlias, TypedDict
 
 from ..config import Limits
+from ..config.nodes import PRIORITIES
 from ..errors import ConfigurationError, FunctionTimeout, Mistake
 from ..observers import Observer
 from ..observers.base import check as check_observers
@@ -34,7 +35,6 @@ RetryOn: TypeAlias = "type[BaseException] | tuple[type[BaseException], ...] | Ca
 Priority: TypeAlias = 'Literal["high", "normal", "low"] | int'
 Shared: TypeAlias = Literal["off", "auto", "ray", "machine"]
 
-PRIORITIES = {"high": 1, "normal": 0, "low": -1}
 LEARNED_SHARE = 0.3
 """Share of errors from which `adaptive=True` lowers the concurrency."""
 FAILURES_TO_OPEN = 5
@@ -108,7 +108,7 @@ class Options:
     recovery_s: float = 30.0
     """Seconds after which the circuit lets one call through. If it succeeds, the circuit closes."""
     priority: Priority = "normal"
-    """Calls of a higher priority start first: "high", "normal", "low" (1, 0, -1), or a whole number."""
+    """Calls of a higher priority start first: "high", "normal", "low" (10, 0, -10), or a whole number."""
     mode: Literal["auto", "thread", "process"] = "auto"
     """Where a sync function runs. `thread` (`auto`): in threads; a call that hangs goes on after its time-out.
     `process`: in worker processes; a call that hangs is killed."""
@@ -210,7 +210,7 @@ class Options:
         return replace(self, **options)
 
 
-OWN_LIMITS = frozenset(
+OF_THE_FUNCTION = frozenset(
     {
         "rate",
         "burst",
@@ -248,14 +248,14 @@ def check_names(given: Mapping[str, Any]) -> None:
     mistakes = []
     for name in given:
         if name not in names:
-            near = difflib.get_close_matches(str(name), names, n=1) or [_SEED_NAMES.get(str(name), "")]
+            near = difflib.get_close_matches(str(name), names, n=1) or [_SCHEDULE_NAMES.get(str(name), "")]
             remedy = f"Did you mean {near[0]}?" if near[0] else f"The options are {', '.join(names)}."
             mistakes.append(Mistake(one_line(str(name), 80), "unknown option.", remedy))
     if mistakes:
         raise ConfigurationError(mistakes, origin="accelerate")
 
 
-_SEED_NAMES = {
+_SCHEDULE_NAMES = {
     "timeout": "timeout_s",
     "retry_times": "retries",
     "retry_interval": "interval_s",
@@ -273,7 +273,7 @@ _SEED_NAMES = {
     "metrics_callback": "observers",
     "telemetry_exporter": "observers",
 }
-"""Names of the same options in QReward's `schedule`, for those who come from there."""
+"""Options of QReward's `schedule`, each with its name here."""
 
 
 def _rate(value: str | float) -> tuple[float, float]:

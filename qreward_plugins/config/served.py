@@ -1,12 +1,14 @@
-"""Checks the tree of a process whose samples a reward server scores (`engine.server`)."""
+"""Checks the tree of a process that uses a reward server (`engine.server`), and reads the token of the server."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from omegaconf import DictConfig
 
+from ..errors import ConfigurationError, Mistake
 from .findings import Finding
 
 _TOP = ("sources", "judges", "routes")
@@ -35,3 +37,16 @@ def check_served(tree: dict[str, Any]) -> list[Finding]:
                 findings.append(Finding((*place, key), problem, "Remove it here, and set it in the server's file."))
             node.pop(key, None)
     return findings
+
+
+def server_token(variable: str | None, path: str) -> str | None:
+    """Return the token in an environment variable; None if no variable is named. `path` is the place of the server in
+    the configuration. Raises `ConfigurationError` if the variable is not set.
+    """
+    if variable is None:
+        return None
+    token = os.environ.get(variable, "").strip()
+    if not token:
+        problem = f"the environment variable {variable} is not set."
+        raise ConfigurationError([Mistake(f"{path}.token_env", problem, "Set it to the token of the reward server.")])
+    return token

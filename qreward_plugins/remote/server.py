@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 
 from ..config.framework import is_framework_url
 from ..config.models import ServerConfig
+from ..config.served import server_token
 from ..errors import ConfigurationError, Mistake, RewardServerError
 from .facts import ServerFacts, ask_facts
 
@@ -48,10 +48,4 @@ def open_server(config: ServerConfig) -> RemoteServer:
 def _token(config: ServerConfig) -> str | None:
     if config.token is not None:
         return config.token.get_secret_value().strip()
-    if config.token_env is None:
-        return None
-    token = os.environ.get(config.token_env, "").strip()
-    if not token:
-        problem = f"the environment variable {config.token_env} is not set."
-        raise ConfigurationError([Mistake(f"{_PATH}.token_env", problem, "Set it to the token of the server.")])
-    return token
+    return server_token(config.token_env, _PATH)

@@ -16,7 +16,8 @@ import os
 import aiohttp
 
 from ..config import SharedServer
-from ..errors import ConfigurationError, KeeperSilent, Mistake
+from ..config.served import server_token
+from ..errors import KeeperSilent
 from .messages import Answer, Report
 from .wire import MOST_BYTES, Unreadable, dump, load, read_answer, write_report
 
@@ -47,13 +48,7 @@ class ServerChannel:
     @classmethod
     def of(cls, settings: SharedServer) -> ServerChannel:
         """Open the channel of a configuration. Raises `ConfigurationError` if the token is missing."""
-        token = None
-        if settings.token_env is not None:
-            token = os.environ.get(settings.token_env, "").strip()
-            if not token:
-                problem = f"the environment variable {settings.token_env} is not set."
-                remedy = "Set it to the token of the reward server."
-                raise ConfigurationError([Mistake("engine.shared_server.token_env", problem, remedy)])
+        token = server_token(settings.token_env, "engine.shared_server")
         return cls(settings.url, token=token, verify_tls=settings.verify_tls)
 
     async def exchange(self, report: Report) -> Answer | None:

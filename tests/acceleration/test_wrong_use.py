@@ -8,7 +8,8 @@ import pytest
 
 from qreward_plugins import ConfigurationError, accelerate
 from qreward_plugins.acceleration import Options
-from qreward_plugins.acceleration.options import OWN_LIMITS, RETUNABLE, GivenOptions
+from qreward_plugins.acceleration.options import OF_THE_FUNCTION, RETUNABLE, GivenOptions
+from qreward_plugins.config import EngineConfig
 
 
 async def grade(x):
@@ -116,5 +117,10 @@ def test_map_of_lists_of_different_lengths():
 def test_type_checkers_know_all_options():
     names = {field.name for field in fields(Options)}
     assert names == set(GivenOptions.__annotations__)
-    assert names >= OWN_LIMITS
-    assert RETUNABLE <= OWN_LIMITS
+    assert names >= OF_THE_FUNCTION
+    assert RETUNABLE <= OF_THE_FUNCTION
+
+
+@pytest.mark.parametrize("word", ["high", "normal", "low"])
+def test_a_priority_has_the_same_number_as_in_a_configuration(word):
+    assert Options(priority=word).number == EngineConfig(priority={"train": word}).priority.train

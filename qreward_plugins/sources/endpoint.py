@@ -10,12 +10,20 @@ import asyncio
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from yarl import URL
 
 from ..config.source_models import EndpointConfig
-from ..errors import ConfigurationError, Mistake, QRewardError, SampleRefused, SourceError
+from ..errors import (
+    ConfigurationError,
+    Mistake,
+    QRewardError,
+    SampleRefused,
+    SourceError,
+    SourceUnusable,
+    TransientError,
+)
 from ..images import EncodedImage
 from ..redaction import names_secret, secrets_in
 from ..spent import Usage
@@ -32,10 +40,12 @@ from .lists import Lists
 from .prefixes import BYTES_PER_TOKEN, shared_prefix
 from .provider import Provider, address
 from .redactor import Redactor
-from .replica import Replica, ReplicaStatistics
-from .replicas import NO_HINTS, Replicas, RoutingHints
+from .replica import ReplicaStatistics
+from .replicas import NO_HINTS, Lease, Replicas, RoutingHints
 from .replies import Answer
 from .stream_passing import StreamPassing
+
+T = TypeVar("T")
 
 _LONGEST_KEPT_BYTES = 8192
 _MOST_KEPT = 64
@@ -155,22 +165,23 @@ class Endpoint(SourceKind):
         streaming = self.streaming(request)
         if streaming is not None:
             return await self._send_streamed(request, streaming, on_sent)
-        url, http, replica = await self._post([request], await self._bodies.to_send(request), on_sent)
-        reply = self.answer(url, http).reply()
-        self._replicas.used(replica, reply.usage)
+        url, http, lease = await self._post([request], await self._bodies.to_send(request), on_sent)
+        reply = self._read(lease, self.answer(url, http).reply)
+        self._replicas.used(lease.replica, reply.usage)
         return self._without_secrets(reply)
 
     async def _send_streamed(self, request: Request, streaming: Streaming, on_sent: Callable[[], None]) -> Reply:
         http: HTTPReply | None = None
         try:
             body = await self._bodies.to_send(request, streaming.reader.ASKS)
-            url, http, replica = await self._post([request], body, on_sent, streaming=streaming)
+            url, http, lease = await self._post([request], body, on_sent, streaming=streaming)
         finally:
             refused = self.streamed(http)
         if refused is not None:
+            lease.answered(asyncio.get_running_loop().time())
             raise refused
-        reply = self._without_secrets(self.answer(url, http).reply())
-        self._replicas.used(replica, reply.usage)
+        reply = self._without_secrets(self._read(lease, self.answer(url, http).reply))
+        self._replicas.used(lease.replica, reply.usage)
         facts = http.stream
         if facts is None:
             return reply
@@ -211,11 +222,12 @@ class Endpoint(SourceKind):
         if bodies:
             joined = self._bodies.join(list(bodies.values()), self.lists)
             sent = [requests[number] for number in bodies]
-            url, http, replica = await self._post(sent, joined, on_sent)
-            replies = self.answer(url, http).replies(self.lists, sent, self)
+            url, http, lease = await self._post(sent, joined, on_sent)
+            answer, lists = self.answer(url, http), self.lists
+            replies = self._read(lease, lambda: answer.replies(lists, sent, self))
             for number, reply in zip(bodies, replies, strict=True):
                 if isinstance(reply, Reply):
-                    self._replicas.used(replica, reply.usage)
+                    self._replicas.used(lease.replica, reply.usage)
                 results[number] = self._without_secrets(reply) if isinstance(reply, Reply) else reply
         return [result for result in results if result is not None]
 
@@ -227,9 +239,9 @@ class Endpoint(SourceKind):
         *,
         streaming: Streaming | StreamPassing | None = None,
         headers: Mapping[str, str] | None = None,
-    ) -> tuple[URL, HTTPReply, Replica]:
-        """Post the body of these requests to a replica; return the URL, the reply and the replica. `headers` are sent
-        beside those of the source.
+    ) -> tuple[URL, HTTPReply, Lease]:
+        """Post the body of these requests to a replica; return the URL, the reply, and the lease, which is released.
+        Whoever reads the reply tells the lease what it was (`_read`). `headers` are sent beside those of the source.
         """
         loop = asyncio.get_running_loop()
         most = len(requests) * self._max_reply_bytes
@@ -247,9 +259,33 @@ class Endpoint(SourceKind):
                 raise
             if http.status >= 500:
                 lease.failed(loop.time(), draining=_SHUTS_DOWN in http.body)
-            else:
-                lease.answered(loop.time())
-        return url, http, lease.replica
+        return url, http, lease
+
+    def _read(self, lease: Lease, read: Callable[[], T]) -> T:
+        """Return what `read` reads of a reply, and note whether its replica answered.
+
+        A refusal that may concern all requests (a key, a URL) is that of one replica while another one answers. The
+        call then goes there. Raises what `read` raises, and TransientError for such a refusal.
+        """
+        now = asyncio.get_running_loop().time()
+        refusal: SourceUnusable | None = None
+        try:
+            found = read()
+        except SourceUnusable as error:
+            lease.failed(now)
+            if error.certain or not self._replicas.others_answer(lease.replica):
+                raise
+            refusal = error
+        except TransientError:
+            lease.failed(now)
+            raise
+        except QRewardError:
+            lease.answered(now)
+            raise
+        else:
+            lease.answered(now)
+            return found
+        raise TransientError(str(refusal), status=refusal.status)
 
     def _hints(self, requests: Sequence[Request]) -> RoutingHints:
         """Return what the choice of a replica depends on. It is not computed for a source with one URL."""

@@ -138,7 +138,14 @@ class OpenAISource(Endpoint):
                 wait_for_room=passed.wait_for_room,
             )
         headers = {name: value for name, value in passed.headers.items() if name not in self._own_headers}
-        url, http, replica = await self._post([request], body, on_sent, streaming=streaming, headers=headers)
+        url, http, lease = await self._post([request], body, on_sent, streaming=streaming, headers=headers)
+        reply = self._read(lease, lambda: self._passed_reply(passed, url, http, streamed=streaming is not None))
+        self._replicas.used(lease.replica, reply.usage)
+        return reply
+
+    def _passed_reply(self, passed: PassedRequest, url: URL, http: HTTPReply, *, streamed: bool) -> Reply:
+        """Read the reply to a client's own request. Raises what `Answer.reply` raises."""
+        clean = self._http.redactor.clean
         answer = self.answer(url, http)
         raw = RawReply(http.status, handed_back(http.headers, clean), cleaned(http.body, clean), self._name)
         if not 200 <= http.status < 300:
@@ -154,15 +161,13 @@ class OpenAISource(Endpoint):
             content = content if lenient is None or lenient.get("error") else lenient
         if isinstance(content, QRewardError):
             raise content
-        if http.stream is None and streaming is not None:
+        if http.stream is None and streamed:
             raise answer.unreadable("no stream, which it was asked for", http.body)
         if http.stream is None and not self._dialect.holds_answer(content):
             raise answer.unreadable(f"no {self._dialect.answers_in}", http.body)
-        usage = answer.usage_in(content)
-        self._replicas.used(replica, usage)
         return Reply(
             value=raw if http.stream is None else None,
-            usage=usage,
+            usage=answer.usage_in(content),
             model=answer.redactor.of(name_of(content.get("model"))),
             announced=announced_limits(http.headers),
             first_token_s=None if http.stream is None else http.stream.first_token_s,

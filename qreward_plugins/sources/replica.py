@@ -40,7 +40,8 @@ class ReplicaStatistics:
     requests: int
     """Requests that were sent to it."""
     failures: int
-    """Those of them that it did not answer, or answered with a status from 500 on."""
+    """Those of them that it did not answer, or answered with a status from 500 on, a refusal that may concern all
+    requests (401, 404, a redirect ...), or what cannot be read."""
     prompt_tokens: int
     """Prompt tokens of its replies, as it stated them."""
     cached_tokens: int
@@ -113,6 +114,11 @@ class Replica:
             return "draining" if self._draining else "backing_off"
         return "half_open"
 
+    @property
+    def is_healthy(self) -> bool:
+        """Whether it is up, and has not failed since its last answer."""
+        return self.mark == "up" and not self._failures_in_a_row
+
     def takes_calls(self, now: float) -> bool:
         """Whether it may get a call while others are there. A half-open one gets one call at a time."""
         health = self.health(now)
@@ -149,13 +155,13 @@ class Replica:
             self._trial = None
 
     def answered(self, now: float) -> None:
-        """Record that it answered with a status below 500."""
+        """Record that it answered."""
         self.answered_at = now
         self._failures_in_a_row = 0
         self._draining = False
 
     def failed(self, now: float, *, began_at: float, draining: bool = False) -> None:
-        """Record that a call which began at `began_at` was not answered, or with a status from 500 on."""
+        """Record that a call which began at `began_at` was not answered, or not with what is an answer."""
         self._failures += 1
         waits = 0 <= now - self._failed_at < self._backoff_s
         if self._failures_in_a_row and began_at <= self._failed_at and waits and not (draining and not self._draining):

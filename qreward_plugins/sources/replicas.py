@@ -43,10 +43,10 @@ NO_HINTS = RoutingHints()
 
 class Lease:
     """A request under way at a replica. It counts there from `Replicas.acquire` until `release` or the end of a `with`
-    block.
+    block. Of `answered`, `failed` and `cancelled`, the first one that is called counts.
     """
 
-    __slots__ = ("_began_at", "_key", "_of", "_open", "_tokens", "replica")
+    __slots__ = ("_began_at", "_key", "_of", "_open", "_over", "_tokens", "replica")
 
     def __init__(self, of: Replicas, replica: Replica, hints: RoutingHints, tokens: int, now: float) -> None:
         self._of = of
@@ -54,6 +54,7 @@ class Lease:
         self._tokens = tokens
         self._began_at = now
         self._open = True
+        self._over = False
         self._key = None if hints.prefix is None else hints.prefix.key
         if self._key is not None:
             of.same_prefix[self._key] += 1
@@ -81,20 +82,27 @@ class Lease:
                     del same_prefix[self._key]
 
     def answered(self, now: float) -> None:
-        """Record that the replica answered with a status below 500."""
-        self.replica.answered(now)
-        self._of.answered(now - self._began_at)
+        """Record that the replica answered."""
+        if not self._over:
+            self._over = True
+            self.replica.answered(now)
+            self._of.answered(now - self._began_at)
 
     def failed(self, now: float, *, draining: bool = False) -> None:
-        """Record that the replica was unreachable or answered with a status from 500 on. `draining`: it said that it
-        shuts down.
+        """Record that the replica was unreachable, answered with a status from 500 on or with what cannot be read, or
+        refused a request as it may refuse all. `draining`: it said that it shuts down.
         """
-        self.replica.failed(now, began_at=self._began_at, draining=draining)
+        if not self._over:
+            self._over = True
+            self.replica.failed(now, began_at=self._began_at, draining=draining)
 
     def cancelled(self, now: float) -> None:
         """Record that the wait for the reply was given up. If it was a long wait, and the replica has answered nothing
         since the request was sent, this counts as a failure: it may hang.
         """
+        if self._over:
+            return
+        self._over = True
         waited_s, usual_s = now - self._began_at, self._of.mean_answer_s
         is_long = waited_s > 0.0 if usual_s is None else waited_s > _PATIENCE * usual_s
         if is_long and self.replica.answered_at < self._began_at:
@@ -125,6 +133,10 @@ class Replicas:
     def several(self) -> bool:
         """Whether there is a choice."""
         return len(self._replicas) > 1
+
+    def others_answer(self, replica: Replica) -> bool:
+        """Whether there is another replica that has not failed since its last answer."""
+        return any(other is not replica and other.is_healthy for other in self._replicas)
 
     @property
     def routing(self) -> Routing:

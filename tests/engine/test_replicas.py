@@ -9,7 +9,7 @@ import pytest
 
 from qreward_plugins import RewardEngine, Scored
 from qreward_plugins.server.exposition import exposition
-from qreward_plugins.testing import JudgeServer
+from qreward_plugins.testing import Faults, JudgeServer, PlayFault
 
 
 @pytest.fixture
@@ -80,6 +80,43 @@ async def test_a_server_that_dies_loses_no_sample(tree, groups):
         assert all(isinstance(outcome, Scored) for outcome in outcomes)
         assert replicas[0].failures > 0
         assert all(replica.in_flight == replica.pending_tokens == 0 for replica in replicas)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("fault", ["error_401", "error_404", "redirect", "html", "empty"])
+async def test_a_server_that_answers_wrongly_loses_no_sample(tree, groups, fault):
+    """Another program has its port, its model has another name, or its proxy shows a page."""
+    with Seen() as one, JudgeServer(faults=Faults(rates={fault: 1.0})) as other, Seen() as two:
+        async with RewardEngine(tree(one, other, two)) as engine:
+            outcomes = await engine.score_all(groups, deadline_s=30)
+            replicas = engine.statistics().sources["judge"].replicas
+        assert [outcome.describe() for outcome in outcomes if not isinstance(outcome, Scored)] == []
+        assert [replica.failures > 0 for replica in replicas] == [False, True, False]
+        assert replicas[1].requests < len(groups) / 3
+        assert all(replica.in_flight == replica.pending_tokens == 0 for replica in replicas)
+
+
+@pytest.mark.anyio
+async def test_what_all_servers_refuse_is_refused(tree, groups):
+    with JudgeServer(api_key="right") as one, JudgeServer(api_key="right") as two:
+        async with RewardEngine(tree(one, two)) as engine:
+            outcomes = await engine.score_all(groups[:40], deadline_s=20)
+        assert {outcome.reason for outcome in outcomes} == {"no_source"}
+        assert "answered 401" in outcomes[-1].detail
+
+
+@pytest.mark.anyio
+async def test_a_response_that_a_firewall_blocks_is_its_own_failure(tree, groups):
+    def scored(call):
+        if "it is 3." in call.blocks["response"]:
+            raise PlayFault("error_403")
+        return 5.0
+
+    with JudgeServer(scored) as one, JudgeServer(scored) as two:
+        async with RewardEngine(tree(one, two)) as engine:
+            outcomes = await engine.score_all(groups[:16], deadline_s=30)
+        blocked = [number for number, outcome in enumerate(outcomes) if not isinstance(outcome, Scored)]
+        assert blocked == [3, 11]
 
 
 @pytest.mark.anyio

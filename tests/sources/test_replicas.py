@@ -63,9 +63,12 @@ def test_when_all_failed_all_are_used() -> None:
 
 def test_a_replica_that_answers_again_is_used_again() -> None:
     replicas = of("a", "b")
-    with replicas.acquire(0.0) as lease:
+    with replicas.acquire(0.0) as lease, replicas.acquire(0.0), replicas.acquire(0.0) as other:
+        assert lease.replica is other.replica
         lease.failed(0.0)
-        lease.answered(0.1)
+        other.answered(0.1)
+        lease.answered(0.1)  # the first of both counts
+    assert other.replica.statistics(0.2, 5.0).failures == 1
     assert {used(replicas, 0.2) for _ in range(2)} == {"a", "b"}
 
 
@@ -160,11 +163,10 @@ def test_a_call_that_is_given_up_early_says_nothing() -> None:
         lease = replicas.acquire(0.0)
         lease.answered(10.0)
         lease.release()
-    hedged = replicas.acquire(20.0)
-    hedged.cancelled(45.0)
-    assert hedged.replica.health(45.0) == "up"
-    hedged.cancelled(51.0)
-    assert hedged.replica.health(51.0) == "backing_off"
+    for given_up_at, health in ((45.0, "up"), (51.0, "backing_off")):
+        with replicas.acquire(20.0) as hedged:
+            hedged.cancelled(given_up_at)
+        assert hedged.replica.health(given_up_at) == health
 
 
 def test_a_call_that_is_cancelled_at_once_says_nothing() -> None:

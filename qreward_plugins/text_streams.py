@@ -22,6 +22,7 @@ from .errors import EngineError, InputError, InvalidReply, TextStreamFailed, inp
 from .samples import Message, Sample
 from .scheduling import Answer, Batch, Call, Dispatcher, Job, Unanswered, Upstream
 from .sources import TEXT, Reply, Request
+from .sources.bodies import as_json
 from .spent import NOTHING, Spent
 
 DEFAULT_MAX_TOKENS = 1024
@@ -295,6 +296,8 @@ class TextCalls:
             raise InputError("the messages must be a list with at least one message")
         copies: list[Message] = []
         for number, message in enumerate(messages):
+            if not isinstance(message, Mapping):
+                raise InputError(f"message {number} must be a mapping with role and content")
             role, content = message.get("role"), message.get("content")
             if not (isinstance(role, str) and isinstance(content, str)):
                 raise InputError(f"message {number} needs a role and a content, both texts")
@@ -342,4 +345,8 @@ def _checked(parameters: Mapping[str, Any]) -> dict[str, Any]:
     bound = parameters.get("max_tokens", DEFAULT_MAX_TOKENS)
     if not isinstance(bound, int) or isinstance(bound, bool) or bound < 1:
         raise ValueError(f"parameters.max_tokens must be a whole number from 1 on, not {bound!r}")
-    return {"max_tokens": bound, **parameters}
+    try:
+        plain = {key: as_json(value, f"parameters.{key}") for key, value in parameters.items()}
+    except InputError as error:
+        raise ValueError(str(error)) from None
+    return {"max_tokens": bound, **plain}

@@ -448,6 +448,8 @@ def test_no_conversation_is_no_item():
         ({"parameters": {"n": 2}}, ValueError, "parameters.n"),
         ({"parameters": {"max_tokens": 0}}, ValueError, "max_tokens"),
         ({"parameters": {"max_tokens": None}}, ValueError, "max_tokens"),
+        ({"parameters": {"temperature": float("nan")}}, ValueError, "parameters.temperature: it is NaN"),
+        ({"parameters": {"stop": [object()]}}, ValueError, r"parameters.stop\[0\]: it is of type object"),
         ({"deadline_s": -1}, ValueError, "deadline_s"),
         ({"deadline_s": float("nan")}, ValueError, "deadline_s"),
         ({"priority": 0.5}, ValueError, "priority"),

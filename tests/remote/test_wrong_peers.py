@@ -13,7 +13,7 @@ import pytest
 from aiohttp import web
 
 from qreward_plugins import RewardEngine, Sample
-from qreward_plugins.remote import FACTS_PATH, PATH, ServerFacts
+from qreward_plugins.remote import FACTS_PATH, PATH, ServerFacts, link
 from qreward_plugins.remote.facts import ask_facts
 from qreward_plugins.server.forms import result_of
 
@@ -105,6 +105,40 @@ async def test_a_server_that_answers_nonsense(frames):
         async with engine:
             outcome = await engine.score(sample(1))
     assert outcome.label == "infra/server_refused"
+
+
+async def test_a_server_that_accepts_and_does_not_answer_is_asked_again(serving, remote, monkeypatch):
+    """As one that hangs: the system accepts in its place."""
+    monkeypatch.setattr(link, "FACTS_WITHIN_S", 0.2)
+    hung = 0
+
+    async def passed_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal hung
+        head = await reader.readuntil(b"\r\n\r\n")
+        if head.startswith(f"GET {PATH} ".encode()) and not hung:
+            hung += 1
+            await reader.read()
+            writer.close()
+            return
+        inner_reader, inner_writer = await asyncio.open_connection("127.0.0.1", there.port)
+        inner_writer.write(head)
+        await asyncio.gather(copied(reader, inner_writer), copied(inner_reader, writer))
+
+    async def copied(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(2**16):
+                writer.write(data)
+        writer.close()
+
+    with serving() as there:
+        proxy = await asyncio.start_server(passed_on, "127.0.0.1", 0)
+        tree = remote(there, connect_s=0.3)
+        tree["engine"]["server"]["url"] = f"http://127.0.0.1:{proxy.sockets[0].getsockname()[1]}"
+        engine = await asyncio.to_thread(RewardEngine, tree)
+        async with engine:
+            assert (await engine.score(sample(0.5), deadline_s=8)).reward == 0.5
+        proxy.close()
+    assert hung == 1
 
 
 async def test_a_proxy_that_breaks_the_first_connections():

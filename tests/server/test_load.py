@@ -42,3 +42,15 @@ def test_the_most_samples_hold_without_a_rate():
     assert load.retry_after_s(11, 1.0, 0.0) == WINDOW_S
     load.left(90)
     assert load.retry_after_s(1000, 1.0, 0.0) is None
+
+
+def test_of_many_samples_those_that_can_be_done_may_come():
+    load = loaded(per_s=10, seconds=10, under_way=100)
+    assert load.room(100, 25.0, 10.0) == 100
+    assert load.room(400, 25.0, 10.0) == 150
+    assert load.room(400, 5.0, 10.0) == 0
+    crowded = Load(100)
+    crowded.began(90)
+    assert crowded.room(50, 1.0, 0.0) == 10
+    crowded.left(90)
+    assert crowded.room(1000, 1.0, 0.0) == 1000

@@ -269,12 +269,11 @@ class RewardEngine:
     async def reload(
         self, config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | None = None
     ) -> Difference:
-        """Go on with another configuration: `config`, or what the file of the present one holds now.
+        """Apply another configuration: `config`, or by default the content of the engine's file. Return what differs.
 
-        It is checked as a whole and applied in one step of the event loop, or refused as a whole. Returns what differs.
-        Samples under way end by the judges that they began with. Attempts at a source that was removed end there, and
-        nothing new starts there. docs/reload.md says what can change. A configuration that was given does not change
-        the file that `engine.reload` watches.
+        It is checked as a whole and applied in one step of the event loop, or refused as a whole. Samples under way
+        keep their judges. Attempts at a removed source end there, and no new ones start. docs/reload.md lists what can
+        change. `engine.reload` goes on watching the same file. `retune` changes the limits of one source only.
 
         Call it from the engine's event loop. Raises `ConfigurationError` for mistakes and for changes that need a
         restart, and `EngineError` if the engine is closed or serves another event loop. Nothing has changed then.

@@ -21,7 +21,7 @@ from ..redaction import one_line
 from ..samples import Sample
 from ..scheduling import Answer, Call, Unanswered
 from ..sources import Reply, Request
-from ..sources.passed_requests import PassedRequest, RawReply, parsed_body, sent_on
+from ..sources.passed_requests import PassedRequest, RawReply, forwarded_headers, parsed_body
 from .exchange import Exchange, Pieces
 from .formats import FORMATS, Format, client_format, format_of, model_entry, model_list
 from .groups import Group, ModelGroups
@@ -150,7 +150,7 @@ class Proxy:
         priority: int,
     ) -> ClientReply:
         streams = form.streams(incoming.path, body)
-        headers = sent_on(incoming.headers)
+        headers = forwarded_headers(incoming.headers)
         dispatcher = self._engine.dispatcher()
         # Never sealed: it is no batch of samples, and has no report.
         exchange = Exchange(dispatcher, dispatcher.batches.new((), priority=priority))

@@ -30,7 +30,7 @@ from .dialects.detection import Server, Undetected, detect
 from .endpoint import Endpoint
 from .http import HTTPReply, Streaming
 from .kind import TEXT
-from .passed_requests import PassedRequest, RawReply, cleaned, handed_back, loads_leniently
+from .passed_requests import PassedRequest, RawReply, cleaned, loads_leniently, returned_headers
 from .rate_limit_headers import announced_limits
 from .replies import Answer, Problem, json_of, name_of
 from .stream_passing import StreamPassing, progress_of
@@ -129,7 +129,7 @@ class OpenAISource(Endpoint):
             streaming = StreamPassing(
                 progress_of(self._dialect.name),
                 on_begin=lambda status, headers: passed.on_head(
-                    RawReply(status, handed_back(headers, clean), source=self._name)
+                    RawReply(status, returned_headers(headers, clean), source=self._name)
                 ),
                 on_piece=request.on_text,
                 clean=clean,
@@ -147,7 +147,7 @@ class OpenAISource(Endpoint):
         """Read the reply to a client's own request. Raises what `Answer.reply` raises."""
         clean = self._http.redactor.clean
         answer = self.answer(url, http)
-        raw = RawReply(http.status, handed_back(http.headers, clean), cleaned(http.body, clean), self._name)
+        raw = RawReply(http.status, returned_headers(http.headers, clean), cleaned(http.body, clean), self._name)
         if not 200 <= http.status < 300:
             error = answer.of_status(http.status, Problem.of(json_of(http.body)))
             unknown = passed.refers and http.status in (403, 404)

@@ -15,9 +15,9 @@ from typing import Any
 from ..errors import InputError
 from .demand import TOKENS_PER_ATTACHMENT, Texture, overhead_of
 
-SENT_ON = ("anthropic-beta", "anthropic-version", "openai-beta")
+FORWARDED_HEADERS = ("anthropic-beta", "anthropic-version", "openai-beta")
 """Headers of a client that are sent on. They say how the body is to be read; no other header leaves."""
-HANDED_BACK = (
+RETURNED_HEADERS = (
     "content-type",
     "request-id",
     "x-request-id",
@@ -39,8 +39,8 @@ _NO_DATA = 256
 
 @dataclass(frozen=True, slots=True)
 class RawReply:
-    """The reply of a source, for a client. `headers` are those of `HANDED_BACK`, names in lower case. No secret of the
-    source is in it. `body` is empty for the head of a stream.
+    """The reply of a source, for a client. `headers` are those of `RETURNED_HEADERS`, names in lower case. No secret of
+    the source is in it. `body` is empty for the head of a stream.
     """
 
     status: int
@@ -53,9 +53,9 @@ class RawReply:
 class PassedRequest:
     """A client's own request.
 
-    `body` is JSON, and `headers` are those of `SENT_ON`. `stream`: the client asked for server-sent events. `on_head`
-    is called with the head of a stream before its first piece, `on_refusal` with the reply of a source that refuses
-    this one request. A source waits with `wait_for_room` while not `has_room`, because the client reads slowly.
+    `body` is JSON, and `headers` are those of `FORWARDED_HEADERS`. `stream`: the client asked for server-sent events.
+    `on_head` is called with the head of a stream before its first piece, `on_refusal` with the reply of a source that
+    refuses this one request. A source waits with `wait_for_room` while not `has_room`, because the client reads slowly.
     """
 
     body: Mapping[str, Any] = field(repr=False)
@@ -118,7 +118,7 @@ def _is_attachment(key: str, value: str) -> bool:
     return key in _DATA and len(value) > _NO_DATA and _BASE64.fullmatch(value) is not None
 
 
-def sent_on(headers: Mapping[str, str]) -> dict[str, str]:
+def forwarded_headers(headers: Mapping[str, str]) -> dict[str, str]:
     """Return the headers of a client that are sent on, in lower case. One that comes several times is joined.
 
     Raises `InputError` for a value that cannot be sent: it would look like a fault of the source.
@@ -126,7 +126,7 @@ def sent_on(headers: Mapping[str, str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for key, value in headers.items():
         name = key.lower()
-        if name not in SENT_ON:
+        if name not in FORWARDED_HEADERS:
             continue
         if not _is_plain(value):
             raise InputError(f"the header {name} must be printable ASCII")
@@ -172,10 +172,10 @@ def _finite(text: str) -> float:
     return number
 
 
-def handed_back(headers: Mapping[str, str], clean: Callable[[str], str] | None) -> dict[str, str]:
+def returned_headers(headers: Mapping[str, str], clean: Callable[[str], str] | None) -> dict[str, str]:
     """Return the headers of a reply that its client gets. One that is not ASCII is left out: httpx cannot hold it."""
     found: dict[str, str] = {}
-    for name in HANDED_BACK:
+    for name in RETURNED_HEADERS:
         value = headers.get(name)
         if value is not None and _is_plain(value):
             found[name] = value if clean is None else clean(value)

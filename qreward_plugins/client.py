@@ -19,6 +19,7 @@ import aiohttp
 import orjson
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from .config.source_models import server_url
 from .errors import InputError, RewardServerError
 from .remote import FACTS_PATH, facts_of, outcome_of_row, row_of_sample, rows_of, was_closed
 from .samples import Outcome, Sample
@@ -48,13 +49,22 @@ class RewardClient:
     """
 
     def __init__(self, url: str, *, token: str | None = None, retry_for_s: float = RETRY_FOR_S) -> None:
-        self._url = url.rstrip("/")
+        try:
+            self._url = server_url(url).rstrip("/")
+        except (ValueError, AttributeError) as error:
+            problem = str(error) if isinstance(url, str) else f"it is a text, not {type(url).__name__}"
+            raise InputError(f"the URL of the reward server: {problem}") from None
         self._headers = {"Content-Type": "application/json"}
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         self._retry_for_s = retry_for_s
         self._session: aiohttp.ClientSession | None = None
         self._default_s: float | None = None
+
+    @property
+    def url(self) -> str:
+        """The server's address, without a slash at its end."""
+        return self._url
 
     async def score(self, sample: Sample, *, deadline_s: float | None = None, priority: int | None = None) -> Outcome:
         """Score a sample as `RewardEngine.score` does. Raises what `score_all` raises."""

@@ -15,6 +15,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from importlib.util import find_spec
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -35,6 +36,13 @@ def ray_is_up() -> bool:
     # The module may be partly imported, or a stand-in.
     is_initialized = getattr(sys.modules.get("ray"), "is_initialized", None)
     return bool(is_initialized is not None and is_initialized())
+
+
+def missing_ray() -> str:
+    """Say why Ray cannot be used in this process, where `ray_is_up` is false."""
+    if find_spec("ray") is None:
+        return 'needs Ray, which is not installed: pip install "qreward-plugins[ray]".'
+    return "needs Ray, which is not initialised in this process."
 
 
 def get_or_start(name: str, cls: type) -> Any:

@@ -45,6 +45,8 @@ async def compute_score(
     verl passes no prompt; `extra_info[prompt_key]` is used if it is there. Returns `score`, `acc` if the judge defines
     it, and the components. Raises `RewardMissing` if the sample has no reward, and `RewardServerError`.
     """
+    if extra_info is not None and not isinstance(extra_info, Mapping):
+        raise InputError(f"extra_info must be a mapping or None, not {type(extra_info).__name__}")
     extras = dict(extra_info or {})
     prompt = extras.get(prompt_key)
     sample = Sample(
@@ -54,7 +56,7 @@ async def compute_score(
         data_source=data_source,
         extras={name: value for name, value in extras.items() if name != prompt_key},
     )
-    async with RewardClient(_url(server), token=os.environ.get(token_env) or None) as client:
+    async with RewardClient(_url(server), token=_token(token_env)) as client:
         outcome = await client.score(sample, deadline_s=deadline_s)
     if isinstance(outcome, Failed):
         raise RewardMissing(outcome)
@@ -65,11 +67,14 @@ async def compute_score(
 
 @dataclass(frozen=True)
 class Columns:
-    """The columns of a data set that a sample is made of. `extras` are further ones that the judge gets."""
+    """The columns of a data set that a sample is made of. `extras` are further ones that the judge gets; they must be
+    there, and so must those in `required`.
+    """
 
     ground_truth: str = "ground_truth"
     data_source: str = "data_source"
     extras: Sequence[str] = ()
+    required: Sequence[str] = ()
 
 
 def trl_reward(
@@ -86,9 +91,14 @@ def trl_reward(
 
     `ground_truth`, `data_source` and `extras` name columns of the data set. TRL awaits it together with its other async
     functions, and logs it as `rewards/NAME`. A sample without a reward gets None; their share is logged as
-    `NAME/failed_rate`. The function raises `RewardServerError` if the server cannot be reached.
+    `NAME/failed_rate`. Columns that are named here must be in the data set. The function raises `RewardServerError` if
+    the server cannot be reached, and `InputError` for a missing column.
     """
-    url, columns = _url(server), Columns(ground_truth, data_source, tuple(extras))
+    named = [name for name, usual in ((ground_truth, "ground_truth"), (data_source, "data_source")) if name != usual]
+    url, columns = (
+        _url(server),
+        Columns(ground_truth, data_source, (extras,) if isinstance(extras, str) else tuple(extras), named),
+    )
 
     async def reward(
         prompts: Sequence[Any],
@@ -98,7 +108,7 @@ def trl_reward(
         **rest: Any,
     ) -> list[float | None]:
         samples = _samples(prompts, completions, rest, columns, step=getattr(trainer_state, "global_step", None))
-        async with RewardClient(url, token=os.environ.get(token_env) or None) as client:
+        async with RewardClient(url, token=_token(token_env)) as client:
             outcomes = await client.score_all(samples, deadline_s=deadline_s)
         if callable(log_metric) and outcomes:
             failed = sum(isinstance(outcome, Failed) for outcome in outcomes)
@@ -154,7 +164,15 @@ def _url(server: str | None) -> str:
     url = server or os.environ.get(SERVER)
     if not url:
         raise InputError(f"no reward server: name its URL, or set the environment variable {SERVER}")
-    return url
+    return RewardClient(url).url
+
+
+def _token(variable: str) -> str | None:
+    """Return the server's token. Only the usual variable may be unset."""
+    token = os.environ.get(variable, "").strip()
+    if not token and variable != TOKEN:
+        raise InputError(f"token_env: the environment variable {variable} is not set; set it to the server's token")
+    return token or None
 
 
 def _rewards(outcomes: Sequence[Outcome]) -> list[float | None]:
@@ -164,6 +182,15 @@ def _rewards(outcomes: Sequence[Outcome]) -> list[float | None]:
 def _samples(
     prompts: Sequence[Any], completions: Sequence[Any], given: Mapping[str, Any], columns: Columns, *, step: Any
 ) -> list[Sample]:
+    for what, values in (("prompts", prompts), ("completions", completions)):
+        if isinstance(values, str) or not isinstance(values, Sequence):
+            raise InputError(f"{what} must be a list, not {type(values).__name__}")
+    if len(prompts) != len(completions):
+        raise InputError(f"there are {len(prompts)} prompts and {len(completions)} completions")
+    missing = [name for name in (*columns.required, *columns.extras) if name not in given]
+    if missing:
+        raise InputError(f"the data set has no column {missing[0]!r}; it has {', '.join(sorted(given)) or 'none'}")
+
     def column(name: str) -> Sequence[Any]:
         values = given.get(name)
         whole = isinstance(values, Sequence) and not isinstance(values, str) and len(values) == len(completions)
@@ -174,7 +201,7 @@ def _samples(
     return [
         Sample(
             messages=_messages(prompt),
-            response=_text(completion),
+            response=_text(completion, f"completions[{number}]"),
             ground_truth=truths[number],
             data_source="" if sources[number] is None else str(sources[number]),
             group_id=_group_of(prompt),
@@ -190,10 +217,12 @@ def _messages(prompt: Any) -> list[Any]:
     return list(prompt) if isinstance(prompt, (list, tuple)) else [{"role": "user", "content": str(prompt)}]
 
 
-def _text(completion: Any) -> str:
+def _text(completion: Any, where: str) -> str:
     """Return a completion as text: the contents of its messages, if it is conversational."""
     if isinstance(completion, str):
         return completion
+    if not isinstance(completion, Sequence) or not all(isinstance(turn, Mapping) for turn in completion):
+        raise InputError(f"{where} must be a text or a list of messages, not {type(completion).__name__}")
     return "\n\n".join(str(turn.get("content") or "") for turn in completion)
 
 

@@ -19,11 +19,11 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from os import PathLike
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from .config import Config, load_config
 from .engine import RewardEngine
-from .errors import ConfigurationError, EngineError, Mistake, ReplyBroken
+from .errors import ConfigurationError, EngineError, InputError, Mistake, ReplyBroken
 from .portal import EnginePortal
 from .proxy import ClientReply, ClientRequest, Pieces, Proxy, refusal
 from .proxy.formats import client_format
@@ -52,6 +52,9 @@ else:
 MOST_BODY_BYTES = 64 * 2**20
 """Largest body of a request, in bytes. A larger one is refused with 413."""
 
+_FOR_ASYNC = "QRewardTransport is for asynchronous clients; a synchronous one takes QRewardSyncTransport"
+_FOR_SYNC = "QRewardSyncTransport is for synchronous clients; an asynchronous one takes QRewardTransport"
+
 T = TypeVar("T")
 
 
@@ -74,11 +77,19 @@ class QRewardTransport(_AsyncTransport):
         max_body_bytes: int = MOST_BODY_BYTES,
     ) -> None:
         _check_installed()
+        _check_size(max_body_bytes)
         self._own = None if isinstance(engine, RewardEngine) else _opened(engine)
         self._engine = engine if isinstance(engine, RewardEngine) else self._own
         assert self._engine is not None
         self._proxy = Proxy(self._engine)
         self._max_body_bytes = max_body_bytes
+
+    def __enter__(self) -> NoReturn:
+        raise TypeError(_FOR_ASYNC)
+
+    def handle_request(self, request: Any) -> NoReturn:
+        """Raise `TypeError`: a synchronous client needs the other transport."""
+        raise TypeError(_FOR_ASYNC)
 
     @property
     def engine(self) -> RewardEngine:
@@ -131,6 +142,7 @@ class QRewardSyncTransport(_Transport):
         max_body_bytes: int = MOST_BODY_BYTES,
     ) -> None:
         _check_installed()
+        _check_size(max_body_bytes)
         if isinstance(engine, RewardEngine):
             raise TypeError("a synchronous transport takes the portal of an engine: RewardEngine.portal()")
         self._portal = engine if isinstance(engine, EnginePortal) else None
@@ -140,6 +152,13 @@ class QRewardSyncTransport(_Transport):
         self._closed = False
         self._proxy: Proxy | None = None
         self._max_body_bytes = max_body_bytes
+
+    async def __aenter__(self) -> NoReturn:
+        raise TypeError(_FOR_SYNC)
+
+    async def handle_async_request(self, request: Any) -> NoReturn:
+        """Raise `TypeError`: an asynchronous client needs the other transport."""
+        raise TypeError(_FOR_SYNC)
 
     def handle_request(self, request: Any) -> Any:
         """Answer a request of a client. Blocks the calling thread."""
@@ -191,6 +210,11 @@ def _check_installed() -> None:
         raise ModuleNotFoundError(
             'a transport needs httpx or httpx2: pip install "qreward-plugins[httpx]"', name="httpx"
         )
+
+
+def _check_size(size: Any) -> None:
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise InputError(f"max_body_bytes must be a whole number from 1 on, not {size!r}")
 
 
 def _opened(config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config) -> RewardEngine:

@@ -21,6 +21,7 @@ from typing import Any
 
 from ..config import EngineConfig, Limits, Price, load_config
 from ..errors import ConfigurationError, EngineError, Mistake
+from ..named_actors import missing_ray, ray_is_up
 from ..observers import Observers, Statistics, with_names
 from ..quotas import Quota, SharedQuota
 from ..scheduling import FAILED, Batch, Breaker, Call, ErrorShare, Upstream
@@ -363,7 +364,11 @@ class FunctionCalls:
         return THREADS if self.kind in ("sync", "generator") else ANY_NUMBER
 
     def _open_channel(self) -> OpenedChannel | None:
-        return None if self.options.shared == "off" else open_channel(EngineConfig(shared=self.options.shared))
+        shared = self.options.shared
+        if shared == "ray" and not ray_is_up():
+            remedy = 'Call ray.init() before the first call, or set it to "auto" or "machine".'
+            raise ConfigurationError([Mistake("shared", missing_ray(), remedy)], origin="accelerate")
+        return None if shared == "off" else open_channel(EngineConfig(shared=shared))
 
 
 def _value(_: object, reply: Any) -> Any:

@@ -40,7 +40,7 @@ from .nodes import (
     takes,
 )
 from .origin import Origin
-from .source_models import ServiceURL, SourceConfig, VariableName
+from .source_models import ServerURL, SourceConfig, VariableName
 
 
 class JournalConfig(Node):
@@ -98,7 +98,7 @@ def _off(value: Any) -> Any:
 class ServerConfig(Node):
     """A reward server (`qreward serve`) that scores instead of this process."""
 
-    url: ServiceURL
+    url: ServerURL
     """Its address, e.g. `http://10.0.0.5:8080`."""
 
     token: SecretStr | None = None
@@ -125,7 +125,7 @@ def _url_alone(value: Any) -> Any:
 class SharedServer(Node):
     """The reward server whose keeper shares the limits, for `engine.shared: server`. It scores nothing here."""
 
-    url: ServiceURL
+    url: ServerURL
     """Address of the reward server (`qreward serve`)."""
 
     token_env: VariableName | None = None
@@ -183,7 +183,7 @@ class EngineConfig(Node):
 
     scheduling: Scheduling = Scheduling()
 
-    priority: Priorities = Priorities()
+    priority: Annotated[Priorities, takes("a mapping with `train` and `validation`")] = Priorities()
     """Which split goes first. The priority of a route comes before that of a judge, and that before the split's; the
     `priority` of a call comes before all of them."""
 
@@ -315,6 +315,7 @@ class Config(Node):
     judges: Annotated[
         dict[str, SerializeAsAny[Annotated[JudgeConfig, BeforeValidator(_by_kind(registry.judges))]]],
         Field(min_length=1),
+        takes("a mapping with at least one entry; only a file for clients, with `models`, needs none"),
     ]
     """The judges, by name."""
 

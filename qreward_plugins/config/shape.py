@@ -66,9 +66,10 @@ def top() -> Shape:
 
 
 def choices(shape: Shape) -> list[Shape]:
-    """Return the shapes that a value may have, without null."""
+    """Return the shapes that a value may have, without null. What a union says that it takes holds for all of them."""
     if "anyOf" in shape or "oneOf" in shape:
-        return [choice for part in shape.get("anyOf") or shape["oneOf"] for choice in choices(part)]
+        said = {"takes": shape["takes"]} if "takes" in shape else {}
+        return [{**choice, **said} for part in shape.get("anyOf") or shape["oneOf"] for choice in choices(part)]
     return [] if shape.get("type") == "null" else [shape]
 
 

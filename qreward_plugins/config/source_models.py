@@ -18,7 +18,7 @@ FRAMEWORK_SCHEME = "framework://"
 """How the URL of a server begins that the training framework has started; see `framework`."""
 
 
-def _plain_url(url: str) -> str:
+def _plain_url(url: str, *, remedy: str = "put a key into api_key or headers, and the query into parameters") -> str:
     if not url.isprintable() or any(map(str.isspace, url.strip())):
         raise ValueError("a URL must not have blanks or control characters")
     if url.startswith(FRAMEWORK_SCHEME):
@@ -31,11 +31,13 @@ def _plain_url(url: str) -> str:
         raise ValueError("a URL must start with http:// or https:// and have a host")
     if "@" in authority or "?" in rest or "#" in rest:
         # URLs are shown in messages, metrics and the journal, and the query of a service often holds its key.
-        raise ValueError(
-            "a URL must not have credentials, a query or a fragment; put a key into api_key or headers, and the query "
-            "into parameters"
-        )
+        raise ValueError(f"a URL must not have credentials, a query or a fragment; {remedy}")
     return url
+
+
+def server_url(url: str) -> str:
+    """Check the URL of a reward server, and return it. Raises `ValueError`."""
+    return _plain_url(url, remedy="name the variable that holds the token in token_env")
 
 
 def _without_slash(url: str) -> str:
@@ -60,7 +62,9 @@ def _plain_name(name: str) -> str:
 
 
 ModelName = Annotated[str, Field(min_length=1), AfterValidator(_plain_name)]
-ServiceURL = Annotated[str, AfterValidator(_plain_url)]
+ServiceURL = Annotated[str, AfterValidator(lambda url: _plain_url(url))]
+ServerURL = Annotated[str, AfterValidator(server_url)]
+"""The URL of a reward server."""
 _TAKES_URLS = takes("a URL, or a list of URLs")
 URLs = Annotated[tuple[ServiceURL, ...], Field(min_length=1), _TAKES_URLS, BeforeValidator(one_or_several)]
 """A URL, or a list of replicas."""
@@ -286,7 +290,11 @@ class Routing(Node):
         return value
 
 
-RoutingChoice = Annotated[Routing, BeforeValidator(_named_strategies)]
+RoutingChoice = Annotated[
+    Routing,
+    BeforeValidator(_named_strategies),
+    takes("a strategy, a list of strategies, or a mapping with `strategies`"),
+]
 """`Routing`, or a list of its strategies."""
 
 

@@ -87,7 +87,7 @@ def _finding(kind: str, path: Path, value: Any, problem: str, shapes: list[Shape
     secret, wanted = shape.is_secret(shapes), shape.wanted(shapes)
     if kind not in _KNOWN and not (isinstance(value, bool) and wanted):
         if secret and isinstance(value, str) and value in problem:
-            problem = "is not valid"
+            problem = f"must be {wanted}" if wanted else "is not valid"
         return Finding(path, problem, excerpt="" if secret else _url_excerpt(value))
     if is_key:
         return Finding(path, "the name must be lower-case letters, digits and underscores, and start with a letter")

@@ -7,6 +7,7 @@ asks for the facts once, before its first sample, and every later connection mus
 from __future__ import annotations
 
 import http.client
+import ssl
 import time
 import urllib.error
 import urllib.request
@@ -105,7 +106,8 @@ def ask_facts(url: str, token: str | None, *, within_s: float) -> ServerFacts:
         except (OSError, http.client.HTTPException) as failed:
             # A tunnel or a proxy accepts connections before the server behind it does, and then breaks them.
             reason = getattr(failed, "reason", failed)
-            error = RewardServerError(f"it cannot be reached ({type(reason).__name__})")
+            hint = "; does it speak http, not https?" if isinstance(reason, ssl.SSLError) else ""
+            error = RewardServerError(f"it cannot be reached ({type(reason).__name__}{hint})")
         if time.monotonic() + _PAUSE_S >= until:
             raise error from None
         time.sleep(_PAUSE_S)
@@ -113,7 +115,7 @@ def ask_facts(url: str, token: str | None, *, within_s: float) -> ServerFacts:
 
 _REMEDY = {
     401: "; set token_env to the variable that holds its token",
-    404: "; is it a reward server (`qreward serve`) of this version?",
+    404: "; there is no reward server (`qreward serve`) of this version at this URL",
 }
 
 

@@ -34,14 +34,15 @@ def open_server(config: ServerConfig) -> RemoteServer:
         remedy = "Write the URL of `qreward serve`."
         raise ConfigurationError([Mistake(_PATH, "a training framework starts no reward server.", remedy)])
     token = _token(config)
-    problem = ""
+    problem, remedy = "", ""
     try:
         facts = ask_facts(url, token, within_s=config.start_s)
     except RewardServerError as error:
         problem = f"the reward server at {url}: {error}"
+        remedy = "" if error.status else "Start it with `qreward serve`."
     if problem:
         # Raised outside the `except`: the context of an error of urllib holds the request with its token.
-        raise ConfigurationError([Mistake(_PATH, f"{problem}.", "Start it with `qreward serve`.")])
+        raise ConfigurationError([Mistake(_PATH, f"{problem}.", remedy)])
     return RemoteServer(url, facts, config.connect_s, config.judges_may_change, token)
 
 

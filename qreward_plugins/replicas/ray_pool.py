@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from ..named_actors import get_or_start, in_thread
+from ..named_actors import get_or_start, in_thread, ray_is_up
 from .launch import LocalServer, ServerFailed
 from .pool import Pool, PoolFailed, ReplicaState
 from .pool_use import PoolUse
@@ -35,9 +35,11 @@ _LOST_TRIES = 3
 
 def cluster_platform() -> Platform:
     """The platform of the nodes of the Ray cluster of this process. Ray itself sets the variables of the devices."""
+    if not ray_is_up():
+        return "cpu"
     import ray
 
-    return "cuda" if ray.is_initialized() and ray.cluster_resources().get("GPU") else "cpu"
+    return "cuda" if ray.cluster_resources().get("GPU") else "cpu"
 
 
 def bundle_of(spec: PoolSpec) -> dict[str, float]:

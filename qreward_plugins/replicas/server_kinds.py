@@ -11,6 +11,8 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
+from shutil import which
 from typing import Any, ClassVar
 
 CHAT = "chat"
@@ -54,14 +56,25 @@ class ServerKind(ABC):
     name: ClassVar[str]
     PROGRAM: ClassVar[tuple[str, ...]] = ()
     """The beginning of its command line. The setting `program` replaces it."""
+    MODULE: ClassVar[str] = ""
+    """The module of Python that `PROGRAM` runs."""
     SET_BY_US: ClassVar[Mapping[str, str]] = {}
-    """Arguments that follow from a key of the configuration: the argument, and the key."""
+    """Arguments that are set here: the argument, and the key of the configuration that it follows from, or ""."""
     ALONE: ClassVar[tuple[str, ...]] = ()
     """Arguments that spread a replica over several engines."""
     TASKS: ClassVar[tuple[str, ...]] = ()
     """How the protocols of reward models that it speaks begin."""
     divides_heads: ClassVar[bool] = False
     """Whether it divides the attention heads among the devices of a replica."""
+
+    def absent(self) -> str:
+        """Say what is missing here to run `PROGRAM`, and what helps; "" if nothing is missing."""
+        what = ""
+        if self.MODULE and find_spec(self.MODULE) is None:
+            what = f"{self.MODULE} is not installed for {sys.executable}"
+        elif self.PROGRAM and which(self.PROGRAM[0]) is None:
+            what = f"there is no program {self.PROGRAM[0]} on the PATH"
+        return f"{what}. Install it, or name the program of another environment in `program`" if what else ""
 
     @abstractmethod
     def command(self, launch: Launch) -> list[str]:
@@ -80,7 +93,9 @@ class ServerKind(ABC):
         for key, value in arguments.items():
             plain = key.lstrip("-").replace("-", "_")
             if plain in self.SET_BY_US:
-                yield Refused(key, "it is set by a key of this source.", f"Set {self.SET_BY_US[plain]}.")
+                setting = self.SET_BY_US[plain]
+                why = "it is set by a key of this source." if setting else "each replica gets a free one."
+                yield Refused(key, why, f"Set {setting}." if setting else "Leave it out.")
             elif plain in self.ALONE and value not in (False, None) and (value is True or str(value) != "1"):
                 why = "each replica is an independent server on its devices."
                 yield Refused(key, why, "Use data_parallel and tensor_parallel of this source.")
@@ -116,10 +131,11 @@ class VLLM(ServerKind):
     name = "vllm"
     # The command `vllm` looks for a package of this name, which builds for the CPU do not install.
     PROGRAM = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+    MODULE = "vllm"
     SET_BY_US: ClassVar[Mapping[str, str]] = {
         "model": "model",
-        "host": "on",
-        "port": "on",
+        "host": "placement",
+        "port": "",
         "served_model_name": "model",
         "tensor_parallel_size": "tensor_parallel",
         "tp": "tensor_parallel",
@@ -159,11 +175,12 @@ class SGLang(ServerKind):
 
     name = "sglang"
     PROGRAM = (sys.executable, "-m", "sglang.launch_server")
+    MODULE = "sglang"
     SET_BY_US: ClassVar[Mapping[str, str]] = {
         "model_path": "model",
         "model": "model",
-        "host": "on",
-        "port": "on",
+        "host": "placement",
+        "port": "",
         "served_model_name": "model",
         "tensor_parallel_size": "tensor_parallel",
         "tp_size": "tensor_parallel",
@@ -194,8 +211,8 @@ class LlamaCpp(ServerKind):
     SET_BY_US: ClassVar[Mapping[str, str]] = {
         "model": "model",
         "m": "model",
-        "host": "on",
-        "port": "on",
+        "host": "placement",
+        "port": "",
         "alias": "model",
         "a": "model",
     }

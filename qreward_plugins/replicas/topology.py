@@ -71,6 +71,9 @@ class Topology:
         for key, reason in _REFUSED.items():
             if getattr(self, key) > 1:
                 raise TopologyError(key, f"only 1 is possible: {reason}", "Leave it out.")
+        wrong = next((device for device in self.devices if isinstance(device, int) and device < 0), None)
+        if wrong is not None:
+            raise TopologyError("devices", f"{wrong} is no index of a device.", "Indices begin with 0.")
         twice = next((device for device in self.devices if self.devices.count(device) > 1), None)
         if twice is not None:
             raise TopologyError("devices", f"the device {twice} is named twice.", "A device belongs to one replica.")

@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ..config import EngineConfig
 from ..errors import ConfigurationError, Mistake
-from ..named_actors import ray_is_up, start_ahead
+from ..named_actors import missing_ray, ray_is_up, start_ahead
 from .membership import Channel
 from .ray_keeper import NAME, KeeperActor, RayKeeper
 
@@ -45,9 +45,8 @@ def open_channel(settings: EngineConfig) -> OpenedChannel | None:
         assert settings.shared_server is not None, "checked by its model"
         return ServerChannel.of(settings.shared_server)
     if shared == "ray" and not ray_is_up():
-        problem = "needs Ray, which is not initialised in this process."
         remedy = "Call ray.init() before you create the engine, or set it to `auto`, `machine` or `local`."
-        raise ConfigurationError([Mistake("engine.shared", problem, remedy)])
+        raise ConfigurationError([Mistake("engine.shared", missing_ray(), remedy)])
     if shared in ("local", "off") or not ray_is_up():
         return None
     start_ahead(NAME, KeeperActor)

@@ -43,7 +43,7 @@ class ServerChannel:
         self._session: aiohttp.ClientSession | None = None
         self._pid = -1
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._refused = ""
+        self._logged = ""
 
     @classmethod
     def of(cls, settings: SharedServer) -> ServerChannel:
@@ -90,9 +90,13 @@ class ServerChannel:
                     body += more
                 status = reply.status
         except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
-            raise KeeperSilent(
-                f"the reward server at {self._url}, which keeps the limits, cannot be reached ({type(error).__name__})"
-            ) from None
+            name = type(error).__name__
+            if isinstance(error, aiohttp.ClientSSLError):
+                name += "; does it speak http, not https?"
+            message = f"the reward server at {self._url}, which keeps the limits, cannot be reached ({name})"
+            if not self.kept_by:
+                self._log_once(logging.WARNING, message)
+            raise KeeperSilent(message) from None
         try:
             content = load(body)
         except Unreadable:
@@ -102,11 +106,16 @@ class ServerChannel:
         why = content.get("error")
         detail = str(why.get("detail"))[:_DETAIL_CHARS] if isinstance(why, dict) else "no explanation"
         message = f"the reward server at {self._url}, which keeps the limits, answered {status}: {detail}"
-        if 400 <= status < 500 and message != self._refused:
-            # It will not pass by itself, and before the first answer a failure is not logged as a warning.
-            self._refused = message
-            _log.error("%s; no request is sent to sources with limits", message)
+        if 400 <= status < 500:
+            # It will not pass by itself.
+            self._log_once(logging.ERROR, message)
         raise KeeperSilent(message)
+
+    def _log_once(self, level: int, message: str) -> None:
+        """Log why nothing is sent. Before the first answer, the membership logs a failure at level INFO only."""
+        if message != self._logged:
+            self._logged = message
+            _log.log(level, "%s; no request is sent to sources with limits", message)
 
     def _opened(self) -> aiohttp.ClientSession:
         loop = asyncio.get_running_loop()

@@ -67,12 +67,16 @@ class ReplicaSet(SourceKind):
         """The program that serves the model. It must be installed, in this environment or in that of `program`.
         Default: `command`."""
 
-        command: Annotated[tuple[_Word, ...], Field(min_length=1), takes("the words of a command")] | None = None
+        command: (
+            Annotated[tuple[_Word, ...], Field(min_length=1), takes("a list with the words of a command")] | None
+        ) = None
         """Another program: the words of its command line, in which `{port}` and `{name}` must occur (and `{host}` with
-        `on: ray`); `{host}`, `{model}` and `{tensor_parallel}` are replaced, too. It must listen on this port, list
-        this name at `/v1/models` once it is ready, and end at SIGTERM. Default: none."""
+        `placement: ray`); `{host}`, `{model}` and `{tensor_parallel}` are replaced, too. It must listen on this port,
+        list this name at `/v1/models` once it is ready, and end at SIGTERM. Default: none."""
 
-        program: Annotated[tuple[_Word, ...], Field(min_length=1), takes("the words of a command")] | None = None
+        program: (
+            Annotated[tuple[_Word, ...], Field(min_length=1), takes("a list with the words of a command")] | None
+        ) = None
         """The beginning of the command line of `server`, for a program of another environment: `[/opt/vllm/bin/python,
         -m, vllm.entrypoints.openai.api_server]`. Default: the module in this Python, or `llama-server`."""
 
@@ -96,17 +100,17 @@ class ReplicaSet(SourceKind):
         """Only 1 (default): a replica spreads over devices by `tensor_parallel`."""
 
         platform: Literal["auto", "cuda", "rocm", "xpu", "cpu"] = "auto"
-        """The devices of the servers. `auto` (default): what this machine has; with `on: ray`, `cuda` if the cluster
-        has GPUs."""
+        """The devices of the servers. `auto` (default): what this machine has; with `placement: ray`, `cuda` if the
+        cluster has GPUs."""
 
         devices: (
             Annotated[tuple[Annotated[Device, Field(union_mode="left_to_right")], ...], Field(min_length=1)] | None
         ) = None
         """The devices, by index or name; `data_parallel` x `tensor_parallel` of them. The first `tensor_parallel` are
-        those of the first replica, and so on. Not with `on: ray`, where Ray chooses them. Default: those that this
-        process may use (`CUDA_VISIBLE_DEVICES` ...), or all of the machine; there must be as many as needed."""
+        those of the first replica, and so on. Not with `placement: ray`, where Ray chooses them. Default: those that
+        this process may use (`CUDA_VISIBLE_DEVICES` ...), or all of the machine; there must be as many as needed."""
 
-        on: Literal["local", "ray"] = "local"
+        placement: Literal["local", "ray"] = "local"
         """Where the servers run. `local` (default): on this machine. `ray`: on the Ray cluster of this process, each on
         a placement group of its own with all of its devices on one node."""
 
@@ -180,6 +184,7 @@ class ReplicaSet(SourceKind):
     def __init__(self, name: str, config: Config) -> None:
         super().__init__(name, config)
         self._spec = spec = pool_spec(name, config)
+        self._kind = SERVER_KINDS[spec.server]
         self._config = config
         self._inner = _inner(name, config)
         self._use: PoolUse = _use(name, config, spec)
@@ -235,6 +240,9 @@ class ReplicaSet(SourceKind):
             await self._use.start()
         except PoolFailed as error:
             problem, log = self._redactor.of(error.problem, _LOG_CHARS), error.log
+            absent = "" if self._config.program or self._config.placement != "local" else self._kind.absent()
+            if absent:
+                problem += f"; {absent}"
         if problem:
             raise ReplicasNotStarted(f"source {self._name!r} cannot start its servers: {problem}{self._shown(log)}")
         self._look()
@@ -308,8 +316,12 @@ def pool_spec(name: str, config: ReplicaSet.Config) -> PoolSpec:
     kind = SERVER_KINDS[server]
     if config.command is not None and config.program is not None:
         mistakes.append(Mistake(f"{where}.program", "it is the beginning of command.", "Leave it out."))
-    if config.on == "ray" and config.command is not None and not any("{host}" in word for word in config.command):
-        problem = "with `on: ray` a word must hold {host}, because the servers are asked from other nodes."
+    if (
+        config.placement == "ray"
+        and config.command is not None
+        and not any("{host}" in word for word in config.command)
+    ):
+        problem = "with `placement: ray` a word must hold {host}, because the servers are asked from other nodes."
         mistakes.append(Mistake(f"{where}.command", problem))
     if not kind.serves(config.task):
         problem = f"{server} does not speak {config.task}."
@@ -347,14 +359,14 @@ def _topology(config: ReplicaSet.Config) -> Topology:
     platform: Platform
     if config.platform != "auto":
         platform = config.platform
-    elif config.on == "ray":
+    elif config.placement == "ray":
         from ..replicas.ray_pool import cluster_platform
 
         platform = cluster_platform()
     else:
         platform = "cuda" if config.devices and found_platform() == "cpu" else found_platform()
     devices = config.devices or ()
-    if config.devices is None and config.on == "local":
+    if config.devices is None and config.placement == "local":
         devices = found_devices(platform)
     return Topology(
         config.data_parallel,
@@ -363,20 +375,19 @@ def _topology(config: ReplicaSet.Config) -> Topology:
         platform,
         config.pipeline_parallel,
         config.expert_parallel,
-        assigned=config.on == "ray",
+        assigned=config.placement == "ray",
     )
 
 
 def _use(name: str, config: ReplicaSet.Config, spec: PoolSpec) -> PoolUse:
-    if config.on == "local":
+    if config.placement == "local":
         return LocalPoolUse(spec)
-    from ..named_actors import ray_is_up
+    from ..named_actors import missing_ray, ray_is_up
     from ..replicas.ray_pool import RayPoolUse
 
     if not ray_is_up():
-        problem = "needs Ray, which is not initialised in this process."
         raise ConfigurationError(
-            [Mistake(f"sources.{name}.on", problem, "Call ray.init() before you create the engine.")]
+            [Mistake(f"sources.{name}.placement", missing_ray(), "Call ray.init() before you create the engine.")]
         )
     return RayPoolUse(spec)
 

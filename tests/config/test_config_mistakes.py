@@ -11,13 +11,15 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import yaml  # type: ignore[import-untyped]
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 from pydantic import ValidationError
 
-from qreward_plugins.config import load_config
+from qreward_plugins.config import load_config, shape
 from qreward_plugins.errors import ConfigurationError
+from qreward_plugins.registry import rooms
 from qreward_plugins.sources import OpenAISource
 
 FULL: dict[str, Any] = {
@@ -152,7 +154,13 @@ def test_the_full_tree_is_valid() -> None:
         ("judges.exact.instructions", "x", "", "unknown key. Allowed here: "),
         ("sources.fast.model", ..., "", "the key is missing. It takes text that is not empty."),
         ("sources.local.function", ..., "", "the key is missing. It takes `package.module:name` or"),
-        ("judges", ..., "", "the key is missing. It takes a mapping with at least one entry."),
+        ("judges", ..., "", "the key is missing. It takes a mapping with at least one entry; only a file for clients"),
+        ("engine.server", "h", "", "must be a URL, or a mapping with `url`."),
+        ("engine.server", 3, "", "must be a URL, or a mapping with `url`."),
+        ("engine.server", "http://u:p@h", "", "name the variable that holds the token in token_env."),
+        ("engine.shared_server", 3, "", "must be a URL, or a mapping with `url`, not 3."),
+        ("engine.shared_server", "h:1", "", "a URL must start with http:// or https://"),
+        ("engine.priority", "high", "", "must be a mapping with `train` and `validation`, not 'high'."),
         ("sources", {}, "", "must be a mapping with at least one entry, not an empty mapping."),
         ("sources.fast.kind", "opnai", "", "unknown kind 'opnai'. Did you mean `openai`? Allowed here: openai, reward_model, http, function, replicas."),
         ("sources.fast.kind", 3, "", "unknown kind 3. Allowed here: openai, reward_model, http, function, replicas."),
@@ -335,6 +343,34 @@ def test_keys_that_are_not_text() -> None:
     assert found['sources["1"]'] == "the key is not text but 1. Keys are text; put it in quotes."
     assert "YAML reads yes, on and true as that" in found["engine.True"]
     assert found["sources.fast.headers"] == "a key here is null. Keys are text."
+
+
+def test_yaml_reads_every_key_as_text() -> None:
+    """YAML reads `on` as true, so no key may have such a name."""
+    found = set(_keys(shape.top()))
+    for kinds in rooms:
+        for of_kind in shape.of_kinds(kinds).values():
+            found |= set(_keys(of_kind))
+    assert "placement" in found
+    assert [key for key in found if yaml.safe_load(f"{key}: 1") != {key: 1}] == []
+
+
+def _keys(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        yield from node.get("properties", {})
+        for below in node.values():
+            yield from _keys(below)
+    elif isinstance(node, list):
+        for below in node:
+            yield from _keys(below)
+
+
+def test_a_url_alone_names_the_server_that_shares_limits() -> None:
+    tree = changed("engine.shared", "server")
+    tree["engine"]["shared_server"] = "http://h:1"
+    found = load_config(tree).engine.shared_server
+    assert found is not None
+    assert found.url == "http://h:1"
 
 
 def test_the_error_travels() -> None:

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 
 from qreward_plugins import InputError, RewardMissing, RewardServerError
-from qreward_plugins.reward_functions import AsyncSwiftReward, SwiftReward, trl_reward
+from qreward_plugins.reward_functions import AsyncSwiftReward, SwiftReward, compute_score, trl_reward
 
 PROMPTS = [[{"role": "user", "content": "How much?"}]] * 3
 
@@ -87,6 +87,32 @@ def test_trl(serving, conversational):
     assert [sample.response for sample in samples] == texts
     assert list(samples[0].messages) == PROMPTS[0]
     assert (len({sample.group_id for sample in samples}), samples[0].step) == (1, 4)
+
+
+WRONG_COLUMNS = [
+    ({"answer": ["4"], "prompts": ["a", "b"], "completions": ["c"]}, "there are 2 prompts and 1 completions"),
+    ({"truth": ["4"], "prompts": ["a"], "completions": ["c"]}, "the data set has no column 'answer'; it has truth"),
+    ({"answer": ["4"], "prompts": "a", "completions": ["c"]}, "prompts must be a list, not str"),
+    ({"answer": ["4"], "prompts": ["a"], "completions": None}, "completions must be a list, not NoneType"),
+    ({"answer": ["4"], "prompts": ["a"], "completions": [4]}, r"completions\[0\] must be a text or a list of messages"),
+    ({"answer": ["4"], "prompts": ["a"], "completions": [["c"]]}, r"completions\[0\] must be a text or a list"),
+]
+
+
+@pytest.mark.parametrize(("columns", "text"), WRONG_COLUMNS)
+def test_wrong_columns(columns, text):
+    with pytest.raises(InputError, match=text):
+        asyncio.run(trl_reward("http://127.0.0.1:9", ground_truth="answer")(**columns))
+
+
+def test_wrong_settings(monkeypatch):
+    monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
+    with pytest.raises(InputError, match="must start with http://"):
+        trl_reward("127.0.0.1:9")
+    with pytest.raises(InputError, match="NO_SUCH_TOKEN is not set"):
+        asyncio.run(trl_reward("http://127.0.0.1:9", token_env="NO_SUCH_TOKEN")(prompts=["a"], completions=["b"]))
+    with pytest.raises(InputError, match="extra_info must be a mapping or None, not str"):
+        asyncio.run(compute_score("x", "4", "4", "zz", server="http://127.0.0.1:9"))
 
 
 @pytest.mark.parametrize("kind", [SwiftReward, AsyncSwiftReward])

@@ -38,7 +38,14 @@ def cluster(private):
 
 
 def tree(command, **more):
-    own = {"kind": "replicas", "model": "judge", "on": "ray", "command": list(command), "start_within_s": 60.0, **more}
+    own = {
+        "kind": "replicas",
+        "model": "judge",
+        "placement": "ray",
+        "command": list(command),
+        "start_within_s": 60.0,
+        **more,
+    }
     judge = {"kind": "llm", "score_range": [0, 10], "max_tokens": 64}
     return {"sources": {"own": own}, "judges": {"quality": judge}, "engine": {"seed": 7, "shared": "off"}}
 

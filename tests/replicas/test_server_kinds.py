@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
 from qreward_plugins.replicas import SERVER_KINDS
-from qreward_plugins.replicas.server_kinds import Launch, missing_places
+from qreward_plugins.replicas.server_kinds import VLLM, Command, Launch, LlamaCpp, missing_places
 
 LAUNCH = Launch("Qwen/Qwen3-32B", "own-0-ab", "127.0.0.1", 8001, tensor_parallel=4, platform="cuda")
 
@@ -62,6 +63,15 @@ def test_the_command_lines_of_the_others():
 )
 def test_arguments_that_the_pool_sets_are_refused(server, arguments, refused):
     assert [one.argument for one in SERVER_KINDS[server].refused(arguments)] == refused
+
+
+def test_a_program_that_is_missing_is_named_with_what_helps(monkeypatch):
+    monkeypatch.setattr(VLLM, "MODULE", "no_such_module")
+    monkeypatch.setattr(LlamaCpp, "PROGRAM", ("no-such-program",))
+    assert re.match(r"no_such_module is not installed for .* in `program`$", VLLM().absent())
+    assert re.match(r"there is no program no-such-program on the PATH. .* in `program`$", LlamaCpp().absent())
+    monkeypatch.setattr(VLLM, "MODULE", "json")
+    assert [kind.absent() for kind in (VLLM(), Command())] == ["", ""]
 
 
 def test_which_server_speaks_which_protocol():

@@ -260,6 +260,13 @@ async def test_the_blocking_client_in_threads(serve):
     assert rewards == {number: [float(number), 1.0] for number in range(4)}
 
 
+@pytest.mark.parametrize("url", ["127.0.0.1:8080", "htp://h", "", "http://u:p@h", "http://h?k=1", 3, None])
+def test_a_wrong_url_is_an_error_at_once(url):
+    for client in (RewardClient, BlockingRewardClient):
+        with pytest.raises(InputError, match="the URL of the reward server: "):
+            client(url)
+
+
 def test_the_blocking_client_must_be_opened():
     with pytest.raises(RewardServerError, match="open the client first"):
         BlockingRewardClient("http://127.0.0.1:9").score(sample(1))

@@ -109,10 +109,13 @@ async def test_who_may_share_and_what_is_refused(directory):
         await friend.aclose()
 
 
-async def test_a_server_that_cannot_be_reached_is_a_silent_keeper():
+async def test_a_server_that_cannot_be_reached_is_a_silent_keeper_and_in_the_log(caplog):
     channel = ServerChannel("http://127.0.0.1:9", token=TOKEN)
-    with pytest.raises(KeeperSilent, match="cannot be reached") as caught:
-        await channel.exchange(a_report())
-    assert TOKEN not in str(caught.value)
+    for number in (1, 2):
+        with pytest.raises(KeeperSilent, match="cannot be reached") as caught:
+            await channel.exchange(a_report(number))
+        assert TOKEN not in str(caught.value)
+    (record,) = caplog.records
+    assert (record.levelname, "no request is sent" in record.getMessage()) == ("WARNING", True)
     await channel.end_keeper()
     await channel.aclose()

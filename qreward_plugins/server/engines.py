@@ -1,14 +1,15 @@
 """Connections of engines (`engine.server`): one WebSocket each, over which samples come and outcomes go.
 
 The first frame of the server holds its facts (`remote.facts`); it is repeated when the configuration changes. A frame
-of the engine submits samples (`ids`, `samples`, `deadline_s`, `priority`, `together`) or cancels some (`cancel`).
-Frames of the server hold outcomes, or put samples off. The samples of a connection that ends are cancelled.
+of the engine submits samples (`ids`, `samples`, `deadline_s` or null for none, `priority`, `together`) or cancels some
+(`cancel`). Frames of the server hold outcomes, or put samples off. The samples of a connection that ends are cancelled.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -131,8 +132,6 @@ class _Connection:
             if not all(type(number) is int for number in ids):
                 raise TypeError("ids")
             deadline_s, priority, together = frame["deadline_s"], frame["priority"], bool(frame["together"])
-            if deadline_s is None:
-                raise TypeError("deadline_s")
         except (orjson.JSONDecodeError, LookupError, TypeError):
             await self._socket.close(code=WSCloseCode.UNSUPPORTED_DATA, message=b"a frame cannot be read")
             return
@@ -142,6 +141,7 @@ class _Connection:
         except InputError as error:
             await self._put_off(ids, 422, str(error), 0.0)
             return
+        deadline_s = math.inf if terms.deadline_s is None else terms.deadline_s
         read = self._read(ids, rows)
         if not read:
             return

@@ -50,7 +50,7 @@ class Load:
             return samples
         rate = self._per_s(now)
         room = self._most - self.under_way
-        if rate:
+        if rate and rate * deadline_s < self._most:
             room = min(room, math.floor(rate * deadline_s) - self.under_way)
         return min(samples, max(0, room))
 

@@ -214,6 +214,14 @@ async def test_the_deadline_is_kept_by_the_server(serving, remote):
     assert outcome.source == "words"
 
 
+async def test_a_sample_without_a_deadline_costs_the_others_nothing(serving, remote):
+    with serving(max_samples=2) as there:
+        async with RewardEngine(remote(there)) as engine:
+            given = [engine.score(sample(0.5), deadline_s=math.inf) for _ in range(6)]
+            outcomes = await asyncio.wait_for(asyncio.gather(*given, engine.score(sample(1))), 10)
+    assert [outcome.reward for outcome in outcomes] == [0.5] * 6 + [1.0]
+
+
 async def test_closing_fails_what_waits(serving, remote):
     with serving() as there:
         engine = RewardEngine(remote(there))

@@ -200,7 +200,6 @@ async def test_a_row_that_cannot_be_read_fails_alone(serving):
         {"ids": [[0]]},
         {"ids": ["a"]},
         {"ids": [0, 1]},
-        {"deadline_s": None},
         {"deadline_s": "x"},
         {"priority": {}},
     ],

@@ -52,5 +52,7 @@ def test_of_many_samples_those_that_can_be_done_may_come():
     crowded = Load(100)
     crowded.began(90)
     assert crowded.room(50, 1.0, 0.0) == 10
+    full = loaded(per_s=10, seconds=10, under_way=100, most=120)
+    assert full.room(100, float("inf"), 10.0) == 20
     crowded.left(90)
     assert crowded.room(1000, 1.0, 0.0) == 1000

@@ -246,7 +246,7 @@ class Endpoint(SourceKind):
         loop = asyncio.get_running_loop()
         most = len(requests) * self._max_reply_bytes
         with self._replicas.acquire(loop.time(), self._hints(requests)) as lease:
-            url = (self._urls if streaming is None else self._stream_urls)[lease.base_url]
+            url = (self._urls if streaming is None else self._stream_urls)[lease.replica.base_url]
             try:
                 http = await self._http.post(
                     url, body, on_sent=on_sent, max_reply_bytes=most, streaming=streaming, headers=headers

@@ -173,7 +173,8 @@ class Replicas:
         Replicas that failed are tried less: only if their backoff is over, one call at a time, or if all have failed.
         Raises TransientError if no replica is up.
         """
-        tokens = self._tokens(hints)
+        # Counts are not shown for a source with one replica.
+        tokens = 1 if hints is NO_HINTS else self._tokens(hints)
         if len(self._replicas) == 1 and self._replicas[0].mark == "up":
             replica = self._replicas[0]
         else:

@@ -35,11 +35,13 @@ def bounded(trial: Trial, record: Record) -> Iterator[str]:
         sent, judge = per_sample.get(name, []), judge_of(config, sample)
         retries = config["judges"][judge]["invalid_retries"] if judge is not None else 0
         throttled = sum(one.ending == "throttled" for one in sent)
+        # A request of several calls that fails is split, until the call to blame is alone.
+        split = sum(one.together > 1 and one.ending in ("failed", "cancelled") for one in sent)
         # Failed attempts are bounded; probes of a source with an open circuit count once more. Attempts that the engine
         # ended do not count, nor do those at a source that failed several samples and answered none meanwhile.
         excused = sum(_excused(one, sent[0], by_server[one.server], record) for one in sent)
         excused += min(sum(one.ending == "cancelled" for one in sent), MAX_RESTARTS + MAX_FORGIVEN)
-        most = 2 * max_attempts + retries + MAX_HEDGES + throttled + excused
+        most = 2 * max_attempts + retries + MAX_HEDGES + throttled + excused + split
         # If only poisoned samples wait, their failures look like an outage, and probes are free.
         if len(sent) > most and poison_of(sample) is None:
             yield f"{name} was sent {len(sent)} times, {throttled} of them throttled; {most} is the most"
@@ -100,13 +102,15 @@ def _hedges(sent: list[Sent]) -> int:
     """The number of a sample's requests that began while another one was in flight."""
     count = 0
     for number, one in enumerate(sent):
-        count += any(other.ended_at > one.started_at + _ROUNDING_S for other in sent[:number])
+        # A call may leave a request that goes on for the other calls in it.
+        alone = (other for other in sent[:number] if other.together == 1)
+        count += any(other.ended_at > one.started_at + _ROUNDING_S for other in alone)
     return count
 
 
 def _live(sent: list[Sent], at: float) -> int:
     """The number of a sample's requests in flight."""
-    return sum(one.started_at <= at and one.ended_at > at + _ROUNDING_S for one in sent)
+    return sum(one.started_at <= at and one.ended_at > at + _ROUNDING_S for one in sent if one.together == 1)
 
 
 def _retries(record: Record, per_sample: dict[str, list[Sent]]) -> Iterator[str]:
@@ -118,7 +122,7 @@ def _retries(record: Record, per_sample: dict[str, list[Sent]]) -> Iterator[str]
             answered[sent.server].append(sent.ended_at)
     for requests in per_sample.values():
         for number, sent in enumerate(requests):
-            if sent.ending == "failed":
+            if sent.ending == "failed" and sent.together == 1:
                 later = [other for other in requests[number + 1 :] if other.started_at >= sent.ended_at - _ROUNDING_S]
                 if later and not any(
                     other.started_at < sent.ended_at < other.ended_at for other in requests if other is not sent

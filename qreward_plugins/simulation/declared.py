@@ -25,7 +25,7 @@ def declared_limits(trial: Trial, record: Record) -> Iterator[str]:
         return
     for server in trial.servers:
         if server.declared:
-            sent = [one for one in record.sent if one.server == server.name]
+            sent = [one for one in record.sent if one.server == server.name and one.leads]
             yield from _concurrent(sent, record)
             if server.window == "bucket" and server.declares_window:
                 yield from _paced(server, sent, record)

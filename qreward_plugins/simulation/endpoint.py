@@ -6,12 +6,12 @@ other: under another name, or with another key. The server counts their requests
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
-from ..config.source_models import BaseURLs, EndpointConfig
+from ..config.source_models import BaseURLs, Batch, EndpointConfig
 from ..errors import ConfigurationError, Mistake
 from ..sources.base import Reply, Request
 from ..sources.kind import TEXT, SourceKind
@@ -44,6 +44,13 @@ class SimulatedEndpoint(SourceKind):
         self.closed = False
         self._server = stage.servers[config.server]
         stage.opened.append(self)
+
+    @property
+    def batch(self) -> Batch | None:
+        return self._server.batch
+
+    async def send_batch(self, requests: Sequence[Request], *, on_sent: Callable[[], None]) -> Sequence[Reply]:
+        return await self._server.send_batch(requests, on_sent=on_sent, sender=self.name)
 
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         return await self._server.send(request, on_sent=on_sent, sender=self.name)

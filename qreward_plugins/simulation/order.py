@@ -16,7 +16,8 @@ _ROUNDING_S = 1e-6
 def by_priority(trial: Trial, record: Record) -> Iterator[str]:
     """No sample is sent for the first time while one of higher priority waits for the same judge, and was never sent.
 
-    Trials with reloads are left out, because the sources of a judge differ there from sample to sample.
+    Trials with reloads are left out, because the sources of a judge differ there from sample to sample. So are requests
+    to a server whose last one failed: a probe of a source with an open circuit goes with any sample.
     """
     if trial.reloads:
         return
@@ -34,6 +35,8 @@ def by_priority(trial: Trial, record: Record) -> Iterator[str]:
         if judge is None or len({priority for priority, _, _ in ranked}) == 1:
             continue
         for priority, sent_at, given in ranked:
+            if given.sample.id not in first or _may_probe(first[given.sample.id], record):
+                continue
             for other_priority, other_at, other in ranked:
                 if (
                     other_priority > priority
@@ -46,6 +49,13 @@ def by_priority(trial: Trial, record: Record) -> Iterator[str]:
                         f"{given.sample.id} (priority {priority}) was sent at {sent_at:.6f} s, while"
                         f" {other.sample.id} (priority {other_priority}) waited since {other.submitted_at:.6f} s"
                     )
+
+
+def _may_probe(sent: Sent, record: Record) -> bool:
+    """Whether the last request that ended at a server before this one failed there."""
+    before = [one for one in record.sent if one.server == sent.server and one.ended_at <= sent.started_at]
+    last = max(before, key=lambda one: one.ended_at, default=None)
+    return last is not None and last.ending in ("failed", "cancelled")
 
 
 def _priority(config: Config, given: Given) -> int:

@@ -21,6 +21,8 @@ Poison = Literal["blocked", "missing", "redirected", "refused", "broken", "hang"
 no answer for `HANGS_S`. `prose`: no verdict in the reply. `usage`: a valid verdict that reports absurd usage.
 `limits`: a valid verdict that announces one request a day."""
 
+OF_ONE_REPLY = ("prose", "usage", "limits")
+"""Those that do not fail a request, so that other calls in the same request are answered."""
 TIMEOUT_S = 120.0
 """The time limit of every source: more than a healthy server takes for any sample that is not poisoned."""
 SLOWEST_S_PER_UNIT = 3.0

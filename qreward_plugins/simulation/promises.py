@@ -217,7 +217,7 @@ def _limited(trial: Trial, record: Record) -> Iterator[str]:
         if known_bucket and server.requests_per_minute is not None:
             bucket = RequestBucket(server.requests_per_minute, server.burst)
             for sent in record.sent:
-                if sent.server == server.name:
+                if sent.server == server.name and sent.leads:
                     if bucket.wait_s(1, sent.started_at) > 0:
                         yield f"the bucket of {server.name} was overdrawn at {sent.started_at:.6f} s"
                     bucket.enter(1, sent.started_at)
@@ -247,11 +247,17 @@ def _final(trial: Trial, record: Record) -> Iterator[str]:
         for given in call.given:
             if given.outcome is None:
                 ended[given.sample.id or ""] = call.ended_at
+    # A request of several calls goes on until all of them are over.
+    over: dict[tuple[str, float], float] = defaultdict(float)
+    for sent in record.sent:
+        request = sent.server, sent.started_at
+        over[request] = max(over[request], ended.get(sent.sample, math.nan))
     for sent in record.sent:
         ended_at = ended.get(sent.sample, math.nan)
+        shared = sent.together > 1
         if sent.started_at > ended_at + _ROUNDING_S:
             yield f"{sent.sample} was over at {ended_at:.6f} s, and sent to {sent.source} at {sent.started_at:.6f} s"
-        elif sent.ended_at > ended_at + _ROUNDING_S:
+        elif sent.ended_at > (over[sent.server, sent.started_at] if shared else ended_at) + _ROUNDING_S:
             yield (
                 f"{sent.sample} was over at {ended_at:.6f} s, and its request to {sent.source} was under way until"
                 f" {sent.ended_at:.6f} s"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -38,6 +38,10 @@ class Sent:
     """Prompt and completion, as the server counts them."""
     epoch: int
     """Number of reloads that were applied before it."""
+    together: int = 1
+    """Calls that its request carries."""
+    leads: bool = True
+    """Whether it is the first call of its request. Its `tokens` are those of the whole request, the others' are 0."""
     ended_at: float = math.inf
     ending: Ending = "under way"
 
@@ -145,26 +149,35 @@ class WatchedServer(SimulatedServer):
         *,
         poison: Poison | None = None,
         sender: str = "",
+        others: Sequence[tuple[str, Poison | None]] = (),
     ) -> Served:
         now, record = asyncio.get_running_loop().time(), self._record
         tokens = prompt_tokens + completion_tokens
-        sent = Sent(sender or self.name, sample_id, now, self.name, tokens, record.epoch)
-        record.sent.append(sent)
+        together = 1 + len(others)
+        calls = [Sent(sender or self.name, sample_id, now, self.name, tokens, record.epoch, together)]
+        calls += [
+            Sent(sender or self.name, other, now, self.name, 0, record.epoch, together, leads=False)
+            for other, _ in others
+        ]
+        record.sent += calls
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         self._on_change(1)
-        ending: Ending = "cancelled"
+        endings: list[Ending] = ["cancelled"] * together
         try:
-            served = await super().serve(sample_id, work, prompt_tokens, completion_tokens, poison=poison)
-            ending = "valid" if served.valid else "invalid"
+            served = await super().serve(
+                sample_id, work, prompt_tokens, completion_tokens, poison=poison, others=others
+            )
+            endings = ["valid" if valid else "invalid" for valid in served.each_valid]
             return served
         except Throttled:
-            ending = "throttled"
+            endings = ["throttled"] * together
             raise
         except Exception:
-            ending = "failed"
+            endings = ["failed"] * together
             raise
         finally:
-            sent.ended_at, sent.ending = asyncio.get_running_loop().time(), ending
+            for sent, ending in zip(calls, endings, strict=True):
+                sent.ended_at, sent.ending = asyncio.get_running_loop().time(), ending
             self.open -= 1
             self._on_change(-1)

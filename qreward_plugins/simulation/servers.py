@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal
 
+from ..config import Batch
+
 FaultKind = Literal["refuse", "hang", "slow", "errors", "throttle"]
 
 
@@ -95,6 +97,10 @@ class Server:
     """Whether a cancelled request frees its place at once, or only when its work would have ended."""
     network_s: tuple[float, float] = (0.01, 0.06)
     """Least and most seconds from sending a request to its arrival, where it is counted; uniform."""
+
+    batch: Batch | None = None
+    """How many calls one request may carry. It counts once against the limits of requests and concurrency, takes as
+    long as its longest call and a tenth of the others, and fails as a whole. None: one."""
 
     price_per_request: float = 0.0
     """US dollars."""

@@ -13,15 +13,16 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from ..config import Batch
 from ..errors import SourceError, Throttled, TransientError
 from ..sources.base import Reply, Request
 from ..spent import Usage
 from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
 from .draws import Draw, Luck
-from .poison import ABSURD_LIMITS, ABSURD_TOKENS, HANGS_S, Poison, error_of, poison_of
+from .poison import ABSURD_LIMITS, ABSURD_TOKENS, HANGS_S, OF_ONE_REPLY, Poison, error_of, poison_of
 from .servers import Server, phases
 from .strict_limits import RequestBucket, Window
 from .trace import Trace
@@ -31,6 +32,8 @@ REFUSAL_S = 0.1
 CONCURRENCY_RETRY_AFTER_S = 1.0
 """Retry-After of a full server, which cannot know when a place gets free."""
 
+_FURTHER_CALL = 0.1
+"""The part of its work for which a further call prolongs a request."""
 _SIZE = "window as a whole"
 _BROKEN_AFTER_S = 0.01
 _ERROR_PART = 0.3
@@ -46,6 +49,8 @@ class Served:
     """Whether its verdict is valid."""
     announced: Mapping[str, float]
     """The announced limits, as in `Reply.announced`."""
+    each_valid: tuple[bool, ...] = ()
+    """Whether the verdict of each call is valid, the first one's as `valid`."""
 
 
 class SimulatedServer:
@@ -91,6 +96,10 @@ class SimulatedServer:
     def slots(self) -> int | None:
         return None
 
+    @property
+    def batch(self) -> Batch | None:
+        return self.server.batch
+
     async def send(self, request: Request, *, on_sent: Callable[[], None], sender: str = "") -> Reply:
         """Answer `request`, whose hidden work is `request.sample.extras["work"]`, with a verdict. `sender`: the name of
         the source that sends it, if that is another one than this.
@@ -116,6 +125,44 @@ class SimulatedServer:
             announced=served.announced,
         )
 
+    async def send_batch(
+        self, requests: Sequence[Request], *, on_sent: Callable[[], None], sender: str = ""
+    ) -> Sequence[Reply]:
+        """Answer several calls in one request; see `Server.batch`. Otherwise as `send`."""
+        on_sent()
+        works = [work_of(request) for request in requests]
+        prompts = [prompt_tokens(request.size) for request in requests]
+        completions = [
+            completion_tokens(work, request.max_completion_tokens)
+            for work, request in zip(works, requests, strict=True)
+        ]
+        poisons = [poison_of(request.sample) for request in requests]
+        samples = [request.sample.id or "" for request in requests]
+        served = await self.serve(
+            samples[0],
+            max(works) + _FURTHER_CALL * (sum(works) - max(works)),
+            sum(prompts),
+            sum(completions),
+            poison=next((poison for poison in poisons if poison and poison not in OF_ONE_REPLY), poisons[0]),
+            sender=sender,
+            others=list(zip(samples[1:], poisons[1:], strict=True)),
+        )
+        replies = []
+        for request, prompt, completion, poison, valid in zip(
+            requests, prompts, completions, poisons, served.each_valid, strict=True
+        ):
+            used = (ABSURD_TOKENS,) * 2 if poison == "usage" else (prompt, completion)
+            replies.append(
+                Reply(
+                    text=self._answer(request) if valid and poison != "prose" else "I would rather not say.",
+                    usage=Usage(*used),
+                    model="simulated",
+                    finish_reason="stop",
+                    announced=ABSURD_LIMITS if poison == "limits" else served.announced,
+                )
+            )
+        return replies
+
     async def serve(
         self,
         sample_id: str,
@@ -125,9 +172,11 @@ class SimulatedServer:
         *,
         poison: Poison | None = None,
         sender: str = "",
+        others: Sequence[tuple[str, Poison | None]] = (),
     ) -> Served:
         """Serve one request of a sample, sent now, with this hidden `work` (1 is the mean) and these tokens. `sender`
-        makes no difference to the server.
+        makes no difference to the server. `others`: further samples of the same request, and
+        their poisons.
 
         Raises one `SourceError`: `Throttled` (429), `TransientError` (status 500, or None if the connection broke)
         or what `poison` provokes. A request that hangs never ends; cancelling it is safe at any time.
@@ -136,6 +185,9 @@ class SimulatedServer:
         now = loop.time()
         draw = self._luck.draw(sample_id)
         call = _Call(draw, sample_id, work, prompt_tokens, completion_tokens, now, loop, poison)
+        call.others = [
+            -1.0 if other_poison == "prose" else self._luck.draw(other).invalid for other, other_poison in others
+        ]
         self.sent += 1
         self._note(call, "sent")
         first, last = self.server.network_s
@@ -224,7 +276,8 @@ class SimulatedServer:
         self._note(call, "answered" if valid else "answered nonsense")
         used = (ABSURD_TOKENS,) * 2 if call.poison == "usage" else (call.prompt_tokens, call.completion_tokens)
         announced = ABSURD_LIMITS if call.poison == "limits" else self._announced(call.loop.time())
-        future.set_result(Served(*used, valid, announced))
+        each_valid = (valid, *(invalid >= self.server.invalid_share for invalid in call.others))
+        future.set_result(Served(*used, valid, announced, each_valid))
 
     def _forget(self, call: _Call) -> None:
         """Drop a request in flight after a hang, without telling its client."""
@@ -324,6 +377,7 @@ class _Call:
         "given_up",
         "held",
         "loop",
+        "others",
         "poison",
         "prompt_tokens",
         "sample_id",
@@ -354,6 +408,8 @@ class _Call:
         self.future: asyncio.Future[Served] = loop.create_future()
         self.timer: asyncio.TimerHandle | None = None
         self.held = self.given_up = False
+        self.others: Sequence[float] = ()
+        """The `Draw.invalid` of the other calls of its request."""
 
 
 def _request_book(server: Server) -> Window | RequestBucket | None:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from ..config import load_config
+from ..config import Batch, load_config
 from ..reloading import difference
 from ..samples import Sample
 from .draws import normal
@@ -26,6 +26,7 @@ from .servers import Server
 
 DATA_SOURCES = ("math/easy", "math/hard", "code", "chat")
 EMPTY = "  \n"
+BATCHES_SHARE_OF_TRIALS = 0.2
 _LARGEST_BYTES = 12_000
 """So that a request fits the token limits of all random servers."""
 _LARGEST_TOKENS = 6000
@@ -150,7 +151,7 @@ def judge_of(config: Mapping[str, Any], sample: Sample) -> str | None:
 def random_trial(seed: int) -> Trial:
     """The trial of this seed. The same seed gives the same trial, on every machine."""
     rng = random.Random(f"trial {seed}")
-    servers = tuple(_tighter(random_servers(rng), seed))
+    servers = tuple(_with_batches(list(_tighter(random_servers(rng), seed)), seed))
     config = _config(rng, seed, servers)
     poisoner = poisoner_of(seed)
     samples = _Samples(rng, seed, unrouted=rng.random() < 0.1, oversize=rng.random() < 0.03, poisoner=poisoner)
@@ -221,6 +222,19 @@ def _tighter(servers: list[Server], seed: int) -> Iterator[Server]:
         tight = rng.random() < 0.5
         per_minute = rng.uniform(1, 5) * _LARGEST_TOKENS * 60 / server.window_s
         yield replace(server, tokens_per_minute=per_minute) if tight and server.tokens_per_minute else server
+
+
+def _with_batches(servers: Sequence[Server], seed: int) -> Iterator[Server]:
+    """The servers, in some trials with several calls in a request."""
+    rng = random.Random(f"batches {seed}")
+    some = rng.random() < BATCHES_SHARE_OF_TRIALS
+    for server in servers:
+        batch = Batch(
+            max_size=rng.choice((2, 3, 8, 64)),
+            max_wait_s=rng.choice((0.0, 0.02, 1.0)),
+            max_tokens=rng.choice((None, None, 20_000)),
+        )
+        yield replace(server, batch=batch) if some and rng.random() < 0.7 else server
 
 
 def _config(rng: random.Random, seed: int, servers: tuple[Server, ...]) -> dict[str, Any]:

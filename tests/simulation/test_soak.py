@@ -79,6 +79,7 @@ def test_trials_meet_everything_that_can_happen():
         "errors",
         "throttle",
     }
+    assert {server.batch.max_size for server in servers if server.batch is not None} == {2, 3, 8, 64}
     assert any(not server.declared for server in servers)
     assert any(judge_of(trial.config, sample) is None for trial in trials for sample in trial.samples())
     assert 0.15 < sum(bool(trial.reloads) for trial in trials) / len(trials) < 0.35

@@ -8,13 +8,13 @@ import re
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ..config.nodes import PRIORITIES
 from ..errors import Mistake
 from ..redaction import one_line
 
 if TYPE_CHECKING:
     from .options import Options
 
-PRIORITIES = {"high": 1, "normal": 0, "low": -1}
 _UNITS_S = {"s": 1.0, "sec": 1.0, "second": 1.0, "m": 60.0, "min": 60.0, "minute": 60.0, "h": 3600.0, "hour": 3600.0}
 _RATE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*/\s*([a-z]+)\s*")
 

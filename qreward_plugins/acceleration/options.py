@@ -19,7 +19,7 @@ from ..observers import Observer
 from ..observers.base import check as check_observers
 from ..redaction import one_line
 from ..scheduling import Rules
-from .option_checks import PRIORITIES, mistakes_of, rate_of
+from .option_checks import mistakes_of, rate_of
 
 
 class Unset(Enum):

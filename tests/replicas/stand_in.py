@@ -38,8 +38,8 @@ def main() -> None:
             os.setsid()
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             grandchild = os.fork()
-            note(options, os.getpid())
             if grandchild:
+                note(options, grandchild)
                 os._exit(0)  # the grandchild is an orphan in a session of its own
             time.sleep(600)
         os.waitpid(child, 0)

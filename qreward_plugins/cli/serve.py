@@ -13,7 +13,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ..engine import RewardEngine
-from ..errors import InputError, QRewardError
+from ..errors import ConfigurationError, InputError, QRewardError
 from ..redaction import one_line
 from ..server import RewardServer
 from .running import OK, REWARDS_MISSING, load_own, open_engine, say
@@ -73,7 +73,9 @@ async def _reloaded_on_sighup(engine: RewardEngine, out: Console) -> AsyncIterat
         try:
             say(out, f"reloaded: {await engine.reload()}")
         except QRewardError as error:
-            say(out, f"not reloaded, and nothing has changed: {one_line(str(error), _LINE_CHARS)}")
+            found = error.mistakes if isinstance(error, ConfigurationError) else [error]
+            problem = one_line(" ".join(map(str, found)), _LINE_CHARS)
+            say(out, f"not reloaded, and nothing has changed: {problem}")
 
     def begin() -> None:
         task = loop.create_task(reload())

@@ -69,6 +69,8 @@ def test_sighup_reloads_the_file(start_cli, server, write_config, row):
     assert process.stdout.readline().startswith("reloaded: engine.deadline_s: ")
     config.write_text("sources: [")
     process.send_signal(signal.SIGHUP)
-    assert "not reloaded, and nothing has changed" in process.stdout.readline()
+    line = process.stdout.readline()
+    assert "not reloaded, and nothing has changed: " in line
+    assert "\\n" not in line
     code, _, errors = process.end(signal.SIGTERM)
     assert (code, errors) == (0, "")

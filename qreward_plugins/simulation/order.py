@@ -16,8 +16,8 @@ _ROUNDING_S = 1e-6
 def by_priority(trial: Trial, record: Record) -> Iterator[str]:
     """No sample is sent for the first time while one of higher priority waits for the same judge, and was never sent.
 
-    Only trials with one server, which takes one call a request: with several, a sample may wait for a better one. Trials
-    with reloads are left out, because the sources of a judge differ there from sample to sample. So are requests
+    Only trials with one server, which takes one call a request: with several, a sample may wait for a better one.
+    Trials with reloads are left out: the sources of a judge differ there from sample to sample. So are requests
     to a server whose last one failed: a probe of a source with an open circuit goes with any sample.
     """
     if trial.reloads or len(trial.servers) > 1 or trial.servers[0].batch is not None:

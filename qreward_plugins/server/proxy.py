@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
+import anyio
 from aiohttp import web
 
 from ..engine import RewardEngine
@@ -21,6 +22,8 @@ PREFIXES = ("/v1/", "/v1beta/")
 """How the paths of the proxy begin."""
 KEY_HEADERS = ("x-api-key", "x-goog-api-key")
 """Headers in which clients of Anthropic and Gemini send their key."""
+READ_WITHIN_S = 60.0
+"""Most seconds in which a client reads a piece of a stream. Then its connection is closed, and its place is free."""
 _RETRIED = (429, 503)
 """Statuses after which a client may ask this server again, if a reply says when."""
 
@@ -61,8 +64,14 @@ class ProxyPaths:
         try:
             await response.prepare(request)
             async for piece in reply.pieces:
-                await response.write(piece)
-            await response.write_eof()
+                with anyio.fail_after(READ_WITHIN_S):
+                    await response.write(piece)
+            with anyio.fail_after(READ_WITHIN_S):
+                await response.write_eof()
+        except TimeoutError:
+            if request.transport is not None:
+                # Closing would wait until the client has read what is buffered.
+                request.transport.abort()
         except (ReplyBroken, ConnectionError):
             # Closed without the end of the body, the connection tells the client that the reply is not whole.
             response.force_close()

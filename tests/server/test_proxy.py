@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import json
+import socket
+from contextlib import asynccontextmanager, suppress
+from types import SimpleNamespace
 
 import anthropic
 import httpx2
 import openai
 import pytest
+from aiohttp import web
 
 from qreward_plugins import RewardEngine
 from qreward_plugins.server import RewardServer
@@ -23,8 +27,8 @@ ASKED = [{"role": "user", "content": "Hi"}]
 
 
 @asynccontextmanager
-async def served(*servers, token=TOKEN, dialect="openai", engine=None, **options):
-    node = {"kind": "openai", "model": "judge", "api_key": KEY, "dialect": dialect}
+async def served(*servers, token=TOKEN, dialect="openai", engine=None, max_reply_bytes=2**20, **options):
+    node = {"kind": "openai", "model": "judge", "api_key": KEY, "dialect": dialect, "max_reply_bytes": max_reply_bytes}
     tree = {
         "sources": {f"s{number}": {**node, "base_url": server.base_url} for number, server in enumerate(servers)},
         "judges": {"quality": {"kind": "llm"}},
@@ -163,6 +167,44 @@ async def test_who_hangs_up_ends_the_attempt():
             asking.cancel()
             await asyncio.to_thread(upstream.wait_for, lambda report: report.in_flight == 0)
             assert server.engine.statistics().waiting == 0
+
+
+@asynccontextmanager
+async def endless():
+    """A source whose streams do not end."""
+
+    async def stream(request):
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+        await response.prepare(request)
+        event = json.dumps({"choices": [{"delta": {"content": "x" * 10_000}}]})
+        with suppress(ConnectionError):
+            while True:
+                await response.write(f"data: {event}\n\n".encode())
+                await asyncio.sleep(0)
+        return response
+
+    runner = web.ServerRunner(web.Server(stream), shutdown_timeout=0.1)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield SimpleNamespace(base_url=f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
+    finally:
+        await runner.cleanup()
+
+
+async def test_who_does_not_read_a_stream_loses_its_place(monkeypatch):
+    monkeypatch.setattr("qreward_plugins.server.proxy.READ_WITHIN_S", 0.2)
+    body = json.dumps({"model": "gpt-5", "messages": ASKED, "stream": True})
+    head = f"Host: h\r\nAuthorization: Bearer {TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
+    async with endless() as upstream, served(upstream, max_samples=1, max_reply_bytes=2**25) as server:
+        with socket.socket() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            connection.sendall(f"POST /v1/chat/completions HTTP/1.1\r\n{head}{body}".encode())
+            await asyncio.sleep(0.5)
+            # Nobody closes the connection, and the only place gets free before the deadline of 5 s.
+            await asyncio.wait_for(server._admission.idle(), 3)
+            assert server.engine.statistics().sources["s0"].in_flight == 0
 
 
 async def test_the_end_of_the_server():

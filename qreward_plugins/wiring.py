@@ -54,7 +54,10 @@ class Wiring:
         self._processes = 1 if settings.shared == "off" else processes
         self._shared = channel is not None
         self.upstreams = Upstreams(self.opened(self.config))
-        self.membership = Membership(self.by_key(), channel) if channel else None
+        # Also without a channel: a kind that cannot name its provider is a mistake before the first reload needs it.
+        keys = source_keys(self.config)
+        by_key = {keys[name]: upstream for name, upstream in self.upstreams.items()} if channel else {}
+        self.membership = Membership(by_key, channel) if channel else None
         self.rng = random.Random(settings.seed)
         self._key = (
             secrets.token_bytes(32) if settings.seed is None else hashlib.sha256(str(settings.seed).encode()).digest()

@@ -36,6 +36,7 @@ class Line:
 def process(monkeypatch):
     """Make the function of one more process: the same name, and a connection of its own to the same keeper."""
     monkeypatch.setattr(ray_keeper, "first_start", lambda name: True)
+    monkeypatch.setattr(calls, "ray_is_up", lambda: True)
     keeper = ray_keeper.KeeperActor()
     monkeypatch.setattr(calls, "open_channel", lambda settings: Line(keeper))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 from omegaconf import OmegaConf
 
@@ -56,8 +58,14 @@ def test_a_file_that_expands_is_one_mistake(name, tmp_path):
 def test_files_that_are_too_deep_or_too_large(text, says, tmp_path):
     path = tmp_path / "judges.yaml"
     path.write_text(text)
-    with pytest.raises(ConfigurationError, match=says):
-        load_config(path)
+    before = sys.getrecursionlimit()
+    # A library that another test imported may have raised Python's default, which is the bound here.
+    sys.setrecursionlimit(1000)
+    try:
+        with pytest.raises(ConfigurationError, match=says):
+            load_config(path)
+    finally:
+        sys.setrecursionlimit(before)
 
 
 def test_mappings_that_share_their_parts_are_bounded_too():

@@ -105,8 +105,8 @@ def test_the_configuration_knows_its_parts():
         ({"stages": ["cheap"]}, "stages", "must be a list of texts with 2 or more, not a list of 1."),
         ({"stages": ["cheap", "both"]}, "stages[1]", "a judge cannot be a part of itself."),
         ({"unclear": [0.8, 0.2]}, "unclear", "the low end 0.8 must be below the high end 0.2."),
-        ({"stagse": 1}, "stagse", "unknown key. Did you mean `stages`? Allowed here: kind, stages, unclear."),
-        ({"sources": "rules"}, "sources", "unknown key. Allowed here: kind, stages, unclear."),
+        ({"stagse": 1}, "stagse", "unknown key. Did you mean `stages`? Allowed here: kind, stages, priority, unclear."),
+        ({"sources": "rules"}, "sources", "unknown key. Allowed here: kind, stages, priority, unclear."),
     ],
 )  # fmt: skip
 def test_mistakes_are_reported_as_ours_are(change, place, text):

@@ -11,7 +11,7 @@ is in virtual time: 512 calls of simulated functions with errors, stragglers and
 flight, and retry until the last call has its value. QReward reads the wall clock, so it has no makespan here; nor
 have the others with a rate, because aiolimiter's waits end just before their time on an exact clock, for ever.
 
-    python bench/accelerate.py [--calls N] [--rounds N] [--json FILE]
+    python bench/acceleration.py [--calls N] [--rounds N] [--json FILE]
 """
 
 from __future__ import annotations

@@ -29,6 +29,8 @@ from .replies import Refused
 _log = logging.getLogger("qreward_plugins.server")
 
 HEARTBEAT_S = 20.0
+FULL_RETRY_S = 1.0
+"""Seconds after which an engine sends samples again that a full server did not take."""
 BYTES_A_FRAME = 4 * 2**20
 """Size of a frame of outcomes, beyond which the next one begins."""
 _FORM = ScoreForm()
@@ -149,11 +151,14 @@ class _Connection:
             # Several frames may be one batch, so what is too much waits, and not the whole frame.
             room = self._admission.admit_some(len(read), deadline_s)
         except Refused as refused:
-            await self._put_off(list(read), refused.status, refused.detail, refused.retry_after_s or 1.0)
+            # What a caller of the forms is told is an estimate: half a minute until outcomes say more.
+            after_s = min(refused.retry_after_s or FULL_RETRY_S, FULL_RETRY_S)
+            await self._put_off(list(read), refused.status, refused.detail, after_s)
             return
         numbers = list(read)
         if room < len(numbers):
-            await self._put_off(numbers[room:], 429, f"{self._admission.under_way:,} samples are under way", 1.0)
+            full = f"{self._admission.under_way:,} samples are under way"
+            await self._put_off(numbers[room:], 429, full, FULL_RETRY_S)
         taken = {number: read[number] for number in numbers[:room]}
         self._submitting.update(dict.fromkeys(taken, False))
         task = asyncio.get_running_loop().create_task(self._submit(taken, deadline_s, terms.priority, together))

@@ -295,7 +295,7 @@ MUTATIONS = [
     (a_busy_loop, "liveness", "busy loop", 20),
     (a_pause_without_end, "liveness", "to wait for inf", 60),
     (dice_without_a_seed, "P7", "became", 60),
-    (a_reload_forgets_what_was_spent, "P3", "was sent a request at", 100),
+    (a_reload_forgets_what_was_spent, "P3", "was sent a request at", 120),
     (a_removed_source_goes_on, "reload", "after it was removed", 100),
     (a_reload_changes_the_judge_of_samples_under_way, "P2", "the server gave", 100),
     (a_removed_source_is_never_closed, "P5", "is not closed", 60),

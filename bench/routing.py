@@ -38,8 +38,8 @@ BLOCK = 16
 
 @dataclass(frozen=True)
 class Load:
-    """What is judged, and how it is sent. `window` is the most requests under way for each replica; `workers` are the
-    processes, each of which routes by itself and is dealt every n-th answer. `spread` is the sigma of the lengths.
+    """What is judged, and how it is sent. `window` is the most requests under way for each replica; Each of the
+    n `workers` is a process that routes by itself and gets every n-th answer. `spread` is the sigma of the lengths.
     """
 
     questions: int = 256

@@ -42,7 +42,7 @@ _COUNTER = re.compile(r"^vllm:prefix_cache_(queries|hits)_total(?:\{[^\n]*\})? (
 
 @dataclass(frozen=True)
 class Result:
-    """What one policy took: `queried` prompt tokens, of which `hits` came from the caches."""
+    """The cost of one policy: its prompt tokens (`queried`), and those of them that came from the caches (`hits`)."""
 
     policy: str
     seconds: float

@@ -39,7 +39,7 @@ class Pending:
         error = self._error(result)
         self._leave(result.reason)
         if not self.future.done():
-            # Not `set_exception`: a future refuses StopIteration, and logs an exception that nobody asks for.
+            # Not `set_exception`: a future refuses StopIteration, and logs an exception that is never read.
             self.future.set_result(Raised(error, refused=self._refused(error)))
         self._let_go()
 

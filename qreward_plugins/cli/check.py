@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from ..config import Config, configured_name, load_config
+from ..config import Config, configured_name, load_config, read_yaml
 from ..errors import ConfigurationError, InputError, KeeperSilent
 from ..files import read_rollouts
 from ..journal import check_place
@@ -21,8 +22,10 @@ from ..sharing import open_channel
 from ..sources import TEXT
 from ..sources.redactor import Redactor
 from .figures import number_of, seconds
+from .offline import without_servers
 from .running import OK, SOURCE_SILENT, open_engine, say
 from .servers import start_servers
+from .training_lines import Framework, framework_of, say_how_to_train
 
 _RATIONALE_CHARS = 100
 _PROBLEM_CHARS = 400
@@ -30,8 +33,45 @@ _excerpt = Redactor().of
 
 
 async def check_config(
-    path: Path, rollouts: Path | None, out: Console, errors: Console, *, timeout_s: float = 30.0
+    path: Path,
+    rollouts: Path | None,
+    out: Console,
+    errors: Console,
+    *,
+    timeout_s: float = 30.0,
+    offline: bool = False,
+    framework: Framework | None = None,
 ) -> int:
+    """Validate the file, probe every source, and print a table; then what to add to a training of `framework`.
+
+    `offline`: nothing is sent. `framework` None: the one that can be told, or all of them. If the check fails, the last
+    lines are its problems.
+    """
+    code = await (_check_offline(path, out) if offline else _check(path, rollouts, out, errors, timeout_s))
+    if code == OK:
+        wrapped = list(read_yaml(str(path), origin=str(path))) == ["qreward"]
+        say_how_to_train(out, path, framework or framework_of(path, wrapped=wrapped), wrapped=wrapped)
+    return code
+
+
+async def _check_offline(path: Path, out: Console) -> int:
+    """Validate the file, and open its judges and functions. Returns 0. Raises `ConfigurationError`."""
+    config = load_config(path)
+    if config.engine.server is not None:
+        say(out, f"{path}: valid; the reward server was not asked")
+        return OK
+    if config.engine.journal is not None:
+        check_place(config.engine.journal.path)
+    bare, notes = without_servers(config)
+    async with open_engine(bare, path):
+        say(out, f"{path}: valid, with {_counts(config)}; nothing was asked")
+    for note in notes:
+        say(out, note)
+    say(out, f"Ask its sources: qreward check {shlex.quote(str(path))}")
+    return OK
+
+
+async def _check(path: Path, rollouts: Path | None, out: Console, errors: Console, timeout_s: float) -> int:
     """Validate the file, probe every source, and print a table.
 
     Returns 0 if every source gave a valid verdict and every LLM judge with the default instructions could tell right
@@ -57,12 +97,7 @@ async def check_config(
             samples = samples_for(engine, _samples_of(rollouts))
         for upstream in engine.upstreams.values():
             upstream.timeout_s = min(upstream.timeout_s, timeout_s)
-        counts = (
-            (set(map(configured_name, config.sources)), "source"),
-            (config.judges, "judge"),
-            (config.routes, "route"),
-        )
-        say(out, f"{path}: valid, with {', '.join(number_of(len(part), noun) for part, noun in counts)}")
+        say(out, f"{path}: valid, with {_counts(config)}")
         for line in _summaries(config):
             say(out, line)
         keeper_silent = await _tell_keeper(config, path, out)
@@ -102,6 +137,11 @@ async def check_config(
         say(out, _unable(result, own=_has_own_instructions(config, result.judge)))
     surely = any(not _has_own_instructions(config, result.judge) for result in unable)
     return SOURCE_SILENT if failed or surely or keeper_silent else OK
+
+
+def _counts(config: Config) -> str:
+    counts = ((set(map(configured_name, config.sources)), "source"), (config.judges, "judge"), (config.routes, "route"))
+    return ", ".join(number_of(len(part), noun) for part, noun in counts)
 
 
 async def _tell_keeper(config: Config, path: Path, out: Console) -> bool:

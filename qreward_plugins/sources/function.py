@@ -417,3 +417,27 @@ def processors() -> int:
     """Return the number of processors that this process may use."""
     # A container or a job scheduler may give this process fewer processors than the machine has.
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def arguments_taken(function: Callable[..., Any]) -> Literal["fields", "sample"]:
+    """Return the value of `arguments` with which a function can be called. Raises ValueError, which says why neither
+    can.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # its signature cannot be read
+        return "fields"
+    try:
+        signature.bind(**dict.fromkeys(_FIELDS))
+    except TypeError:
+        pass
+    else:
+        return "fields"
+    try:
+        signature.bind(None)
+    except TypeError:
+        fields = f"{', '.join(_FIELDS[:-1])} and {_FIELDS[-1]}"
+        names = ", ".join(map(str, signature.parameters))
+        problem = f"it takes ({names}), and is called with {fields} by name, or with one Sample"
+        raise ValueError(f"{problem}; let it take these, or add **_ to its parameters") from None
+    return "sample"

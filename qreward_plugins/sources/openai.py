@@ -220,7 +220,7 @@ class OpenAISource(Endpoint):
         headers = {header: _revealed(value) for header, value in config.headers.items()}
         server = Server(config.urls, config.model, key.strip(), headers, config.verify_tls, config.timeouts.connect_s)
         try:
-            found = detect(name, server)
+            found = detect(name, server).dialect
         except Undetected as error:
             problem = str(error)
         else:

@@ -394,3 +394,47 @@ def test_each_key_of_a_source_is_shown_and_no_key(check, write_config, monkeypat
     assert "source 'a#2'" in result.stdout
     assert "401" in result.stdout
     assert not any(key in result.output for key in (KEY, *keys))
+
+
+def test_a_check_ends_with_the_line_to_train_with(check, server, write_config, monkeypatch):
+    from qreward_plugins.cli import training_lines
+
+    path = write_config({"a": server})
+    monkeypatch.setattr(training_lines, "installed", lambda: ["verl"])
+    verl = "python -m verl.trainer.main_ppo ... reward.reward_manager.name=qreward"
+    assert check().stdout.splitlines()[-2:] == ["Train with verl:", f"  {verl} +qreward.config={path}"]
+    monkeypatch.setattr(training_lines, "installed", list)
+    told = check().stdout
+    for part in (verl, f"export QREWARD_CONFIG={path}", "--custom-rm-path slime_adapter.reward", f"config: {path}"):
+        assert part in told
+
+
+def test_an_offline_check_asks_nothing_and_needs_no_key_and_no_trainer(check, write_config):
+    write_config(
+        {"a": "http://127.0.0.1:9/v1", "b": "framework://judge/v1"},
+        source={"api_key_env": "QREWARD_NO_SUCH_KEY", "dialect": "auto"},
+    )
+    result = check("--offline")
+    assert result.exit_code == 0, result.output
+    assert "valid, with 2 sources, 1 judge, 0 routes; nothing was asked" in result.stdout
+    assert "a: QREWARD_NO_SUCH_KEY is not set" in result.stdout
+    assert "b: its address comes from the training framework" in result.stdout
+    write_config({"a": "http://127.0.0.1:9/v1"}, judge={"instructions": "{{ respons }}"})
+    assert check("--offline").exit_code == 2
+
+
+@pytest.mark.parametrize("folder", ["plain", "with blanks, and = signs", "it's", 'quo"ted', "ünï"])
+def test_the_lines_to_train_with_name_the_file_whatever_its_path(tmp_path, folder):
+    import shlex
+
+    import yaml
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+
+    from qreward_plugins.cli.training_lines import training_line
+
+    path = tmp_path / folder / "judges.yaml"
+    override = shlex.split(training_line("verl", path))[-1]
+    assert OverridesParser.create().parse_override(override).value() == str(path)
+    settings = yaml.safe_load(training_line("roll", path))["rewards"]["my_domain"]["reward_manager_config"]
+    assert settings == [{"config": str(path)}]
+    assert str(path) in shlex.split(training_line("slime", path, wrapped=True))

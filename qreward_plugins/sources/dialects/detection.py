@@ -15,7 +15,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import quote
 
@@ -24,6 +24,7 @@ import orjson
 from yarl import URL
 
 from ..http import proxy_for
+from ..rate_limit_headers import announced_limits
 from ..replies import Problem, json_of
 from .base import Dialect
 from .chat import Completions
@@ -42,7 +43,7 @@ _ABSENT = (404, 405, 501)
 _COMPLAINT = (400, 422)
 _REFUSED_PARAMETER = ("unsupported_parameter", "unsupported_value")
 _CHAT, _MESSAGES, _RESPONSES, _GEMINI = Completions(), Messages(), Responses(), Gemini()
-_found: dict[tuple[object, ...], str] = {}
+_found: dict[tuple[object, ...], Detected] = {}
 
 
 class Undetected(Exception):
@@ -61,8 +62,17 @@ class Server:
     connect_s: float
 
 
-def detect(name: str, server: Server) -> str:
-    """Return the name of the dialect of the source `name`. Blocks until its server answered. Raises `Undetected`."""
+@dataclass(frozen=True)
+class Detected:
+    """What a server is. `announced` are the limits in the headers of its answers (`announced_limits`)."""
+
+    dialect: str
+    why: str
+    announced: Mapping[str, float] = field(default_factory=dict)
+
+
+def detect(name: str, server: Server) -> Detected:
+    """Return the dialect of the source `name`. Blocks until its server answered. Raises `Undetected`."""
     known = (server.urls, server.model, tuple(sorted(name.lower() for name in server.headers)))
     if known not in _found:
         outcome: list[Any] = []
@@ -81,49 +91,60 @@ def detect(name: str, server: Server) -> str:
             raise Undetected(str(outcome[0])) from None
         if isinstance(outcome[0], Exception):
             raise Undetected(f"asking it failed with {type(outcome[0]).__name__}") from None
-        _found[known], why = outcome[0]
-        _log.info("source %s: dialect %s, because %s", name, _found[known], why)
+        _found[known] = outcome[0]
+        _log.info("source %s: dialect %s, because %s", name, _found[known].dialect, _found[known].why)
     return _found[known]
 
 
-async def _ask(server: Server) -> tuple[str, str]:
-    timeout = aiohttp.ClientTimeout(total=_REQUEST_S, connect=server.connect_s)
-    async with aiohttp.ClientSession(
-        connector=aiohttp.TCPConnector(ssl=server.verify_tls),
-        cookie_jar=aiohttp.DummyCookieJar(),
-        timeout=timeout,
-        trust_env=False,
-    ) as session:
+async def _ask(server: Server) -> Detected:
+    async with open_session(server) as session:
         problems: list[str] = []
         for url in server.urls:
+            probe = Probe(session, server, url)
             try:
-                return await _Probe(session, server, url).dialect()
+                dialect, why = await probe.dialect()
             except Undetected as error:
                 problems.append(f"{url}: {error}")
+            else:
+                return Detected(dialect, why, probe.announced)
     raise Undetected("; ".join(problems))
 
 
+def open_session(server: Server) -> aiohttp.ClientSession:
+    """Open a session for the requests of probes."""
+    return aiohttp.ClientSession(
+        connector=aiohttp.TCPConnector(ssl=server.verify_tls),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        timeout=aiohttp.ClientTimeout(total=_REQUEST_S, connect=server.connect_s),
+        trust_env=False,
+    )
+
+
 @dataclass(frozen=True)
-class _Probe:
+class Probe:
+    """Asks a server at one URL."""
+
     session: aiohttp.ClientSession
     server: Server
     url: str
+    announced: dict[str, float] = field(default_factory=dict)
+    """The limits that its latest answers announced."""
 
     async def dialect(self) -> tuple[str, str]:
         """Return the dialect at this URL, and why it is this one."""
         answers: list[str] = []
         listing: tuple[Dialect, ...] = (_CHAT, _MESSAGES, _GEMINI)
         for dialect in listing:
-            status, body = await self._send("GET", "/models", dialect)
+            status, body = await self.send("GET", "/models", dialect)
             answers.append(f"/models answered {status}")
-            found = _lister(body) if status == 200 else None
+            found = lister(body) if status == 200 else None
             if found is _CHAT:
                 return await self._of_openai()
             if found is not None:
                 return found.name, f"its list of models is in the form of {found.title}"
         for dialect in (*listing[:2], _RESPONSES, _GEMINI):
             path = self._path(dialect)
-            status, body = await self._send("POST", path, dialect, {})
+            status, body = await self.send("POST", path, dialect, {})
             answers.append(f"{path} answered {status}")
             if status in _COMPLAINT and isinstance(body, (dict, list)):
                 if dialect is _CHAT:
@@ -136,14 +157,14 @@ class _Probe:
         path = self._path(_CHAT)
         asked: dict[str, Any] = {"model": self.server.model, "messages": [{"role": "user", "content": "Say OK."}]}
         asked |= {"max_tokens": _PROBE_TOKENS, "temperature": 0}
-        status, body = await self._send("POST", path, _CHAT, asked)
+        status, body = await self.send("POST", path, _CHAT, asked)
         problem = Problem.of(body)
         if status in _COMPLAINT and problem.has(_REFUSED_PARAMETER):
             return "openai_reasoning", f"{path} refuses max_tokens or temperature for this model"
         if 200 <= status < 300:
             return "openai", f"{path} answered"
         if status in _ABSENT and not problem.has(("model_not_found",)):
-            other, _ = await self._send("POST", self._path(_RESPONSES), _RESPONSES, {})
+            other, _ = await self.send("POST", self._path(_RESPONSES), _RESPONSES, {})
             if other in _COMPLAINT:
                 return "responses", f"{path} is absent, and {self._path(_RESPONSES)} is not"
         hint = {401: ": the key was refused", 403: ": the key has no permission", 404: ": unknown path or model"}
@@ -153,8 +174,10 @@ class _Probe:
         model = self.server.model if "/" in self.server.model else f"models/{self.server.model}"
         return dialect.path.replace("{model}", quote(model, safe="/"))
 
-    async def _send(self, method: str, path: str, dialect: Dialect, body: object = None) -> tuple[int, Any]:
-        """Return the status and the JSON of an answer. Raises `Undetected` if there is none after several tries."""
+    async def send(
+        self, method: str, path: str, dialect: Dialect, body: object = None, *, tries: int = _TRIES
+    ) -> tuple[int, Any]:
+        """Return the status and the JSON of an answer. Raises `Undetected` if there is none after so many tries."""
         carrier, before = dialect.key_header
         headers = {**dialect.headers, **self.server.headers}
         if self.server.key:
@@ -164,7 +187,7 @@ class _Probe:
         if data is not None:
             headers["Content-Type"] = "application/json"
         problem = ""
-        for attempt in range(_TRIES):
+        for attempt in range(tries):
             if attempt:
                 await asyncio.sleep(_PAUSE_S)
             try:
@@ -177,13 +200,14 @@ class _Probe:
             except (aiohttp.ClientError, OSError, asyncio.TimeoutError) as error:
                 problem = f"no answer ({type(error).__name__})"
                 continue
+            self.announced.update(announced_limits(response.headers))
             problem = f"{path} answered {response.status}"
             if response.status != 429 and (response.status < 500 or response.status == 501):
                 return response.status, json_of(text)
         raise Undetected(problem)
 
 
-def _lister(body: Any) -> Dialect | None:
+def lister(body: Any) -> Dialect | None:
     """Return the dialect in whose form a list of models is; None for another body."""
     if not isinstance(body, dict):
         return None

@@ -1,0 +1,42 @@
+"""Prepares a configuration for a check without servers, keys or a training framework: `qreward check --offline`."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from pydantic import SecretStr
+
+from ..config import Config, EndpointConfig
+from ..config.framework import is_framework_url
+
+_NOWHERE = "http://127.0.0.1:9"
+
+
+def without_servers(config: Config) -> tuple[Config, list[str]]:
+    """Return a configuration that can be opened here and must not be asked, and one line for each thing that a run
+    needs and that is missing here.
+
+    Keys that are not set, addresses that a framework fills in, and dialects that a server would tell are replaced.
+    """
+    notes: list[str] = []
+    sources: dict[str, Any] = {}
+    for name, source in config.sources.items():
+        if not isinstance(source, EndpointConfig):
+            continue
+        changes: dict[str, Any] = {}
+        if isinstance(source.api_key_env, str) and not os.environ.get(source.api_key_env, "").strip():
+            changes |= {"api_key_env": None, "api_key": SecretStr("none")}
+            notes.append(
+                f"{name}: {source.api_key_env} is not set; set it where you train: export {source.api_key_env}=..."
+            )
+        if any(map(is_framework_url, source.urls)):
+            changes[source.URL_KEY] = tuple(_NOWHERE if is_framework_url(url) else url for url in source.urls)
+            notes.append(f"{name}: its address comes from the training framework")
+        if getattr(source, "dialect", None) == "auto":
+            changes["dialect"] = "openai"
+            notes.append(f"{name}: its dialect was not asked for")
+        sources[name] = source.model_copy(update=changes)
+    # A check must not create, open or fill the journal of a run, and shares no limits with one.
+    alone = config.engine.model_copy(update={"journal": None, "shared": "off"})
+    return config.model_copy(update={"sources": {**config.sources, **sources}, "engine": alone}), notes

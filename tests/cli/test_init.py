@@ -1,0 +1,270 @@
+"""`qreward init`: what it asks, what it writes, what it refuses, and what it never writes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from pathlib import Path
+
+import pytest
+import yaml
+
+from qreward_plugins import load_config
+from qreward_plugins.cli import init as init_module
+from qreward_plugins.testing import JudgeServer, ServerLimits
+
+KEY = "sk-very-secret-0123456789abcdef"
+NOWHERE = "http://127.0.0.1:9/v1"
+
+
+def right(call) -> float:
+    """Judge like one that can; `init` first asks for a word, without a response."""
+    return float(call.blocks.get("reference", "") in call.blocks.get("response", ""))
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("JUDGE_API_KEY", "OPENAI_API_KEY"):
+        monkeypatch.setenv(name, "")  # so that what a test sets is taken back
+        monkeypatch.delenv(name)
+
+
+@pytest.fixture
+def init(run_cli):
+    return lambda *flags: run_cli("init", *flags)
+
+
+@pytest.fixture
+def answer(monkeypatch):
+    """Answer the questions at a terminal, one line each; the input ends after them."""
+    from typer.testing import CliRunner
+
+    from qreward_plugins.cli.app import app
+
+    monkeypatch.setattr(init_module, "has_terminal", lambda: True)
+
+    def run(*lines, flags=()):
+        typed = "".join(f"{line}\n" for line in lines)
+        return CliRunner().invoke(app, ["init", *flags], input=typed, prog_name="qreward")
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def judge():
+    with JudgeServer(right, models=["grader"], limits=ServerLimits(requests_per_minute=900)) as server:
+        yield server
+
+
+def written(name="judges.yaml"):
+    return Path(name).read_text()
+
+
+def files():
+    return sorted(os.listdir())
+
+
+def test_the_five_questions(answer, judge):
+    result = answer("", "", "", judge.base_url, "", "", "", "", "", "my.yaml")
+    assert result.exit_code == 0, result.output
+    config = load_config("my.yaml")
+    source = config.sources["judge"]
+    assert source.urls == (judge.base_url,)
+    assert source.model == "grader"  # the only one that the endpoint lists
+    assert source.limits.requests_per_minute == 900  # as its headers announce
+    assert source.limits.concurrency == 64
+    assert "it announces 900 requests" in result.stdout
+    assert "my.yaml: valid, with 1 source, 1 judge, 0 routes" in result.stdout
+    last = result.stdout.splitlines()[-1]
+    assert last == (
+        "  python -m verl.trainer.main_ppo ... reward.reward_manager.name=qreward "
+        f"+qreward.config={Path('my.yaml').absolute()}"
+    )
+    assert files() == ["my.yaml"]
+
+
+def test_the_flags_of_slime_and_a_file_below_its_key(init, judge):
+    result = init("--framework", "slime", "--url", judge.base_url, "--model", "grader", "--rpm", "600")
+    assert result.exit_code == 0, result.output
+    tree = yaml.safe_load(written("qreward.yaml"))
+    assert list(tree) == ["qreward"]
+    assert tree["qreward"]["sources"]["judge"]["limits"] == {"requests_per_minute": 600, "concurrency": 64}
+    assert f"--custom-config-path {Path('qreward.yaml').absolute()}" in result.stdout
+
+
+def test_a_missing_version_in_the_url_is_found(init, judge):
+    url = judge.base_url.removesuffix("/v1")
+    result = init("--url", url.removeprefix("http://"), "--yes")
+    assert result.exit_code == 0, result.output
+    assert load_config("judges.yaml").sources["judge"].urls == (judge.base_url,)
+
+
+def test_an_endpoint_that_does_not_answer_yet(init):
+    result = init("--framework", "roll", "--url", NOWHERE, "--model", "m")
+    assert result.exit_code == 0, result.output
+    assert "it does not answer yet" in result.stdout
+    assert "judges.yaml: valid, with 1 source, 1 judge, 0 routes; nothing was asked" in result.stdout
+    assert f"config: {Path('judges.yaml').absolute()}" in result.stdout
+
+
+def test_every_line_is_documented_by_the_models_and_a_removed_mark_sets_a_key(init):
+    from qreward_plugins.sources.openai import OpenAISource
+
+    init("--framework", "verl", "--url", NOWHERE, "--model", "1e3", "--rubric", "cost: ${5} # {{ question }}")
+    text = written()
+    spoken = " ".join(" ".join(line.strip().lstrip("# ") for line in text.splitlines()).split())
+    for key in ("base_url", "model", "api_key_env"):
+        assert OpenAISource.Config.model_fields[key].description.split("\n\n")[0].replace("\n", " ") in spoken
+    config = load_config(yaml.safe_load(text))
+    assert config.sources["judge"].model == "1e3"
+    assert config.judges["quality"].instructions == "cost: ${5} # {{ question }}"
+    unset = "\n".join(
+        line.replace("#", "", 1) if line.strip().startswith("#") and line.strip()[1] != " " else line
+        for line in text.splitlines()
+    )
+    config = load_config(yaml.safe_load(unset))
+    assert config.sources["judge"].limits.tokens_per_minute == 400_000
+    assert config.engine.journal.path == "verdicts.sqlite"
+    assert config.judges["quality"].max_tokens == 8192
+
+
+def test_a_function_and_a_mixture(init, judge):
+    Path("mine.py").write_text(
+        "async def score(solution_str, **_):\n    return 1.0\nasync def whole(sample):\n    return 0.5\n"
+    )
+    result = init("--function", "mine.py:score", "--yes")
+    assert result.exit_code == 0, result.output
+    assert load_config("judges.yaml").sources["rules"].function == f"{Path('mine.py').absolute()}:score"
+    flags = ("--function", "mine.py:whole", "--url", judge.base_url, "--yes", "--out", "both.yaml")
+    result = init(*flags)
+    assert result.exit_code == 0, result.output
+    config = load_config("both.yaml")
+    assert config.sources["rules"].arguments == "sample"
+    assert config.judges["total"].weights == {"correct": 0.5, "quality": 0.5}
+
+
+def test_a_reward_model(init):
+    Path("model").mkdir()
+    Path("model/chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    given = ("--score", "reward-model", "--url", "localhost:9/v1", "--model", "rm", "--framework", "verl")
+    result = init(*given, "--protocol", "sglang_classify", "--chat-template", "model")
+    assert result.exit_code == 0, result.output
+    source = load_config("judges.yaml").sources["rm"]
+    assert (source.urls, source.protocol) == (("http://localhost:9",), "sglang_classify")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ((), "there is no terminal to ask questions at; add --framework, --url, --model, or --yes for the defaults"),
+        (("--score", "function", "--framework", "verl"), "add --function, or --yes"),
+        (("--yes", "--url", NOWHERE), "--model is missing, and the endpoint does not tell it: no answer"),
+        (("--yes", "--url", "ftp://x.y/v1", "--model", "m"), "--url: a URL must start with http:// or https://"),
+        (("--yes", "--url", "http://me:pw@x.y", "--model", "m"), "--url: a URL must not have credentials"),
+        (("--yes", "--url", NOWHERE, "--model", KEY), "--model: that holds something that looks like an API key"),
+        (("--yes", "--url", KEY, "--model", "m"), "--url: that holds something that looks like an API key"),
+        (("--yes", "--url", NOWHERE, "--model", "m", "--rpm", "-3"), "--rpm: write a number above 0"),
+        (("--yes", "--url", NOWHERE, "--model", "m", "--rubric", "{{ respons }}"), "--rubric: "),
+        (("--yes", "--url", NOWHERE, "--model", "m", "--rubric", "@gone.txt"), "--rubric: the file cannot be read"),
+        (("--yes", "--url", NOWHERE, "--model", "m", "--out", "no/such/x.yaml"), "--out: its folder does not exist"),
+        (("--yes", "--url", NOWHERE, "--model", "m", "--out", "x.txt"), "--out: write the name of a file that ends in"),
+        (("--yes", "--function", "nowhere_at_all:f"), "--function: the function cannot be loaded: there is no module"),
+        (("--yes", "--function", "math:pi"), "--function: the function cannot be loaded: pi of math is of type float"),
+        (("--yes", "--function", "math:isclose"), "--function: it takes ("),
+        (("--yes", "--function", "score"), "--function: write package.module:function, or path/to/file.py:function"),
+        (("--yes", "--score", "reward-model", "--url", NOWHERE, "--model", "m", "--protocol", "x"), "protocol"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_one_message_and_nothing_is_written(init, flags, message):
+    result = init(*flags)
+    assert result.exit_code == 2, result.output
+    assert message in result.stderr
+    assert "pw@" not in result.output
+    assert KEY not in result.output
+    assert files() == []
+
+
+GIVEN = ("--framework", "verl", "--url", NOWHERE, "--model", "m", "--rpm", "5")
+
+
+def test_a_file_is_replaced_only_with_a_flag(init):
+    Path("judges.yaml").write_text("mine")
+    result = init(*GIVEN)
+    assert result.exit_code == 2
+    assert "judges.yaml exists; add --overwrite" in result.stderr
+    assert written() == "mine"
+    assert init(*GIVEN, "--overwrite").exit_code == 0
+    assert load_config("judges.yaml").sources["judge"].limits.requests_per_minute == 5
+
+
+def test_a_file_is_replaced_only_after_a_yes(answer):
+    Path("judges.yaml").write_text("mine")
+    result = answer("1", "", "none", "", "", "judges.yaml", "n", "other.yaml", flags=GIVEN)
+    assert (result.exit_code, written()) == (0, "mine"), result.output
+    result = answer("1", "", "none", "", "", "", "y", flags=GIVEN)
+    assert result.exit_code == 0, result.output
+    assert load_config("judges.yaml").sources["judge"].limits.requests_per_minute == 5
+    assert files() == ["judges.yaml", "other.yaml"]
+
+
+@pytest.mark.parametrize("typed", [KEY, "gsk_abcdefghijklmnop", "AKIAIOSFODNN7EXAMPLE", "0123456789abcdef" * 2])
+def test_a_key_is_never_written(answer, typed):
+    with JudgeServer(right, api_key=typed) as server:
+        given = ("--framework", "verl", "--url", server.base_url, "--rpm", "100")
+        result = answer("1", "", typed, "", "", "", "", flags=given)
+    assert result.exit_code == 0, result.output  # the key is used for the check
+    assert "api_key_env: JUDGE_API_KEY" in written()
+    assert typed not in written()
+    assert "the file names JUDGE_API_KEY" in result.stdout
+    assert typed not in result.output.replace(f": {typed}\n", "")  # but for the echo of a terminal
+
+
+def test_a_variable_that_is_not_set_is_named(init):
+    result = init("--yes", "--url", "https://api.openai.com/v1", "--model", "m")
+    assert result.exit_code == 0, result.output
+    assert "api_key_env: OPENAI_API_KEY" in written()
+    assert "judge: OPENAI_API_KEY is not set" in result.stdout
+
+
+def test_an_answer_is_asked_again_until_it_can_be_used(answer):
+    result = answer(
+        "caffe", "s", "judge", "{{ x }}", "default", "%", NOWHERE, "none", "", "m", "x", "9", "", "", "a", "b.yml"
+    )
+    assert result.exit_code == 0, result.output
+    for remark in ("answer with one of: verl, slime, roll, none", "an answer is needed", "write a number above 0"):
+        assert remark in result.stdout
+    assert load_config("b.yml").sources["judge"].limits.requests_per_minute == 9
+
+
+@pytest.mark.parametrize("lines", [0, 1, 4, 8])
+def test_the_end_of_the_input_ends_it_and_nothing_is_written(answer, lines):
+    typed = ["verl", "judge", "default", NOWHERE, "none", "m", "600", "", "64", "judges.yaml"]
+    result = answer(*typed[:lines])
+    assert result.exit_code == 2
+    assert "the input ended before the last question; nothing was written" in result.stderr
+    assert files() == []
+
+
+def test_ctrl_c_ends_it_and_nothing_is_written(answer, monkeypatch):
+    def interrupted(prompt: str) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        threading.Event().wait(5)
+        raise AssertionError("the signal was lost")
+
+    monkeypatch.setattr("builtins.input", interrupted)
+    monkeypatch.setattr(init_module.Questions.__init__, "__defaults__", (interrupted,))
+    result = answer()
+    assert result.exit_code == 130
+    assert "stopped; nothing was written" in result.stderr
+    assert files() == []
+
+
+def test_a_judge_that_cannot_judge_fails_the_check_after_the_file_is_written(init):
+    with JudgeServer(lambda call: 0.5) as server:
+        result = init("--yes", "--url", server.base_url)
+    assert result.exit_code == 1
+    assert "cannot judge" in result.stdout
+    assert "Train" not in result.stdout
+    assert files() == ["judges.yaml"]

@@ -5,10 +5,10 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test conformance replicas soak clusters lint types format clean
+.PHONY: help install demo test conformance replicas soak clusters docs docs-serve lint types format clean
 
 help: ## Show the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/make \1|\2/' | column -t -s '|'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/make \1|\2/' | column -t -s '|'
 
 $(INSTALLED): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit("qreward-plugins is developed on Python 3.11 or later; set PYTHON=python3.11" if sys.version_info < (3, 11) else 0)'
@@ -43,6 +43,16 @@ soak: $(INSTALLED) ## Play SEEDS random trials of the whole engine in virtual ti
 clusters: $(INSTALLED) ## Play SEEDS random clusters of workers that share limits, on all cores (about 0.1 s each)
 	$(BIN)/python -m qreward_plugins.simulation --cluster --seeds 0:$(SEEDS)
 
+# Material announces its successor with every build.
+docs docs-serve: export NO_MKDOCS_2_WARNING := 1
+
+docs: $(INSTALLED) ## Build the documentation into site/
+	$(BIN)/python -m mkdocs build --strict --quiet
+	@echo "open site/index.html, or run: make docs-serve"
+
+docs-serve: $(INSTALLED) ## Serve the documentation at http://127.0.0.1:8000 and rebuild it as you write
+	$(BIN)/python -m mkdocs serve --watch qreward_plugins
+
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -55,4 +65,4 @@ format: $(INSTALLED) ## Format the code
 	$(BIN)/ruff format .
 
 clean: ## Remove the virtual environment and what the demo wrote
-	rm -rf .venv demo
+	rm -rf .venv demo site

@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from .telemetry import BatchReport, Part
     from .text_streams import TextAnswer, TextStream
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 # `InvalidVerdict` is the former name of `InvalidReply`.
 _NAMES = {

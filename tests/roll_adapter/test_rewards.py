@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -54,6 +57,12 @@ EXPECTED = {
     *("floor/verdict_sum", "floor/policy_sum"),
     *("floor_rate", "cached_rate", "cut_rate", "source/judge_sum"),
 }
+
+
+def test_the_documentation_lists_them() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "metrics.md").read_text()
+    listed = set(re.findall(r"`([^`\n]+)`", text))
+    assert {name.replace("source/judge", "source/SOURCE") for name in EXPECTED} <= listed
 
 
 @pytest.mark.parametrize("mode", [*MODES, pytest.param({"generate_opt_level": 0}, id="batch")])

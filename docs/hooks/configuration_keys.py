@@ -1,0 +1,227 @@
+"""Writes the tables of all keys of the configuration into `docs/keys.md`, from the models themselves.
+
+A page gets the tables where it has the comment `<!-- every key -->`. Types, defaults and meanings come from the JSON
+Schema that the checks of a configuration use, so the page cannot differ from what is accepted. Only units are written
+here: most follow from the name of a key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from qreward_plugins.config import AskingConfig, EndpointConfig, JudgeConfig, SourceConfig, shape
+from qreward_plugins.config.shape import Shape
+from qreward_plugins.registry import rooms
+
+MARK = "<!-- every key -->"
+
+SUFFIXES = {
+    "_s": "seconds",
+    "_bytes": "bytes",
+    "_chars": "characters",
+    "_tokens": "tokens",
+    "requests_per_minute": "requests",
+    "tokens_per_minute": "tokens",
+    "_per_million": "US dollars",
+    "per_request": "US dollars",
+    "_parallel": "devices",
+}
+"""Units by the end of a key's name."""
+
+UNITS = {
+    "burst": "requests",
+    "clip": "reward",
+    "concurrency": "requests",
+    "constant": "reward",
+    "correct_at": "reward",
+    "data_parallel": "replicas",
+    "expert_parallel": "",
+    "floor": "reward",
+    "give_up_after": "groups",
+    "hedge_budget": "share",
+    "invalid_retries": "tries",
+    "label": "",
+    "max_attempts": "attempts",
+    "max_connections": "requests",
+    "max_count": "images",
+    "max_side": "pixels",
+    "max_size": "calls",
+    "min_scored": "samples",
+    "overload_threshold": "factor",
+    "pipeline_parallel": "",
+    "priority": "",
+    "restarts": "restarts",
+    "reward_range": "reward",
+    "scale": "factor",
+    "score_range": "score",
+    "seed": "",
+    "shift": "reward",
+    "temperature": "",
+    "train": "",
+    "validation": "",
+    "weight": "share",
+    "workers": "processes",
+}
+"""Units of the other numbers, by name; "" for a number without one."""
+
+_DEFAULT = re.compile(r"(?:^|(?<=[.)\]`] ))Default: ((?:[^.`]|`[^`]*`|\.(?=\S))*)\.?(?=\s|$)")
+_PAGE = re.compile(r"\bdocs/(\w+)\.md\b")
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of the configuration. `path` is unique on the page, e.g. `sources.openai.dialect`."""
+
+    path: str
+    type: str
+    unit: str
+    default: str
+    meaning: str
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+
+@dataclass(frozen=True)
+class Section:
+    """A mapping with its keys. `level` is that of its heading."""
+
+    title: str
+    anchor: str
+    level: int
+    text: str
+    keys: tuple[Key, ...]
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """MkDocs' hook."""
+    return markdown.replace(MARK, "\n".join(map(written, sections()))) if MARK in markdown else markdown
+
+
+def sections() -> Iterator[Section]:
+    """All keys: the top level, then what sources and judges have in common, then each kind."""
+    yield from _mapping("The top level", "", shape.top(), {}, 2, text="The keys of the file.", anchor="top")
+    rooms_of = {
+        "sources": [("Every source", SourceConfig), ("Sources over HTTP", EndpointConfig)],
+        "judges": [("Every judge", JudgeConfig), ("Judges that ask sources", AskingConfig)],
+    }
+    for room, bases in rooms_of.items():
+        known: dict[str, Shape] = {}
+        for title, model in bases:
+            found = shape.of(model)
+            anchor = title.lower().replace(" ", "-")
+            yield from _mapping(title, room, found, known, 2, text=_text(found), anchor=anchor)
+            known.update(found["properties"])
+        for kind, _ in rooms[room].loadable():
+            found = shape.of_kind(room, kind)
+            text = f"{_text(found)} {_inherited(rooms[room].load(kind).Config)}"
+            yield from _mapping(f"{room[:-1].capitalize()}: `{kind}`", f"{room}.{kind}", found, known, 2, text=text)
+
+
+def written(section: Section) -> str:
+    """A section as Markdown."""
+    lines = [f"{'#' * section.level} {section.title} {{#{section.anchor}}}", "", section.text, ""]
+    if section.keys:
+        lines += ["| key | type and unit | default | meaning |", "|---|---|---|---|"]
+        lines += [
+            f"| `{key.name}`{{#{key.path.replace('[]', '')}}} | {_cell(', '.join(filter(None, (key.type, key.unit))))} "
+            f"| {_cell(key.default)} | {_cell(key.meaning)} |"
+            for key in section.keys
+        ]
+    return "\n".join([*lines, ""])
+
+
+def unit_of(name: str) -> str | None:
+    """The unit of a number; "" if it has none, None if it is not known."""
+    if name in UNITS:
+        return UNITS[name]
+    return next((unit for suffix, unit in SUFFIXES.items() if name.endswith(suffix)), None)
+
+
+def is_number(node: Shape) -> bool:
+    """Whether a key takes a number, or a range of numbers."""
+    return any(
+        one.get("type") in ("number", "integer")
+        or [item.get("type") for item in one.get("prefixItems", ())] == ["number"] * 2
+        for one in shape.choices(node)
+    )
+
+
+def _mapping(
+    title: str, path: str, node: Shape, known: Mapping[str, Shape], level: int, *, text: str, anchor: str = ""
+) -> Iterator[Section]:
+    """The section of a mapping, without the keys in `known`, and those of the mappings in it."""
+    own = {name: below for name, below in node["properties"].items() if known.get(name) != below}
+    required = set(node.get("required", ()))
+    keys = tuple(_key(_joined(path, name), name, below, name in required) for name, below in own.items())
+    yield Section(title, anchor or path.replace("[]", ""), level, text, keys)
+    for name, below in own.items():
+        if level == 2 and path == "" and name in rooms:
+            continue
+        for place, inner in _inner(_joined(path, name), below):
+            yield from _mapping(f"`{place}`", place, inner, {}, 3, text=_text(inner))
+
+
+def _inner(path: str, node: Shape) -> Iterator[tuple[str, Shape]]:
+    """The mappings with known keys that a value may be, may be a list of, or may map names to."""
+    for one in shape.choices(node):
+        if one.get("properties"):
+            yield path, one
+        elif isinstance(below := one.get("additionalProperties"), Mapping):
+            yield from _inner(f"{path}.NAME", below)
+        elif isinstance(below := one.get("items"), Mapping):
+            yield from _inner(f"{path}[]", below)
+
+
+def _key(path: str, name: str, node: Shape, required: bool) -> Key:
+    meaning = _text(node)
+    said = _DEFAULT.search(meaning)
+    if required:
+        default = "required"
+    elif said:
+        default = said[1]
+        meaning = f"{meaning[: said.start()]}{meaning[said.end() :]}".strip()
+    elif isinstance(node.get("default"), dict) or "default" not in node:
+        default = ""
+    else:
+        default = f"`{_as_yaml(node['default'])}`"
+    unit = (unit_of(name) or "") if is_number(node) else ""
+    return Key(path, shape.wanted(shape.choices(node)) or "any value", unit, default, meaning)
+
+
+def _text(node: Shape) -> str:
+    words = " ".join(str(node.get("description", "")).split())
+    return _PAGE.sub(lambda found: f"[{found[1].replace('_', ' ')}]({found[1]}.md)", words)
+
+
+def _inherited(model: type) -> str:
+    bases = [("asking", AskingConfig), ("every judge", JudgeConfig), ("http", EndpointConfig), ("all", SourceConfig)]
+    named = {
+        "asking": "It has the keys of [every judge](#every-judge) that "
+        "[asks sources](#judges-that-ask-sources), and these:",
+        "every judge": "It has the keys of [every judge](#every-judge), and these:",
+        "http": "It has the keys of [every source](#every-source) that is "
+        "[asked over HTTP](#sources-over-http), and these:",
+        "all": "It has the keys of [every source](#every-source), and these:",
+    }
+    return next(named[name] for name, base in bases if issubclass(model, base))
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _as_yaml(value: Any) -> str:
+    if isinstance(value, bool) or value is None:
+        return str(value).lower() if value is not None else "none"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_as_yaml, value))}]"
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")

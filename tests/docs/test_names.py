@@ -1,0 +1,81 @@
+"""The pages of names list what the code emits: metrics, and the columns of the journal."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections import Counter
+from pathlib import Path
+
+from opentelemetry.sdk.metrics import MeterProvider
+
+from qreward_plugins.journal.entries import COLUMNS
+from qreward_plugins.observers import SourceGauges, Statistics
+from qreward_plugins.observers.opentelemetry import OpenTelemetry
+from qreward_plugins.samples import Scored, Verdict
+from qreward_plugins.server.exposition import exposition
+from qreward_plugins.sources.replica import ReplicaStatistics
+from qreward_plugins.telemetry import PART_KINDS, Facts, summary
+from verl_adapter.metrics import OutcomeMetrics
+
+DOCS = Path(__file__).parents[2] / "docs"
+LISTED = set(re.findall(r"`([^`\n]+)`", (DOCS / "metrics.md").read_text()))
+
+
+def test_every_metric_of_a_step_and_every_fact_of_a_sample():
+    facts = Facts(["clarity"], defines_correct=True)
+    row = facts.of(Scored(Verdict(1.0, {"clarity": 1.0}, correct=True, judge="j", source="a")))
+    assert {name.replace("score/clarity", "score/NAME") for name in row} <= LISTED
+    named = {"score/clarity": "score/NAME", "source_share/a": "source_share/SOURCE"}
+    assert {named.get(name, name) for name in summary([row])} <= LISTED
+
+
+def test_every_metric_of_verl():
+    metrics = OutcomeMetrics(None)
+    metrics._read = lambda: ("start", Counter({"train/samples": 1, "val/samples": 1}))
+    names = {name.removeprefix("qreward/") for name in metrics.since_last()}
+    assert {name for name in names if not name.startswith("val/")} <= LISTED
+    assert {name.removeprefix("val/") for name in names if name.startswith("val/")} <= LISTED - {"imputed_rate"}
+
+
+def test_every_metric_of_prometheus():
+    numbers = dict.fromkeys((field.name for field in dataclasses.fields(ReplicaStatistics)), 0)
+    replica = ReplicaStatistics(**numbers | {"base_url": "http://a", "health": "up"})
+    gauges = SourceGauges(
+        state="up", in_flight=0, requests_share=None, tokens_share=None, paced=False, replicas=(replica,)
+    )
+    text = exposition(Statistics().snapshot({"a": gauges}, waiting=0), 0, Counter({("/score", 200): 1})).decode()
+    emitted = {name.removesuffix("_total"): kind for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", text, re.M)}
+    rows = dict(re.findall(r"^\| `(qreward_\w+)` \| (\w+) \|", (DOCS / "metrics.md").read_text(), re.M))
+    assert rows == emitted
+
+
+def test_every_metric_of_opentelemetry(monkeypatch):
+    made = {}
+    meter = MeterProvider().get_meter("names")
+    for kind in ("counter", "histogram", "up_down_counter"):
+        create = getattr(meter, f"create_{kind}")
+
+        def noted(name, *given, kind=kind, create=create):
+            made[name] = kind.replace("up_down", "up-down").replace("_", " ")
+            return create(name, *given)
+
+        monkeypatch.setattr(meter, f"create_{kind}", noted)
+
+    class Provider(MeterProvider):
+        def get_meter(self, *given, **named):
+            return meter
+
+    OpenTelemetry(Provider())
+    rows = re.findall(r"^\| `(qreward\.[\w.]+)` \| ([\w -]+?) \|", (DOCS / "metrics.md").read_text(), re.M)
+    assert dict(rows) == made
+
+
+def test_the_parts_of_a_wait():
+    text = (DOCS / "slow_step.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \|", text, re.M)) == set(PART_KINDS)
+
+
+def test_the_columns_of_the_journal():
+    table = dict(re.findall(r"^\| `(\w+)` \| ([A-Z ]+) \|", (DOCS / "journal.md").read_text(), re.M))
+    assert table == {"id": "INTEGER PRIMARY KEY", **dict(COLUMNS)}

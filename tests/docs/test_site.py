@@ -1,0 +1,128 @@
+"""The site is built from `docs/` without a warning, and what it lists is what the code has."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from pathlib import Path
+from typing import get_args
+
+import pytest
+import yaml
+from mkdocs.commands.build import build
+from mkdocs.config import load_config
+from pydantic import BaseModel
+from typer.main import get_command
+
+import qreward_plugins
+from qreward_plugins.cli.app import app
+from qreward_plugins.config import Config
+from qreward_plugins.registry import rooms
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    """The folder of the built site. A warning of the build is an error."""
+    folder = tmp_path_factory.mktemp("site")
+    config = load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True)
+    config.plugins.on_startup(command="build", dirty=False)
+    try:
+        build(config)
+        yield folder
+    finally:
+        config.plugins.on_shutdown()
+        logging.getLogger("mkdocs").handlers.clear()
+        shutil.rmtree(folder)
+
+
+def page(site, name):
+    return (site / name / "index.html").read_text()
+
+
+def ids(text):
+    return set(re.findall(r'\bid="?([^"\s>]+)', text))
+
+
+def test_every_page_is_in_the_navigation():
+    def named(item):
+        below = item.values() if isinstance(item, dict) else item
+        return {item} if isinstance(item, str) else {uri for one in below for uri in named(one)}
+
+    nav = yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"]
+    assert {path.name for path in (ROOT / "docs").glob("*.md")} <= named(nav)
+
+
+def test_the_site_loads_nothing_from_other_hosts(site):
+    for path in site.rglob("*.html"):
+        loaded = re.findall(
+            r"<(?:script|link|img|iframe)\b[^>]*?\b(?:src|href)=\"?(https?:[^\"\s>]+)", path.read_text()
+        )
+        assert not loaded, path
+
+
+def models_below(annotation):
+    """The models in a type, without those of sources and judges, which are kinds."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return {annotation}
+    return {model for part in get_args(annotation) for model in models_below(part)}
+
+
+def keys_of(model, path):
+    for name, field in model.model_fields.items():
+        yield (*path, name)
+        if len(path) or name not in rooms:
+            for below in models_below(field.annotation):
+                yield from keys_of(below, (*path, name))
+
+
+def test_every_key_of_every_model_is_on_the_page(site):
+    listed = {tuple(part for part in re.split(r"[.]|\[\]", one) if part != "NAME") for one in ids(page(site, "keys"))}
+    keys = set(keys_of(Config, ()))
+    for room, kinds in rooms.items():
+        for name, kind in kinds.loadable():
+            keys |= set(keys_of(kind.Config, (room, name)))
+    assert len(keys) > 250
+    # A key that all kinds share is listed once, without the kind.
+    missing = {key for key in keys if tuple(filter(None, key)) not in listed and (key[0], *key[2:]) not in listed}
+    assert missing == set()
+
+
+def test_every_number_of_the_configuration_has_a_unit():
+    """A new one needs an entry in docs/hooks/configuration_keys.py, unless its name says its unit."""
+    hook = load_config(str(ROOT / "mkdocs.yml")).hooks["docs/hooks/configuration_keys.py"]
+    from qreward_plugins.config import shape
+
+    def numbers(node):
+        for one in shape.choices(node):
+            for name, below in one.get("properties", {}).items():
+                yield from [name] if hook.is_number(below) else []
+                yield from numbers(below)
+            for below in (one.get("items"), one.get("additionalProperties")):
+                if isinstance(below, dict):
+                    yield from numbers(below)
+
+    found = {name for kinds in rooms for one in shape.of_kinds(kinds).values() for name in numbers(one)}
+    found |= set(numbers(shape.top()))
+    assert len(found) > 50
+    assert {name for name in found if hook.unit_of(name) is None} == set()
+    assert set(hook.UNITS) - found == set()
+
+
+def test_every_option_of_every_command_is_on_the_page(site):
+    text = page(site, "commands")
+    for name, command in get_command(app).commands.items():
+        section = text[text.index(f'id="{name}"') :]
+        for parameter in command.params:
+            shown = parameter.metavar if parameter.param_type_name == "argument" else max(parameter.opts, key=len)
+            assert parameter.name == "help" or f"<code>{shown}" in section, (name, shown)
+
+
+def test_every_public_name_is_on_the_page_of_the_api(site):
+    text = page(site, "api")
+    names = {one.rpartition(".")[2] for one in ids(text)}
+    unlisted = set(qreward_plugins.__all__) - names - {"__version__", "Config"}
+    assert all(f"<code>{name}</code>" in text for name in unlisted), unlisted
+    assert unlisted <= {"Event", "Outcome", "Split"}

@@ -32,7 +32,7 @@ test: $(INSTALLED) lint types ## Lint, type-check and test everything, in JOBS p
 conformance: $(INSTALLED) ## Play our scenarios on real verl; QREWARD_SLIME_SRC=/path/to/slime: on slime, QREWARD_RAY_DEATHS=1: on a dying Ray
 	QREWARD_VERL=1 $(BIN)/python -m pytest tests/conformance/verl tests/conformance/slime tests/conformance/sharing
 
-replicas: ## Start two real vLLM replicas on the CPU, kill one under load, stop them (makes an environment of 3 GB first)
+replicas: ## Start real replicas on the CPU (vLLM, vLLM on Ray, llama.cpp), kill some under load, stop them (makes an environment of 3 GB first)
 	PYTHON=$(PYTHON) tests/conformance/vllm/environment.sh -k test_replicas
 
 SEEDS ?= 100000

@@ -16,6 +16,7 @@ from .servers import Server, serve_llama, serve_vllm, why_not
 _POOLING = ("--runner", "pooling")
 # By default a model may write white space for ever where the grammar allows it.
 _CHAT = ("--structured-outputs-config", '{"backend":"xgrammar","disable_any_whitespace":true}')
+_SEEN = ("--middleware", "tests.conformance.vllm.seen.Seen")
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -49,10 +50,21 @@ def served(models: Path, tmp_path_factory: Any) -> Iterator[Callable[[str], str]
             if name == "llama":
                 started[name] = serve_llama(log=log)
             else:
-                started[name] = serve_vllm(models / name, *(_CHAT if name == "chat" else _POOLING), log=log)
+                started[name] = serve_vllm(models / name, *((*_CHAT, *_SEEN) if name == "chat" else _POOLING), log=log)
             print(f"\n{name}: answers after {started[name].start_s:.0f} s")
         return started[name].url
 
     yield url
     for server in started.values():
         server.close()
+
+
+@pytest.fixture
+def say(capsys: Any) -> Callable[[str], None]:
+    """Print a measured number at once, although pytest captures what tests print."""
+
+    def say(line: str) -> None:
+        with capsys.disabled():
+            print(f"\n{line}", end="", flush=True)
+
+    return say

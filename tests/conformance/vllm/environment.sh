@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Make an environment with vLLM for the CPU and llama.cpp, install this project into it, and run the tests of this folder there.
-# vLLM's pins fit no environment with a training framework, so it has one of its own: about 3 GB and two minutes.
+# vLLM's pins fit no environment with a training framework, so it has one of its own: about 3 GB, and two to seven minutes.
 #
 # Usage: tests/conformance/vllm/environment.sh [pytest's arguments]
 #   VLLM_VENV    where the environment is, or is to be; default: .venv-vllm in the project

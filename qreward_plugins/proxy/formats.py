@@ -51,8 +51,12 @@ class Format(ABC):
         return acting or body.get("store") is True or bool(body.get("mcp_servers")) or self.state(body) != ""
 
     def state(self, body: Mapping[str, Any]) -> str:
-        """Return the key of a body that refers to something that one provider keeps; "" if there is none."""
+        """Return the key of a body that goes on with something that one provider keeps; "" if there is none."""
         return ""
+
+    def reference(self, body: Mapping[str, Any]) -> str:
+        """Return the key of a body that refers to something that one provider keeps, files included; "" if none."""
+        return self.state(body) or _kept_by_provider(body)
 
     def refusal(self, body: Mapping[str, Any]) -> str:
         """Return why a request cannot be sent on; "" if it can."""
@@ -127,6 +131,47 @@ class GeminiFormat(Format):
 
     def state(self, body: Mapping[str, Any]) -> str:
         return "cachedContent" if body.get("cachedContent") else ""
+
+
+_USERS_OWN = ("metadata", "functionCall", "function_call", "functionResponse", "function_response")
+"""Keys whose values have the words of a client or of its tools, where `file_id` is any word."""
+_GEMINI_FILE = re.compile(r"/v\d\w*/files/")
+
+
+def _kept_by_provider(body: Mapping[str, Any]) -> str:
+    """Return the first key with the id of an uploaded file, a vector store or a stored item; "" if there is none."""
+    waiting: list[Any] = [value for key, value in body.items() if key not in _USERS_OWN]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, list):
+            waiting.extend(each for each in value if isinstance(each, dict | list))
+        elif isinstance(value, dict):
+            key = _reference_key(value)
+            if key:
+                return key
+            called = value.get("type") in {"tool_use", "server_tool_use", "mcp_tool_use"}
+            waiting.extend(
+                each
+                for key, each in value.items()
+                if isinstance(each, dict | list) and key not in _USERS_OWN and not (called and key == "input")
+            )
+    return ""
+
+
+def _reference_key(value: Mapping[str, Any]) -> str:
+    if value.get("type") == "item_reference":
+        return "item_reference"
+    if isinstance(value.get("file_id"), str):
+        return "file_id"
+    for key in ("file_ids", "vector_store_ids"):
+        ids = value.get(key)
+        if isinstance(ids, list) and ids and all(isinstance(each, str) for each in ids):
+            return key
+    for key in ("fileUri", "file_uri"):
+        uri = value.get(key)
+        if isinstance(uri, str) and _GEMINI_FILE.search(uri):
+            return key
+    return ""
 
 
 _OPENAI_TYPES = {401: "authentication_error", 429: "rate_limit_error"}

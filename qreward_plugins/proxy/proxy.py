@@ -126,7 +126,7 @@ class Proxy:
         return await self._call(incoming, form, body, group, deadline_s, priority or 0)
 
     def _state_problem(self, form: Format, body: Mapping[str, Any], group: Group) -> str:
-        key = form.state(body)
+        key = form.reference(body)
         if not key or len(set(map(configured_name, group.sources))) == 1:
             return ""
         return (
@@ -158,7 +158,7 @@ class Proxy:
             body,
             headers,
             streams,
-            refers=form.state(body) != "",
+            refers=form.reference(body) != "",
             on_head=exchange.begin,
             on_refusal=exchange.refused,
             has_room=exchange.has_room,

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from qreward_plugins import ConfigurationError, EngineError, RewardEngine, Sample, load_config
+from qreward_plugins.proxy.formats import format_of
 from qreward_plugins.transport import QRewardTransport
 
 from .conftest import CALLERS_KEY, KEY, TEXT, server_of, tree_of
@@ -279,6 +280,41 @@ async def test_what_one_provider_keeps_is_not_moved():
         }.items():
             reply = await client.post("http://any/v1/responses", json={"model": "gpt-5", body: "x"})
             assert (reply.status_code, problem in reply.json()["error"]["message"]) == (400, True)
+        assert a.bodies + b.bodies == []
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "key"),
+    [
+        ("/responses", {"input": [{"type": "item_reference", "id": "i1"}]}, "item_reference"),
+        ("/responses", {"input": [{"content": [{"type": "input_file", "file_id": "f1"}]}]}, "file_id"),
+        ("/responses", {"tools": [{"type": "file_search", "vector_store_ids": ["v1"]}]}, "vector_store_ids"),
+        ("/chat/completions", {"messages": [{"content": [{"type": "file", "file": {"file_id": "f1"}}]}]}, "file_id"),
+        ("/messages", {"messages": [{"content": [{"source": {"type": "file", "file_id": "f1"}}]}]}, "file_id"),
+        (
+            "/models/m:generateContent",
+            {"contents": [{"parts": [{"fileData": {"fileUri": "https://h/v1beta/files/f1"}}]}]},
+            "fileUri",
+        ),
+        ("/models/m:generateContent", {"contents": [{"parts": [{"fileData": {"fileUri": "https://h/a.png"}}]}]}, ""),
+        ("/messages", {"messages": [{"content": [{"type": "tool_use", "input": {"file_id": "f1"}}]}]}, ""),
+        ("/messages", {"tools": [{"input_schema": {"properties": {"file_id": {"type": "string"}}}}]}, ""),
+        ("/models/m:generateContent", {"contents": [{"parts": [{"functionCall": {"args": {"file_id": "f1"}}}]}]}, ""),
+        ("/chat/completions", {"metadata": {"file_id": "f1"}}, ""),
+        ("/responses", {"input": "file_id", "tools": [{"vector_store_ids": []}]}, ""),
+    ],
+)
+def test_a_file_or_an_item_that_one_provider_keeps_is_seen(path, body, key):
+    form = format_of(path)
+    assert form is not None
+    assert (form.reference(body), form.state(body)) == (key, "")
+
+
+async def test_a_file_of_one_provider_is_not_sent_to_another_one():
+    body = {"model": "gpt-5", "messages": [{"content": [{"type": "file", "file": {"file_id": "f1"}}]}]}
+    async with echo() as a, echo() as b, client_of(tree_of(a, b)) as client:
+        reply = await client.post("http://any/v1/chat/completions", json=body)
+        assert (reply.status_code, "'file_id' refers to" in reply.json()["error"]["message"]) == (400, True)
         assert a.bodies + b.bodies == []
 
 

@@ -126,12 +126,13 @@ def written(section: Section) -> str:
     """A section as Markdown."""
     lines = [f"{'#' * section.level} {section.title} {{#{section.anchor}}}", "", section.text, ""]
     if section.keys:
-        lines += ["| key | type and unit | default | meaning |", "|---|---|---|---|"]
+        lines += ['<div class="keys" markdown>', "", "| key | type and unit | default | meaning |", "|---|---|---|---|"]
         lines += [
             f"| `{key.name}`{{#{key.path.replace('[]', '')}}} | {_cell(', '.join(filter(None, (key.type, key.unit))))} "
             f"| {_cell(key.default)} | {_cell(key.meaning)} |"
             for key in section.keys
         ]
+        lines += ["", "</div>"]
     return "\n".join([*lines, ""])
 
 

@@ -15,18 +15,18 @@ from __future__ import annotations
 
 import importlib
 import threading
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from os import PathLike
 from types import ModuleType
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .config import Config, load_config
 from .engine import RewardEngine
 from .errors import ConfigurationError, EngineError, InputError, Mistake, ReplyBroken
 from .portal import EnginePortal
 from .proxy import ClientReply, ClientRequest, Pieces, Proxy, refusal
-from .proxy.formats import client_format
+from .proxy.formats import Format, client_format
 
 if TYPE_CHECKING:
     import httpx
@@ -54,8 +54,6 @@ MOST_BODY_BYTES = 64 * 2**20
 
 _FOR_ASYNC = "QRewardTransport is for asynchronous clients; a synchronous one takes QRewardSyncTransport"
 _FOR_SYNC = "QRewardSyncTransport is for synchronous clients; an asynchronous one takes QRewardTransport"
-
-T = TypeVar("T")
 
 
 class QRewardTransport(_AsyncTransport):
@@ -99,23 +97,15 @@ class QRewardTransport(_AsyncTransport):
 
     async def handle_async_request(self, request: Any) -> Any:
         """Answer a request of a client. Cancelling it ends its attempts."""
-        library = _library_of(request)
-        body = bytearray()
+        exchange = _Exchange(request, self._max_body_bytes)
         async for chunk in request.stream:
-            body += chunk
-            if len(body) > self._max_body_bytes:
-                return _whole(library, request, _too_large(request, self._max_body_bytes))
-        incoming = _incoming(request, bytes(body))
+            if not exchange.fits(chunk):
+                return exchange.too_large()
         try:
-            reply = await self._proxy.answer(incoming)
+            reply = await self._proxy.answer(exchange.incoming())
         except TimeoutError:
-            # Raised outside, the error of httpx has no cause that would show the request.
             reply = None
-        if reply is None:
-            raise _read_timeout(library, request, incoming)
-        if reply.pieces is None:
-            return _whole(library, request, reply)
-        return _streamed(library, request, reply, _stream(library, request, reply.pieces))
+        return exchange.response(reply, exchange.stream)
 
     async def aclose(self) -> None:
         """Close the engine, if the transport has made it. Idempotent."""
@@ -162,13 +152,11 @@ class QRewardSyncTransport(_Transport):
 
     def handle_request(self, request: Any) -> Any:
         """Answer a request of a client. Blocks the calling thread."""
-        library = _library_of(request)
-        body = bytearray()
+        exchange = _Exchange(request, self._max_body_bytes)
         for chunk in request.stream:
-            body += chunk
-            if len(body) > self._max_body_bytes:
-                return _whole(library, request, _too_large(request, self._max_body_bytes))
-        incoming = _incoming(request, bytes(body))
+            if not exchange.fits(chunk):
+                return exchange.too_large()
+        incoming = exchange.incoming()
 
         async def answer(engine: RewardEngine) -> ClientReply:
             if self._proxy is None:
@@ -180,14 +168,10 @@ class QRewardSyncTransport(_Transport):
             portal = self._open()
             reply = portal.run(answer)
         except EngineError as error:
-            return _whole(library, request, _closed(request, error))
+            return exchange.closed(error)
         except TimeoutError:
             reply = None
-        if reply is None:
-            raise _read_timeout(library, request, incoming)
-        if reply.pieces is None:
-            return _whole(library, request, reply)
-        return _streamed(library, request, reply, _sync_stream(library, request, reply.pieces, portal))
+        return exchange.response(reply, lambda pieces: exchange.sync_stream(pieces, portal))
 
     def close(self) -> None:
         """Close the engine, if the transport has made it. Idempotent."""
@@ -227,105 +211,125 @@ def _opened(config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Confi
     return RewardEngine(loaded)
 
 
-def _library_of(request: Any) -> Any:
-    """Return the library whose class a request is."""
-    home = type(request).__module__.partition(".")[0]
-    return importlib.import_module("httpx2" if home == "httpx2" else "httpx")
+class _Exchange:
+    """One request of a client, and the responses to it in the classes of the client's library."""
 
+    def __init__(self, request: Any, max_body_bytes: int) -> None:
+        self._request = request
+        home = type(request).__module__.partition(".")[0]
+        self._library: Any = importlib.import_module("httpx2" if home == "httpx2" else "httpx")
+        self._max_body_bytes = max_body_bytes
+        self._body = bytearray()
+        timeouts = request.extensions.get("timeout")
+        self._read_timeout_s = timeouts.get("read") if isinstance(timeouts, Mapping) else None
 
-def _incoming(request: Any, body: bytes) -> ClientRequest:
-    timeouts = request.extensions.get("timeout")
-    read_timeout_s = timeouts.get("read") if isinstance(timeouts, Mapping) else None
-    return ClientRequest(request.method, _path_of(request), request.headers, body, read_timeout_s)
+    def fits(self, chunk: bytes) -> bool:
+        """Add a chunk of the body; return whether the body is still small enough."""
+        self._body += chunk
+        return len(self._body) <= self._max_body_bytes
 
+    def incoming(self) -> ClientRequest:
+        """Return the request, after its whole body was added."""
+        request = self._request
+        return ClientRequest(request.method, self._path, request.headers, bytes(self._body), self._read_timeout_s)
 
-def _path_of(request: Any) -> str:
-    # `raw_path` keeps what is quoted, such as a slash in the name of a model.
-    path: bytes = request.url.raw_path.partition(b"?")[0]
-    return path.decode("ascii", "replace")
+    def too_large(self) -> Any:
+        """Return the response to a request whose body is too large."""
+        message = f"the body is larger than {self._max_body_bytes:,} bytes"
+        return self._whole(refusal(self._form, 413, message, reason="too_large"))
 
+    def closed(self, why: EngineError) -> Any:
+        """Return the response to a request that a closed engine cannot answer."""
+        return self._whole(refusal(self._form, 503, str(why), cause="infra", reason="closed"))
 
-def _too_large(request: Any, most: int) -> ClientReply:
-    form = client_format(_path_of(request), request.headers)
-    return refusal(form, 413, f"the body is larger than {most:,} bytes", reason="too_large")
+    def response(self, reply: ClientReply | None, stream: Callable[[Pieces], Any]) -> Any:
+        """Return the response with a reply. None: there was none in time, and the library's `ReadTimeout` is raised.
 
+        Call it outside of an `except` clause: an error of the library must have no cause that would show the request.
+        """
+        if reply is None:
+            message = f"no reply within the {self._read_timeout_s:g} s that the client waits"
+            raise self._library.ReadTimeout(message, request=self._request)
+        if reply.pieces is None:
+            return self._whole(reply)
+        return self._library.Response(
+            reply.status, headers=dict(reply.headers), request=self._request, stream=stream(reply.pieces)
+        )
 
-def _closed(request: Any, why: EngineError) -> ClientReply:
-    form = client_format(_path_of(request), request.headers)
-    return refusal(form, 503, str(why), cause="infra", reason="closed")
+    def stream(self, pieces: Pieces) -> Any:
+        """Return the pieces as an asynchronous stream of the library."""
+        failure = self._stream_failure
 
+        class Stream(self._library.AsyncByteStream):  # type: ignore[misc, name-defined]
+            async def __aiter__(self) -> AsyncIterator[bytes]:
+                while True:
+                    failed: Exception | None = None
+                    piece: bytes | None = None
+                    try:
+                        piece = await anext(pieces, None)
+                    except (TimeoutError, ReplyBroken) as error:
+                        failed = failure(error)
+                    if failed is not None:
+                        raise failed
+                    if piece is None:
+                        return
+                    yield piece
 
-def _whole(library: Any, request: Any, reply: ClientReply) -> Any:
-    return library.Response(reply.status, headers=dict(reply.headers), request=request, content=reply.body)
+            async def aclose(self) -> None:
+                await pieces.aclose()
 
+        return Stream()
 
-def _streamed(library: Any, request: Any, reply: ClientReply, stream: Any) -> Any:
-    return library.Response(reply.status, headers=dict(reply.headers), request=request, stream=stream)
+    def sync_stream(self, pieces: Pieces, portal: EnginePortal) -> Any:
+        """Return the pieces as a synchronous stream of the library."""
+        failure = self._stream_failure
 
+        async def take(_: RewardEngine) -> bytes | None:
+            return await anext(pieces, None)
 
-def _read_timeout(library: Any, request: Any, incoming: ClientRequest) -> Exception:
-    message = f"no reply within the {incoming.read_timeout_s:g} s that the client waits"
-    error: Exception = library.ReadTimeout(message, request=request)
-    return error
-
-
-def _broken(library: Any, request: Any, why: str) -> Exception:
-    error: Exception = library.RemoteProtocolError(why, request=request)
-    return error
-
-
-def _stream(library: Any, request: Any, pieces: Pieces) -> Any:
-    """Return the pieces as a stream of the client's library."""
-
-    class Stream(library.AsyncByteStream):  # type: ignore[misc]
-        async def __aiter__(self) -> AsyncIterator[bytes]:
-            while True:
-                failed: Exception | None = None
-                piece: bytes | None = None
-                try:
-                    piece = await anext(pieces, None)
-                except TimeoutError:
-                    failed = library.ReadTimeout("nothing came within the time that the client waits", request=request)
-                except ReplyBroken as error:
-                    failed = _broken(library, request, str(error))
-                if failed is not None:
-                    raise failed
-                if piece is None:
-                    return
-                yield piece
-
-        async def aclose(self) -> None:
+        async def close(_: RewardEngine) -> None:
             await pieces.aclose()
 
-    return Stream()
+        class Stream(self._library.SyncByteStream):  # type: ignore[misc, name-defined]
+            def __iter__(self) -> Iterator[bytes]:
+                while True:
+                    failed: Exception | None = None
+                    piece: bytes | None = None
+                    try:
+                        piece = portal.run(take)
+                    except (TimeoutError, ReplyBroken, EngineError) as error:
+                        failed = failure(error)
+                    if failed is not None:
+                        raise failed
+                    if piece is None:
+                        return
+                    yield piece
 
+            def close(self) -> None:
+                with suppress(EngineError):  # the engine is closed, and with it the call
+                    portal.run(close)
 
-def _sync_stream(library: Any, request: Any, pieces: Pieces, portal: EnginePortal) -> Any:
-    async def take(_: RewardEngine) -> bytes | None:
-        return await anext(pieces, None)
+        return Stream()
 
-    async def close(_: RewardEngine) -> None:
-        await pieces.aclose()
+    @property
+    def _path(self) -> str:
+        # `raw_path` keeps what is quoted, such as a slash in the name of a model.
+        path: bytes = self._request.url.raw_path.partition(b"?")[0]
+        return path.decode("ascii", "replace")
 
-    class Stream(library.SyncByteStream):  # type: ignore[misc]
-        def __iter__(self) -> Iterator[bytes]:
-            while True:
-                failed: Exception | None = None
-                piece: bytes | None = None
-                try:
-                    piece = portal.run(take)
-                except TimeoutError:
-                    failed = library.ReadTimeout("nothing came within the time that the client waits", request=request)
-                except (ReplyBroken, EngineError) as error:
-                    failed = _broken(library, request, str(error))
-                if failed is not None:
-                    raise failed
-                if piece is None:
-                    return
-                yield piece
+    @property
+    def _form(self) -> Format:
+        return client_format(self._path, self._request.headers)
 
-        def close(self) -> None:
-            with suppress(EngineError):  # the engine is closed, and with it the call
-                portal.run(close)
+    def _whole(self, reply: ClientReply) -> Any:
+        headers = dict(reply.headers)
+        return self._library.Response(reply.status, headers=headers, request=self._request, content=reply.body)
 
-    return Stream()
+    def _stream_failure(self, error: Exception) -> Exception:
+        failure: Exception
+        if isinstance(error, TimeoutError):
+            message = "nothing came within the time that the client waits"
+            failure = self._library.ReadTimeout(message, request=self._request)
+        else:
+            failure = self._library.RemoteProtocolError(str(error), request=self._request)
+        return failure

@@ -218,7 +218,33 @@ class Accelerated:
         return f"<accelerated {self._calls.name}>"
 
 
-class AsyncFunction(Accelerated, Generic[P, T]):
+class ServedInLoop(Accelerated):
+    """An accelerated function of async code: the event loop of its callers serves it."""
+
+    async def aclose(self) -> None:
+        """Fail the calls under way, and end attempts and worker processes. Further calls raise `EngineError`."""
+        await self._calls.aclose()
+
+
+class ServedInThread(Accelerated):
+    """An accelerated function of sync code: the thread of `loop_thread` serves it, whichever thread calls it."""
+
+    async def aclose(self) -> None:
+        """Fail the calls under way, and end attempts and worker processes. Further calls raise `EngineError`."""
+        await asyncio.wrap_future(loop_thread.submit(self._calls, self._calls.aclose()))
+
+    def close(self) -> None:
+        """Do what `aclose` does, and block until it has ended."""
+        loop_thread.run(self._calls, self._calls.aclose())
+
+    def _retune(self, options: Options) -> None:
+        async def retuned() -> None:
+            self._calls.retune(options)
+
+        loop_thread.run(self._calls, retuned())
+
+
+class AsyncFunction(ServedInLoop, Generic[P, T]):
     """An accelerated async function. Use it in one event loop at a time; `aclose` it, or do not."""
 
     def __init__(self, function: Callable[..., Any], calls: FunctionCalls, options: Options) -> None:
@@ -260,10 +286,6 @@ class AsyncFunction(Accelerated, Generic[P, T]):
         """
         return self._stream(items, kwargs, window, return_exceptions)
 
-    async def aclose(self) -> None:
-        """Fail the calls under way, and end attempts and worker processes. Further calls raise `EngineError`."""
-        await self._calls.aclose()
-
     def _stops(self, return_exceptions: bool) -> bool:
         return not return_exceptions and self._options.default is UNSET
 
@@ -277,7 +299,7 @@ class AsyncFunction(Accelerated, Generic[P, T]):
         return self._get(obj, owner)
 
 
-class SyncFunction(Accelerated, Generic[P, T]):
+class SyncFunction(ServedInThread, Generic[P, T]):
     """An accelerated sync function. It blocks the calling thread; in an event loop, await `acall`. It may be used from
     any number of threads and event loops at once.
     """
@@ -316,20 +338,6 @@ class SyncFunction(Accelerated, Generic[P, T]):
     ) -> Generator[T, None, None]:
         """Call it for each item of a stream, as `AsyncFunction.stream` does. Another thread draws the items."""
         yield from loop_thread.iterate(self._calls, self._stream(_drawn(items), kwargs, window, return_exceptions))
-
-    async def aclose(self) -> None:
-        """Fail the calls under way, and end attempts and worker processes. Further calls raise `EngineError`."""
-        await asyncio.wrap_future(loop_thread.submit(self._calls, self._calls.aclose()))
-
-    def close(self) -> None:
-        """Do what `aclose` does, and block until it has ended."""
-        loop_thread.run(self._calls, self._calls.aclose())
-
-    def _retune(self, options: Options) -> None:
-        async def retuned() -> None:
-            self._calls.retune(options)
-
-        loop_thread.run(self._calls, retuned())
 
     @overload
     def __get__(self, obj: None, owner: Any) -> Self: ...

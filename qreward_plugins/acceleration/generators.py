@@ -6,15 +6,13 @@ closed. After the first item an error is not retried, because an item cannot be 
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncGenerator, Generator
 from typing import Any, Concatenate, Generic, TypeVar, overload
 
 from typing_extensions import ParamSpec, Self
 
-from .functions import Accelerated
+from .functions import Accelerated, ServedInLoop, ServedInThread
 from .items import Items
-from .options import Options
 from .pending import Pending, Raised
 from .thread import loop_thread
 
@@ -43,16 +41,12 @@ class _Generators(Accelerated):
             await pending.drop()
 
 
-class AsyncGeneratorFunction(_Generators, Generic[P, T]):
+class AsyncGeneratorFunction(_Generators, ServedInLoop, Generic[P, T]):
     """An accelerated async generator. Use it in one event loop at a time."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> AsyncGenerator[T, None]:
         """Return the generator. Its call begins with the first item. Close it (`aclosing`) if you leave it early."""
         return self._iterate(args, kwargs)
-
-    async def aclose(self) -> None:
-        """Fail the calls under way, and end their attempts. Further calls raise `EngineError`."""
-        await self._calls.aclose()
 
     @overload
     def __get__(self, obj: None, owner: Any) -> Self: ...
@@ -66,26 +60,12 @@ class AsyncGeneratorFunction(_Generators, Generic[P, T]):
         return self._get(obj, owner)
 
 
-class GeneratorFunction(_Generators, Generic[P, T]):
+class GeneratorFunction(_Generators, ServedInThread, Generic[P, T]):
     """An accelerated sync generator. Each item is made in a thread, and waiting for it blocks the calling thread."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Generator[T, None, None]:
         """Return the generator. Its call begins with the first item."""
         return loop_thread.iterate(self._calls, self._iterate(args, kwargs))
-
-    async def aclose(self) -> None:
-        """Fail the calls under way, and end their attempts. Further calls raise `EngineError`."""
-        await asyncio.wrap_future(loop_thread.submit(self._calls, self._calls.aclose()))
-
-    def close(self) -> None:
-        """Do what `aclose` does, and block until it has ended."""
-        loop_thread.run(self._calls, self._calls.aclose())
-
-    def _retune(self, options: Options) -> None:
-        async def retuned() -> None:
-            self._calls.retune(options)
-
-        loop_thread.run(self._calls, retuned())
 
     @overload
     def __get__(self, obj: None, owner: Any) -> Self: ...

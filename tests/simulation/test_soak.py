@@ -18,7 +18,7 @@ from qreward_plugins.simulation.soak import check, replay_command, shards, soak,
 from qreward_plugins.simulation.trial import judge_of, random_trial
 
 ROOT = Path(__file__).parents[2]
-SEEDS = 400
+SEEDS = 200
 """As many as find every mistake of test_soak_mutations.py. `make soak` plays more."""
 SHARDS = shards(0, SEEDS, 50)
 
@@ -86,8 +86,7 @@ def test_trials_meet_everything_that_can_happen():
 
 
 def test_reloads_change_everything_that_a_reload_can_change():
-    said = "\n".join(random_trial(seed).describe() for seed in range(400))
-    for change in (
+    missing = {
         r"sources\.s\d: removed",
         r"sources\.s\d: added",
         r"sources\.s\d-\d: added",
@@ -105,8 +104,13 @@ def test_reloads_change_everything_that_a_reload_can_change():
         r"engine\.deadline_s",
         r"engine\.max_attempts",
         r"refused: .*engine\.seed",
-    ):
-        assert re.search(rf"reload at .*{change}", said), change
+    }
+    for seed in range(400):
+        text = random_trial(seed).describe()
+        missing = {change for change in missing if not re.search(rf"reload at .*{change}", text)}
+        if not missing:
+            break
+    assert not missing
 
 
 def test_a_seed_gives_the_same_trial_and_the_same_record():
@@ -118,14 +122,14 @@ def test_a_seed_gives_the_same_trial_and_the_same_record():
 
 def test_the_schedules_are_the_same_in_another_process_with_another_hash_seed():
     def fingerprint(hash_seed):
-        program = "from qreward_plugins.simulation.soak import soak; print(soak(0, 15).tally.fingerprint)"
+        program = "from qreward_plugins.simulation.soak import soak; print(soak(0, 6).tally.fingerprint)"
         environment = {**os.environ, "PYTHONHASHSEED": hash_seed}
         done = subprocess.run(
             [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
         )
         return int(done.stdout)
 
-    assert fingerprint("1") == fingerprint("2") == soak(0, 15).tally.fingerprint
+    assert fingerprint("1") == fingerprint("2") == soak(0, 6).tally.fingerprint
 
 
 def test_ranges_are_cut_into_shards_without_gaps():
@@ -133,16 +137,17 @@ def test_ranges_are_cut_into_shards_without_gaps():
     assert shards(0, 3, 50) == [(0, 3)]
 
 
-def test_shards_in_processes_add_up_to_the_soak_in_one():
-    parts = list(soak_in_processes(soak, 0, 60, jobs=2))
-    assert sum(part.tally.trials for part in parts) == 60
-    whole = soak(0, 60).tally
+def test_shards_in_processes_add_up_to_the_soak_in_one(monkeypatch):
+    monkeypatch.setattr("qreward_plugins.simulation.soak.shards", lambda first, last: shards(first, last, 5))
+    parts = list(soak_in_processes(soak, 0, 12, jobs=2))
+    assert sorted(part.tally.trials for part in parts) == [2, 5, 5]
+    whole = soak(0, 12).tally
     assert sum(part.tally.fingerprint for part in parts) % 2**64 == whole.fingerprint
     assert sum(part.tally.attempts for part in parts) == whole.attempts
 
 
 def test_the_command_prints_a_summary(capsys):
-    assert main(["--seeds", "0:20", "--jobs", "1"]) == 0
+    assert main(["--seeds", "0:6", "--jobs", "1"]) == 0
     said = capsys.readouterr().out
     for word in ("trials", "samples", "scored", "attempts", "hedges", "virtual time", "infra/deadline"):
         assert word in said

@@ -280,7 +280,7 @@ MUTATIONS = [
     (quota_without("tokens"), "P3", "over its tokens", 150),
     (quota_without("concurrency"), "P3", "requests were in flight", 30),
     (no_pacing, "P3", "was overdrawn", 150),
-    (endless_attempts, "P4", "times, ", 400),
+    (endless_attempts, "P4", "times, ", 200),
     (endless_hedges, "P4", "was hedged", 150),
     (hedges_without_budget, "P4", "was hedged", 150),
     (nothing_given_back, "P5", "requests in flight", 10),
@@ -289,7 +289,7 @@ MUTATIONS = [
     (losers_go_on, "P6", "was under way until", 60),
     (a_late_answer_changes_the_outcome, "P6", "has become", 30),
     (an_outcome_is_lost, "P6", "gave", 40),
-    (a_probe_is_never_given_back, "liveness", "waits for a probe", 400),
+    (a_probe_is_never_given_back, "liveness", "waits for a probe", 200),
     (nobody_wakes_up, "liveness", "nothing was under way", 60),
     (never_idle_is_forgotten, "liveness", "nothing was under way", 10),
     (a_busy_loop, "liveness", "busy loop", 20),
@@ -302,7 +302,10 @@ MUTATIONS = [
     (priorities_do_not_matter, "higher priorities", "waited since", 60),
     (blame_forgets_a_part, "blame", "add up to", 10),
 ]
-"""What was done to the code, which promise that breaks, words of what is said then, and seeds that suffice."""
+"""What was done to the code, which promise that breaks, words of the finding, and seeds that suffice."""
+
+TRIED_FIRST = {"endless_attempts": 170, "a_reload_forgets_what_was_spent": 117}
+"""Seeds that showed a mutation which few seeds show. They save time; another seed of the range will do as well."""
 
 
 def finding(promise, words, seeds):
@@ -323,7 +326,8 @@ def finding(promise, words, seeds):
 def test_the_soak_finds(monkeypatch, mutate, promise, words, seeds):
     with monkeypatch.context() as patch:
         mutate(patch)
-        seed = finding(promise, words, range(seeds))
+        first = [seed for name, seed in TRIED_FIRST.items() if name == mutate.__name__]
+        seed = finding(promise, words, [*first, *range(seeds)])
     assert seed is not None, f"no seed of {seeds} shows it"
     assert finding(promise, words, [seed]) is None, "the code does it without the mutation"
 

@@ -37,11 +37,14 @@ def _wrong_fields(verdict: Any) -> str:
         return "failure"
     if (verdict.basis == "floor") != (failed_with is not None):
         return "basis: it must be 'floor' exactly if `failure` is set"
-    texts = (verdict.rationale, verdict.judge, verdict.source, verdict.model)
-    wrong = [name for name, text in zip(_TEXTS, texts, strict=True) if not isinstance(text, str)]
+    wrong: list[str] = []
+    # The usual types first: this runs for every sample.
+    if not type(verdict.rationale) is type(verdict.judge) is type(verdict.source) is type(verdict.model) is str:
+        texts = (verdict.rationale, verdict.judge, verdict.source, verdict.model)
+        wrong = [name for name, text in zip(_TEXTS, texts, strict=True) if not isinstance(text, str)]
     if not isinstance(verdict.correct, (bool, NoneType)):
         wrong.append("correct")
-    if not all(isinstance(name, str) for name in verdict.components):
+    if verdict.components and not all(isinstance(name, str) for name in verdict.components):
         wrong.append("name of a component")
     return ", ".join(wrong)
 

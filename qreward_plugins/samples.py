@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict
 
+from .frozen import quick
 from .spent import NOTHING, Spent, Usage
 
 if TYPE_CHECKING:
@@ -64,6 +65,7 @@ class Sample:
     response_images: Sequence[Image] = ()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class RawScore:
     """The numbers of a verdict in the judge's own range, before they are mapped to the reward range.
@@ -100,6 +102,7 @@ class _Provenance:
         return self.spent.cost_usd
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Verdict(_Provenance):
     """A score in the judge's reward range, with its origin.

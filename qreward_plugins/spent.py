@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .frozen import quick
 
+
+@quick
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Tokens, as counted by the source."""
@@ -32,6 +35,7 @@ class Usage:
 NO_USAGE = Usage()
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Spent:
     """What a call, or a verdict made of several calls, took.

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 NONCE_LENGTH = 12
 
@@ -37,17 +37,29 @@ def draw_nonce(key: bytes, *texts: str, attempt: int = 0, avoided: Iterable[str]
     The nonce is a keyed hash (BLAKE2b, RFC 7693) of `texts` and the attempt number. So it does not depend on the order
     in which samples are scheduled, and it cannot be guessed without `key`.
     """
-    kept_out = [*texts, *avoided]
-    pieces: list[bytes] = []
-    for text in texts:
-        encoded = text.encode("utf-8", "surrogatepass")
-        pieces += (len(encoded).to_bytes(8, "big"), encoded)
-    pieces.append(attempt.to_bytes(4, "big"))
-    hashed, counter = b"".join(pieces), 0
+    return _drawn(key, [_hashed(text) for text in texts], attempt, "\n".join([*texts, *avoided]))
+
+
+def draw_nonces(key: bytes, texts: Sequence[str], *, attempt: int, shared: Sequence[int]) -> tuple[str, str]:
+    """Return what `draw_nonce` draws for `texts`, and what `shared_nonce` returns for those at the places `shared` if
+    it avoids all of them and the first nonce. Each text is encoded and joined once.
+    """
+    pieces, joined = [_hashed(text) for text in texts], "\n".join(texts)
+    nonce = _drawn(key, pieces, attempt, joined)
+    return nonce, _drawn(_SHARED, [pieces[place] for place in shared], 0, f"{joined}\n{nonce}")
+
+
+def _hashed(text: str) -> bytes:
+    encoded = text.encode("utf-8", "surrogatepass")
+    return len(encoded).to_bytes(8, "big") + encoded
+
+
+def _drawn(key: bytes, pieces: list[bytes], attempt: int, kept_out: str) -> str:
+    hashed, counter = b"".join([*pieces, attempt.to_bytes(4, "big")]), 0
     while True:
         drawn = hashed + counter.to_bytes(4, "big")
         nonce = hashlib.blake2b(drawn, key=key[:64], digest_size=NONCE_LENGTH // 2).hexdigest()
-        if not occurs_in(nonce, kept_out):
+        if nonce not in kept_out:
             return nonce
         counter += 1
 

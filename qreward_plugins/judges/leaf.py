@@ -40,6 +40,8 @@ class Leaf(Judge):
         self.sources = tuple(sources)
         self.fingerprint = fingerprint
         self._asking = config
+        # All calls share these: thousands of calls wait at once, and each object costs time of the garbage collector.
+        self._read, self._recalled, self._instead = self.verdict, self._recall, self.missing
 
     # Each kind of leaf defines these
 
@@ -124,20 +126,16 @@ class Leaf(Judge):
 
     def call(self, sample: Sample) -> Call[Verdict]:
         """Return the call for a sample."""
-
-        def request(attempt: int) -> Request:
-            return self.request(sample, attempt=attempt)
-
         return Call(
             self.sources,
-            request,
-            self.verdict,
+            _Asking(self, sample),
+            self._read,
             name=self.name,
             invalid_retries=self._asking.invalid_retries,
             clear_blame=self.floor(Cause.VERDICT) is not None,
             identity=self.fingerprint,
-            recall=self._recall,
-            instead=self.missing,
+            recall=self._recalled,
+            instead=self._instead,
         )
 
     def judged(self, answer: Answer[Verdict]) -> Verdict:
@@ -188,6 +186,19 @@ class Leaf(Judge):
             judge=self.name,
             steps=now.steps,
         )
+
+
+class _Asking:
+    """Makes the requests for one sample: `Call.request`."""
+
+    __slots__ = ("_leaf", "_sample")
+
+    def __init__(self, leaf: Leaf, sample: Sample) -> None:
+        self._leaf = leaf
+        self._sample = sample
+
+    def __call__(self, attempt: int) -> Request:
+        return self._leaf.request(self._sample, attempt=attempt)
 
 
 def judged(answer: Answer[Verdict], judge: str) -> Verdict:

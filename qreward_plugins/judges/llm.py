@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
@@ -20,7 +19,7 @@ from ..sources.base import Reply, Request
 from ..sources.kind import TEXT
 from .answer_form import answer_schema
 from .base import Opening
-from .fence import NONCE_LENGTH, draw_nonce, occurs_in, shared_nonce
+from .fence import NONCE_LENGTH, draw_nonces, occurs_in
 from .finish_reasons import why_no_verdict
 from .images import ImageRules, vision_sources
 from .leaf import Leaf, fingerprint, number_mistakes
@@ -179,13 +178,14 @@ class LLMJudge(Leaf):
         shown = SampleTexts.of(sample)
         texts = [shown.question, shown.response, shown.reference or "", shown.data_source]
         while True:
-            nonce = draw_nonce(self._key, *texts, attempt=attempt)
-            shared = shared_nonce(shown.question, shown.reference or "", shown.data_source, avoided=[*texts, nonce])
+            # The question, the reference and the data source are shared.
+            nonce, shared = draw_nonces(self._key, texts, attempt=attempt, shared=(0, 2, 3))
             page = Page(nonce, shared=shared)
             texts_shown, rules = self._prompt.write(sample, shown, page)
-            if not occurs_in(nonce, page.texts) and not occurs_in(shared, page.texts):
+            # What the template has written beside: columns of `extras`, the conversation, neutralised texts.
+            further = [text for text in page.texts if text not in texts]
+            if not further or not (occurs_in(nonce, further) or occurs_in(shared, further)):
                 break
-            # The template has written further texts (columns of `extras`, the conversation), and one holds a nonce.
             texts.extend(page.texts)
         messages: list[Any] = []
         system = self._prompt.system(sample, shown, nonce)
@@ -202,10 +202,10 @@ class LLMJudge(Leaf):
             judge=self.name,
             cut=bool(page.cut),
             thinking_tokens=self._thinking_tokens,
-            complete=partial(self._verdict_end, nonce),
+            complete=_VerdictEnd(self, nonce),
         )
 
-    def _verdict_end(self, nonce: str, text: str) -> int:
+    def verdict_end(self, nonce: str, text: str) -> int:
         """Return where the verdict at the beginning of a text ends; 0 if the text does not begin with one. Prose and
         thoughts before a verdict may announce another one, so such a reply is read to its end.
         """
@@ -288,6 +288,19 @@ class LLMJudge(Leaf):
             cut=cut,
             raw=raw,
         )
+
+
+class _VerdictEnd:
+    """Tells where the verdict with this nonce ends: `Request.complete`. Each request that waits holds one."""
+
+    __slots__ = ("_judge", "_nonce")
+
+    def __init__(self, judge: LLMJudge, nonce: str) -> None:
+        self._judge = judge
+        self._nonce = nonce
+
+    def __call__(self, text: str) -> int:
+        return self._judge.verdict_end(self._nonce, text)
 
 
 def _parameters(config: LLMJudge.Config) -> dict[str, Any]:

@@ -122,13 +122,17 @@ class Prompt:
         mistakes: list[Mistake] = []
         try:
             path = f"judges.{name}.instructions"
-            self._instructions = Template(path, instructions, allowed=INSTRUCTIONS_VARIABLES, max_chars=max_chars)
+            self._instructions = Template(
+                path, instructions, allowed=INSTRUCTIONS_VARIABLES, max_chars=max_chars, constants=self._constants
+            )
             self._try_out(self._instructions, fences=True)
         except ConfigurationError as error:
             mistakes.extend(error.mistakes)
         try:
             path = f"judges.{name}.system"
-            self._system = Template(path, system, allowed=SYSTEM_VARIABLES, max_chars=max_chars)
+            self._system = Template(
+                path, system, allowed=SYSTEM_VARIABLES, max_chars=max_chars, constants=self._constants
+            )
             self._try_out(self._system, fences=False)
         except ConfigurationError as error:
             mistakes.extend(error.mistakes)
@@ -176,8 +180,9 @@ class Prompt:
             "question": page.text("question", shown.question, max_chars=room),
             "reference": None if reference is None else page.text("reference", reference, max_chars=room),
             "response": page.text("response", shown.response, max_chars=response_room),
-            "data_source": page.text("data_source", shown.data_source, max_chars=_MAX_DATA_SOURCE_CHARS),
         }
+        if "data_source" in template.variables:
+            values["data_source"] = page.text("data_source", shown.data_source, max_chars=_MAX_DATA_SOURCE_CHARS)
         if "conversation" in template.variables:
             values["conversation"] = page.text("conversation", conversation_text(sample.messages), max_chars=room)
         if "extras" in template.variables:

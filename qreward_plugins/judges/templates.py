@@ -12,8 +12,9 @@ loop steps, arithmetic for numbers only, and a limit on the rendered size that i
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import jinja2
@@ -217,15 +218,19 @@ class Page:
 class Template:
     """A compiled template. `path` is its place in the configuration, and `variables` are the names that it looks up.
 
-    `max_chars` is the longest rendered text. Raises `ConfigurationError` for a syntax error, a statement that is not
+    `constants` are the variables whose values are the same in every rendering. `max_chars` is the longest rendered text. Raises `ConfigurationError` for a syntax error, a statement that is not
     available in templates of judges, and a variable that is not in `allowed`.
     """
 
-    def __init__(self, path: str, source: str, *, allowed: Sequence[str], max_chars: int) -> None:
+    def __init__(
+        self, path: str, source: str, *, allowed: Sequence[str], max_chars: int, constants: Collection[str] = ()
+    ) -> None:
         self.path = path
         self.max_chars = max_chars
-        self.constant: str | None = None
-        """The rendered text, if the template looks up no variables and was rendered before."""
+        self.tests: tuple[str, ...] | None = None
+        """The changing variables, if all that the template does with them is to test whether they are empty. What it
+        renders then depends on that alone. None: it does more."""
+        self._rendered: dict[tuple[bool, ...], str] = {}
         try:
             tree = _ENVIRONMENT.parse(source)
             self.variables = frozenset(jinja2.meta.find_undeclared_variables(tree))
@@ -250,6 +255,14 @@ class Template:
                 f"unknown variable in the template: {', '.join(unknown)}.",
                 f"Available: {', '.join(allowed)}.",
             )
+        changing = self.variables.difference(constants)
+        if not own & changing and all(map(_only_tests, tree.iter_child_nodes(), itertools.repeat(changing))):
+            self.tests = tuple(sorted(changing))
+
+    @property
+    def constant(self) -> str | None:
+        """The rendered text, if it is always the same and was rendered before."""
+        return self._rendered.get(())
 
     def render(self, page: Page, values: Mapping[str, object]) -> str:
         """Render with `page`. Raises `InputError` if the template fails on these values or its text grows too large."""
@@ -273,8 +286,9 @@ class Template:
             raise _mistake(self.path, f"{_message(error)}.") from None
 
     def _render(self, page: Page, values: Mapping[str, object]) -> str:
-        if self.constant is not None:
-            return self.constant
+        tested = None if self.tests is None else tuple([bool(values[name]) for name in self.tests])
+        if tested is not None and (known := self._rendered.get(tested)) is not None:
+            return known
         pieces: list[str] = []
         size = 0
         # `generate` does the same, and also rewrites tracebacks, which are not shown here.
@@ -285,8 +299,8 @@ class Template:
                 raise OverflowError(f"the rendered text is longer than {self.max_chars:,} characters")
             pieces.append(piece)
         text = "".join(pieces)
-        if not self.variables:
-            self.constant = text
+        if tested is not None:
+            self._rendered[tested] = text
         return text
 
 
@@ -309,6 +323,16 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         if operator == "**" and abs(right) > 64:
             raise TypeError("an exponent in a template must be at most 64")
         return super().call_binop(context, operator, left, right)
+
+
+def _only_tests(node: jinja2.nodes.Node, changing: Set[str]) -> bool:
+    """Whether a part of a template uses these variables only as conditions of an `if`."""
+    if isinstance(node, jinja2.nodes.Name):
+        return node.name not in changing
+    parts = list(node.iter_child_nodes())
+    if isinstance(node, (jinja2.nodes.If, jinja2.nodes.CondExpr)) and isinstance(node.test, jinja2.nodes.Name):
+        parts.remove(node.test)
+    return all(_only_tests(part, changing) for part in parts)
 
 
 def _refuse_parts_of(obj: Any, name: Any) -> None:

@@ -102,13 +102,13 @@ def hides_marks(text: str) -> bool:
 
 def marks_in(text: str) -> list[Mark]:
     """Return the marks of thinking in `text`, in order, without quoted ones."""
-    if not _may_have_marks(text):
+    if not may_have_marks(text):
         return []
     found = [Mark(match["opens"] is not None, *match.span()) for match in _MARK.finditer(text)]
     return [mark for mark in found if not _is_quoted(text, mark)]
 
 
-def _may_have_marks(text: str) -> bool:
+def may_have_marks(text: str) -> bool:
     """Whether `text` has a character or word that every mark has. Few replies do, and the search for marks takes ten
     times as long.
     """

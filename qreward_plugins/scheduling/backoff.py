@@ -78,12 +78,12 @@ class Backoff:
             ):
                 # The limits have no room for the others until then.
                 extra_s = min(2 * extra_s, LONGEST_THROTTLED_BACKOFF_S)
-            job.backoff_until[upstream.name] = now + pause_s + extra_s
+            job.back_off(upstream.name, now + pause_s + extra_s)
 
     def after_invalid(self, job: Job, upstream: Upstream, now: float) -> None:
         """Let other sources, if there are any, take `job` first after an invalid reply of `upstream`."""
         others = set(job.call.sources) - job.barred - {upstream.name}
-        job.backoff_until[upstream.name] = now + (_invalid_backoff_s(job, upstream) if others else 0.0)
+        job.back_off(upstream.name, now + (_invalid_backoff_s(job, upstream) if others else 0.0))
         self.renew(job, now)
 
     def after_timeout(self, job: Job, now: float) -> None:
@@ -102,8 +102,10 @@ class Backoff:
         """End the backoff after failures at a source that has answered: queue the jobs again."""
         waiting, self._until_answered[upstream.name] = self._until_answered[upstream.name], {}
         for job in waiting:
-            if not job.ended and job.backoff_until.pop(upstream.name, None) is not None and not job.live:
-                self._jobs.enqueue(job)
+            if not job.ended and upstream.name in job.backoff_until:
+                job.back_off(upstream.name, None)
+                if not job.live:
+                    self._jobs.enqueue(job)
 
     def renew(self, job: Job, now: float) -> None:
         """Prolong the backoff after invalid replies while another source may judge `job`. This lasts for the first half
@@ -114,7 +116,7 @@ class Backoff:
         for name in job.invalid_at - job.barred:
             upstream = self._upstreams[name]
             if job.backoff_until.get(name, -math.inf) <= now and self.alternative(job, upstream, untried=True):
-                job.backoff_until[name] = now + _invalid_backoff_s(job, upstream)
+                job.back_off(name, now + _invalid_backoff_s(job, upstream))
 
     def reconsider(self, job: Job, now: float) -> None:
         """End the suspicion against `job` if it is time, unless samples wait that were there before it was suspect."""
@@ -143,7 +145,7 @@ class Backoff:
 
     def _until_answer(self, job: Job, upstream: Upstream, until: float) -> None:
         """Keep `job` away from a source until `until`, or until the source answers another sample."""
-        job.backoff_until[upstream.name] = until
+        job.back_off(upstream.name, until)
         self._until_answered[upstream.name][job] = None
 
     def _delays_others(self, job: Job, upstream: Upstream) -> bool:

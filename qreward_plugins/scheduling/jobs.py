@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from ..sources.base import Request
@@ -27,6 +29,10 @@ MAX_RESTARTS = 2
 """Attempts of one sample that are given up for their age. After three slow attempts the slowness is accepted."""
 MAX_FORGIVEN = 4
 """Attempts of one sample that may be given up because of their source without counting as its last failure."""
+
+NOWHERE: frozenset[str] = frozenset()
+"""No source. A shared object: most jobs never fail, and thousands of them wait at once."""
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 ANY_NUMBER = 2**31
 """`Job.most_together` of a job that was not in a request of several calls that failed."""
@@ -78,7 +84,7 @@ class Job:
 
     live: list[Attempt] = field(default_factory=list)
     """Attempts under way: one, or more when it is hedged."""
-    past: list[Attempt] = field(default_factory=list)
+    past: tuple[Attempt, ...] = ()
     """Attempts that ended, in the order in which they ended."""
     attempts: int = 0
     failures: int = 0
@@ -100,15 +106,15 @@ class Job:
     """Number of attempts that failed because their source was down for all samples."""
     usage: Usage = NO_USAGE
     cost_usd: float = 0.0
-    barred: frozenset[str] = frozenset()
+    barred: frozenset[str] = NOWHERE
     """Sources that will never answer this sample."""
-    backoff_until: dict[str, float] = field(default_factory=dict)
-    """Sources that failed this sample, with the time from which they may be asked again."""
-    oversize_at: frozenset[str] = frozenset()
+    backoff_until: Mapping[str, float] = field(init=False)
+    """Sources that failed this sample, with the time from which they may be asked again. `back_off` changes it."""
+    oversize_at: frozenset[str] = NOWHERE
     """Sources whose whole token window it may exceed, while another source has room for it."""
     not_before: float = 0.0
     """Time before which no source may be asked, because the retry budget was used up."""
-    invalid_at: frozenset[str] = frozenset()
+    invalid_at: frozenset[str] = NOWHERE
     """Sources that gave an invalid reply."""
     faults: int = 0
     """Number of attempts that hung in a local function or crashed it."""
@@ -120,7 +126,7 @@ class Job:
     reconsider_at: float | None = None
     """When to check whether the samples that go before it have gone, so that it need not let later ones go first, too.
     None: it is not suspect, or for a local function."""
-    answers_before: dict[str, int] = field(default_factory=dict)
+    answers_before: Mapping[str, int] = field(init=False)
     """By local function: how many answers it had given when it last failed this sample."""
     most_together: int = ANY_NUMBER
     """Most calls that one request may carry if it carries this one. It falls when a request of several calls fails,
@@ -129,7 +135,7 @@ class Job:
     """Number of requests of several calls that failed with this one, for no known reason."""
     refused_for: str = ""
     """`SampleRefused.reason` of the last source that refused this sample; "" if none did."""
-    refused_at: frozenset[str] = frozenset()
+    refused_at: frozenset[str] = NOWHERE
     """Sources that refused this request with 400, 413 or 422."""
     undecided: bool = False
     """Whether all its tries are used up, and its outcome depends on whether its sources answer other samples."""
@@ -150,6 +156,7 @@ class Job:
 
     def __post_init__(self) -> None:
         self.size = self.request.size
+        self.backoff_until = self.answers_before = _NOTHING
 
     @property
     def hedgeable(self) -> bool:
@@ -192,14 +199,24 @@ class Job:
     def eligible(self, now: float) -> frozenset[str]:
         """The sources that this job may go to now. Their limits and health are not considered."""
         if self.not_before > now:
-            return frozenset()
+            return NOWHERE
         if not (self.barred or self.oversize_at or self.backoff_until):
-            return frozenset(self.call.sources)
+            return set_of(self.call.sources)
         return frozenset(
             name
             for name in self.call.sources
             if name not in self.barred and name not in self.oversize_at and self.backoff_until.get(name, now) <= now
         )
+
+    def back_off(self, source: str, until: float | None) -> None:
+        """Avoid a source until this time; None: no longer."""
+        others = {name: at for name, at in self.backoff_until.items() if name != source}
+        self.backoff_until = others if until is None else {**others, source: until}
+
+    def ended_attempt(self, attempt: Attempt) -> None:
+        """Note that an attempt under way has ended without ending the job."""
+        self.live.remove(attempt)
+        self.past += (attempt,)
 
     def next_backoff_end(self, now: float) -> float | None:
         """The earliest time at which its backoff from a source ends; None if there is none."""
@@ -218,16 +235,15 @@ class Job:
         self.oversize_at -= names
         self.invalid_at -= names
         self.refused_at -= names
-        for name in names:
-            self.backoff_until.pop(name, None)
-            self.answers_before.pop(name, None)
+        self.backoff_until = {name: at for name, at in self.backoff_until.items() if name not in names}
+        self.answers_before = {name: count for name, count in self.answers_before.items() if name not in names}
 
     def let_go(self) -> None:
         """Forget the attempts when nobody needs them any more. They refer to the job; without this cycle its memory is
         freed at once.
         """
         self.live.clear()
-        self.past.clear()
+        self.past = ()
 
     def spent(self, now: float) -> Spent:
         """Attempts, usage, time and cost so far."""
@@ -244,6 +260,12 @@ class Job:
     def unanswered(self, reason: str, detail: str, now: float, *, invalid: bool = False) -> Unanswered:
         """The failure of this job."""
         return Unanswered(reason, detail, invalid, self.last_source, self.spent(now))
+
+
+@lru_cache(1024)
+def set_of(sources: tuple[str, ...]) -> frozenset[str]:
+    """The names of a tuple as a set: the calls of a judge share one."""
+    return frozenset(sources)
 
 
 class Jobs(Protocol):

@@ -36,9 +36,12 @@ class Level(NamedTuple):
 class _Shelf:
     """Items in ascending order of precedence: the last one is served first. Added items are sorted in when a job is
     read.
+
+    They are sorted by deadline only if the deadlines differ, or if the earliest goes first: mostly, the jobs of a batch
+    have the same one.
     """
 
-    __slots__ = ("_added", "_came", "_due", "_items", "coming", "eligible", "live", "rank")
+    __slots__ = ("_added", "_came", "_common_due_at", "_due", "_items", "coming", "eligible", "live", "rank")
 
     def __init__(self, eligible: frozenset[str], rank: Rank) -> None:
         self.eligible = eligible
@@ -46,14 +49,22 @@ class _Shelf:
         self.live = 0
         self._items: list[Item] = []
         self._added: list[Item] = []
-        self._due: list[Due] = []
+        self._due: list[Due] | None = None
+        self._common_due_at = math.inf
+        """The deadline of all jobs, while `_due` is None."""
         self._came: list[tuple[int, int, Job]] = []
         self.coming = rank.single
         """Whether single jobs are still being submitted, so that the first one submitted goes first."""
 
     def add(self, job: Job) -> None:
+        if self._due is None:
+            if not self.live:
+                self._common_due_at = job.deadline_at
+            elif job.deadline_at != self._common_due_at:
+                self._due = self._by_deadline()
+        if self._due is not None:
+            heapq.heappush(self._due, (job.deadline_at, job.tie_break, job.entry, job))
         self._added.append((job.precedence, -job.sequence, job.entry, job))
-        heapq.heappush(self._due, (job.deadline_at, job.tie_break, job.entry, job))
         if self.rank.single:
             heapq.heappush(self._came, (job.sequence, job.entry, job))
         self.live += 1
@@ -61,9 +72,10 @@ class _Shelf:
     def take(self) -> None:
         """Note that a job of this shelf was discarded: its entry no longer counts."""
         self.live -= 1
-        if len(self._due) > 2 * self.live:
+        if self._due is not None and len(self._due) > 2 * self.live:
             self._due = [item for item in self._due if item[3].entry == item[2]]
             heapq.heapify(self._due)
+        if len(self._came) > 2 * self.live:
             self._came = [item for item in self._came if item[2].entry == item[1]]
             heapq.heapify(self._came)
         if len(self._items) + len(self._added) > _LEAST_COMPACTED + 2 * self.live:
@@ -78,9 +90,26 @@ class _Shelf:
     def first_due(self) -> Job | None:
         """The job with the earliest deadline."""
         due = self._due
+        if due is None:
+            due = self._due = self._by_deadline()
         while due and due[0][3].entry != due[0][2]:
             heapq.heappop(due)
         return due[0][3] if due else None
+
+    @property
+    def due_at(self) -> float:
+        """The earliest deadline of its jobs; infinity without any."""
+        if self._due is None:
+            return self._common_due_at
+        job = self.first_due()
+        return math.inf if job is None else job.deadline_at
+
+    def _by_deadline(self) -> list[Due]:
+        """The heap of the jobs that are in now."""
+        jobs = [item[3] for item in (*self._items, *self._added) if item[3].entry == item[2]]
+        due = [(job.deadline_at, job.tie_break, job.entry, job) for job in jobs]
+        heapq.heapify(due)
+        return due
 
     def first_come(self) -> Job | None:
         """The single job that was submitted first."""
@@ -257,8 +286,8 @@ class ReadyQueue:
     def levels(self) -> Iterator[Level]:
         """The queued jobs by rank. The deadline of suspect and hopeless jobs is infinity here."""
         for shelf in self._ranked:
-            job = None if shelf.rank.hopeless or shelf.rank.suspect else shelf.first_due()
-            yield Level(shelf.eligible, shelf.rank.priority, shelf.live, job.deadline_at if job else math.inf)
+            due_at = math.inf if shelf.rank.hopeless or shelf.rank.suspect else shelf.due_at
+            yield Level(shelf.eligible, shelf.rank.priority, shelf.live, due_at)
 
 
 def _before(job: Job, other: Job) -> bool:

@@ -219,8 +219,7 @@ class RetryPolicy:
         job = attempt.job
         job.last_problem = problem
         if self.undecided.add(job, problem):
-            job.live.remove(attempt)
-            job.past.append(attempt)
+            job.ended_attempt(attempt)
 
     def forget(self, job: Job) -> None:
         """Forget `job`, which has ended."""
@@ -264,7 +263,8 @@ class RetryPolicy:
         job.failures += 1
         job.suspect = True
         before = job.answers_before.get(upstream.name)
-        job.answers_before.setdefault(upstream.name, upstream.answers)
+        if before is None:
+            job.answers_before = {**job.answers_before, upstream.name: upstream.answers}
         is_to_blame = before is not None and upstream.answers > before
         if (is_to_blame or job.failures >= self._max_attempts) and not self._others_live(attempt):
             self._jobs.fail(job, "exhausted", str(error))
@@ -331,8 +331,7 @@ class RetryPolicy:
     def retry(self, attempt: Attempt, problem: str) -> None:
         """Queue the job of an attempt that came to nothing because of `problem`, unless another one is under way."""
         job = attempt.job
-        job.live.remove(attempt)
-        job.past.append(attempt)
+        job.ended_attempt(attempt)
         job.last_problem = problem
         if job.ended or job.live:
             return

@@ -92,12 +92,10 @@ class TokenEstimates:
         its body states no bound.
         """
         demand = request.demand_at(self._name, self._source)
-        known = demand.estimate
-        if known is not None and known[0] is self._state:
-            return known[1]
-        most = self._prompt(demand), math.ceil(demand.completion * (1 + self._beyond.value))
-        demand.estimate = (self._state, most)
-        return most
+        if demand.estimated_in is not self._state:
+            demand.estimate = self._prompt(demand), math.ceil(demand.completion * (1 + self._beyond.value))
+            demand.estimated_in = self._state
+        return demand.estimate
 
     def _prompt(self, demand: Demand) -> int:
         size = demand.texture.size

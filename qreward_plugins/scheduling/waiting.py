@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable, Mapping
 
 from .backoff import Backoff
-from .jobs import Job
+from .jobs import NOWHERE, Job
 from .oversize import Oversize
 from .queue import ReadyQueue
 from .upstream import Upstream
@@ -66,7 +66,7 @@ class Waiting:
         if not job.call.sources or (job.barred and job.barred.issuperset(job.call.sources)):
             self._on_barred(job)
             return
-        job.oversize_at = frozenset()
+        job.oversize_at = NOWHERE
         self._backoff.reconsider(job, now)
         eligible = job.eligible(now)
         if eligible:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from ..frozen import quick
 from ..images import EncodedImage
 from ..samples import Message, Sample
 from ..spent import Usage
@@ -18,6 +19,7 @@ from .demand import Demand, Texture, of_messages
 from .passed_requests import PassedRequest
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Request:
     """One question to one source.
@@ -57,10 +59,13 @@ class Request:
     """Length of the messages in UTF-8 bytes; the assumed tokens of images count as bytes. Without messages: length of
     the sample's prompt, response and ground truth, as far as these are texts. The scheduler predicts latency and tokens
     from it."""
-    _demands: dict[str, Demand] = field(init=False, repr=False, compare=False)
+    _demand: Demand | None = field(default=None, init=False, repr=False, compare=False)
+    """That of the source which was asked for first, mostly the only one."""
+    _demand_of: str = field(default="", init=False, repr=False, compare=False)
+    _demands: dict[str, Demand] | None = field(default=None, init=False, repr=False, compare=False)
+    """Those of the other sources, by name."""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_demands", {})
         if self.passed is not None:
             object.__setattr__(self, "size", self.passed.texture.size)
             return
@@ -85,7 +90,9 @@ class Request:
         """Return `demand(source)`, for a caller that keeps the source's `name`: the scheduler asks several times for
         each attempt.
         """
-        found = self._demands.get(name)
+        if name == self._demand_of and self._demand is not None:
+            return self._demand
+        found = None if self._demands is None else self._demands.get(name)
         if found is None:
             # `isinstance` with a protocol would cost more than the rest of this method.
             ask: Callable[[Request], Demand | None] | None = getattr(source, "demand", None)
@@ -97,7 +104,13 @@ class Request:
                 shown = of_messages(self.messages) if self.messages else (_texts(self.sample), 0, 0)
                 texts, images, overhead = shown
                 found = Demand(Texture.of(texts, images=images), overhead, self.max_completion_tokens)
-            self._demands[name] = found
+            if self._demand is None:
+                object.__setattr__(self, "_demand", found)
+                object.__setattr__(self, "_demand_of", name)
+            elif self._demands is None:
+                object.__setattr__(self, "_demands", {name: found})
+            else:
+                self._demands[name] = found
         return found
 
 
@@ -122,6 +135,7 @@ def _parts(content: Any) -> list[Any]:
     return [content]
 
 
+@quick
 @dataclass(frozen=True, slots=True)
 class Reply:
     """The answer of a source to one request.

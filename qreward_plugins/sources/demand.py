@@ -137,9 +137,11 @@ class Demand:
     least: int = field(init=False, repr=False, compare=False)
     """The least tokens that a limit must have room for: the completion that the parameters allow, and one prompt token
     for every `BYTES_PER_TOKEN_AT_MOST` bytes: no tokenizer makes fewer."""
-    estimate: tuple[object, tuple[int, int]] | None = field(default=None, init=False, repr=False, compare=False)
-    """The last result of `TokenEstimates.most`, and what it depends on. The scheduler asks for it several times for
-    each attempt, and answers seldom change it."""
+    estimate: tuple[int, int] = field(default=(0, 0), init=False, repr=False, compare=False)
+    """The last result of `TokenEstimates.most`. The scheduler asks for it several times for each attempt, and answers
+    seldom change it."""
+    estimated_in: object = field(default=None, init=False, repr=False, compare=False)
+    """What `estimate` depends on; None before the first."""
 
     def __post_init__(self) -> None:
         self.kind = self.texture.kind

@@ -60,7 +60,7 @@ class Protocol:
     """How it takes several responses in one request; None: it takes one."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class LogitsAnswer(Answer):
     """One HTTP reply of a reward model."""
 

@@ -21,7 +21,7 @@ from .strict_json import MAX_NESTING, strict_decoder, too_deep
 NOTHING = object()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ValueAnswer(Answer):
     """One HTTP reply of a scoring service. `score_key` is the path to the value; None: the whole reply is the value."""
 

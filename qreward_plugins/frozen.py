@@ -59,5 +59,5 @@ def quick(cls: type[T]) -> type[T]:
         *(f"    {line}" for line in lines),
     ]
     exec("\n".join(source), names)
-    cls.__init__ = functools.update_wrapper(names["__init__"], slowly)  # type: ignore[misc]
+    cls.__init__ = functools.update_wrapper(names["__init__"], slowly)  # type: ignore[method-assign]
     return cls

@@ -110,7 +110,7 @@ def _is_plain(sample: Any) -> bool:
     return (
         type(sample.messages) in (list, tuple)
         and len(sample.messages) > 0
-        and all([_is_text_message(message) for message in sample.messages])
+        and all(map(_is_text_message, sample.messages))
         and type(sample.response) is type(sample.data_source) is str
         and (sample.group_id is None or type(sample.group_id) is str)
         and (sample.id is None or type(sample.id) is str)

@@ -14,6 +14,7 @@ import qreward_plugins
 ROOT = Path(__file__).parents[1]
 
 FLOORS = [
+    {"frozen"},
     {
         "errors",
         "samples",

@@ -218,8 +218,9 @@ class Page:
 class Template:
     """A compiled template. `path` is its place in the configuration, and `variables` are the names that it looks up.
 
-    `constants` are the variables whose values are the same in every rendering. `max_chars` is the longest rendered text. Raises `ConfigurationError` for a syntax error, a statement that is not
-    available in templates of judges, and a variable that is not in `allowed`.
+    `constants` are the variables whose values are the same in every rendering. `max_chars` is the longest rendered
+    text. Raises `ConfigurationError` for a syntax error, a statement that is not available in templates of judges, and
+    a variable that is not in `allowed`.
     """
 
     def __init__(

@@ -79,3 +79,12 @@ def test_the_parts_of_a_wait():
 def test_the_columns_of_the_journal():
     table = dict(re.findall(r"^\| `(\w+)` \| ([A-Z ]+) \|", (DOCS / "journal.md").read_text(), re.M))
     assert table == {"id": "INTEGER PRIMARY KEY", **dict(COLUMNS)}
+
+
+def test_the_variables_of_the_environment():
+    root = DOCS.parent
+    folders = ("qreward_plugins", "verl_adapter", "slime_adapter", "roll_adapter", "hydra_plugins")
+    files = [path for folder in folders for path in (root / folder).rglob("*") if path.suffix in (".py", ".yaml")]
+    read = {name for path in files for name in re.findall(r"\bQREWARD_[A-Z_]+\b", path.read_text())}
+    listed = set(re.findall(r"`(QREWARD_[A-Z_]+)`", (DOCS / "keys.md").read_text()))
+    assert listed == read

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Mistake,
         PermanentError,
         QRewardError,
+        ReplicasNotChanged,
         ReplicasNotStarted,
         RewardMissing,
         RewardServerError,
@@ -46,6 +47,7 @@ if TYPE_CHECKING:
         Event,
         LateVerdict,
         Observer,
+        ReplicaChanged,
         RequestBatchSent,
         SampleDropped,
         SampleEnded,
@@ -56,6 +58,7 @@ if TYPE_CHECKING:
     from .portal import EnginePortal, process_portal
     from .samples import Cause, Failed, Message, Outcome, Sample, Scored, Split, Verdict
     from .scheduling import Cutoff
+    from .sources.transfers import WeightTransfer
     from .spent import Spent, Usage
     from .telemetry import BatchReport, Part
     from .text_streams import TextAnswer, TextStream
@@ -68,15 +71,17 @@ _NAMES = {
     "config": "Config load_config",
     "engine": "RewardEngine",
     "errors": "CircuitOpen ConfigurationError EngineError FunctionTimeout InputError InvalidReply JournalError "
-    "JudgeUnavailable Mistake PermanentError QRewardError ReplicasNotStarted RewardMissing RewardServerError "
-    "SampleRefused SourceError "
-    "SourceUnusable TextStreamFailed Throttled TransientError InvalidVerdict",
+    "JudgeUnavailable Mistake PermanentError QRewardError ReplicasNotChanged ReplicasNotStarted RewardMissing "
+    "RewardServerError SampleRefused SourceError SourceUnusable "
+    "TextStreamFailed Throttled TransientError InvalidVerdict",
     "groups": "GroupGate group_means",
     "observers": "AttemptEnded AttemptStarted BatchEnded CallEnded EngineClosed EngineStatistics Event LateVerdict "
-    "Observer RequestBatchSent SampleDropped SampleEnded SampleSubmitted SourceStateChanged SourceStatistics",
+    "Observer ReplicaChanged RequestBatchSent SampleDropped SampleEnded SampleSubmitted SourceStateChanged "
+    "SourceStatistics",
     "portal": "EnginePortal process_portal",
     "samples": "Cause Failed Message Outcome Sample Scored Split Verdict",
     "scheduling": "Cutoff",
+    "sources.transfers": "WeightTransfer",
     "spent": "Spent Usage",
     "telemetry": "BatchReport Part",
     "text_streams": "TextAnswer TextStream",
@@ -115,6 +120,8 @@ __all__ = [
     "Part",
     "PermanentError",
     "QRewardError",
+    "ReplicaChanged",
+    "ReplicasNotChanged",
     "ReplicasNotStarted",
     "RequestBatchSent",
     "RewardEngine",
@@ -139,6 +146,7 @@ __all__ = [
     "TransientError",
     "Usage",
     "Verdict",
+    "WeightTransfer",
     "__version__",
     "accelerate",
     "group_means",

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
     from .portal import EnginePortal
+    from .replicas.weights import Drain, Mode, Weights
+    from .sources.transfers import WeightTransfer
 
 
 class RewardEngine:
@@ -265,6 +267,62 @@ class RewardEngine:
         for upstream in meant:
             upstream.quota.retune(limits, scoring.now())
         scoring.dispatcher.look_again()
+
+    async def update_weights(
+        self,
+        source: str,
+        *,
+        path: str | PathLike[str] | None = None,
+        transfer: WeightTransfer | None = None,
+        version: str = "",
+        mode: Mode = "rolling",
+        drain: Drain = "wait",
+        within_s: float = 600.0,
+    ) -> Weights:
+        """Update the weights of a source of kind `replicas`, for all processes that share its servers. Return what the
+        servers have then.
+
+        `path` is a checkpoint; `transfer` are weights from the memory of this process. `version` is the name that
+        verdicts carry; weights of a `path` have one by default. `mode`: "rolling" updates one replica after the other,
+        while the others answer; "together" updates all at once, and calls wait, so that there is one version at a time.
+        `drain`: calls under way at a replica end first ("wait"), for at most `within_s` seconds, or are asked again
+        ("abort"). Of two updates at the same time, the second waits for the first.
+
+        Raises `ReplicasNotChanged` with the replicas at fault and the cause, `EngineError` for a source without servers
+        of its own, `ReplicasNotStarted`, and `ValueError` for impossible arguments. A replica that failed takes no
+        calls until it has been started again, with the weights of the others. Cancelling ends only the wait for an
+        update from a `path`; it ends a `transfer`, and the replicas that were receiving are started again.
+        """
+        servers = self._servers(source)
+        updated: Weights = await servers.update_weights(
+            path, transfer=transfer, version=version, mode=mode, drain=drain, within_s=within_s
+        )
+        return updated
+
+    async def sleep(self, source: str, *, level: int = 1, drain: Drain = "wait", within_s: float = 600.0) -> None:
+        """Free the devices of the servers of a source of kind `replicas`, until `wake_up`, for all processes that share
+        them. Calls wait meanwhile, and fail at their deadlines (`deadline`). Idempotent.
+
+        `level` 2 discards the weights, which are loaded again at `wake_up`; 1 keeps them in the memory of the machine.
+        `drain` and `within_s` as for `update_weights`, and so are the errors. Cancelling ends only the wait.
+        """
+        await self._servers(source).sleep(level=level, drain=drain, within_s=within_s)
+
+    async def wake_up(self, source: str) -> None:
+        """End the sleep of a source. Idempotent. Raises as `update_weights` does; cancelling ends only the wait."""
+        await self._servers(source).wake_up()
+
+    def _servers(self, source: str) -> Any:
+        """Return a source that has servers of its own. Raises `EngineError`."""
+        self._bind()
+        found = {
+            name: upstream.source
+            for name, upstream in self._wiring.upstreams.items()
+            if getattr(type(upstream.source), "has_servers", False)
+        }
+        if source not in found:
+            raise EngineError(f"{source!r} is no source of kind replicas; such sources: {', '.join(found) or 'none'}")
+        return found[source]
 
     async def reload(
         self, config: str | PathLike[str] | Mapping[str, Any] | DictConfig | Config | None = None

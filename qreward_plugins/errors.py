@@ -11,6 +11,7 @@
     │   ├── KeeperLost          the keeper has certainly ended
     │   └── KeeperSilent        the keeper may still be running
     ├── ReplicasNotStarted      the servers of a source cannot be started; ends with the log of the one at fault
+    ├── ReplicasNotChanged      weights were not updated everywhere, or servers do not sleep or wake
     ├── RewardServerError       the reward server refused a request, or cannot be reached
     ├── TextStreamFailed        a text stream ended before its text was whole; carries the text so far
     ├── ReplyBroken             a reply that was passed on to a client broke off
@@ -20,6 +21,7 @@
     └── SourceError             one attempt at one source failed
         ├── Throttled           429, 529, or 503 with Retry-After: the source asks for a pause
         ├── TransientError      time-outs, resets, 5xx, unreadable replies: another try may help
+        │   ├── SourceHeld      the source takes no calls for a while; the call waits, and nobody is to blame
         │   ├── NotStarted      a local function could not start the call; this is not the sample's fault
         │   └── SampleFault     this sample hung or crashed a local function
         └── PermanentError      the source will not answer this request
@@ -129,6 +131,23 @@ class ReplicasNotStarted(QRewardError):
     """
 
 
+class ReplicasNotChanged(QRewardError):
+    """An update of weights, a sleep or a wake-up of a source of kind `replicas` failed. The message names the replicas,
+    the cause and what follows. `replicas` are the numbers of those at fault; empty if none was touched.
+    """
+
+    def __init__(self, message: str, *, replicas: Sequence[int] = ()) -> None:
+        super().__init__(message)
+        self.replicas = tuple(replicas)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _rebuild_replicas_not_changed, (str(self), self.replicas)
+
+
+def _rebuild_replicas_not_changed(message: str, replicas: Sequence[int]) -> ReplicasNotChanged:
+    return ReplicasNotChanged(message, replicas=replicas)
+
+
 class RewardServerError(QRewardError):
     """The reward server refused a request, or cannot be reached. `status` is its HTTP status; None if it gave none."""
 
@@ -204,6 +223,12 @@ class Throttled(SourceError):
 
 class TransientError(SourceError):
     """Another try may help: time-outs, refused or reset connections, 5xx, replies that cannot be read."""
+
+
+class SourceHeld(TransientError):
+    """The source takes no calls for a while: its servers sleep, or get other weights. The call waits for its end, and
+    this counts neither against the call nor against the source.
+    """
 
 
 class NotStarted(TransientError):

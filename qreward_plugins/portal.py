@@ -33,6 +33,7 @@ from .telemetry import BatchReport, Facts
 
 if TYPE_CHECKING:
     from .engine import RewardEngine
+    from .replicas.weights import Weights
 
 T = TypeVar("T")
 
@@ -159,6 +160,19 @@ class EnginePortal:
                 await self._barrier.aclose()
         finally:
             await self._engine.aclose()
+
+    def update_weights(self, source: str, **options: Any) -> Weights:
+        """Update weights as `RewardEngine.update_weights` does. Blocks the calling thread."""
+        weights: Weights = self._call(partial(self._engine.update_weights, source, **options))
+        return weights
+
+    def sleep(self, source: str, **options: Any) -> None:
+        """Free devices as `RewardEngine.sleep` does. Blocks the calling thread."""
+        self._call(partial(self._engine.sleep, source, **options))
+
+    def wake_up(self, source: str) -> None:
+        """End a sleep as `RewardEngine.wake_up` does. Blocks the calling thread."""
+        self._call(partial(self._engine.wake_up, source))
 
     def facts(self) -> Facts:
         """Return what `RewardEngine.facts` returns."""

@@ -115,7 +115,8 @@ class Verdict(_Provenance):
     its middle. `service_s` is the time in seconds from sending the request of the successful attempt to its reply,
     without waiting, retries and other attempts. `raw` holds the numbers before mapping; None if they are unknown, and
     then the verdict cannot be mapped again. `steps` are the scores of a process reward model, each with the offset of
-    the end of its step in the response, in characters; empty for other judges.
+    the end of its step in the response, in characters; empty for other judges. `weight_version` is the version of the
+    weights that judged, for a source of kind `replicas` whose weights were updated; otherwise "".
 
     Raises ValueError if the score, a component or the score of a step is not a number that is finite in float32
     (promise P2).
@@ -137,6 +138,7 @@ class Verdict(_Provenance):
     service_s: float = field(default=0.0, compare=False)
     raw: RawScore | None = field(default=None, compare=False, repr=False)
     steps: tuple[tuple[int, float], ...] = ()
+    weight_version: str = ""
 
     def __post_init__(self) -> None:
         # The usual case inline: this runs twice for every sample.

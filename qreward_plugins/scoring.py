@@ -23,6 +23,7 @@ from .samples import Cause, Failed, Outcome, Sample, Scored, Verdict
 from .scheduling import Answer, Batch, Batches, Call, Dispatcher, Unanswered
 from .scheduling.calls import T
 from .sources import Source
+from .sources.base import Request, ServedWeights
 
 _log = logging.getLogger("qreward_plugins.engine")
 
@@ -158,7 +159,8 @@ class Scoring:
         except (InvalidReply, ValueError, LookupError, TypeError, AttributeError):
             # Another range may map its number beyond float32, or somebody edited the row.
             return None
-        return Answer(value, recorded.source, recorded.model, recorded=True)
+        weights = getattr(self.sources.get(recorded.source), "weights", None)
+        return Answer(value, recorded.source, recorded.model, recorded=True, weights=weights)
 
     def keys(self, call: Call[Any]) -> Mapping[str, str]:
         """The keys of the call's answers in the journal, by source."""
@@ -177,6 +179,11 @@ class Scoring:
         """The key under which `result` is recorded; None if it must not be used again. `keys` are those of `call` while
         these were the sources. After a reload, its source may be another one than then.
         """
+        if isinstance(result, Answer) and _weights_matter(result):
+            answered_by: Any = _AsOf(result.answered_by, result.weights)
+            return question_keys(replace(call, sources=(result.source,)), {result.source: answered_by}).get(
+                result.source
+            )
         if sources is self.sources or not isinstance(result, Answer):
             return keys.get(result.source) if sources is self.sources else None
         source: Source | None = result.answered_by
@@ -201,6 +208,26 @@ class Scoring:
         if self.journal is not None:
             self.journal.note(key, sample, Scored(verdict))
             self._observers.emit(events.late(sample, verdict, self.now()))
+
+
+class _AsOf:
+    """A source as it was when it had these weights, for the journal's key."""
+
+    def __init__(self, source: Any, weights: ServedWeights | None) -> None:
+        self._source = source
+        self._weights = weights
+
+    def question(self, request: Request) -> object:
+        return self._source.question_of(request, self._weights)
+
+
+def _weights_matter(answer: Answer[Any]) -> bool:
+    """Whether the key of an answer has to follow from the weights that gave it: an update may have come between the
+    question and the answer.
+    """
+    if answer.weights is None or not hasattr(answer.answered_by, "question_of"):
+        return False
+    return bool(answer.weights.identity or answer.answered_by.weights.identity)
 
 
 def _no_route(sample: Sample) -> Failed:

@@ -171,4 +171,4 @@ def _done(statistics: EngineStatistics) -> int:
     return statistics.scored + statistics.failed_total
 
 
-_STYLES = {"up": "green", "paused": "yellow", "down": "yellow", "degraded": "red", "unusable": "red"}
+_STYLES = {"up": "green", "paused": "yellow", "held": "yellow", "down": "yellow", "degraded": "red", "unusable": "red"}

@@ -222,6 +222,7 @@ def judged(answer: Answer[Verdict], judge: str) -> Verdict:
         answer.service_s,
         verdict.raw,
         verdict.steps,
+        "" if answer.weights is None else answer.weights.version,
     )
 
 

@@ -139,6 +139,7 @@ class SumJudge(Judge):
             judge=self.name,
             source=_beside(verdict.source for verdict in ordered.values()),
             model=_beside(verdict.model for verdict in ordered.values()),
+            weight_version=_beside(verdict.weight_version for verdict in ordered.values()),
             basis="judged" if failure is None else "floor",
             failure=failure,
             cached=all(verdict.cached for verdict in ordered.values()),

@@ -135,9 +135,10 @@ class RequestBatchSent(NamedTuple):
 class SourceStateChanged(NamedTuple):
     """A source started or stopped taking requests.
 
-    `state` and `before` are "up", "paused" (it asked for a pause), "down" (its circuit is open), "degraded" (most of
-    its replies are invalid) or "unusable" (it refuses everything). The scheduler looks at states when it places
-    requests, so the end of a pause in which nothing waits is emitted later.
+    `state` and `before` are "up", "paused" (it asked for a pause), "held" (its servers sleep, or get other weights),
+    "down" (its circuit is open), "degraded" (most of its replies are invalid) or "unusable" (it refuses everything).
+    The scheduler looks at states when it places requests, so the end of a pause in which nothing waits is emitted
+    later.
     """
 
     at: float
@@ -146,6 +147,22 @@ class SourceStateChanged(NamedTuple):
     before: str
     problem: str
     """Why it takes no requests, with the last error; "" if it takes them."""
+
+
+class ReplicaChanged(NamedTuple):
+    """A replica of a source of kind `replicas` is in another state, or has other weights."""
+
+    at: float
+    source: str
+    replica: int
+    state: str
+    """"starting", "up", "draining", "updating", "asleep", "stale", "down", "failed" or "stopped"; see
+    docs/replicas.md."""
+    before: str
+    version: str
+    """The version of its weights; "" for those of the configuration."""
+    problem: str
+    """Why it takes no calls; "" if nothing is wrong."""
 
 
 class LateVerdict(NamedTuple):
@@ -179,6 +196,7 @@ Event: TypeAlias = (
     | AttemptStarted
     | AttemptEnded
     | SourceStateChanged
+    | ReplicaChanged
     | LateVerdict
     | RequestBatchSent
     | BatchEnded

@@ -14,13 +14,17 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 
 from . import guard
+from .control import ControlFailed
+from .orders import Orders
 from .ports import free_port
 from .server_kinds import SERVER_KINDS
 from .spec import PoolSpec
+from .weights import Weights
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
@@ -30,6 +34,7 @@ _TAIL_BYTES = 8192
 _TAIL_LINES = 30
 _ASK_EVERY_S = (0.05, 0.5)
 _REPLY_S = 5.0
+_LAST_WORDS_S = 0.1
 _REPLY_BYTES = 2**20
 _GUARD_S = 25.0
 """Seconds beyond the grace time in which a guard ends everything; processes that hang in the kernel take longest."""
@@ -83,15 +88,22 @@ class LocalServer:
         """The process id of the guard."""
         return self._guard.pid if self._guard is not None else None
 
-    async def start(self) -> str:
-        """Start the server, and return its URL once it is ready: our own process lives, and its name is listed.
+    async def start(self, weights: Weights | None = None) -> str:
+        """Start the server, and return its URL once it is ready: our own process lives, and its name is listed. It
+        loads `weights`, unless these are loaded in place; default: those of the model.
 
         There is no time limit here. Raises `ServerFailed` if it ends before. Cancelling leaves it to `stop`.
         """
+        if weights is not None and weights.path:
+            found = await self.tell("check", path=weights.path)
+            # A trainer may have written another checkpoint there; then it is not the one that the others have.
+            if found["files"] != weights.files:
+                problem = f"the checkpoint {weights.path} is not that of the version {weights.version} any more"
+                raise ServerFailed(f"{problem}; update the weights again")
         for attempt in range(_PORT_TRIES):
             self.port = free_port(self._host)
             name = f"{self._spec.file_name}-{self._number}-{self._token()}"
-            exited = self._spawn(name, self.port)
+            exited = self._spawn(name, self.port, weights)
             url = f"http://{self._host}:{self.port}"
             if await self._ready(url, name, exited):
                 self.url = url
@@ -108,6 +120,28 @@ class LocalServer:
         code = await asyncio.shield(self._exited)
         # An exit code of 0 is no sign of health: vLLM exits with it when its engine has died.
         return ServerFailed(f"it ended ({_code(code)})", self.log_tail())
+
+    async def tell(self, order: str, **details: Any) -> Any:
+        """Carry out an order of `Orders`, and return its result. Raises `ServerFailed` if it cannot be carried out, or
+        if the server ends meanwhile.
+        """
+        orders = Orders(self._spec, self._kind.control, self.url)
+        told = asyncio.ensure_future(Orders.named(order)(orders, **details))
+        # The files of a checkpoint can be read without a server.
+        exited = None if order == "check" else self._exited
+        try:
+            await asyncio.wait({told} if exited is None else {told, exited}, return_when=asyncio.FIRST_COMPLETED)
+            # A server that ends fails its last request before its end is noticed.
+            if told.done() and told.exception() is not None and exited is not None:
+                await asyncio.wait([exited], timeout=_LAST_WORDS_S)
+            if exited is not None and exited.done():
+                raise await self.ended()
+            return told.result()
+        except ControlFailed as error:
+            raise ServerFailed(str(error), self.log_tail()) from None
+        finally:
+            told.cancel()
+            await asyncio.gather(told, return_exceptions=True)
 
     async def stop(self) -> None:
         """Ask the server to end, and end it after `stop_within_s` seconds, with every process that it has started.
@@ -143,9 +177,9 @@ class LocalServer:
             return ""
         return "\n".join(text.splitlines()[-_TAIL_LINES:])
 
-    def _spawn(self, name: str, port: int) -> asyncio.Future[int]:
+    def _spawn(self, name: str, port: int, weights: Weights | None) -> asyncio.Future[int]:
         spec = self._spec
-        launch = spec.launch(name, self._host, port)
+        launch = spec.launch(name, self._host, port, weights)
         command = self._kind.command(launch)
         with suppress(OSError):
             self._log_from = self._log_path.stat().st_size

@@ -1,16 +1,21 @@
-"""Defines `Pool`: starts all replicas together, starts those again that die, and stops all of them."""
+"""Defines `Pool`: starts all replicas together, starts those again that die, and stops all of them.
+
+`changes.py` changes the weights of its replicas, and lets them sleep.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, Protocol
+from dataclasses import replace
+from typing import Any, Protocol
 
 from .launch import ServerFailed
+from .replica_state import ReplicaState, State
 from .spec import PoolSpec
+from .weights import Weights
 
 __all__ = ["Pool", "PoolFailed", "PoolSpec", "ReplicaState", "Server"]
 
@@ -27,9 +32,11 @@ class Server(Protocol):
 
     url: str
 
-    async def start(self) -> str: ...
+    async def start(self, weights: Weights | None = None) -> str: ...
 
     async def ended(self) -> ServerFailed: ...
+
+    async def tell(self, order: str, **details: Any) -> Any: ...
 
     async def stop(self) -> None: ...
 
@@ -43,36 +50,41 @@ class PoolFailed(Exception):
         self.log = log
 
 
-@dataclass(frozen=True)
-class ReplicaState:
-    """What is known of a replica. `url` is "" while it is not up. `restarts` counts all restarts so far."""
-
-    number: int
-    state: Literal["starting", "up", "down", "failed", "stopped"] = "starting"
-    url: str = ""
-    devices: str = ""
-    restarts: int = 0
-    problem: str = ""
-
-    def as_mapping(self) -> dict[str, Any]:
-        """Its fields as plain values."""
-        return asdict(self)
+async def _at_once(state: ReplicaState) -> None:
+    """For a pool whose users send nothing, or are not known."""
 
 
 class Pool:
     """The replicas of one source. It serves the event loop in which it was started.
 
     `server` makes the server of a replica, for each start anew. `on_change` is called after every change of `states`.
+    `idle` waits until no user has calls at a replica that is draining. `weights` are those of an earlier pool that this
+    one replaces; default: those of the configuration.
     """
 
     def __init__(
-        self, spec: PoolSpec, server: Callable[[int], Server], on_change: Callable[[], None] = lambda: None
+        self,
+        spec: PoolSpec,
+        server: Callable[[int], Server],
+        on_change: Callable[[], None] = lambda: None,
+        *,
+        idle: Callable[[ReplicaState], Awaitable[None]] = _at_once,
+        weights: Weights | None = None,
     ) -> None:
-        self._spec = spec
+        self.spec = spec
+        self.weights = weights or Weights()
+        """What replicas are started with from now on."""
+        self.has: dict[int, Weights] = {}
+        """The weights of each replica that took calls."""
+        self.servers: dict[int, Server] = {}
+        """The last start of each replica."""
+        self.may_open = asyncio.Event()
+        """Not set while a replica that was started again must not take calls yet."""
+        self.may_open.set()
         self._server = server
         self._on_change = on_change
-        self._servers: dict[int, Server] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._idle = idle
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._stopping: asyncio.Task[None] | None = None
         topology = spec.topology
         self._states = [
@@ -90,9 +102,9 @@ class Pool:
         If one of them ends, or is not ready within `start_within_s`, all are stopped. Raises `PoolFailed` then.
         Cancelling stops all, too.
         """
-        starts = {asyncio.ensure_future(self._start_one(state.number)): state.number for state in self._states}
+        starts = {asyncio.ensure_future(self.start_one(state.number)): state.number for state in self._states}
         try:
-            await asyncio.wait(starts, timeout=self._spec.start_within_s, return_when=asyncio.FIRST_EXCEPTION)
+            await asyncio.wait(starts, timeout=self.spec.start_within_s, return_when=asyncio.FIRST_EXCEPTION)
             failure = self._failure(starts)
         except BaseException:
             await _cancel(starts)
@@ -102,7 +114,8 @@ class Pool:
             await _cancel(starts)
             await self.stop()
             raise failure
-        self._tasks = [asyncio.ensure_future(self._supervise(number)) for number in starts.values()]
+        for number in starts.values():
+            self.supervise(number)
 
     def _failure(self, starts: dict[asyncio.Task[None], int]) -> PoolFailed | None:
         late = None
@@ -114,8 +127,8 @@ class Pool:
                 if error is not None:
                     raise error
             elif late is None:
-                log = getattr(self._servers.get(number), "log_tail", str)()
-                late = PoolFailed(f"replica {number}: it is not ready after {self._spec.start_within_s:g} s", log)
+                log = getattr(self.servers.get(number), "log_tail", str)()
+                late = PoolFailed(f"replica {number}: it is not ready after {self.spec.start_within_s:g} s", log)
         return late
 
     async def stop(self) -> None:
@@ -127,50 +140,123 @@ class Pool:
         await asyncio.shield(self._stopping)
 
     async def _stop(self) -> None:
-        await _cancel(self._tasks)
-        results = await asyncio.gather(*(server.stop() for server in self._servers.values()), return_exceptions=True)
+        await _cancel(self._tasks.values())
+        results = await asyncio.gather(*(server.stop() for server in self.servers.values()), return_exceptions=True)
         for result in results:
             if isinstance(result, Exception):
-                _log.warning("a replica of %s could not be stopped", self._spec.name, exc_info=result)
+                _log.warning("a replica of %s could not be stopped", self.spec.name, exc_info=result)
         for state in self._states:
-            self._set(replace(state, state="stopped", url=""))
+            self.set(state.number, "stopped", url="")
 
-    async def _start_one(self, number: int) -> None:
-        """Start a replica once, and wait until it is ready. Raises `ServerFailed`."""
-        server = self._servers[number] = self._server(number)
-        url = await server.start()
-        self._set(replace(self._states[number], state="up", url=url, problem=""))
+    async def start_one(self, number: int, weights: Weights | None = None) -> None:
+        """Start the server of a replica, and wait until it serves `weights`; default: those of the pool, also if these
+        change meanwhile. Raises `ServerFailed`.
+        """
+        while True:
+            wanted = weights or self.weights
+            server = self.servers[number] = self._server(number)
+            url = await server.start(wanted)
+            if wanted.in_place and wanted.path:
+                await server.tell("load", path=wanted.path, version=wanted.version, before="")
+            if weights is not None:
+                break
+            await self.may_open.wait()
+            if self.weights is wanted:
+                break
+            await server.stop()
+        if wanted.from_memory:
+            self.set(number, "stale", url=url, problem=f"the weights {wanted.version} came from memory; update again")
+        else:
+            self.opened(number, wanted, url)
 
-    async def _supervise(self, number: int) -> None:
+    def opened(self, number: int, weights: Weights, url: str) -> None:
+        """Note that a replica serves `weights`, and takes calls."""
+        self.has[number] = weights
+        self.set(number, "up", url=url, problem="", version=weights.version, identity=weights.identity)
+
+    def supervise(self, number: int, failed: ServerFailed | None = None) -> None:
+        """Start a replica again whenever it ends, from now on. `failed`: it has ended already, or is to be ended."""
+        earlier = self._tasks.get(number)
+        if earlier is not None:
+            earlier.cancel()
+        self._tasks[number] = asyncio.ensure_future(self._supervise(number, failed))
+
+    def resume(self, numbers: Iterable[int], *, paused: bool) -> None:
+        """Let replicas take calls again whose weights nothing has touched. `paused`: their servers are to be told."""
+        for number in numbers:
+            if paused:
+                self._tasks[number] = asyncio.ensure_future(self._resumed(number))
+            elif self._states[number].state in ("draining", "updating"):
+                self.opened(number, self.has[number], self._states[number].url)
+                if number not in self._tasks:
+                    self.supervise(number)
+
+    async def _resumed(self, number: int) -> None:
+        failed: ServerFailed | None = None
+        try:
+            await self.servers[number].tell("resume")
+            self.opened(number, self.has[number], self._states[number].url)
+        except ServerFailed as error:
+            failed = error
+        await self._supervise(number, failed)
+
+    async def leave_alone(self, numbers: Iterable[int]) -> None:
+        """Supervise these replicas no longer, until `supervise`."""
+        await _cancel([self._tasks.pop(number) for number in numbers if number in self._tasks])
+
+    async def drain(self, numbers: Sequence[int], *, abort: bool, within_s: float) -> list[int]:
+        """Let replicas get no more calls, and wait until their calls have ended. Return those whose calls have not
+        ended within `within_s` seconds.
+        """
+        for number in numbers:
+            state = self._states[number]
+            self.set(number, "draining", ticket=state.ticket + 1, abort=abort)
+        waits = {asyncio.ensure_future(self._idle(self._states[number])): number for number in numbers}
+        try:
+            await asyncio.wait(waits, timeout=within_s)
+            return [number for wait, number in waits.items() if not wait.done()]
+        finally:
+            await _cancel(waits)
+
+    async def _supervise(self, number: int, failed: ServerFailed | None) -> None:
         """Start a replica again whenever it ends, until it has ended too often in a row."""
         loop = asyncio.get_running_loop()
         failures = 0
         while True:
-            server, up_at = self._servers[number], loop.time()
-            if server.url:
+            server, up_at = self.servers[number], loop.time()
+            if failed is None:
                 failed = await server.ended()
                 if loop.time() - up_at >= _STEADY_S:
                     failures = 0
             failures += 1
             await server.stop()
-            over = failures > self._spec.restarts
+            over = failures > self.spec.restarts
             state = self._states[number]
-            self._set(replace(state, state="failed" if over else "down", url="", problem=failed.problem))
-            _log.warning("replica %d of %s: %s%s", number, self._spec.name, failed.problem, _then(over))
+            self.set(number, "failed" if over else "down", url="", problem=failed.problem)
+            _log.warning("replica %d of %s: %s%s", number, self.spec.name, failed.problem, _then(over))
             if over:
                 return
             least_s, most_s = _BACKOFF_S
             await asyncio.sleep(min(most_s, least_s * 2 ** (failures - 1)))
-            self._set(replace(self._states[number], state="starting", restarts=state.restarts + 1))
-            try:
-                await asyncio.wait_for(self._start_one(number), self._spec.start_within_s)
-            except ServerFailed as error:
-                failed = error
-            except asyncio.TimeoutError:
-                failed = ServerFailed(f"it is not ready after {self._spec.start_within_s:g} s")
-            except Exception as error:
-                _log.warning("replica %d of %s", number, self._spec.name, exc_info=error)
-                failed = ServerFailed(f"it cannot be started ({type(error).__name__})")
+            self.set(number, "starting", restarts=state.restarts + 1)
+            failed = await self.try_to_start(number)
+
+    async def try_to_start(self, number: int, weights: Weights | None = None) -> ServerFailed | None:
+        """Start a replica as `start_one` does, within `start_within_s` seconds. Return why it did not start."""
+        try:
+            await asyncio.wait_for(self.start_one(number, weights), self.spec.start_within_s)
+        except ServerFailed as error:
+            return error
+        except asyncio.TimeoutError:
+            return ServerFailed(f"it is not ready after {self.spec.start_within_s:g} s")
+        except Exception as error:
+            _log.warning("replica %d of %s", number, self.spec.name, exc_info=error)
+            return ServerFailed(f"it cannot be started ({type(error).__name__})")
+        return None
+
+    def set(self, number: int, state: State, **changes: Any) -> None:
+        """Change what is said of a replica."""
+        self._set(replace(self._states[number], state=state, **changes))
 
     def _set(self, state: ReplicaState) -> None:
         if self._states[state.number] != state:
@@ -182,7 +268,8 @@ def _then(over: bool) -> str:
     return "; it is not started again" if over else "; it is started again"
 
 
-async def _cancel(tasks: Any) -> None:
+async def _cancel(tasks: Iterable[asyncio.Future[Any]]) -> None:
+    tasks = list(tasks)
     for task in tasks:
         task.cancel()
     for task in tasks:

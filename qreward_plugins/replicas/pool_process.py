@@ -4,15 +4,21 @@ The first process that needs a pool starts it, the others find it by a socket in
 use: the pool ends with its last user, however that one ended, because the kernel closes its connections. If this
 process is killed, the guards end the servers.
 
-A user sends its `PoolSpec` as one line of JSON. It is sent a line after each change: `{"replicas": [...], "ready":
-bool}`, or `{"failed": problem, "log": lines}`, after which the pool ends. A user that leaves shuts down its side, and
-the pool closes the connection; to the last user, once every server has ended.
+A user sends its `PoolSpec` as one line of JSON. It is sent a line after each change: `{"replicas": [...], "weights":
+{...}, "ready": bool}`, or `{"failed": problem, "log": lines}`, after which the pool ends. A user that leaves shuts down
+its side, and the pool closes the connection; to the last user, once every server has ended.
+
+A user sends further lines: first `{"weights": {...}}`, what an earlier pool had; `{"idle": [[replica, ticket], ...]}`
+when it has no calls at replicas that are draining; `{"do": "update" | "sleep" | "wake", "id": n, "with": {...}}`, which
+is answered by `{"id": n, "done": {...}}` or `{"id": n, "error": {...}}`; and `{"cancel": n}`. `{"id": n, "receiving":
+[...]}` tells which replicas begin to receive tensors.
 """
 
 from __future__ import annotations
 
 import asyncio
 import fcntl
+import functools
 import logging
 import os
 import shutil
@@ -25,9 +31,11 @@ from typing import Any
 import orjson
 
 from ..named_actors import in_thread
+from .commands import Commands
 from .launch import LocalServer
 from .pool import Pool, PoolFailed
 from .spec import PoolSpec
+from .weights import Weights
 
 _HELLO_BYTES = 2**24
 _FIRST_USER_S = 30.0
@@ -44,6 +52,7 @@ class PoolProcess:
         self._key = key
         self._users: set[asyncio.StreamWriter] = set()
         self._pool: Pool | None = None
+        self._commands: Commands | None = None
         self._server: asyncio.Server | None = None
         self._starting: asyncio.Task[None] | None = None
         self._ready = False
@@ -65,6 +74,8 @@ class PoolProcess:
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait([self._starting])
+        if self._commands is not None:
+            await self._commands.aclose()
         if self._pool is not None:
             await self._pool.stop()
         self._tidy()
@@ -86,24 +97,28 @@ class PoolProcess:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            hello = await reader.readline()
-            if not hello or self._unused.is_set():
+            hello, known = await reader.readline(), await reader.readline()
+            if not known or self._unused.is_set():
                 writer.close()
                 return
             self._users.add(writer)
             if self._pool is None:
-                self._begin(PoolSpec.from_json(hello))
+                self._begin(PoolSpec.from_json(hello), Weights(**orjson.loads(known)["weights"]))
             self._tell(writer)
-            await reader.read()
+            assert self._commands is not None
+            while line := await reader.readline():
+                self._commands.heard(writer, orjson.loads(line), functools.partial(_say, writer))
         except (OSError, ValueError):
             pass
+        if self._commands is not None:
+            self._commands.left(writer)
         if self._users == {writer}:
             self._unused.set()  # the connection is closed when all has ended
         else:
             self._users.discard(writer)
             writer.close()
 
-    def _begin(self, spec: PoolSpec) -> None:
+    def _begin(self, spec: PoolSpec, weights: Weights) -> None:
         if spec.log_folder is None:
             folder = self._logs = self._folder / f"{self._key}-logs"
         else:
@@ -112,8 +127,10 @@ class PoolProcess:
         def server(number: int) -> LocalServer:
             return LocalServer(spec, number, folder=folder, held=(self._lock,))
 
-        self._pool = Pool(spec, server, on_change=self._tell_all)
-        self._starting = asyncio.ensure_future(self._start(self._pool, folder))
+        commands = self._commands = Commands(lambda: self._users)
+        pool = self._pool = Pool(spec, server, on_change=self._tell_all, idle=commands.idle, weights=weights)
+        self._starting = asyncio.ensure_future(self._start(pool, folder))
+        commands.serve(pool, self._starting)
 
     async def _start(self, pool: Pool, logs: Path) -> None:
         # Guards hold the lock, too. So it is free only when no server of an earlier pool is left.
@@ -141,10 +158,18 @@ class PoolProcess:
 
     def _tell(self, writer: asyncio.StreamWriter) -> None:
         assert self._pool is not None
-        news: dict[str, Any] = {"replicas": [s.as_mapping() for s in self._pool.states], "ready": self._ready}
+        news: dict[str, Any] = {
+            "replicas": [state.as_mapping() for state in self._pool.states],
+            "weights": self._pool.weights.as_mapping(),
+            "ready": self._ready,
+        }
         if self._failed is not None:
             news = {"failed": self._failed.problem, "log": self._failed.log}
-        writer.write(orjson.dumps(news) + b"\n")
+        _say(writer, news)
+
+
+def _say(writer: asyncio.StreamWriter, news: dict[str, Any]) -> None:
+    writer.write(orjson.dumps(news) + b"\n")
 
 
 def main(descriptor: int, folder: str, key: str) -> None:

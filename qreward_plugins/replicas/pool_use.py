@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import itertools
 import json
 import logging
 import os
@@ -17,16 +18,21 @@ import threading
 import time
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import orjson
 
-from .pool import PoolFailed, ReplicaState
+from ..named_actors import in_thread
+from .changes import ChangeFailed
+from .gate import Gate
+from .pool import PoolFailed
+from .replica_state import ReplicaState
 from .runtime_folder import NoRuntimeFolder, runtime_folder
 from .spec import PoolSpec
+from .weights import Drain, Update, Weights
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
@@ -42,6 +48,43 @@ _LOST_TRIES = 3
 _SILENT_S = 120.0
 
 
+_HELD: Mapping[str, str] = {
+    "asleep": "it sleeps",
+    "updating": "its weights are updated",
+    "draining": "its weights are updated, or it is about to sleep",
+}
+
+
+class _Command:
+    """A command of this process that is under way."""
+
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        result: asyncio.Future[dict[str, Any]],
+        on_receiving: Callable[[list[int]], None],
+    ) -> None:
+        self._loop = loop
+        self.result = result
+        self._on_receiving = on_receiving
+
+    def heard(self, news: Mapping[str, Any]) -> None:
+        """Take in what the pool says of it. Any thread may call it."""
+        with suppress(RuntimeError):  # the loop is closed: nobody waits
+            self._loop.call_soon_threadsafe(self._take, news)
+
+    def _take(self, news: Mapping[str, Any]) -> None:
+        if self.result.done():
+            return
+        if "receiving" in news:
+            self._on_receiving(news["receiving"])
+        elif "error" in news:
+            error = news["error"]
+            self.result.set_exception(ChangeFailed(error["problem"], replicas=error["replicas"], log=error["log"]))
+        else:
+            self.result.set_result(news["done"])
+
+
 class PoolUse(ABC):
     """One process's use of a pool. `follow`, which runs in a thread of its own, reports what it learns by `_learned`,
     and the end of the start by `_started`.
@@ -52,6 +95,13 @@ class PoolUse(ABC):
         self.states: tuple[ReplicaState, ...] = ()
         self.version = 0
         """Number of changes of `states` so far."""
+        self.weights = Weights()
+        """What the pool serves, as it said last."""
+        self.gate = Gate()
+        self.on_news: Callable[[], None] = lambda: None
+        """Called in the thread that follows the pool, after every change of `states`."""
+        self._numbers = itertools.count(1)
+        self._commands: dict[int, _Command] = {}
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._waiting: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
@@ -112,6 +162,86 @@ class PoolUse(ABC):
         threading.Thread(target=wait, name="qreward-pool-end", daemon=True).start()
         await ended
 
+    # Commands
+
+    async def update_weights(
+        self, update: Update, on_receiving: Callable[[list[int]], None] = lambda numbers: None
+    ) -> Weights:
+        """Update the weights of the pool; return what it serves then. See `Changes.update`.
+
+        Cancelling ends only the wait, and an update from memory. Raises `ChangeFailed` and `PoolFailed`.
+        """
+        return Weights(**await self._command("update", update.as_mapping(), on_receiving))
+
+    async def sleep(self, *, level: int = 1, drain: Drain = "wait", within_s: float = 600.0) -> None:
+        """Free the devices of the pool; see `Changes.sleep`. Cancelling ends only the wait."""
+        await self._command("sleep", {"level": level, "drain": drain, "within_s": within_s})
+
+    async def wake_up(self) -> None:
+        """End the sleep of the pool; see `Changes.wake`. Cancelling ends only the wait."""
+        await self._command("wake", {})
+
+    async def _command(
+        self,
+        name: str,
+        details: Mapping[str, Any],
+        on_receiving: Callable[[list[int]], None] = lambda numbers: None,
+    ) -> dict[str, Any]:
+        await self.start()
+        loop = asyncio.get_running_loop()
+        number = next(self._numbers)
+        command = self._commands[number] = _Command(loop, loop.create_future(), on_receiving)
+        try:
+            await in_thread(lambda: self.say({"do": name, "id": number, "with": dict(details)}))
+            if self.ended:
+                raise PoolFailed("it has ended")
+            return await command.result
+        except asyncio.CancelledError:
+            if name == "update" and not details["path"]:
+                self.say({"cancel": number})
+            raise
+        finally:
+            self._commands.pop(number, None)
+
+    def leave_replica(self, url: str) -> None:
+        """Count down a call that `gate` let in."""
+        drained = self.gate.leave(url)
+        if drained is not None:
+            self.say({"idle": [drained]})
+
+    @abstractmethod
+    def say(self, message: Mapping[str, Any]) -> None:
+        """Send a message to the pool; see `Commands.heard`. It may get lost if the pool ends."""
+
+    @property
+    def held(self) -> str:
+        """Why the replicas take no calls for a while, although nothing is wrong; "" if one does, or if none will."""
+        states = {state.state for state in self.states}
+        if "up" in states:
+            return ""
+        return next((said for state, said in _HELD.items() if state in states), "")
+
+    def _heard(self, news: Mapping[str, Any]) -> None:
+        """Take in a message of the pool. Raises `PoolFailed` if it has failed."""
+        if "failed" in news:
+            raise PoolFailed(news["failed"], news["log"])
+        if "id" in news:
+            command = self._commands.get(news["id"])
+            if command is not None:
+                command.heard(news)
+            return
+        self.weights = Weights(**news["weights"])
+        self._learned([ReplicaState(**state) for state in news["replicas"]])
+        if news["ready"]:
+            self._started()
+
+    def _lost(self) -> None:
+        """Take note that the pool has ended."""
+        self._learned(())
+        for command in list(self._commands.values()):
+            problem = "the process of the pool has ended; it is started again with the weights that it had"
+            command.heard({"error": {"problem": problem, "replicas": [], "log": ""}})
+
     def _left(self) -> bool:
         """Whether this use is to end."""
         return self._closing
@@ -133,7 +263,7 @@ class PoolUse(ABC):
             _log.warning("the pool of %s cannot be followed", self.spec.name, exc_info=error)
             self._started(PoolFailed(f"the pool cannot be followed ({type(error).__name__}: {error})"))
         self.ended = True
-        self._learned(())
+        self._lost()
         self._started(PoolFailed("it is closed"))
 
     def _learned(self, states: Sequence[ReplicaState]) -> None:
@@ -144,6 +274,11 @@ class PoolUse(ABC):
                 _log.warning("source %s: replica %d is %s", self.spec.name, state.number, state.state)
         self.states = tuple(states)
         self.version += 1
+        # In this order: a call that is refused finds the new states.
+        drained = self.gate.take(self.states)
+        if drained:
+            self.say({"idle": drained})
+        self.on_news()
 
     def _started(self, failure: PoolFailed | None = None) -> None:
         with self._lock:
@@ -164,6 +299,7 @@ class LocalPoolUse(PoolUse):
     def __init__(self, spec: PoolSpec) -> None:
         super().__init__(spec)
         self._channel: socket.socket | None = None
+        self._sending = threading.Lock()
         # A forked child would keep the connection open, and with it the servers, after this process has ended.
         forget = weakref.WeakMethod(self._forget)
         os.register_at_fork(after_in_child=lambda: (method := forget()) is not None and method())
@@ -174,7 +310,8 @@ class LocalPoolUse(PoolUse):
             for attempt in range(_CONNECT_TRIES):
                 channel = self._channel = self._connect()
                 with channel, suppress(OSError):
-                    channel.sendall(self.spec.to_json() + b"\n")
+                    known = orjson.dumps({"weights": self.weights.as_mapping()})
+                    channel.sendall(self.spec.to_json() + b"\n" + known + b"\n")
                     if self._left():
                         self.leave()
                     with channel.makefile("rb") as lines:
@@ -186,7 +323,7 @@ class LocalPoolUse(PoolUse):
             else:
                 raise PoolFailed("the process of the pool ends at once")
             self._channel = None
-            self._learned(())
+            self._lost()
             if not self._left():
                 lost += 1
                 if lost > _LOST_TRIES:
@@ -198,13 +335,14 @@ class LocalPoolUse(PoolUse):
         heard = False
         for line in lines:
             heard = True
-            news = orjson.loads(line)
-            if "failed" in news:
-                raise PoolFailed(news["failed"], news["log"])
-            self._learned([ReplicaState(**state) for state in news["replicas"]])
-            if news["ready"]:
-                self._started()
+            self._heard(orjson.loads(line))
         return heard
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        channel = self._channel
+        if channel is not None:
+            with suppress(OSError), self._sending:
+                channel.sendall(orjson.dumps(message) + b"\n")
 
     def leave(self) -> None:
         channel = self._channel

@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from ..named_actors import get_or_start, in_thread, ray_is_up
+from .commands import Commands
 from .launch import LocalServer, ServerFailed
-from .pool import Pool, PoolFailed, ReplicaState
+from .pool import Pool, PoolFailed
 from .pool_use import PoolUse
 from .runtime_folder import runtime_folder
 from .spec import PoolSpec
 from .topology import Platform
+from .weights import Weights
 
 _log = logging.getLogger("qreward_plugins.replicas")
 
@@ -64,10 +66,10 @@ class ReplicaActor:
         host = ray.util.get_node_ip_address()
         self._server = LocalServer(self._spec, number, folder=path, environment={}, host=host)
 
-    async def start(self) -> tuple[str, str, str]:
+    async def start(self, weights: Mapping[str, Any]) -> tuple[str, str, str]:
         """Return the URL once the server is ready; or "", the problem and the end of the log."""
         try:
-            return await self._server.start(), "", ""
+            return await self._server.start(Weights(**weights)), "", ""
         except ServerFailed as error:
             return "", error.problem, error.log
 
@@ -75,6 +77,13 @@ class ReplicaActor:
         """Wait for the end of the server; return the problem and the end of its log."""
         failed = await self._server.ended()
         return failed.problem, failed.log
+
+    async def tell(self, order: str, details: Mapping[str, Any]) -> tuple[Any, str, str]:
+        """Carry out an order (`LocalServer.tell`). Return its result; or None, the problem and the end of the log."""
+        try:
+            return await self._server.tell(order, **details), "", ""
+        except ServerFailed as error:
+            return None, error.problem, error.log
 
     async def stop(self) -> None:
         """See `LocalServer.stop`. Logs that nobody asked to keep are removed."""
@@ -93,7 +102,7 @@ class RayServer:
         self._actor: Any = None
         self.url = ""
 
-    async def start(self) -> str:
+    async def start(self, weights: Weights | None = None) -> str:
         """Place the replica and start its server. Raises `ServerFailed`."""
         from ray.exceptions import RayError
 
@@ -101,7 +110,7 @@ class RayServer:
         await self._placed()
         self._actor = await in_thread(self._start_actor)
         try:
-            url, problem, log = await self._actor.start.remote()
+            url, problem, log = await self._actor.start.remote((weights or Weights()).as_mapping())
         except RayError as error:
             raise ServerFailed(_lost(error)) from None
         if problem:
@@ -118,6 +127,20 @@ class RayServer:
         except RayError as error:
             return ServerFailed(_lost(error))
         return ServerFailed(problem, log)
+
+    async def tell(self, order: str, **details: Any) -> Any:
+        """Carry out an order; see `LocalServer.tell`. Raises `ServerFailed`."""
+        from ray.exceptions import RayError
+
+        if self._actor is None:
+            raise ServerFailed("its actor has ended")
+        try:
+            result, problem, log = await self._actor.tell.remote(order, details)
+        except RayError as error:
+            raise ServerFailed(_lost(error)) from None
+        if problem:
+            raise ServerFailed(problem, log)
+        return result
 
     async def stop(self) -> None:
         """End the server, its actor and its placement group. Idempotent."""
@@ -170,6 +193,9 @@ class RayPoolActor:
     def __init__(self) -> None:
         self._users: set[str] = set()
         self._pool: Pool | None = None
+        self._commands = Commands(lambda: self._users)
+        self._said: dict[str, list[dict[str, Any]]] = {}
+        """What is to be said to each user, beside the news."""
         self._version = 0
         self._ready = False
         self._failed: PoolFailed | None = None
@@ -177,16 +203,33 @@ class RayPoolActor:
         self._stopping: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
 
-    async def join(self, user: str, spec: bytes) -> None:
-        """Begin a use of the pool; the first one starts it."""
+    async def join(self, user: str, spec: bytes, weights: Mapping[str, Any]) -> None:
+        """Begin a use of the pool; the first one starts it, with the weights that its user knows."""
         while self._stopping is not None:
             await asyncio.wait([self._stopping])
         self._users.add(user)
         if self._pool is None:
             known = PoolSpec.from_json(spec)
             self._ready, self._failed = False, None
-            self._pool = Pool(known, lambda number: RayServer(known, number), on_change=self._change)
+            commands = self._commands = Commands(lambda: self._users)
+            self._pool = Pool(
+                known,
+                lambda number: RayServer(known, number),
+                on_change=self._change,
+                idle=commands.idle,
+                weights=Weights(**weights),
+            )
             self._starting = asyncio.ensure_future(self._start(self._pool))
+            commands.serve(self._pool, self._starting)
+
+    async def hear(self, user: str, message: Mapping[str, Any]) -> None:
+        """Take in what a user says; see `Commands`."""
+        if user in self._users:
+            self._commands.heard(user, message, functools.partial(self._say, user))
+
+    def _say(self, user: str, message: dict[str, Any]) -> None:
+        self._said.setdefault(user, []).append(message)
+        self._change()
 
     async def news(self, user: str, version: int) -> dict[str, Any] | None:
         """Wait for a change after `version`, for a while; return what is known then. None for a user that has not
@@ -200,11 +243,15 @@ class RayPoolActor:
         if self._failed is not None:
             return {"failed": self._failed.problem, "log": self._failed.log}
         states = [state.as_mapping() for state in self._pool.states]
-        return {"version": self._version, "replicas": states, "ready": self._ready}
+        said = self._said.pop(user, [])
+        weights = self._pool.weights.as_mapping()
+        return {"version": self._version, "replicas": states, "weights": weights, "ready": self._ready, "said": said}
 
     async def leave(self, user: str) -> None:
         """End a use. The last one stops the servers, and returns when they have ended."""
         self._users.discard(user)
+        self._said.pop(user, None)
+        self._commands.left(user)
         if not self._users and self._pool is not None and self._stopping is None:
             self._stopping = asyncio.ensure_future(self._stop(self._pool))
         if self._stopping is not None and not self._users:
@@ -226,6 +273,7 @@ class RayPoolActor:
         if self._starting is not None:
             self._starting.cancel()
             await asyncio.wait([self._starting])
+        await self._commands.aclose()
         await pool.stop()
         self._pool, self._stopping = None, None
 
@@ -251,11 +299,11 @@ class RayPoolUse(PoolUse):
         while not self._left():
             try:
                 self._actor = get_or_start(f"qreward-replicas-{self.spec.key}", RayPoolActor)
-                ray.get(self._actor.join.remote(self._user, self.spec.to_json()))
+                ray.get(self._actor.join.remote(self._user, self.spec.to_json(), self.weights.as_mapping()))
                 self._listen(ray)
             except RayActorError:
                 lost += 1
-                self._learned(())
+                self._lost()
                 if lost > _LOST_TRIES:
                     raise PoolFailed("the actor of the pool has ended too often") from None
                 _log.warning("the pool of %s has ended; it is started again", self.spec.name)
@@ -266,7 +314,7 @@ class RayPoolUse(PoolUse):
     def _listen(self, ray: Any) -> None:
         version = -1
         while not self._left():
-            news: Mapping[str, Any] | None = ray.get(self._actor.news.remote(self._user, version))
+            news: dict[str, Any] | None = ray.get(self._actor.news.remote(self._user, version))
             if news is None:
                 return
             if "failed" in news:
@@ -275,9 +323,14 @@ class RayPoolUse(PoolUse):
                 raise PoolFailed(news["failed"], news["log"])
             if version != news["version"]:
                 version = news["version"]
-                self._learned([ReplicaState(**state) for state in news["replicas"]])
-            if news["ready"]:
-                self._started()
+                self._heard(news)
+                for message in news["said"]:
+                    self._heard(message)
+
+    def say(self, message: Mapping[str, Any]) -> None:
+        if self._actor is not None:
+            with suppress(Exception):  # Ray may be shut down
+                self._actor.hear.remote(self._user, dict(message))
 
     def leave(self) -> None:
         if self._actor is not None:

@@ -15,6 +15,8 @@ from importlib.util import find_spec
 from shutil import which
 from typing import Any, ClassVar
 
+from .control import Control, SGLangControl, VLLMControl
+
 CHAT = "chat"
 """The task of a language model. Every other task is a protocol of reward models."""
 
@@ -25,8 +27,9 @@ _PLACES = ("{host}", "{port}", "{model}", "{name}", "{tensor_parallel}")
 class Launch:
     """What one server is started with.
 
-    `model` is a folder or a name of the hub, and the name that requests give. `name` is listed at `/v1/models` by this
-    process and no other. `host` and `port` are where it listens.
+    `model` is the name that requests give. `weights` is what is loaded: a folder or a name of the hub. `name` is listed
+    at `/v1/models` by this process and no other. `host` and `port` are where it listens. `in_place`: it loads other
+    weights while it runs. `sleep_mode`: it frees its devices when it is told to.
     """
 
     model: str
@@ -39,6 +42,9 @@ class Launch:
     arguments: Mapping[str, Any] = field(default_factory=dict, repr=False)
     command: tuple[str, ...] = field(default=(), repr=False)
     program: tuple[str, ...] = field(default=(), repr=False)
+    weights: str = ""
+    in_place: bool = False
+    sleep_mode: bool = False
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,8 @@ class ServerKind(ABC):
     """Arguments that spread a replica over several engines."""
     TASKS: ClassVar[tuple[str, ...]] = ()
     """How the protocols of reward models that it speaks begin."""
+    control: ClassVar[Control | None] = None
+    """The routes by which it is controlled; None if it has none."""
     divides_heads: ClassVar[bool] = False
     """Whether it divides the attention heads among the devices of a replica."""
 
@@ -147,20 +155,25 @@ class VLLM(ServerKind):
         *("pipeline_parallel_size", "pp", "enable_expert_parallel", "api_server_count", "nnodes"),
     )
     TASKS = ("vllm_",)
+    control = VLLMControl()
     divides_heads = True
 
     def command(self, launch: Launch) -> list[str]:
-        words = [*(launch.program or self.PROGRAM), "--model", launch.model]
+        words = [*(launch.program or self.PROGRAM), "--model", launch.weights]
         words += ["--host", launch.host, "--port", str(launch.port)]
         # Requests carry the first name, which is the same at all replicas. The second tells whose process this is.
         words += ["--served-model-name", launch.model, launch.name]
         words += ["--tensor-parallel-size", str(launch.tensor_parallel)]
         if launch.task != CHAT:
             words += ["--runner", "pooling"]
+        if launch.sleep_mode and launch.platform != "cpu":  # on a CPU it refuses the flag, and sleeps without it
+            words.append("--enable-sleep-mode")
         return words + self.flags(launch.arguments)
 
     def environment(self, launch: Launch) -> Mapping[str, str]:
         common = {"VLLM_NO_USAGE_STATS": "1"}
+        if launch.in_place or launch.sleep_mode:
+            common["VLLM_SERVER_DEV_MODE"] = "1"
         if launch.platform != "cpu":
             return common
         # Without the last two, every replica would bind its threads to the same cores.
@@ -192,14 +205,17 @@ class SGLang(ServerKind):
         *("expert_parallel_size", "ep_size", "ep", "nnodes", "enable_dp_attention"),
     )
     TASKS = ("sglang_",)
+    control = SGLangControl()
     divides_heads = True
 
     def command(self, launch: Launch) -> list[str]:
-        words = [*(launch.program or self.PROGRAM), "--model-path", launch.model]
+        words = [*(launch.program or self.PROGRAM), "--model-path", launch.weights]
         words += ["--host", launch.host, "--port", str(launch.port), "--served-model-name", launch.name]
         words += ["--tp-size", str(launch.tensor_parallel)]
         if launch.task != CHAT:
             words.append("--is-embedding")
+        if launch.sleep_mode:
+            words.append("--enable-memory-saver")
         return words + self.flags(launch.arguments)
 
 
@@ -218,7 +234,7 @@ class LlamaCpp(ServerKind):
     }
 
     def command(self, launch: Launch) -> list[str]:
-        words = [*(launch.program or self.PROGRAM), "--model", launch.model]
+        words = [*(launch.program or self.PROGRAM), "--model", launch.weights]
         words += ["--host", launch.host, "--port", str(launch.port), "--alias", launch.name]
         return words + self.flags(launch.arguments)
 
@@ -236,7 +252,7 @@ class Command(ServerKind):
             "{host}": launch.host,
             "{port}": str(launch.port),
             "{name}": launch.name,
-            "{model}": launch.model,
+            "{model}": launch.weights,
             "{tensor_parallel}": str(launch.tensor_parallel),
         }
         words = []

@@ -11,6 +11,10 @@ from typing import Any
 
 from .server_kinds import CHAT, Launch
 from .topology import Topology
+from .weights import Weights
+
+STOP_WITHIN_S = 5.0
+"""Default of `stop_within_s`, in seconds. Closing an engine takes 10 s at most."""
 
 
 @dataclass(frozen=True)
@@ -18,7 +22,9 @@ class PoolSpec:
     """What the servers of a pool are started with. Times are seconds.
 
     `name` is that of the source. `restarts` is how often in a row a replica that dies is started again.
-    `stop_within_s` is the time between SIGTERM and SIGKILL. The repr leaves out the values of `environment`, which may
+    `stop_within_s` is the time between SIGTERM and SIGKILL. `in_place`: servers load other weights while they run;
+    otherwise they are started again with them. `sleep_mode`: servers free their devices by their own sleep; otherwise
+    they are stopped for it. The repr leaves out the values of `environment`, which may
     be secrets, and the words of the command line, which may hold some.
     """
 
@@ -32,8 +38,10 @@ class PoolSpec:
     program: tuple[str, ...] = field(default=(), repr=False)
     environment: Mapping[str, str] = field(default_factory=dict, repr=False)
     start_within_s: float = 600.0
-    stop_within_s: float = 10.0
+    stop_within_s: float = STOP_WITHIN_S
     restarts: int = 3
+    in_place: bool = False
+    sleep_mode: bool = False
     log_folder: str | None = None
 
     @property
@@ -46,10 +54,14 @@ class PoolSpec:
         """16 hexadecimal digits that identify it: equal pools have equal keys, in all processes."""
         return hashlib.blake2b(self.to_json(), digest_size=8, person=b"qreward pool").hexdigest()
 
-    def launch(self, name: str, host: str, port: int) -> Launch:
-        """Return what a server that lists `name` and listens on `host` and `port` is started with."""
+    def launch(self, name: str, host: str, port: int, weights: Weights | None = None) -> Launch:
+        """Return what a server that lists `name` and listens on `host` and `port` is started with. `weights` that are
+        not loaded in place take the place of the model's.
+        """
+        instead = "" if weights is None or weights.in_place else weights.path
         return Launch(
             model=self.model,
+            weights=instead or self.model,
             name=name,
             host=host,
             port=port,
@@ -59,6 +71,8 @@ class PoolSpec:
             arguments=self.arguments,
             command=self.command,
             program=self.program,
+            in_place=self.in_place,
+            sleep_mode=self.sleep_mode,
         )
 
     def to_json(self) -> bytes:

@@ -9,7 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from ..errors import InvalidReply, NotStarted, PermanentError, SampleFault, SourceError, Throttled, TransientError
+from ..errors import (
+    InvalidReply,
+    NotStarted,
+    PermanentError,
+    SampleFault,
+    SourceError,
+    SourceHeld,
+    Throttled,
+    TransientError,
+)
 from ..observers import AttemptEnded, Observers
 from ..observers.events import DETAIL_CHARS, AttemptResult, short
 from ..quotas import Reservation
@@ -357,6 +366,8 @@ def _result(error: AttemptError | Literal["cancelled"] | None) -> AttemptResult:
     if error is None:
         return "answered"
     if error == "cancelled":
+        return "cancelled"
+    if isinstance(error, SourceHeld):
         return "cancelled"
     if isinstance(error, InvalidReply):
         return "invalid"

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeAlias, TypeVar
 
 from ..errors import QRewardError
-from ..sources.base import Reply, Request
+from ..sources.base import Reply, Request, ServedWeights
 from ..spent import NOTHING, Spent
 from .rules import Rules
 
@@ -84,6 +84,8 @@ class Answer(Generic[T]):
     recorded: bool = False
     answered_by: Any = field(default=None, repr=False, compare=False)
     """The `Source` that answered; its name may mean another one by now. None for a recorded answer."""
+    weights: ServedWeights | None = None
+    """The weights that gave the answer, if its source knows them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,9 @@ result never changes. `retry_policy.py` decides what the end of an attempt means
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import contextvars
+import functools
 import itertools
 import logging
 import random
@@ -21,7 +23,7 @@ from typing import Any
 
 from ..config import Scheduling
 from ..errors import input_problem
-from ..observers import Observers
+from ..observers import Observers, ReplicaChanged
 from .arrivals import Arrivals
 from .attempts import Attempt, AttemptError
 from .batches import Batch, Batches, Member
@@ -118,6 +120,7 @@ class Dispatcher:
             on_bug=self._bug,
         )
         self._open_request_batches()
+        self._listen()
         self.on_drained: Callable[[Upstream], None] | None = None
         """Called with a removed upstream when its last attempt has ended."""
         self._closed = False
@@ -158,6 +161,7 @@ class Dispatcher:
         """
         gone = self._upstreams.change(upstreams, moves)
         self._open_request_batches()
+        self._listen()
         self._planner.change(settings)
         self._max_attempts = max_attempts
         self._retry_policy.change(max_attempts, gone)
@@ -189,6 +193,24 @@ class Dispatcher:
                     on_change=self._pump.ask,
                     observers=self._observers,
                 )
+
+    def _listen(self) -> None:
+        """Hear of sources that take no calls for a while."""
+        for upstream in self._upstreams.values():
+            listen = getattr(upstream.source, "listen", None)
+            if listen is not None:
+                listen(functools.partial(self._heard, upstream))
+
+    def _heard(self, upstream: Upstream) -> None:
+        """Take in a change of a source. Any thread may call it."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._look_at, upstream)
+
+    def _look_at(self, upstream: Upstream) -> None:
+        source: Any = upstream.source
+        for change in source.look():
+            self._observers.emit(ReplicaChanged(self._loop.time(), *change))
+        self._pump.ask()
 
     def waiting_for(self, upstream: Upstream) -> tuple[int, float, float]:
         """What waits for a source: the number of requests, the estimate of their tokens, and the most of the first

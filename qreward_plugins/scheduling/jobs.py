@@ -254,7 +254,13 @@ class Job:
         reply, upstream = attempt.reply, attempt.upstream
         model = (reply.model if reply is not None else "") or upstream.source.model
         return Answer(
-            attempt.value, upstream.name, model, self.spent(now), attempt.service_s, answered_by=upstream.source
+            attempt.value,
+            upstream.name,
+            model,
+            self.spent(now),
+            attempt.service_s,
+            answered_by=upstream.source,
+            weights=None if reply is None else reply.weights,
         )
 
     def unanswered(self, reason: str, detail: str, now: float, *, invalid: bool = False) -> Unanswered:

@@ -41,6 +41,7 @@ from ..errors import (
     SampleFault,
     SampleRefused,
     SourceError,
+    SourceHeld,
     SourceUnusable,
     Throttled,
     TransientError,
@@ -112,6 +113,12 @@ class RetryPolicy:
         """Decide what an attempt's end means for its source and its job."""
         job, upstream = attempt.job, attempt.upstream
         upstream.heard(now)
+        if isinstance(error, SourceHeld):
+            report_end(self._observers, attempt, error, now)
+            upstream.breaker.abandoned(probe=attempt.decides)
+            if not (job.ended or attempt.given_up):
+                self.retry(attempt, str(error))
+            return
         together = error is not None and attempt.together > 1
         if error is None or (isinstance(error, InvalidReply) and (attempt.speaks or not together)):
             self._replied(attempt, error, now)

@@ -86,6 +86,7 @@ class Upstream:
         self.pauses = Pauses()
         self._estimates = TokenEstimates(source)
         self.wait_reasons = WaitReasons()
+        self._held: Callable[[], str] | None = getattr(source, "held", None)
         self.batch: Batch | None = getattr(source, "batch", None)
         """How many calls one request may carry; None if it carries one."""
         self.request_batches: RequestBatches | None = None
@@ -181,7 +182,11 @@ class Upstream:
         return self._longest_wait_s(self.quota.wait_s(min(tokens, self.quota.most_tokens), now), now)
 
     def _longest_wait_s(self, quota_s: float, now: float) -> float:
-        """Seconds until the quota, a pause and the circuit breaker all let a request go."""
+        """Seconds until the quota, a pause and the circuit breaker all let a request go; infinity while the source
+        takes no calls at all (`Source.held`).
+        """
+        if self._held is not None and self._held():
+            return math.inf
         if self.breaker.closed:
             paused_s = self.pauses.left_s(now)
             return quota_s if quota_s > paused_s else paused_s
@@ -223,6 +228,8 @@ class Upstream:
 
     def up(self, now: float) -> bool:
         """Whether the planner counts on it: it is not unusable, not silent, and its circuit is not open for long."""
+        if self._held is not None and self._held():
+            return False
         breaker = self.breaker
         open_for_long = not breaker.closed and (breaker.needed or breaker.wait_s(now) > 1)
         return not (self.health.unusable or open_for_long or self.health.looks_dead(now))
@@ -230,7 +237,7 @@ class Upstream:
     def wait_reason(self, now: float, tokens: float = 0) -> WaitReason:
         """Why no request of `tokens` may go now; "" if one may. It is also recorded, for the reports of batches."""
         reason: WaitReason = ""
-        if self.pauses.left_s(now) > 0 or self.breaker.wait_s(now) > 0:
+        if self.pauses.left_s(now) > 0 or self.breaker.wait_s(now) > 0 or (self._held is not None and self._held()):
             reason = "pause"
         elif self.quota.in_flight >= self.quota.concurrency:
             reason = "queue"
@@ -357,11 +364,14 @@ class Upstream:
 
     def state(self, now: float) -> str:
         """Its state in one or two words."""
+        if self._held is not None and self._held():
+            return "held"
         return self.health.state(paused=self.pauses.left_s(now) > 0)
 
     def problem(self, now: float) -> str:
         """Why it takes no samples now, with its last error; "" if only its limits hold them back."""
-        return self.health.problem(paused=self.pauses.left_s(now) > 0)
+        held = "" if self._held is None else self._held()
+        return f"{self.name}: {held}" if held else self.health.problem(paused=self.pauses.left_s(now) > 0)
 
     def gauges(self, now: float) -> SourceGauges:
         """Its state, use and learned limits, for observers."""

@@ -8,7 +8,7 @@ from typing import Literal
 
 WaitReason = Literal["", "queue", "quota", "pause"]
 """Why a source takes no request: `queue`, all its concurrency is in use; `quota`, its quota is spent; `pause`, it asked
-for a pause or its circuit is open. "" if it takes requests."""
+for a pause, its servers sleep or get other weights, or its circuit is open. "" if it takes requests."""
 
 _REMEMBERED = 8192
 """Number of changes that are remembered; older ones are dropped."""

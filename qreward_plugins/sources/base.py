@@ -137,6 +137,16 @@ def _parts(content: Any) -> list[Any]:
 
 @quick
 @dataclass(frozen=True, slots=True)
+class ServedWeights:
+    """The weights that a server had: the version that their user gave, and what tells them from others ("" for those of
+    the configuration).
+    """
+
+    version: str = ""
+    identity: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     """The answer of a source to one request.
 
@@ -167,6 +177,8 @@ class Reply:
     usage_estimated: bool = False
     """Whether `usage` is an estimate, because a stream was ended before the server stated its usage. The quota keeps
     what the request has reserved."""
+    weights: ServedWeights | None = None
+    """The weights that gave it, if the source knows them."""
 
     def cleaned(self, text: str) -> str:
         """Return `text`, which stands in this reply, with the source's secrets redacted."""
@@ -190,6 +202,10 @@ class Source(Protocol):
       Without this method, the journal assumes that everything in the request is sent.
     - `passes: tuple[str, ...]`: the dialects of `Request.passed` that it sends on; default: none.
     - `demand(request) -> Demand | None`: the most tokens that the body of the request may take.
+    - `held() -> str`: why it takes no calls for a while, although nothing is wrong; "" if it takes them. Calls wait
+      meanwhile. With it, the source has `listen(notify)`: it calls `notify`, from any thread, whenever that may have
+      changed, and the scheduler then calls `look()` in the event loop, which returns what changed (`ReplicaChange`).
+    - `question_of(request, weights) -> object | None`: `question`, for the `Reply.weights` that answered it.
     - `replica_statistics(now) -> Sequence[ReplicaStatistics]`: the statistics of each replica, for a source with
       several servers; `now` is the event loop's time in seconds.
     """

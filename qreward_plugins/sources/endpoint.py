@@ -21,6 +21,7 @@ from ..errors import (
     QRewardError,
     SampleRefused,
     SourceError,
+    SourceHeld,
     SourceUnusable,
     TransientError,
 )
@@ -126,6 +127,8 @@ class Endpoint(SourceKind):
             plain_headers=plain,
             secrets=tuple(secrets_in(config.parameters)),
         )
+        self.keeps_groups = False
+        """Whether the siblings of a group go to replicas with equal weights."""
         self._bodies = BodyWriter(name, self.body, parameters, self.containers, redact=self._http.redactor.of)
         self._slots = slots_of(config)
 
@@ -155,6 +158,11 @@ class Endpoint(SourceKind):
         self._urls = {url: URL(url + path) for url in urls}
         self._stream_urls = self._urls if stream_path is None else {url: URL(url + stream_path) for url in urls}
 
+    @property
+    def replicas_asked(self) -> Replicas:
+        """The replicas among which its requests are routed."""
+        return self._replicas
+
     async def send(self, request: Request, *, on_sent: Callable[[], None]) -> Reply:
         """Send the request once, and return the reply.
 
@@ -168,7 +176,7 @@ class Endpoint(SourceKind):
         url, http, lease = await self._post([request], await self._bodies.to_send(request), on_sent)
         reply = self._read(lease, self.answer(url, http).reply)
         self._replicas.used(lease.replica, reply.usage)
-        return self._without_secrets(reply)
+        return self._without_secrets(reply, lease)
 
     async def _send_streamed(self, request: Request, streaming: Streaming, on_sent: Callable[[], None]) -> Reply:
         http: HTTPReply | None = None
@@ -180,7 +188,7 @@ class Endpoint(SourceKind):
         if refused is not None:
             lease.answered(asyncio.get_running_loop().time())
             raise refused
-        reply = self._without_secrets(self._read(lease, self.answer(url, http).reply))
+        reply = self._without_secrets(self._read(lease, self.answer(url, http).reply), lease)
         self._replicas.used(lease.replica, reply.usage)
         facts = http.stream
         if facts is None:
@@ -228,7 +236,7 @@ class Endpoint(SourceKind):
             for number, reply in zip(bodies, replies, strict=True):
                 if isinstance(reply, Reply):
                     self._replicas.used(lease.replica, reply.usage)
-                results[number] = self._without_secrets(reply) if isinstance(reply, Reply) else reply
+                results[number] = self._without_secrets(reply, lease) if isinstance(reply, Reply) else reply
         return [result for result in results if result is not None]
 
     async def _post(
@@ -255,10 +263,16 @@ class Endpoint(SourceKind):
                 lease.failed(loop.time())
                 raise
             except asyncio.CancelledError:
+                if lease.aborted:
+                    lease.end_abort()
+                    raise SourceHeld(f"source {self._name!r}: its weights are updated, or it is to sleep") from None
                 lease.cancelled(loop.time())
                 raise
             if http.status >= 500:
                 lease.failed(loop.time(), draining=_SHUTS_DOWN in http.body)
+        if lease.mixed:
+            # Its server got other weights while it answered.
+            raise SourceHeld(f"source {self._name!r}: the weights were changed during the call")
         return url, http, lease
 
     def _read(self, lease: Lease, read: Callable[[], T]) -> T:
@@ -301,6 +315,7 @@ class Endpoint(SourceKind):
             sum(demand.texture.size // BYTES_PER_TOKEN + demand.overhead for demand in demands),
             sum(demand.completion for demand in demands),
             shared_prefix(requests[0], routing.prefix_tokens) if by_prefix else None,
+            (requests[0].sample.group_id or "") if self.keeps_groups else "",
         )
 
     def replica_statistics(self, now: float) -> tuple[ReplicaStatistics, ...]:
@@ -309,8 +324,12 @@ class Endpoint(SourceKind):
         """
         return self._replicas.statistics(now) if self._replicas.were_several else ()
 
-    def _without_secrets(self, reply: Reply) -> Reply:
-        """Redact the reply, and attach the redactor: a server may echo secrets into rationales and component names."""
+    def _without_secrets(self, reply: Reply, lease: Lease) -> Reply:
+        """Redact the reply, and attach the redactor: a server may echo secrets into rationales and component names.
+        `lease`: that of its request, whose weights it is given.
+        """
+        if lease.weights is not None:
+            reply = replace(reply, weights=lease.weights)
         clean = self._http.redactor.clean
         if clean is None:
             return reply

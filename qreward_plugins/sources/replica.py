@@ -6,9 +6,10 @@ import hashlib
 import math
 from collections import OrderedDict
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from ..spent import Usage
+from .base import ServedWeights
 from .prefixes import Prefix
 
 FIRST_BACKOFF_S = 1.0
@@ -25,6 +26,17 @@ Mark = Literal["up", "down", "draining"]
 Health = Literal["up", "half_open", "backing_off", "draining", "down"]
 """`up`: it answers. `backing_off`: it failed, and is avoided for a while. `half_open`: that time is over, and one call
 finds out. `draining`: it finishes its calls and gets no more. `down`: it is not there."""
+
+
+class ReplicaChange(NamedTuple):
+    """A replica is in another state, or has other weights; see `observers.ReplicaChanged`."""
+
+    source: str
+    replica: int
+    state: str
+    before: str
+    version: str
+    problem: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +66,8 @@ class ReplicaStatistics:
     cache_use: float | None
     """Share of the server's KV cache that is in use, from 0 to 1; None if it is not known (see the strategy
     `kv_cache`)."""
+    version: str = ""
+    """The version of its weights; "" for those of the configuration."""
 
 
 class Replica:
@@ -81,12 +95,14 @@ class Replica:
         "pending_tokens",
         "requests",
         "seed",
+        "weights",
     )
 
     def __init__(self, base_url: str) -> None:
         self.base_url = base_url
         self.seed = int.from_bytes(hashlib.blake2b(base_url.encode(), digest_size=8).digest(), "big")
         self.mark: Mark = "up"
+        self.weights: ServedWeights | None = None
         self.in_flight = 0
         self.pending_tokens = 0
         self.last_used = 0
@@ -210,6 +226,7 @@ class Replica:
             prefix_hit_rate=hits / of if of else math.nan,
             prefix_hits_estimated=not states,
             cache_use=self.cache_use(now, stale_s),
+            version="" if self.weights is None else self.weights.version,
         )
 
     def __repr__(self) -> str:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import AfterValidator, BeforeValidator, Field, SecretStr, ValidationInfo, WrapValidator, field_validator
 
@@ -24,27 +24,37 @@ from ..config.source_models import (
     SourceConfig,
     StreamTimeouts,
 )
-from ..errors import ConfigurationError, Mistake, QRewardError, ReplicasNotStarted, SourceUnusable, TransientError
-from ..redaction import Secret, names_secret, secrets_in, without_secrets
-from ..replicas.pool import PoolFailed, ReplicaState
-from ..replicas.pool_use import LocalPoolUse, PoolUse
+from ..errors import (
+    QRewardError,
+    ReplicasNotChanged,
+    ReplicasNotStarted,
+    SourceHeld,
+    SourceUnusable,
+    TransientError,
+)
+from ..redaction import Secret, names_secret, secrets_in
+from ..replicas.changes import ChangeFailed
+from ..replicas.pool import PoolFailed
+from ..replicas.replica_state import ReplicaState
 from ..replicas.server_kinds import CHAT, SERVER_KINDS, missing_places
-from ..replicas.spec import PoolSpec
-from ..replicas.topology import Device, Platform, Topology, TopologyError, check_heads, found_devices, found_platform
-from .base import Reply, Request
-from .endpoint import Endpoint
+from ..replicas.spec import STOP_WITHIN_S, PoolSpec
+from ..replicas.topology import Device
+from ..replicas.weights import Drain, Mode, Update, Weights
+from .base import Reply, Request, ServedWeights
 from .kind import LOGITS, TEXT, SourceKind
-from .openai import OpenAISource
 from .provider import Provider
-from .reward_model import RewardModelSource
+from .replica import Mark, ReplicaChange
+from .replica_pools import inner_source, pool_spec, pool_use
 from .reward_protocols import PROTOCOLS
+from .transfers import WeightTransfer
 
-_COMMAND = "command"
+_T = TypeVar("_T")
 _LOG_LINES = 20
+_MOST_CHANGES = 1000
 _LOG_CHARS = 300
 _Word = Annotated[str, WrapValidator(lambda value, read: value if isinstance(value, Secret) else read(value))]
 """A word of a command line. One that comes from the environment is not shown."""
-_REPLACED = frozenset({"kind", "version", "api_keys", "api_key_env", "timeouts"})
+_MARKS: Mapping[str, Mark] = {"up": "up", "draining": "draining"}
 
 
 def _task(value: str) -> str:
@@ -125,13 +135,27 @@ class ReplicaSet(SourceKind):
         start_within_s: PositiveFloat = 600.0
         """Seconds within which all replicas must be ready. Default: 600."""
 
-        stop_within_s: PositiveFloat = 5.0
+        stop_within_s: PositiveFloat = STOP_WITHIN_S
         """Seconds that a replica has to end after SIGTERM, before it is killed. Closing an engine takes 10 s at most;
         servers that have longer end behind it. Default: 5."""
 
         restarts: Annotated[int, Field(ge=0), BeforeValidator(no_bool), takes("a number from 0 on")] = 3
         """How often in a row a replica that dies is started again, after 1, 2, 4 ... s. After 10 minutes without a
         death the count begins anew. Default: 3."""
+
+        weight_updates: Literal["restart", "in_place"] = "restart"
+        """How `update_weights` gives other weights to a server. `restart` (default): the server is started again with
+        them, which works for every server and checkpoint with a complete folder. `in_place`: it loads them while it
+        runs, which takes seconds and needs vLLM or SGLang; vLLM is then started in its development mode, so that
+        whoever reaches its port can change its weights."""
+
+        sleep_mode: Flag = False
+        """Whether `sleep` uses the sleep of vLLM or SGLang, which keeps their processes. Otherwise their servers are
+        stopped, and `wake_up` starts them. vLLM is then started in its development mode. Default: false."""
+
+        affinity: Literal["group", "none"] = "none"
+        """`group`: while replicas serve two versions of the weights, the siblings of a group go to replicas with the
+        version that has begun to judge the group, as long as there is one. Default: `none`."""
 
         log_folder: Annotated[str, Field(min_length=1)] | None = None
         """Folder of the servers' logs: `NAME-0.log`, `NAME-1.log` ..., of 32 MB each at most. Default: a private one,
@@ -186,9 +210,14 @@ class ReplicaSet(SourceKind):
         self._spec = spec = pool_spec(name, config)
         self._kind = SERVER_KINDS[spec.server]
         self._config = config
-        self._inner = _inner(name, config)
-        self._use: PoolUse = _use(name, config, spec)
+        self._inner = inner_source(name, config)
+        self._inner.keeps_groups = config.affinity == "group"
+        self._inner.replicas_asked.gate = _Gate(self)
+        self._use = pool_use(name, config, spec)
+        self._path = "/v1" if config.task == CHAT else ""
         self._seen = -1
+        self._states: tuple[ReplicaState, ...] = ()
+        self._changes: list[ReplicaChange] = []
         secrets = [value for key, value in os.environ.items() if names_secret(key)]
         given = [config.arguments, list(config.command or ()), list(config.program or ())]
         self._redactor = self._inner.redactor.beside([*secrets, *spec.environment.values(), *secrets_in(given)])
@@ -260,11 +289,106 @@ class ReplicaSet(SourceKind):
         return await self._inner.send_batch(requests, on_sent=on_sent)
 
     def question(self, request: Request) -> object:
-        """See `Endpoint.question`. Addresses and topology change no answer, so they are not part of it."""
-        return self._inner.question(request)
+        """See `Endpoint.question`. Addresses and topology change no answer, so they are not part of it; the weights
+        are, as soon as they are not those of the configuration.
+        """
+        return self.question_of(request, self.weights)
+
+    def question_of(self, request: Request, weights: ServedWeights | None) -> object:
+        """Return what `question` returns while the replicas have these weights."""
+        question = self._inner.question(request)
+        return question if weights is None or not weights.identity else (question, weights.identity)
+
+    def sent(self, request: Request) -> object:
+        """See `Endpoint.sent`; other weights are another model."""
+        sent, weights = self._inner.sent(request), self.weights
+        return sent if not weights.identity else (sent, weights.identity)
+
+    @property
+    def weights(self) -> ServedWeights:
+        """The weights that all replicas serve, or, during an update, are going to serve."""
+        weights = self._use.weights
+        return ServedWeights(weights.version, weights.identity)
+
+    # Changes while they run
+
+    async def update_weights(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        transfer: WeightTransfer | None = None,
+        version: str = "",
+        mode: Mode = "rolling",
+        drain: Drain = "wait",
+        within_s: float = 600.0,
+    ) -> Weights:
+        """See `RewardEngine.update_weights`."""
+        if (path is None) == (transfer is None):
+            raise ValueError("update_weights takes either `path` or `transfer`")
+        _check(mode=(mode, ("rolling", "together")), drain=(drain, ("wait", "abort")))
+        _check_seconds(within_s)
+        if transfer is None:
+            update = Update(version, _absolute(path or ""), mode=mode, drain=drain, within_s=within_s)
+            return await self._changed(self._use.update_weights(update))
+        if not version:
+            raise ValueError("weights from memory need a `version`")
+        update = Update(
+            version,
+            begin=tuple(transfer.begin),
+            receive=tuple(transfer.receive),
+            mode=mode,
+            drain=drain,
+            within_s=within_s,
+        )
+        return await self._changed(transfer.run(self._use, update))
+
+    async def sleep(self, *, level: int = 1, drain: Drain = "wait", within_s: float = 600.0) -> None:
+        """See `RewardEngine.sleep`."""
+        if isinstance(level, bool) or level not in (1, 2):
+            raise ValueError(f"level is 1 or 2, not {level!r}")
+        _check(drain=(drain, ("wait", "abort")))
+        _check_seconds(within_s)
+        await self._changed(self._use.sleep(level=level, drain=drain, within_s=within_s))
+
+    async def wake_up(self) -> None:
+        """See `RewardEngine.wake_up`."""
+        await self._changed(self._use.wake_up())
+
+    async def _changed(self, change: Coroutine[Any, Any, _T]) -> _T:
+        replicas: Sequence[int] = ()
+        try:
+            await self.start()
+            result = await change
+            self.look()
+            return result
+        except ChangeFailed as error:
+            problem, log, replicas = error.problem, error.log, error.replicas
+        except PoolFailed as error:
+            problem, log = error.problem, error.log
+        finally:
+            change.close()
+        said = self._redactor.of(problem, 4 * _LOG_CHARS)
+        raise ReplicasNotChanged(f"source {self._name!r}: {said}{self._shown(log)}", replicas=replicas)
+
+    def held(self) -> str:
+        """See `Source`: why calls wait, although nothing is wrong."""
+        return self._use.held
+
+    def listen(self, notify: Callable[[], None]) -> None:
+        """See `Source`."""
+        self._use.on_news = notify
+
+    def look(self) -> Sequence[ReplicaChange]:
+        """Take in which replicas are up, and with which weights. Call it in the event loop. Return the changes since
+        the last call.
+        """
+        self._look()
+        changes, self._changes = self._changes, []
+        return changes
 
     async def aclose(self) -> None:
         """Close the connections, and stop the servers if no other process uses them. Idempotent."""
+        self._use.on_news = _nobody
         try:
             await self._inner.aclose()
         finally:
@@ -285,133 +409,85 @@ class ReplicaSet(SourceKind):
                 problem = str(error)
         if problem:
             raise SourceUnusable(problem, certain=True)
-        if self._seen != self._use.version:
-            self._look()
-        if not self._inner.urls:
-            states = self._use.states
-            # Without states, the process of the pool has been lost, and is being replaced.
-            shown = "; ".join(f"replica {state.number} is {state.state}" for state in states) or "its pool has ended"
-            if self._use.ended or (states and all(state.state in ("failed", "stopped") for state in states)):
-                raise SourceUnusable(f"source {self._name!r}: no replica is left ({shown})", certain=True)
-            raise TransientError(f"source {self._name!r}: no replica is up ({shown})")
+        self._look()
+        states = self._states
+        if any(state.state == "up" for state in states):
+            return
+        if self.held():
+            raise SourceHeld(f"source {self._name!r}: {self.held()}")
+        # Without states, the process of the pool has been lost, and is being replaced.
+        shown = "; ".join(f"replica {state.number} is {state.state}" for state in states) or "its pool has ended"
+        if self._use.ended or (states and all(state.state in ("failed", "stopped") for state in states)):
+            raise SourceUnusable(f"source {self._name!r}: no replica is left ({shown})", certain=True)
+        raise TransientError(f"source {self._name!r}: no replica is up ({shown})")
 
     def _look(self) -> None:
-        """Take in which replicas are up. The pool reports in another thread, and requests are sent in this one."""
+        """Take in what the pool reports. It does so in another thread, and requests are sent in this one."""
+        if self._seen == self._use.version:
+            return
         self._seen = self._use.version
-        path = "/v1" if self._config.task == CHAT else ""
-        self._inner.move([state.url + path for state in self._use.states if state.url])
+        before, self._states = self._states, self._use.states
+        asked = self._inner.replicas_asked
+        running = {state.url + self._path: state for state in self._states if state.url}
+        self._inner.move(list(running))
+        for url, state in running.items():
+            asked.mark(url, _MARKS.get(state.state, "down"))
+            if state.state == "up":
+                asked.serves(url, ServedWeights(state.version, state.identity))
+            elif state.abort:
+                asked.abort(url)
+        were = {state.number: state for state in before}
+        for state in self._states:
+            was = were.get(state.number)
+            if was is None or (was.state, was.version) != (state.state, state.version):
+                earlier = "" if was is None else was.state
+                problem = self._redactor.of(state.problem, _LOG_CHARS)
+                self._changes.append(
+                    ReplicaChange(self._name, state.number, state.state, earlier, state.version, problem)
+                )
+        del self._changes[:-_MOST_CHANGES]
 
     def _shown(self, log: str) -> str:
         lines = [self._redactor.of(line, _LOG_CHARS) for line in log.splitlines()[-_LOG_LINES:]]
         return "".join(["\nthe last lines of its log:", *(f"\n  {line}" for line in lines if line)]) if lines else ""
 
 
-def pool_spec(name: str, config: ReplicaSet.Config) -> PoolSpec:
-    """Return what the servers of a source are started with. Raises ConfigurationError."""
-    where = f"sources.{name}"
-    if config.server is None and config.command is None:
-        raise ConfigurationError([Mistake(f"{where}.server", "no server is named.", "Set server or command.")])
-    mistakes: list[Mistake] = []
-    server = config.server or _COMMAND
-    kind = SERVER_KINDS[server]
-    if config.command is not None and config.program is not None:
-        mistakes.append(Mistake(f"{where}.program", "it is the beginning of command.", "Leave it out."))
-    if (
-        config.placement == "ray"
-        and config.command is not None
-        and not any("{host}" in word for word in config.command)
-    ):
-        problem = "with `placement: ray` a word must hold {host}, because the servers are asked from other nodes."
-        mistakes.append(Mistake(f"{where}.command", problem))
-    if not kind.serves(config.task):
-        problem = f"{server} does not speak {config.task}."
-        mistakes.append(Mistake(f"{where}.task", problem, "Use another server or another protocol."))
-    mistakes += [
-        Mistake(f"{where}.arguments.{one.argument}", one.problem, one.remedy) for one in kind.refused(config.arguments)
-    ]
-    topology = None
-    try:
-        topology = _topology(config)
-        if kind.divides_heads:
-            check_heads(config.model, config.tensor_parallel)
-    except TopologyError as error:
-        mistakes.append(Mistake(f"{where}.{error.key}", error.problem, error.remedy))
-    if mistakes or topology is None:
-        raise ConfigurationError(mistakes)
-    return PoolSpec(
-        name=name,
-        server=server,
-        model=config.model,
-        topology=topology,
-        task=config.task,
-        arguments=without_secrets(config.arguments),
-        command=tuple(without_secrets(list(config.command or ()))),
-        program=tuple(without_secrets(list(config.program or ()))),
-        environment={key: value.get_secret_value() for key, value in config.environment.items()},
-        start_within_s=config.start_within_s,
-        stop_within_s=config.stop_within_s,
-        restarts=config.restarts,
-        log_folder=None if config.log_folder is None else os.path.abspath(config.log_folder),
-    )
+class _Gate:
+    """Lets the calls of a source to its replicas; see `CallGate`."""
+
+    def __init__(self, source: ReplicaSet) -> None:
+        self._source = source
+
+    def look(self) -> None:
+        self._source._look()
+
+    def enter(self, base_url: str) -> bool:
+        return self._source._use.gate.enter(self._url(base_url))
+
+    def leave(self, base_url: str) -> None:
+        self._source._use.leave_replica(self._url(base_url))
+
+    def held(self) -> str:
+        return self._source.held()
+
+    def _url(self, base_url: str) -> str:
+        return base_url.removesuffix(self._source._path)
 
 
-def _topology(config: ReplicaSet.Config) -> Topology:
-    platform: Platform
-    if config.platform != "auto":
-        platform = config.platform
-    elif config.placement == "ray":
-        from ..replicas.ray_pool import cluster_platform
-
-        platform = cluster_platform()
-    else:
-        platform = "cuda" if config.devices and found_platform() == "cpu" else found_platform()
-    devices = config.devices or ()
-    if config.devices is None and config.placement == "local":
-        devices = found_devices(platform)
-    return Topology(
-        config.data_parallel,
-        config.tensor_parallel,
-        devices,
-        platform,
-        config.pipeline_parallel,
-        config.expert_parallel,
-        assigned=config.placement == "ray",
-    )
+def _absolute(path: str | os.PathLike[str]) -> str:
+    return os.path.abspath(os.fspath(path))
 
 
-def _use(name: str, config: ReplicaSet.Config, spec: PoolSpec) -> PoolUse:
-    if config.placement == "local":
-        return LocalPoolUse(spec)
-    from ..named_actors import missing_ray, ray_is_up
-    from ..replicas.ray_pool import RayPoolUse
-
-    if not ray_is_up():
-        raise ConfigurationError(
-            [Mistake(f"sources.{name}.placement", missing_ray(), "Call ray.init() before you create the engine.")]
-        )
-    return RayPoolUse(spec)
+def _nobody() -> None:
+    """Nobody hears of changes."""
 
 
-def _inner(name: str, config: ReplicaSet.Config) -> Endpoint:
-    """Make the source that asks the servers. It has no address yet."""
-    shared = {key: getattr(config, key) for key in EndpointConfig.model_fields if key not in _REPLACED}
-    # What the servers answer depends on the model and its settings, not on where they run.
-    known = {"server": config.server or config.command, "model": config.model, "arguments": config.arguments}
-    version = config.version or json.dumps(known, sort_keys=True)
-    shared.update(base_url=(), version=version, vision=config.vision, api_key_env=config.api_key_env)
-    if config.task == CHAT:
-        for key in ("chat_template", "batch"):
-            if getattr(config, key) is not None:
-                raise ConfigurationError(
-                    [Mistake(f"sources.{name}.{key}", "only a reward model has it.", "Set task, or leave it out.")]
-                )
-        chat = OpenAISource.Config(kind="openai", base_url=("http://replicas",), model=config.model)
-        shared.update(stream=config.stream, timeouts=config.timeouts)
-        return OpenAISource(name, chat.model_copy(update=shared))
-    if config.stream:
-        raise ConfigurationError(
-            [Mistake(f"sources.{name}.stream", "a reward model does not stream.", "Leave it out.")]
-        )
-    numbers = RewardModelSource.Config(kind="reward_model", base_url=("http://replicas",), model=config.model)
-    shared.update(timeouts=config.timeouts, chat_template=config.chat_template, batch=config.batch)
-    return RewardModelSource(name, numbers.model_copy(update={**shared, "protocol": config.task}))
+def _check(**given: tuple[object, Sequence[str]]) -> None:
+    for name, (value, known) in given.items():
+        if value not in known:
+            raise ValueError(f"{name} is {' or '.join(known)}, not {value!r}")
+
+
+def _check_seconds(within_s: object) -> None:
+    if isinstance(within_s, bool) or not isinstance(within_s, (int, float)) or not 0 < within_s < float("inf"):
+        raise ValueError(f"within_s is a number of seconds above 0, not {within_s!r}")

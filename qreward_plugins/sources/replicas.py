@@ -6,20 +6,25 @@ replica has a health of its own. `routing.py` has the strategies.
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..config.source_models import Routing
-from ..errors import TransientError
+from ..errors import SourceHeld, TransientError
 from ..spent import Usage
+from .base import ServedWeights
 from .prefixes import Prefix
 from .replica import Mark, Replica, ReplicaStatistics
 from .routing import STALE_S, chosen
 
 _KEPT_SHARE = 0.9
 """Weight of the past in the means of completion tokens and of seconds."""
+_GROUPS_KEPT = 8192
+"""Groups whose version is remembered, with `affinity: group`."""
 _PATIENCE = 3.0
 """A call that is cancelled earlier than this many times the mean time of an answer does not count as a failure of its
 replica: it may have been hedged.
@@ -29,16 +34,33 @@ replica: it may have been hedged.
 @dataclass(frozen=True, slots=True)
 class RoutingHints:
     """What is known of a request before a replica is chosen: its prompt tokens (estimated), the most completion tokens
-    (0: no bound), and the part that its siblings share.
+    (0: no bound), the part that its siblings share, and its group if one version of the weights is to judge it.
     """
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     prefix: Prefix | None = None
+    group: str = ""
 
 
 NO_HINTS = RoutingHints()
 """For a source with one replica, where no choice is made."""
+
+
+class CallGate(Protocol):
+    """Lets calls to replicas whose owner changes them while they run. Base URLs are those of `Replicas`."""
+
+    def look(self) -> object:
+        """Take in which replicas are up, before one is chosen."""
+
+    def enter(self, base_url: str) -> bool:
+        """Count a call at a replica; False if it takes none any more, which `look` finds then."""
+
+    def leave(self, base_url: str) -> None:
+        """Count a call down."""
+
+    def held(self) -> str:
+        """Why no replica takes calls for a while; "" if nothing is to be waited for."""
 
 
 class Lease:
@@ -46,7 +68,19 @@ class Lease:
     block. Of `answered`, `failed` and `cancelled`, the first one that is called counts.
     """
 
-    __slots__ = ("_began_at", "_key", "_of", "_open", "_over", "_tokens", "replica")
+    __slots__ = (
+        "_began_at",
+        "_key",
+        "_of",
+        "_open",
+        "_over",
+        "_task",
+        "_tokens",
+        "aborted",
+        "mixed",
+        "replica",
+        "weights",
+    )
 
     def __init__(self, of: Replicas, replica: Replica, hints: RoutingHints, tokens: int, now: float) -> None:
         self._of = of
@@ -55,6 +89,15 @@ class Lease:
         self._began_at = now
         self._open = True
         self._over = False
+        self.weights = replica.weights
+        """The weights of the replica when it was sent."""
+        self.mixed = False
+        """Whether the replica had other weights at its end."""
+        self.aborted = False
+        self._task: asyncio.Task[object] | None = None
+        if of.gate is not None:
+            self._task = asyncio.current_task()
+            of.leases[self] = None
         self._key = None if hints.prefix is None else hints.prefix.key
         if self._key is not None:
             of.same_prefix[self._key] += 1
@@ -63,6 +106,17 @@ class Lease:
     @property
     def base_url(self) -> str:
         return self.replica.base_url
+
+    def abort(self) -> None:
+        """Cancel the call, which is to be asked again. Its task finds `aborted`."""
+        if self._open and self._task is not None:
+            self.aborted = True
+            self._task.cancel()
+
+    def end_abort(self) -> None:
+        """Let the task of a call that was aborted go on."""
+        if self._task is not None and hasattr(self._task, "uncancel"):  # Python 3.11
+            self._task.uncancel()
 
     def __enter__(self) -> Lease:
         return self
@@ -75,6 +129,11 @@ class Lease:
         if self._open:
             self._open = False
             self.replica.ended(self, self._tokens)
+            self.mixed = self.replica.weights != self.weights
+            if self._of.gate is not None:
+                self._task = None
+                self._of.leases.pop(self, None)
+                self._of.gate.leave(self.replica.base_url)
             if self._key is not None:
                 same_prefix = self._of.same_prefix
                 same_prefix[self._key] -= 1
@@ -128,6 +187,12 @@ class Replicas:
         """Mean seconds from sending to a reply, over all replicas; None before the first."""
         self.same_prefix: Counter[int] = Counter()
         """Requests under way by prefix."""
+        self.gate: CallGate | None = None
+        """Lets calls to the replicas, if their owner changes them while they run."""
+        self.leases: dict[Lease, None] = {}
+        """The calls under way; only with a `gate`."""
+        self._begun: OrderedDict[str, ServedWeights | None] = OrderedDict()
+        """The weights that have begun to judge a group."""
 
     @property
     def several(self) -> bool:
@@ -167,12 +232,32 @@ class Replicas:
             replica.reset()
         replica.mark = mark
 
+    def serves(self, base_url: str, weights: ServedWeights) -> None:
+        """Say which weights a replica has. Raises LookupError for an unknown one."""
+        self._found(base_url).weights = weights
+
+    def abort(self, base_url: str) -> None:
+        """Cancel the calls at a replica; they are to be asked again."""
+        for lease in [lease for lease in self.leases if lease.base_url == base_url]:
+            lease.abort()
+
     def acquire(self, now: float, hints: RoutingHints = NO_HINTS) -> Lease:
         """Choose a replica, and count the request as under way there. `now` is the event loop's time in seconds.
 
         Replicas that failed are tried less: only if their backoff is over, one call at a time, or if all have failed.
         Raises TransientError if no replica is up.
         """
+        while True:
+            if self.gate is not None:
+                self.gate.look()
+            replica, tokens = self._chosen(now, hints)
+            if self.gate is None or self.gate.enter(replica.base_url):
+                break
+        self._uses += 1
+        replica.last_used = self._uses
+        return Lease(self, replica, hints, tokens, now)
+
+    def _chosen(self, now: float, hints: RoutingHints) -> tuple[Replica, int]:
         # Counts are not shown for a source with one replica.
         tokens = 1 if hints is NO_HINTS else self._tokens(hints)
         if len(self._replicas) == 1 and self._replicas[0].mark == "up":
@@ -180,13 +265,28 @@ class Replicas:
         else:
             up = [replica for replica in self._replicas if replica.mark == "up"]
             if not up:
+                held = "" if self.gate is None else self.gate.held()
+                if held:
+                    raise SourceHeld(f"source {self._name!r}: {held}")
                 raise TransientError(f"source {self._name!r}: no replica is up")
+            if hints.group:
+                up = self._of_group(hints.group, up)
             candidates = [replica for replica in up if replica.takes_calls(now)] or up
             same_prefix = 1 if hints.prefix is None else self.same_prefix[hints.prefix.key] + 1
             replica = chosen(candidates, self._routing, hints.prefix, tokens=tokens, same_prefix=same_prefix, now=now)
-        self._uses += 1
-        replica.last_used = self._uses
-        return Lease(self, replica, hints, tokens, now)
+        if hints.group and hints.group not in self._begun:
+            self._begun[hints.group] = replica.weights
+            if len(self._begun) > _GROUPS_KEPT:
+                self._begun.popitem(last=False)
+        return replica, tokens
+
+    def _of_group(self, group: str, up: list[Replica]) -> list[Replica]:
+        """Return the replicas with the weights that have begun to judge a group; all if none has them any more."""
+        if group not in self._begun:
+            return up
+        begun = self._begun[group]
+        self._begun.move_to_end(group)
+        return [replica for replica in up if replica.weights == begun] or up
 
     def used(self, replica: Replica, usage: Usage | None) -> None:
         """Count the usage that a reply of `replica` states."""

@@ -28,6 +28,27 @@ class StandIns:
         settings = {"start_within_s": 30.0, "stop_within_s": 5.0, "command": self.command(*options), **changes}
         return PoolSpec("own", "command", "judge", Topology(replicas), **settings)  # type: ignore[arg-type]
 
+    def program(self, *options: str) -> list[str]:
+        """The beginning of the command line of stand-ins for vLLM."""
+        shared = (f"pids={self.pids_file}", f"fault={self.folder / 'fault'}", f"notes={self.folder / 'notes'}")
+        return [sys.executable, "-I", "-S", str(STAND_IN), "vllm", *shared, *options]
+
+    def weights(self, name: str) -> Path:
+        """A folder with weights of this name."""
+        folder = self.folder / f"weights-{name}"
+        folder.mkdir(exist_ok=True)
+        (folder / "weights.bin").write_text(name)
+        return folder
+
+    def fault(self, word: str) -> None:
+        """Let the next stand-in that loads weights, or pauses, do this."""
+        (self.folder / "fault").write_text(word)
+
+    def notes(self) -> list[str]:
+        """What stand-ins for vLLM were told: names and orders."""
+        path = self.folder / "notes"
+        return path.read_text().splitlines() if path.exists() else []
+
     def living(self) -> list[int]:
         """The stand-ins that run, and their children."""
         if not self.pids_file.exists():

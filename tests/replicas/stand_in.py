@@ -3,6 +3,16 @@
 Usage: python -S stand_in.py PORT NAME MODEL [KEY=VALUE ...]. It answers /v1/models, and questions with a verdict.
 It imports only the standard library, so that it starts at once. It and its children write their ids into `pids`.
 
+As a stand-in for vLLM it is started by `stand_in.py vllm [KEY=VALUE ...] FLAGS`, has the control routes of vLLM's
+development mode, and takes the text of `weights.bin` in the folder of the model for its weights. A reply names the
+weights at its begin, at its end, and those of the cached prefix; more than one means a mixed reply.
+
+delay=S         seconds that a reply takes
+fault=FILE      a word in this file is done at the next load, and the file is removed: `fail`, `die`, `hang`, `lie` (it
+                says that it has loaded), `unsaid` (it does not take the version), `stuck` (the cache is not reset); or
+                at the next pause: `no-pause`. `always-...` leaves the file
+notes=FILE      what it was told, one line each
+
 ready_after=S   seconds until it listens        exit=CODE   ends at once with this code, after a line of log
 never           it does not listen, ever        wrong       lists another model
 stubborn        ignores SIGTERM                 children=N  children that ignore SIGTERM and leave the session
@@ -19,16 +29,28 @@ import os
 import re
 import signal
 import sys
+import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 def main() -> None:
-    port, name, model = int(sys.argv[1]), sys.argv[2], sys.argv[3]
-    options = dict(word.partition("=")[::2] for word in sys.argv[4:])
+    if sys.argv[1] == "vllm":
+        words = sys.argv[2:]
+        at = next(n for n, word in enumerate(words) if word.startswith("--"))
+        named = words.index("--served-model-name")
+        flags = dict(zip(words[at:-1], words[at + 1 :], strict=True))
+        port, name, model = int(flags["--port"]), words[named + 2], words[named + 1]
+        options = dict(word.partition("=")[::2] for word in words[:at])
+        options["weights"] = flags["--model"]
+    else:
+        port, name, model = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+        options = dict(word.partition("=")[::2] for word in sys.argv[4:])
     note(options, os.getpid())
     if "only" in options and f"-{options['only']}-" not in name:
-        options = {key: options[key] for key in ("pids", "host", "pieces") if key in options}
+        options = {
+            key: options[key] for key in ("pids", "host", "pieces", "weights", "delay", "notes") if key in options
+        }
     print(f"stand-in {name} on {port}", flush=True)
     if "stubborn" in options:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -59,17 +81,122 @@ def note(options: dict[str, str], pid: int) -> None:
             file.write(f"{pid}\n")
 
 
+class Weights:
+    """The weights of a stand-in for vLLM, which are loaded, cached and put to sleep as vLLM does it."""
+
+    ORDERS = (
+        *("/pause", "/resume", "/collective_rpc", "/update_weight_version", "/reset_prefix_cache", "/weight_checker"),
+        *("/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"),
+        *("/sleep", "/wake_up"),
+    )
+
+    def __init__(self, options: dict[str, str], name: str) -> None:
+        self.options, self.name = options, name
+        self.has = self.of(options["weights"]) if "weights" in options else ""
+        self.version = "default"
+        self.cached: dict[str, str] = {}
+        self.free = threading.Event()
+        self.free.set()
+        self.asleep: set[str] = set()
+
+    @staticmethod
+    def of(path: str) -> str:
+        with open(os.path.join(path, "weights.bin")) as file:
+            return file.read()
+
+    def read(self, prompt: str) -> str:
+        """Answer with the names of all weights that took part."""
+        self.free.wait()
+        begun = self.has
+        cached = self.cached.setdefault(prompt[:200], begun)
+        time.sleep(float(self.options.get("delay", 0)))
+        self.free.wait()
+        return "+".join(sorted({begun, cached, self.has}))
+
+    def fault(self, *faults: str) -> str:
+        path = self.options.get("fault", "")
+        try:
+            with open(path) as file:
+                word = file.read().strip()
+        except OSError:
+            return ""
+        if word.removeprefix("always-") not in faults:
+            return ""
+        if not word.startswith("always-"):
+            os.unlink(path)
+        return word.removeprefix("always-")
+
+    def load(self, new: str) -> tuple[int, object]:
+        fault = self.fault("fail", "die", "hang", "lie", "unsaid")
+        if fault == "die":
+            os._exit(0)
+        if fault == "hang":
+            time.sleep(600)
+        if fault == "fail":
+            self.has = "half"
+            return 500, {"error": "cannot load"}
+        if fault != "lie":
+            self.has = new
+        self.unsaid = fault == "unsaid"
+        return 200, {"results": [None]}
+
+    def told(self, order: str, query: str, body: dict) -> tuple[int, object]:
+        if "notes" in self.options:
+            with open(self.options["notes"], "a") as file:
+                file.write(f"{self.name} {order}{query and '?' + query}\n")
+        if order == "/pause":
+            if self.fault("no-pause"):
+                return 500, {"error": "cannot pause"}
+            self.free.clear()
+            self.cached.clear()
+        elif order == "/resume":
+            self.free.set()
+        elif order == "/collective_rpc":
+            return self.load(self.of(body["kwargs"]["weights_path"]))
+        elif order == "/update_weights":
+            return self.load(body["update_info"]["weights"])
+        elif order in ("/update_weight_version", "/finish_weight_update"):
+            if not self.unsaid:
+                self.version = body.get("new_version") or body["weight_version"]
+        elif order == "/reset_prefix_cache":
+            if self.fault("stuck"):
+                return 500, {"error": "stuck"}
+            self.cached.clear()
+            return 200, {"success": True}
+        elif order == "/weight_checker":
+            return 200, {"checksums": {"all": self.has}}
+        elif order == "/sleep":
+            self.free.clear()
+            self.asleep = {"weights", "kv_cache"}
+            if "level=2" in query:
+                self.has = "none"
+        elif order == "/wake_up":
+            self.asleep -= {"weights", "kv_cache"} if not query else {query.removeprefix("tags=")}
+            if not self.asleep:
+                self.free.set()
+        return 200, {}
+
+
 def serve(port: int, models: list[str], options: dict[str, str]) -> None:
     asked = [0]
+    server = Weights(options, models[-1])
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
+            if self.path == "/weight_info":
+                self._say({"weight_version": server.version})
+                return
             self._say({"data": [{"id": model} for model in models]})
 
         def do_POST(self) -> None:
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
+            order, _, query = self.path.partition("?")
+            if order in Weights.ORDERS:
+                status, told = server.told(order, query, body)
+                self._say(told, status)
+                return
             asked[0] += 1
             if asked[0] > int(options.get("die_after", 1_000_000)):
                 os._exit(0)
@@ -78,13 +205,14 @@ def serve(port: int, models: list[str], options: dict[str, str]) -> None:
                 self._say({"data": [{"index": 0, "label": "LABEL_0", "probs": [number], "num_classes": 1}]})
                 return
             found = re.findall(r'"id"\s*:\s*"([0-9a-z]+)"', json.dumps(body).replace('\\"', '"'))
-            verdict = json.dumps({"id": found[-1] if found else "", "rationale": str(os.getpid()), "score": 7})
+            said = server.read(json.dumps(body)) if "weights" in options else str(os.getpid())
+            verdict = json.dumps({"id": found[-1] if found else "", "rationale": said, "score": 7})
             message = {"role": "assistant", "content": verdict}
             self._say({"model": body["model"], "choices": [{"message": message, "finish_reason": "stop"}]})
 
-        def _say(self, value: object) -> None:
+        def _say(self, value: object, status: int = 200) -> None:
             text = json.dumps(value).encode()
-            self.send_response(200)
+            self.send_response(status)
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(text)))
             self.end_headers()

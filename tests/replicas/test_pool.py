@@ -259,7 +259,7 @@ async def test_a_restart_that_raises_is_tried_again(stand_ins, monkeypatch):
     class Fake:
         url = ""
 
-        async def start(self):
+        async def start(self, weights=None):
             starts.append(self)
             if len(starts) == 2:
                 raise OSError("no free port")

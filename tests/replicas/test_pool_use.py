@@ -160,6 +160,9 @@ async def test_a_pool_that_says_nothing_ends_the_wait(stand_ins, monkeypatch):
         def leave(self):
             self.end.set()
 
+        def say(self, message):
+            pass
+
     monkeypatch.setattr("qreward_plugins.replicas.pool_use._SILENT_S", 0.0)
     use = Hanging(stand_ins.spec(start_within_s=0.05, stop_within_s=0.05))
     with pytest.raises(PoolFailed, match=r"its process has said nothing for 0\.1 s"):

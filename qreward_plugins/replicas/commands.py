@@ -1,0 +1,110 @@
+"""Defines `Commands`: what the users of a pool ask of it, and what they say of their calls.
+
+A command that has begun goes on when its user stops waiting or ends, so that the pool is never left halfway. Only an
+update from the memory of a trainer ends with its user, because the rest of the tensors would never come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Hashable, Mapping
+from typing import Any
+
+from .changes import ChangeFailed, Changes
+from .pool import Pool
+from .replica_state import ReplicaState
+from .weights import Update
+
+Say = Callable[[dict[str, Any]], None]
+"""Sends a message to a user."""
+
+
+class Commands:
+    """Carries out the commands of the users of one pool. `users` returns those that use it now."""
+
+    def __init__(self, users: Callable[[], Collection[Hashable]]) -> None:
+        self._users = users
+        self._changes: Changes | None = None
+        self._pool: Pool | None = None
+        self._starting: asyncio.Future[None] | None = None
+        self._tickets: dict[Hashable, dict[int, int]] = {}
+        """The last ticket of each replica for which a user has said that it has no calls there."""
+        self._changed = asyncio.Event()
+        self._tasks: dict[asyncio.Task[None], tuple[Hashable, int, bool]] = {}
+
+    def serve(self, pool: Pool, starting: asyncio.Future[None]) -> None:
+        """Begin to carry out commands, once `starting` is over."""
+        self._pool, self._starting = pool, starting
+        self._changes = Changes(pool)
+
+    async def idle(self, state: ReplicaState) -> None:
+        """Wait until no user has calls at a replica that is draining."""
+        while any(self._tickets.get(user, {}).get(state.number, 0) < state.ticket for user in self._users()):
+            await self._changed.wait()
+
+    def heard(self, user: Hashable, said: Mapping[str, Any], say: Say) -> None:
+        """Take in what a user says."""
+        if "idle" in said:
+            tickets = self._tickets.setdefault(user, {})
+            tickets.update((number, ticket) for number, ticket in said["idle"])
+            self._change()
+        elif "cancel" in said:
+            for task, (who, number, _) in self._tasks.items():
+                if who == user and number == said["cancel"]:
+                    task.cancel()
+        elif "do" in said:
+            task = asyncio.ensure_future(self._carry_out(said["do"], said["id"], said["with"], say))
+            ends_with_user = said["do"] == "update" and not said["with"]["path"]
+            self._tasks[task] = (user, said["id"], ends_with_user)
+            task.add_done_callback(lambda task: self._tasks.pop(task, None))
+
+    def left(self, user: Hashable) -> None:
+        """Forget a user."""
+        self._tickets.pop(user, None)
+        for task, (who, _, ends_with_user) in self._tasks.items():
+            if who == user and ends_with_user:
+                task.cancel()
+        self._change()
+
+    async def aclose(self) -> None:
+        """End all commands."""
+        tasks = list(self._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _carry_out(self, name: str, number: int, details: dict[str, Any], say: Say) -> None:
+        try:
+            assert self._starting is not None
+            await asyncio.wait([self._starting])
+            say(
+                {
+                    "id": number,
+                    "done": await self._do(name, details, lambda some: say({"id": number, "receiving": some})),
+                }
+            )
+        except ChangeFailed as error:
+            said = {"problem": error.problem, "replicas": list(error.replicas), "log": error.log}
+            say({"id": number, "error": said})
+        except asyncio.CancelledError:
+            say({"id": number, "error": {"problem": "it was cancelled", "replicas": [], "log": ""}})
+            raise
+        except Exception as error:
+            problem = f"unexpected {type(error).__name__}: {error}"
+            say({"id": number, "error": {"problem": problem, "replicas": [], "log": ""}})
+
+    async def _do(
+        self, name: str, details: dict[str, Any], on_receiving: Callable[[list[int]], None]
+    ) -> dict[str, Any]:
+        assert self._changes is not None
+        if name == "update":
+            return (await self._changes.update(Update.of(details), on_receiving)).as_mapping()
+        if name == "sleep":
+            await self._changes.sleep(**details)
+        else:
+            await self._changes.wake()
+        return {}
+
+    def _change(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

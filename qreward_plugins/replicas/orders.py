@@ -1,0 +1,98 @@
+"""Defines `Orders`: what a pool tells one running server, with the checks that belong to it.
+
+They run where the server runs, because the files of a checkpoint are read there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ..named_actors import in_thread
+from .checkpoint import CheckpointUnusable, model_checkpoint, read_checkpoint
+from .control import Channel, Control, ControlFailed
+from .spec import PoolSpec
+
+_UNNAMED = "default"
+"""What servers call the weights that they were started with."""
+
+
+class Orders:
+    """Carries out orders at the server at `url`. Every method returns plain values and raises `ControlFailed`."""
+
+    def __init__(self, spec: PoolSpec, control: Control | None, url: str) -> None:
+        self._spec = spec
+        self._control = control
+        self._channel = Channel(url)
+
+    @classmethod
+    def named(cls, name: str) -> Callable[..., Any]:
+        """Return the method of an order. Raises `KeyError` for an unknown one."""
+        known = (cls.check, cls.pause, cls.resume, cls.load, cls.receive, cls.sleep, cls.wake)
+        return {method.__name__: method for method in known}[name]
+
+    async def check(self, path: str) -> dict[str, Any]:
+        """Check a checkpoint before any server loads it. Return the hash of its files (`files`)."""
+        try:
+            found = await in_thread(lambda: read_checkpoint(path))
+        except CheckpointUnusable as error:
+            raise ControlFailed(str(error)) from None
+        if self._spec.in_place:
+            model = await in_thread(lambda: model_checkpoint(self._spec.model))
+            lacks = "" if model is None else found.lacks(model)
+            if lacks:
+                raise ControlFailed(f"{path} does not fit {self._spec.model}: {lacks}")
+        return {"files": found.files}
+
+    async def pause(self, within_s: float) -> None:
+        """See `Control.pause`."""
+        await self._ready().pause(self._channel, within_s=within_s)
+
+    async def resume(self) -> None:
+        """See `Control.resume`."""
+        await self._ready().resume(self._channel)
+
+    async def load(self, path: str, version: str, before: str) -> dict[str, Any]:
+        """Load a checkpoint, reset the prefix cache, and check that it took. `before` is the checkpoint of the weights
+        that the server has had; "" if it is not known. Return a checksum of the weights, or "" (`identity`).
+        """
+        control, channel, within_s = self._ready(), self._channel, self._spec.start_within_s
+        old = await control.checksum(channel)
+        version = version or _UNNAMED
+        await control.load(channel, path, version, within_s=within_s)
+        new = await self._took(version)
+        if new and new == old and before:
+            was, now = await in_thread(lambda: (model_checkpoint(before), model_checkpoint(path)))
+            if was is not None and now is not None and now.surely_differs(was):
+                raise ControlFailed("the server says that it has loaded the weights, and has the earlier ones")
+        return {"identity": new}
+
+    async def receive(self, begin: Mapping[str, Any] | None, bodies: list[Any], version: str) -> dict[str, Any]:
+        """Receive tensors from the memory of a trainer; otherwise as `load`."""
+        control, channel, within_s = self._ready(), self._channel, self._spec.start_within_s
+        if begin is not None:
+            await control.join(channel, begin, within_s=within_s)
+        await control.receive(channel, bodies, version, within_s=within_s)
+        return {"identity": await self._took(version)}
+
+    async def sleep(self, level: int) -> None:
+        """See `Control.sleep`."""
+        await self._ready().sleep(self._channel, level, within_s=self._spec.start_within_s)
+
+    async def wake(self, part: str) -> None:
+        """See `Control.wake`."""
+        await self._ready().wake(self._channel, part, within_s=self._spec.start_within_s)
+
+    async def _took(self, version: str) -> str:
+        """Reset the prefix cache, and check the version that the server states. Return its checksum, or ""."""
+        control, channel = self._ready(), self._channel
+        await control.reset_cache(channel)
+        stated = await control.version(channel)
+        if stated is not None and stated != version:
+            raise ControlFailed(f"it states the version {stated!r} after the update, not {version!r}")
+        return await control.checksum(channel) or ""
+
+    def _ready(self) -> Control:
+        if self._control is None:
+            raise ControlFailed(f"{self._spec.server} has no routes to control it")
+        return self._control

@@ -1,0 +1,146 @@
+"""What a source of kind `replicas` is made of: the spec of its pool, its use of the pool, and the source that asks.
+
+All of it is derived from the configuration, before anything starts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import TYPE_CHECKING
+
+from ..config.source_models import EndpointConfig
+from ..errors import ConfigurationError, Mistake
+from ..redaction import without_secrets
+from ..replicas.pool_use import LocalPoolUse, PoolUse
+from ..replicas.server_kinds import CHAT, SERVER_KINDS
+from ..replicas.spec import PoolSpec
+from ..replicas.topology import Platform, Topology, TopologyError, check_heads, found_devices, found_platform
+from .endpoint import Endpoint
+from .openai import OpenAISource
+from .reward_model import RewardModelSource
+
+if TYPE_CHECKING:
+    from .replica_set import ReplicaSet
+
+_COMMAND = "command"
+_REPLACED = frozenset({"kind", "version", "api_keys", "api_key_env", "timeouts"})
+
+
+def pool_spec(name: str, config: ReplicaSet.Config) -> PoolSpec:
+    """Return what the servers of a source are started with. Raises ConfigurationError."""
+    where = f"sources.{name}"
+    if config.server is None and config.command is None:
+        raise ConfigurationError([Mistake(f"{where}.server", "no server is named.", "Set server or command.")])
+    mistakes: list[Mistake] = []
+    server = config.server or _COMMAND
+    kind = SERVER_KINDS[server]
+    if config.weight_updates == "in_place" and kind.control is None:
+        problem = f"{server} cannot load other weights while it runs."
+        mistakes.append(Mistake(f"{where}.weight_updates", problem, "Set restart, or leave it out."))
+    if config.sleep_mode and kind.control is None:
+        problem = f"{server} has no sleep of its own; `sleep` stops its servers, and `wake_up` starts them."
+        mistakes.append(Mistake(f"{where}.sleep_mode", problem, "Leave it out."))
+    if config.command is not None and config.program is not None:
+        mistakes.append(Mistake(f"{where}.program", "it is the beginning of command.", "Leave it out."))
+    if (
+        config.placement == "ray"
+        and config.command is not None
+        and not any("{host}" in word for word in config.command)
+    ):
+        problem = "with `placement: ray` a word must hold {host}, because the servers are asked from other nodes."
+        mistakes.append(Mistake(f"{where}.command", problem))
+    if not kind.serves(config.task):
+        problem = f"{server} does not speak {config.task}."
+        mistakes.append(Mistake(f"{where}.task", problem, "Use another server or another protocol."))
+    mistakes += [
+        Mistake(f"{where}.arguments.{one.argument}", one.problem, one.remedy) for one in kind.refused(config.arguments)
+    ]
+    topology = None
+    try:
+        topology = _topology(config)
+        if kind.divides_heads:
+            check_heads(config.model, config.tensor_parallel)
+    except TopologyError as error:
+        mistakes.append(Mistake(f"{where}.{error.key}", error.problem, error.remedy))
+    if mistakes or topology is None:
+        raise ConfigurationError(mistakes)
+    return PoolSpec(
+        name=name,
+        server=server,
+        model=config.model,
+        topology=topology,
+        task=config.task,
+        arguments=without_secrets(config.arguments),
+        command=tuple(without_secrets(list(config.command or ()))),
+        program=tuple(without_secrets(list(config.program or ()))),
+        environment={key: value.get_secret_value() for key, value in config.environment.items()},
+        start_within_s=config.start_within_s,
+        stop_within_s=config.stop_within_s,
+        restarts=config.restarts,
+        in_place=config.weight_updates == "in_place",
+        sleep_mode=config.sleep_mode,
+        log_folder=None if config.log_folder is None else os.path.abspath(config.log_folder),
+    )
+
+
+def _topology(config: ReplicaSet.Config) -> Topology:
+    platform: Platform
+    if config.platform != "auto":
+        platform = config.platform
+    elif config.placement == "ray":
+        from ..replicas.ray_pool import cluster_platform
+
+        platform = cluster_platform()
+    else:
+        platform = "cuda" if config.devices and found_platform() == "cpu" else found_platform()
+    devices = config.devices or ()
+    if config.devices is None and config.placement == "local":
+        devices = found_devices(platform)
+    return Topology(
+        config.data_parallel,
+        config.tensor_parallel,
+        devices,
+        platform,
+        config.pipeline_parallel,
+        config.expert_parallel,
+        assigned=config.placement == "ray",
+    )
+
+
+def pool_use(name: str, config: ReplicaSet.Config, spec: PoolSpec) -> PoolUse:
+    if config.placement == "local":
+        return LocalPoolUse(spec)
+    from ..named_actors import missing_ray, ray_is_up
+    from ..replicas.ray_pool import RayPoolUse
+
+    if not ray_is_up():
+        raise ConfigurationError(
+            [Mistake(f"sources.{name}.placement", missing_ray(), "Call ray.init() before you create the engine.")]
+        )
+    return RayPoolUse(spec)
+
+
+def inner_source(name: str, config: ReplicaSet.Config) -> Endpoint:
+    """Make the source that asks the servers. It has no address yet."""
+    shared = {key: getattr(config, key) for key in EndpointConfig.model_fields if key not in _REPLACED}
+    # What the servers answer depends on the model and its settings, not on where they run.
+    known = {"server": config.server or config.command, "model": config.model, "arguments": config.arguments}
+    version = config.version or json.dumps(known, sort_keys=True)
+    shared.update(base_url=(), version=version, vision=config.vision, api_key_env=config.api_key_env)
+    if config.task == CHAT:
+        for key in ("chat_template", "batch"):
+            if getattr(config, key) is not None:
+                raise ConfigurationError(
+                    [Mistake(f"sources.{name}.{key}", "only a reward model has it.", "Set task, or leave it out.")]
+                )
+        chat = OpenAISource.Config(kind="openai", base_url=("http://replicas",), model=config.model)
+        shared.update(stream=config.stream, timeouts=config.timeouts)
+        return OpenAISource(name, chat.model_copy(update=shared))
+    if config.stream:
+        raise ConfigurationError(
+            [Mistake(f"sources.{name}.stream", "a reward model does not stream.", "Leave it out.")]
+        )
+    numbers = RewardModelSource.Config(kind="reward_model", base_url=("http://replicas",), model=config.model)
+    shared.update(timeouts=config.timeouts, chat_template=config.chat_template, batch=config.batch)
+    return RewardModelSource(name, numbers.model_copy(update={**shared, "protocol": config.task}))

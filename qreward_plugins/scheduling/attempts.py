@@ -140,6 +140,12 @@ class Attempt:
         return 1 if self.request_batch is None or self.own else self.request_batch.count
 
     @property
+    def samples(self) -> frozenset[int]:
+        """The numbers of the samples whose requests end as it does: those of its request, or its own."""
+        carried = self.request_batch.carried if self.request_batch is not None and not self.own else ()
+        return frozenset(other.job.sequence for other in carried) or frozenset((self.job.sequence,))
+
+    @property
     def speaks(self) -> bool:
         """Whether its end counts for its source. Of several calls in one request, only one does, the first to end."""
         return self.request_batch is None or self.request_batch.speaks(self)

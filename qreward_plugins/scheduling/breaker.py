@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from collections.abc import Set
 
+from .culprits import Culprits
+
 FAILURES_TO_OPEN = 5
 """Fewest failures in a row that open it."""
 SHARE_TO_OPEN = 0.25
@@ -41,7 +43,7 @@ class Breaker:
         self._failures_to_open = failures_to_open
         self._recovery_s = recovery_s
         self.failures_in_row = 0
-        self.failing: set[int] = set()
+        self.failing = Culprits()
         """The samples that failed since the last answer."""
         self.needed = False
         """Whether a job waits that no other source can take."""
@@ -112,21 +114,21 @@ class Breaker:
         self.given_up = 0
         self._probing = False
 
-    def failed(self, now: float, *, probe: bool, in_flight: int, sample: int | None = None) -> bool:
+    def failed(self, now: float, *, probe: bool, in_flight: int, samples: Set[int] | None = None) -> bool:
         """Note a failure while `in_flight` other attempts are under way; return whether it opened just now.
 
-        `probe`: the attempt started while the breaker was open. `sample`: the number of its sample; None if each
-        failure is that of another sample.
+        `probe`: the attempt started while the breaker was open. `samples`: the numbers of the samples that its request
+        carried; None if each failure is that of another sample.
         """
         self.failures_in_row += 1
-        if sample is not None:
-            self.failing.add(sample)
+        if samples is not None:
+            self.failing.add(samples)
         if probe and not self.closed:
             self._longer()
             self.probes += 1
             self._open(now)
             return True
-        several = sample is None or not in_flight or len(self.failing) >= SAMPLES_TO_OPEN
+        several = samples is None or not in_flight or len(self.failing) >= SAMPLES_TO_OPEN
         enough = self._failures_to_open
         if self._recovery_s is None:
             enough = max(enough, SHARE_TO_OPEN * in_flight)
@@ -169,7 +171,7 @@ class Breaker:
 
     def is_doubted_by_few(self, samples: Set[int]) -> bool:
         """Whether it may have opened because of one or two samples, and `samples` holds others."""
-        return 0 < len(self.failing) < SAMPLES_TO_OPEN and not samples <= self.failing
+        return 0 < len(self.failing) < SAMPLES_TO_OPEN and not self.failing.all_failed_alone(samples)
 
     def _open(self, now: float) -> None:
         self._open_until = now + self._cooldown_s

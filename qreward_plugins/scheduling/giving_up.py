@@ -125,6 +125,8 @@ class GivingUp:
         if attempt.result or attempt.given_up or job.begun:
             # Its answer has begun to stream, and the length of the rest is unknown.
             return
+        if attempt.request_batch is not None and attempt.request_batch.has_answered(attempt):
+            return
         attempt.given_up = True
         attempt.cancel()
         probes = attempt.probe and job.probes_left > 0

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Set
 from typing import TYPE_CHECKING
 
 from ..quotas import Quota
 from .breaker import SAMPLES_TO_OPEN, Breaker
+from .culprits import Culprits
 from .silence import DOUBTED_AT, SILENT_AT, Silence
 from .validity import Validity
 
@@ -47,7 +49,8 @@ class Health:
         """Time of its last reply, valid or not."""
         self.down_for_all = False
         """Whether no sample can be to blame for its last failure."""
-        self._refused: set[int] = set()
+        self._refused = Culprits()
+        """The samples that it refused since its last answer."""
         self._refused_probes = 0
         self._last_error = ""
         self._silent_senders = 0
@@ -69,14 +72,9 @@ class Health:
         return self._breaker.failures_in_row >= FAILURES_TO_AVOID or self._missing(now) >= DOUBTED_AT
 
     @property
-    def refused_samples(self) -> set[int]:
-        """The samples that it refused since its last answer."""
-        return self._refused
-
-    @property
     def refusing(self) -> bool:
         """Whether it refused samples, so that the next probes follow at once."""
-        return bool(self._refused_probes if self.unusable else self._refused)
+        return bool(self._refused_probes if self.unusable else len(self._refused))
 
     @property
     def open_for_silence(self) -> bool:
@@ -119,10 +117,12 @@ class Health:
                 self._breaker.wait_s(now),
             )
 
-    def failed(self, now: float, *, probe: bool, sample: int | None = None, error: str = "") -> bool:
-        """Note a transient failure of a sample; return whether the circuit opens because of it."""
+    def failed(self, now: float, *, probe: bool, samples: Set[int] | None = None, error: str = "") -> bool:
+        """Note a transient failure of a request of these samples; return whether the circuit opens because of it."""
         self._last_error = error
-        return self._log_outage(self._breaker.failed(now, probe=probe, in_flight=self._quota.in_flight, sample=sample))
+        return self._log_outage(
+            self._breaker.failed(now, probe=probe, in_flight=self._quota.in_flight, samples=samples)
+        )
 
     def excuses(self, attempt: Attempt) -> bool:
         """Whether its sample cannot be to blame for the failure of `attempt`: the request was not sent, or several
@@ -143,7 +143,7 @@ class Health:
         One response can provoke such a refusal, for example by a firewall. Many probes in a row hardly can.
         """
         self._last_error = reason
-        self._refused.add(attempt.job.sequence)
+        self._refused.add(attempt.samples)
         if attempt.decides:
             self._refused_probes += 1
             self._breaker.failed(now, probe=True, in_flight=self._quota.in_flight)

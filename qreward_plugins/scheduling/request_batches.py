@@ -129,6 +129,11 @@ class RequestBatch:
         earliest_at = min(self.deadline_at, job.deadline_at) if in_time else self.deadline_at
         return not self._answers_by(earliest_at, self.size + job.size)
 
+    def has_answered(self, attempt: Attempt) -> bool:
+        """Whether the answer to `attempt` is here, which `answer` will return in the next steps of the event loop."""
+        answer = self._answers.get(attempt)
+        return answer is not None and answer.done()
+
     def leave(self, attempt: Attempt) -> None:
         """Remove an attempt. The last one to leave cancels the request. Does nothing if it left before."""
         if self._answers.pop(attempt, None) is None or self._answers:
@@ -224,7 +229,6 @@ class RequestBatch:
             results = task.result()
         elif not isinstance(error, (SourceError, InvalidReply)):
             error = self._bug(error)
-        self._finish(rejected=isinstance(error, Throttled))
         own = error is None or len(self.carried) == 1
         for number, attempt in enumerate(self.carried):
             answer = self._answers.get(attempt)
@@ -233,6 +237,9 @@ class RequestBatch:
                 if not isinstance(result, (Reply, QRewardError)):
                     result = self._bug(TypeError(f"a result of type {type(result).__name__}"))
                 answer.set_result((result, own))
+        # After the answers: otherwise the pump that this asks for would run before the attempts know them, and could
+        # give them up for their age.
+        self._finish(rejected=isinstance(error, Throttled))
         if error is not None:
             # A source may keep the error in a frame of its traceback. All samples would stay in memory with that cycle.
             error.__traceback__ = None

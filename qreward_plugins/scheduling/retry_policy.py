@@ -200,7 +200,7 @@ class RetryPolicy:
         job, upstream = attempt.job, attempt.upstream
         if attempt.timed_out:
             upstream.quota.timed_out(now, sent_at=attempt.started_at)
-        if upstream.health.failed(now, probe=attempt.decides, sample=job.sequence, error=str(error)):
+        if upstream.health.failed(now, probe=attempt.decides, samples=attempt.samples, error=str(error)):
             self.giving_up.source_fails(upstream, now)
         # A job that failed just now may have been the last that its batch waited for, which ended this one.
         if not job.ended:

@@ -84,15 +84,13 @@ class Splitting:
             return  # a function raised, because of a sample or of a service behind it
         if attempt.timed_out:
             upstream.quota.timed_out(now, sent_at=attempt.started_at)
-        sample = _one_known(attempt, upstream.breaker.failing)
-        if upstream.health.failed(now, probe=False, sample=sample.job.sequence, error=str(error)):
+        if upstream.health.failed(now, probe=False, samples=attempt.samples, error=str(error)):
             self._retry_policy.giving_up.source_fails(upstream, now)
 
     def _source_refused(self, attempt: Attempt, error: PermanentError, now: float) -> None:
         upstream = attempt.upstream
         if isinstance(error, SourceUnusable):
-            sample = _one_known(attempt, upstream.health.refused_samples)
-            if upstream.health.refused(sample, str(error), now, certain=False):
+            if upstream.health.refused(attempt, str(error), now, certain=False):
                 self._retry_policy.fail_stranded()
         else:
             self._retry_policy.note_refusal(attempt, error)
@@ -111,11 +109,3 @@ class Splitting:
 
 def _reduce(job: Job, most_together: int) -> None:
     job.most_together = min(job.most_together, max(1, most_together))
-
-
-def _one_known(attempt: Attempt, samples: frozenset[int] | set[int]) -> Attempt:
-    """The attempt that stands for its request where different samples are counted: one of a sample in `samples` if
-    there is one. One sample may fail many requests, each time with other samples.
-    """
-    carried = attempt.request_batch.carried if attempt.request_batch is not None else ()
-    return next((other for other in carried if other.job.sequence in samples), attempt)

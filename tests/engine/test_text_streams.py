@@ -169,7 +169,7 @@ def test_after_the_first_piece_an_error_ends_the_stream_and_nothing_is_sent_agai
     async def main(engine):
         if not clean:
             # The first attempt goes to a.
-            engine.upstreams["b"].health.failed(0.0, probe=False, sample=1, error="")
+            engine.upstreams["b"].health.failed(0.0, probe=False, samples={1}, error="")
         stream = engine.stream_text(sources, ASKED)
         pieces, failed = await read_until_failed(stream)
         assert stream.answer is None

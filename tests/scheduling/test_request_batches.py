@@ -14,6 +14,7 @@ from qreward_plugins.config import Batch
 from qreward_plugins.errors import InvalidReply, PermanentError, SampleFault, SourceUnusable, Throttled, TransientError
 from qreward_plugins.quotas import MARGIN_S
 from qreward_plugins.samples import Cause, Failed, Scored
+from qreward_plugins.scheduling.request_batches import RequestBatches
 from qreward_plugins.simulation import run
 from qreward_plugins.sources.base import Reply
 from qreward_plugins.spent import Usage
@@ -401,12 +402,63 @@ def test_a_failed_request_is_one_failure_of_its_source(stage):
     )
     failures = []
     breaker = stage.upstreams["a"].breaker
-    noted, breaker.failed = breaker.failed, lambda *args, **kw: failures.append(kw["sample"]) or noted(*args, **kw)
+    noted, breaker.failed = breaker.failed, lambda *args, **kw: failures.append(kw["samples"]) or noted(*args, **kw)
     played = stage.play([10] * 16)
     assert scored(played)
     assert len(failures) == 1
     assert source.carried == [16, 8, 8]  # its calls back off together, so that they can go together again
     assert stage.counted("a").retries == 1
+
+
+@pytest.mark.parametrize("guilty", [[71, 72], [71]])
+def test_two_samples_that_a_firewall_blocks_open_no_circuit(stage, caplog, guilty):
+    """Each failed request has one of them. The others in these requests are no further samples that were refused."""
+
+    def takes(number, requests, now):
+        if any(len(request.sample.response) in guilty for request in requests):
+            return SourceUnusable("404", status=404)
+        return 50.0  # so that no answer comes before the last refusal
+
+    source = batching(
+        stage,
+        batch_behaviour=takes,
+        behaviour=lambda number, request, now: takes(number, [request], now),
+    )
+    played = stage.play([10, 11, 12, *guilty])
+    assert sum(isinstance(outcome, Failed) for outcome in played.outcomes) == len(guilty)
+    assert source.carried[0] == 3 + len(guilty)
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert stage.upstreams["a"].breaker.closed
+
+
+def test_a_wrong_url_opens_the_circuit_also_where_calls_share_requests(stage, caplog):
+    batching(
+        stage,
+        batch_behaviour=lambda number, requests, now: SourceUnusable("404", status=404),
+        behaviour=lambda number, request, now: SourceUnusable("404", status=404),
+    )
+    played = stage.play([10] * 40)
+    assert all(isinstance(outcome, Failed) for outcome in played.outcomes)
+    assert "refuses its requests" in caplog.text
+
+
+def test_a_call_whose_answer_is_here_is_not_given_up(stage, monkeypatch):
+    """The end of a request frees a place, so the planner looks at the ages of calls, also of its own."""
+    source = batching(stage, max_size=4)
+    ended = RequestBatches._ended
+
+    def look_at_ages(batches, batch):
+        for attempt in batch.members:
+            assert batch.has_answered(attempt)
+            dispatchers[0]._retry_policy.giving_up._give_up(attempt, dispatchers[0].now(), "it took long")
+        ended(batches, batch)
+
+    monkeypatch.setattr(RequestBatches, "_ended", look_at_ages)
+    dispatchers = []
+    make = stage.dispatcher
+    monkeypatch.setattr(stage, "dispatcher", lambda **options: dispatchers.append(make(**options)) or dispatchers[0])
+    assert scored(stage.play([10] * 4))
+    assert source.carried == [4]
 
 
 def test_an_outage_does_not_make_requests_smaller_for_ever(stage):

@@ -9,7 +9,8 @@ the next (in simulation, one shared budget made small batches take three times a
              only if it would end after everything else, and as late as a hedge can still end with the others
     overdue  the same at several times the expected latency. The last part of the budget is kept for these
 
-An attempt of a latency-sensitive member is hedged as if no jobs were queued.
+An attempt of a latency-sensitive member is hedged as if no jobs were queued. No hedge takes the place that a job of
+higher priority waits for.
 
 `tail.py` learns how much longer an attempt of a certain age will take. The first success ends the other attempts.
 
@@ -115,8 +116,9 @@ class Hedges:
             next_s = min(next_s, next((floor_s for floor_s in _FLOORS_S if floor_s > age_s), next_s))
         due = max(attempt.started_at + next_s, math.nextafter(now, math.inf))
         heapq.heappush(self._coming, (due, next(self._numbers), attempt))
-        if attempt.probe:
-            # Perhaps nothing else wakes the planner before the probe is overdue.
+        if attempt.probe or not attempt.hedge:
+            # Perhaps nothing else wakes the planner before the attempt is overdue. Beside a hedge, the first attempt is
+            # watched.
             self.wake_at = min(self.wake_at, due)
         if len(self._coming) > self._compact_at:
             # Most attempts end before they are checked again.
@@ -227,6 +229,8 @@ class Hedges:
                 or upstream.health.looks_dead(now)
                 or (not upstream.breaker.closed and job.probes_left <= 0)
             ):
+                continue
+            if self._queue.higher_waits(name, job):
                 continue
             if upstream.local and any(attempt.upstream is upstream for attempt in job.live):
                 # A function would hang again on the same sample, and hold a second worker.

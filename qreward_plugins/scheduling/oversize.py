@@ -1,7 +1,8 @@
 """Oversize jobs: those estimated to take more tokens than a whole window of any of their sources allows.
 
 An estimate is no reason to refuse a sample. So each of these jobs is sent, but only once and alone, because its source
-needs an empty window for it. It goes when nothing else waits for its sources, or when half of its time is over.
+needs an empty window for it. It goes when nothing else waits for its sources, whatever its priority, or when half of
+its time is over. Estimates fall with the first answers, and limits change: then it goes as any other.
 """
 
 from __future__ import annotations
@@ -38,6 +39,17 @@ class Oversize:
     def discard(self, job: Job) -> None:
         """Forget `job`, if it is oversize."""
         self._jobs.pop(job, None)
+
+    def take_fitting(self, now: float) -> list[Job]:
+        """Remove and return the jobs that are not oversize any more, for a source that they may go to now."""
+        fitting = [
+            job
+            for job in self._jobs
+            if not all(self._upstreams[name].oversize(job.request) for name in job.eligible(now))
+        ]
+        for job in fitting:
+            del self._jobs[job]
+        return fitting
 
     def queue_next(self, now: float) -> bool:
         """Queue the first job that may go now; return whether there was one."""

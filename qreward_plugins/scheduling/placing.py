@@ -55,6 +55,7 @@ class Placing:
     def place(self, now: float) -> float:
         """Start everything that may go now; return the time by which to do it again."""
         self._arrivals.queue(now)
+        self._waiting.queue_fitting(now)
         for job, upstream, hedge in self._planner.placements(now, in_flight=lambda: len(self._running)):
             self._start(job, upstream, now, hedge=hedge)
         self._waiting.queue_oversize(now)

@@ -86,7 +86,7 @@ class Planner:
         self._hedges = Hedges(
             upstreams, self.queue, self.forecast, budget=budget, eager=not self._prefer_cost, on_aged=on_aged
         )
-        self._timed_hedges = TimedHedges(upstreams, self.forecast)
+        self._timed_hedges = TimedHedges(upstreams, self.queue, self.forecast)
         self.wake_at = math.inf
         """Time by which to ask again, even if nothing happens before."""
 
@@ -234,6 +234,7 @@ class Planner:
                 and other.takes_calls(now)
                 and other.wait_for_s(job, now) <= 0
                 and not other.too_large(job.request)
+                and not self.queue.higher_waits(other.name, job)
             )
         ]
         return job.call.choose(able)
@@ -261,13 +262,24 @@ class Planner:
         size -= upstream.joined_size(head)
         job = head if head.size <= size else self._largest_within(upstream, size, head)
         if job is not None:
-            return job
+            return self._urgent(upstream, job, left_s, now) or job
         least = self.queue.smallest(upstream.name)
         if least is not None and SAFETY * self._expected_s(upstream, least) <= left_s:
             return least
         if self._finishes_first(upstream, head, now):
             return head
         self.wake_at = min(self.wake_at, now + LONGEST_IDLE_S)
+        return None
+
+    def _urgent(self, upstream: Upstream, job: Job, left_s: float, now: float) -> Job | None:
+        """A job of higher priority than `job` that a slow source should take first although it is larger. `left_s`:
+        seconds until everything that waits will be done.
+        """
+        for first, least in self.queue.higher(upstream.name, job):
+            if SAFETY * self._expected_s(upstream, least) <= left_s:
+                return least
+            if self._finishes_first(upstream, first, now):
+                return first
         return None
 
     def _head(self, upstream: Upstream, now: float) -> Job | None:
@@ -337,9 +349,14 @@ class Planner:
         """The first job that may join an open request of `upstream` although the first of all may not."""
         if upstream.request_batches is None or not upstream.breaker.closed:
             return None
+        head = self.queue.first(upstream.name)
         for batch in upstream.request_batches.open:
             job = self.queue.first(upstream.name, most_together=batch.most_together)
-            if job is not None and upstream.request_batches.admitting(job) is batch and self._fits(job, upstream, now):
+            if job is None or upstream.request_batches.admitting(job) is not batch:
+                continue
+            # Its tokens must not make a sample of higher priority wait longer.
+            in_turn = head is None or head.rank[:2] >= job.rank[:2] or upstream.tokens_fit(head, now)
+            if in_turn and self._fits(job, upstream, now):
                 return job
         return None
 

@@ -267,6 +267,21 @@ class ReadyQueue:
                     best = job
         return best
 
+    def higher_waits(self, source: str, job: Job) -> bool:
+        """Whether a job of higher priority than `job` waits for `source`, and not after all others."""
+        for shelf in self._ranked:
+            if source in shelf.eligible:
+                return not shelf.rank.suspect and shelf.rank.priority < job.rank.priority
+        return False
+
+    def higher(self, source: str, job: Job) -> Iterator[tuple[Job, Job]]:
+        """The first and the last job by precedence of each shelf of higher priority than `job` for `source`."""
+        for shelf in self._ranked:
+            if shelf.rank[:2] >= job.rank[:2]:
+                return
+            if source in shelf.eligible and (head := shelf.head()) and (tail := shelf.tail()):
+                yield head, tail
+
     def heads(self, source: str) -> Iterator[Job]:
         """A job of each shelf that `source` may serve."""
         for shelf in self._ranked:

@@ -15,6 +15,7 @@ from .attempts import Attempt
 from .forecast import Forecast
 from .hedging import LEAST_HEDGES, WORTH
 from .jobs import Job
+from .queue import ReadyQueue
 from .upstream import Upstream
 
 FIRST_LOOK_S = 0.05
@@ -26,10 +27,13 @@ _AGAIN_S = 0.05
 
 
 class TimedHedges:
-    """Chooses hedges of calls with rules. Times are seconds of the event loop's clock."""
+    """Chooses hedges of calls with rules. None takes the place that a job of higher priority waits for. Times are
+    seconds of the event loop's clock.
+    """
 
-    def __init__(self, upstreams: Mapping[str, Upstream], forecast: Forecast) -> None:
+    def __init__(self, upstreams: Mapping[str, Upstream], queue: ReadyQueue, forecast: Forecast) -> None:
         self._upstreams = upstreams
+        self._queue = queue
         self._forecast = forecast
         self._coming: list[tuple[float, int, Attempt]] = []
         self._numbers = itertools.count()
@@ -75,7 +79,8 @@ class TimedHedges:
                 self._push(attempt.started_at + max(_LATER * (now - attempt.started_at), FIRST_LOOK_S), attempt)
                 continue
             allowed = job.batch.hedges + 1 <= max(LEAST_HEDGES, rules.hedge_budget * job.batch.jobs)
-            if not allowed or not upstream.breaker.closed or upstream.wait_s(0, now) > 0:
+            free = upstream.breaker.closed and upstream.wait_s(0, now) <= 0
+            if not (allowed and free) or self._queue.higher_waits(upstream.name, job):
                 self._push(now + _AGAIN_S, attempt)
                 continue
             job.hedges += 1

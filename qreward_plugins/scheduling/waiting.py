@@ -90,6 +90,11 @@ class Waiting:
             job.backoff_timer.cancel()
             job.backoff_timer = None
 
+    def queue_fitting(self, now: float) -> None:
+        """Queue the jobs that are not oversize any more."""
+        for job in self._oversize.take_fitting(now):
+            self._push(job, job.eligible(now), now)
+
     def queue_oversize(self, now: float) -> None:
         """Queue an oversize job if one may go now."""
         if self._oversize.queue_next(now):

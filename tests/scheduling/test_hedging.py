@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import pytest
 
-from qreward_plugins.errors import TransientError
+from qreward_plugins.errors import Throttled, TransientError
 from qreward_plugins.samples import Scored
 from qreward_plugins.scheduling import Batch, Member, ReadyQueue
 from qreward_plugins.scheduling.forecast import Forecast
@@ -457,3 +457,14 @@ def test_hedging_makes_batches_with_stragglers_much_quicker(new_stage):
             stage.knows(name, 1.0)
         ends[hedge] = stage.play([10] * 200, hedge=hedge).finished_at
     assert ends[True] < 0.8 * ends[False]
+
+
+def test_an_attempt_that_hangs_is_given_up_even_if_nothing_else_happens(stage):
+    """Its source had paused, so it is the only event for minutes."""
+
+    def behaviour(number, request, now):
+        return (Throttled("slow down", status=429, retry_after_s=5.0), 500.0)[number] if number < 2 else 1.0
+
+    stage.add("a", behaviour=behaviour, timeout_s=600)
+    stage.knows("a", 1.0)
+    assert stage.play([10], deadline_s=1000).finished_at < 20

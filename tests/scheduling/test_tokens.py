@@ -277,9 +277,23 @@ def test_what_may_be_more_than_a_whole_window_goes_alone_and_last(stage):
         answer=counting(lambda text: size_of(text) // 4),
     )
     rng = random.Random(5)
-    outcomes, _ = score(stage, [english(5000, rng), *(english(100, rng) for _ in range(30))], deadline_s=900)
+    outcomes, _ = score(stage, [english(7900, rng), *(english(100, rng) for _ in range(30))], deadline_s=900)
     assert all(isinstance(outcome, Scored) for outcome in outcomes)
-    assert stage.sent[-1].size == 5000
+    assert stage.sent[-1].size == 7900
+    assert source.violations == []
+
+
+def test_what_turns_out_to_fit_a_window_goes_as_any_other(stage):
+    """Once answers have told the tokens of a byte, the long sample goes as the next one, because it is the longest."""
+    source = stage.add(
+        "a",
+        limits={"tokens_per_minute": 2000, "concurrency": 1},
+        tokens_per_window=2000,
+        answer=counting(lambda text: size_of(text) // 4),
+    )
+    rng = random.Random(5)
+    score(stage, [english(5000, rng), *(english(100, rng) for _ in range(30))], deadline_s=900)
+    assert [sent.size for sent in stage.sent].index(5000) < 15
     assert source.violations == []
 
 

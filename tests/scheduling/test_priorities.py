@@ -1,0 +1,128 @@
+"""Priorities: at each source the sample of the highest priority goes first, whatever else the planner considers."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, replace
+
+import pytest
+
+from qreward_plugins.config import Limits
+from qreward_plugins.samples import Scored
+from qreward_plugins.scheduling import Call
+from qreward_plugins.scheduling.rules import Rules
+from qreward_plugins.simulation import run
+
+from .conftest import PlainJudge
+
+LOW, HIGH = 10, 40
+"""Bytes of samples, by which a test tells them apart."""
+
+
+@dataclass
+class Fixed(PlainJudge):
+    """A judge whose calls have further fields."""
+
+    fields: dict | None = None
+
+    def call(self, sample) -> Call:
+        return replace(super().call(sample), **(self.fields or {}))
+
+
+def played(stage, *samples, settings=None, first=None):
+    """Score samples, each (at, priority, size, judge); return the requests that came to the sources."""
+
+    async def main():
+        dispatcher = stage.dispatcher(**(settings or {}))
+        if first is not None:
+            first(dispatcher)
+
+        async def score(at, priority, size, judge=stage.judge):
+            await asyncio.sleep(at)
+            batch = dispatcher.batches.of_singles(priority)
+            return await dispatcher.score(stage.sample(size), judge, deadline_s=600, batch=batch)
+
+        outcomes = await asyncio.gather(*(score(*each) for each in samples))
+        assert all(isinstance(outcome, Scored) for outcome in outcomes)
+        await dispatcher.aclose()
+
+    run(main())
+    return [(round(sent.at, 2), sent.source, sent.size) for sent in stage.sent]
+
+
+def slow_and_fast(stage):
+    """Source b is fast, and has used up its window for a minute; source a is slow and free."""
+    stage.add("a", behaviour=lambda number, request, now: 0.4 * request.size, limits={"concurrency": 1})
+    stage.add(
+        "b",
+        behaviour=lambda number, request, now: 0.1 * request.size,
+        limits={"requests_per_minute": 1},
+        requests_per_window=1,
+    )
+    stage.knows("a", 4.0)
+    stage.knows("b", 1.0)
+    # What comes first goes to the fast source.
+    return (0.0, 0, LOW)
+
+
+def test_a_slow_source_takes_the_higher_priority_although_it_is_larger_if_no_other_source_would_end_it_earlier(stage):
+    before = slow_and_fast(stage)
+    sent = played(stage, before, *[(2.0, 0, LOW)] * 30, (2.0, 5, HIGH))
+    assert sent[0] == (0.0, "b", LOW)
+    assert sent[1] == (2.0, "a", HIGH)
+
+
+def test_a_hedge_does_not_take_the_place_that_a_higher_priority_waits_for(stage):
+    def straggles(number, request, now):
+        return 60.0 if request.size == LOW else 1.0
+
+    stage.add("a", behaviour=straggles, limits={"concurrency": 1})
+    stage.add("b", limits={"concurrency": 1})
+    stage.knows("a", 0.9)
+    stage.knows("b", 1.0)
+    urgent = replace(stage.judge, sources=("b",))
+    sent = played(
+        stage,
+        (0.0, 0, LOW, replace(stage.judge, sources=("a", "b"))),
+        *[(0.5, 5, HIGH, urgent)] * 30,
+        settings={"hedge": True, "hedge_budget": 1.0},
+    )
+    to_b = [size for _, source, size in sent if source == "b"]
+    assert to_b[:30] == [HIGH] * 30
+    assert LOW in to_b  # and as soon as none waits, there is the hedge
+
+
+def test_a_hedge_after_a_fixed_delay_lets_a_higher_priority_go_first(stage):
+    stage.add("a", behaviour=lambda number, *_: 10.0 if number == 0 else 2.0, limits={"concurrency": 2})
+    hedged = Fixed(("a",), fields={"rules": Rules(hedges=1, hedge_after_s=1.0, timeout_s=60)})
+    sent = played(stage, (0.0, 0, LOW, hedged), (0.0, 0, LOW + 1), (0.5, 5, HIGH))
+    assert [size for _, _, size in sent] == [LOW, LOW + 1, HIGH, LOW]
+
+
+def test_a_call_with_a_strategy_of_its_own_leaves_a_source_to_a_higher_priority(stage):
+    stage.add("a", limits={"concurrency": 1})
+    stage.add("b", limits={"concurrency": 1})
+    stage.knows("a", 1.0)
+    stage.knows("b", 1.0)
+    last = Fixed(("a", "b"), fields={"choose": lambda upstreams: max(upstreams, key=lambda upstream: upstream.name)})
+    only_b = replace(stage.judge, sources=("b",))
+    sent = played(stage, (0.0, 0, LOW, last), (0.0, 5, HIGH, only_b))
+    assert sorted(sent) == [(0.0, "a", LOW), (0.0, "b", HIGH)]
+
+
+def test_a_sample_that_is_not_oversize_any_more_goes_by_its_priority(stage):
+    """It was estimated to take more tokens than a whole window. The limit rises while others still wait."""
+    stage.add("a", limits={"concurrency": 1, "tokens_per_minute": 1000})
+
+    def raise_the_limit(dispatcher):
+        def raised():
+            limits = Limits(concurrency=1, tokens_per_minute=100_000)
+            stage.upstreams["a"].quota.retune(limits, dispatcher.now())
+            dispatcher.look_again()
+
+        asyncio.get_running_loop().call_later(2.5, raised)
+
+    large = 2000
+    sent = played(stage, *[(0.0, 0, LOW)] * 6, (0.0, 5, large), first=raise_the_limit)
+    assert [size for _, _, size in sent] == [LOW] * 3 + [large] + [LOW] * 3
+    assert sent[3][0] == pytest.approx(3.0)

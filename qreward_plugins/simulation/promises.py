@@ -18,7 +18,6 @@ from ..samples import Cause, Failed, Scored, Verdict
 from .answers import score_of
 from .budgets import bounded
 from .declared import declared_limits, sent_as_configured, sources_since
-from .order import by_priority
 from .poison import poison_of
 from .record import CallRecord, Given, Record
 from .strict_limits import RequestBucket
@@ -282,6 +281,11 @@ def _unharmed(trial: Trial, record: Record) -> Iterator[str]:
             yield f"{sample.id} is not poisoned, and is {said}"
 
 
+def _by_priority(trial: Trial, record: Record) -> Iterator[str]:
+    """No sample is sent in front of one of higher priority that the source may be sent."""
+    yield from record.overtaken
+
+
 def _alive(trial: Trial, record: Record) -> Iterator[str]:
     """A waiting call gets a source that can send."""
     yield from record.stalls
@@ -317,7 +321,7 @@ _CHECKS: dict[str, Check] = {
     "P5 nothing left behind": _clean,
     "P6 an outcome stays": _final,
     "P11 a response costs only its own sample": _unharmed,
-    "higher priorities first": by_priority,
+    "higher priorities first": _by_priority,
     "liveness": _alive,
     "blame adds up": _blamed,
 }

@@ -99,6 +99,8 @@ class Record:
     """Why it was aborted; empty if it was played to its end."""
     stalls: list[str] = field(default_factory=list)
     """Calls that should have progressed and did not."""
+    overtaken: list[str] = field(default_factory=list)
+    """Attempts that started in front of samples of higher priority."""
     left: list[str] = field(default_factory=list)
     """Objects left when nothing was in flight, or after closing."""
     alarms: list[str] = field(default_factory=list)

@@ -23,18 +23,15 @@ from ..spent import Usage
 from .answers import completion_tokens, prompt_tokens, verdict_text, work_of
 from .draws import Draw, Luck
 from .poison import ABSURD_LIMITS, ABSURD_TOKENS, HANGS_S, OF_ONE_REPLY, Poison, error_of, poison_of
+from .server_limits import SIZE, ServerLimits
 from .servers import Server, phases
-from .strict_limits import RequestBucket, Window
 from .trace import Trace
 
 REFUSAL_S = 0.1
 """Round trip of a refused request: a refused connection, or a 429."""
-CONCURRENCY_RETRY_AFTER_S = 1.0
-"""Retry-After of a full server, which cannot know when a place gets free."""
 
 _FURTHER_CALL = 0.1
 """The part of its work for which a further call prolongs a request."""
-_SIZE = "window as a whole"
 _BROKEN_AFTER_S = 0.01
 _ERROR_PART = 0.3
 
@@ -84,9 +81,7 @@ class SimulatedServer:
         self._answer = answer or verdict_text
         self._trace = trace
         self._phases = phases(server.faults)
-        self._requests = _request_book(server)
-        per_window = server.tokens_per_window
-        self._tokens = None if per_window is None else Window(per_window, server.window_s)
+        self._limits = ServerLimits(server)
 
     @property
     def model(self) -> str:
@@ -222,17 +217,16 @@ class SimulatedServer:
         if storm_s is not None:
             self._throttle(call, storm_s, "throttles everybody")
             return
-        limit, wait_s = self._over(call, now)
+        tokens = call.prompt_tokens + call.completion_tokens
+        leaves_at_once = call.given_up and server.cancel_frees
+        limit, wait_s = self._limits.broken(tokens, 0 if leaves_at_once else self.in_flight, now)
         if limit:
-            if limit != _SIZE:
+            if limit != SIZE:
                 self.violations.append((now, limit))
             self._throttle(call, wait_s, f"is over its {limit}")
             return
-        if self._requests is not None:
-            self._requests.enter(1, now)
-        if self._tokens is not None:
-            self._tokens.enter(call.prompt_tokens + call.completion_tokens, now)
-        if call.given_up and server.cancel_frees:
+        self._limits.enter(tokens, now)
+        if leaves_at_once:
             return
         call.held = True
         self.in_flight += 1
@@ -275,7 +269,7 @@ class SimulatedServer:
         valid = call.draw.invalid >= self.server.invalid_share and call.poison != "prose"
         self._note(call, "answered" if valid else "answered nonsense")
         used = (ABSURD_TOKENS,) * 2 if call.poison == "usage" else (call.prompt_tokens, call.completion_tokens)
-        announced = ABSURD_LIMITS if call.poison == "limits" else self._announced(call.loop.time())
+        announced = ABSURD_LIMITS if call.poison == "limits" else self._limits.announced(call.loop.time())
         each_valid = (valid, *(invalid >= self.server.invalid_share for invalid in call.others))
         future.set_result(Served(*used, valid, announced, each_valid))
 
@@ -291,23 +285,6 @@ class SimulatedServer:
             call.future.set_exception(error)
 
     # Helpers
-
-    def _over(self, call: _Call, now: float) -> tuple[str, float]:
-        """The limit that a request would break, and the seconds until it would not; "": none."""
-        concurrency = self.server.concurrency
-        leaves_at_once = call.given_up and self.server.cancel_frees
-        if concurrency is not None and self.in_flight >= concurrency and not leaves_at_once:
-            return "concurrency", CONCURRENCY_RETRY_AFTER_S
-        if self._requests is not None:
-            wait_s = self._requests.wait_s(1, now)
-            if wait_s > 0:
-                return "requests", wait_s
-        if self._tokens is not None:
-            tokens = call.prompt_tokens + call.completion_tokens
-            wait_s = self._tokens.wait_s(tokens, now)
-            if wait_s > 0:
-                return (_SIZE if tokens > self._tokens.limit else "tokens"), wait_s
-        return "", 0.0
 
     def _throttle(self, call: _Call, wait_s: float, why: str) -> None:
         self.throttled += 1
@@ -346,21 +323,6 @@ class SimulatedServer:
             self.in_flight -= 1
             if call.timer is not None:
                 call.timer.cancel()
-
-    def _announced(self, now: float) -> Mapping[str, float]:
-        if self.server.announces is None:
-            return _NOTHING
-        factor = 1.0 if self.server.announces == "right" else self.server.wrong_by
-        said: dict[str, float] = {}
-        for what, book, limit in (
-            ("requests", self._requests, self.server.requests_per_window),
-            ("tokens", self._tokens, self.server.tokens_per_window),
-        ):
-            if book is not None and limit is not None:
-                said[f"{what}_per_window"] = factor * limit
-                said[f"{what}_remaining"] = factor * max(0, book.limit - book.used(now))
-                said[f"{what}_reset_s"] = book.reset_s(now)
-        return said
 
     def _note(self, call: _Call, what: str) -> None:
         if self._trace is not None:
@@ -410,15 +372,3 @@ class _Call:
         self.held = self.given_up = False
         self.others: Sequence[float] = ()
         """The `Draw.invalid` of the other calls of its request."""
-
-
-def _request_book(server: Server) -> Window | RequestBucket | None:
-    per_window = server.requests_per_window
-    if per_window is None or server.requests_per_minute is None:
-        return None
-    if server.window == "bucket":
-        return RequestBucket(server.requests_per_minute, server.burst)
-    return Window(per_window, server.window_s)
-
-
-_NOTHING: Mapping[str, float] = {}

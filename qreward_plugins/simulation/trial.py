@@ -18,7 +18,7 @@ from ..reloading import difference
 from ..samples import Sample
 from .draws import normal
 from .poison import DEADLINE_S, TIMEOUT_S, Poisoner, healthy, poisoner_of
-from .priorities import random_priorities
+from .priorities import Priorities, random_priorities
 from .random_servers import random_servers
 from .reloads import Reload, random_reloads
 from .scenarios import JUDGE
@@ -46,7 +46,7 @@ class Call:
     deadline_s: float | None = None
     """None: what the configuration says."""
     priority: int | None = 0
-    """None: what the configuration says."""
+    """None: what the configuration says. A stream has none of its own."""
     cutoff: tuple[float, float] | None = None
     """Seconds and quorum at which a batch stops waiting."""
     cancel_after_s: float | None = None
@@ -61,7 +61,7 @@ class Call:
         said.append(f"at {self.after_s:.3f} s")
         if self.deadline_s is not None:
             said.append(f"deadline {self.deadline_s:.3f} s")
-        if self.priority != 0:
+        if self.priority != 0 and self.kind != "stream":
             said.append(f"priority {'as configured' if self.priority is None else self.priority}")
         if self.cutoff:
             said.append(f"cut off at {self.cutoff[0]:.3f} s with {self.cutoff[1]:.2f} of each group")
@@ -175,7 +175,7 @@ def _with_priorities(trial: Trial) -> Trial:
             calls=tuple(
                 replace(
                     call,
-                    priority=priorities.of_call(call.priority or 0),
+                    priority=_priority_of_call(call, priorities),
                     samples=tuple(replace(sample, split=priorities.split()) for sample in call.samples),
                 )
                 for call in step.calls
@@ -184,6 +184,11 @@ def _with_priorities(trial: Trial) -> Trial:
         for step in trial.steps
     ]
     return replace(trial, config=priorities.configured(trial.config), steps=tuple(steps))
+
+
+def _priority_of_call(call: Call, priorities: Priorities) -> int | None:
+    drawn = priorities.of_call(call.priority or 0)
+    return None if call.kind == "stream" else drawn
 
 
 def _with_reloads(trial: Trial) -> Trial:
@@ -373,6 +378,7 @@ def _stream(rng: random.Random, samples: _Samples) -> Call:
     return Call(
         "stream",
         samples.draw(_count(rng)),
+        priority=None,
         window=rng.choice((None, 1, rng.randint(2, 20))),
         gap_s=rng.choice((0.0, 0.01, 1.0)),
         cancel_after_s=_some_seconds(rng) if rng.random() < 0.15 else None,

@@ -20,7 +20,7 @@ from qreward_plugins.quotas.pace import Pace
 from qreward_plugins.quotas.window_limit import WindowLimit
 from qreward_plugins.reloading import Reloader
 from qreward_plugins.samples import Scored, Verdict
-from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, Upstream, batches
+from qreward_plugins.scheduling import Answer, Batch, Breaker, Dispatcher, Job, ReadyQueue, Upstream, batches
 from qreward_plugins.scheduling.attempts import Attempt
 from qreward_plugins.scheduling.planner import Planner
 from qreward_plugins.scheduling.timers import TimeLimits
@@ -269,6 +269,21 @@ def priorities_do_not_matter(monkeypatch):
     monkeypatch.setattr(Job, "rank", property(lambda self: rank(self)._replace(priority=0)))
 
 
+def priorities_do_not_matter_for_retries(monkeypatch):
+    rank = Job.rank.fget
+    monkeypatch.setattr(
+        Job, "rank", property(lambda self: rank(self)._replace(priority=0) if self.attempts else rank(self))
+    )
+
+
+def hedges_go_before_higher_priorities(monkeypatch):
+    monkeypatch.setattr(ReadyQueue, "higher_waits", lambda self, source, job: False)
+
+
+def a_slow_source_takes_what_is_small_whatever_its_priority(monkeypatch):
+    monkeypatch.setattr(Planner, "_urgent", lambda self, upstream, job, left_s, now: None)
+
+
 MUTATIONS = [
     (no_deadline, "P1", "was due at", 40),
     (no_cutoff, "P1", "its batch was to be cut off", 150),
@@ -300,11 +315,18 @@ MUTATIONS = [
     (a_reload_changes_the_judge_of_samples_under_way, "P2", "the server gave", 100),
     (a_removed_source_is_never_closed, "P5", "is not closed", 60),
     (priorities_do_not_matter, "higher priorities", "waited since", 60),
+    (priorities_do_not_matter_for_retries, "higher priorities", "waited since", 60),
+    (hedges_go_before_higher_priorities, "higher priorities", "as a hedge", 60),
+    (a_slow_source_takes_what_is_small_whatever_its_priority, "higher priorities", "waited since", 200),
     (blame_forgets_a_part, "blame", "add up to", 10),
 ]
 """What was done to the code, which promise that breaks, words of the finding, and seeds that suffice."""
 
-TRIED_FIRST = {"endless_attempts": 170, "a_reload_forgets_what_was_spent": 117}
+TRIED_FIRST = {
+    "endless_attempts": 170,
+    "a_reload_forgets_what_was_spent": 117,
+    "a_slow_source_takes_what_is_small_whatever_its_priority": 98,
+}
 """Seeds that showed a mutation which few seeds show. They save time; another seed of the range will do as well."""
 
 

@@ -1,0 +1,161 @@
+"""Looks inside the engine of a trial: for calls that wait while nothing is in flight, for the order in which calls are
+sent (`order.py`), and for objects that are left when nothing should be.
+
+Everything else is recorded from outside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Mapping, Set
+from typing import Any
+
+from ..engine import RewardEngine
+from ..scheduling import Dispatcher, Job
+from .clock import VirtualTimeLoop
+from .order import Order
+from .record import Record, WatchedServer
+
+IDLE_S = 0.3
+"""Slightly longer than the planner may leave a source idle before it chooses again."""
+_LOOKS = 14
+_LONGEST_WAIT_S = 300.0
+"""More than any window or pause in a trial. A source that needs more while nothing is in flight has miscounted."""
+
+
+class Inspector:
+    """Looks inside one engine, and notes what is wrong in `record`."""
+
+    def __init__(self, record: Record) -> None:
+        self._record = record
+        self._engine: RewardEngine
+        self._dispatcher: Dispatcher
+        self._servers: Mapping[str, WatchedServer] = {}
+        self.order = Order(record)
+        self._in_flight = 0
+        self._changes = 0
+        self._looks = 0
+        self._seen: tuple[int, frozenset[str]] = (-1, frozenset())
+        self._look: asyncio.TimerHandle | None = None
+
+    def watch(self, engine: RewardEngine, servers: Mapping[str, WatchedServer]) -> None:
+        """Look inside `engine`, which serves the running event loop, from now on."""
+        self._engine, self._servers = engine, servers
+        self._dispatcher = engine.dispatcher()
+        self.order.watch(self._dispatcher)
+
+    def close(self) -> None:
+        """Look no longer whether there is progress."""
+        if self._look is not None:
+            self._look.cancel()
+
+    # Progress
+
+    def changed(self, by: int) -> None:
+        """Note that `by` more requests are in flight."""
+        self._in_flight += by
+        self._changes += 1
+        if not self._in_flight:
+            self.arm()
+
+    def arm(self) -> None:
+        """Look soon whether what waits makes progress."""
+        self._looks = 0
+        if self._look is None:
+            self._look = asyncio.get_running_loop().call_later(IDLE_S, self._look_around)
+
+    def _look_around(self) -> None:
+        self._look = None
+        dispatcher = self._dispatcher
+        if self._in_flight or not dispatcher._jobs:
+            self._seen = -1, frozenset()
+            return
+        loop = asyncio.get_running_loop()
+        now, queue, able, stalls = loop.time(), dispatcher._planner.queue, set(), self._record.stalls
+        for name, upstream in self._engine.upstreams.items():
+            job = queue.first(name)
+            if upstream.health.unusable:
+                continue
+            if upstream.breaker.wait_s(now) == math.inf:
+                stalls.append(f"at {now:.6f} s the breaker of {name} waits for a probe, and none is under way")
+            elif upstream.quota.wait_s(0, now) == math.inf:
+                stalls.append(f"at {now:.6f} s the quota of {name} waits for a request to end, and none is under way")
+            elif job is not None:
+                wait_s = upstream.wait_s(upstream.tokens(job.request), now)
+                if wait_s <= 0:
+                    if not self._unneeded_rightly(job, name, now):
+                        able.add(name)
+                elif wait_s > _LONGEST_WAIT_S:
+                    stalls.append(f"at {now:.6f} s {name} asks {job.request.sample.id} to wait for {wait_s:.3f} s")
+        for job in dispatcher.stuck_jobs():
+            stalls.append(
+                f"at {now:.6f} s {job.request.sample.id} is lost: it neither waits, nor rests, nor is in flight"
+            )
+        before, able_before = self._seen
+        stuck = able & able_before if before == self._changes else set()
+        if stuck:
+            stalls.append(f"until {now:.6f} s nothing was under way and {', '.join(sorted(stuck))} could send")
+        self._seen = self._changes, frozenset(able)
+        self._looks += 1
+        if not stalls and self._looks < _LOOKS:
+            # A source that can send now is checked again soon; a wait for a window may be long.
+            again_s = IDLE_S if able else IDLE_S * 1.5**self._looks
+            self._look = loop.call_later(again_s, self._look_around)
+
+    def _unneeded_rightly(self, job: Job, name: str, now: float) -> bool:
+        """Whether `job` is kept from a source because a cheaper one will take it long before its deadline."""
+        upstreams = self._engine.upstreams
+        # Read as it was last used, because asking would change it.
+        unneeded = self._dispatcher._planner.forecast._unneeded
+        ready_at = [
+            max(
+                now + upstreams[other].wait_s(upstreams[other].tokens(job.request), now),
+                job.backoff_until.get(other, now),
+            )
+            for other in set(job.call.sources) - job.barred - unneeded
+        ]
+        return name in unneeded and any(at < job.deadline_at for at in ready_at)
+
+    # Leftovers
+
+    def look_for_leftovers(self, when: str, *, but: Set[asyncio.Task[None]]) -> None:
+        """Note the objects that are left while nothing is asked. `but`: tasks of the trial itself."""
+        left = self._record.left
+        tasks = asyncio.all_tasks() - {asyncio.current_task()} - but
+        if tasks:
+            left.append(f"{when} {len(tasks)} tasks were left, one of them {_name_of(tasks)}")
+        for name, server in self._servers.items():
+            if server.open:
+                left.append(f"{when} {server.open} requests were under way at {name}")
+        for name, upstream in self._engine.upstreams.items():
+            quota = upstream.quota
+            held = {
+                "attempts": len(upstream.live),
+                "requests in flight": quota.in_flight,
+                "reserved requests": quota.requests.held,
+                "reserved tokens": quota.tokens.held,
+            }
+            left += [f"{when} {name} held {amount:g} {what}" for what, amount in held.items() if abs(amount) > 1e-6]
+        left += [
+            f"{when} {upstream.name}, which was removed, drained"
+            for upstream in self._engine._wiring.upstreams.draining
+        ]
+        dispatcher = self._dispatcher
+        if dispatcher._jobs or len(dispatcher._planner.queue):
+            left.append(f"{when} {len(dispatcher._jobs)} jobs were open, {len(dispatcher._planner.queue)} queued")
+
+    def look_for_timers(self) -> None:
+        """Note the timers that are set after closing."""
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualTimeLoop)
+        for timer in loop._scheduled:
+            callback = getattr(timer, "_callback", None)
+            module = getattr(callback, "__module__", None) or ""
+            if not timer.cancelled() and module.startswith("qreward_plugins.") and ".simulation" not in module:
+                name = f"{module}.{getattr(callback, '__qualname__', callback)}"
+                self._record.left.append(f"after closing, a timer of {name} was set for {timer.when():.6f} s")
+
+
+def _name_of(tasks: set[asyncio.Task[Any]]) -> str:
+    return min(getattr(task.get_coro(), "__qualname__", "unknown") for task in tasks)

@@ -1,0 +1,73 @@
+"""The limits of a simulated server: what a request would break, and what the server announces of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .servers import Server
+from .strict_limits import RequestBucket, Window
+
+CONCURRENCY_RETRY_AFTER_S = 1.0
+"""Retry-After of a full server, which cannot know when a place gets free."""
+SIZE = "window as a whole"
+"""The limit that a request breaks which is larger than a whole token window."""
+
+
+class ServerLimits:
+    """Counts what a server has admitted."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._requests = _request_book(server)
+        per_window = server.tokens_per_window
+        self._tokens = None if per_window is None else Window(per_window, server.window_s)
+
+    def broken(self, tokens: int, in_flight: int, now: float) -> tuple[str, float]:
+        """The limit that a request of `tokens` would break, and the seconds until it would not; "": none."""
+        concurrency = self._server.concurrency
+        if concurrency is not None and in_flight >= concurrency:
+            return "concurrency", CONCURRENCY_RETRY_AFTER_S
+        if self._requests is not None:
+            wait_s = self._requests.wait_s(1, now)
+            if wait_s > 0:
+                return "requests", wait_s
+        if self._tokens is not None:
+            wait_s = self._tokens.wait_s(tokens, now)
+            if wait_s > 0:
+                return (SIZE if tokens > self._tokens.limit else "tokens"), wait_s
+        return "", 0.0
+
+    def enter(self, tokens: int, now: float) -> None:
+        """Count a request that is admitted."""
+        if self._requests is not None:
+            self._requests.enter(1, now)
+        if self._tokens is not None:
+            self._tokens.enter(tokens, now)
+
+    def announced(self, now: float) -> Mapping[str, float]:
+        """The limits that an answer announces, as in `Reply.announced`."""
+        if self._server.announces is None:
+            return _NOTHING
+        factor = 1.0 if self._server.announces == "right" else self._server.wrong_by
+        said: dict[str, float] = {}
+        for what, book, limit in (
+            ("requests", self._requests, self._server.requests_per_window),
+            ("tokens", self._tokens, self._server.tokens_per_window),
+        ):
+            if book is not None and limit is not None:
+                said[f"{what}_per_window"] = factor * limit
+                said[f"{what}_remaining"] = factor * max(0, book.limit - book.used(now))
+                said[f"{what}_reset_s"] = book.reset_s(now)
+        return said
+
+
+def _request_book(server: Server) -> Window | RequestBucket | None:
+    per_window = server.requests_per_window
+    if per_window is None or server.requests_per_minute is None:
+        return None
+    if server.window == "bucket":
+        return RequestBucket(server.requests_per_minute, server.burst)
+    return Window(per_window, server.window_s)
+
+
+_NOTHING: Mapping[str, float] = {}

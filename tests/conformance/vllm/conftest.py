@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ _POOLING = ("--runner", "pooling")
 # By default a model may write white space for ever where the grammar allows it.
 _CHAT = ("--structured-outputs-config", '{"backend":"xgrammar","disable_any_whitespace":true}')
 _SEEN = ("--middleware", "tests.conformance.vllm.seen.Seen")
+
+# The environment of every process of Ray. By default its workers have a niceness of 15, and servers inherit it.
+RAY = {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -68,3 +72,26 @@ def say(capsys: Any) -> Callable[[str], None]:
             print(f"\n{line}", end="", flush=True)
 
     return say
+
+
+@pytest.fixture
+def since(say: Callable[[str], None]) -> Callable[[str, float], None]:
+    """Print the seconds since a time of the monotonic clock."""
+    return lambda what, began: say(f"{what}: {time.monotonic() - began:.1f} s")
+
+
+@pytest.fixture
+def runtime_folder(tmp_path: Path, monkeypatch: Any) -> None:
+    """Pools are found in this folder, so no other run's are used."""
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+
+
+@pytest.fixture
+def cluster(runtime_folder: None, monkeypatch: Any) -> Iterator[Any]:
+    """A local Ray, which is gone at the end. Returns its placement groups."""
+    ray = pytest.importorskip("ray", reason="Ray is not installed; run tests/conformance/vllm/environment.sh")
+    for name, value in RAY.items():
+        monkeypatch.setenv(name, value)
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=2**27)
+    yield lambda: [row for row in ray.util.placement_group_table().values() if row["state"] != "REMOVED"]
+    ray.shutdown()

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-NAMES = ("one_logit", "two_labels", "process", "chat")
+NAMES = ("one_logit", "two_labels", "process", "chat", "one_logit_b", "one_logit_c")
 STEP_TOKEN = "<extra_0>"
 _SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", STEP_TOKEN)
 _CHAT_TEMPLATE = (
@@ -29,8 +29,12 @@ def make_models(folder: Path) -> None:
     import transformers
 
     tokenizer = _tokenizer()
+    one_logit = (transformers.Qwen2ForSequenceClassification, {"num_labels": 1})
     kinds: Mapping[str, tuple[Any, dict[str, Any]]] = {
-        "one_logit": (transformers.Qwen2ForSequenceClassification, {"num_labels": 1}),
+        "one_logit": one_logit,
+        # The same model with other weights.
+        "one_logit_b": one_logit,
+        "one_logit_c": one_logit,
         "two_labels": (
             transformers.Qwen2ForSequenceClassification,
             {"num_labels": 2, "id2label": {0: "bad", 1: "good"}, "label2id": {"bad": 0, "good": 1}},

@@ -1,7 +1,7 @@
-"""Two real replicas, started by a source of kind `replicas`: score, kill them under load, stop.
+"""Two real replicas, started by a source of kind `replicas`: score, kill them under load, change their weights, stop.
 
 `make replicas` runs it: vLLM on this machine, then on placement groups of a local Ray, then llama.cpp's server. It
-prints the seconds of each step. An update of weights, and sleep and wake, belong between the kill and the stop.
+prints the seconds of each step.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,14 +21,15 @@ import pytest
 
 from qreward_plugins import RewardEngine, Sample
 
+from .processes import above, all_processes, comes, members, servers
+from .servers import START_WITHIN_S
 from .test_judges import VERDICT
+from .weight_updates import Part, change_weights, refused, rolling, slept
 
-START_WITHIN_S = 600.0
+pytestmark = pytest.mark.usefixtures("runtime_folder")
 SAMPLES = 1000
-# The environment of every process of Ray. By default its workers have a niceness of 15, and servers inherit it.
-RAY = {"RAY_worker_niceness": "0", "RAY_AUTH_MODE": "disabled", "RAY_USAGE_STATS_ENABLED": "0"}
-
 Say = Callable[[str, float], None]
+"""Prints what has been done since a time of the monotonic clock."""
 
 
 def configuration(model: Path, placement: str = "local") -> dict[str, Any]:
@@ -41,6 +42,9 @@ def configuration(model: Path, placement: str = "local") -> dict[str, Any]:
         "data_parallel": 2,
         "task": "vllm_classify",
         "start_within_s": START_WITHIN_S,
+        "weight_updates": "in_place",
+        "sleep_mode": True,
+        "affinity": "group",
         "arguments": {
             "enforce_eager": True,
             "dtype": "float32",
@@ -62,44 +66,42 @@ def samples(count: int, first: int = 0) -> list[Sample]:
     ]
 
 
-@pytest.fixture
-def since(say: Callable[[str], None]) -> Say:
-    return lambda what, began: say(f"{what}: {time.monotonic() - began:.1f} s")
+def test_replicas_start_score_survive_a_kill_and_leave_nothing(
+    models: Path, tmp_path: Path, say: Callable[[str], None], since: Say
+) -> None:
+    asyncio.run(_play("local", models, tmp_path, say, since))
 
 
-@pytest.fixture(autouse=True)
-def private(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+def of_ray(test: Any) -> Any:
+    """Ignore that Ray leaves sockets and log files of its own to the garbage collector."""
+    for warning in ("ignore::ResourceWarning", "ignore:.*Tip.*"):
+        test = pytest.mark.filterwarnings(warning)(test)
+    return test
 
 
-@pytest.fixture
-def cluster(private: None, monkeypatch: Any) -> Iterator[Any]:
-    """A local Ray, which is gone at the end. Returns its placement groups."""
-    ray = pytest.importorskip("ray", reason="Ray is not installed; run tests/conformance/vllm/environment.sh")
-    for name, value in RAY.items():
-        monkeypatch.setenv(name, value)
-    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, object_store_memory=2**27)
-    yield lambda: [row for row in ray.util.placement_group_table().values() if row["state"] != "REMOVED"]
-    ray.shutdown()
-
-
-def test_replicas_start_score_survive_a_kill_and_leave_nothing(models: Path, since: Say) -> None:
-    asyncio.run(_play(configuration(models / "one_logit"), [], since))
-
-
-# Ray leaves sockets and log files of its own to the garbage collector.
-@pytest.mark.filterwarnings("ignore::ResourceWarning")
-@pytest.mark.filterwarnings("ignore:.*Tip.*")
-def test_replicas_on_ray(models: Path, cluster: Any, since: Say) -> None:
-    asyncio.run(_play(configuration(models / "one_logit", "ray"), ["ReplicaActor"], since, cluster))
+@of_ray
+def test_replicas_on_ray(models: Path, tmp_path: Path, cluster: Any, say: Callable[[str], None], since: Say) -> None:
+    asyncio.run(_play("ray", models, tmp_path, say, since, cluster))
     assert cluster() == []
 
 
 async def _play(
-    config: dict[str, Any], killed: list[str], since: Say, groups: Callable[[], list[Any]] | None = None
+    where: str,
+    models: Path,
+    folder: Path,
+    say: Callable[[str], None],
+    since: Say,
+    groups: Callable[[], list[Any]] | None = None,
 ) -> None:
-    """Start, score, kill the server of a replica, and then each process of `killed` above the other one; stop."""
-    where = config["sources"]["own"]["placement"]
+    """Start, score, kill the server of a replica (on Ray also the actor of the other one), change weights, stop.
+    `groups` returns the placement groups of Ray.
+    """
+    config = configuration(models / "one_logit", where)
+    killed = ["api_server"]
+    parts: Sequence[Part] | None = None
+    if groups is not None:
+        killed.append("ReplicaActor")
+        parts = (rolling, refused, slept)
     began = time.monotonic()
     async with RewardEngine(config) as engine:
         (first,) = await engine.score_all(samples(1), deadline_s=60)
@@ -115,7 +117,7 @@ async def _play(
         assert all(outcome.reward is not None for outcome in outcomes)
         since(f"{SAMPLES} samples on two replicas", began)
 
-        for kills, victim in enumerate(["api_server", *killed], start=1):
+        for kills, victim in enumerate(killed, start=1):
             began = time.monotonic()
             scoring = asyncio.ensure_future(engine.score_all(samples(SAMPLES, kills * SAMPLES), deadline_s=300))
             requests = engine.upstreams["own"].requests
@@ -134,7 +136,7 @@ async def _play(
             outcomes = await engine.score_all(samples(200, 10 * SAMPLES + 200 * kills), deadline_s=120)
             assert all(outcome.reward is not None for outcome in outcomes)
 
-        # The place for the update of weights under load, and for sleep and wake.
+        await change_weights(engine, models, folder, say, parts)
 
         urls = [state.url for state in source.replicas]
         led = {os.getpgid(pid) for url in urls for pid in servers(url)}
@@ -190,52 +192,3 @@ async def _judge(folder: Path, since: Say) -> None:
         began = time.monotonic()
     since("stop", began)
     assert [pid for group in led for pid in members(group)] == []
-
-
-def servers(url: str) -> list[int]:
-    """The processes of the server at `url`, other than guards, whose command lines name its port."""
-    return [pid for pid in processes(str(urlsplit(url).port)) if os.getpgid(pid) != pid]
-
-
-def above(pid: int, name: str) -> int:
-    """The nearest process above another one whose title holds `name`."""
-    while pid > 1:
-        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        if name in Path(f"/proc/{pid}/cmdline").read_text():
-            return pid
-    raise AssertionError(f"no process {name}")
-
-
-def members(group: int) -> list[int]:
-    return [pid for pid in all_processes() if group_of(pid) == group]
-
-
-async def comes(condition: Callable[[], bool], within_s: float) -> None:
-    until = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < until, f"it does not come within {within_s:g} s"
-        await asyncio.sleep(0.01)
-
-
-def all_processes() -> Iterator[int]:
-    return (int(name) for name in os.listdir("/proc") if name.isdigit())
-
-
-def group_of(pid: int) -> int | None:
-    try:
-        return os.getpgid(pid)
-    except ProcessLookupError:
-        return None
-
-
-def processes(*words: str) -> list[int]:
-    """The processes, other than guards, whose command lines hold all of these words."""
-    found = []
-    for pid in all_processes():
-        try:
-            line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
-        except OSError:
-            continue
-        if all(any(word in part for part in line) for word in words) and not any("guard.py" in part for part in line):
-            found.append(pid)
-    return found

@@ -1,0 +1,59 @@
+"""Finds the processes of servers, and waits for what happens to them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+
+def servers(url: str) -> list[int]:
+    """The processes of the server at `url`, other than guards, whose command lines name its port."""
+    return [pid for pid in processes(str(urlsplit(url).port)) if os.getpgid(pid) != pid]
+
+
+def above(pid: int, name: str) -> int:
+    """The nearest process above another one whose title holds `name`."""
+    while pid > 1:
+        pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        if name in Path(f"/proc/{pid}/cmdline").read_text():
+            return pid
+    raise AssertionError(f"no process {name}")
+
+
+def members(group: int) -> list[int]:
+    return [pid for pid in all_processes() if group_of(pid) == group]
+
+
+async def comes(condition: Callable[[], bool], within_s: float) -> None:
+    until = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < until, f"it does not come within {within_s:g} s"
+        await asyncio.sleep(0.01)
+
+
+def all_processes() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdigit())
+
+
+def group_of(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
+
+
+def processes(*words: str) -> list[int]:
+    """The processes, other than guards, whose command lines hold all of these words."""
+    found = []
+    for pid in all_processes():
+        try:
+            line = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+        except OSError:
+            continue
+        if all(any(word in part for part in line) for word in words) and not any("guard.py" in part for part in line):
+            found.append(pid)
+    return found

@@ -51,9 +51,12 @@ def bodies(language):
 def folder(tmp_path_factory):
     """A folder with the files that programs and commands name, beside a judge server."""
     folder = tmp_path_factory.mktemp("reader")
-    function = next(body for body in bodies("python") if body.startswith("# my_rewards.py"))
-    (folder / "my_rewards.py").write_text(function)
-    with JudgeServer(models=["Qwen/Qwen3-32B"]) as server:
+    for body in bodies("python"):
+        if name := re.match(r"# (my_\w+\.py)\n", body):
+            (folder / name[1]).write_text(body)
+    with JudgeServer(models=["Qwen/Qwen3-32B"]) as server, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JUDGE_BASE_URL", server.base_url)
+        patch.syspath_prepend(folder)
         judge = yaml.safe_load(found_in(ROOT / "README.md", "yaml")[0])
         judge["sources"]["mine"]["base_url"] = server.base_url
         judge["judges"]["quality"]["max_tokens"] = 512
@@ -62,13 +65,14 @@ def folder(tmp_path_factory):
         (folder / "new.yaml").write_text(yaml.safe_dump(judge))
         (folder / "qreward.yaml").write_text(yaml.safe_dump({"qreward": judge}))
         (folder / "rewards.yaml").write_text(found_in(ROOT / "docs/reward_function.md", "yaml")[0])
+        (folder / "short.yaml").write_text(found_in(ROOT / "docs/extending.md", "yaml")[0])
         row = {"prompt": "What is 17 + 25?", "response": "It is 42.", "ground_truth": "42"}
         (folder / "rollouts.jsonl").write_text(f"{json.dumps(row)}\n")
         yield folder
 
 
 @pytest.mark.parametrize("block", blocks("yaml"))
-def test_every_configuration_is_valid(block):
+def test_every_configuration_is_valid(folder, block):
     config = load_config(yaml.safe_load(block))
     assert config.sources or config.engine.server
 
@@ -141,7 +145,7 @@ def test_every_command_is_accepted():
 
 
 def test_every_command_that_ends_runs(folder, monkeypatch):
-    """Those of blocks, on the files of the README. A judge server cannot tell right from wrong, hence code 1."""
+    """Those of blocks, on the files of the pages."""
     monkeypatch.chdir(folder)
     lines = {line for text in TEXTS.values() for line in commands_of("\n".join(found[0] for found in whole(text)))}
     ran = set()
@@ -152,7 +156,7 @@ def test_every_command_that_ends_runs(folder, monkeypatch):
         if words[0] == "plan":
             words = [*words[: words.index("--plot")], "--seeds", "1"] if "--plot" in words else [*words, "--seeds", "1"]
         result = CliRunner().invoke(app, words)
-        assert result.exit_code in (0, 1) if words[0] == "check" else result.exit_code == 0, (command, result.output)
+        assert result.exit_code == 0, (command, result.output)
         ran.add(words[0])
     assert ran == {"check", "kinds", "plan", "reload", "score"}
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 
-from qreward_plugins.config import Limits
+from qreward_plugins.config import Batch, Limits
 from qreward_plugins.samples import Scored
 from qreward_plugins.scheduling import Call
 from qreward_plugins.scheduling.rules import Rules
@@ -52,7 +52,11 @@ def played(stage, *samples, settings=None, first=None):
 
 def slow_and_fast(stage):
     """Source b is fast, and has used up its window for a minute; source a is slow and free."""
-    stage.add("a", behaviour=lambda number, request, now: 0.4 * request.size, limits={"concurrency": 1})
+    stage.add(
+        "a",
+        behaviour=lambda number, request, now: 0.4 * request.size,
+        limits={"concurrency": 1, "requests_per_minute": 10},
+    )
     stage.add(
         "b",
         behaviour=lambda number, request, now: 0.1 * request.size,
@@ -93,7 +97,8 @@ def test_a_hedge_does_not_take_the_place_that_a_higher_priority_waits_for(stage)
 
 
 def test_a_hedge_after_a_fixed_delay_lets_a_higher_priority_go_first(stage):
-    stage.add("a", behaviour=lambda number, *_: 10.0 if number == 0 else 2.0, limits={"concurrency": 2})
+    stage.add("a", behaviour=lambda number, *_: 10.0 if number == 0 else 1.0, limits={"concurrency": 2})
+    # The place of the second one is free at the moment when the first one may be hedged.
     hedged = Fixed(("a",), fields={"rules": Rules(hedges=1, hedge_after_s=1.0, timeout_s=60)})
     sent = played(stage, (0.0, 0, LOW, hedged), (0.0, 0, LOW + 1), (0.5, 5, HIGH))
     assert [size for _, _, size in sent] == [LOW, LOW + 1, HIGH, LOW]
@@ -126,3 +131,41 @@ def test_a_sample_that_is_not_oversize_any_more_goes_by_its_priority(stage):
     sent = played(stage, *[(0.0, 0, LOW)] * 6, (0.0, 5, large), first=raise_the_limit)
     assert [size for _, _, size in sent] == [LOW] * 3 + [large] + [LOW] * 3
     assert sent[3][0] == pytest.approx(3.0)
+
+
+def test_a_call_does_not_join_a_request_with_tokens_that_a_higher_priority_waits_for(stage):
+    carried = []
+
+    def takes(number, requests, now):
+        carried.append([request.size for request in requests])
+        return 10.0 if number == 0 else 1.0
+
+    stage.add(
+        "a",
+        behaviour=lambda number, request, now: takes(number, [request], now),
+        batch_behaviour=takes,
+        batch=Batch(max_size=8, max_wait_s=5.0, max_tokens=None),
+        limits={"concurrency": 2, "tokens_per_minute": 1000},
+    )
+    large = 930
+
+    def as_if_it_had_failed_with_others(dispatcher):
+        submit = dispatcher.submit
+
+        def submit_alone(*given, **more):
+            job = submit(*given, **more)
+            job.most_together = 1 if job.size == large else job.most_together
+            return job
+
+        dispatcher.submit = submit_alone
+
+    # The second one opens a request, which waits for others because the first one is under way.
+    played(
+        stage,
+        (0.0, 0, LOW),
+        (1.0, 0, LOW + 1),
+        (1.2, 5, large),
+        (1.4, 0, LOW + 2),
+        first=as_if_it_had_failed_with_others,
+    )
+    assert carried == [[LOW], [LOW + 1], [large], [LOW + 2]]

@@ -56,7 +56,7 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
         uri = posixpath.relpath(uri_of(target), posixpath.dirname(here) or ".")
         return f"{found[1]}{uri}{found[3] or ''}{found[4]}"
 
-    return _outside_fences(markdown, lambda text: _LINK.sub(rewritten, text))
+    return _indented(_outside_fences(markdown, lambda text: _LINK.sub(rewritten, text)))
 
 
 def uri_of(target: str) -> str:
@@ -122,6 +122,20 @@ def _resolved(place: str, link: str) -> str | None:
     """The path from the root of what a link leads to; None if it leads out of the repository."""
     target = posixpath.normpath(posixpath.join(posixpath.dirname(place), link))
     return None if target.startswith("..") or target == "." else target
+
+
+def _indented(text: str) -> str:
+    """`text` with what belongs to a numbered step indented by four blanks. Python-Markdown wants four; three are usual
+    elsewhere, and line up with the words of the step.
+    """
+    lines, in_list = [], False
+    for line in text.split("\n"):
+        if re.match(r"\d\. ", line):
+            in_list = True
+        elif line and not line.startswith("   "):
+            in_list = False
+        lines.append(f" {line}" if in_list and line.startswith("   ") else line)
+    return "\n".join(lines)
 
 
 def _outside_fences(text: str, change: Any) -> str:

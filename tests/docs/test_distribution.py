@@ -46,4 +46,4 @@ def test_with_an_address_every_link_leads_to_a_file_of_the_repository(built, mon
 
 def test_the_version_stands_in_one_place(built):
     assert built().version == qreward_plugins.__version__
-    assert f"## {qreward_plugins.__version__}\n" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"## {qreward_plugins.__version__} - " in (ROOT / "CHANGELOG.md").read_text()
